@@ -1,0 +1,107 @@
+"""The one experiment tree. Roles receive views computed from it, never copies.
+
+`Experiment` is what `run.yaml` holds and what every role reads back with `load_run`.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from prime_hpc.config.sections.base import Section
+from prime_hpc.config.sections.common import CkptConfig, LogConfig, ModelConfig, WandbConfig
+from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.config.sections.orchestrator import OrchestratorConfig
+from prime_hpc.config.sections.sft import SFTConfig
+from prime_hpc.config.sections.supervisor import SupervisorConfig
+from prime_hpc.config.sections.trainer import TrainerConfig
+
+COMPONENTS = ("trainer", "orchestrator", "inference", "sft")
+
+
+class Experiment(Section):
+    """Everything that a run is, stated once."""
+
+    kind: Literal["rl", "sft"] = "rl"
+    """Which loop runs."""
+    name: str = Field("run", pattern=r"^[^/\x00]+$")
+    """Run name; the run directory is `<output_dir>/<name>` (`--exp-id` is an alias)."""
+    output_dir: Path = Path("outputs")
+    """Parent of the run directory, on a file system that all nodes share."""
+    seed: int = 0
+    """Seed of everything random."""
+    max_steps: int = Field(100, ge=1)
+    """Optimizer updates in all, also after a resume."""
+    async_level: int = Field(2, ge=0)
+    """Batch n holds no token sampled by a version older than max(0, n - 1 - async_level); 0 is on-policy."""
+    seq_len: int = Field(2048, ge=2)
+    """Longest sample in tokens, prompt and completions together."""
+    model: ModelConfig = ModelConfig()
+    """The policy."""
+    ckpt: CkptConfig | None = None
+    """Checkpoints; off when absent."""
+    wandb: WandbConfig | None = None
+    """Weights & Biases; off when absent."""
+    log: LogConfig = LogConfig()
+    """Logging."""
+    trainer: TrainerConfig = TrainerConfig()
+    """FSDP2 trainer."""
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    """Rollouts."""
+    inference: InferenceConfig | None = None
+    """Servers to start; absent: attach to `orchestrator.client`."""
+    sft: SFTConfig = SFTConfig()
+    """Supervised fine-tuning."""
+    supervisor: SupervisorConfig = SupervisorConfig()
+    """Deadlines of the process that watches the roles."""
+    clean: bool = False
+    """Start over: delete a run directory of this name that no running job holds."""
+    inference_gpu_ids: list[int] | None = None
+    """GPUs of the engines on one node; default: split in order."""
+    trainer_gpu_ids: list[int] | None = None
+    """GPUs of the trainer on one node."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Directory that holds everything this run writes."""
+        return self.output_dir / self.name
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Token budget of one packed micro-batch."""
+        return self.trainer.micro_batch_tokens or self.seq_len
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + completion that the engines accept."""
+        return (self.inference.max_model_len if self.inference else None) or self.seq_len
+
+    @property
+    def num_prompts(self) -> int:
+        """Groups of one batch."""
+        return self.orchestrator.batch_size // self.orchestrator.rollouts_per_example
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Experiment":
+        o = self.orchestrator
+        if o.batch_size % o.rollouts_per_example:
+            raise ValueError(
+                f"orchestrator.batch_size ({o.batch_size}) must be a multiple of "
+                f"orchestrator.rollouts_per_example ({o.rollouts_per_example})"
+            )
+        if self.kind == "rl" and o.advantage.type.startswith("grpo") and o.rollouts_per_example < 2:
+            raise ValueError(
+                f"orchestrator.advantage.type = {o.advantage.type} compares rollouts of one prompt: "
+                "orchestrator.rollouts_per_example must be at least 2 (or set advantage.type = none)"
+            )
+        if self.kind == "rl" and o.sampling.max_tokens >= self.max_model_len:
+            raise ValueError(
+                f"orchestrator.sampling.max_tokens ({o.sampling.max_tokens}) cannot fit "
+                f"inference.max_model_len ({self.max_model_len}) together with a prompt"
+            )
+        if self.micro_batch_tokens < self.seq_len:
+            raise ValueError(
+                f"trainer.micro_batch_tokens ({self.micro_batch_tokens}) is below seq_len ({self.seq_len}): "
+                "the longest sample would not fit"
+            )
+        return self

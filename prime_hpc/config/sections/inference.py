@@ -1,0 +1,59 @@
+"""The inference section: vLLM servers, their parallelism and their limits."""
+
+from typing import Any
+
+from pydantic import Field
+
+from prime_hpc.config.sections.base import Section
+
+
+class ServerConfig(Section):
+    """Where the OpenAI-compatible server listens."""
+
+    host: str = "127.0.0.1"
+    """Address to bind; 0.0.0.0 to serve other nodes."""
+    port: int = Field(8000, ge=0, le=65535)
+    """First port (replica i takes port + i); 0 lets the supervisor choose."""
+
+
+class InferenceConfig(Section):
+    """vLLM data-parallel engines behind an OpenAI-compatible server with weight updates."""
+
+    server: ServerConfig = ServerConfig()
+    """Address."""
+    api_key: str | None = None
+    """Bearer token that clients must send."""
+    num_replicas: int = Field(1, ge=1)
+    """Independent servers."""
+    data_parallel_size: int = Field(1, ge=1)
+    """Engines behind one server, each with a whole copy of the weights."""
+    data_parallel_size_local: int | None = Field(None, ge=1)
+    """Engines on this node; default: all."""
+    data_parallel_address: str | None = None
+    """Address of the data-parallel head node."""
+    data_parallel_rpc_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the data-parallel head."""
+    data_parallel_start_rank: int | None = Field(None, ge=0)
+    """First data-parallel rank on this node."""
+    headless: bool = False
+    """Serve no HTTP here: the engines belong to another node's head."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs over which one engine's tensors are split."""
+    max_model_len: int | None = Field(None, ge=1)
+    """Longest prompt + completion; default: the tree's `seq_len`."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of a GPU's memory that an engine may take."""
+    cpu_kv_cache_gib: float = Field(1.0, gt=0)
+    """KV cache of one engine on CPU, GiB."""
+    cpu_threads: int = Field(1, ge=1)
+    """OpenMP threads of one engine on CPU."""
+    max_num_seqs: int | None = Field(None, ge=1)
+    """Sequences that one engine decodes together."""
+    enforce_eager: bool | None = None
+    """No graph capture or compilation; default: only on CPU."""
+    ready_timeout_s: float = Field(900, gt=0)
+    """Deadline of the start-up."""
+    max_restarts: int = Field(3, ge=0)
+    """How often a dead server is started again before the run fails."""
+    vllm: dict[str, Any] = {}
+    """Any other vLLM engine argument, by its own name."""

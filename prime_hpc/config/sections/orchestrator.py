@@ -1,0 +1,110 @@
+"""The orchestrator's section: environments, sampling, batching, staleness, evaluation, the client."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from prime_hpc.config.sections.base import Section
+
+
+class SamplingConfig(Section):
+    """How completions are sampled."""
+
+    temperature: float = Field(1.0, ge=0)
+    """Softmax temperature; the trainer's log-probabilities use the same."""
+    max_tokens: int = Field(512, ge=1)
+    """Longest completion of one turn."""
+    extra: dict[str, Any] = {}
+    """Further sampling parameters, by vLLM's names. top_p/top_k below the full vocabulary bias the ratio."""
+
+
+class EnvConfig(Section):
+    """One environment: an installed verifiers taskset by name."""
+
+    id: str
+    """Taskset: one that prime-hpc bundles (`reverse-text`, `guess-number`, `calculator`, `reasoning-gym`) or any
+    importable module that follows verifiers' v1 contract."""
+    name: str | None = None
+    """Label in metrics; default the id."""
+    args: dict[str, Any] = {}
+    """Arguments of the taskset, by its own names."""
+    env_args: dict[str, Any] = {}
+    """Arguments of the verifiers environment around the taskset, by its own names."""
+    ratio: float = Field(1.0, gt=0)
+    """Share of the prompts, relative to the other environments."""
+    harness: str | None = None
+    """Agent harness; default: prime-hpc's in-process one, or the taskset's own."""
+    max_turns: int | None = Field(8, ge=1)
+    """Model calls of one episode at most."""
+    timeout_s: float = Field(120, gt=0)
+    """Deadline of one episode."""
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out tasks, interleaved with training."""
+
+    interval: int = Field(20, ge=1)
+    """Every so many steps (and before the first and after the last)."""
+    num_examples: int = Field(128, ge=1)
+    """Tasks of each environment."""
+    rollouts_per_example: int = Field(1, ge=1)
+    """Completions of each task."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    """Greedy by default."""
+    env: list[EnvConfig] = []
+    """Held-out environments; default: the training ones with `split: eval` where they have it."""
+
+
+class ClientConfig(Section):
+    """How the orchestrator reaches the servers when it does not start them."""
+
+    base_url: list[str] | str | None = None
+    """`http://host:port/v1` of each server; default: the run's own servers."""
+    host: str = "127.0.0.1"
+    """Host, with `port`, instead of a whole URL."""
+    port: int | None = None
+    """Port of a server on `host`."""
+    api_key_var: str = "VLLM_API_KEY"
+    """Environment variable that holds the servers' key."""
+    timeout_s: float = Field(120, gt=0)
+    """Deadline of one HTTP request."""
+
+
+class AdvantageConfig(Section):
+    """How rewards of a group become advantages."""
+
+    type: Literal["grpo", "grpo_no_std", "none"] = "grpo"
+    """`grpo`: (r - mean) / std over the group; `grpo_no_std`: r - mean; `none`: r itself."""
+    eps: float = Field(1e-6, gt=0)
+    """Added to the standard deviation."""
+    zero: Literal["keep", "drop"] = "drop"
+    """Whether groups whose advantages are all zero reach the trainer."""
+
+
+class OrchestratorConfig(Section):
+    """Collects rollouts, scores them, packs batches, keeps the engines on the newest policy."""
+
+    batch_size: int = Field(128, ge=1)
+    """Rollouts a step; a multiple of `rollouts_per_example`."""
+    rollouts_per_example: int = Field(8, ge=1)
+    """Rollouts of one prompt (the group)."""
+    max_concurrent: int = Field(256, ge=1)
+    """Episodes in flight at most."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Training rollouts' sampling."""
+    env: list[EnvConfig] = []
+    """Training environments."""
+    eval: EvalConfig | None = None
+    """Evaluation; off when absent."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """Advantages."""
+    client: ClientConfig = ClientConfig()
+    """Servers."""
+    weights_timeout_s: float = Field(1800, gt=0)
+    """Deadline of the wait for a new version."""
+    max_failed_share: float = Field(0.9, gt=0, le=1)
+    """End the run when more than this share of the last 200 episodes failed."""
+    log_samples: int = Field(2, ge=0)
+    """Sample rollouts written to the metrics at each step."""
+    bench: bool = False
+    """Run a few steps without a trainer, print a table, end."""

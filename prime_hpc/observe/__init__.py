@@ -1,0 +1,1 @@
+"""Logs, metrics, status and reports. Any room may call it; it calls none."""

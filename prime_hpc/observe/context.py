@@ -1,0 +1,73 @@
+"""What a role process knows about the attempt it belongs to. Every role's main reads it first.
+
+The supervisor writes these facts into the environment of the roles it starts (`role_environment`);
+a role started by hand finds none of them and gets the defaults.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DOORBELL = "PRIMEHPC_DOORBELL"
+ATTEMPT = "PRIMEHPC_ATTEMPT"
+INCARNATION = "PRIMEHPC_INCARNATION"
+RESUME_STEP = "PRIMEHPC_RESUME_STEP"
+INFERENCE_URLS = "PRIMEHPC_INFERENCE_URLS"
+
+
+@dataclass(frozen=True)
+class RoleContext:
+    """One role process of one attempt of a run."""
+
+    role: str
+    run_dir: Path
+    index: int = 0
+    attempt: int = 1
+    incarnation: int = 0
+    doorbell_address: str | None = None
+    resume_step: int | None = None
+    inference_urls: list[str] = field(default_factory=list)
+
+    @property
+    def log_dir(self) -> Path:
+        """Directory of this role's logs and status in this attempt."""
+        return self.run_dir / "logs" / f"attempt_{self.attempt}" / self.role
+
+    @classmethod
+    def from_env(
+        cls, role: str, run_dir: Path | str, index: int = 0, environ: Mapping[str, str] = os.environ
+    ) -> "RoleContext":
+        """Read the supervisor's facts from `environ`; absent ones take the defaults."""
+        resume = environ.get(RESUME_STEP)
+        urls = environ.get(INFERENCE_URLS, "")
+        return cls(
+            role=role,
+            run_dir=Path(run_dir),
+            index=index,
+            attempt=int(environ.get(ATTEMPT, "1")),
+            incarnation=int(environ.get(INCARNATION, "0")),
+            doorbell_address=environ.get(DOORBELL) or None,
+            resume_step=int(resume) if resume else None,
+            inference_urls=[u for u in urls.split(",") if u],
+        )
+
+
+def role_environment(
+    *,
+    doorbell_address: str,
+    attempt: int,
+    incarnation: int,
+    resume_step: int | None,
+    inference_urls: list[str],
+) -> dict[str, str]:
+    """The environment variables from which `RoleContext.from_env` reads the same facts."""
+    env = {
+        DOORBELL: doorbell_address,
+        ATTEMPT: str(attempt),
+        INCARNATION: str(incarnation),
+        INFERENCE_URLS: ",".join(inference_urls),
+    }
+    if resume_step is not None:
+        env[RESUME_STEP] = str(resume_step)
+    return env

@@ -1,0 +1,39 @@
+"""The loguru logger of a process. Each entrypoint calls `setup_logger` once at start-up.
+
+Roles write to stdout; the supervisor redirects that into `logs/attempt_k/<role>/`. The supervisor
+itself writes to the terminal and to its own file.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loguru import logger
+
+if TYPE_CHECKING:
+    from loguru import Logger
+
+
+def setup_logger(
+    role: str, *, level: str = "INFO", file: Path | None = None, json_lines: bool = False, console: bool = True
+) -> "Logger":
+    """Configure the process's one logger and return it.
+
+    Args:
+        role: name shown in every line, e.g. `trainer[0]`.
+        level: least severe level; the environment's PRIME_LOG_LEVEL overrides it.
+        file: also append to this file.
+        json_lines: one JSON object a line instead of text.
+        console: write to stdout.
+    """
+    level = os.environ.get("PRIME_LOG_LEVEL", level).upper()
+    pattern = "<dim>{time:HH:mm:ss}</dim> <level>{level: <7}</level> <cyan>{extra[role]}</cyan> {message}"
+    logger.remove()
+    logger.configure(extra={"role": role})
+    if console:
+        logger.add(sys.stdout, level=level, format=pattern, serialize=json_lines, enqueue=False)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        logger.add(file, level=level, format=pattern, serialize=json_lines, colorize=False)
+    return logger

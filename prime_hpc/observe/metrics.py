@@ -1,0 +1,98 @@
+"""Metrics of a role: `metrics/<role>.jsonl` is the truth, W&B a guest that can never stop a run."""
+
+import json
+import math
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+
+def _jsonable(value: Any) -> Any:
+    """Plain numbers for JSON; numpy scalars are unwrapped, non-finite floats become strings."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+class MetricsWriter:
+    """Appends one JSON object a step and forwards the numbers to W&B where asked."""
+
+    def __init__(self, path: Path, wandb: dict[str, Any] | None = None) -> None:
+        """Open `path` for appending.
+
+        Args:
+            path: the JSON-lines file.
+            wandb: arguments of `wandb.init` (project, name, id, dir, config, mode), or None.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        self._lock = threading.Lock()
+        self._wandb: Any = None
+        if wandb is not None:
+            self._start_wandb(wandb)
+
+    def _start_wandb(self, arguments: dict[str, Any]) -> None:
+        arguments = dict(arguments)
+        if arguments.get("mode") is None:
+            arguments["mode"] = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+        try:
+            import wandb
+
+            self._wandb = wandb.init(**arguments)
+        except Exception as error:  # noqa: BLE001 - whatever W&B does, the run goes on
+            logger.warning(f"W&B is off for this run: {error}")
+
+    def log(self, step: int, **values: Any) -> None:
+        """Write one line `{"step": step, "time": unix seconds, **values}`; thread-safe."""
+        row = {"step": step, "time": round(time.time(), 3), **{k: _jsonable(v) for k, v in values.items()}}
+        with self._lock:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        if self._wandb is not None:
+            numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
+            try:
+                self._wandb.log(numbers, step=step)
+            except Exception as error:  # noqa: BLE001 - see _start_wandb
+                logger.warning(f"W&B stopped accepting metrics: {error}")
+                self._wandb = None
+
+    def close(self) -> None:
+        """Flush and close; W&B gets the chance to finish."""
+        with self._lock:
+            self._file.close()
+        if self._wandb is not None:
+            try:
+                self._wandb.finish()
+            except Exception as error:  # noqa: BLE001 - see _start_wandb
+                logger.warning(f"W&B did not finish: {error}")
+            self._wandb = None
+
+
+def wandb_arguments(
+    *, project: str, name: str, run_id: str | None, offline: bool | None, run_dir: Path, config: dict[str, Any]
+) -> dict[str, Any]:
+    """`MetricsWriter`'s W&B arguments from the experiment's values; files stay in the run directory."""
+    arguments: dict[str, Any] = {"project": project, "name": name, "dir": str(run_dir), "config": config}
+    if run_id:
+        arguments |= {"id": run_id, "resume": "allow"}
+    if offline is not None:
+        arguments["mode"] = "offline" if offline else "online"
+    return arguments
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file; a torn last line (a killed writer) is left out."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return rows

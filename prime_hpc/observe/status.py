@@ -1,0 +1,104 @@
+"""A role's own word on how it is: its status file and the doorbell's "status" topic.
+
+The supervisor trusts this file, never an exit code alone. Written by every role's main.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from prime_hpc.observe.context import RoleContext
+
+STATUS_FILE = "status.json"
+
+
+class Ringer(Protocol):
+    """The one method of `store.doorbell.Doorbell` that status needs (observe imports no room)."""
+
+    def ring(self, topic: str, **payload: Any) -> None:
+        """Announce `payload` under `topic`."""
+
+
+def status_path(log_dir: Path, index: int) -> Path:
+    """Status file of the role's `index`-th process."""
+    return log_dir / (STATUS_FILE if index == 0 else f"status_{index}.json")
+
+
+class RoleStatus:
+    """Reports state changes and heartbeats; states: starting, ready, done, failed."""
+
+    def __init__(self, context: RoleContext, doorbell: Ringer | None = None) -> None:
+        self._context = context
+        self._doorbell = doorbell
+        self._path = status_path(context.log_dir, context.index)
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._row: dict[str, Any] = {
+            "role": context.role,
+            "index": context.index,
+            "state": "starting",
+            "step": None,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "incarnation": context.incarnation,
+            "info": {},
+            "error": None,
+        }
+
+    def starting(self) -> None:
+        """The process lives and prepares."""
+        self._report(state="starting")
+
+    def ready(self, **info: Any) -> None:
+        """Start-up is over; `info` says what the supervisor may show (address, versions)."""
+        self._report(state="ready", info=info)
+
+    def beat(self, step: int | None = None, **info: Any) -> None:
+        """Still alive; optionally at `step`, with figures for the console."""
+        changes: dict[str, Any] = {"info": {**self._row["info"], **info}}
+        if step is not None:
+            changes["step"] = step
+        self._report(**changes)
+
+    def done(self) -> None:
+        """The role's work is complete."""
+        self._stopped.set()
+        self._report(state="done")
+
+    def failed(self, error: BaseException | str) -> None:
+        """The role ends for this reason."""
+        self._stopped.set()
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self._report(state="failed", error=text)
+
+    def start_heartbeat(self, interval_s: float = 5.0) -> None:
+        """Beat from a daemon thread until `done` or `failed`."""
+
+        def run() -> None:
+            while not self._stopped.wait(interval_s):
+                self._report()
+
+        threading.Thread(target=run, name="heartbeat", daemon=True).start()
+
+    def _report(self, **changes: Any) -> None:
+        with self._lock:
+            self._row.update(changes)
+            row = {**self._row, "time": time.time()}
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(row), encoding="utf-8")
+            temporary.replace(self._path)
+        if self._doorbell is not None:
+            self._doorbell.ring("status", **row)
+
+
+def read_status(log_dir: Path, index: int = 0) -> dict[str, Any] | None:
+    """The last report of a role's process, or None where it never wrote one."""
+    try:
+        return json.loads(status_path(log_dir, index).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None

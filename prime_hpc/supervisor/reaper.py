@@ -1,0 +1,76 @@
+"""A second life line: ends the roles when the supervisor itself is killed.
+
+Started by the supervisor as its own small process. It reads role process ids from standard input,
+one a line (`+pid`, `-pid`); when the pipe closes without a farewell (`bye`), the supervisor is gone
+and nobody else would end its roles.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+
+from prime_hpc.supervisor.processes import end_families
+
+FAREWELL = "bye"
+
+
+class Reaper:
+    """The supervisor's handle of the reaper process."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "prime_hpc.supervisor.reaper"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C and a killed process group must not reach it
+            text=True,
+            bufsize=1,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the reaper."""
+        return self._process.pid
+
+    def watch(self, pid: int) -> None:
+        """End this process's family should the supervisor vanish."""
+        self._say(f"+{pid}")
+
+    def forget(self, pid: int) -> None:
+        """The process ended in good order."""
+        self._say(f"-{pid}")
+
+    def close(self) -> None:
+        """The supervisor ends in good order: nothing to reap."""
+        self._say(FAREWELL)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(timeout=10)
+
+    def _say(self, line: str) -> None:
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            return  # without a reaper the supervisor still ends its roles itself
+
+
+def main() -> None:
+    """Read process ids until the pipe closes; then end what is left."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    watched: set[int] = set()
+    for raw in sys.stdin:
+        line = raw.strip()
+        if line == FAREWELL:
+            return
+        if line.startswith("+"):
+            watched.add(int(line[1:]))
+        elif line.startswith("-"):
+            watched.discard(int(line[1:]))
+    end_families(watched - {os.getpid()}, grace_s=4.0)
+
+
+if __name__ == "__main__":
+    main()
