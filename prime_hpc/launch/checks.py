@@ -1,0 +1,141 @@
+"""What can be seen to be wrong before anything starts: the model, the environments, the data, the disk.
+
+Called by `prepare`. Every check names the key and the way out; all problems are reported at once.
+"""
+
+import importlib.util
+import json
+import shutil
+from difflib import get_close_matches
+from pathlib import Path
+
+from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+
+BUNDLED_TASKSETS = ("reverse-text", "guess-number", "calculator", "reasoning-gym")
+MIN_FREE_BYTES = 64 * 2**20
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+
+
+def check(loaded: Loaded, role: str | None = None) -> None:
+    """Raise a ConfigError with everything that would fail later, in the whole run or in one role of it."""
+    experiment = loaded.experiment
+    problems = [
+        *(_model(experiment) if role != "orchestrator" else []),
+        *(_environments(experiment) if experiment.kind == "rl" and role in (None, "orchestrator") else []),
+        *(_data(experiment) if experiment.kind == "sft" else []),
+        *_space(experiment),
+    ]
+    if problems:
+        raise ConfigError(Problem(p.message, p.key, loaded.provenance.get(p.key or "", p.origin)) for p in problems)
+
+
+def is_local_path(name: str) -> bool:
+    """Whether a model name is meant as a directory rather than as `owner/model` of a hub."""
+    return Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def _model(experiment: Experiment) -> list[Problem]:
+    name = experiment.model.name
+    if not is_local_path(name):
+        return []
+    folder = Path(name)
+    if not folder.is_dir():
+        return [Problem(f"{name!r} is not a directory (a hub name looks like owner/model)", "model.name")]
+    if not (folder / "config.json").exists():
+        return [Problem(f"{name} holds no config.json: not a Hugging Face model directory", "model.name")]
+    if not any(p.suffix in _WEIGHT_SUFFIXES for p in folder.iterdir()):
+        return [Problem(f"{name} holds a config but no weights (*.safetensors)", "model.name")]
+    return []
+
+
+def taskset_modules(identifier: str) -> list[str]:
+    """Module names under which verifiers would look for a taskset."""
+    module = identifier.split("/")[-1].split("@")[0].replace("-", "_").lower()
+    return [module]
+
+
+def _installed(identifier: str) -> bool:
+    if identifier in BUNDLED_TASKSETS:
+        return True
+    verifiers = importlib.util.find_spec("verifiers")
+    if verifiers is None or verifiers.origin is None:
+        return True  # a login node without the roles' packages: the job's own check will tell
+    shipped = Path(verifiers.origin).parent / "v1" / "tasksets"
+    for module in taskset_modules(identifier):
+        if (shipped / module).exists() or (shipped / f"{module}.py").exists():
+            return True
+        try:
+            if importlib.util.find_spec(module) is not None:
+                return True
+        except (ImportError, ValueError):
+            continue
+    return False
+
+
+def _environments(experiment: Experiment) -> list[Problem]:
+    orchestrator = experiment.orchestrator
+    problems = []
+    if not orchestrator.env:
+        problems.append(Problem("no environment is named; add one, e.g. `- id: reverse-text`", "orchestrator.env"))
+    held_out = orchestrator.eval.env if orchestrator.eval else []
+    for key, envs in (("orchestrator.env", orchestrator.env), ("orchestrator.eval.env", held_out)):
+        for index, env in enumerate(envs):
+            if not _installed(env.id):
+                near = get_close_matches(env.id, BUNDLED_TASKSETS, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]}? " if near else ""
+                problems.append(
+                    Problem(
+                        f"taskset {env.id!r} is not installed; {hint}bundled are {', '.join(BUNDLED_TASKSETS)}; others "
+                        f"are installed with pip and found as the module {taskset_modules(env.id)[0]!r}",
+                        f"{key}.{index}.id",
+                    )
+                )
+    return problems
+
+
+def _data(experiment: Experiment) -> list[Problem]:
+    data = experiment.sft.data
+    if data.type == "fake":
+        return []
+    if data.path is None:
+        return [Problem("names no file; set it, or use data.type = fake", "sft.data.path")]
+    if not data.path.is_file():
+        return [Problem(f"{data.path} does not exist", "sft.data.path")]
+    return []
+
+
+def _space(experiment: Experiment) -> list[Problem]:
+    """The output directory is writable and has room for what a run keeps at once."""
+    root = experiment.output_dir
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / f".write-test-{experiment.name}"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        return [Problem(f"{root} cannot be written: {error.strerror}", "output_dir")]
+    need = max(MIN_FREE_BYTES, _bytes_kept(experiment))
+    free = shutil.disk_usage(root).free
+    if free < need:
+        return [
+            Problem(
+                f"{root} has {free / 2**30:.2f} GiB free, but the run keeps about {need / 2**30:.2f} GiB of weights and "
+                "checkpoints at once; free some space or choose another output_dir",
+                "output_dir",
+            )
+        ]
+    return []
+
+
+def _bytes_kept(experiment: Experiment) -> int:
+    """Weight versions kept, plus two checkpoints of float32 master weights and both Adam moments."""
+    folder = Path(experiment.model.name)
+    if not folder.is_dir():
+        return 0
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weights = int(json.loads(index.read_text())["metadata"]["total_size"])
+    else:
+        weights = sum(p.stat().st_size for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
+    versions = experiment.trainer.keep_weights + 2
+    return weights * versions + (weights * 2 * 3 * 2 if experiment.ckpt else 0)

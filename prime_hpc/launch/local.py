@@ -1,0 +1,117 @@
+"""Runs on this machine: in the foreground (`rl`, `sft`), as a job through submitit's LocalExecutor, or one role alone."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from prime_hpc.config import Loaded
+from prime_hpc.launch.plan import launcher, plan_text
+from prime_hpc.launch.prepare import prepare_run, write
+from prime_hpc.launch.job import local_job
+
+POLL_S = 0.3
+END_TIMEOUT_S = 30.0
+
+
+def run(loaded: Loaded) -> int:
+    """Run an experiment in the foreground; returns the exit code."""
+    run_dir = prepare_run(loaded)
+    from prime_hpc.supervisor.main import supervise
+
+    return supervise(run_dir)
+
+
+def submit(loaded: Loaded, *, follow: bool, dry_run: bool) -> int:
+    """Start an experiment as a job of its own, and (`follow`) show its log until it ends.
+
+    Ctrl-C while following ends the job in good order.
+    """
+    if dry_run:
+        print(plan_text(loaded), end="")
+        return 0
+    run_dir = prepare_run(loaded)
+    import submitit
+
+    executor = submitit.LocalExecutor(folder=run_dir / "logs" / "submitit")
+    # submitit's local jobs end after `timeout_min`, and see no GPU unless told: ours have no limit and see them all
+    executor.update_parameters(timeout_min=60 * 24 * 365, stderr_to_stdout=True)
+    job = executor.submit(local_job, str(run_dir), dict(os.environ))
+    print(f"submitted as local job {job.job_id}: {launcher()}", flush=True)
+    print(f"run directory {run_dir}; log {job.paths.stdout}", flush=True)
+    if not follow:
+        return 0
+    try:
+        _follow(job.paths.stdout, job)
+    except KeyboardInterrupt:
+        print("\ninterrupted: ending the job", flush=True)
+        _end(run_dir)
+        _follow(job.paths.stdout, job, from_end=True, timeout_s=END_TIMEOUT_S)
+        return 130
+    try:
+        return int(job.result())
+    except (submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError) as error:
+        print(f"error: the job ended without a result: {error}", file=sys.stderr)
+        return 1
+
+
+def _follow(log: Path, job: "submitit.LocalJob[int]", from_end: bool = False, timeout_s: float | None = None) -> None:  # type: ignore[name-defined]  # noqa: F821
+    """Copy the job's log to the terminal until the job is done."""
+    offset = log.stat().st_size if from_end and log.exists() else 0
+    began = time.monotonic()
+    while True:
+        done = job.done()
+        if log.exists():
+            with log.open("rb") as file:
+                file.seek(offset)
+                data = file.read()
+            offset += len(data)
+            sys.stdout.buffer.write(data)
+            sys.stdout.flush()
+        if done or (timeout_s is not None and time.monotonic() - began > timeout_s):
+            return
+        time.sleep(POLL_S)
+
+
+def _end(run_dir: Path) -> None:
+    """Ask the supervisor of the run's last attempt to end."""
+    from prime_hpc.supervisor.attempts import is_held, read_attempts
+
+    for row in read_attempts(run_dir / "attempts.jsonl"):
+        if is_held(row):
+            os.kill(row["pid"], signal.SIGINT)
+
+
+def run_role(loaded: Loaded, role: str) -> int:
+    """Run one role in the foreground, by hand: this process becomes the role's.
+
+    The role keeps its own config in `<run>/roles/<role>/`, so that roles started from different files
+    share a run directory without overwriting each other's.
+    """
+    from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
+    from prime_hpc.launch.checks import check
+    from prime_hpc.supervisor import ports
+    from prime_hpc.supervisor.roles import inference_spec, orchestrator_spec, trainer_spec, visible_gpus
+
+    experiment = loaded.experiment
+    check(loaded, role)
+    run_dir = experiment.run_dir.resolve()
+    own = run_dir / "roles" / role
+    write(loaded, own)
+    gpus = visible_gpus(dict(os.environ))
+    if role == "trainer":
+        (port,) = ports.choose(1, ports.run_base(run_dir))
+        spec = trainer_spec(experiment, run_dir, gpus[: experiment.trainer.num_ranks], port)
+    elif role == "orchestrator":
+        spec = orchestrator_spec(experiment, run_dir)
+    else:
+        assert experiment.inference is not None
+        server = experiment.inference.server
+        if server.port:
+            ports.require_free(server.port, server.host, "inference.server.port")
+        port = server.port or ports.choose(1, ports.run_base(run_dir), server.host)[0]
+        spec = inference_spec(experiment, run_dir, 0, port, gpus)
+    os.environ.update(spec.environment, **{RUN_YAML_VARIABLE: str(own / "run.yaml")})
+    sys.stdout.flush()
+    os.execv(spec.command[0], spec.command)

@@ -1,0 +1,75 @@
+"""`prime-hpc plan`: where each role of an experiment would run, before anything does."""
+
+import os
+import shutil
+
+from prime_hpc.config import Experiment, Loaded
+
+
+def plan_text(loaded: Loaded) -> str:
+    """The placement of an experiment, for people."""
+    experiment = loaded.experiment
+    lines = [
+        f"experiment  {experiment.name} ({experiment.kind})",
+        f"run dir     {experiment.run_dir}",
+        f"launch      {launcher()}",
+        f"model       {experiment.model.name} ({experiment.model.dtype})",
+        f"steps       {experiment.max_steps}"
+        + (f", async level {experiment.async_level}" if _is_rl(experiment) else ""),
+        "roles",
+    ]
+    return "\n".join([*lines, *(f"  {line}" for line in _roles(experiment)), "", _checkpoints(experiment)]) + "\n"
+
+
+def launcher() -> str:
+    """Who starts the job here, in one line."""
+    if shutil.which("sbatch"):
+        return "submitit's LocalExecutor on this machine (Slurm is here, but the Slurm layouts are not built yet)"
+    return "submitit's LocalExecutor on this machine (no sbatch found: no Slurm here)"
+
+
+def _is_rl(experiment: Experiment) -> bool:
+    return experiment.kind == "rl"
+
+
+def _roles(experiment: Experiment) -> list[str]:
+    trainer = experiment.trainer
+    threads = trainer.threads_per_rank or max(1, (os.cpu_count() or 1) // trainer.num_ranks)
+    lines = [
+        f"trainer       torchrun, {trainer.num_ranks} FSDP2 ranks, {threads} threads a rank on CPU, micro-batches of "
+        f"{experiment.micro_batch_tokens} tokens"
+    ]
+    if not _is_rl(experiment):
+        return [
+            *lines,
+            f"data          {experiment.sft.data.path or 'fake'}, {experiment.sft.data.batch_size} samples a step",
+        ]
+    orchestrator = experiment.orchestrator
+    envs = ", ".join(env.name or env.id for env in orchestrator.env) or "none"
+    lines.insert(
+        0,
+        f"orchestrator  {experiment.num_prompts} prompts x {orchestrator.rollouts_per_example} rollouts a step, "
+        f"at most {orchestrator.max_concurrent} in flight, environments: {envs}",
+    )
+    inference = experiment.inference
+    if inference is None:
+        return [f"inference     attached: {attached_urls(experiment)}", *lines]
+    port = inference.server.port or "chosen at start"
+    engines = f"data parallel {inference.data_parallel_size} x tensor parallel {inference.tensor_parallel_size}"
+    return [f"inference     {inference.num_replicas} vLLM server(s), {engines}, port {port}", *lines]
+
+
+def attached_urls(experiment: Experiment) -> str:
+    """Servers that the run attaches to, for people."""
+    client = experiment.orchestrator.client
+    if client.base_url:
+        return client.base_url if isinstance(client.base_url, str) else ", ".join(client.base_url)
+    return f"http://{client.host}:{client.port or 8000}/v1"
+
+
+def _checkpoints(experiment: Experiment) -> str:
+    if experiment.ckpt is None:
+        return "checkpoints  off (--ckpt switches them on)"
+    where = experiment.ckpt.path or experiment.run_dir / "checkpoints"
+    resume = f", resumes at {experiment.ckpt.resume_step}" if experiment.ckpt.resume_step is not None else ""
+    return f"checkpoints  every {experiment.ckpt.interval} steps in {where}{resume}"

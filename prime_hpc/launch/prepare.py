@@ -1,0 +1,59 @@
+"""The run directory before a run: refuse to overwrite, write the snapshot. Called by `local` (and by Slurm's submit)."""
+
+import shutil
+import sys
+from pathlib import Path
+
+from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, write_snapshot
+from prime_hpc.launch.checks import check
+from prime_hpc.supervisor.attempts import is_held, read_attempts
+
+_OF_A_RUN = ("rollouts", "weights", "checkpoints", "metrics", "attempts.jsonl")
+
+
+def prepare_run(loaded: Loaded) -> Path:
+    """Check the experiment, make its run directory and write what was asked into it.
+
+    Raises:
+        ConfigError: the experiment cannot run here, or its run directory holds another run.
+    """
+    check(loaded)
+    run_dir = loaded.experiment.run_dir.resolve()
+    _claim_directory(loaded.experiment, run_dir)
+    write(loaded, run_dir)
+    return run_dir
+
+
+def write(loaded: Loaded, run_dir: Path) -> None:
+    """The snapshot and lockfile.
+
+    Raises:
+        ConfigError: the disk is full or not writable.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_snapshot(loaded.experiment, run_dir, sys.argv)
+    except OSError as error:
+        raise ConfigError(Problem(f"{run_dir} cannot be written: {error.strerror}", "output_dir")) from error
+
+
+def _claim_directory(experiment: Experiment, run_dir: Path) -> None:
+    """A directory that already holds a run is only used to resume it, or to start over where that was asked for."""
+    if not any((run_dir / name).exists() for name in _OF_A_RUN):
+        return
+    held = [row for row in read_attempts(run_dir / "attempts.jsonl") if is_held(row)]
+    if held:
+        raise ConfigError(Problem(f"{run_dir}: a run is going on there (process {held[-1]['pid']})", "name"))
+    if experiment.clean:
+        if not (run_dir / "run.yaml").exists():
+            raise ConfigError(Problem(f"{run_dir} holds no run.yaml, so it is not deleted: not a run of ours", "clean"))
+        shutil.rmtree(run_dir)
+        return
+    if experiment.ckpt is None or experiment.ckpt.resume_step is None:
+        raise ConfigError(
+            Problem(
+                f"{run_dir} already holds a run; resume it with --ckpt.resume-step latest, choose another --name, or "
+                "delete it with --clean",
+                "name",
+            )
+        )

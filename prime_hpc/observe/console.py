@@ -1,0 +1,174 @@
+"""What a person watches: one line a step, a progress display for the long waits.
+
+Fed by the roles' own metrics files (the truth), driven by the supervisor's tick. It decides nothing.
+"""
+
+import json
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Literal
+
+from loguru import logger
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: list[float], width: int = 12) -> str:
+    """The last `width` values as block characters, scaled between their least and greatest."""
+    shown = values[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    span = (high - low) or 1.0
+    return "".join(BLOCKS[min(len(BLOCKS) - 1, int((v - low) / span * len(BLOCKS)))] for v in shown)
+
+
+def short(number: float) -> str:
+    """A count in three significant characters: 950, 3.1k, 2.4M."""
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= limit:
+            return f"{number / limit:.1f}{suffix}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `m:ss` or `h:mm:ss`."""
+    minutes, secs = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+
+
+class Tail:
+    """New whole lines of a JSON-lines file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Rows appended since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return [json.loads(line) for line in data[:end].splitlines() if line.strip()]
+
+
+class Console:
+    """Joins the trainer's and the orchestrator's rows of a step into one line."""
+
+    def __init__(self, run_dir: Path, max_steps: int, *, kind: Literal["rl", "sft"]) -> None:
+        self._max_steps = max_steps
+        self._kind = kind
+        self._trainer = Tail(run_dir / "metrics" / "trainer.jsonl")
+        self._orchestrator = Tail(run_dir / "metrics" / "orchestrator.jsonl")
+        self._rollouts: dict[int, dict[str, Any]] = {}
+        self._rewards: list[float] = []
+        self._losses: list[float] = []
+        self._times: deque[float] = deque(maxlen=10)
+        self._last_step_at: float | None = None
+        self._seconds = {"useful": 0.0, "waiting": 0.0, "saving": 0.0}
+        self._progress: Any = None
+        self._tasks: dict[str, Any] = {}
+        self._said_at = 0.0
+
+    def tick(self, waiting: dict[str, float]) -> None:
+        """Show what is new.
+
+        Args:
+            waiting: label of each role that is not ready, and for how many seconds it has been starting.
+        """
+        self._show_waiting(waiting)
+        for row in self._orchestrator.rows():
+            if "reward/mean" in row:
+                self._rollouts[row["step"]] = row
+        for row in self._trainer.rows():
+            if "time/step" in row:
+                self._show_step(row)
+
+    def seconds(self) -> dict[str, float]:
+        """Where the trainer's time went: useful, waiting for rollouts, saving."""
+        return dict(self._seconds)
+
+    def close(self) -> None:
+        """Take the progress display away; lines that came meanwhile are shown first."""
+        self.tick({})
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _show_waiting(self, waiting: dict[str, float]) -> None:
+        if sys.stdout.isatty():
+            self._draw_progress(waiting)
+        elif waiting and time.monotonic() - self._said_at > 15:
+            self._said_at = time.monotonic()
+            logger.info("starting: " + ", ".join(f"{label} {s:.0f} s" for label, s in sorted(waiting.items())))
+
+    def _draw_progress(self, waiting: dict[str, float]) -> None:
+        if self._progress is None:
+            if not waiting:
+                return
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._progress = Progress(
+                TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn(), transient=True
+            )
+            self._progress.start()
+        for label in waiting:
+            if label not in self._tasks:
+                self._tasks[label] = self._progress.add_task(f"{label} starts (loads the model, warms up)", total=None)
+        for label in [x for x in self._tasks if x not in waiting]:
+            self._progress.remove_task(self._tasks.pop(label))
+        if not waiting:
+            self._progress.stop()
+            self._progress = None
+
+    def _show_step(self, row: dict[str, Any]) -> None:
+        now = time.time()
+        step = row["step"]
+        took = now - self._last_step_at if self._last_step_at is not None else row["time/step"]
+        self._last_step_at = now
+        self._times.append(took)
+        wait = row.get("time/wait_batch", 0.0)
+        save = row.get("time/checkpoint", 0.0)
+        self._seconds["waiting"] += wait
+        self._seconds["saving"] += save
+        self._seconds["useful"] += max(0.0, row["time/step"] - wait - save)
+        eta = sum(self._times) / len(self._times) * (self._max_steps - step)
+        parts = [f"step {step:>4}/{self._max_steps}"]
+        parts += self._rl_parts(step, row, took) if self._kind == "rl" else self._sft_parts(row)
+        parts += [f"{took:.1f} s/step", f"ETA {duration(eta)}"]
+        logger.info("  ".join(parts))
+
+    def _sft_parts(self, row: dict[str, Any]) -> list[str]:
+        self._losses.append(row["loss"])
+        return [
+            f"loss {row['loss']:.4f} {sparkline(self._losses)}",
+            f"grad {row['grad_norm']:.2f}",
+            f"lr {row['lr']:.1e}",
+            f"{short(row['tokens_per_second'])} tok/s",
+            f"MFU {row.get('mfu', 0.0):.1%}",
+        ]
+
+    def _rl_parts(self, step: int, row: dict[str, Any], took: float) -> list[str]:
+        rollouts = self._rollouts.pop(step, {})
+        reward = rollouts.get("reward/mean", row.get("reward/mean", float("nan")))
+        self._rewards.append(reward)
+        waits = {
+            "trainer waits for rollouts": row.get("time/wait_batch", 0.0),
+            "inference waits for weights": rollouts.get("time/wait_weights", 0.0),
+        }
+        who = max(waits, key=lambda key: waits[key])
+        share = min(1.0, waits[who] / max(took, 1e-9))
+        return [
+            f"reward {reward:.3f} {sparkline(self._rewards)}",
+            f"loss {row['loss']:+.4f}",
+            f"kl {row['kl']:.1e} ratio {row['ratio/mean']:.3f}",
+            f"lag {rollouts.get('lag/mean', 0.0):.1f}/{rollouts.get('lag/max', 0)}",
+            f"train {short(row["tokens_per_s"])} gen {short(rollouts.get('tokens/sampled_per_second', 0.0))} tok/s",
+            f"{who} {share:.0%}" if share >= 0.05 else "nobody waits",
+        ]

@@ -1,0 +1,120 @@
+"""The end of a run for people: a summary, the reward curve as a picture, two sample rollouts before and after.
+
+Called by the supervisor; reads only what the roles wrote into `metrics/`.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from loguru import logger
+
+from prime_hpc.observe.metrics import read_metrics
+
+PICTURE = {"rl": "reward.png", "sft": "loss.png"}
+
+
+def _series(rows: Iterable[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric; a later life's row for the same step replaces the earlier one."""
+    values = {row["step"]: row[key] for row in rows if isinstance(row.get(key), int | float)}
+    steps = sorted(values)
+    return steps, [values[s] for s in steps]
+
+
+def eval_series(run_dir: Path) -> dict[str, tuple[list[int], list[float]]]:
+    """Held-out mean reward of each environment by policy version."""
+    rows = read_metrics(run_dir / "metrics" / "orchestrator.jsonl")
+    keys = sorted({k for row in rows for k in row if k.startswith("eval/") and k.endswith("/mean_reward")})
+    return {key.split("/")[1]: _series(rows, key) for key in keys}
+
+
+def write_report(run_dir: Path, name: str, kind: Literal["rl", "sft"]) -> list[str]:
+    """Draw the picture and return the summary's lines; a failure to draw is a warning, never an error."""
+    trainer = read_metrics(run_dir / "metrics" / "trainer.jsonl")
+    orchestrator = read_metrics(run_dir / "metrics" / "orchestrator.jsonl")
+    if not trainer:
+        return [f"{name}: no step was completed; logs are in {run_dir / 'logs' / 'latest'}"]
+    lines = [f"{name}: {len({row['step'] for row in trainer})} steps, run directory {run_dir}"]
+    if kind == "rl":
+        lines += _rl_summary(run_dir, orchestrator, trainer)
+    else:
+        steps, losses = _series(trainer, "loss")
+        lines.append(f"loss {losses[0]:.4f} at step {steps[0]} -> {losses[-1]:.4f} at step {steps[-1]}")
+    try:
+        lines.append(f"picture: {draw(run_dir, name, kind, trainer, orchestrator)}")
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        logger.warning(f"the picture could not be drawn: {error}")
+    return lines
+
+
+def _rl_summary(run_dir: Path, orchestrator: list[dict[str, Any]], trainer: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    steps, rewards = _series(orchestrator, "reward/mean")
+    if rewards:
+        lines.append(f"training reward {rewards[0]:.3f} at step {steps[0]} -> {rewards[-1]:.3f} at step {steps[-1]}")
+    for env, (versions, values) in eval_series(run_dir).items():
+        gain = values[-1] - values[0]
+        lines.append(
+            f"held-out mean reward of {env}: {values[0]:.3f} (version {versions[0]}) -> "
+            f"{values[-1]:.3f} (version {versions[-1]}), gain {gain:+.3f}"
+        )
+    _, lags = _series(orchestrator, "lag/mean")
+    _, ratios = _series(trainer, "ratio/mean")
+    if lags and ratios:
+        mean = sum(ratios) / len(ratios)
+        lines.append(f"mean lag {sum(lags) / len(lags):.2f} versions, mean importance ratio {mean:.4f}")
+    return lines + _samples(run_dir)
+
+
+def _samples(run_dir: Path) -> list[str]:
+    """One rollout of the first and one of the last step, of the same prompt where the evaluation has it."""
+    rows = read_metrics(run_dir / "metrics" / "samples.jsonl")
+    evals = [row for row in rows if row.get("kind") == "eval"] or rows
+    if not evals:
+        return []
+    last_step, first_step = evals[-1]["step"], evals[0]["step"]
+    by_task = {row.get("task"): row for row in evals if row["step"] == last_step}
+    lines = []
+    for before in [row for row in evals if row["step"] == first_step][:2]:
+        after = by_task.get(before.get("task"))
+        if after is None:
+            continue
+        lines.append(f"sample: prompt {before['prompt']!r}")
+        lines += [
+            f"  {when:<6} (reward {row['reward']:.2f}): {row['completion']!r}"
+            for when, row in (("before", before), ("after", after))
+        ]
+    return lines
+
+
+def draw(
+    run_dir: Path,
+    name: str,
+    kind: Literal["rl", "sft"],
+    trainer: list[dict[str, Any]],
+    orchestrator: list[dict[str, Any]],
+) -> Path:
+    """Write the curve as PNG and return its path.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure  # no pyplot: no global state, no display
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    if kind == "rl":
+        axes.plot(*_series(orchestrator, "reward/mean"), color="#9bb7d4", label="training reward (mean of a batch)")
+        for env, (versions, values) in eval_series(run_dir).items():
+            axes.plot(versions, values, "o-", label=f"held-out reward: {env}")
+        axes.set_ylabel("reward")
+    else:
+        axes.plot(*_series(trainer, "loss"), label="training loss")
+        axes.set_ylabel("loss (nats per token)")
+    axes.set_xlabel("step")
+    axes.set_title(name)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    path = run_dir / PICTURE[kind]
+    figure.savefig(path, dpi=130)
+    return path

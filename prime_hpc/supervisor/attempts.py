@@ -1,0 +1,76 @@
+"""`attempts.jsonl`: one line per attempt of a run: when, where, why it began, why it ended.
+
+Written by the supervisor; read by `status`, the report and the resume logic.
+"""
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Attempt:
+    """One life of a run."""
+
+    attempt: int
+    incarnation: int
+    began: float
+    why: str
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    job_id: str | None = None
+    resume_step: int | None = None
+    ended: float | None = None
+    outcome: str | None = None
+    cause: str | None = None
+    exit_code: int | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def read_attempts(path: Path) -> list[dict[str, Any]]:
+    """The attempts so far, the last word about each; a torn last line is left out."""
+    rows: dict[int, dict[str, Any]] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            rows[row["attempt"]] = row
+    return [rows[key] for key in sorted(rows)]
+
+
+def write_attempt(path: Path, attempt: Attempt) -> None:
+    """Rewrite the file with this attempt's line added or replaced (temporary file and rename)."""
+    rows = {row["attempt"]: row for row in read_attempts(path)}
+    rows[attempt.attempt] = asdict(attempt)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(rows[key]) + "\n" for key in sorted(rows))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def begin(path: Path, *, incarnation: int, why: str, resume_step: int | None, job_id: str | None) -> Attempt:
+    """Open the next attempt and write its line."""
+    number = max((row["attempt"] for row in read_attempts(path)), default=0) + 1
+    attempt = Attempt(number, incarnation, time.time(), why, job_id=job_id, resume_step=resume_step)
+    write_attempt(path, attempt)
+    return attempt
+
+
+def is_held(row: dict[str, Any]) -> bool:
+    """Whether an attempt that wrote no end still runs on this host."""
+    import psutil
+
+    if row["ended"] is not None or row["host"] != socket.gethostname():
+        return False
+    try:
+        return psutil.Process(row["pid"]).create_time() <= row["began"] + 1
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,148 @@
+"""One role's process: started in its own session with its own log, asked how it is, ended with all it started.
+
+Called by the supervisor only.
+"""
+
+import os
+import re
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, Literal
+
+from prime_hpc.observe.status import read_status
+from prime_hpc.supervisor.processes import end_families, family, send
+from prime_hpc.supervisor.roles import RoleSpec
+
+State = Literal["starting", "ready", "done", "dead"]
+_TORCHRUN_RANK = re.compile(r"rank\s*:\s*(\d+)")
+_TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
+
+
+def log_tail(path: Path, lines: int = 20) -> str:
+    """The last lines of a log, for the error that names its role."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64_000))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+class Role:
+    """A role of one attempt. All methods return at once, except `end`."""
+
+    def __init__(self, spec: RoleSpec, log_dir: Path, environment: dict[str, str]) -> None:
+        self.spec = spec
+        self.log_dir = log_dir
+        suffix = f"_{spec.index}" if spec.index else ""
+        self.log_file = log_dir / f"{spec.name}{suffix}.log"
+        self.state: State = "starting"
+        self.restarts = 0
+        self.started_at = 0.0
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._healthy_at = 0.0
+
+    @property
+    def pid(self) -> int:
+        """Process id of the role's leader."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the leader lives."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """The leader's exit code; negative: ended by that signal."""
+        return None if self._process is None else self._process.poll()
+
+    def start(self) -> None:
+        """Start the process; its output is appended to the role's log."""
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        with self.log_file.open("ab") as log:
+            log.write(f"$ {' '.join(self.spec.command)}\n".encode())
+            log.flush()
+            self._process = subprocess.Popen(
+                self.spec.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**self._environment, **self.spec.environment},
+                start_new_session=True,  # a Ctrl-C at the terminal reaches the supervisor alone
+            )
+        self.state = "starting"
+        self.started_at = time.time()
+        self._healthy_at = time.monotonic()
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """What the role's processes last said of themselves in this life."""
+        rows = [read_status(self.log_dir, self.spec.index + i) for i in range(self.spec.num_processes)]
+        return [row for row in rows if row is not None and row["time"] >= self.started_at]
+
+    def says(self, state: str) -> bool:
+        """Whether all of the role's processes report this state (`done` counts as `ready` too)."""
+        wanted = {state, "done"} if state == "ready" else {state}
+        rows = self.statuses()
+        return len(rows) == self.spec.num_processes and all(row["state"] in wanted for row in rows)
+
+    def silent_s(self) -> float:
+        """Seconds since the oldest last word of the role's processes (since its start where none came)."""
+        rows = self.statuses()
+        return time.time() - min((row["time"] for row in rows), default=self.started_at)
+
+    def healthy(self, timeout_s: float = 2.0) -> bool:
+        """Whether the server answers its health route; True for roles without one."""
+        if self.spec.health_url is None:
+            return True
+        try:
+            with urllib.request.urlopen(self.spec.health_url, timeout=timeout_s) as answer:
+                well = answer.status == 200
+        except (urllib.error.URLError, OSError):
+            well = False
+        if well:
+            self._healthy_at = time.monotonic()
+        return well
+
+    def unwell_s(self) -> float:
+        """Seconds since the server last answered well."""
+        return time.monotonic() - self._healthy_at
+
+    def cause_of_death(self) -> str:
+        """Why the role ended: its own word first, then torchrun's, then the exit code."""
+        for row in self.statuses():
+            if row["state"] == "failed":
+                rank = f" rank {row['index']}" if self.spec.num_processes > 1 else ""
+                return f"{self.spec.name}{rank}: {row['error']}"
+        code = self.exit_code
+        tail = log_tail(self.log_file, 60)
+        rank_match, exit_match = _TORCHRUN_RANK.findall(tail), _TORCHRUN_EXIT.findall(tail)
+        if self.spec.name == "trainer" and rank_match and exit_match:
+            return f"trainer rank {rank_match[-1]} {_ending(int(exit_match[-1]))}"
+        return f"{self.spec.label} {_ending(code)}" if code is not None else f"{self.spec.label} fell silent"
+
+    def end(self, grace_s: float) -> list[int]:
+        """End the role and everything it started; returns the processes that had to be killed."""
+        return end_families([self.pid], grace_s)
+
+    def kill(self) -> None:
+        """SIGKILL the whole family at once."""
+        send(family(self.pid), 9)
+
+    def reap(self) -> None:
+        """Collect the exit code so that no zombie stays."""
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                os.kill(self._process.pid, 9)
+
+
+def _ending(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

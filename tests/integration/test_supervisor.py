@@ -1,0 +1,164 @@
+"""The supervisor with real processes: readiness, restarts, culprits, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from prime_hpc.config import Experiment
+from prime_hpc.supervisor import ports
+from prime_hpc.supervisor.attempts import begin, read_attempts
+from prime_hpc.supervisor.roles import RoleSpec
+from prime_hpc.supervisor.supervise import Supervisor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def role(name: str, run_dir: Path, *actions: str, **options: object) -> RoleSpec:
+    command = [sys.executable, "-m", "tests.support.scripted_role", name, str(run_dir), *actions]
+    return RoleSpec(name, command, **{"start_timeout_s": 30.0, **options})  # type: ignore[arg-type]
+
+
+def supervise(run_dir: Path, specs: list[RoleSpec], **settings: object) -> tuple[int, dict]:
+    experiment = Experiment.model_validate(
+        {"output_dir": str(run_dir.parent), "name": run_dir.name, "supervisor": {"grace_s": 2, **settings}}
+    )
+    attempts = run_dir / "attempts.jsonl"
+    attempt = begin(attempts, incarnation=1, why="test", resume_step=None, job_id=None)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    code = Supervisor(experiment, run_dir, attempt, specs, [], environment).run()
+    return code, read_attempts(attempts)[-1]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+def strays(marker: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if marker in (process.info["cmdline"] or []) and process.status() != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def test_run_ends_when_the_workers_are_done_and_servers_are_ended(run_dir: Path) -> None:
+    port = ports.choose(1, 20_000)[0]
+    server = role(
+        "inference", run_dir, f"serve:{port}", f"child:{run_dir}", "sleep:300", health_url=f"http://127.0.0.1:{port}"
+    )
+    specs = [
+        server,
+        role("orchestrator", run_dir, "ready", "sleep:0.5", "done"),
+        role("trainer", run_dir, "ready", "sleep:1", "done"),
+    ]
+    code, attempt = supervise(run_dir, specs)
+    assert (code, attempt["outcome"]) == (0, "completed")
+    assert not strays(str(run_dir))
+
+
+def test_a_failed_role_ends_the_run_and_is_named(run_dir: Path) -> None:
+    specs = [
+        role("orchestrator", run_dir, "ready", "sleep:300"),
+        role("trainer", run_dir, "ready", "fail:disk full at step 3", "exit:1"),
+    ]
+    code, attempt = supervise(run_dir, specs)
+    assert code == 1
+    assert attempt["cause"] == "trainer: disk full at step 3"
+
+
+def test_exit_code_zero_without_done_is_a_failure(run_dir: Path) -> None:
+    code, attempt = supervise(run_dir, [role("trainer", run_dir, "ready", "exit:0")])
+    assert code == 1
+    assert "exit code 0" in attempt["cause"]
+
+
+def test_killed_role_is_named_with_its_signal(run_dir: Path) -> None:
+    code, attempt = supervise(run_dir, [role("trainer", run_dir, "ready", "kill")])
+    assert code == 1
+    assert attempt["cause"] == "trainer was killed by signal 9"
+
+
+def test_role_that_never_becomes_ready_is_named(run_dir: Path) -> None:
+    specs = [role("trainer", run_dir, "sleep:300", start_timeout_s=1.0)]
+    code, attempt = supervise(run_dir, specs)
+    assert code == 1
+    assert "trainer was not ready within 1 s" in attempt["cause"]
+
+
+def test_silent_role_is_found(run_dir: Path) -> None:
+    code, attempt = supervise(run_dir, [role("trainer", run_dir, "ready", "sleep:300")], heartbeat_timeout_s=1)
+    assert code == 1
+    assert "no sign of life" in attempt["cause"]
+
+
+def test_dead_server_is_started_again_and_the_run_goes_on(run_dir: Path) -> None:
+    port = ports.choose(1, 20_100)[0]
+    once = f"once:{run_dir / 'died'}:kill"
+    server = role(
+        "inference",
+        run_dir,
+        f"serve:{port}",
+        "sleep:1",
+        once,
+        "sleep:300",
+        max_restarts=1,
+        health_url=f"http://127.0.0.1:{port}",
+    )
+    code, _ = supervise(run_dir, [server, role("trainer", run_dir, "ready", "sleep:4", "done")])
+    assert code == 0
+    log = (run_dir / "logs" / "attempt_1" / "inference" / "inference.log").read_text()
+    assert log.count("$ ") == 2
+
+
+def test_server_that_always_dies_ends_the_run(run_dir: Path) -> None:
+    server = role("inference", run_dir, "exit:0", max_restarts=2, health_url="http://127.0.0.1:1")
+    code, attempt = supervise(run_dir, [server, role("trainer", run_dir, "ready", "sleep:300")])
+    assert code == 1
+    assert "inference[0] ended with exit code 0" in attempt["cause"]
+
+
+def start_apart(run_dir: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A supervisor in a process of its own, with roles that have children in other sessions."""
+    marker = f"stray-{run_dir}"
+    code = (
+        "import sys; from pathlib import Path; from tests.integration.test_supervisor import role, supervise\n"
+        f"run = Path({str(run_dir)!r})\n"
+        f"specs = [role('trainer', run, 'ready', 'child:{marker}', 'sleep:300')]\n"
+        "sys.exit(supervise(run, specs)[0])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True)
+    deadline = time.monotonic() + 30
+    while not strays(marker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert strays(marker), "the role's child never started"
+    return process, marker
+
+
+def gone(marker: str, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while strays(marker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not strays(marker)
+
+
+def test_interrupt_ends_everything(run_dir: Path) -> None:
+    process, marker = start_apart(run_dir)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+    assert gone(marker, 1)
+
+
+def test_killed_supervisor_leaves_nothing_behind(run_dir: Path) -> None:
+    process, marker = start_apart(run_dir)
+    process.kill()
+    process.wait()
+    assert gone(marker, 10)

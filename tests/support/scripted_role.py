@@ -1,0 +1,70 @@
+"""A role that follows a script, for the supervisor's tests: a real process with real status files.
+
+usage: python -m tests.support.scripted_role ROLE RUN_DIR ACTION [ACTION ...]
+actions: ready, done, fail:REASON, sleep:SECONDS, exit:CODE, child (starts a child in a session of its own),
+once:FILE:ACTION (only the first time, remembered by FILE), serve:PORT (a health route), kill (SIGKILL itself)
+"""
+
+import http.server
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from prime_hpc.observe.context import RoleContext
+from prime_hpc.observe.status import RoleStatus
+
+
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        return
+
+
+def act(action: str, status: RoleStatus) -> None:
+    name, _, value = action.partition(":")
+    if name == "once":
+        marker, _, rest = value.partition(":")
+        if not Path(marker).exists():
+            Path(marker).touch()
+            act(rest, status)
+    elif name == "sleep":
+        time.sleep(float(value))
+    elif name == "ready":
+        status.ready()
+    elif name == "done":
+        status.done()
+    elif name == "fail":
+        status.failed(value)
+    elif name == "exit":
+        sys.exit(int(value))
+    elif name == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif name == "child":
+        subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(300)", "stray-of", value], start_new_session=True
+        )
+    elif name == "serve":
+        server = http.server.HTTPServer(("127.0.0.1", int(value)), Health)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    else:
+        raise SystemExit(f"unknown action {action}")
+
+
+def main() -> None:
+    role, run_dir, *actions = sys.argv[1:]
+    status = RoleStatus(RoleContext.from_env(role, run_dir))
+    status.starting()
+    for action in actions:
+        print(f"{role}: {action}", flush=True)
+        act(action, status)
+
+
+if __name__ == "__main__":
+    main()
