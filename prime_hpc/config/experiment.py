@@ -94,7 +94,8 @@ class Experiment(Section):
                 f"orchestrator.advantage.type = {o.advantage.type} compares rollouts of one prompt: "
                 "orchestrator.rollouts_per_example must be at least 2 (or set advantage.type = none)"
             )
-        if self.kind == "rl" and o.sampling.max_tokens >= self.max_model_len:
+        # Without environments nobody samples: a trainer or a server alone is not held to the orchestrator's defaults.
+        if self.kind == "rl" and o.env and o.sampling.max_tokens >= self.max_model_len:
             raise ValueError(
                 f"orchestrator.sampling.max_tokens ({o.sampling.max_tokens}) cannot fit "
                 f"inference.max_model_len ({self.max_model_len}) together with a prompt"

@@ -119,8 +119,8 @@ def _space(experiment: Experiment) -> list[Problem]:
     if free < need:
         return [
             Problem(
-                f"{root} has {free / 2**30:.2f} GiB free, but the run keeps about {need / 2**30:.2f} GiB of weights and "
-                "checkpoints at once; free some space or choose another output_dir",
+                f"{root} has {free / 2**30:.2f} GiB free, but the run keeps about {need / 2**30:.2f} GiB of weights "
+                "and checkpoints at once; free some space or choose another output_dir",
                 "output_dir",
             )
         ]

@@ -1,4 +1,4 @@
-"""Runs on this machine: in the foreground (`rl`, `sft`), as a job through submitit's LocalExecutor, or one role alone."""
+"""Runs on this machine: in the foreground (`rl`, `sft`), as a local job through submitit, or one role alone."""
 
 import os
 import signal
@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from prime_hpc.config import Loaded
+from prime_hpc.launch.job import local_job
 from prime_hpc.launch.plan import launcher, plan_text
 from prime_hpc.launch.prepare import prepare_run, write
-from prime_hpc.launch.job import local_job
 
 POLL_S = 0.3
 END_TIMEOUT_S = 30.0

@@ -1,4 +1,4 @@
-"""The run directory before a run: refuse to overwrite, write the snapshot. Called by `local` (and by Slurm's submit)."""
+"""The run directory before a run: refuse to overwrite, write the snapshot. Called by `local`."""
 
 import shutil
 import sys

@@ -133,7 +133,7 @@ class Console:
         took = now - self._last_step_at if self._last_step_at is not None else row["time/step"]
         self._last_step_at = now
         self._times.append(took)
-        wait = row.get("time/wait_batch", 0.0)
+        wait = row.get("time/wait", 0.0)
         save = row.get("time/checkpoint", 0.0)
         self._seconds["waiting"] += wait
         self._seconds["saving"] += save
@@ -150,25 +150,26 @@ class Console:
             f"loss {row['loss']:.4f} {sparkline(self._losses)}",
             f"grad {row['grad_norm']:.2f}",
             f"lr {row['lr']:.1e}",
-            f"{short(row['tokens_per_second'])} tok/s",
+            f"{short(row['tokens_per_s'])} tok/s",
             f"MFU {row.get('mfu', 0.0):.1%}",
         ]
 
     def _rl_parts(self, step: int, row: dict[str, Any], took: float) -> list[str]:
         rollouts = self._rollouts.pop(step, {})
-        reward = rollouts.get("reward/mean", row.get("reward/mean", float("nan")))
+        reward = rollouts.get("reward/mean", row.get("reward", float("nan")))
         self._rewards.append(reward)
         waits = {
-            "trainer waits for rollouts": row.get("time/wait_batch", 0.0),
+            "trainer waits for rollouts": row.get("time/wait", 0.0),
             "inference waits for weights": rollouts.get("time/wait_weights", 0.0),
         }
         who = max(waits, key=lambda key: waits[key])
         share = min(1.0, waits[who] / max(took, 1e-9))
+        generated = rollouts.get("tokens/sampled_per_second", 0.0)
         return [
             f"reward {reward:.3f} {sparkline(self._rewards)}",
             f"loss {row['loss']:+.4f}",
-            f"kl {row['kl']:.1e} ratio {row['ratio/mean']:.3f}",
+            f"kl {row['kl']:.1e} ratio {row['ratio']:.3f}",
             f"lag {rollouts.get('lag/mean', 0.0):.1f}/{rollouts.get('lag/max', 0)}",
-            f"train {short(row["tokens_per_s"])} gen {short(rollouts.get('tokens/sampled_per_second', 0.0))} tok/s",
+            f"train {short(row['tokens_per_s'])} gen {short(generated)} tok/s",
             f"{who} {share:.0%}" if share >= 0.05 else "nobody waits",
         ]

@@ -59,7 +59,7 @@ def _rl_summary(run_dir: Path, orchestrator: list[dict[str, Any]], trainer: list
             f"{values[-1]:.3f} (version {versions[-1]}), gain {gain:+.3f}"
         )
     _, lags = _series(orchestrator, "lag/mean")
-    _, ratios = _series(trainer, "ratio/mean")
+    _, ratios = _series(trainer, "ratio")
     if lags and ratios:
         mean = sum(ratios) / len(ratios)
         lines.append(f"mean lag {sum(lags) / len(lags):.2f} versions, mean importance ratio {mean:.4f}")

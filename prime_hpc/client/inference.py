@@ -1,0 +1,183 @@
+"""Async client of one prime-hpc inference server: generation by token ids, weight updates, health.
+
+Used by the orchestrator (updates), by evals and by tests. Every call has a deadline.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from prime_hpc.client.versions import versions_from_spans
+
+POLICY = "policy"
+READY_POLL_S = 0.25
+
+
+class InferenceError(RuntimeError):
+    """A call to the inference server failed; `status` is the HTTP status, or None without an answer."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One completion: arrays of length L, the number of sampled tokens (a final EOS included)."""
+
+    token_ids: np.ndarray
+    """int32 [L]."""
+    logprobs: np.ndarray
+    """float32 [L], the engine's log-probability of each token, after temperature."""
+    versions: np.ndarray
+    """int32 [L], the policy version that sampled each token."""
+    finish_reason: str
+    """`stop`, `length` or `abort`."""
+
+
+def parse_choice(choice: Mapping[str, Any]) -> Generation:
+    """Turn one `choices[]` entry of `/inference/v1/generate` into arrays.
+
+    Raises:
+        InferenceError: token ids and log-probabilities disagree in number or in token.
+        VersionSpanError: the version spans do not cover the tokens.
+    """
+    token_ids = np.asarray(choice["token_ids"], dtype=np.int32)
+    content = (choice.get("logprobs") or {}).get("content") or []
+    if [entry["token_id"] for entry in content] != token_ids.tolist():
+        raise InferenceError(f"{len(content)} log-probabilities do not match {len(token_ids)} token ids")
+    return Generation(
+        token_ids=token_ids,
+        logprobs=np.asarray([entry["logprob"] for entry in content], dtype=np.float32),
+        versions=versions_from_spans(choice.get("weight_versions"), len(token_ids)),
+        finish_reason=choice["finish_reason"],
+    )
+
+
+class InferenceClient:
+    """One server. Safe to share between tasks of one event loop; end it with `aclose`."""
+
+    def __init__(
+        self, base_url: str, api_key: str | None = None, timeout_s: float = 120.0, update_timeout_s: float = 1800.0
+    ) -> None:
+        """Make a client; opens no connection yet.
+
+        Args:
+            base_url: `http://host:port`, with or without a trailing `/v1`.
+            api_key: sent as a Bearer token.
+            timeout_s: deadline of one generation or small call.
+            update_timeout_s: deadline of one weight update (reading the weights included).
+        """
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._update_timeout_s = update_timeout_s
+        self._http = httpx.AsyncClient(
+            base_url=self.base_url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,  # a proxy variable must not catch calls between a job's own nodes
+        )
+
+    async def __aenter__(self) -> "InferenceClient":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def health(self) -> bool:
+        """Whether the server answers and its engines live. Never raises."""
+        try:
+            return (await self._http.get("/health", timeout=5.0)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def wait_ready(self, deadline_s: float) -> None:
+        """Wait until `health` holds.
+
+        Raises:
+            InferenceError: not ready after `deadline_s` seconds.
+        """
+        end = time.monotonic() + deadline_s
+        while not await self.health():
+            if time.monotonic() >= end:
+                raise InferenceError(f"{self.base_url} was not ready after {deadline_s:g} s; see the server's log")
+            await asyncio.sleep(READY_POLL_S)
+
+    async def models(self) -> list[str]:
+        """Names under which the server serves the policy."""
+        return [row["id"] for row in (await self._call("GET", "/v1/models"))["data"]]
+
+    async def policy_version(self) -> int:
+        """The version that samples now (0: the base model)."""
+        return int((await self._call("GET", "/policy_version"))["version"])
+
+    async def update_weights(self, path: Path | str, version: int) -> dict[str, Any]:
+        """Load version `version` from `path`, keeping requests in flight; the same again is a no-op.
+
+        Returns:
+            The server's answer: `version`, `path`, `changed`, seconds of each phase.
+
+        Raises:
+            InferenceError: refused (status 4xx: the engine goes on as it was) or failed.
+        """
+        body = {"path": str(path), "version": version}
+        return await self._call("POST", "/update_weights", body, timeout=self._update_timeout_s)
+
+    async def reload_weights(self) -> dict[str, Any]:
+        """Go back to the base model (version 0)."""
+        return await self._call("POST", "/reload_weights", timeout=self._update_timeout_s)
+
+    async def generate(
+        self, token_ids: Sequence[int] | np.ndarray, sampling: Mapping[str, Any], model: str = POLICY
+    ) -> Generation:
+        """Sample one completion of a token prompt.
+
+        Args:
+            token_ids: prompt, int [L].
+            sampling: vLLM sampling parameters (`max_tokens`, `temperature`, ...).
+            model: served model name.
+
+        Raises:
+            InferenceError: refused, failed, or no answer in time.
+        """
+        body = {
+            "model": model,
+            "token_ids": np.asarray(token_ids).tolist(),
+            "sampling_params": {"logprobs": 0, **sampling},
+        }
+        return parse_choice((await self._call("POST", "/inference/v1/generate", body))["choices"][0])
+
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
+    ) -> dict[str, Any]:
+        what = f"{method} {self.base_url}{path}"
+        try:
+            response = await self._http.request(
+                method, path, json=body, timeout=httpx.USE_CLIENT_DEFAULT if timeout is None else timeout
+            )
+        except httpx.TimeoutException as error:
+            raise InferenceError(f"{what}: no answer in time ({type(error).__name__})") from error
+        except httpx.HTTPError as error:
+            raise InferenceError(f"{what}: {type(error).__name__} {error}") from error
+        if response.status_code >= 400:
+            raise InferenceError(f"{what}: {response.status_code} {_reason(response)}", response.status_code)
+        return response.json()
+
+
+def _reason(response: httpx.Response) -> str:
+    """The server's own words: `{"error": "..."}` or `{"error": {"message": "..."}}`, else the raw text."""
+    try:
+        error = response.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        return response.text[:500]
+    return error["message"] if isinstance(error, dict) and "message" in error else str(error)

@@ -1,0 +1,91 @@
+"""The last word on a config: pydantic's errors in our own words, and what each entrypoint cannot do without.
+
+Called by `sources` and `snapshot`.
+"""
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.schema import all_paths, resolve, schema_path, type_text
+
+_WRONG_TYPE = re.compile(r"(_type|_parsing|_from_float|_error|_size|too_short|too_long)$")
+_MAX_SHOWN = 80
+
+
+def validate(values: dict[str, Any], provenance: dict[str, Origin], problems: list[Problem]) -> Experiment | None:
+    """Check a merged tree. Adds what is wrong to `problems`; returns None when there is anything."""
+    try:
+        experiment = Experiment.model_validate(values)
+    except ValidationError as error:
+        problems += _explain_all(error.errors(include_url=False), provenance, bool(problems))
+        return None
+    return None if problems else experiment
+
+
+def _explain_all(details: list[ErrorDetails], provenance: dict[str, Origin], others: bool) -> list[Problem]:
+    problems: dict[tuple[str, ...], Problem] = {}
+    for detail in details:
+        is_unknown = detail["type"] == "extra_forbidden"
+        path = tuple(str(part) for part in detail["loc"]) if is_unknown else schema_path(detail["loc"])
+        # A relation between keys that does not hold may be the consequence of another problem: report that one.
+        if path == () and (others or len(details) > 1):
+            continue
+        if path not in problems:  # one problem a key: each branch of a union reports its own
+            problems[path] = _explain(detail, path, provenance)
+    return list(problems.values())
+
+
+def _explain(detail: ErrorDetails, path: tuple[str, ...], provenance: dict[str, Origin]) -> Problem:
+    kind, message = detail["type"], detail["msg"]
+    if kind in ("value_error", "assertion_error"):
+        message = message.split(", ", 1)[-1]
+        message += _stated_at(message, provenance)
+    elif kind == "extra_forbidden":
+        near = nearest_path(".".join(path), all_paths())
+        message = f"unknown key; did you mean {near}?" if near else "unknown key"
+    elif kind == "missing":
+        message = "must be stated: it has no default"
+    elif (node := resolve(path)) is not None and _WRONG_TYPE.search(kind):
+        message = f"expected {type_text(node.annotation)}, got {_shown(detail['input'])}"
+    else:
+        message = f"{message.replace('Input should', 'must')}, got {_shown(detail['input'])}"
+    return Problem(message, ".".join(path) or None, origin_of(path, provenance))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def origin_of(path: tuple[str, ...], provenance: dict[str, Origin]) -> Origin | None:
+    """Where the key, or the nearest key above it, was stated."""
+    while path:
+        if origin := provenance.get(".".join(path)):
+            return origin
+        path = path[:-1]
+    return None
+
+
+def _stated_at(message: str, provenance: dict[str, Origin]) -> str:
+    """` (a.b: exp.yaml:3)` for the keys that a message names."""
+    named = dict.fromkeys(re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", message))
+    places = [f"{name}: {provenance[name]}" for name in named if name in provenance]
+    return f" ({'; '.join(places)})" if places else ""
+
+
+def check_complete(experiment: Experiment, entrypoint: str, provenance: dict[str, Origin]) -> None:
+    """What an entrypoint cannot run without, though the tree may lack it. Raises ConfigError."""
+    if experiment.kind == "rl" and entrypoint in ("rl", "submit", "plan", "orchestrator"):
+        if not experiment.orchestrator.env:
+            message = 'no environment: state at least one, such as `[[orchestrator.env]]` with `id = "reverse-text"`'
+            raise ConfigError(Problem(message, "orchestrator.env", origin_of(("orchestrator", "env"), provenance)))
+    elif experiment.kind == "sft" and entrypoint in ("sft", "submit", "plan"):
+        data = experiment.sft.data
+        if data.type == "jsonl" and data.path is None:
+            message = "no data: state the JSON-lines file, or `sft.data.type = fake`"
+            raise ConfigError(Problem(message, "sft.data.path", origin_of(("sft", "data", "type"), provenance)))

@@ -1,0 +1,109 @@
+"""Text from a flag or a variable (or a hand-written file) into the value that a key of the tree can take.
+
+Called by `sources`; pydantic does the rest (numbers, paths, enumerations) and has the last word.
+"""
+
+import ast
+import json
+from typing import Any
+
+from prime_hpc.config.schema import Node, admits, members, type_text
+
+TRUE = frozenset({"true", "yes", "on", "1"})
+FALSE = frozenset({"false", "no", "off", "0"})
+NULL = frozenset({"none", "null"})
+
+
+class CoerceError(ValueError):
+    """The value cannot be what the key takes; the text says why."""
+
+
+def coerce(value: Any, node: Node, *, typed: bool) -> Any:
+    """The value of a leaf, free or list key from what was stated.
+
+    Args:
+        value: what the source holds.
+        node: the key.
+        typed: True when the source has types (a file), False when all it has is text (a flag, a variable).
+    """
+    annotation = node.annotation
+    if is_reference(value):
+        return value
+    if isinstance(value, str):
+        value = _from_text(value, node, typed)
+    if node.kind == "sections" and isinstance(value, dict):
+        raise CoerceError(f"expected a list of mappings: `[[{node.dotted}]]` in TOML, `- key: ...` in YAML")
+    if isinstance(value, bool) and not admits(annotation, bool):
+        # pydantic would take true for 1.
+        raise CoerceError(f"expected {type_text(annotation)}, got {str(value).lower()}")
+    return value
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value is, or holds, a `${...}` that is resolved once all sources are merged."""
+    return isinstance(value, str) and "${" in value
+
+
+def _from_text(text: str, node: Node, typed: bool) -> Any:
+    annotation = node.annotation
+    if annotation is Any:
+        return text if typed else literal(text)
+    if text.lower() in NULL and node.optional:
+        return None
+    if node.kind == "free":
+        return mapping(text)
+    is_list = node.kind == "sections" or admits(annotation, list) or admits(annotation, tuple)
+    if is_list and (not admits(annotation, str) or "," in text or text.startswith("[")):
+        return _list(text, node)
+    return text
+
+
+def _list(text: str, node: Node) -> Any:
+    stripped = text.strip()
+    if stripped[:1] in ("[", "(", "{"):
+        parsed = literal(stripped)
+        if isinstance(parsed, str):
+            raise CoerceError(f"expected {type_text(node.annotation)}, but {text!r} is neither JSON nor Python")
+        return [parsed] if isinstance(parsed, dict) else list(parsed)
+    if node.kind == "sections":
+        raise CoerceError(f'expected a list of mappings such as \'[{{"id": "..."}}]\', got {text!r}')
+    return [part.strip() for part in stripped.split(",") if part.strip()]
+
+
+def mapping(text: str) -> dict[str, Any]:
+    """A JSON object or Python dict literal. Raises CoerceError."""
+    parsed = literal(text.strip())
+    if not isinstance(parsed, dict) or not all(isinstance(key, str) for key in parsed):
+        raise CoerceError(f"expected a mapping such as '{{\"key\": 1}}', got {text!r}")
+    return parsed
+
+
+def literal(text: str) -> Any:
+    """JSON or Python literal where the text is one, else the text itself (`true`, `none` in any case are values)."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text.lower() in NULL:
+        return None
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            return parse(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+    return text
+
+
+def switch(value: Any) -> bool | None:
+    """What a value says about a whole section: True on, False off, None: it is no switch."""
+    if value is None or value is False:
+        return False
+    if value is True:
+        return True
+    if isinstance(value, str):
+        text = value.strip().lower()
+        return True if text in TRUE else False if text in FALSE | NULL else None
+    return None
+
+
+def is_flag(node: Node) -> bool:
+    """Whether a bare `--key` means true."""
+    return node.annotation is not Any and bool in members(node.annotation)

@@ -1,0 +1,105 @@
+"""What a user is told about a wrong config: where, which key, what is wrong, what was probably meant.
+
+Raised by `sources`, `flags`, `files` and `snapshot`; printed by `prime_hpc.cli`, which then exits with code 2.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was stated."""
+
+    source: Literal["default", "environment", "file", "command line"]
+    """Which of the four sources, lowest precedence first."""
+    where: str = ""
+    """The file's name, the flag or the variable as it was typed."""
+    line: int | None = None
+    """Line in the file, counted from 1, where it is known."""
+
+    def __str__(self) -> str:
+        if self.source == "file":
+            return self.where if self.line is None else f"{self.where}:{self.line}"
+        return f"{self.source} ({self.where})" if self.where else self.source
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong."""
+
+    message: str
+    """What is wrong, and what to do about it."""
+    key: str | None = None
+    """Full dotted path of the key, where there is one."""
+    origin: Origin | None = None
+    """Where it was stated."""
+
+    def __str__(self) -> str:
+        return ": ".join(str(part) for part in (self.origin, self.key, self.message) if part)
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a config, reported at once. The command line exits with `exit_code`."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Problem | str | Iterable[Problem]) -> None:
+        if isinstance(problems, str):
+            problems = Problem(problems)
+        self.problems = [problems] if isinstance(problems, Problem) else list(dict.fromkeys(problems))
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def render(self) -> str:
+        """Text for the terminal: a head line when there are several, then one problem a line."""
+        if len(self.problems) == 1:
+            return f"error: {self.problems[0]}"
+        lines = [f"error: {len(self.problems)} problems in the configuration"]
+        return "\n".join(lines + [f"  {problem}" for problem in self.problems])
+
+
+def nearest_path(path: str, candidates: Iterable[str]) -> str | None:
+    """The dotted path that was probably meant by `path`, or None when nothing is near.
+
+    Half of the score is the last name alone, so that `lr` finds `trainer.optim.lr`; a sibling wins a tie.
+    """
+    from difflib import SequenceMatcher
+
+    parent, _, last = path.rpartition(".")
+    best, best_score = None, 0.0
+    whole, name = SequenceMatcher(b=path), SequenceMatcher(b=last)
+    for candidate in candidates:
+        candidate_parent, _, candidate_last = candidate.rpartition(".")
+        name.set_seq1(candidate_last)
+        if name.quick_ratio() < 0.5:
+            continue
+        whole.set_seq1(candidate)
+        score = 0.5 * name.ratio() + 0.5 * whole.ratio() + (0.1 if candidate_parent == parent else 0.0)
+        if score > best_score:
+            best, best_score = candidate, score
+    return best if best_score >= 0.6 else None
+
+
+def missing_file_message(path: Path) -> str:
+    """Say that `path` cannot be read as a config file, and which files of like name are there."""
+    from difflib import get_close_matches
+
+    if path.is_dir():
+        names = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml", ".toml"))
+        return f"is a directory, not a file{_listing(path, names)}"
+    parent = path.parent
+    while not parent.is_dir() and parent != parent.parent:
+        parent = parent.parent
+    if parent != path.parent:
+        return f"no such file: the directory {path.parent} does not exist"
+    names = [entry.name for entry in parent.iterdir() if entry.is_file()]
+    stems = {Path(name).stem: name for name in names}
+    near = get_close_matches(path.name, names, n=3, cutoff=0.5)
+    near += [stems[stem] for stem in get_close_matches(path.stem, list(stems), n=3, cutoff=0.5)]
+    return f"no such file{_listing(parent, list(dict.fromkeys(near)))}"
+
+
+def _listing(directory: Path, names: list[str]) -> str:
+    return f"; {directory}/ has {', '.join(names[:5])}" if names else ""

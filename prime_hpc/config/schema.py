@@ -1,0 +1,230 @@
+"""The experiment tree as a map of dotted paths: what each key is, where a key of a component's scope lives.
+
+`sources`, `flags` and `snapshot` ask it; it reads the pydantic models and knows nothing about files or flags.
+"""
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from prime_hpc.config.experiment import COMPONENTS, Experiment
+from prime_hpc.config.sections.base import Section
+
+Kind = Literal["section", "sections", "free", "leaf"]
+"""section: a mapping of known keys; sections: a list of such; free: a mapping of any keys; leaf: a value."""
+
+_TYPE_TEXTS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    type(None): "null",
+}
+
+_CHAINS: dict[str | None, tuple[tuple[str, ...], ...]] = {
+    None: ((),),
+    # SFT runs on the trainer: what its own section lacks is the trainer's before it is the root's.
+    "sft": (("sft",), ("trainer",), ()),
+    **{name: ((name,), ()) for name in COMPONENTS if name != "sft"},
+}
+"""Scope -> sections in which a key is looked up, in order."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One key of the tree."""
+
+    path: tuple[str, ...]
+    """Where the value lives, from the root."""
+    kind: Kind
+    annotation: Any
+    """Its type; `Any` below a free mapping."""
+    component: str | None = None
+    """The component through whose scope the key was reached, if any."""
+
+    @property
+    def dotted(self) -> str:
+        """`a.b.c`."""
+        return ".".join(self.path)
+
+    @property
+    def optional(self) -> bool:
+        """Whether the key may be null."""
+        return admits(self.annotation, type(None))
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union, or the type itself."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def admits(annotation: Any, kind: Any) -> bool:
+    """Whether a union has `kind` (a plain or generic type such as `list`) among its members."""
+    return annotation is Any or any(m is kind or get_origin(m) is kind for m in members(annotation))
+
+
+def type_text(annotation: Any) -> str:
+    """A type in words for an error message: `an integer or null`, `one of grpo, none`."""
+    texts = []
+    for member in members(annotation):
+        origin = get_origin(member)
+        if origin is Literal:
+            values = [str(value) for value in get_args(member)]
+            texts.append(values[0] if len(values) == 1 else "one of " + ", ".join(values))
+        elif origin in (list, tuple):
+            inner = ", ".join(dict.fromkeys(type_text(a) for a in get_args(member) if a is not Ellipsis))
+            fixed = origin is tuple and Ellipsis not in get_args(member)
+            texts.append(f"a list of {len(get_args(member))} ({inner})" if fixed else f"a list ({inner})")
+        elif _is_section(member) or origin is dict or member is dict:
+            texts.append("a mapping")
+        else:
+            texts.append(_TYPE_TEXTS.get(member, getattr(member, "__name__", str(member))))
+    return " or ".join(texts)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _section_types(annotation: Any) -> tuple[type[Section], ...]:
+    return tuple(m for m in members(annotation) if _is_section(m))
+
+
+def _element_types(annotation: Any) -> tuple[type[Section], ...]:
+    lists = [m for m in members(annotation) if get_origin(m) is list]
+    return tuple(t for m in lists for t in _section_types(get_args(m)[0]))
+
+
+def _kind(annotation: Any) -> Kind:
+    if _section_types(annotation):
+        return "section"
+    if _element_types(annotation):
+        return "sections"
+    if annotation is not Any and admits(annotation, dict):
+        return "free"
+    return "leaf"
+
+
+def _child(annotation: Any, name: str) -> tuple[str, Any] | None:
+    """The key `name` of a value of this type, as (stored name, type); kebab and snake case are one in sections."""
+    if annotation is Any:
+        return name, Any
+    snake = name.replace("-", "_")
+    for section in _section_types(annotation):
+        if snake in section.model_fields:
+            return snake, section.model_fields[snake].annotation
+    elements = _element_types(annotation)
+    if elements and name.isdigit():
+        return name, Union[elements]  # noqa: UP007 (built from a tuple)
+    if _kind(annotation) == "free":
+        return name, Any
+    return None
+
+
+def _descend(base: tuple[str, ...], segments: tuple[str, ...], component: str | None) -> Node | None:
+    path, annotation = base, _annotation(base)
+    for segment in segments:
+        child = _child(annotation, segment)
+        if child is None:
+            return None
+        path, annotation = (*path, child[0]), child[1]
+    return Node(path, "leaf" if annotation is Any else _kind(annotation), annotation, component)
+
+
+@cache
+def _annotation(path: tuple[str, ...]) -> Any:
+    annotation: Any = Experiment
+    for segment in path:
+        child = _child(annotation, segment)
+        assert child is not None, path
+        annotation = child[1]
+    return annotation
+
+
+@cache
+def locate(segments: tuple[str, ...], scope: str | None = None) -> Node | None:
+    """Find the key that `segments` names in a scope (None: the root), or None when there is no such key.
+
+    In a component's scope, a key of its own section goes there, any other to the root. A shared key under a
+    component's name (`trainer.model.ac`) is lifted to its one home (`model.ac`).
+    """
+    first = segments[0].replace("-", "_")
+    if first in COMPONENTS and len(segments) > 1 and not any(_has(base, first) for base in _CHAINS[scope][:-1]):
+        second = segments[1].replace("-", "_")
+        for base in _CHAINS[first]:
+            if _has(base, second) and not (base == () and second in COMPONENTS):
+                return _descend(base, segments[1:], first)
+        return None
+    for base in _CHAINS[scope]:
+        if _has(base, first):
+            return _descend(base, segments, None)
+    return None
+
+
+def _has(base: tuple[str, ...], name: str) -> bool:
+    return _child(_annotation(base), name) is not None
+
+
+def resolve(path: tuple[str, ...]) -> Node | None:
+    """The key at a full path from the root, without any lifting."""
+    return _descend((), path, None)
+
+
+def node_keys(node: Node) -> list[str]:
+    """Names of a section's keys."""
+    return [name for section in _section_types(node.annotation) for name in section.model_fields]
+
+
+def schema_path(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The longest prefix of a pydantic error location that is a path of the tree (union branch names dropped)."""
+    path: tuple[str, ...] = ()
+    annotation: Any = Experiment
+    for part in location:
+        child = _child(annotation, str(part))
+        if child is None:
+            break
+        path, annotation = (*path, child[0]), child[1]
+    return path
+
+
+@cache
+def all_paths() -> tuple[str, ...]:
+    """Every dotted path of the schema, through optional sections and (as index 0) through lists of sections."""
+    return tuple(".".join(path) for path in _walk((), Experiment))
+
+
+def _walk(path: tuple[str, ...], annotation: Any) -> Iterator[tuple[str, ...]]:
+    for section in _section_types(annotation):
+        for name, field in section.model_fields.items():
+            yield (*path, name)
+            yield from _walk((*path, name), field.annotation)
+            for element in _element_types(field.annotation):
+                yield from _walk((*path, name, "0"), element)
+
+
+def fill_defaults(values: dict[str, Any], annotation: Any = Experiment) -> dict[str, Any]:
+    """A copy of a (partial) tree with the defaults of every key that it does not state, as plain values."""
+    filled = dict(values)
+    for section in _section_types(annotation):
+        for name, field in section.model_fields.items():
+            stated = values.get(name)
+            if isinstance(stated, dict) and _section_types(field.annotation):
+                filled[name] = fill_defaults(stated, field.annotation)
+            elif isinstance(stated, list) and _element_types(field.annotation):
+                inner: Any = Union[_element_types(field.annotation)]  # noqa: UP007
+                filled[name] = [fill_defaults(e, inner) if isinstance(e, dict) else e for e in stated]
+            elif name not in values and not field.is_required():
+                filled[name] = _plain(field.get_default(call_default_factory=True))
+    return filled
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return value.model_dump(mode="json")
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,241 @@
+"""The resolved experiment and its lockfile in the run directory, and the way back.
+
+`launch` writes a snapshot before it starts anything; every role reads `run.yaml` with `load_run`.
+
+    run.yaml             the resolved tree
+    configs/<role>.toml  the role's view; `rl --trainer @ configs/trainer.toml --orchestrator @ ...` loads them
+    lock.json            code version, installed packages, command line, time, host
+"""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config.check import validate
+from prime_hpc.config.coerce import NULL
+from prime_hpc.config.errors import ConfigError, Origin, Problem
+from prime_hpc.config.experiment import COMPONENTS, Experiment
+from prime_hpc.config.files import dump_yaml, parse_yaml
+from prime_hpc.config.schema import Node, members, resolve
+
+RUN_YAML = "run.yaml"
+RUN_YAML_VARIABLE = "PRIMEHPC_RUN_YAML"
+"""Environment variable that names another file to read instead: that of a role which was started by hand, and
+shares the run directory with roles started from other files."""
+LOCK_JSON = "lock.json"
+CONFIGS = "configs"
+_GIT_TIMEOUT_S = 5
+_MAX_DIFF_BYTES = 1_000_000
+_SECRET_FLAGS = ("api-key", "api_key")
+
+
+def write_snapshot(exp: Experiment, run_dir: Path, command: list[str]) -> None:
+    """Write `run.yaml`, `configs/*.toml` and `lock.json` into the run directory, each atomically.
+
+    Files that hold a secret (`inference.api_key`) are readable by their owner alone.
+
+    Args:
+        exp: the resolved experiment.
+        run_dir: the run directory; made if absent.
+        command: the command line as it was typed.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    tree = exp.model_dump(mode="json")
+    private = exp.inference is not None and exp.inference.api_key is not None
+    configs = run_dir / CONFIGS
+    configs.mkdir(parents=True, exist_ok=True)
+    for component in COMPONENTS:
+        target = configs / f"{component}.toml"
+        view = _view(tree, component)
+        if view is None:
+            target.unlink(missing_ok=True)  # of an earlier attempt: loading it would switch the section on
+        else:
+            _write_atomic(target, _dump_toml(view, component), private)
+    _write_atomic(run_dir / LOCK_JSON, json.dumps(gather_lock(command), indent=1) + "\n", private=False)
+    _write_atomic(run_dir / RUN_YAML, dump_yaml(tree), private)  # last: a run directory with it is whole
+
+
+def load_run(run_dir: Path) -> Experiment:
+    """Read a run directory's experiment back (see also `RUN_YAML_VARIABLE`).
+
+    Raises ConfigError when it is missing or not valid.
+    """
+    path = Path(os.environ.get(RUN_YAML_VARIABLE) or Path(run_dir) / RUN_YAML)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; is {path.parent} a run directory?") from error
+    values, lines = parse_yaml(text, str(path))
+    provenance = {".".join(key): Origin("file", str(path), line) for key, line in lines.items()}
+    problems: list[Problem] = []
+    experiment = validate(values, provenance, problems)
+    if experiment is None:
+        raise ConfigError(problems)
+    return experiment
+
+
+def _view(tree: dict[str, Any], component: str) -> dict[str, Any] | None:
+    """What one role sees: the shared keys and its own section's (SFT: and the trainer's), None if it is off."""
+    own = tree[component]
+    if own is None:
+        return None
+    shared = {name: value for name, value in tree.items() if name not in COMPONENTS}
+    trainer = {"trainer": tree["trainer"]} if component == "sft" else {}
+    return shared | own | trainer
+
+
+def _dump_toml(view: dict[str, Any], component: str) -> str:
+    import tomlkit
+
+    plain = {}
+    for name, value in view.items():
+        home = (name,) if resolve((name,)) is not None else (component, name)
+        plain[name] = _without_null(value, resolve(home))
+    kept = {name: value for name, value in plain.items() if value is not None}
+    # Tables after plain values: TOML has no way back to the root.
+    ordered = sorted(kept.items(), key=lambda item: _is_table(item[1]))
+    return tomlkit.dumps(dict(ordered))
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
+
+
+def _without_null(value: Any, node: Node | None) -> Any:
+    """A value in TOML's terms, which has no null.
+
+    A null key is left out (None) where null is its default, else it is the text "none"; a free mapping that holds
+    one travels as JSON text, which every source accepts for a mapping.
+    """
+    assert node is not None
+    if value is None:
+        return None if _default_is_null(node) else "none"
+    if node.kind == "section":
+        inner = {name: _without_null(v, resolve((*node.path, name))) for name, v in value.items()}
+        inner = {name: v for name, v in inner.items() if v is not None}
+        return dict(sorted(inner.items(), key=lambda item: _is_table(item[1])))
+    if node.kind == "sections":
+        return [_without_null(v, resolve((*node.path, str(i)))) for i, v in enumerate(value)]
+    if node.kind == "free":
+        return json.dumps(value) if _holds_null(value) else value
+    if isinstance(value, str) and value.lower() in NULL and node.optional:
+        raise ConfigError(Problem(f"the text {value!r} means null in a config; choose another", node.dotted))
+    return value
+
+
+def _default_is_null(node: Node) -> bool:
+    parent: Any = Experiment
+    if len(node.path) > 1:
+        above = resolve(node.path[:-1])
+        assert above is not None
+        parent = above.annotation
+    fields = [m.model_fields for m in members(parent) if hasattr(m, "model_fields")]
+    return any(node.path[-1] in f and f[node.path[-1]].default is None for f in fields)
+
+
+def _holds_null(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(_holds_null(v) for v in (value.values() if isinstance(value, dict) else value))
+    return value is None
+
+
+def _write_atomic(path: Path, text: str, private: bool) -> None:
+    """Replace a file in one step; a reader sees the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o600 if private else 0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def gather_lock(command: list[str]) -> dict[str, Any]:
+    """What a run was made with. Takes well under a second and imports nothing heavy.
+
+    Keys: `command`, `time` (UTC, ISO 8601), `host`, `cwd`, `python`, `executable`, `platform`, `git` (`sha`, `diff`, `status`,
+    null outside a checkout), `packages` (name -> version).
+    """
+    import platform
+    import socket
+    from datetime import UTC, datetime
+
+    return {
+        "command": _without_secrets(command),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "cwd": str(Path.cwd()),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "git": _git_state(Path(__file__).resolve().parents[2]),
+        "packages": _packages(),
+    }
+
+
+def _without_secrets(command: list[str]) -> list[str]:
+    shown: list[str] = []
+    hide = False
+    for token in command:
+        name, equals, _ = token.lstrip("-").partition("=")
+        is_secret = token.startswith("--") and name.rpartition(".")[2] in _SECRET_FLAGS
+        shown.append("***" if hide else f"--{name}=***" if is_secret and equals else token)
+        hide = is_secret and not equals
+    return shown
+
+
+def _packages() -> dict[str, str]:
+    """Installed distributions by name, as importlib.metadata finds them."""
+    from importlib.metadata import distributions
+
+    found: dict[str, str] = {}
+    for distribution in distributions():
+        # Two header lines by hand: the e-mail parser behind `.metadata` takes 1 ms a package.
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        name, version = (re.search(rf"^{key}: *(\S+)", text, re.M) for key in ("Name", "Version"))
+        if name and version:  # a half-removed package leaves an empty directory
+            found.setdefault(name[1], version[1])
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
+def _git_state(checkout: Path) -> dict[str, Any] | None:
+    """SHA, diff against it and changed or untracked names of the checkout; None where there is none."""
+    if not (checkout / ".git").exists():
+        return None
+    diff = _git(checkout, "diff", "HEAD") or ""
+    truncated = len(diff) > _MAX_DIFF_BYTES
+    return {
+        "sha": (_git(checkout, "rev-parse", "--verify", "-q", "HEAD") or "").strip() or None,
+        "status": (_git(checkout, "status", "--porcelain") or "").splitlines(),
+        "diff": diff[:_MAX_DIFF_BYTES],
+        "diff_truncated": truncated,
+    }
+
+
+def _git(checkout: Path, *arguments: str) -> str | None:
+    """A git command's output, or None where git is missing, fails or is slow: the lock then says less."""
+    import subprocess
+
+    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(checkout), *arguments],
+            capture_output=True,
+            timeout=_GIT_TIMEOUT_S,
+            env=environ,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.decode(errors="replace") if result.returncode == 0 else None

@@ -1,0 +1,70 @@
+"""A verifiers runtime that costs nothing until it is used.
+
+verifiers gives every rollout a runtime (for us: a directory on this machine and the means to start processes in it),
+makes the directory first and removes it on a thread afterwards. Most tasks never touch it.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from verifiers.v1.runtimes import ProgramResult, RuntimeProcess, SubprocessConfig, SubprocessRuntime
+from verifiers.v1.runtimes.base import register
+
+_CONFIG = SubprocessConfig()
+
+
+class LazyBox(SubprocessRuntime):
+    """`SubprocessRuntime` whose directory appears with the first command or file."""
+
+    def __init__(self) -> None:
+        super().__init__(_CONFIG)
+
+    async def start(self) -> None:
+        """Nothing yet."""
+
+    async def _ensure(self) -> None:
+        if self.workdir is None:
+            register(self)  # removed at interpreter exit, should `stop` never run
+            await super().start()
+
+    async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
+        """Run a command in the directory."""
+        await self._ensure()
+        return await super().run(argv, env)
+
+    async def open_process(self, argv: list[str], env: dict[str, str]) -> RuntimeProcess:
+        """Start a live process in the directory."""
+        await self._ensure()
+        return await super().open_process(argv, env)
+
+    async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
+        """Start a background process in the directory."""
+        await self._ensure()
+        await super().run_background(argv, env, log)
+
+    async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
+        await self._ensure()
+        return await super()._read(path, max_bytes)
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file in the directory."""
+        await self._ensure()
+        await super().write(path, data)
+
+    async def stop(self) -> None:
+        """Free what was used; free of cost when nothing was."""
+        if self.workdir is None and not self._background:
+            self.stopped = True
+            return
+        await super().stop()
+
+
+@asynccontextmanager
+async def lazy_box() -> AsyncIterator[Any]:
+    """A fresh `LazyBox` for one rollout (`agent.run(task, runtime=box)`), freed on exit."""
+    box = LazyBox()
+    try:
+        yield box
+    finally:
+        await box.stop()

@@ -1,0 +1,285 @@
+"""Run episodes: any verifiers taskset, against any number of inference servers, each ending by its deadline.
+
+The orchestrator's and the evals' door to environments:
+
+    async with EnvPool(config.env, model_name="policy", ..., split="train", seed=0) as pool:
+        result = await pool.run_episode(source_index=0, task_index=17, url_index=0)   # never raises but when cancelled
+
+Episodes share one event loop, on a thread of their own (`prime_hpc.envs.worker`): an environment that blocks can delay
+its neighbours, never the caller. Who waits for whom: the caller waits for its episode at most `timeout_s`; a loop that
+does not answer after that is interrupted, and replaced if that does not help.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from loguru import logger
+
+from prime_hpc.config.sections.orchestrator import EnvConfig, SamplingConfig
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.envs.sources import EnvSource, Split
+from prime_hpc.envs.worker import LoopThread
+
+OPEN_TIMEOUT_S = 120.0
+CLOSE_TIMEOUT_S = 5.0
+CANCEL_GRACE_S = 2.0
+"""How long a cancelled episode may take to let go before a warning says that it does not."""
+BLOCKED_AFTER_S = 3.0
+"""A loop that has not answered for so long, when an episode is already overdue, is blocked."""
+MAX_PATIENCE_S = 60.0
+"""How long a turn waits for a server that cannot be reached (it is being restarted), at most."""
+
+
+class EnvPool:
+    """Environments, their tasks and the servers that play them."""
+
+    sources: list[EnvSource]
+
+    def __init__(
+        self,
+        envs: Sequence[EnvConfig],
+        *,
+        model_name: str,
+        tokenizer_path: str,
+        urls: Sequence[str],
+        sampling: SamplingConfig,
+        split: Split,
+        seed: int,
+        max_model_len: int,
+        renderer: str = "auto",
+        enable_thinking: bool = False,
+        api_key_var: str = "VLLM_API_KEY",
+        hold_out: bool = True,
+    ) -> None:
+        """Describe a pool; `async with` starts it.
+
+        Args:
+            envs: the environments; `source_index` counts them.
+            model_name: name under which the servers serve the policy.
+            tokenizer_path: local directory or hub name.
+            urls: `http://host:port/v1` of each server; `url_index` counts them.
+            sampling: of every reply.
+            split: which tasks; see `EnvSource`.
+            seed: for tasksets that take one.
+            max_model_len: prompt and completion tokens of one sequence, at most.
+            renderer: how messages become tokens (`renderers` name, or `auto`).
+            enable_thinking: whether the chat template opens a think section.
+            api_key_var: environment variable with the servers' key.
+            hold_out: keep every tenth task of tasksets that do not split themselves for `eval`.
+        """
+        if not envs:
+            raise EnvError("no environment is configured: set orchestrator.env to a list with at least one `id`")
+        if not urls:
+            raise EnvError("no inference server is known: set orchestrator.client.base_url, or let the run start one")
+        self._configs = list(envs)
+        self._split: Split = split
+        self._seed = seed
+        self._hold_out = hold_out
+        self._model_name = model_name
+        self._urls = tuple(urls)
+        self._api_key_var = api_key_var
+        self._sampling = sampling
+        self._max_model_len = max_model_len
+        self._renderer_options = (tokenizer_path, renderer, enable_thinking)
+        self._renderer: PromptRenderer | None = None
+        self._target: Any = None
+        self._worker: LoopThread | None = None
+        self._engine: Any = None
+        self._lost: asyncio.Future[str] | None = None
+        self._replacing: asyncio.Task[None] | None = None
+        self._closed: asyncio.Future[None] | None = None
+        self.sources = []
+
+    async def __aenter__(self) -> "EnvPool":
+        """Load tokenizer and tasks, start tool servers.
+
+        Raises:
+            EnvError: something is not as configured.
+        """
+        # Importing verifiers and reading tasks takes seconds; the caller's heartbeat goes on meanwhile.
+        await asyncio.to_thread(self._load)
+        self._closed = asyncio.get_running_loop().create_future()
+        try:
+            await self._start_worker()
+        except BaseException:
+            await self._stop_worker()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """End everything within seconds; episodes still in flight end as CANCELLED."""
+        if self._closed is not None and not self._closed.done():
+            self._closed.set_result(None)
+        if self._replacing is not None:
+            self._replacing.cancel()
+            await asyncio.wait([self._replacing], timeout=CLOSE_TIMEOUT_S)
+        await self._stop_worker()
+
+    async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult:
+        """Play one episode to its end or its deadline, whichever comes first.
+
+        Args:
+            source_index: which environment.
+            task_index: which of its tasks, 0 <= task_index < sources[source_index].num_tasks.
+            url_index: which server.
+
+        Returns:
+            The result, also of episodes that fail, time out or are cut off by the pool's closing.
+
+        Raises:
+            asyncio.CancelledError: the caller was cancelled; the episode is, too.
+            IndexError: no such source, task or server.
+        """
+        source = self.sources[source_index]
+        task = source.task(task_index)
+        if not 0 <= url_index < len(self._urls):
+            raise IndexError(f"url_index is {url_index}; there are {len(self._urls)} servers")
+        assert self._closed is not None, "enter the pool first"
+        started = time.monotonic()
+        timeout_s = source.config.timeout_s
+        label = f"{source.name} task {task_index}"
+        if self._replacing is not None:
+            await asyncio.wait([self._replacing], timeout=timeout_s)
+        worker, lost = self._worker, self._lost
+        if worker is None or lost is None or self._closed.done():
+            return _unfinished(EpisodeState.CANCELLED, "the pool is closed", "Closed", started)
+        job = worker.submit(self._play(source_index, task, url_index, label, started))
+        running = asyncio.wrap_future(job)
+        try:
+            await asyncio.wait(
+                {running, lost, self._closed},
+                timeout=max(0.0, started + timeout_s - time.monotonic()),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if running.done():
+                return running.result()
+            if self._closed.done():
+                return _unfinished(EpisodeState.CANCELLED, "the pool was closed", "Closed", started)
+            if lost.done():
+                return _unfinished(EpisodeState.FAILED, lost.result(), "BlockedLoop", started)
+            self._look_after(worker)
+            return _unfinished(EpisodeState.TIMEOUT, f"no end after {timeout_s:g} s", "Timeout", started)
+        finally:
+            if not running.done():
+                running.cancel()
+
+    async def _play(self, source_index: int, task: Any, url_index: int, label: str, started: float) -> EpisodeResult:
+        """On the worker's loop: the episode in a task of its own, so that one that ignores cancellation is let go."""
+        episode = asyncio.current_task()
+        assert episode is not None
+        inner = asyncio.create_task(self._engine.run(source_index, task, url_index), name=label)
+        try:
+            await asyncio.wait({inner})
+        except asyncio.CancelledError:
+            inner.cancel()
+            asyncio.get_running_loop().call_later(CANCEL_GRACE_S, _warn_if_running, inner)
+            raise
+        if inner.cancelled():
+            return _unfinished(EpisodeState.FAILED, "the environment cancelled itself", "CancelledError", started)
+        error = inner.exception()
+        if error is not None:  # whatever an environment raises is this episode's failure
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            return _unfinished(EpisodeState.FAILED, text, type(error).__name__, started)
+        return inner.result()
+
+    def _look_after(self, worker: LoopThread) -> None:
+        """An episode is overdue: see whether the loop lives, unless somebody already does."""
+        if self._replacing is None:
+            self._replacing = asyncio.get_running_loop().create_task(self._check(worker))
+
+    async def _check(self, worker: LoopThread) -> None:
+        """Leave a loop that answers alone; interrupt one that does not; replace it if it still does not."""
+        try:
+            if await worker.responds(BLOCKED_AFTER_S):
+                return
+            culprit = worker.culprit()
+            worker.interrupt()
+            if await worker.responds(1.0):
+                logger.warning("{} blocked the event loop of all episodes past its deadline: interrupted", culprit)
+                return
+            reason = f"{culprit} blocked the event loop of all episodes and could not be interrupted"
+            logger.error("{}: its thread is left behind, the environments start on a new one", reason)
+            assert self._lost is not None
+            self._lost.set_result(reason)
+            self._worker = None
+            asyncio.get_running_loop().create_task(worker.stop(0.0))
+            await self._start_worker()
+        except EnvError as error:
+            logger.error("the environments could not be started again: {}", error)
+        finally:
+            self._replacing = None
+
+    def _load(self) -> None:
+        """Import verifiers, load tokenizer, tasksets and tasks. Runs on a thread."""
+        try:
+            from verifiers.v1.types import SamplingConfig as VerifiersSampling
+
+            from prime_hpc.envs.engine import PolicyTarget
+        except ImportError as error:
+            raise EnvError(
+                f"verifiers cannot be imported ({error}); install prime-hpc with its `cpu` or `gpu` extra"
+            ) from error
+        self._renderer = load_prompt_renderer(*self._renderer_options)
+        self.sources = [EnvSource(config, self._split, self._seed, hold_out=self._hold_out) for config in self._configs]
+        sampling = self._sampling
+        self._target = PolicyTarget(
+            model_name=self._model_name,
+            urls=self._urls,
+            api_key_var=self._api_key_var,
+            api_key=os.environ.get(self._api_key_var) or None,
+            sampling=VerifiersSampling(
+                temperature=sampling.temperature, max_tokens=sampling.max_tokens, **sampling.extra
+            ),
+            max_model_len=self._max_model_len,
+            patience_s=min(MAX_PATIENCE_S, *(config.timeout_s / 2 for config in self._configs)),
+        )
+
+    async def _start_worker(self) -> None:
+        """A fresh loop with the environments open on it."""
+        from prime_hpc.envs.engine import Engine
+
+        worker = LoopThread("prime-hpc-envs")
+        engine = Engine(self.sources, self._target, self._renderer)
+        opening = asyncio.wrap_future(worker.submit(engine.open()))
+        self._worker, self._engine = worker, engine
+        self._lost = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait_for(opening, OPEN_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EnvError(f"the environments did not start within {OPEN_TIMEOUT_S:g} s") from error
+        except (RuntimeError, ValueError, OSError, TypeError) as error:
+            raise EnvError(f"the environments cannot be started: {type(error).__name__}: {error}") from error
+
+    async def _stop_worker(self) -> None:
+        """Close the engine and end the thread, or leave it behind when it is blocked."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        closing = asyncio.wrap_future(worker.submit(self._engine.close()))
+        await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
+        if not closing.done():
+            closing.cancel()
+        elif not closing.cancelled() and closing.exception() is not None:
+            logger.warning("closing the environments: {}", closing.exception())
+        if not await worker.stop(CLOSE_TIMEOUT_S):
+            logger.warning("{} does not end: its thread is left behind", worker.culprit())
+
+
+def _unfinished(state: EpisodeState, reason: str, error_type: str, started: float) -> EpisodeResult:
+    """A result without a trace."""
+    return EpisodeResult(
+        state=state, usable=False, reason=reason, error_type=error_type, duration_s=time.monotonic() - started
+    )
+
+
+def _warn_if_running(task: "asyncio.Task[Any]") -> None:
+    """Say which environment does not let itself be cancelled; nobody waits for it."""
+    if not task.done():
+        logger.warning("{} ignores its cancellation and goes on in the background", task.get_name())
+    elif not task.cancelled():
+        task.exception()  # seen: nobody asks for it any more

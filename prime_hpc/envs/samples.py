@@ -1,0 +1,289 @@
+"""From a finished verifiers episode to training samples and a verdict, without ever re-tokenising.
+
+Called by `prime_hpc.envs.pool`; the orchestrator reads the dataclasses. Episodes and traces are read by attribute
+(verifiers 0.4 `Episode`, `Trace`, `Branch`, `MessageNode`), so nothing here imports verifiers.
+
+A trace is a graph of messages; each root-to-leaf path (branch) is one training sample: the exact tokens that the
+engine saw, in order. A sampled message that several branches share is trained only in the first of them.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from prime_hpc.client.versions import VersionSpanError
+
+VersionsOf = Callable[[Any], np.ndarray | None]
+"""Policy versions (int32 [num sampled tokens]) of a sampled message node, None when the engine's answer is unknown."""
+
+
+class EpisodeState(StrEnum):
+    """How an episode ended; every episode ends in exactly one of these."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One token sequence to train on; all arrays have length L, the prompt included."""
+
+    token_ids: np.ndarray
+    """int32 [L], what the engine saw and sampled."""
+    loss_mask: np.ndarray
+    """bool [L], true where this sample trains a sampled token."""
+    logprobs: np.ndarray
+    """float32 [L], the engine's log-probability of each trained token, 0 elsewhere."""
+    versions: np.ndarray
+    """int32 [L], the policy version that sampled each trained token, -1 elsewhere."""
+    num_turns: int
+    """Trained model calls in this sequence."""
+    reward: float
+    """Reward of the trace that this sequence belongs to."""
+    truncated: bool = False
+    """A limit (tokens, turns) cut the trace short."""
+
+    @property
+    def num_tokens(self) -> int:
+        """L."""
+        return len(self.token_ids)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Trained tokens."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def min_version(self) -> int:
+        """Oldest policy version that sampled a trained token."""
+        return int(self.versions[self.loss_mask].min())
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """One episode's end: state, verdict, samples, scores."""
+
+    state: EpisodeState
+    usable: bool
+    """Whether it may train: completed, scored with finite numbers, and every sampled token accounted for."""
+    reason: str = ""
+    """One line: why it is not usable."""
+    error_type: str = ""
+    """Class of the failure, e.g. `TaskError` (the environment), `ProviderError` (the inference server)."""
+    samples: list[Sample] = field(default_factory=list)
+    """Empty unless usable."""
+    reward: float = 0.0
+    """Mean over the trained traces (there is one in single-agent environments)."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The environment's finite metrics, each named reward as `reward/<name>`, and `num_turns`."""
+    truncated: bool = False
+    """A limit cut it short; it still counts as completed and is scored."""
+    prompt_text: str = ""
+    """For logs: the messages before the first reply."""
+    completion_text: str = ""
+    """For logs: everything from the first reply on."""
+    duration_s: float = 0.0
+    """Wall-clock seconds."""
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Trained tokens over all samples."""
+        return sum(sample.num_loss_tokens for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why an episode must not train."""
+
+    state: EpisodeState
+    reason: str
+    error_type: str = ""
+
+
+def find_problem(episode: Any) -> Problem | None:
+    """The first reason why a finished verifiers episode must not train; None when it may.
+
+    `episode.ok` is not enough: deadlines, unscored rewards and generations that the engine aborted all leave it true.
+    Errors of earlier, retried attempts stay listed on a good episode and do not count.
+    """
+    timed_out = episode.is_timeout or any(trace.is_timeout for trace in episode.traces)
+    if timed_out:
+        stops = [trace.stop_condition for trace in episode.traces if trace.is_timeout]
+        return Problem(
+            EpisodeState.TIMEOUT, f"deadline reached ({stops[0] if stops else 'episode_timeout'})", "Timeout"
+        )
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+        if not errors:
+            return Problem(EpisodeState.FAILED, "failed without an error record", "Unknown")
+        last = errors[-1]
+        return Problem(EpisodeState.FAILED, f"{last.type}: {_one_line(last.message)}", last.type)
+    if not episode.traces:
+        return Problem(EpisodeState.FAILED, "the environment ran no agent", "EnvError")
+    for trace in episode.traces:
+        problem = _find_trace_problem(trace)
+        if problem is not None:
+            return problem
+    if not any(trace.rewards for trace in episode.traces if trace.agent.trainable):
+        return Problem(
+            EpisodeState.FAILED, "the environment gave no reward (a @reward method must not be named `score`)"
+        )
+    return None
+
+
+def _find_trace_problem(trace: Any) -> Problem | None:
+    """`find_problem` for one trace of an episode that reports success."""
+    if not trace.ok:
+        last = trace.errors[-1] if trace.errors else None
+        text = f"{last.type}: {_one_line(last.message)}" if last else "an agent's run failed without an error record"
+        return Problem(EpisodeState.FAILED, text, last.type if last else "Unknown")
+    for name, reward in trace.rewards.items():
+        if reward is None:
+            return Problem(EpisodeState.FAILED, f"reward {name!r} was not computed", "TaskError")
+        if not math.isfinite(reward.value):
+            return Problem(EpisodeState.FAILED, f"reward {name!r} is {reward.value}", "TaskError")
+    for call in trace.calls:
+        if call.error is None and call.finish_reason is None:
+            return Problem(EpisodeState.FAILED, "the engine aborted a generation", "AbortedGeneration")
+    return None
+
+
+def trace_samples(trace: Any, versions_of: VersionsOf) -> list[Sample]:
+    """Training samples of one trace, one per branch that has something to train.
+
+    Args:
+        trace: a finished verifiers trace with tokens (any renderer, any number of branches).
+        versions_of: policy versions of a sampled node.
+
+    Raises:
+        VersionSpanError: a sampled node's versions are unknown or of the wrong number.
+    """
+    if not trace.agent.trainable:
+        return []
+    trained: set[int] = set()
+    samples: list[Sample] = []
+    for branch in trace.branches:
+        if not branch.trainable:  # a rejected compaction attempt must not claim the nodes it shares
+            continue
+        first_time = [node.sampled and any(node.mask) and id(node) not in trained for node in branch.nodes]
+        if not any(first_time):
+            continue
+        trained.update(id(node) for node, first in zip(branch.nodes, first_time, strict=True) if first)
+        samples.append(_branch_sample(branch.nodes, first_time, trace, versions_of))
+    return samples
+
+
+def _branch_sample(nodes: Sequence[Any], trains: Sequence[bool], trace: Any, versions_of: VersionsOf) -> Sample:
+    """Concatenate a branch's nodes; only nodes marked in `trains` keep mask, log-probabilities and versions."""
+    lengths = [len(node.token_ids) for node in nodes]
+    total = sum(lengths)
+    token_ids = np.fromiter((t for node in nodes for t in node.token_ids), dtype=np.int32, count=total)
+    loss_mask = np.zeros(total, dtype=bool)
+    logprobs = np.zeros(total, dtype=np.float32)
+    versions = np.full(total, -1, dtype=np.int32)
+    offset = 0
+    for node, length, train in zip(nodes, lengths, trains, strict=True):
+        if train:
+            positions = offset + np.flatnonzero(np.asarray(node.mask, dtype=bool))
+            node_versions = versions_of(node)
+            if node_versions is None:
+                raise VersionSpanError("the engine did not say which policy version sampled a reply")
+            if not len(positions) == len(node.logprobs) == len(node_versions):
+                raise VersionSpanError(
+                    f"a reply has {len(positions)} sampled tokens, {len(node.logprobs)} log-probabilities and "
+                    f"{len(node_versions)} policy versions"
+                )
+            loss_mask[positions] = True
+            logprobs[positions] = node.logprobs
+            versions[positions] = node_versions
+        offset += length
+    return Sample(
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        versions=versions,
+        num_turns=sum(trains),
+        reward=float(trace.reward),
+        truncated=bool(trace.is_truncated),
+    )
+
+
+def episode_result(episode: Any, versions_of: VersionsOf, duration_s: float) -> EpisodeResult:
+    """Judge a finished episode and turn it into samples. Never raises for a bad episode: that is what a result says."""
+    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    problem = find_problem(episode)
+    samples: list[Sample] = []
+    if problem is None:
+        try:
+            samples = [sample for trace in traces for sample in trace_samples(trace, versions_of)]
+        except VersionSpanError as error:
+            problem = Problem(EpisodeState.FAILED, _one_line(str(error)), "VersionSpanError")
+        else:
+            problem = _find_sample_problem(samples)
+    rewards = [float(trace.reward) for trace in traces]
+    prompt_text, completion_text = _texts(traces[0]) if traces else ("", "")
+    return EpisodeResult(
+        state=problem.state if problem else EpisodeState.COMPLETED,
+        usable=problem is None,
+        reason=problem.reason if problem else "",
+        error_type=problem.error_type if problem else "",
+        samples=[] if problem else samples,
+        reward=sum(rewards) / len(rewards) if rewards and all(map(math.isfinite, rewards)) else 0.0,
+        metrics=_metrics(traces),
+        truncated=any(trace.is_truncated for trace in traces),
+        prompt_text=prompt_text,
+        completion_text=completion_text,
+        duration_s=duration_s,
+    )
+
+
+def _find_sample_problem(samples: Sequence[Sample]) -> Problem | None:
+    """What makes samples untrainable although the episode itself went well."""
+    if not samples:
+        return Problem(EpisodeState.FAILED, "no sampled tokens", "EmptyEpisode")
+    if not all(np.isfinite(sample.logprobs).all() for sample in samples):
+        return Problem(EpisodeState.FAILED, "a log-probability is not finite", "MalformedResponse")
+    return None
+
+
+def _metrics(traces: Iterable[Any]) -> dict[str, float]:
+    """Finite metrics and named rewards, averaged over the traces that have them."""
+    values: dict[str, list[float]] = {}
+    for trace in traces:
+        named = {f"reward/{name}": reward.value for name, reward in trace.rewards.items() if reward is not None}
+        for name, value in {**trace.metrics, **named, "num_turns": trace.num_turns}.items():
+            if value is not None and math.isfinite(value):
+                values.setdefault(name, []).append(float(value))
+    return {name: sum(items) / len(items) for name, items in values.items()}
+
+
+def _texts(trace: Any) -> tuple[str, str]:
+    """Prompt and completion of a trace's last branch, as text for logs."""
+    nodes = trace.branches[-1].nodes if trace.nodes else []
+    first = next((i for i, node in enumerate(nodes) if node.sampled), len(nodes))
+    prompt = "\n".join(f"[{node.message.role}] {_content(node.message)}" for node in nodes[:first])
+    replies = nodes[first:]
+    if len(replies) == 1:
+        return prompt, _content(replies[0].message)
+    return prompt, "\n".join(f"[{node.message.role}] {_content(node.message)}" for node in replies)
+
+
+def _content(message: Any) -> str:
+    """A message's text; tool calls as `name(arguments)`, other parts left out."""
+    content = message.content
+    if isinstance(content, list):
+        content = " ".join(part.text for part in content if getattr(part, "text", None))
+    calls = [f"{call.name}({call.arguments})" for call in getattr(message, "tool_calls", None) or []]
+    return " ".join([*([content] if content else []), *calls])
+
+
+def _one_line(text: str, limit: int = 400) -> str:
+    """White space folded to single blanks, cut to `limit` characters."""
+    folded = " ".join(text.split())
+    return folded if len(folded) <= limit else folded[: limit - 1] + "…"

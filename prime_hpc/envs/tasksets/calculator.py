@@ -1,0 +1,99 @@
+"""calculator: work out a small expression with two tools, `add` and `multiply`, that run in this process.
+
+Tools are declared in the prompt in Qwen3's (Hermes') format; a call is `<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>`. The reward is for the right final answer.
+"""
+
+import random
+import re
+from collections.abc import Iterable
+from typing import Literal
+
+import verifiers.v1 as vf
+
+from prime_hpc.envs.harness import InProcessConfig, InProcessHarness
+from prime_hpc.envs.tasksets.splitting import split_of
+from prime_hpc.envs.tools import local_tool
+
+__all__ = ["CalculatorHarness", "CalculatorTaskset"]
+
+_NUMBER = re.compile(r"-?\d+")
+MAX_OPERAND = 10**15
+"""Keeps what a model makes the tools compute small."""
+
+
+def add(a: int, b: int) -> int:
+    """Add two integers."""
+    return _checked(a) + _checked(b)
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers."""
+    return _checked(a) * _checked(b)
+
+
+def _checked(value: int) -> int:
+    if abs(value) > MAX_OPERAND:
+        raise ValueError(f"operands must be between -{MAX_OPERAND} and {MAX_OPERAND}")
+    return value
+
+
+class CalculatorData(vf.TaskData):
+    """One expression."""
+
+    answer: int
+
+
+class CalculatorTask(vf.Task[CalculatorData]):
+    """Scores the final reply."""
+
+    @vf.reward
+    async def correct(self, trace: vf.Trace) -> float:
+        """1 when the last number of the final reply is the answer."""
+        numbers = _NUMBER.findall(trace.last_reply)
+        return float(bool(numbers) and int(numbers[-1][:18]) == self.data.answer)
+
+    @vf.metric
+    async def tool_calls(self, trace: vf.Trace) -> float:
+        """Tools that were run."""
+        return float(len(trace.tool_messages))
+
+
+class CalculatorConfig(vf.TasksetConfig):
+    """Arguments of `calculator`."""
+
+    split: Literal["train", "eval"] = "train"
+    """Which expressions; the two sets have none in common."""
+    seed: int = 0
+    """Which of the split's expressions, and in what order."""
+    num_tasks: int = 1000
+    """How many."""
+    max_number: int = 99
+    """Largest number in an expression."""
+
+
+class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
+    """Expressions `a + b`, `a * b` and `a * b + c`."""
+
+    def load(self) -> Iterable[CalculatorTask]:
+        """The split's expressions, in the seed's order; the same one may come twice."""
+        config = self.config
+        if config.max_number < 3:
+            raise ValueError("calculator needs max_number >= 3")
+        rng = random.Random(f"calculator:{config.split}:{config.seed}")
+        count = 0
+        while count < config.num_tasks:
+            a, b, c = (rng.randint(1, config.max_number) for _ in range(3))
+            expression, answer = rng.choice(
+                [(f"{a} + {b}", a + b), (f"{a} * {b}", a * b), (f"{a} * {b} + {c}", a * b + c)]
+            )
+            if split_of(expression) != config.split:
+                continue
+            count += 1
+            yield CalculatorTask(CalculatorData(prompt=f"What is {expression}?", answer=answer), config.task)
+
+
+class CalculatorHarness(InProcessHarness, vf.Harness[InProcessConfig]):
+    """The in-process harness with the two tools."""
+
+    local_tools = (local_tool(add), local_tool(multiply))

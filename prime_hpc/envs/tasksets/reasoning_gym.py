@@ -1,0 +1,114 @@
+"""reasoning-gym: procedural tasks with scorers, any of the package's generators by name. One turn.
+
+    args: {generators: {basic_arithmetic: {max_terms: 3}, chain_sum: {}}, num_tasks: 2000}
+
+An answer is what stands in the last `<answer>...</answer>` of the reply, or the whole reply without the tags.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import verifiers.v1 as vf
+
+from prime_hpc.envs.tasksets.splitting import split_of
+
+__all__ = ["ReasoningGymTaskset"]
+
+SYSTEM_PROMPT = "Solve the task. Give the final answer alone inside <answer></answer>."
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+MAX_DRAWS_PER_TASK = 100
+"""Generators with few distinct questions may not have enough of one split."""
+
+
+class ReasoningGymData(vf.TaskData):
+    """One generated question with what its scorer needs."""
+
+    generator: str
+    entry: dict[str, Any]
+
+
+def extract_answer(reply: str) -> str:
+    """The reply's final answer."""
+    found = _ANSWER.findall(reply)
+    return (found[-1] if found else reply).strip()
+
+
+class ReasoningGymTask(vf.Task[ReasoningGymData]):
+    """Scores with the generator's own scorer."""
+
+    @vf.reward
+    async def answer_score(self, trace: vf.Trace) -> float:
+        """The generator's score of the answer, in [0, 1]."""
+        import reasoning_gym
+
+        scorer = reasoning_gym.get_score_answer_fn(self.data.generator)
+        return float(scorer(answer=extract_answer(trace.last_reply), entry=self.data.entry))
+
+    @vf.metric
+    async def has_answer_tags(self, trace: vf.Trace) -> float:
+        """1 when the reply has an <answer> section."""
+        return float(_ANSWER.search(trace.last_reply) is not None)
+
+
+class ReasoningGymConfig(vf.TasksetConfig):
+    """Arguments of `reasoning-gym`."""
+
+    generators: dict[str, dict[str, Any]] | list[str] = ["basic_arithmetic"]
+    """Generators, by name, with their own parameters; tasks take turns between them."""
+    split: Literal["train", "eval"] = "train"
+    """Which questions; the two sets have none in common."""
+    seed: int = 0
+    """Which of the split's questions, and in what order."""
+    num_tasks: int = 1000
+    """How many."""
+    instructions: str | None = SYSTEM_PROMPT
+    """The system prompt."""
+
+
+class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
+    """Questions of one or several generators."""
+
+    def load(self) -> Iterable[ReasoningGymTask]:
+        """The split's questions, in the seed's order, generators taking turns."""
+        config = self.config
+        chosen = config.generators if isinstance(config.generators, dict) else {name: {} for name in config.generators}
+        if not chosen:
+            raise ValueError("reasoning-gym needs at least one generator")
+        streams = [self._questions(name, parameters) for name, parameters in chosen.items()]
+        for index in range(config.num_tasks):
+            generator, entry = next(streams[index % len(streams)])
+            data = ReasoningGymData(
+                name=generator,
+                prompt=entry["question"],
+                system_prompt=config.instructions,
+                generator=generator,
+                entry=entry,
+            )
+            yield ReasoningGymTask(data, config.task)
+
+    def _questions(self, name: str, parameters: dict[str, Any]) -> Any:
+        """The split's questions of one generator, without end.
+
+        Raises:
+            ValueError: no such generator, wrong parameters, or hardly any question belongs to this split.
+        """
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+        config = self.config
+        if name not in DATASETS:
+            nearest = difflib.get_close_matches(name, DATASETS, n=3)
+            raise ValueError(f"reasoning-gym has no generator {name!r}; nearest: {', '.join(nearest) or 'none'}")
+        size = max(1, config.num_tasks) * MAX_DRAWS_PER_TASK
+        try:
+            dataset = reasoning_gym.create_dataset(name, size=size, seed=config.seed, **parameters)
+        except (TypeError, AssertionError) as error:
+            raise ValueError(f"generator {name!r} does not accept {parameters}: {error}") from error
+        for draw in range(size):
+            entry = json.loads(json.dumps(dataset[draw], default=str))
+            if split_of(entry["question"]) == config.split:
+                yield name, entry
+        raise ValueError(f"generator {name!r} gave too few questions of the {config.split} split in {size} draws")

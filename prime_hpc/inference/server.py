@@ -1,0 +1,223 @@
+"""The server process itself: vLLM's engines and HTTP application with our routes, run until told to stop.
+
+Called by `main`, after the environment is set. Importing this module imports vLLM (seconds).
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from vllm import envs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import NoSignalServer, validate_api_server_args
+from vllm.logger import init_logger
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.system_utils import decorate_logs, set_ulimit
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from prime_hpc.inference import routes, tokens
+from prime_hpc.inference.args import Device
+from prime_hpc.inference.checkpoint import BadVersionError, weight_files
+from prime_hpc.inference.policy import PolicyService
+
+logger = init_logger(__name__)
+
+ABORT_S = 1.0
+"""Time for requests in flight to be answered with `abort` at the end."""
+DRAIN_S = 1
+"""Time for connections to close after that."""
+ENGINES_S = 1.5
+"""Time for engines to end by themselves before they are killed."""
+WATCH_S = 0.5
+
+
+class _Parser(FlexibleArgumentParser):
+    """Reports a wrong argument as an error of ours instead of ending the process."""
+
+    def error(self, message: str) -> Any:
+        raise ValueError(f"inference.vllm: {message}")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """vLLM's own reading of `serve` arguments.
+
+    Raises:
+        ValueError: an argument that vLLM does not know, or a value that it refuses.
+    """
+    args = make_arg_parser(_Parser()).parse_args(argv)
+    validate_parsed_serve_args(args)
+    validate_api_server_args(args)
+    args.api_server_count = None  # this process is the API server
+    return args
+
+
+async def serve(
+    args: argparse.Namespace, *, sock: socket.socket, device: Device, on_ready: Callable[[dict[str, Any]], None]
+) -> None:
+    """Start the engines, serve until SIGTERM or SIGINT, end everything that was started.
+
+    Args:
+        args: from `parse`.
+        sock: bound socket to listen on.
+        device: what the engines run on.
+        on_ready: called once when requests are answered, with facts for the console.
+
+    Raises:
+        RuntimeError: the engines died, or a weight update left them undefined.
+    """
+    engine = start_engines(args, device)
+    server: NoSignalServer | None = None
+    try:
+        ended = _End()
+        app, policy = await build(args, engine, ended)
+        server = NoSignalServer(_uvicorn_config(args, app))
+        app.state.server = server
+        ended.watch_signals()
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        on_ready({"num_engines": args.data_parallel_size, "version": policy.version})
+        await ended.wait(engine, serving)
+        await _stop_http(engine, server, serving)
+    finally:
+        if engine.output_handler is not None:
+            engine.output_handler.cancel()  # or it reports the engines' ordered end as their death
+        await asyncio.to_thread(engine.shutdown, ENGINES_S)
+    if ended.failure is not None:
+        raise RuntimeError(ended.failure)
+
+
+def start_engines(args: argparse.Namespace, device: Device) -> AsyncLLM:
+    """Start one engine process a data-parallel rank and wait until all hold the model."""
+    decorate_logs("APIServer", skip_if_decorated=True)
+    set_ulimit()
+    if device == "cpu":
+        _import_model_class(args.model)
+    context = UsageContext.OPENAI_API_SERVER
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    config = engine_args.create_engine_config(usage_context=context)
+    # On CPU vLLM asks for spawn, which imports everything again in every engine (8 s of a core each). Forking is
+    # safe here: this process has started no threads of torch's, and has no device context. vLLM's CUDA command line
+    # spawns, and so do we.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if device == "cpu" else "spawn"
+    return AsyncLLM.from_vllm_config(
+        vllm_config=config,
+        usage_context=context,
+        enable_log_requests=engine_args.enable_log_requests,
+        disable_log_stats=engine_args.disable_log_stats,
+    )
+
+
+async def build(args: argparse.Namespace, engine: AsyncLLM, ended: "_End") -> tuple[FastAPI, PolicyService]:
+    """vLLM's HTTP application with our routes in it."""
+    tasks = await engine.get_supported_tasks()
+    app = build_app(args, tasks, engine.model_config)
+    await init_app_state(engine, app.state, args, tasks)
+    policy = PolicyService(engine, base_weights(args.model), ended.fail)
+    await policy.start()
+    app.state.policy = policy
+    app.state.serving_tokens = tokens.PolicyTokens(
+        engine, app.state.openai_serving_models, app.state.online_renderer, request_logger=None
+    )
+    app.router.routes[:] = [r for r in app.router.routes if not (isinstance(r, APIRoute) and r.path == tokens.GENERATE)]
+    app.include_router(tokens.router)
+    app.include_router(routes.router)
+    return app, policy
+
+
+def _import_model_class(model: str) -> None:
+    """Import the model's class in this process, for the engines that are forked from it.
+
+    Otherwise vLLM looks at the class in a child process of its own (it must keep CUDA out of this one), which imports
+    everything again: 10 s at the first start on a machine.
+    """
+    config = Path(model) / "config.json"
+    if not config.is_file():
+        return
+    for name in json.loads(config.read_text(encoding="utf-8")).get("architectures") or []:
+        known = ModelRegistry.models.get(name)
+        if known is not None:
+            ModelRegistry.register_model(name, known.load_model_cls())
+
+
+def base_weights(model: str) -> Path | None:
+    """Folder of the base model's safetensors on this node, or None where it has none (another format)."""
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(model, local_files_only=True, allow_patterns=["*.safetensors*", "*.json"]))
+    try:
+        weight_files(folder)
+    except BadVersionError as error:
+        logger.warning("updates cannot be compared with the base model: %s", error)
+        return None
+    return folder.absolute()
+
+
+class _End:
+    """Why serving ends: a signal (orderly), or a failure with its reason."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.failure: str | None = None
+
+    def fail(self, reason: str) -> None:
+        """End because of `reason`; the first one counts."""
+        self.failure = self.failure or reason
+        self._event.set()
+
+    def watch_signals(self) -> None:
+        """From now on SIGTERM and SIGINT end serving in order."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._event.set)
+
+    async def wait(self, engine: AsyncLLM, serving: asyncio.Task) -> None:
+        """Return when serving must end: told to, engines dead, or the HTTP server gone. The owner: `serve`."""
+        while not self._event.is_set():
+            try:
+                await asyncio.wait_for(self._event.wait(), WATCH_S)
+            except TimeoutError:
+                if engine.errored:
+                    self.fail("an engine process died; see its last lines above")
+                elif serving.done():
+                    self.fail("the HTTP server ended by itself")
+
+
+async def _stop_http(engine: AsyncLLM, server: NoSignalServer, serving: asyncio.Task) -> None:
+    """Answer what is in flight (with `abort`), then close the connections."""
+    if not engine.errored:
+        try:
+            await asyncio.wait_for(engine.pause_generation(mode="abort", clear_cache=False), ABORT_S)
+        except TimeoutError:
+            logger.warning("requests in flight were not aborted within %.1f s; their connections are cut", ABORT_S)
+    server.should_exit = True
+    _, pending = await asyncio.wait([serving], timeout=DRAIN_S + 1.0)
+    for task in pending:
+        task.cancel()
+
+
+def _uvicorn_config(args: argparse.Namespace, app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        # Without it one connection that waits for a dead engine would hold the process for ever.
+        timeout_graceful_shutdown=DRAIN_S,
+    )

@@ -1,0 +1,112 @@
+"""Weight updates inside a vLLM worker. vLLM mixes `PolicyWorker` into its Worker class in every engine.
+
+Two calls, so that no engine is touched before all of them can read the new version:
+`policy_open` opens and checks the files while requests go on, `policy_apply` loads them while generation is paused.
+Called through `collective_rpc` by `policy`. Method names must not collide with the Worker's own
+(`update_weights`, `reload_weights`, ... exist there).
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class PolicyWorker:
+    """Mixed into vLLM's Worker; `self` is that worker."""
+
+    if TYPE_CHECKING:
+        vllm_config: VllmConfig
+        model_runner: Any
+        rank: int
+
+        def reload_weights(self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None: ...
+
+    def policy_open(self, files: list[str]) -> dict[str, Any]:
+        """Open the files of the next version (memory-mapped: a node reads each byte once for all its workers).
+
+        Returns:
+            `{"rank", "num_tensors"}`, or `{"rank", "error"}` where a file cannot be read here. Never raises for a
+            bad file: the engine must survive it.
+        """
+        self._policy_close()
+        stack = contextlib.ExitStack()
+        num_tensors = 0
+        try:
+            handles = [stack.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files]
+            num_tensors = sum(len(handle.keys()) for handle in handles)
+        except Exception as error:  # noqa: BLE001 - safetensors raises its own type, which pickles badly across processes
+            stack.close()
+            return {"rank": self._policy_rank(), "error": f"{type(error).__name__}: {error}"}
+        self._policy_stack, self._policy_handles = stack, handles
+        return {"rank": self._policy_rank(), "num_tensors": num_tensors}
+
+    def policy_apply(self) -> dict[str, Any]:
+        """Load the opened version into the model. Generation must be paused.
+
+        Returns:
+            `{"rank", "seconds"}`.
+
+        Raises:
+            RuntimeError: nothing is open, or the load failed half-way: this engine's weights are undefined.
+        """
+        start = time.perf_counter()
+        if getattr(self, "_policy_handles", None) is None:
+            raise RuntimeError("policy_apply without policy_open")
+        try:
+            self.reload_weights(weights_iterator=self._policy_tensors())
+            _repack_for_cpu(self.model_runner.get_model())
+        finally:
+            self._policy_close()
+        return {"rank": self._policy_rank(), "seconds": round(time.perf_counter() - start, 4)}
+
+    def _policy_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        tied = self.vllm_config.model_config.hf_text_config.tie_word_embeddings
+        names = set()
+        for handle in self._policy_handles:
+            for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                names.add(name)
+                if not (tied and name == "lm_head.weight"):
+                    yield name, handle.get_tensor(name)
+
+    def _policy_close(self) -> None:
+        stack: contextlib.ExitStack | None = getattr(self, "_policy_stack", None)
+        self._policy_stack: contextlib.ExitStack | None = None
+        self._policy_handles: list[Any] | None = None
+        if stack is not None:
+            stack.close()
+
+    def _policy_rank(self) -> str:
+        return f"dp{self.vllm_config.parallel_config.data_parallel_index}/rank{self.rank}"
+
+
+def _repack_for_cpu(model: torch.nn.Module) -> None:
+    """Renew the packed copies of weights that vLLM's CPU kernels keep and its own reload forgets.
+
+    Two cases, both silent without this: a tied output head has no tensor of its own in the checkpoint, so its packed
+    copy stays that of the old version; and mixture-of-experts layers skip packing when they are loaded again.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
+        elif "cpu_linear" in vars(module) and _has_weight(module):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _has_weight(module: torch.nn.Module) -> bool:
+    """Layers whose kernel dropped the plain weight were packed anew by the reload itself."""
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.numel() > 0

@@ -1,0 +1,135 @@
+"""From complete groups to the trainer's packed arrays: advantages, packing, one `RankBatch` per data-parallel rank.
+
+Called by `loop` in a worker thread. Tokens stay exactly those that the engines saw and sampled: samples are only
+concatenated, never cut or re-tokenised.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.envs.samples import Sample
+from prime_hpc.orchestrator.advantages import score_group
+from prime_hpc.orchestrator.episodes import Episode
+from prime_hpc.orchestrator.groups import Group
+from prime_hpc.orchestrator.packing import pack
+from prime_hpc.store.batches import RankBatch
+
+EPISODE_BITS = 12
+"""A sample's id is position << 12 | episode: unique over the whole run and traceable to its prompt."""
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """One sequence with what the trainer needs beside its tokens."""
+
+    sample: Sample
+    advantage: float
+    reward: float
+    sample_id: int
+    group_id: int
+    env_id: int
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group's usable episodes with their advantages, float64[G]."""
+
+    group: Group
+    episodes: list[Episode]
+    advantages: NDArray[np.float64]
+    trains: bool
+    """False: its advantages are all zero and the config drops such groups."""
+
+
+def sample_id(position: int, episode: int) -> int:
+    """int64 id of episode `episode` of the prompt at `position`; all its branches share it."""
+    assert 0 <= episode < 1 << EPISODE_BITS, f"a group holds up to {1 << EPISODE_BITS} episodes"
+    return position << EPISODE_BITS | episode
+
+
+def score_groups(groups: Sequence[Group], config: AdvantageConfig) -> list[ScoredGroup]:
+    """Advantages of every group, and which groups train.
+
+    With `advantage.zero = drop`, groups without any signal do not reach the trainer. A batch is never empty: where
+    every group would be dropped the smallest one (in tokens) stays, whose gradient is zero, so that step n still
+    makes version n.
+    """
+    scored = [_score(group, config) for group in groups]
+    if config.zero == "drop" and not any(s.trains for s in scored):
+        smallest = min(range(len(scored)), key=lambda i: _num_tokens(scored[i].episodes))
+        scored[smallest] = replace(scored[smallest], trains=True)
+    return scored
+
+
+def _score(group: Group, config: AdvantageConfig) -> ScoredGroup:
+    episodes = group.usable
+    rewards = np.array([e.result.reward for e in episodes], dtype=np.float64)
+    num_tokens = np.array([e.num_sampled_tokens for e in episodes], dtype=np.int64)
+    advantages = score_group(rewards, num_tokens, config)
+    return ScoredGroup(group, episodes, advantages, config.zero == "keep" or bool(np.any(advantages != 0.0)))
+
+
+def _num_tokens(episodes: Sequence[Episode]) -> int:
+    return sum(e.num_sampled_tokens + e.num_prompt_tokens for e in episodes)
+
+
+def train_samples(scored: Sequence[ScoredGroup]) -> list[TrainSample]:
+    """All sequences of the groups that train; every sampled token of an episode gets the episode's advantage."""
+    samples = []
+    for entry in scored:
+        if not entry.trains:
+            continue
+        prompt = entry.group.prompt
+        numbers = {id(slot): i for i, slot in enumerate(entry.group.slots)}
+        for episode, advantage in zip(entry.episodes, entry.advantages, strict=True):
+            ident = sample_id(prompt.position, numbers[id(episode)])
+            samples += [
+                TrainSample(sample, float(advantage), episode.result.reward, ident, prompt.position, prompt.source)
+                for sample in episode.result.samples
+            ]
+    return samples
+
+
+def build_ranks(
+    samples: Sequence[TrainSample], *, num_ranks: int, micro_batch_tokens: int, temperature: float
+) -> list[RankBatch]:
+    """Pack sequences into micro-batches of at most `micro_batch_tokens` and lay out each rank's arrays."""
+    lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int64)
+    assignment = pack(lengths, num_ranks=num_ranks, micro_batch_tokens=micro_batch_tokens)
+    return [_rank_batch(samples, micro_batches, temperature) for micro_batches in assignment]
+
+
+def _rank_batch(
+    samples: Sequence[TrainSample], micro_batches: Sequence[NDArray[np.int64]], temperature: float
+) -> RankBatch:
+    chosen = [samples[i] for micro_batch in micro_batches for i in micro_batch]
+    lengths = [s.sample.num_tokens for s in chosen]
+    masks = _concat([s.sample.loss_mask for s in chosen], np.bool_)
+    advantages = np.repeat(np.array([s.advantage for s in chosen], dtype=np.float32), lengths)
+    return RankBatch(
+        token_ids=_concat([s.sample.token_ids for s in chosen], np.int32),
+        loss_mask=masks,
+        logprobs=_concat([s.sample.logprobs for s in chosen], np.float32),
+        versions=_concat([s.sample.versions for s in chosen], np.int32),
+        advantages=np.where(masks, advantages, np.float32(0.0)),
+        seq_offsets=_offsets(lengths),
+        micro_offsets=_offsets([len(micro_batch) for micro_batch in micro_batches]),
+        temperatures=np.full(len(chosen), temperature, dtype=np.float32),
+        rewards=np.array([s.reward for s in chosen], dtype=np.float32),
+        sample_ids=np.array([s.sample_id for s in chosen], dtype=np.int64),
+        group_ids=np.array([s.group_id for s in chosen], dtype=np.int64),
+        env_ids=np.array([s.env_id for s in chosen], dtype=np.int32),
+    )
+
+
+def _concat(arrays: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype=dtype)
+
+
+def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)

@@ -1,0 +1,75 @@
+"""A finished episode as the orchestrator sees it: may it train, how old are its tokens, was the server at fault. Pure.
+
+Made by `dispatch` from the environments' `EpisodeResult`; kept in `groups.Group` until the batch is written.
+"""
+
+import math
+from dataclasses import dataclass
+
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+
+SERVER_ERRORS = frozenset(
+    {"ProviderError", "AbortedGeneration", "VersionSpanError", "MalformedResponse", "MalformedGenerateResponseError"}
+)
+"""`EpisodeResult.error_type` of failures that lie with the inference server: worth one more try once it is well."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One ended episode. Counts are over all its samples."""
+
+    result: EpisodeResult
+    usable: bool
+    reason: str
+    """One line: why it is not usable."""
+    min_version: int | None
+    """Oldest version that sampled a trained token; None without any."""
+    max_version: int | None
+    num_prompt_tokens: int
+    """Tokens that were not trained: prompts, tool results, other turns."""
+    num_sampled_tokens: int
+    """Tokens that were sampled and train."""
+    version_sum: int
+    """Sum over the sampled tokens of the version that sampled each, for the mean lag."""
+
+
+COLLATERAL_ERRORS = frozenset({"BlockedLoop"})
+"""Failures caused by a neighbour (an environment that blocked the loop of all): worth one more try as well."""
+
+
+def is_retryable(result: EpisodeResult) -> bool:
+    """Whether the episode itself may be innocent. What an environment does wrong, it would do wrong again."""
+    return is_server_error(result) or (
+        result.state is EpisodeState.FAILED and result.error_type in COLLATERAL_ERRORS
+    )
+
+
+def is_server_error(result: EpisodeResult) -> bool:
+    """Whether the inference server, not the environment, made the episode fail."""
+    return result.state is EpisodeState.FAILED and result.error_type in SERVER_ERRORS
+
+
+def to_episode(result: EpisodeResult, seq_len: int) -> Episode:
+    """Judge a result: usable needs finite rewards and samples that the trainer can take (at most `seq_len` tokens)."""
+    reason = "" if result.usable else (result.reason or result.state.value)
+    if not reason and not math.isfinite(result.reward):
+        reason = f"reward is {result.reward}"
+    if not reason and not result.samples:
+        reason = "no sampled tokens"
+    longest = max((sample.num_tokens for sample in result.samples), default=0)
+    if not reason and longest > seq_len:
+        reason = f"a sample of {longest} tokens is longer than seq_len ({seq_len})"
+    if reason:
+        return Episode(result, False, reason, None, None, 0, 0, 0)
+    versions = [sample.versions[sample.loss_mask] for sample in result.samples]
+    num_sampled = sum(len(v) for v in versions)
+    return Episode(
+        result=result,
+        usable=True,
+        reason="",
+        min_version=min(int(v.min()) for v in versions),
+        max_version=max(int(v.max()) for v in versions),
+        num_prompt_tokens=sum(s.num_tokens for s in result.samples) - num_sampled,
+        num_sampled_tokens=num_sampled,
+        version_sum=sum(int(v.sum()) for v in versions),
+    )

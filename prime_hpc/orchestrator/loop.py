@@ -1,0 +1,352 @@
+"""The orchestrator's loop: collect the groups of batch n, write it, report it, n = 1 .. max_steps.
+
+    prompts -> [gate] -> dispatch -> envs/servers -> groups -> batch n -> assemble -> store -> trainer
+                 ^                                     |                                         |
+                 |            stale: back to prompts <-+                                         |
+                 +---- served version <--- weights <---- weights/step_<v> <----------------------+
+
+Who waits for whom: the gate opens when `weights` has a version served; `_collect` wakes when an episode ends or a
+version is served; the trainer wakes on the batch. `main` builds the parts and runs `Orchestrator.run`.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from loguru import logger
+
+from prime_hpc.config import Experiment
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.observe.metrics import MetricsWriter
+from prime_hpc.observe.status import RoleStatus
+from prime_hpc.orchestrator.advantages import get_algorithm
+from prime_hpc.orchestrator.assemble import ScoredGroup, build_ranks, score_groups, train_samples
+from prime_hpc.orchestrator.dispatch import Dispatcher, Job, Lane
+from prime_hpc.orchestrator.episodes import to_episode
+from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.evaluate import Evaluator
+from prime_hpc.orchestrator.failures import FailureWindow
+from prime_hpc.orchestrator.groups import UNLIMITED_ASYNC, Group, GroupBook
+from prime_hpc.orchestrator.metrics import SampleLog, StepStats, batch_metrics, group_metrics, train_rows
+from prime_hpc.orchestrator.prompts import PromptStream, SourceInfo
+from prime_hpc.orchestrator.servers import ServerTable
+from prime_hpc.orchestrator.weights import Client, WeightSync
+from prime_hpc.store.artifact import Manifest
+from prime_hpc.store.batches import write_batch
+from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.store.layout import RunPaths
+
+TICK_S = 1.0
+"""Longest sleep between two looks at the deadlines."""
+STALL_SLACK_S = 120.0
+"""No episode ended for twice the longest episode deadline plus this: something is stuck."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `main` builds around the loop. `eval_pool` is None where evaluation is off."""
+
+    paths: RunPaths
+    train_pool: Any
+    eval_pool: Any
+    urls: Sequence[str]
+    clients: Sequence[Client]
+    bell: Doorbell
+    status: RoleStatus
+    metrics: MetricsWriter
+    samples: SampleLog
+    incarnation: int
+    ready_timeout_s: float
+
+
+class Orchestrator:
+    """One life of the loop, from step `start_step` + 1 to the last one."""
+
+    def __init__(
+        self, exp: Experiment, parts: Parts, *, start_step: int = 0, state: dict[str, Any] | None = None
+    ) -> None:
+        """`state` is what was stored with batch `start_step`; None for a fresh run."""
+        config = exp.orchestrator
+        self.exp, self.parts, self.start_step = exp, parts, start_step
+        self.last_step = exp.max_steps
+        self.rows: list[dict[str, Any]] = []
+        sources = [SourceInfo(s.name, s.ratio, s.num_tasks) for s in parts.train_pool.sources]
+        self.env_names = [source.name for source in sources]
+        self.stream = PromptStream(sources, exp.seed)
+        self.totals = {"samples": 0, "tokens": 0}
+        if state is not None:
+            self.stream.load_state_dict(state["prompts"])
+            self.totals = dict(state["totals"])
+        self.book = GroupBook(
+            group_size=config.rollouts_per_example,
+            num_prompts=exp.num_prompts,
+            async_level=UNLIMITED_ASYNC if config.bench else exp.async_level,
+            last_batch=self.last_step,
+            min_usable=get_algorithm(config.advantage.type).min_group,
+            next_batch=start_step + 1,
+        )
+        now = time.monotonic()
+        self.table = ServerTable(parts.urls, now)
+        self.failures = FailureWindow(config.max_failed_share)
+        self.stats = StepStats(now)
+        self.changed = asyncio.Event()
+        self.waiting_since: float | None = None
+        self.dispatcher = Dispatcher(
+            self.table, config.max_concurrent, refill=self._open_group, on_server_error=self._server_failed
+        )
+        self.weights = WeightSync(
+            parts.paths,
+            parts.clients,
+            self.table,
+            parts.bell,
+            incarnation=parts.incarnation,
+            ready_timeout_s=parts.ready_timeout_s,
+            on_change=self._served_changed,
+        )
+        self.evaluator = self._make_evaluator()
+
+    # ------------------------------------------------------------------------------------------------ the run
+
+    async def run(self) -> None:
+        """From ready servers to the last batch and its evaluation. Raises OrchestratorError where it cannot go on."""
+        await self.weights.prepare(self.start_step)
+        self.parts.status.ready(version=self.start_step, step=self.start_step, servers=list(self.parts.urls))
+        follow = asyncio.create_task(self.weights.run(), name="weights")
+        work = asyncio.create_task(self._work(), name="work")
+        try:
+            await asyncio.wait([follow, work], return_when=asyncio.FIRST_COMPLETED)
+            if follow.done():
+                follow.result()
+            await work
+        finally:
+            for task in (follow, work):
+                task.cancel()
+            await self.dispatcher.close()
+            await asyncio.gather(follow, work, return_exceptions=True)
+
+    async def _work(self) -> None:
+        self.stats = StepStats(time.monotonic())
+        self._served_changed()
+        for step in range(self.start_step + 1, self.last_step + 1):
+            groups, state = await self._collect(step)
+            scored, manifest = await self._write(step, groups, state)
+            self._report(step, scored, manifest)
+        await self._finish()
+
+    async def _collect(self, step: int) -> tuple[list[Group], dict[str, Any]]:
+        """The groups of batch `step`, and the state that a life resuming after this batch needs."""
+        while not self.book.batch_ready():
+            await self._wait_for_change(f"batch {step}", version=self.book.floor)
+        groups = self.book.take_batch()
+        self._send_back_stale()
+        state = self._state(step, groups)
+        self.dispatcher.pump()
+        return groups, state
+
+    async def _write(self, step: int, groups: list[Group], state: dict[str, Any]) -> tuple[list[ScoredGroup], Manifest]:
+        """Score, pack and commit batch `step` (in a thread: dispatch goes on), then ring."""
+        manifest, scored = await asyncio.to_thread(self._assemble, step, groups, state)
+        path = self.parts.paths.rollouts_step(step)
+        self.parts.bell.ring("batch", step=step, path=str(path), digest=manifest.digest)
+        return scored, manifest
+
+    async def _finish(self) -> None:
+        """Serve the last version, evaluate it. A bench has no trainer that would make one."""
+        if self.exp.orchestrator.bench:
+            return
+        while self.table.served_version < self.last_step:
+            await self._wait_for_change("the last weights", version=self.last_step)
+        while self.evaluator is not None and self.evaluator.pending:
+            await self._wait_for_change("the last evaluation", version=0)
+
+    # ------------------------------------------------------------------------------------------------ episodes
+
+    def _open_group(self) -> bool:
+        """The dispatcher has room: start the next group if the gate allows it."""
+        served = self.table.served_version
+        if not self.book.may_open(served):
+            return False
+        prompt = self.stream.next()
+        group = self.book.open(prompt, served)
+        group.lane = lane = Lane()
+        for index in range(self.book.group_size):
+            ended = partial(self._episode_ended, group, index)
+            self.dispatcher.add(Job(self.parts.train_pool, prompt.source, prompt.task, lane, ended))
+        return True
+
+    def _episode_ended(self, group: Group, index: int, result: EpisodeResult) -> None:
+        episode = to_episode(result, self.exp.seq_len)
+        self.stats.add_episode(episode)
+        if result.state is not EpisodeState.CANCELLED:
+            self.failures.add(episode.reason)
+        self.book.add(group, index, episode)
+        self._send_back_stale()
+        self.changed.set()
+
+    def _send_back_stale(self) -> None:
+        for group in sorted(self.book.take_stale(), key=lambda g: -g.prompt.position):
+            self.dispatcher.cancel(group.lane)
+            self.stream.put_back(group.prompt)
+
+    def _server_failed(self, index: int) -> None:
+        self.weights.report_error(index)
+        self.changed.set()
+
+    def _served_changed(self) -> None:
+        if self.evaluator is not None:
+            self.evaluator.served(self.table.served_version)
+        self.dispatcher.pump()
+        self.changed.set()
+
+    # ------------------------------------------------------------------------------------------------ batches
+
+    def _state(self, step: int, groups: list[Group]) -> dict[str, Any]:
+        """JSON-able state after batch `step`. `used` and `dropped` since the batch before it are for the record."""
+        self.totals["samples"] += sum(len(group.usable) for group in groups)
+        self.totals["tokens"] += sum(e.num_sampled_tokens for group in groups for e in group.usable)
+        return {
+            "step": step,
+            "prompts": self.stream.state_dict(self.book.outstanding()),
+            "used": [group.prompt.position for group in groups],
+            "dropped": self.book.drain_dropped(),
+            "totals": dict(self.totals),
+        }
+
+    def _assemble(self, step: int, groups: list[Group], state: dict[str, Any]) -> tuple[Manifest, list[ScoredGroup]]:
+        config = self.exp.orchestrator
+        scored = score_groups(groups, config.advantage)
+        ranks = build_ranks(
+            train_samples(scored),
+            num_ranks=self.exp.trainer.num_ranks,
+            micro_batch_tokens=self.exp.micro_batch_tokens,
+            temperature=config.sampling.temperature,
+        )
+        row = batch_metrics(scored, self.env_names, step)
+        meta = {key: row[key] for key in ("reward/mean", "reward/std", "lag/mean", "lag/max", "groups/trained")}
+        manifest = write_batch(
+            self.parts.paths, step, ranks, state=state, meta=meta, incarnation=self.parts.incarnation
+        )
+        return manifest, scored
+
+    def _report(self, step: int, scored: list[ScoredGroup], manifest: Manifest) -> None:
+        """One metrics row, one status beat, one console line, the sample rollouts."""
+        row = self.stats.drain(time.monotonic()) | batch_metrics(scored, self.env_names, step)
+        row |= group_metrics(self.book.drain_counts())
+        row |= {
+            "batch/tokens": manifest.meta["num_tokens"],
+            "batch/loss_tokens": manifest.meta["num_loss_tokens"],
+            "batch/sequences": manifest.meta["num_sequences"],
+            "batch/micro_batches": manifest.meta["num_micro_batches"],
+            "queue/in_flight": self.dispatcher.num_running,
+            "queue/complete_groups": len(self.book.complete),
+            "queue/sent_back": self.stream.num_pending,
+            "episodes/server_retries": self.dispatcher.num_retries,
+            "failed/share": self.failures.share,
+            "policy/served_version": self.table.served_version,
+            "time/weight_update": self.weights.update_seconds,
+            "total/samples": self.totals["samples"],
+            "total/tokens": self.totals["tokens"],
+        }
+        self.rows.append(row)
+        self.parts.metrics.log(step, **row)
+        self.parts.samples.write(step, train_rows(scored, self.env_names, self.exp.orchestrator.log_samples))
+        info = {"reward": row["reward/mean"], "tokens_per_second": row["tokens/sampled_per_second"]}
+        self.parts.status.beat(step, **info, lag_mean=row["lag/mean"], waited=_longest_wait(row))
+        logger.info(
+            f"batch {step}: reward {row['reward/mean']:.3f} +- {row['reward/std']:.3f}, "
+            f"{row['groups/trained']:.0f}/{row['groups/in_batch']:.0f} groups train, lag {row['lag/mean']:.2f} "
+            f"(max {row['lag/max']:.0f}), {row['tokens/sampled_per_second']:.0f} tokens/s, "
+            f"{row['episodes/per_second']:.1f} episodes/s, {row['time/step']:.2f} s{_troubles(row)}"
+        )
+
+    # ------------------------------------------------------------------------------------------------ waiting
+
+    async def _wait_for_change(self, what: str, version: int) -> None:
+        """Sleep until an episode ends or a version is served; every deadline of the loop is looked at here."""
+        reason = self._wait_reason(version)
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(TICK_S):
+                await self.changed.wait()
+        except TimeoutError:
+            pass  # time to look at the deadlines
+        self.changed.clear()
+        now = time.monotonic()
+        self.stats.add_wait(reason, now - start)
+        self.dispatcher.pump()
+        self.failures.check()
+        self._check_deadlines(what, version, reason, now)
+
+    def _wait_reason(self, version: int) -> str:
+        if not self.table.ready_indices:
+            return "servers"
+        return "weights" if self.table.served_version < version else "rollouts"
+
+    def _check_deadlines(self, what: str, version: int, reason: str, now: float) -> None:
+        config = self.exp.orchestrator
+        down = self.table.all_down_since(now)
+        if down > self.parts.ready_timeout_s:
+            raise OrchestratorError(
+                f"no inference server answered for {down:.0f} s ({', '.join(self.parts.urls)}); see their logs"
+            )
+        if reason != "weights":
+            self.waiting_since = None
+        elif self.waiting_since is None:
+            self.waiting_since = now
+        elif now - self.waiting_since > config.weights_timeout_s:
+            raise OrchestratorError(
+                f"waited {now - self.waiting_since:.0f} s for weights version {version} ({what}); version "
+                f"{self.table.served_version} is served; see the trainer's log (orchestrator.weights_timeout_s)"
+            )
+        limit = 2 * self._longest_episode() + STALL_SLACK_S
+        if self.dispatcher.num_running and now - self.dispatcher.last_end > limit:
+            raise OrchestratorError(
+                f"{self.dispatcher.num_running} episodes run and none ended for {limit:.0f} s, though each has a "
+                "deadline: an environment ignores cancellation"
+            )
+
+    def _longest_episode(self) -> float:
+        config = self.exp.orchestrator
+        envs = [*config.env, *(config.eval.env if config.eval else [])]
+        return max(env.timeout_s for env in envs)
+
+    def _make_evaluator(self) -> Evaluator | None:
+        config = self.exp.orchestrator
+        if config.eval is None or config.bench or self.parts.eval_pool is None:
+            return None
+        return Evaluator(
+            config.eval,
+            self.parts.eval_pool,
+            self.parts.eval_pool.sources,
+            self.dispatcher,
+            start_version=self.start_step,
+            last_version=self.last_step,
+            on_report=self._report_evaluation,
+        )
+
+    def _report_evaluation(self, version: int, row: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+        self.parts.metrics.log(version, **row)
+        self.parts.samples.write(version, samples)
+        rewards = {k.split("/")[1]: v for k, v in row.items() if k.endswith("/mean_reward")}
+        self.parts.status.beat(eval_version=version, eval_reward=rewards)
+        text = ", ".join(f"{name} {reward:.3f}" for name, reward in rewards.items()) or "every episode failed"
+        logger.info(f"evaluation of version {version}: {text} ({row['eval/seconds']:.1f} s)")
+        assert self.evaluator is not None
+        self.evaluator.served(self.table.served_version)
+        self.changed.set()
+
+
+def _longest_wait(row: dict[str, Any]) -> str:
+    """What the loop waited for most in this step."""
+    return max(("rollouts", "weights", "servers"), key=lambda reason: row[f"time/wait_{reason}"])
+
+
+def _troubles(row: dict[str, Any]) -> str:
+    """The counts that should be zero, where they are not."""
+    names = {"episodes/failed": "failed", "episodes/timeout": "timed out", "groups/dropped": "groups dropped"}
+    names |= {"groups/stale": "groups stale", "episodes/truncated": "truncated"}
+    parts = [f"{row[key]:.0f} {label}" for key, label in names.items() if row[key]]
+    return "; " + ", ".join(parts) if parts else ""

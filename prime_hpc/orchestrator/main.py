@@ -1,0 +1,167 @@
+"""`python -m prime_hpc.orchestrator.main RUN_DIR`: the orchestrator process. The supervisor starts it, or a person.
+
+Ends with status done and exit code 0 after the last step or when it is told to stop (doorbell "stop", SIGTERM,
+SIGINT); with status failed, one line of reason and exit code 1 otherwise.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from prime_hpc.config import ConfigError, Experiment, load_run
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.observe.context import RoleContext
+from prime_hpc.observe.logs import setup_logger
+from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
+from prime_hpc.observe.status import RoleStatus
+from prime_hpc.orchestrator.bench import bench_experiment, bench_paths, bench_table
+from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.loop import Orchestrator, Parts
+from prime_hpc.orchestrator.metrics import SampleLog
+from prime_hpc.orchestrator.setup import load_resume_state, make_clients, make_pool, ready_timeout, server_urls
+from prime_hpc.store.artifact import StoreError
+from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.store.layout import RunPaths
+
+ROLE = "orchestrator"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the role; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m prime_hpc.orchestrator.main", description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="directory that holds run.yaml")
+    run_dir = parser.parse_args(argv).run_dir.resolve()
+    context = RoleContext.from_env(ROLE, run_dir)
+    setup_logger(ROLE)
+    bell = Doorbell(context.doorbell_address, ROLE, incarnation=context.incarnation)
+    status = RoleStatus(context, bell)
+    status.starting()
+    status.start_heartbeat()
+    try:
+        exp = load_run(run_dir)
+        setup_logger(ROLE, level=exp.log.level, json_lines=exp.log.json_lines)
+        asyncio.run(_until_stopped(exp, context, bell, status))
+    except (ConfigError, EnvError, OrchestratorError, StoreError) as error:
+        logger.error(str(error))
+        status.failed(str(error))
+        return 1
+    except BaseException as error:
+        logger.exception("the orchestrator ends because of a bug")
+        status.failed(error)
+        raise
+    else:
+        status.done()
+        return 0
+    finally:
+        bell.close()
+
+
+async def _until_stopped(exp: Experiment, context: RoleContext, bell: Doorbell, status: RoleStatus) -> None:
+    """Run until the work is done or somebody says stop."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    reason: list[str] = []
+
+    def request_stop(why: str) -> None:
+        reason.append(why)
+        stop.set()
+
+    def on_doorbell(message: dict[str, Any]) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(request_stop, str(message.get("reason", "stop on the doorbell")))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, request_stop, signal.Signals(number).name)
+    bell.subscribe("stop", on_doorbell)
+    work = asyncio.create_task(_run(exp, context, bell, status), name="orchestrator")
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if work.done():
+        work.result()
+        return
+    logger.info(f"stopping: {reason[0]}")
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+
+
+async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: RoleStatus) -> None:
+    """Build the parts, run the loop, take everything down again."""
+    real_paths = RunPaths(context.run_dir, exp.ckpt.path.resolve() if exp.ckpt and exp.ckpt.path else None)
+    start_step = context.resume_step or 0
+    state = load_resume_state(real_paths, start_step) if start_step else None
+    if exp.orchestrator.bench:
+        exp = bench_experiment(exp)
+    config = exp.orchestrator
+    urls = server_urls(exp, context)
+    async with AsyncExitStack() as stack:
+        paths = stack.enter_context(bench_paths(context.run_dir) if config.bench else nullcontext(real_paths))
+        clients = make_clients(exp, urls)
+        for client in clients:
+            stack.push_async_callback(client.aclose)
+        train_pool = await stack.enter_async_context(make_pool(exp, urls, config.env, config.sampling, "train"))
+        eval_pool = None
+        if config.eval is not None:
+            pool = make_pool(exp, urls, config.eval.env or config.env, config.eval.sampling, "eval")
+            eval_pool = await stack.enter_async_context(pool)
+        metrics = MetricsWriter(paths.metrics(ROLE), _wandb(exp, context))
+        stack.callback(metrics.close)
+        samples = SampleLog(paths.metrics("samples"), config.log_samples)
+        stack.callback(samples.close)
+        orchestrator = Orchestrator(
+            exp,
+            Parts(
+                paths=paths,
+                train_pool=train_pool,
+                eval_pool=eval_pool,
+                urls=urls,
+                clients=clients,
+                bell=bell,
+                status=status,
+                metrics=metrics,
+                samples=samples,
+                incarnation=0 if config.bench else context.incarnation,
+                ready_timeout_s=ready_timeout(exp),
+            ),
+            start_step=start_step,
+            state=state,
+        )
+        logger.info(_greeting(exp, urls, start_step, orchestrator))
+        await orchestrator.run()
+        if config.bench:
+            print(bench_table(orchestrator.rows), flush=True)
+
+
+def _greeting(exp: Experiment, urls: list[str], start_step: int, orchestrator: Orchestrator) -> str:
+    config = exp.orchestrator
+    pending = orchestrator.stream.num_pending
+    resumed = f", resumed after step {start_step} with {pending} prompts to dispatch again" if start_step else ""
+    return (
+        f"{exp.num_prompts} prompts x {config.rollouts_per_example} rollouts a step from "
+        f"{', '.join(orchestrator.env_names)}; {len(urls)} inference server(s), async level {exp.async_level}{resumed}"
+    )
+
+
+def _wandb(exp: Experiment, context: RoleContext) -> dict[str, Any] | None:
+    if exp.wandb is None or exp.orchestrator.bench:
+        return None
+    name = f"{exp.wandb.name or exp.name}-{ROLE}"
+    return wandb_arguments(
+        project=exp.wandb.project,
+        name=name,
+        run_id=f"{exp.wandb.id}-{ROLE}" if exp.wandb.id else None,
+        offline=exp.wandb.offline,
+        run_dir=context.run_dir,
+        config=exp.model_dump(mode="json"),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

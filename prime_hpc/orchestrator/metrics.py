@@ -1,0 +1,147 @@
+"""What is counted between two batches, and the row of `metrics/orchestrator.jsonl` that it becomes. Pure but for the
+sample log's file. Fed by `loop`.
+"""
+
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prime_hpc.envs.samples import EpisodeState
+from prime_hpc.orchestrator.assemble import ScoredGroup
+from prime_hpc.orchestrator.episodes import Episode
+from prime_hpc.orchestrator.evaluate import texts
+from prime_hpc.orchestrator.groups import GroupCounts
+
+
+class StepStats:
+    """Counters since the last batch. Every ended training episode is added exactly once."""
+
+    def __init__(self, clock: float) -> None:
+        """`clock` is now, in seconds of a monotonic clock."""
+        self._start = clock
+        self._states: Counter[str] = Counter()
+        self._usable = 0
+        self._truncated = 0
+        self._prompt_tokens = 0
+        self._sampled_tokens = 0
+        self._waited: defaultdict[str, float] = defaultdict(float)
+
+    def add_episode(self, episode: Episode) -> None:
+        """One training episode ended."""
+        self._states[episode.result.state.value] += 1
+        self._usable += episode.usable
+        self._truncated += episode.result.truncated
+        self._prompt_tokens += episode.num_prompt_tokens
+        self._sampled_tokens += episode.num_sampled_tokens
+
+    def add_wait(self, reason: str, seconds: float) -> None:
+        """The loop had nothing to do but wait, for `weights`, `servers` or `rollouts`."""
+        self._waited[reason] += seconds
+
+    def drain(self, clock: float) -> dict[str, float]:
+        """The counters as metrics, per step and per second; then start anew."""
+        seconds = max(clock - self._start, 1e-9)
+        row: dict[str, float] = {f"episodes/{s.value}": self._states[s.value] for s in EpisodeState}
+        row |= {
+            "episodes/usable": self._usable,
+            "episodes/truncated": self._truncated,
+            "episodes/per_second": sum(self._states.values()) / seconds,
+            "tokens/prompt": self._prompt_tokens,
+            "tokens/sampled": self._sampled_tokens,
+            "tokens/sampled_per_second": self._sampled_tokens / seconds,
+            "time/step": seconds,
+        }
+        row |= {f"time/wait_{reason}": self._waited[reason] for reason in ("weights", "rollouts", "servers")}
+        StepStats.__init__(self, clock)
+        return row
+
+
+def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step: int) -> dict[str, float]:
+    """Rewards, groups, lengths and lag of one batch (all its groups, also those without signal)."""
+    episodes = [e for entry in scored for e in entry.episodes]
+    rewards = np.array([e.result.reward for e in episodes])
+    sampled = np.array([e.num_sampled_tokens for e in episodes])
+    spreads = np.array([np.ptp([e.result.reward for e in entry.episodes]) for entry in scored])
+    # A token's lag: how many updates the policy of this batch (version step - 1) is ahead of the one that sampled it.
+    oldest = min(e.min_version for e in episodes if e.min_version is not None)
+    row: dict[str, float] = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "groups/in_batch": len(scored),
+        "groups/trained": sum(entry.trains for entry in scored),
+        "groups/zero_signal": int((spreads == 0).sum()),
+        "groups/reward_spread": float(spreads.mean()),
+        "completion/tokens_mean": float(sampled.mean()),
+        "completion/tokens_max": int(sampled.max()),
+        "lag/mean": step - 1 - sum(e.version_sum for e in episodes) / max(1, int(sampled.sum())),
+        "lag/max": step - 1 - oldest,
+    }
+    for source, name in enumerate(env_names):
+        values = [e.result.reward for entry in scored if entry.group.prompt.source == source for e in entry.episodes]
+        if values:
+            row |= {f"reward/{name}/mean": float(np.mean(values)), f"reward/{name}/std": float(np.std(values))}
+    return row | _env_metrics(scored, env_names)
+
+
+def _env_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str]) -> dict[str, float]:
+    """Means of the environments' own metrics, `env/<name>/<metric>`."""
+    sums: defaultdict[str, list[float]] = defaultdict(list)
+    for entry in scored:
+        name = env_names[entry.group.prompt.source]
+        for episode in entry.episodes:
+            for metric, value in episode.result.metrics.items():
+                sums[f"env/{name}/{metric}"].append(value)
+    return {key: sum(values) / len(values) for key, values in sums.items()}
+
+
+def group_metrics(counts: GroupCounts) -> dict[str, int]:
+    """What happened to groups since the last batch."""
+    return {
+        "groups/opened": counts.opened,
+        "groups/completed": counts.completed,
+        "groups/dropped": counts.dropped,
+        "groups/stale": counts.stale,
+    }
+
+
+class SampleLog:
+    """Readable rollouts for people and for the end report: `metrics/samples.jsonl`, one JSON object a line."""
+
+    def __init__(self, path: Path, per_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        self._per_step = per_step
+
+    def write(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Append the first `orchestrator.log_samples` rows."""
+        for row in rows[: self._per_step]:
+            self._file.write(
+                json.dumps({"step": step, "time": round(time.time(), 3), **row}, ensure_ascii=False) + "\n"
+            )
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def train_rows(scored: Sequence[ScoredGroup], env_names: Sequence[str], limit: int) -> list[dict[str, Any]]:
+    """Sample rows of a batch: the first episode of its first groups."""
+    return [
+        {
+            "kind": "train",
+            "env": env_names[entry.group.prompt.source],
+            "task": entry.group.prompt.task,
+            "position": entry.group.prompt.position,
+            "reward": entry.episodes[0].result.reward,
+            "advantage": float(entry.advantages[0]),
+            "versions": [entry.episodes[0].min_version, entry.episodes[0].max_version],
+            **texts(entry.episodes[0].result),
+        }
+        for entry in scored[:limit]
+    ]

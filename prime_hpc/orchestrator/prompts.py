@@ -1,0 +1,141 @@
+"""The prompt stream: which task comes next, deterministically, and what a resumed run must dispatch again.
+
+A *prompt* is one position p = 0, 1, 2, ... of an endless stream over all training environments. Every position ends
+in exactly one of: used in a batch, dropped (its group had too few usable rollouts), or still to be dispatched. The
+state that is stored with batch n holds the cursor and the positions below it that are neither used in batches <= n nor
+dropped; a run that resumes at n dispatches those first. Pure: no clock, no files. Driven by `dispatch` and `loop`.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prime_hpc.orchestrator.errors import OrchestratorError
+
+STATE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """What the stream needs of an environment: label, share of the prompts, number of tasks (None: endless)."""
+
+    name: str
+    ratio: float
+    num_tasks: int | None
+
+    def __post_init__(self) -> None:
+        if self.num_tasks is not None and self.num_tasks < 1:
+            raise OrchestratorError(f"environment {self.name!r} has no tasks: check its `args`")
+
+
+@dataclass(frozen=True, order=True)
+class Prompt:
+    """One position of the stream: the `ordinal`-th prompt drawn from `source`, which is its task number `task`."""
+
+    position: int
+    source: int
+    ordinal: int
+    task: int
+
+
+def shuffled_tasks(num_tasks: int, seed: int, source: int, epoch: int) -> NDArray[np.int64]:
+    """Permutation int64[num_tasks] of one epoch, by sorting hashes: the same on every machine and numpy version."""
+    key = np.zeros(1, dtype=np.uint64)
+    for word in (seed, source, epoch):
+        key = _mix(key + np.uint64(word & 0xFFFFFFFFFFFFFFFF) + np.uint64(0x9E3779B97F4A7C15))
+    hashes = _mix(np.arange(num_tasks, dtype=np.uint64) + key)
+    return np.argsort(hashes, kind="stable").astype(np.int64)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finaliser (Steele et al. 2014), wrapping (arrays wrap in silence, scalars would warn)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class PromptStream:
+    """Draws prompts and remembers those that must be drawn again. All calls are O(1) but the start of an epoch."""
+
+    def __init__(self, sources: Sequence[SourceInfo], seed: int) -> None:
+        if not sources:
+            raise OrchestratorError("no training environment: set `orchestrator.env`")
+        self.sources = tuple(sources)
+        self.seed = seed
+        self.cursor = 0
+        """Positions below it were drawn at least once."""
+        self._counts = [0] * len(self.sources)
+        self._credits = [0.0] * len(self.sources)
+        self._pending: deque[Prompt] = deque()
+        self._epochs: dict[int, tuple[int, NDArray[np.int64]]] = {}
+
+    @property
+    def num_pending(self) -> int:
+        """Prompts that wait to be dispatched again."""
+        return len(self._pending)
+
+    def next(self) -> Prompt:
+        """The next prompt: one that must be dispatched again, else the stream's next position."""
+        if self._pending:
+            return self._pending.popleft()
+        source = self._next_source()
+        prompt = self._prompt(self.cursor, source, self._counts[source])
+        self._counts[source] += 1
+        self.cursor += 1
+        return prompt
+
+    def put_back(self, prompt: Prompt) -> None:
+        """Dispatch this prompt again, before all others (its rollouts were stale or lost)."""
+        self._pending.appendleft(prompt)
+
+    def state_dict(self, outstanding: Sequence[Prompt]) -> dict[str, Any]:
+        """JSON-able state; `outstanding` are the prompts in flight or in complete groups that no batch holds yet."""
+        pending = sorted([*self._pending, *outstanding])
+        return {
+            "format": STATE_FORMAT,
+            "seed": self.seed,
+            "sources": [[s.name, s.num_tasks] for s in self.sources],
+            "cursor": self.cursor,
+            "counts": list(self._counts),
+            "credits": list(self._credits),
+            "pending": [[p.position, p.source, p.ordinal] for p in pending],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the batch that the state was stored with. Raises OrchestratorError if the environments changed."""
+        if state.get("format") != STATE_FORMAT:
+            found = state.get("format")
+            raise OrchestratorError(f"orchestrator state has format {found}, this version reads {STATE_FORMAT}")
+        here = [[s.name, s.num_tasks] for s in self.sources]
+        for what, then, now in (("environments", state["sources"], here), ("seed", state["seed"], self.seed)):
+            if then != now:
+                raise OrchestratorError(
+                    f"cannot resume: {what} were {then} when the checkpoint was written and are {now} now; "
+                    "a resumed run could skip or repeat prompts (resume with the same ones, or start a new run)"
+                )
+        self.cursor = state["cursor"]
+        self._counts = list(state["counts"])
+        self._credits = list(state["credits"])
+        self._pending = deque(self._prompt(*triple) for triple in state["pending"])
+
+    def _next_source(self) -> int:
+        """Smooth weighted round robin: ratios hold over every short stretch, and may change at a resume."""
+        total = sum(s.ratio for s in self.sources)
+        for i, source in enumerate(self.sources):
+            self._credits[i] += source.ratio / total
+        best = max(range(len(self.sources)), key=lambda i: (self._credits[i], -i))
+        self._credits[best] -= 1.0
+        return best
+
+    def _prompt(self, position: int, source: int, ordinal: int) -> Prompt:
+        num_tasks = self.sources[source].num_tasks
+        if num_tasks is None:
+            return Prompt(position, source, ordinal, ordinal)
+        epoch, index = divmod(ordinal, num_tasks)
+        if self._epochs.get(source, (-1,))[0] != epoch:
+            self._epochs[source] = (epoch, shuffled_tasks(num_tasks, self.seed, source, epoch))
+        return Prompt(position, source, ordinal, int(self._epochs[source][1][index]))

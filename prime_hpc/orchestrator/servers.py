@@ -1,0 +1,73 @@
+"""Which inference servers may get episodes, which version each serves, and who takes the next group. Pure.
+
+`weights` decides when a server is ready again and which version it serves, `dispatch` asks for a server and reports
+errors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass
+class Server:
+    """One server. Not ready: it is starting, restarting, or an episode just failed on it and nobody looked yet."""
+
+    url: str
+    ready: bool = False
+    version: int = 0
+    in_flight: int = 0
+    not_ready_since: float = 0.0
+    num_outages: int = 0
+
+
+class ServerTable:
+    """All servers of the run, by index."""
+
+    def __init__(self, urls: Sequence[str], now: float) -> None:
+        assert urls, "a run needs at least one server"
+        self.servers = [Server(url, not_ready_since=now) for url in urls]
+        self._served = 0
+        self._turn = 0
+
+    @property
+    def ready_indices(self) -> list[int]:
+        """Servers that take episodes."""
+        return [i for i, server in enumerate(self.servers) if server.ready]
+
+    @property
+    def served_version(self) -> int:
+        """The oldest version that a new token can get: the minimum over ready servers, else the last known one."""
+        versions = [server.version for server in self.servers if server.ready]
+        if versions:
+            self._served = min(versions)
+        return self._served
+
+    def pick(self) -> int | None:
+        """The ready server with the fewest episodes in flight, in turn where several have as few; None without any."""
+        ready = self.ready_indices
+        if not ready:
+            return None
+        count = len(self.servers)
+        best = min(ready, key=lambda i: (self.servers[i].in_flight, (i - self._turn) % count))
+        self._turn = (best + 1) % count
+        return best
+
+    def mark_ready(self, index: int, version: int) -> None:
+        """The server answers and serves `version`."""
+        server = self.servers[index]
+        server.ready, server.version = True, version
+
+    def mark_suspect(self, index: int, now: float) -> bool:
+        """Send it nothing until it was looked at. Returns whether this is news."""
+        server = self.servers[index]
+        if not server.ready:
+            return False
+        server.ready, server.not_ready_since = False, now
+        server.num_outages += 1
+        return True
+
+    def all_down_since(self, now: float) -> float:
+        """Seconds since which no server is ready; 0 while one is."""
+        if self.ready_indices:
+            return 0.0
+        return now - max(server.not_ready_since for server in self.servers)

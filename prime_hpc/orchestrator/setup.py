@@ -1,0 +1,85 @@
+"""What an orchestrator is made of, built from the experiment tree: server urls and clients, the environments' pools.
+
+Called by `main` and by `loop`'s tests.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.client.inference import POLICY, InferenceClient
+from prime_hpc.config import Experiment
+from prime_hpc.config.sections.orchestrator import EnvConfig, SamplingConfig
+from prime_hpc.envs.pool import EnvPool
+from prime_hpc.observe.context import RoleContext
+from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.store.artifact import read_manifest
+from prime_hpc.store.batches import read_state
+from prime_hpc.store.checkpoints import ORCHESTRATOR_STATE
+from prime_hpc.store.files import retry_read
+from prime_hpc.store.layout import RunPaths
+
+DEFAULT_READY_TIMEOUT_S = 900.0
+
+
+def server_urls(exp: Experiment, context: RoleContext) -> list[str]:
+    """`http://host:port/v1` of every server: the supervisor's, else those of `orchestrator.client`.
+
+    Raises OrchestratorError where neither says any.
+    """
+    if context.inference_urls:
+        return list(context.inference_urls)
+    client = exp.orchestrator.client
+    if client.base_url:
+        return [client.base_url] if isinstance(client.base_url, str) else list(client.base_url)
+    if client.port:
+        return [f"http://{client.host}:{client.port}/v1"]
+    raise OrchestratorError(
+        "no inference server: set orchestrator.client.base_url (or .port), or let the run start its own (inference)"
+    )
+
+
+def ready_timeout(exp: Experiment) -> float:
+    """Deadline of a server's start or restart, seconds."""
+    return exp.inference.ready_timeout_s if exp.inference else DEFAULT_READY_TIMEOUT_S
+
+
+def make_clients(exp: Experiment, urls: list[str]) -> list[InferenceClient]:
+    """One client per server, for weight updates and health."""
+    config = exp.orchestrator.client
+    key = os.environ.get(config.api_key_var) or (exp.inference.api_key if exp.inference else None)
+    return [InferenceClient(url, key, config.timeout_s, exp.orchestrator.weights_timeout_s) for url in urls]
+
+
+def make_pool(exp: Experiment, urls: list[str], envs: list[EnvConfig], sampling: SamplingConfig, split: str) -> EnvPool:
+    """The environments of one split, with the run's model, renderer and seed."""
+    return EnvPool(
+        envs,
+        model_name=POLICY,
+        tokenizer_path=exp.model.name,
+        renderer=exp.model.renderer,
+        enable_thinking=exp.model.enable_thinking,
+        urls=urls,
+        api_key_var=exp.orchestrator.client.api_key_var,
+        sampling=sampling,
+        split=split,  # type: ignore[arg-type]
+        seed=exp.seed,
+        max_model_len=exp.max_model_len,
+    )
+
+
+def load_resume_state(paths: RunPaths, step: int) -> dict[str, Any]:
+    """The orchestrator's state after batch `step`: the checkpoint's half, else the batch's own.
+
+    Raises ArtifactError where neither is whole.
+    """
+    checkpoint = paths.checkpoint_step(step)
+    if checkpoint.exists() and ORCHESTRATOR_STATE in read_manifest(checkpoint).files:
+        return retry_read(lambda: _read_json(checkpoint / ORCHESTRATOR_STATE), deadline_s=30.0)
+    return read_state(paths.rollouts_step(step))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    import json
+
+    return json.loads(path.read_bytes())

@@ -1,0 +1,267 @@
+"""Keeps every inference server on the newest policy version while generation goes on.
+
+`loop` runs `WeightSync.run` beside the collection of rollouts. New versions are found by the doorbell, else by listing
+the weights directory. Versions are loaded in order, skipping to the newest. A server that failed or restarted gets the
+version that the run serves before it gets episodes again.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from loguru import logger
+
+from prime_hpc.client.inference import InferenceError
+from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.servers import ServerTable
+from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, wait_for_artifact
+from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.leases import set_floor
+from prime_hpc.store.weights import latest_version
+
+READER = "orchestrator"
+LISTING_PAUSE_S = (0.25, 2.0)
+"""First and longest pause between listings of the weights directory; the doorbell usually comes first."""
+PROBE_PAUSE_S = 0.5
+CHECK_PAUSE_S = 5.0
+"""How often servers that seem well are asked for their version: a restarted one says 0."""
+ARTIFACT_DEADLINE_S = 20.0
+DOWN_WARNING_S = 60.0
+
+
+class Client(Protocol):
+    """What is needed of `client.InferenceClient`."""
+
+    async def wait_ready(self, deadline_s: float) -> None:
+        """Until the server answers."""
+
+    async def health(self) -> bool:
+        """Whether it answers."""
+
+    async def policy_version(self) -> int:
+        """What it serves."""
+
+    async def update_weights(self, path: Path, version: int) -> dict[str, Any]:
+        """Load a version."""
+
+    async def reload_weights(self) -> dict[str, Any]:
+        """Back to the base model."""
+
+
+class WeightSync:
+    """Follows the trainer's versions; owns who is ready in the `ServerTable`."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        clients: Sequence[Client],
+        table: ServerTable,
+        bell: Doorbell,
+        *,
+        incarnation: int,
+        ready_timeout_s: float,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change()` is called in the event loop when the served version or the set of ready servers changed."""
+        self._paths = paths
+        self._clients = clients
+        self._table = table
+        self._bell = bell
+        self._incarnation = incarnation
+        self._ready_timeout_s = ready_timeout_s
+        self._on_change = on_change
+        self._locks = [asyncio.Lock() for _ in clients]
+        self._news = asyncio.Event()
+        self._trouble = asyncio.Event()
+        self._closing = False
+        self._announced = -1
+        self.current = 0
+        """The newest version that was asked for; servers that come back get it."""
+        self.update_seconds = 0.0
+        """Time the last update took, over all servers."""
+
+    async def prepare(self, version: int) -> None:
+        """Start-up: every server answers and serves `version` (0: the base model), whatever it served before.
+
+        Raises OrchestratorError naming the server that is not ready by the deadline or refuses the version.
+        """
+        self.current = version
+        await asyncio.gather(*(self._prepare_one(i, version) for i in range(len(self._clients))))
+        await self._announce()
+
+    async def run(self) -> None:
+        """Follow versions and watch servers until cancelled. Raises OrchestratorError when a server refuses one."""
+        loop = asyncio.get_running_loop()
+
+        def rang(_: dict[str, Any]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._news.set)
+
+        self._bell.subscribe("weights", rang)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow(), name="follow-weights")
+                tasks.create_task(self._bring_back_forever(), name="bring-back-servers")
+                tasks.create_task(self._check_forever(), name="check-servers")
+        except* OrchestratorError as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._closing = True
+
+    def report_error(self, index: int) -> None:
+        """An episode failed because of this server: nothing is sent to it until it was looked at."""
+        if self._table.mark_suspect(index, time.monotonic()):
+            logger.warning(f"inference server {self._table.servers[index].url} failed; looking at it")
+        self._trouble.set()
+
+    async def _prepare_one(self, index: int, version: int) -> None:
+        client, url = self._clients[index], self._table.servers[index].url
+        try:
+            await client.wait_ready(self._ready_timeout_s)
+            found = await client.policy_version()
+            if version > 0:
+                await client.update_weights(self._paths.weights_step(version), version)
+            elif found != 0:
+                logger.info(f"{url} serves version {found} of an earlier run; back to the base model")
+                await client.reload_weights()
+        except InferenceError as error:
+            hint = " (is it prime-hpc's own server?)" if error.status == 404 else ""
+            raise OrchestratorError(f"inference server {url} cannot serve version {version}: {error}{hint}") from error
+        self._table.mark_ready(index, version)
+
+    async def _follow(self) -> None:
+        while True:
+            version = await self._next_version()
+            try:
+                await asyncio.to_thread(self._wait_for, version)
+            except (ArtifactTimeout, ArtifactError) as error:
+                logger.warning(f"weights version {version} cannot be read yet: {error}")
+                continue
+            start = time.monotonic()
+            self.current = version
+            await asyncio.gather(*(self._load(i) for i in self._table.ready_indices))
+            self.update_seconds = time.monotonic() - start
+            await self._announce()
+
+    def _wait_for(self, version: int) -> None:
+        wait_for_artifact(
+            self._paths.weights_step(version),
+            deadline_s=ARTIFACT_DEADLINE_S,
+            doorbell=self._bell,
+            topic="weights",
+            key={"version": version},
+            min_incarnation=self._incarnation,
+            cancelled=lambda: self._closing,
+        )
+
+    async def _next_version(self) -> int:
+        """The newest version above the current one, as soon as there is one."""
+        pause = LISTING_PAUSE_S[0]
+        while True:
+            self._news.clear()
+            message = self._bell.latest("weights") or {}
+            announced = message.get("version")
+            if isinstance(announced, int) and announced > self.current:
+                return announced
+            listed = await asyncio.to_thread(latest_version, self._paths)
+            if listed is not None and listed > self.current:
+                return listed
+            await _wait_for_event(self._news, pause)
+            pause = min(pause * 1.5, LISTING_PAUSE_S[1])
+
+    async def _load(self, index: int) -> None:
+        """Bring one server to the current version; what goes wrong makes it suspect, a refusal ends the run."""
+        async with self._locks[index]:
+            version = self.current
+            try:
+                if version > 0:
+                    await self._clients[index].update_weights(self._paths.weights_step(version), version)
+                else:
+                    await self._clients[index].reload_weights()
+            except InferenceError as error:
+                url = self._table.servers[index].url
+                if error.status is not None and 400 <= error.status < 500:
+                    raise OrchestratorError(f"inference server {url} refuses version {version}: {error}") from error
+                logger.warning(f"inference server {url} did not load version {version}: {error}")
+                self.report_error(index)
+                return
+            self._table.mark_ready(index, version)
+
+    async def _announce(self) -> None:
+        """Tell which version is served, and hold on to its files: a server that restarts needs them again."""
+        served = self._table.served_version
+        if served > self._announced and self._table.ready_indices:
+            self._announced = served
+            await asyncio.to_thread(set_floor, self._paths, READER, served)
+            self._bell.ring("served", version=served)
+            logger.debug(f"version {served} is served")
+        self._on_change()
+
+    async def _bring_back_forever(self) -> None:
+        warned = time.monotonic()
+        while True:
+            await _wait_for_event(self._trouble, PROBE_PAUSE_S)
+            self._trouble.clear()
+            down = [i for i, server in enumerate(self._table.servers) if not server.ready]
+            if not down:
+                warned = time.monotonic()
+                continue
+            results = await asyncio.gather(*(self._bring_back(i) for i in down))
+            if any(results):
+                await self._announce()
+            if time.monotonic() - warned > DOWN_WARNING_S:
+                warned = time.monotonic()
+                urls = ", ".join(self._table.servers[i].url for i in down if not self._table.servers[i].ready)
+                logger.warning(f"still waiting for {urls}")
+            await asyncio.sleep(0 if all(results) else PROBE_PAUSE_S)
+
+    async def _bring_back(self, index: int) -> bool:
+        """Look at a server that is not ready. Returns whether it is ready now."""
+        client, server = self._clients[index], self._table.servers[index]
+        if not await client.health():
+            return False
+        try:
+            found = await client.policy_version()
+        except InferenceError as error:
+            logger.debug(f"{server.url} is not ready: {error}")
+            return False
+        if found == self.current and not self._locks[index].locked():
+            self._table.mark_ready(index, found)
+        else:
+            logger.info(f"{server.url} is back with version {found}; it gets version {self.current}")
+            await self._load(index)
+        if server.ready:
+            seconds = time.monotonic() - server.not_ready_since
+            logger.info(f"inference server {server.url} takes episodes again after {seconds:.1f} s")
+        return server.ready
+
+    async def _check_forever(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_PAUSE_S)
+            await asyncio.gather(*(self._check(i) for i in self._table.ready_indices))
+
+    async def _check(self, index: int) -> None:
+        """A server that restarted unnoticed serves another version than the one it was given."""
+        if self._locks[index].locked():
+            return
+        before = self._table.servers[index].version
+        try:
+            found = await self._clients[index].policy_version()
+        except InferenceError:
+            self.report_error(index)
+            return
+        if found != before and before == self._table.servers[index].version and not self._locks[index].locked():
+            logger.warning(f"{self._table.servers[index].url} serves version {found} instead of {before}")
+            self.report_error(index)
+
+
+async def _wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
+    """Until the event is set or the time is over."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

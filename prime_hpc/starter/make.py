@@ -1,0 +1,68 @@
+"""Make a starter directory: `model/` (a Hugging Face folder), `sft.jsonl` (warm-up data), `starter.json` (what it is).
+
+Called by `tools/make-starter`. `starter.json` is written last: a directory without it is made again.
+"""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.starter.data import write_demonstrations
+from prime_hpc.starter.model import write_tiny_qwen3
+
+NAMES = ("qwen3-tiny", "smollm2-135m")
+RECORD = "starter.json"
+RECIPE = 1
+"""Raised whenever the same arguments would give other bytes, so that what an older checkout made is made again."""
+
+
+@dataclass(frozen=True)
+class Starter:
+    """What a starter directory was made from."""
+
+    name: str
+    seed: int
+    recipe: int = RECIPE
+
+
+def make_starter(directory: Path, *, name: str = "qwen3-tiny", seed: int = 0) -> str:
+    """Make the starter in `directory` unless the same one is there already; returns one line that says which.
+
+    Args:
+        directory: created with its parents; another starter in it is replaced, other files are left alone.
+        name: one of `NAMES`.
+        seed: of the weights (qwen3-tiny) and of the demonstrations.
+
+    Raises:
+        ValueError: an unknown name, or a package that the named starter needs is missing.
+    """
+    if name not in NAMES:
+        raise ValueError(f"unknown starter {name!r}; it is one of {', '.join(NAMES)}")
+    starter = Starter(name, seed)
+    record = directory / RECORD
+    if _read(record) == asdict(starter):
+        return f"{directory}: {name}, seed {seed}, is there already"
+    directory.mkdir(parents=True, exist_ok=True)
+    record.unlink(missing_ok=True)
+    model = directory / "model"
+    if model.exists():
+        shutil.rmtree(model)
+    if name == "qwen3-tiny":
+        num_parameters = write_tiny_qwen3(model, seed)
+    else:
+        from prime_hpc.starter.smollm2 import write_smollm2
+
+        num_parameters = write_smollm2(model)
+    num_rows = write_demonstrations(directory / "sft.jsonl", seed)
+    record.write_text(json.dumps(asdict(starter), indent=2) + "\n", encoding="utf-8")
+    return f"{directory}: {name}, {num_parameters / 1e6:.2f}M parameters; {num_rows} demonstrations; seed {seed}"
+
+
+def _read(record: Path) -> Any:
+    """The record's content; None where there is none or it is not JSON (then the starter is made again)."""
+    try:
+        return json.loads(record.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None

@@ -1,0 +1,54 @@
+"""The tiny starter policy: a Qwen3 with random weights, small enough for two CPU cores.
+
+Called by `prime_hpc.starter.make`. It knows nothing: the supervised warm-up teaches it the task first.
+"""
+
+from pathlib import Path
+
+from prime_hpc.starter.tokenizer import build_tokenizer
+
+MAX_LEN = 512
+"""Context of the model, tokens."""
+
+
+def write_tiny_qwen3(directory: Path, seed: int) -> int:
+    """Write config, weights (float32) and tokenizer of the tiny Qwen3 into `directory`; the same bytes for one seed.
+
+    The vocabulary is exactly the tokenizer's: a padded row would be an id that can be sampled and means nothing.
+    The head is untied from the embeddings, as in the larger Qwen3 models.
+
+    Returns:
+        Number of parameters.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = build_tokenizer(MAX_LEN)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_LEN,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    save_readable(model, directory)
+    tokenizer.save_pretrained(directory)
+    return sum(p.numel() for p in model.parameters())
+
+
+def save_readable(model: object, directory: Path) -> None:
+    """`save_pretrained`, but readable by all who may read the directory (transformers writes weights as 0600)."""
+    model.save_pretrained(directory)  # type: ignore[attr-defined]
+    for path in directory.glob("*.safetensors"):
+        path.chmod(0o644)

@@ -1,0 +1,260 @@
+"""Artifacts: directories that are whole or not there.
+
+An artifact is written in a hidden sibling, its files are fsynced and summed, `manifest.json` comes last, then ONE
+rename gives it its name. The trainer (weights, checkpoints) and the orchestrator (batches) write them, everybody
+reads them. One process per directory: `ArtifactWriter`. Many ranks: rank 0 calls `prepare_stage`, after a barrier
+every rank writes into `stage_dir(...)` and sums its own files with `hash_files`, rank 0 gathers the sums and calls
+`commit_stage`.
+"""
+
+import contextlib
+import errno
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from loguru import logger
+
+from prime_hpc.store import files
+from prime_hpc.store.errors import (
+    ArtifactError,
+    ArtifactExists,
+    ArtifactTimeout,
+    FencedError,
+    StoreError,
+    WaitCancelled,
+)
+from prime_hpc.store.files import FileEntry
+from prime_hpc.store.layout import RunPaths, check_incarnation
+from prime_hpc.store.manifest import MANIFEST, Manifest, check_file, read_manifest, verify_artifact
+from prime_hpc.store.waiting import wait_for_artifact
+
+__all__ = [
+    "MANIFEST",
+    "ArtifactError",
+    "ArtifactExists",
+    "ArtifactTimeout",
+    "ArtifactWriter",
+    "FencedError",
+    "FileEntry",
+    "Manifest",
+    "StoreError",
+    "WaitCancelled",
+    "check_file",
+    "clean_stale_stages",
+    "commit_stage",
+    "hash_files",
+    "prepare_stage",
+    "read_manifest",
+    "stage_dir",
+    "verify_artifact",
+    "wait_for_artifact",
+]
+
+_HIDDEN = (".stage-", ".trash-", ".tmp-")
+_STAGE_INCARNATION = re.compile(r"\.stage-.*?-i(\d+)(?:-|$)")
+
+
+def stage_dir(final: Path, incarnation: int = 0) -> Path:
+    """The hidden sibling where all ranks of one life write what will become `final`. A name only: nothing is made."""
+    return final.with_name(f".stage-{final.name}-i{incarnation:04d}")
+
+
+def prepare_stage(final: Path, incarnation: int = 0, *, run: RunPaths | None = None) -> Path:
+    """Rank 0: an empty `stage_dir(final, incarnation)`; what an interrupted try left there is removed.
+
+    Raises:
+        FencedError: a newer life has begun.
+        StoreError: disk full, not writable.
+    """
+    check_incarnation(run or RunPaths(final.parent.parent), incarnation)
+    stage = stage_dir(final, incarnation)
+    files.remove_tree(stage)
+    files.make_dir(stage)
+    return stage
+
+
+def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Make files durable (fsync, mode 0644 & ~umask) and sum them. Each rank calls it for the files that it wrote.
+
+    Args:
+        directory: the stage.
+        names: relative posix names, sub-directories allowed.
+
+    Raises:
+        StoreError: disk full, I/O error.
+        FileNotFoundError: a name is not there.
+    """
+    # The stage was made with 0777 & ~umask: that tells the umask without touching the process's own.
+    mode = files.FILE_MODE & directory.stat().st_mode
+    return {name: files.seal_file(directory / name, mode) for name in sorted(names)}
+
+
+def commit_stage(
+    stage: Path,
+    final: Path,
+    manifest: Manifest,
+    *,
+    run: RunPaths | None = None,
+) -> Manifest:
+    """Give a finished stage its name: manifest last, fsync, one rename, fsync of the parent. Rank 0 only.
+
+    Args:
+        stage: from `prepare_stage`; every file in it is named in the manifest, summed by `hash_files`.
+        final: the artifact's name; same parent as the stage.
+        manifest: what it holds.
+        run: whose incarnations fence it; default: the run directory two levels up.
+
+    Returns:
+        The manifest under that name (an identical artifact that this life already committed is kept).
+
+    Raises:
+        FencedError: a newer life has begun, or already wrote this artifact.
+        ArtifactExists: this life committed other content under this name.
+        StoreError: disk full, I/O error; files in the stage that the manifest does not name.
+    """
+    run = run or RunPaths(final.parent.parent)
+    strays = set(_walk(stage)) - set(manifest.files) - {MANIFEST}
+    if strays:
+        raise StoreError(f"{stage}: files that the manifest does not name: {', '.join(sorted(strays)[:5])}")
+    files.write_file(stage / MANIFEST, [manifest.to_bytes()])
+    for directory in {(stage / name).parent for name in manifest.files} | {stage}:
+        files.fsync_dir(directory)
+    return _publish(stage, final, manifest, run)
+
+
+def _publish(stage: Path, final: Path, manifest: Manifest, run: RunPaths) -> Manifest:
+    for _ in range(3):  # a name of an older life is moved away at most once; the rest is racing writers
+        # As late as can be: a file system has no compare-and-rename, so readers check incarnations as well.
+        check_incarnation(run, manifest.incarnation)
+        try:
+            files.rename(stage, final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+        else:
+            files.fsync_dir(final.parent)
+            return manifest
+        existing = _existing(final)
+        if existing.incarnation > manifest.incarnation:
+            raise FencedError(f"{final}: incarnation {existing.incarnation} has already written it")
+        if existing.incarnation == manifest.incarnation:
+            if existing.digest == manifest.digest:
+                files.remove_tree(stage)
+                return existing
+            raise ArtifactExists(f"{final}: already written by {existing.writer} with other content")
+        logger.warning(
+            f"{final}: replacing what incarnation {existing.incarnation} left (this is {manifest.incarnation})"
+        )
+        with contextlib.suppress(FileNotFoundError):
+            files.discard(final)
+    raise StoreError(f"{final}: other writers keep taking this name")
+
+
+def _existing(final: Path) -> Manifest:
+    try:
+        return files.retry_read(lambda: read_manifest(final), deadline_s=2.0)
+    except (ArtifactError, OSError) as error:
+        raise ArtifactExists(f"{final}: something that is no whole artifact is in the way ({error})") from error
+
+
+class ArtifactWriter:
+    """Writes one artifact from one process.
+
+        with ArtifactWriter(final, kind="batch", step=3, version=2, writer="orchestrator", incarnation=1) as w:
+            (w.path / "data.json").write_text(...)
+            w.meta["rows"] = 7
+
+    Leaving the block commits (see `commit_stage` for its errors); an exception inside it removes everything and goes
+    on, a full disk as a StoreError with the path and the free space. `manifest` holds the result afterwards.
+    """
+
+    def __init__(
+        self,
+        final: Path,
+        *,
+        kind: str,
+        step: int | None = None,
+        version: int | None = None,
+        writer: str,
+        incarnation: int = 0,
+        run: RunPaths | None = None,
+    ) -> None:
+        self.final = final
+        self.path = final.with_name(f"{stage_dir(final, incarnation).name}-{files.unique_suffix()}")
+        self.meta: dict[str, Any] = {}
+        self.manifest: Manifest | None = None
+        self._identity = {"kind": kind, "step": step, "version": version, "writer": writer}
+        self._incarnation = incarnation
+        self._run = run or RunPaths(final.parent.parent)
+        self._entries: dict[str, FileEntry] = {}
+
+    def __enter__(self) -> "ArtifactWriter":
+        check_incarnation(self._run, self._incarnation)
+        files.make_dir(self.path)
+        return self
+
+    def write(self, name: str, chunks: Iterable[Any]) -> FileEntry:
+        """Write one file from buffers, summed and fsynced on the way (cheaper than writing into `path`)."""
+        entry = files.write_file(self.path / name, chunks)
+        self._entries[name] = entry
+        return entry
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.manifest = self._commit()
+                return
+            explained = files.disk_error(error, self.final)
+            if explained is not None:
+                raise explained from error
+        finally:
+            if self.manifest is None:
+                self._remove_stage()
+
+    def _remove_stage(self) -> None:
+        try:
+            files.remove_tree(self.path)
+        except (OSError, StoreError) as error:  # never hides the reason why the artifact failed
+            logger.warning(f"{self.path}: could not be removed ({error}); the next attempt's clean-up will")
+
+    def _commit(self) -> Manifest:
+        rest = [name for name in _walk(self.path) if name not in self._entries]
+        entries = self._entries | hash_files(self.path, rest)
+        manifest = Manifest(**self._identity, incarnation=self._incarnation, files=entries, meta=self.meta)  # type: ignore[arg-type]
+        return commit_stage(self.path, self.final, manifest, run=self._run)
+
+
+def _walk(directory: Path) -> list[str]:
+    """Relative posix names of all files below a directory."""
+    return sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if not p.is_dir())
+
+
+def clean_stale_stages(parent: Path, before_incarnation: int | None = None) -> list[str]:
+    """Remove what killed writers left in a directory of artifacts. The supervisor calls it before roles start.
+
+    Args:
+        parent: `rollouts`, `weights`, `checkpoints`, `leases`.
+        before_incarnation: spare stages of this life and newer ones; None: remove all.
+
+    Returns:
+        The names that were removed.
+    """
+    removed = []
+    for name in sorted(files.list_dir(parent)):
+        if not name.startswith(_HIDDEN):
+            continue
+        match = _STAGE_INCARNATION.match(name)
+        if match and before_incarnation is not None and int(match.group(1)) >= before_incarnation:
+            continue
+        path = parent / name
+        if path.is_dir() and not path.is_symlink():
+            files.remove_tree(path)
+        else:
+            path.unlink(missing_ok=True)
+        removed.append(name)
+    return removed

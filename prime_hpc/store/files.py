@@ -1,0 +1,283 @@
+"""The store's few file-system operations: durable writes, sums, renames, listings.
+
+Every other module of the store goes through here, so that one place knows modes, fsync order and error messages,
+and so that a fault harness sees (and may interrupt) each operation: see `observe_operations`.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from prime_hpc.store.errors import ArtifactError, StoreError
+
+FILE_MODE = 0o644
+_CHUNK = 8 << 20
+_ALMOST_NOTHING = 64 << 10  # bytes free at which a writer's error without errno is taken for a full disk
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# A reader on a network file system meets these while a name is being replaced; they pass.
+_TRANSIENT = (errno.ESTALE, errno.ENOENT, errno.EIO)
+
+T = TypeVar("T")
+Observer = Callable[[str, Path], None]
+_observers: list[Observer] = []
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and xxh3_64 sum (16 hex digits) of one file."""
+
+    size: int
+    xxh3: str
+
+
+@contextlib.contextmanager
+def observe_operations(observer: Observer) -> Iterator[None]:
+    """Call `observer(operation, path)` before each changing operation; what it raises, the operation raises.
+
+    Operations: create, write, fsync, mkdir, rename, remove.
+    """
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def _before(operation: str, path: Path) -> None:
+    for observer in _observers:
+        observer(operation, path)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this user may still write on the file system of `path` (or of its nearest existing parent)."""
+    probe = path.absolute()
+    while not probe.exists() and probe != probe.parent:
+        probe = probe.parent
+    return shutil.disk_usage(probe).free
+
+
+def disk_error(error: BaseException, path: Path) -> StoreError | None:
+    """The StoreError that a failed write under `path` means, or None where it was not the disk's fault.
+
+    Writers of others (safetensors, torch) lose the errno: their text and the free space decide.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    free = free_bytes(path)
+    text = str(error)
+    full = number in _FULL or "No space left" in text or "os error 28" in text or "os error 122" in text
+    opaque = number is None and isinstance(error, RuntimeError) and not isinstance(error, StoreError)
+    if full or (opaque and free < _ALMOST_NOTHING):
+        reason = "quota exceeded" if number == errno.EDQUOT or "os error 122" in text else "disk full"
+        return StoreError(f"{path}: {reason} ({free / 2**20:,.1f} MiB free): free space or choose another output_dir")
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return StoreError(f"{path}: not writable ({os.strerror(number)}): choose another output_dir")
+    if number == errno.EIO:
+        return StoreError(f"{path}: the file system reports an I/O error ({free / 2**20:,.1f} MiB free)")
+    return None
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn full disks, quotas, missing permissions and I/O errors of a write into a StoreError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        explained = disk_error(error, path)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def _write_all(fd: int, buffer: memoryview) -> None:
+    while len(buffer):
+        buffer = buffer[os.write(fd, buffer[: 1 << 30]) :]
+
+
+def write_file(path: Path, chunks: Iterable[Any], *, sync: bool = True) -> FileEntry:
+    """Write buffers one after another to a new (or truncated) file of mode 0644 & ~umask; fsync; its entry.
+
+    Args:
+        path: the file; its directory exists.
+        chunks: objects with the buffer protocol, C-contiguous, e.g. bytes or numpy arrays.
+        sync: False only where losing the file on a power cut costs nothing.
+
+    Raises:
+        StoreError: disk full, not writable, I/O error.
+    """
+    digest = xxhash.xxh3_64()
+    size = 0
+    with disk_errors(path):
+        _before("create", path)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+        try:
+            for chunk in chunks:
+                view = memoryview(chunk)
+                if not view.nbytes:
+                    continue
+                view = view.cast("B")
+                _before("write", path)
+                _write_all(fd, view)
+                digest.update(view)
+                size += view.nbytes
+            if sync:
+                _before("fsync", path)
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+    return FileEntry(size, digest.hexdigest())
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace a small file in one rename: readers see the old content or the new, never a part.
+
+    Raises:
+        StoreError: disk full, not writable, I/O error.
+    """
+    temporary = path.with_name(f".tmp-{path.name}-{unique_suffix()}")
+    try:
+        write_file(temporary, [data])
+        rename(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+    fsync_dir(path.parent)
+
+
+def create_exclusive(path: Path) -> bool:
+    """Create an empty file; False where it already exists. The file server decides, also between nodes."""
+    with disk_errors(path):
+        _before("create", path)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        except FileExistsError:
+            return False
+        os.fsync(fd)
+        os.close(fd)
+        return True
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Read a file once and return its size and sum."""
+    digest = xxhash.xxh3_64()
+    size = 0
+    with path.open("rb", buffering=0) as file:
+        buffer = bytearray(_CHUNK)
+        view = memoryview(buffer)
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+            size += count
+    return FileEntry(size, digest.hexdigest())
+
+
+def seal_file(path: Path, mode: int) -> FileEntry:
+    """Make a file that someone else wrote fit for an artifact: mode, fsync, then its size and sum.
+
+    safetensors and others create files with mode 0600, which a colleague's evaluation could not read.
+    """
+    with disk_errors(path):
+        _before("fsync", path)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fchmod(fd, mode)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return hash_file(path)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names in a directory durable."""
+    with disk_errors(path):
+        _before("fsync", path)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def make_dir(path: Path, *, exist_ok: bool = True) -> None:
+    """Create a directory and its parents.
+
+    Raises:
+        StoreError: not writable, disk full, or a file is in the way.
+        FileExistsError: it exists and `exist_ok` is False.
+    """
+    if exist_ok and path.is_dir():
+        return
+    with disk_errors(path):
+        _before("mkdir", path)
+        try:
+            path.mkdir(parents=True, exist_ok=exist_ok)
+        except NotADirectoryError as error:
+            raise StoreError(f"{path}: a part of this path is a file, not a directory") from error
+
+
+def rename(source: Path, target: Path) -> None:
+    """One atomic rename."""
+    with disk_errors(target):
+        _before("rename", target)
+        source.rename(target)
+
+
+def list_dir(path: Path) -> list[str]:
+    """Names in a directory, unsorted; [] where it does not exist (or is just being replaced)."""
+    try:
+        return [entry.name for entry in path.iterdir()]
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            return []
+        raise
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory tree; names that are already gone do not matter."""
+    _before("remove", path)
+
+    def already_gone(function: object, name: str, info: tuple[type[BaseException], BaseException, object]) -> None:
+        if not isinstance(info[1], FileNotFoundError):
+            raise info[1]
+
+    with disk_errors(path):
+        shutil.rmtree(path, onerror=already_gone)
+
+
+def discard(path: Path) -> None:
+    """Take a committed directory out of sight in one rename, then delete it: no reader ever sees a half of it."""
+    trash = path.with_name(f".trash-{path.name}-{unique_suffix()}")
+    rename(path, trash)
+    remove_tree(trash)
+
+
+def unique_suffix() -> str:
+    """Differs between all writers on all nodes; says who it was."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def retry_read(read: Callable[[], T], *, deadline_s: float, first_pause_s: float = 0.01) -> T:
+    """Call `read` until it succeeds or `deadline_s` seconds have passed (0: once), pausing 0.01 .. 0.5 s between.
+
+    Retried: ArtifactError (size or content not yet what the manifest says) and ESTALE, ENOENT, EIO, which a network
+    file system answers while names change. After the deadline the last error is raised.
+    """
+    end = time.monotonic() + deadline_s
+    pause = first_pause_s
+    while True:
+        try:
+            return read()
+        except (ArtifactError, OSError) as error:
+            transient = isinstance(error, ArtifactError) or error.errno in _TRANSIENT
+            if not transient or time.monotonic() + pause > end:
+                raise
+        time.sleep(pause)
+        pause = min(pause * 2, 0.5)

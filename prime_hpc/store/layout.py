@@ -1,0 +1,151 @@
+"""Names of everything in a run directory, and the incarnations that fence its lives.
+
+Every role builds its paths here; nobody joins path strings by hand. The supervisor claims an incarnation at the
+start of each attempt; writers carry it and are refused once a newer one exists.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_hpc.store import files
+from prime_hpc.store.errors import FencedError
+
+_STEP = re.compile(r"step_(\d+)")
+_NUMBER = re.compile(r"\d+")
+_MAX_CLAIMS = 1000  # lives racing for one number; far above anything real, so that a broken file system ends the loop
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Paths below one run directory.
+
+    Args:
+        root: the run directory.
+        checkpoints_root: where checkpoints live when not in `<root>/checkpoints` (`ckpt.path`).
+    """
+
+    root: Path
+    checkpoints_root: Path | None = None
+
+    @property
+    def run_yaml(self) -> Path:
+        """The resolved experiment."""
+        return self.root / "run.yaml"
+
+    @property
+    def lock_json(self) -> Path:
+        """Code version, packages and command line of the run."""
+        return self.root / "lock.json"
+
+    @property
+    def attempts(self) -> Path:
+        """One JSON line per attempt."""
+        return self.root / "attempts.jsonl"
+
+    @property
+    def configs(self) -> Path:
+        """One TOML per role."""
+        return self.root / "configs"
+
+    @property
+    def rollouts(self) -> Path:
+        """Batches."""
+        return self.root / "rollouts"
+
+    @property
+    def weights(self) -> Path:
+        """Weight versions."""
+        return self.root / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints."""
+        return self.checkpoints_root or self.root / "checkpoints"
+
+    @property
+    def leases(self) -> Path:
+        """What each reader still needs."""
+        return self.root / "leases"
+
+    @property
+    def incarnation(self) -> Path:
+        """One empty file per life of the run, named by its number."""
+        return self.root / "incarnation"
+
+    def logs(self, attempt: int, role: str) -> Path:
+        """Directory of one role's logs in one attempt."""
+        return self.root / "logs" / f"attempt_{attempt}" / role
+
+    def metrics(self, role: str) -> Path:
+        """Metrics file of one role, one JSON object a line."""
+        return self.root / "metrics" / f"{role}.jsonl"
+
+    def rollouts_step(self, step: int) -> Path:
+        """Directory of batch `step`."""
+        return self.rollouts / f"step_{step:06d}"
+
+    def weights_step(self, version: int) -> Path:
+        """Directory of weight version `version`."""
+        return self.weights / f"step_{version:06d}"
+
+    def checkpoint_step(self, step: int) -> Path:
+        """Directory of the checkpoint after step `step`."""
+        return self.checkpoints / f"step_{step}"
+
+
+def parse_step(name: str, digits: int = 6) -> int | None:
+    """The number in a directory name `step_<n>` padded to `digits`; None for any other name (`step_7.bak`)."""
+    match = _STEP.fullmatch(name)
+    if match is None:
+        return None
+    number = int(match.group(1))
+    return number if name == f"step_{number:0{digits}d}" else None
+
+
+def list_steps(parent: Path, digits: int = 6) -> list[int]:
+    """Sorted numbers of the `step_<n>` entries of a directory; [] where it does not exist.
+
+    Artifacts get their name by one rename when they are whole, so a name is enough: no file is opened.
+
+    Args:
+        parent: a directory of artifacts.
+        digits: padding of the numbers; 0 for checkpoints.
+    """
+    numbers = (parse_step(name, digits) for name in files.list_dir(parent))
+    return sorted(n for n in numbers if n is not None)
+
+
+def current_incarnation(paths: RunPaths) -> int:
+    """Number of the run's newest life; 0 where none was ever claimed."""
+    # opendir revalidates the directory on NFS, a lookup by name could be answered from a cached miss.
+    return max((int(name) for name in files.list_dir(paths.incarnation) if _NUMBER.fullmatch(name)), default=0)
+
+
+def claim_incarnation(paths: RunPaths) -> int:
+    """Begin a new life: takes the next number atomically (exclusive create, decided by the file server).
+
+    Raises:
+        StoreError: the directory is not writable or the disk is full.
+    """
+    files.make_dir(paths.incarnation)
+    number = current_incarnation(paths) + 1
+    for candidate in range(number, number + _MAX_CLAIMS):
+        if files.create_exclusive(paths.incarnation / f"{candidate:06d}"):
+            files.fsync_dir(paths.incarnation)
+            return candidate
+    raise FencedError(f"{paths.incarnation}: {_MAX_CLAIMS} numbers in a row were taken by others while claiming one")
+
+
+def check_incarnation(paths: RunPaths, incarnation: int) -> None:
+    """Refuse to go on as an old life.
+
+    Raises:
+        FencedError: a life with a higher number has begun.
+    """
+    newest = current_incarnation(paths)
+    if incarnation < newest:
+        raise FencedError(
+            f"{paths.root}: this process belongs to incarnation {incarnation}, but incarnation {newest} has begun; "
+            "it may not write any more"
+        )

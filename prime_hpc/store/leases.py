@@ -1,0 +1,69 @@
+"""Leases: each reader of weights says which versions it still needs; retention asks before it deletes.
+
+The orchestrator sets its floor after every served version; other readers (an evaluation, a second engine group) set
+their own. One small JSON file per reader, replaced in one rename.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from loguru import logger
+
+from prime_hpc.store import files
+from prime_hpc.store.layout import RunPaths
+
+_READER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_READ_DEADLINE_S = 2.0
+
+
+def set_floor(paths: RunPaths, reader: str, floor: int) -> None:
+    """Declare that `reader` still needs every version >= `floor`.
+
+    Args:
+        paths: the run.
+        reader: name of the reader, e.g. `orchestrator`.
+        floor: the lowest version that it may still open.
+
+    Raises:
+        ValueError: a reader name that is no file name.
+        StoreError: disk full, not writable.
+    """
+    if not _READER.fullmatch(reader):
+        raise ValueError(f"lease reader {reader!r}: use letters, digits, dot, dash and underscore")
+    files.make_dir(paths.leases)
+    files.write_atomic(_path(paths, reader), json.dumps({"reader": reader, "floor": int(floor)}).encode())
+
+
+def drop_lease(paths: RunPaths, reader: str) -> None:
+    """The reader needs nothing any more. A lease that is not there is fine."""
+    _path(paths, reader).unlink(missing_ok=True)
+
+
+def clear_leases(paths: RunPaths) -> None:
+    """Forget all readers. The supervisor calls it before it starts the roles of an attempt: the old ones are dead."""
+    for name in files.list_dir(paths.leases):
+        if name.endswith(".json"):
+            (paths.leases / name).unlink(missing_ok=True)
+
+
+def min_floor(paths: RunPaths) -> int | None:
+    """Lowest version that any reader still needs; None where no reader is registered."""
+    names = [n for n in files.list_dir(paths.leases) if n.endswith(".json") and not n.startswith(".")]
+    floors = [_read_floor(paths.leases / name) for name in sorted(names)]
+    return min((floor for floor in floors if floor is not None), default=None)
+
+
+def _path(paths: RunPaths, reader: str) -> Path:
+    return paths.leases / f"{reader}.json"
+
+
+def _read_floor(path: Path) -> int | None:
+    """The floor in one lease; None where it was dropped meanwhile; 0 (keep all) where it cannot be read."""
+    try:
+        return int(files.retry_read(lambda: json.loads(path.read_bytes())["floor"], deadline_s=_READ_DEADLINE_S))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning(f"{path}: unreadable lease ({error}); every version is kept until it is replaced or removed")
+        return 0

@@ -1,0 +1,137 @@
+"""Waiting until an artifact is whole and visible on this node. Used through `prime_hpc.store.artifact`."""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prime_hpc.store import files
+from prime_hpc.store.errors import ArtifactError, ArtifactTimeout, StoreError, WaitCancelled
+from prime_hpc.store.manifest import MANIFEST, Manifest, verify_artifact
+
+if TYPE_CHECKING:
+    from prime_hpc.store.doorbell import Doorbell
+
+_MAX_LISTING_PAUSE_S = 2.0
+_MAX_READ_PAUSE_S = 0.25
+
+
+def wait_for_artifact(
+    directory: Path,
+    *,
+    deadline_s: float,
+    doorbell: "Doorbell | None" = None,
+    topic: str | None = None,
+    key: Mapping[str, int] | None = None,
+    min_incarnation: int = 0,
+    cancelled: Callable[[], bool] | None = None,
+) -> Manifest:
+    """Wait until an artifact is whole and visible here (sizes checked). One process waits, it tells the others.
+
+    The name is not looked up before it was announced or listed: an NFS client would cache the miss for up to a
+    minute. Without an announcement the parent directory is listed, 0.02 .. 2 s apart.
+
+    Args:
+        directory: the artifact's final name.
+        deadline_s: seconds from now.
+        doorbell: announces; None or a silent one: listing only.
+        topic: topic of the announcement.
+        key: fields of the announcement that must have at least these values, e.g. `{"step": 3}`.
+        min_incarnation: an artifact of an older life counts as not there (a late write of a fenced process).
+        cancelled: asked at least every 0.25 s.
+
+    Raises:
+        ArtifactTimeout: it never appeared; names what was awaited and for how long.
+        ArtifactError: it appeared, but until the deadline some file was not what the manifest says.
+        WaitCancelled: `cancelled()` became true.
+    """
+    wait = _Wait(directory, doorbell, topic, dict(key or {}), min_incarnation)
+    start = time.monotonic()
+    end = start + deadline_s
+    listing_pause, read_pause, next_listing = 0.02, 0.01, start
+    while True:
+        if cancelled is not None and cancelled():
+            raise WaitCancelled(f"stopped waiting for {directory}")
+        now = time.monotonic()
+        if not wait.found and now >= next_listing:
+            wait.list_parent()
+            next_listing = now + listing_pause
+            listing_pause = min(listing_pause * 1.5, _MAX_LISTING_PAUSE_S)
+        manifest = wait.read()
+        if manifest is not None:
+            return manifest
+        if now >= end:
+            raise wait.failure(deadline_s)
+        if wait.found:
+            time.sleep(min(read_pause, end - now))
+            read_pause = min(read_pause * 2, _MAX_READ_PAUSE_S)
+        else:
+            wait.pause(max(0.0, min(next_listing - now, end - now, 0.25)))
+
+
+class _Wait:
+    """The state of one `wait_for_artifact`."""
+
+    def __init__(
+        self, directory: Path, doorbell: "Doorbell | None", topic: str | None, key: dict[str, int], incarnation: int
+    ) -> None:
+        self.directory = directory
+        self.doorbell = doorbell if topic is not None else None
+        self.topic = topic or ""
+        self.key = key
+        self.min_incarnation = incarnation
+        self.listed = False
+        self.error: StoreError | None = None
+
+    @property
+    def announcement(self) -> dict[str, Any] | None:
+        message = self.doorbell.latest(self.topic) if self.doorbell else None
+        return message if message is not None and self._matches(message) else None
+
+    @property
+    def found(self) -> bool:
+        return self.listed or self.announcement is not None
+
+    def _matches(self, message: Mapping[str, Any]) -> bool:
+        # Steps and versions only grow, so a later announcement also says that the earlier artifact exists.
+        values = [(message.get(name), least) for name, least in self.key.items()]
+        return all(isinstance(value, int) and value >= least for value, least in values)
+
+    def list_parent(self) -> None:
+        self.listed = self.directory.name in files.list_dir(self.directory.parent)
+
+    def pause(self, seconds: float) -> None:
+        if self.doorbell is not None and not self.doorbell.closed:
+            self.doorbell.wait(self.topic, self._matches, seconds)
+        else:
+            time.sleep(seconds)
+
+    def read(self) -> Manifest | None:
+        if not self.found:
+            return None
+        try:
+            manifest = verify_artifact(self.directory)
+            if manifest.incarnation < self.min_incarnation:
+                raise ArtifactError(
+                    self.directory / MANIFEST,
+                    f"incarnation {self.min_incarnation} or newer",
+                    f"incarnation {manifest.incarnation}",
+                )
+            announced = self.announcement or {}
+            exact = all(announced.get(name) == value for name, value in self.key.items())
+            digest = announced.get("digest")
+            if exact and digest is not None and digest != manifest.digest:
+                raise ArtifactError(self.directory / MANIFEST, f"digest {digest}", f"digest {manifest.digest}")
+        except ArtifactError as error:
+            self.error = error
+            return None
+        return manifest
+
+    def failure(self, deadline_s: float) -> StoreError:
+        if self.error is not None:
+            return self.error
+        what = f"{self.topic} {self.key}" if self.topic else "no topic"
+        return ArtifactTimeout(
+            f"waited {deadline_s:g} s for {self.directory} ({what}): it was neither announced nor listed in "
+            f"{self.directory.parent}"
+        )

@@ -1,0 +1,91 @@
+"""Weight versions on disk: which there are, and which may go.
+
+A version is an artifact `weights/step_<v>` that Hugging Face loads as it is (config.json, tokenizer files,
+model.safetensors or shards with an index) plus manifest.json. The trainer publishes versions through
+`prime_hpc.store.artifact` (rank-parallel stage) and calls `prune_weights`; engines and orchestrator read them.
+"""
+
+from collections.abc import Collection
+
+from loguru import logger
+
+from prime_hpc.store import files
+from prime_hpc.store.artifact import ArtifactError, verify_artifact
+from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
+from prime_hpc.store.leases import min_floor
+
+
+def list_versions(paths: RunPaths) -> list[int]:
+    """Sorted versions on disk (version 0 is the base model and not among them, unless it was published)."""
+    return list_steps(paths.weights)
+
+
+def latest_version(paths: RunPaths) -> int | None:
+    """The newest version on disk, None where there is none."""
+    return max(list_versions(paths), default=None)
+
+
+def prune_weights(paths: RunPaths, keep_last: int, incarnation: int = 0, *, keep: Collection[int] = ()) -> list[int]:
+    """Delete the versions that nobody needs. One process calls it: trainer rank 0, after it published a version.
+
+    Kept are the newest `keep_last` whole versions and everything newer than the oldest of them, versions at or above
+    the lowest lease floor, version n of every checkpoint n, and `keep`.
+
+    Args:
+        paths: the run.
+        keep_last: at least 1.
+        incarnation: life of the caller.
+        keep: further versions to spare.
+
+    Returns:
+        The versions that were removed.
+
+    Raises:
+        FencedError: a newer life has begun.
+        ValueError: `keep_last` below 1.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be at least 1, is {keep_last}: the engines need the newest version")
+    check_incarnation(paths, incarnation)
+    versions = list_versions(paths)
+    newest_kept = _oldest_of_newest_whole(paths, versions, keep_last)
+    if newest_kept is None:
+        return []
+    floor = min_floor(paths)
+    # A checkpoint's name appears in one rename with all its content, so the name alone protects: cheap, and a damaged
+    # checkpoint protects too much rather than too little.
+    protected = set(list_steps(paths.checkpoints, digits=0)) | set(keep)
+    limit = newest_kept if floor is None else min(newest_kept, floor)
+    doomed = [v for v in versions if v < limit and v not in protected]
+    for version in doomed:
+        files.discard(paths.weights_step(version))
+    if doomed:
+        logger.debug(f"removed weight versions {doomed}")
+    return doomed
+
+
+def _oldest_of_newest_whole(paths: RunPaths, versions: list[int], keep_last: int) -> int | None:
+    """The lowest of the newest `keep_last` versions that are whole; None where there are fewer."""
+    whole = 0
+    for version in reversed(versions):
+        try:
+            verify_artifact(paths.weights_step(version), deadline_s=1.0)
+        except ArtifactError as error:
+            logger.warning(f"weights version {version} is not whole and does not count as kept: {error}")
+            continue
+        whole += 1
+        if whole == keep_last:
+            return version
+    return None
+
+
+def remove_versions_after(paths: RunPaths, version: int) -> list[int]:
+    """Delete the versions above `version`: a run resumed there makes them anew. Supervisor only.
+
+    Returns:
+        The versions that were removed.
+    """
+    removed = [v for v in list_versions(paths) if v > version]
+    for v in reversed(removed):
+        files.discard(paths.weights_step(v))
+    return removed

@@ -1,0 +1,1 @@
+"""FSDP2 training for RL and SFT: one engine, one train step, versions published for the engines to load."""

@@ -1,0 +1,327 @@
+"""Packed varlen attention: the sequences of one packed row attend only within themselves.
+
+`model.py` registers it with transformers' `AttentionInterface`, so that any HF causal LM uses it;
+`engine.py` opens the `packing` context around the forward and backward pass of a micro-batch.
+
+Three ways to the same result, none of which builds a `[tokens, tokens]` mask:
+- flash-attention's varlen kernel (CUDA, half precision, `flash-attn` installed);
+- torch's own varlen kernel (CUDA, half precision);
+- padded buckets (everywhere): sequences of similar length are gathered into right-padded `[S, Lmax]` blocks, which
+  `scaled_dot_product_attention(is_causal=True)` takes without a mask. A padded key comes after every real query of its
+  sequence, so causality alone hides it; padded queries are thrown away.
+"""
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+IMPLEMENTATION = "prime_hpc_packed"
+LENGTH_STEP = 16
+"""Bucket lengths are multiples of this: few distinct shapes, few candidates to choose from."""
+TOKEN_COST = 64.0
+"""Cost of padding one token, in units of one query-key product (gather, scatter and projections of the slot)."""
+BUCKET_COST = 4096.0
+"""Fixed cost of one more kernel call, in the same units (measured on CPU with 4 to 16 heads)."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences that share one `[num_sequences, length]` padded block."""
+
+    num_sequences: int
+    length: int
+
+
+@dataclass
+class Packing:
+    """Where the sequences of a packed row lie, and how they are padded into buckets."""
+
+    lengths: np.ndarray
+    """int64[S], tokens of each sequence in row order."""
+    cu_seqlens: torch.Tensor
+    """int32[S + 1], start of each sequence; the last entry is the row's length."""
+    max_length: int
+    buckets: list[Bucket] = field(default_factory=list)
+    gather: torch.Tensor | None = None
+    """int64[slots]: the token that fills each padded slot (token 0 where none does); None: nothing needs padding."""
+    slots: torch.Tensor | None = None
+    """int64[tokens]: the slot of each token, the inverse of `gather`."""
+
+
+def choose_buckets(lengths: np.ndarray) -> list[np.ndarray]:
+    """Partition sequences by length so that padding and kernel calls together cost least.
+
+    Args:
+        lengths: int64[S], all positive.
+
+    Returns:
+        Index arrays into `lengths`, one per bucket; exact over partitions of the rounded lengths (dynamic programme).
+    """
+    order = np.argsort(lengths, kind="stable")
+    rounded = -(-lengths[order] // LENGTH_STEP) * LENGTH_STEP
+    values, counts = np.unique(rounded, return_counts=True)
+    ends = np.cumsum(counts)
+    starts = np.concatenate(([0], ends))
+    best = np.zeros(len(values) + 1)
+    cut = np.zeros(len(values) + 1, dtype=np.int64)
+    for j in range(1, len(values) + 1):
+        top = int(lengths[order[ends[j - 1] - 1]])
+        cost = best[:j] + (ends[j - 1] - starts[:j]) * top * (top + TOKEN_COST) + BUCKET_COST
+        cut[j] = int(np.argmin(cost))
+        best[j] = cost[cut[j]]
+    groups = []
+    j = len(values)
+    while j > 0:
+        groups.append(order[starts[cut[j]] : ends[j - 1]])
+        j = int(cut[j])
+    return groups[::-1]
+
+
+def plan_packing(lengths: np.ndarray, device: torch.device | str = "cpu") -> Packing:
+    """Plan the attention of one packed row.
+
+    Args:
+        lengths: int[S], tokens of each sequence in row order; all positive, S >= 1.
+        device: where the index tensors live.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    assert len(lengths) and lengths.min() > 0, "a packed row holds at least one sequence, none of them empty"
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    total = int(starts[-1])
+    cu_seqlens = torch.from_numpy(starts.astype(np.int32)).to(device)
+    groups = choose_buckets(lengths)
+    buckets, gathers = [], []
+    slots = np.empty(total, dtype=np.int64)
+    first_slot = 0
+    for group in groups:
+        length = int(lengths[group].max())
+        buckets.append(Bucket(len(group), length))
+        offsets = np.arange(length)
+        tokens = starts[group][:, None] + offsets
+        real = offsets < lengths[group][:, None]
+        positions = first_slot + np.arange(len(group) * length).reshape(len(group), length)
+        slots[tokens[real]] = positions[real]
+        gathers.append(np.where(real, tokens, 0).ravel())
+        first_slot += len(group) * length
+    packing = Packing(lengths, cu_seqlens, int(lengths.max()), buckets)
+    gather = np.concatenate(gathers)
+    if len(gather) != total or (gather != np.arange(total)).any():
+        packing.gather = torch.from_numpy(gather).to(device)
+        packing.slots = torch.from_numpy(slots).to(device)
+    return packing
+
+
+class _Rows(torch.autograd.Function):
+    """`x[index]` over dim 0 where `index` and `back` are (partial) inverses: the backward pass is a plain copy too.
+
+    forward: `[N, ...] -> [len(index), ...]`. backward with `back` as gather: each input row has exactly one slot whose
+    gradient counts (`spread=False`), or input rows that no index names get zero (`spread=True`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, back: torch.Tensor, spread: bool) -> torch.Tensor:
+        ctx.save_for_backward(index, back)
+        ctx.spread, ctx.num_rows = spread, x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        index, back = ctx.saved_tensors
+        if not ctx.spread:
+            return grad.index_select(0, back), None, None, None
+        out = grad.new_zeros((ctx.num_rows, *grad.shape[1:]))
+        return out.index_copy_(0, index, grad), None, None, None
+
+
+def _pad(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """`[T, H, D] -> [slots, H, D]`."""
+    return x if packing.gather is None else _Rows.apply(x, packing.gather, packing.slots, False)
+
+
+def _unpad(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """`[slots, H, D] -> [T, H, D]`; padded queries' gradients are exactly zero."""
+    return x if packing.gather is None else _Rows.apply(x, packing.slots, packing.gather, True)
+
+
+def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Boolean `[length, length]` causal sliding-window mask of one bucket."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def padded_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention over padded buckets.
+
+    Args:
+        query: `[T, H, D]`; key, value: `[T, KV, D]` with H a multiple of KV.
+        packing: plan of the row's T tokens.
+        scale: softmax scale; default 1/sqrt(D).
+        window: keys that a query sees, itself included; None sees all before it.
+
+    Returns:
+        `[T, H, D]`.
+    """
+    sizes = [b.num_sequences * b.length for b in packing.buckets]
+    blocks = [_pad(x, packing).split(sizes) for x in (query, key, value)]
+    outputs = []
+    for bucket, q, k, v in zip(packing.buckets, *blocks, strict=True):
+        shape = (bucket.num_sequences, bucket.length)
+        q, k, v = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        banded = window is not None and window < bucket.length
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=_band(bucket.length, int(window or 0), q.device) if banded else None,
+            is_causal=not banded,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outputs.append(out.transpose(1, 2).reshape(shape[0] * shape[1], *query.shape[1:]))
+    return _unpad(outputs[0] if len(outputs) == 1 else torch.cat(outputs), packing)
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """`padded_attention`'s result through flash-attention's varlen kernel (CUDA, half precision)."""
+    from flash_attn import flash_attn_varlen_func
+
+    cu, longest = packing.cu_seqlens, packing.max_length
+    left = -1 if window is None else window - 1
+    return flash_attn_varlen_func(
+        query, key, value, cu, cu, longest, longest, softmax_scale=scale, causal=True, window_size=(left, 0)
+    )
+
+
+def torch_varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """`padded_attention`'s result through torch's varlen kernel (CUDA, half precision)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu, longest = packing.cu_seqlens, packing.max_length
+    left = -1 if window is None else window - 1
+    out = varlen_attn(
+        query, key, value, cu, cu, longest, longest, scale=scale, window_size=(left, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+Kernel = Callable[..., torch.Tensor]
+
+
+@functools.cache
+def select_kernel(choice: str, device_type: str, dtype: torch.dtype) -> Kernel:
+    """The varlen kernel for `model.attn`.
+
+    Args:
+        choice: `auto`, `flash` or `sdpa`.
+        device_type: `cuda` or `cpu`.
+        dtype: dtype of queries and keys.
+
+    Raises:
+        ValueError: `flash` was asked for and cannot run here.
+    """
+    half_on_cuda = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    if choice == "flash" and not (half_on_cuda and has_flash):
+        raise ValueError(
+            f"model.attn = flash needs CUDA, bfloat16 and the flash-attn package (here: {device_type}, {dtype}, "
+            f"flash-attn {'installed' if has_flash else 'not installed'}); set model.attn = auto or sdpa"
+        )
+    if choice == "sdpa" or not half_on_cuda:
+        return padded_attention
+    if has_flash:
+        return flash_attention
+    if importlib.util.find_spec("torch.nn.attention.varlen") is not None:
+        return torch_varlen_attention
+    return padded_attention
+
+
+class _Active:
+    """The packing of the micro-batch in work and the kernel choice; one at a time in a process."""
+
+    packing: Packing | None = None
+    choice: str = "auto"
+
+
+@contextmanager
+def packing(plan: Packing, choice: str = "auto") -> Iterator[None]:
+    """Make `plan` the packing of every attention call inside (keep it open over the backward pass too:
+    recomputed blocks attend again)."""
+    before = _Active.packing, _Active.choice
+    _Active.packing, _Active.choice = plan, choice
+    try:
+        yield
+    finally:
+        _Active.packing, _Active.choice = before
+
+
+@torch.compiler.disable
+def packed_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature.
+
+    Args:
+        query: `[1, H, T, D]`; key, value: `[1, KV, T, D]`.
+
+    Returns:
+        `[1, T, H, D]` and no attention weights.
+
+    Raises:
+        ValueError: the model wants something that packed attention does not do.
+    """
+    plan = _Active.packing
+    assert plan is not None, "packed attention outside `with packing(...)`"
+    assert query.shape[0] == 1 and query.shape[2] == int(plan.lengths.sum()), (query.shape, plan.lengths.sum())
+    for unsupported in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(unsupported) is not None:
+            raise ValueError(f"{type(module).__name__} uses attention {unsupported}, which packed attention lacks")
+    q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
+    kernel = select_kernel(_Active.choice, query.device.type, query.dtype)
+    scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
+    return kernel(q, k, v, plan, scale, sliding_window)[None], None
+
+
+def register() -> str:
+    """Make the implementation known to transformers (idempotent); returns its name for `attn_implementation`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, packed_attention_forward)
+    return IMPLEMENTATION

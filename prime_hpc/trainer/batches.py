@@ -1,0 +1,278 @@
+"""From the store's rank batches (numpy, flat) to the packed micro-batches that the model takes (torch).
+
+RL and SFT both train on `store.batches.RankBatch`: `rl.py` reads it from disk, `sft_data.py` and `fake_batch` build
+it. Called by `engine.py`, `rl.py`, `sft.py`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from prime_hpc.config.sections.trainer import FakeDataConfig
+from prime_hpc.store.artifact import read_manifest
+from prime_hpc.store.batches import NOT_SAMPLED, RankBatch, read_rank_batch
+from prime_hpc.trainer.attention import Packing, plan_packing
+
+
+@dataclass
+class MicroBatch:
+    """One packed row of T tokens in S sequences with N targets (trained tokens).
+
+    A target is predicted from the token before it, in the same sequence; a sequence's first token is never a target.
+    """
+
+    input_ids: torch.Tensor
+    """int64[1, T]"""
+    position_ids: torch.Tensor
+    """int64[1, T], counts from 0 in every sequence."""
+    packing: Packing
+    target_index: torch.Tensor
+    """int64[N], the position whose hidden state predicts the target."""
+    targets: torch.Tensor
+    """int64[N], the trained token ids."""
+    sequence: torch.Tensor
+    """int64[N], the sequence (0..S-1) of each target."""
+    targets_of_sequence: torch.Tensor
+    """int64[S]"""
+    temperatures: torch.Tensor
+    """float32[N]"""
+    behaviour_logprobs: torch.Tensor
+    """float32[N], the sampling engine's log-probabilities."""
+    advantages: torch.Tensor
+    """float32[N]"""
+    num_tokens: int
+    """Real tokens: 0 for an empty micro-batch, which computes on one dummy token."""
+
+    @property
+    def num_targets(self) -> int:
+        """N."""
+        return self.targets.shape[0]
+
+
+def first_tokens(batch: RankBatch) -> NDArray[np.bool_]:
+    """bool[T], true at the first token of every sequence."""
+    first = np.zeros(batch.num_tokens + 1, dtype=bool)
+    first[batch.seq_offsets] = True  # an empty sequence shares its start with its successor
+    return first[:-1]
+
+
+def target_mask(batch: RankBatch) -> NDArray[np.bool_]:
+    """bool[T], the tokens that are trained: in the loss mask and not the first of their sequence."""
+    return batch.loss_mask & ~first_tokens(batch)
+
+
+def make_micro_batch(batch: RankBatch, index: int, device: torch.device | str = "cpu") -> MicroBatch:
+    """The `index`-th micro-batch of a rank batch as tensors.
+
+    An empty one (no tokens) becomes one dummy token without a target: it goes through every layer, and so takes part
+    in FSDP's collectives, with a loss of exactly 0 and zero gradients.
+    """
+    sequences, tokens = batch.sequences_of(index), batch.tokens_of(index)
+    lengths = np.diff(batch.seq_offsets[sequences.start : sequences.stop + 1])
+    kept = lengths > 0
+    lengths, temperatures = lengths[kept], batch.temperatures[sequences][kept]
+    num_tokens = int(lengths.sum())
+    if num_tokens == 0:
+        lengths, temperatures = np.ones(1, np.int64), np.ones(1, np.float32)
+        ids, mask = np.zeros(1, np.int64), np.zeros(1, bool)
+        logprobs = advantages = np.zeros(1, np.float32)
+    else:
+        ids, mask = batch.token_ids[tokens].astype(np.int64), batch.loss_mask[tokens]
+        logprobs, advantages = batch.logprobs[tokens], batch.advantages[tokens]
+    starts = np.cumsum(lengths) - lengths
+    sequence_of = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.arange(len(ids)) - starts[sequence_of]
+    at = np.flatnonzero(mask & (positions > 0))
+    sequence = sequence_of[at]
+
+    def tensor(array: NDArray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+    return MicroBatch(
+        input_ids=tensor(ids)[None],
+        position_ids=tensor(positions)[None],
+        packing=plan_packing(lengths, device),
+        target_index=tensor(at - 1),
+        targets=tensor(ids[at]),
+        sequence=tensor(sequence),
+        targets_of_sequence=tensor(np.bincount(sequence, minlength=len(lengths))),
+        temperatures=tensor(temperatures[sequence]),
+        behaviour_logprobs=tensor(logprobs[at]),
+        advantages=tensor(advantages[at]),
+        num_tokens=num_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """What metrics need to know of a rank batch; sums and maxima over this rank."""
+
+    num_tokens: int
+    num_sequences: int
+    num_targets: int
+    num_trained_sequences: int
+    """Sequences that hold at least one target."""
+    squared_lengths: float
+    """Sum over sequences of length squared: attention's share of the FLOPs."""
+    reward_sum: float
+    lag_sum: float
+    """Sum over sampled targets of (step - 1 - version)."""
+    num_sampled: int
+    lag_max: int
+
+
+def batch_facts(batch: RankBatch, step: int) -> BatchFacts:
+    """Count what `BatchFacts` says; step n trains version n - 1."""
+    mask = target_mask(batch)
+    lengths = np.diff(batch.seq_offsets)
+    per_sequence = np.add.reduceat(np.append(mask, False), batch.seq_offsets[:-1]) if len(lengths) else np.zeros(0)
+    versions = batch.versions[mask]
+    lags = (step - 1) - versions[versions != NOT_SAMPLED].astype(np.int64)
+    return BatchFacts(
+        num_tokens=batch.num_tokens,
+        num_sequences=batch.num_sequences,
+        num_targets=int(mask.sum()),
+        num_trained_sequences=int(np.count_nonzero((per_sequence > 0) & (lengths > 0))),
+        squared_lengths=float(np.square(lengths.astype(np.float64)).sum()),
+        reward_sum=float(batch.rewards.sum()),
+        lag_sum=float(lags.sum()),
+        num_sampled=len(lags),
+        lag_max=int(lags.max(initial=0)),
+    )
+
+
+_PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "versions", "advantages")
+_PER_SEQUENCE = ("temperatures", "rewards", "sample_ids", "group_ids", "env_ids")
+
+
+def select_micro_batches(source: list[tuple[RankBatch, int]], num_micro_batches: int) -> RankBatch:
+    """A rank batch of the given (batch, micro-batch index) pairs, padded with empty micro-batches."""
+    picked = [(b, b.sequences_of(i), b.tokens_of(i)) for b, i in source]
+    empty = RankBatch.empty(0)
+    arrays = {f: np.concatenate([getattr(empty, f), *(getattr(b, f)[t] for b, _, t in picked)]) for f in _PER_TOKEN}
+    arrays |= {f: np.concatenate([getattr(empty, f), *(getattr(b, f)[s] for b, s, _ in picked)]) for f in _PER_SEQUENCE}
+    lengths = [np.diff(b.seq_offsets[s.start : s.stop + 1]) for b, s, _ in picked]
+    counts = [s.stop - s.start for _, s, _ in picked] + [0] * (num_micro_batches - len(picked))
+    arrays["seq_offsets"] = np.concatenate([[0], np.cumsum(np.concatenate([np.zeros(0, np.int64), *lengths]))])
+    arrays["micro_offsets"] = np.concatenate([[0], np.cumsum(counts)])
+    for name in ("seq_offsets", "micro_offsets"):
+        arrays[name] = arrays[name].astype(np.int64)
+    return RankBatch(**arrays)
+
+
+def redistribute(batches: list[RankBatch], rank: int, world_size: int) -> RankBatch:
+    """Rank `rank`'s part when a batch that was packed for `len(batches)` ranks trains on `world_size`.
+
+    Whole micro-batches move, largest first to the emptiest rank, so packing budgets still hold; all ranks get the same
+    number of micro-batches. Every rank computes the same assignment.
+    """
+    pairs = [(b, i) for b in batches for i in range(b.num_micro_batches) if b.tokens_of(i).stop > b.tokens_of(i).start]
+    pairs.sort(key=lambda p: p[0].tokens_of(p[1]).start - p[0].tokens_of(p[1]).stop)
+    per_rank = -(-max(len(pairs), 1) // world_size)
+    own: list[list[tuple[RankBatch, int]]] = [[] for _ in range(world_size)]
+    load = [0] * world_size
+    for batch, i in pairs:
+        target = min((r for r in range(world_size) if len(own[r]) < per_rank), key=lambda r: load[r])
+        tokens = batch.tokens_of(i)
+        own[target].append((batch, i))
+        load[target] += tokens.stop - tokens.start
+    return select_micro_batches(own[rank], per_rank)
+
+
+def read_own_batch(directory: Path, rank: int, world_size: int) -> RankBatch:
+    """This rank's part of the batch in `directory`, also when it was packed for another number of ranks.
+
+    Raises:
+        ArtifactError: a file is not what its manifest says.
+    """
+    num_ranks = int(read_manifest(directory, deadline_s=30).meta["num_ranks"])
+    if num_ranks == world_size:
+        return read_rank_batch(directory, rank)
+    return redistribute([read_rank_batch(directory, r) for r in range(num_ranks)], rank, world_size)
+
+
+def pack_samples(lengths: NDArray[np.int64], num_ranks: int, budget: int) -> list[list[list[int]]]:
+    """Assign samples to micro-batches of at most `budget` tokens: first fit, longest first.
+
+    Args:
+        lengths: int64[N], each at most `budget`.
+        num_ranks: data-parallel ranks.
+        budget: tokens of one micro-batch.
+
+    Returns:
+        for each rank the same number of micro-batches (some may be empty), each a list of sample indices.
+    """
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for sample in np.argsort(-lengths, kind="stable"):
+        need = int(lengths[sample])
+        assert need <= budget, f"a sample of {need} tokens in micro-batches of {budget}"
+        slot = next((i for i, space in enumerate(free) if space >= need), len(bins))
+        if slot == len(bins):
+            bins.append([])
+            free.append(budget)
+        bins[slot].append(int(sample))
+        free[slot] -= need
+    order = sorted(range(len(bins)), key=lambda i: free[i])
+    per_rank = -(-max(len(bins), 1) // num_ranks)
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for position, i in enumerate(order):  # fullest first, to and fro over the ranks: balances their tokens
+        turn, place = divmod(position, num_ranks)
+        ranks[place if turn % 2 == 0 else num_ranks - 1 - place].append(bins[i])
+    return [micros + [[]] * (per_rank - len(micros)) for micros in ranks]
+
+
+def build_rank_batch(
+    micro_batches: list[list[int]],
+    token_ids: list[NDArray[np.int32]],
+    loss_masks: list[NDArray[np.bool_]],
+    advantages: NDArray[np.float32] | None = None,
+) -> RankBatch:
+    """A rank batch of tokenised samples.
+
+    Args:
+        micro_batches: for each micro-batch the indices of its samples.
+        token_ids, loss_masks: of each sample.
+        advantages: float32[num_samples], or None for 0.
+    """
+    order = [i for micro in micro_batches for i in micro]
+    lengths = np.array([len(token_ids[i]) for i in order], dtype=np.int64)
+    total, num = int(lengths.sum()), len(order)
+    per_sample = np.zeros(num, np.float32) if advantages is None else advantages[order].astype(np.float32)
+    return RankBatch(
+        token_ids=np.concatenate([np.zeros(0, np.int32), *(token_ids[i] for i in order)]).astype(np.int32),
+        loss_mask=np.concatenate([np.zeros(0, bool), *(loss_masks[i] for i in order)]).astype(bool),
+        logprobs=np.zeros(total, np.float32),
+        versions=np.full(total, NOT_SAMPLED, np.int32),
+        advantages=np.repeat(per_sample, lengths),
+        seq_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        micro_offsets=np.concatenate([[0], np.cumsum([len(m) for m in micro_batches])]).astype(np.int64),
+        temperatures=np.ones(num, np.float32),
+        rewards=np.zeros(num, np.float32),
+        sample_ids=np.array(order, dtype=np.int64),
+        group_ids=np.array(order, dtype=np.int64),
+        env_ids=np.zeros(num, np.int32),
+    )
+
+
+def fake_batch(config: FakeDataConfig, vocab_size: int, seed: int, step: int, rank: int, world_size: int) -> RankBatch:
+    """Random tokens of the configured shape, the same for the same (seed, step); all tokens are trained.
+
+    `length = variable` draws lengths uniformly between a quarter of `seq_len` and `seq_len`.
+    """
+    rng = np.random.default_rng([seed, step])
+    low = config.seq_len if config.length == "fixed" else max(2, config.seq_len // 4)
+    lengths = rng.integers(low, config.seq_len + 1, config.batch_size)
+    ids = [rng.integers(0, vocab_size, n, dtype=np.int32) for n in lengths]
+    masks = [np.ones(n, bool) for n in lengths]
+    advantages = rng.standard_normal(config.batch_size).astype(np.float32)
+    groups = [
+        list(range(i, min(i + config.micro_batch_size, config.batch_size)))
+        for i in range(0, config.batch_size, config.micro_batch_size)
+    ]
+    per_rank = -(-len(groups) // world_size)
+    own = groups[rank::world_size]
+    return build_rank_batch(own + [[]] * (per_rank - len(own)), ids, masks, advantages)

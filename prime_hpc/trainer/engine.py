@@ -1,0 +1,203 @@
+"""The train step that RL and SFT share.
+
+    engine = Engine(policy, optimizer, ...)
+    metrics = engine.train_step(step, rank_batch, objective)
+
+`rl.py` and `sft.py` differ in where a `RankBatch` comes from and in the objective, a function of log-probabilities.
+Gradients and losses carry the batch's global denominators, so that the result does not depend on how samples are
+packed into micro-batches or spread over ranks.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from prime_hpc.config.sections.trainer import OptimConfig, SchedulerConfig
+from prime_hpc.store.batches import RankBatch
+from prime_hpc.trainer.batches import BatchFacts, MicroBatch, batch_facts, make_micro_batch
+from prime_hpc.trainer.losses import LossStats, target_weights
+from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
+from prime_hpc.trainer.perf import FlopsModel, PhaseTimer
+
+Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, LossStats]]
+"""(micro-batch, log-probabilities float32[N], weights float32[N]) -> loss (0-dim), statistics."""
+
+_SUMS = ("num_tokens", "num_sequences", "num_targets", "squared_lengths", "reward_sum", "lag_sum", "num_sampled")
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient of a step is NaN or infinite; nothing of that step was applied or published."""
+
+
+class Engine:
+    """Forward, backward, clip, update, measure: one optimizer step at a time."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        *,
+        optim: OptimConfig,
+        scheduler: SchedulerConfig,
+        max_steps: int,
+        normalize: str,
+        reshard: bool,
+        device: torch.device,
+        peak_flops: float,
+        with_entropy: bool = True,
+    ) -> None:
+        """
+        Args:
+            policy: sharded model.
+            optimizer: over its parameters.
+            optim, scheduler: learning rate and clipping.
+            max_steps: length of the schedule.
+            normalize: `token` or `sequence`, see `losses.target_weights`.
+            reshard: free gathered parameters between a step's micro-batches.
+            device: this rank's device.
+            peak_flops: FLOP/s of one rank, for MFU.
+            with_entropy: measure the policy's entropy at the targets.
+        """
+        self.policy = policy
+        self.optimizer = optimizer
+        self.timer = PhaseTimer()
+        self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
+        self._normalize, self._reshard, self._device = normalize, reshard, device
+        self._peak_flops, self._with_entropy = peak_flops, with_entropy
+        self._flops = FlopsModel.of(policy.hf)
+        self._parameters = [p for p in policy.parameters() if p.requires_grad]
+
+    def train_step(self, step: int, batch: RankBatch, objective: Objective) -> dict[str, float]:
+        """Turn version step - 1 into version `step`. Collective.
+
+        Args:
+            step: 1-based.
+            batch: this rank's part; all ranks have the same number of micro-batches.
+            objective: the loss.
+
+        Returns:
+            metrics of the whole batch, the same on every rank.
+
+        Raises:
+            NonFiniteError: NaN or infinite loss or gradient; parameters are as before.
+        """
+        if batch.num_micro_batches == 0:
+            batch = RankBatch.empty(1)
+        facts = batch_facts(batch, step)
+        with self.timer("forward_backward"):
+            num_targets, num_sequences = self._global_denominators(facts)
+            local = self._forward_backward(batch, objective, num_targets, num_sequences)
+        with self.timer("optim"):
+            metrics = self._reduce(step, facts, local)
+            self._check_finite(step, metrics)
+            self._update(step, metrics)
+        return metrics
+
+    def _global_denominators(self, facts: BatchFacts) -> tuple[int, int]:
+        """Targets, and sequences that have any, over all ranks."""
+        counts = torch.tensor([facts.num_targets, facts.num_trained_sequences], device=self._device)
+        dist.all_reduce(counts)
+        num_targets, num_sequences = counts.tolist()
+        return num_targets, num_sequences
+
+    def _forward_backward(
+        self, batch: RankBatch, objective: Objective, num_targets: int, num_sequences: int
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Accumulate gradients over the micro-batches; communicate them with the last one only."""
+        sums: dict[str, torch.Tensor] = {}
+        maxima: dict[str, torch.Tensor] = {}
+        for i in range(batch.num_micro_batches):
+            last = i == batch.num_micro_batches - 1
+            self.policy.set_requires_gradient_sync(last)  # type: ignore[operator]
+            self.policy.set_is_last_backward(last)  # type: ignore[operator]
+            self.policy.set_reshard_after_backward(last or self._reshard)  # type: ignore[operator]
+            micro = make_micro_batch(batch, i, self._device)
+            with self.policy.packing(micro):
+                logprobs, entropy = self.policy(micro, self._with_entropy)
+                weights = target_weights(
+                    micro.sequence, micro.targets_of_sequence, self._normalize, num_targets, num_sequences
+                )
+                loss, stats = objective(micro, logprobs, weights)
+                loss.backward()
+            stats.sums |= {"loss": loss.detach()}
+            if self._with_entropy:
+                stats.sums["entropy"] = entropy.sum()
+            for name, value in stats.sums.items():
+                sums[name] = sums[name] + value if name in sums else value
+            for name, value in stats.maxima.items():
+                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+        return sums, maxima
+
+    def _squared_grad_norm(self) -> torch.Tensor:
+        """Sum of squares of this rank's gradient shards, float64 (every element lives on exactly one rank)."""
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        shards = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        norms = torch._foreach_norm([s for s in shards if s.numel()])
+        return torch.stack(norms).double().square().sum()
+
+    def _reduce(
+        self, step: int, facts: BatchFacts, local: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
+    ) -> dict[str, float]:
+        """Gather every rank's sums and maxima in one collective and make the step's metrics of them."""
+        sums, maxima = local
+        names = [*_SUMS, *sums, *maxima, "lag_max", "squared_grad_norm"]
+        counted = torch.tensor([float(getattr(facts, k)) for k in _SUMS], dtype=torch.float64, device=self._device)
+        measured = [v.double() for v in (*sums.values(), *maxima.values())]
+        tail = [torch.tensor(float(facts.lag_max), dtype=torch.float64, device=self._device), self._squared_grad_norm()]
+        row = torch.cat([counted, torch.stack(measured + tail)])
+        table = torch.empty((dist.get_world_size(), len(names)), dtype=torch.float64, device=self._device)
+        dist.all_gather_single(table, row[None])
+        columns = dict(zip(names, table.cpu().numpy().T, strict=True))
+        top = {k: float(np.max(columns[k])) for k in (*maxima, "lag_max")}
+        total = {k: float(np.sum(v)) for k, v in columns.items() if k not in top}
+        return self._metrics(step, total, top)
+
+    def _metrics(self, step: int, total: dict[str, float], top: dict[str, float]) -> dict[str, float]:
+        """Means over targets, and what else the log shows; `step_flops` and counts are of the whole batch."""
+        targets = max(total["num_targets"], 1.0)
+        counts = {k: total[k] for k in ("num_tokens", "num_sequences", "num_targets")}
+        means = {k: v / targets for k, v in total.items() if k not in _SUMS and k not in ("loss", "squared_grad_norm")}
+        return {
+            "loss": total["loss"],
+            "grad_norm": math.sqrt(total["squared_grad_norm"]) if total["squared_grad_norm"] >= 0 else math.nan,
+            "lr": self._optim.lr * learning_rate_factor(self._scheduler, step, self._max_steps),
+            "reward": total["reward_sum"] / max(total["num_sequences"], 1.0),
+            **means,
+            **top,
+            "lag_mean": total["lag_sum"] / max(total["num_sampled"], 1.0),
+            **counts,
+            "step_flops": self._flops.step_flops(total["num_tokens"], total["num_targets"], total["squared_lengths"]),
+        }
+
+    def _check_finite(self, step: int, metrics: dict[str, float]) -> None:
+        bad = [k for k in ("loss", "grad_norm") if not math.isfinite(metrics[k])]
+        if bad:
+            self.optimizer.zero_grad()
+            raise NonFiniteError(
+                f"step {step}: {' and '.join(f'{k} = {metrics[k]}' for k in bad)}; stopped before version {step} was "
+                f"made or published. Version {step - 1} is intact. Look at batch {step} (rewards, advantages), or "
+                "lower trainer.optim.lr or trainer.optim.max_norm"
+            )
+
+    @torch.no_grad()
+    def _update(self, step: int, metrics: dict[str, float]) -> None:
+        """Clip by the global norm, step the optimizer at this step's learning rate."""
+        limit = self._optim.max_norm
+        if limit > 0 and metrics["grad_norm"] > limit:
+            grads = [p.grad for p in self._parameters if p.grad is not None]
+            shards = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+            torch._foreach_mul_(shards, limit / (metrics["grad_norm"] + 1e-6))
+        set_learning_rate(self.optimizer, metrics["lr"])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def throughput(self, metrics: dict[str, float], seconds: float) -> dict[str, float]:
+        """Tokens/s of the batch and MFU over all ranks, for `seconds` of training."""
+        seconds = max(seconds, 1e-9)
+        peak = self._peak_flops * dist.get_world_size()
+        return {"tokens_per_s": metrics["num_tokens"] / seconds, "mfu": metrics["step_flops"] / seconds / peak}

@@ -1,0 +1,170 @@
+"""Entry point of a trainer rank, for RL and SFT.
+
+    torchrun --nproc-per-node 2 -m prime_hpc.trainer.main RUN_DIR
+
+Started by the supervisor (or by hand) after the run directory's `run.yaml` was written. Exit code 0 after the last
+step or an orderly stop, 1 on any failure, with the reason in `logs/attempt_k/trainer/status[_<rank>].json`.
+"""
+
+import argparse
+import contextlib
+import datetime
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from prime_hpc.config import Experiment, load_run
+from prime_hpc.observe.context import RoleContext
+from prime_hpc.observe.logs import setup_logger
+from prime_hpc.observe.status import RoleStatus
+from prime_hpc.store.doorbell import Doorbell
+
+TERM_GRACE_S = 3.5
+"""After SIGTERM: time to leave the current Python code; a rank stuck in a collective is ended after it."""
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived. Not an Exception: nothing but `main` may stop it."""
+
+
+def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def watch_sigterm(status: RoleStatus) -> None:
+    """Make SIGTERM raise `Terminated` in the main thread, and end the process if that does not help in time.
+
+    A rank that waits inside a collective runs no Python code, and so no signal handler; but the interpreter's C
+    handler still writes to the wake-up socket, which a thread watches.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def run() -> None:
+        while signal.SIGTERM not in reader.recv(64):
+            continue
+        time.sleep(TERM_GRACE_S)
+        status.failed("ended by SIGTERM (while waiting for other ranks)")
+        os._exit(1)
+
+    threading.Thread(target=run, name="sigterm", daemon=True).start()
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def select_device(experiment: Experiment) -> tuple[torch.device, str]:
+    """This rank's device and the backend of its process group.
+
+    Raises:
+        ValueError: `trainer.backend = nccl` without CUDA, or more ranks than GPUs on this node.
+    """
+    backend = experiment.trainer.backend
+    if backend == "gloo" or (backend == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu"), "gloo"
+    if not torch.cuda.is_available():
+        raise ValueError("trainer.backend = nccl, but this node has no CUDA device; use auto or gloo")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} visible; lower trainer.num_ranks or "
+            "check trainer_gpu_ids"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device, "nccl"
+
+
+def start_process_group(experiment: Experiment) -> torch.device:
+    """Join torchrun's process group (alone where there is no torchrun); returns this rank's device."""
+    device, backend = select_device(experiment)
+    if device.type == "cpu":
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(experiment.trainer.threads_per_rank or max(1, cores // local_size))
+    timeout = datetime.timedelta(seconds=experiment.trainer.dist_timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+    return device
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed Python, numpy and torch; ranks differ."""
+    random.seed(seed + rank)
+    np.random.seed((seed + rank) % 2**32)
+    torch.manual_seed(seed + rank)
+
+
+def train(experiment: Experiment, context: RoleContext, doorbell: Doorbell, status: RoleStatus) -> None:
+    """One rank's whole life between start-up and status `done`."""
+    from prime_hpc.trainer.rl import run_rl
+    from prime_hpc.trainer.session import build_session
+    from prime_hpc.trainer.sft import run_sft
+
+    device = start_process_group(experiment)
+    seed_everything(experiment.seed, dist.get_rank())
+    session = build_session(experiment, context, device, doorbell, status)
+    try:
+        (run_rl if experiment.kind == "rl" else run_sft)(session)
+        dist.barrier()
+    finally:
+        session.close()
+    dist.destroy_process_group()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, train, report; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m prime_hpc.trainer.main", description=__doc__.split("\n")[0])
+    parser.add_argument("run_dir", type=Path, help="run directory that holds run.yaml")
+    run_dir = parser.parse_args(arguments).run_dir
+    rank = int(os.environ.get("RANK", "0"))
+    context = RoleContext.from_env("trainer", run_dir, index=rank)
+    doorbell = Doorbell(context.doorbell_address, f"trainer[{rank}]", incarnation=context.incarnation)
+    status = RoleStatus(context, doorbell)
+    watch_sigterm(status)
+    try:
+        status.starting()
+        experiment = load_run(run_dir)
+        level = experiment.log.level if rank == 0 else "WARNING"
+        setup_logger(f"trainer[{rank}]", level=level, json_lines=experiment.log.json_lines)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        if rank == 0:
+            status.start_heartbeat()
+        train(experiment, context, doorbell, status)
+        status.done()
+        return 0
+    except Terminated:
+        status.failed(f"rank {rank}: ended by SIGTERM (by the supervisor, or because another rank failed)")
+        return 1
+    except Exception as error:  # noqa: BLE001 - the process's outermost frame: any reason is written down, then exit 1
+        logger.opt(exception=True).error(f"rank {rank} failed")
+        status.failed(f"rank {rank}: {type(error).__name__}: {error}")
+        return 1
+    finally:
+        doorbell.close()
+
+
+def _exit(code: int) -> None:
+    """Leave at once: after a failure, other threads (NCCL's watchdog, gloo) may wait for ranks that are gone."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _exit(main())

@@ -1,0 +1,278 @@
+"""The policy under FSDP2: any Hugging Face causal LM, sharded, with packed attention and chunked log-probabilities.
+
+Called by `setup.py`. Master parameters and optimizer state are float32; the forward and backward pass run in
+`model.dtype`; gradients are reduced in float32.
+
+Loading: the model is built without memory (meta device), sharded, and every rank reads only its own rows from the
+memory-mapped safetensors. Where the checkpoint's names are not the model's own (transformers renames or fuses them),
+every rank loads the whole model through transformers and keeps its shard.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import checkpoint
+
+from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.trainer import attention
+from prime_hpc.trainer.batches import MicroBatch
+from prime_hpc.trainer.losses import token_logprobs
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+SAFETENSORS_FILE = "model.safetensors"
+
+
+class Policy(nn.Module):
+    """An HF causal LM that answers with log-probabilities of a micro-batch's targets instead of logits."""
+
+    def __init__(self, hf: Any, attn: str, chunk_tokens: int) -> None:
+        super().__init__()
+        self.hf = hf
+        self._attn = attn
+        self._chunk_tokens = chunk_tokens
+        config = hf.config.get_text_config()
+        # The three ways in which transformers' causal LMs post-process their logits.
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        divisor = getattr(config, "logits_scaling", None) or 1.0
+        self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0) / float(divisor)
+
+    def forward(self, batch: MicroBatch, with_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities (float32 `[N]`) and entropies (`[N]` or `[0]`) of the N targets of one packed row."""
+        output = self.hf.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+        hidden = output.last_hidden_state[0].index_select(0, batch.target_index)
+        head = self.hf.get_output_embeddings()
+        return token_logprobs(
+            hidden,
+            head.weight,
+            batch.targets,
+            batch.temperatures,
+            bias=head.bias,
+            logit_scale=self._logit_scale,
+            softcap=self._softcap,
+            chunk_tokens=self._chunk_tokens,
+            with_entropy=with_entropy,
+        )
+
+    def packing(self, batch: MicroBatch) -> Any:
+        """Context in which the forward and backward pass of `batch` must run."""
+        return attention.packing(batch.packing, self._attn)
+
+    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and tensors as a HF checkpoint holds them: parameters, tied ones once, and persistent buffers."""
+        parameters = dict(self.hf.named_parameters())
+        every = {name for name, _ in self.hf.named_parameters(remove_duplicate=False)}
+        buffers = {k: v for k, v in self.hf.state_dict().items() if k not in every and isinstance(v, torch.Tensor)}
+        return list(parameters.items()) + list(buffers.items())
+
+
+def resolve_source(name: str) -> Path:
+    """The local directory of a model: `name` itself, or the hub's snapshot of it (downloaded where missing).
+
+    Raises:
+        ValueError: neither exists.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name.startswith("."):
+        raise ValueError(f"model.name = {name}: no such directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"])
+        )
+    except Exception as error:  # the hub client raises a dozen unrelated classes
+        raise ValueError(
+            f"model.name = {name}: no such local directory, and the hub has no model of that name or cannot be "
+            f"reached ({type(error).__name__}: {error})"
+        ) from error
+
+
+def compute_dtype(config: ModelConfig) -> torch.dtype:
+    """dtype of the forward and backward pass.
+
+    Raises:
+        ValueError: float16, which would need loss scaling.
+    """
+    if config.dtype == "float16":
+        raise ValueError("model.dtype = float16 cannot train here (it needs loss scaling); use bfloat16 or float32")
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+def transformer_blocks(hf: Any) -> list[nn.Module]:
+    """The model's repeated blocks, each of which becomes one FSDP unit.
+
+    Raises:
+        ValueError: the model has no list of blocks.
+    """
+    lists: list[Any] = [m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    if not lists:
+        raise ValueError(f"{type(hf).__name__} has no list of transformer blocks to shard")
+
+    def size(blocks: Any) -> int:
+        return sum(p.numel() for p in blocks.parameters())
+
+    return list(max(lists, key=size))
+
+
+def _build_empty(source: Path, config: ModelConfig) -> Any:
+    """The model's modules without memory for parameters; buffers (rotary frequencies) are real."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.name = {config.name}: {source} holds no usable config.json ({error})") from error
+    with init_empty_weights(include_buffers=False):
+        hf = AutoModelForCausalLM.from_config(
+            hf_config,
+            dtype=torch.float32,
+            attn_implementation=attention.register(),
+            trust_remote_code=config.trust_remote_code,
+        )
+    hf.tie_weights()
+    return hf
+
+
+def _load_whole(source: Path, config: ModelConfig) -> Any:
+    """The whole model in float32 through transformers, which knows every checkpoint's peculiarities."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=torch.float32,
+            attn_implementation=attention.register(),
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except OSError as error:
+        raise ValueError(f"model.name = {config.name}: {source} holds no loadable weights ({error})") from error
+    hf, info = loaded
+    if info["missing_keys"]:
+        raise ValueError(f"model.name = {config.name}: weights lack {sorted(info['missing_keys'])[:5]}")
+    return hf
+
+
+def checkpoint_files(source: Path) -> dict[str, Path]:
+    """Tensor name -> safetensors file of a HF checkpoint; {} where it has no safetensors."""
+    from safetensors import safe_open
+
+    index = source / SAFETENSORS_INDEX
+    if index.exists():
+        return {k: source / v for k, v in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+    single = source / SAFETENSORS_FILE
+    if not single.exists():
+        return {}
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _read_rows(handle: Any, name: str, tensor: torch.Tensor) -> None:
+    """Fill a (sharded) tensor with its own rows of a stored one.
+
+    Raises:
+        ValueError: the stored tensor has another shape.
+    """
+    stored = handle.get_slice(name)
+    if list(stored.get_shape()) != list(tensor.shape):
+        raise ValueError(f"{name}: the checkpoint holds {stored.get_shape()}, the config says {list(tensor.shape)}")
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(stored[...])
+        return
+    local = tensor.to_local()
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if local.numel():
+        local.copy_(stored[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))])
+
+
+@torch.no_grad()
+def _load_shards(policy: Policy, files: dict[str, Path], device: torch.device) -> None:
+    """Give the empty, sharded parameters memory and read every rank's rows."""
+    from safetensors import safe_open
+
+    policy._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in policy.named_weights():
+        by_file.setdefault(files[name], []).append((name, tensor.detach()))
+    for path, tensors in by_file.items():
+        with safe_open(path, framework="pt") as handle:
+            for name, tensor in tensors:
+                _read_rows(handle, name, tensor)
+
+
+def _shard(policy: Policy, config: ModelConfig, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
+    """Apply recomputation, compilation and FSDP2 to each block, then FSDP2 to the rest."""
+    dtype = compute_dtype(config)
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
+    )
+    for i, block in enumerate(transformer_blocks(policy.hf)):
+        if config.ac is not None and i % config.ac.freq == 0:
+            # Inside FSDP's hooks, so that the recomputation sees the gathered parameters, and without a wrapper
+            # module, so that parameter names stay those of the checkpoint.
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        if config.compile:
+            block.compile(dynamic=True)
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            # Losses carry the global denominator already: gradients are summed over ranks, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def load_policy(
+    config: ModelConfig,
+    source: Path,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    reshard_after_forward: bool,
+    chunk_tokens: int,
+) -> Policy:
+    """Build, shard and load the policy. Collective: all ranks of `mesh` call it.
+
+    Args:
+        config: the model section.
+        source: local directory of the weights (see `resolve_source`).
+        mesh: one-dimensional device mesh over the trainer's ranks.
+        device: this rank's device.
+        reshard_after_forward: free gathered block parameters after the forward pass.
+        chunk_tokens: rows of logits that exist at once.
+
+    Raises:
+        ValueError: no config, no weights, wrong shapes, a dtype or attention that cannot run here.
+    """
+    dtype = compute_dtype(config)
+    attention.select_kernel(config.attn, device.type, dtype)
+    hf = _build_empty(source, config)
+    hf.eval()  # no dropout anywhere: log-probabilities must be those of the engine's policy
+    policy = Policy(hf, config.attn, chunk_tokens)
+    files = checkpoint_files(source)
+    missing = [name for name, _ in policy.named_weights() if name not in files]
+    if missing:
+        logger.info(f"{source} does not hold {missing[0]} by that name: loading through transformers on every rank")
+        policy = Policy(_load_whole(source, config).eval(), config.attn, chunk_tokens)
+        policy.to(device)
+        _shard(policy, config, mesh, reshard_after_forward)
+    else:
+        _shard(policy, config, mesh, reshard_after_forward)
+        _load_shards(policy, files, device)
+    if dist.get_rank() == 0:
+        count = sum(p.numel() for p in policy.parameters())
+        logger.info(f"{type(policy.hf).__name__}, {count:,} parameters, compute {dtype}, {mesh.size()} FSDP2 ranks")
+    return policy

@@ -1,0 +1,63 @@
+"""AdamW and the learning-rate schedules. The rate is a pure function of the step: nothing of it needs saving.
+
+Called by `engine.py`.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from prime_hpc.config.sections.trainer import OptimConfig, SchedulerConfig
+
+
+def learning_rate_factor(config: SchedulerConfig, step: int, max_steps: int) -> float:
+    """The share of the peak learning rate that step `step` uses.
+
+    Warm-up: step i of w uses i / w, so the first step already moves and step w has the peak. The last decaying step
+    (`max_steps`, or earlier where `decay_steps` says so) has `min_lr_ratio`.
+
+    Args:
+        config: the schedule.
+        step: 1-based optimizer step.
+        max_steps: steps of the whole run.
+
+    Raises:
+        ValueError: warm-up and decay do not fit into the run.
+    """
+    warmup = config.warmup_steps
+    if step <= warmup:
+        return step / warmup
+    if config.type == "constant":
+        return 1.0
+    after = max(max_steps - warmup, 0)
+    default = max(1, math.ceil(max_steps / 10)) if config.type == "wsd" else after
+    decay = default if config.decay_steps is None else config.decay_steps
+    start = max_steps - decay if config.type == "wsd" else warmup
+    if start < warmup:
+        raise ValueError(
+            f"trainer.scheduler: warmup_steps ({warmup}) and decay_steps ({decay}) together exceed "
+            f"max_steps ({max_steps})"
+        )
+    if step <= start:
+        return 1.0
+    done = min((step - start) / decay, 1.0) if decay else 1.0
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if config.type == "cosine" else 1.0 - done
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
+
+
+def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW (fused) over the trainable parameters; matrices decay, vectors (norms, biases) do not."""
+    trainable = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate

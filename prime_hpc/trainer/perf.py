@@ -1,0 +1,114 @@
+"""Tokens per second and model FLOPs utilisation (MFU) of a train step.
+
+Called by `engine.py`. FLOPs are those the model needs (recomputation does not count): 6 per matrix parameter and token
+for forward and backward, the LM head only where there are targets, plus causal attention's 6 x layers x heads x
+head_dim x length^2 of every sequence (12 x length^2 without the causal half).
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PEAK_BF16_FLOPS = {
+    # Dense tensor-core peaks of the makers' data sheets, by a part of torch's device name; first match wins.
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10": 125e12,
+    "4090": 165e12,
+    "MI300X": 1307e12,
+}
+
+
+@dataclass(frozen=True)
+class FlopsModel:
+    """FLOPs of one optimizer step from what was in its batch."""
+
+    block_params: float
+    """Matrix parameters that every token passes (experts counted by their active share)."""
+    head_params: float
+    attention_factor: float
+    """FLOPs per squared sequence length."""
+
+    @classmethod
+    def of(cls, hf: Any) -> "FlopsModel":
+        """Count a Hugging Face causal LM."""
+        config = hf.config.get_text_config()
+        embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
+        active = 1.0
+        num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+        if num_experts:
+            active = config.num_experts_per_tok / num_experts
+        count = 0.0
+        for name, parameter in hf.named_parameters():
+            if parameter.ndim >= 2 and parameter is not embedding and parameter is not head:
+                count += parameter.numel() * (active if ".experts." in name else 1.0)
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(count, float(head.numel()), 6.0 * config.num_hidden_layers * heads * head_dim)
+
+    def step_flops(self, num_tokens: float, num_targets: float, squared_lengths: float) -> float:
+        """FLOPs of a forward and backward pass over packed sequences."""
+        dense = 6.0 * (self.block_params * num_tokens + self.head_params * num_targets)
+        return dense + self.attention_factor * squared_lengths
+
+
+def measure_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 512, budget_s: float = 0.2) -> float:
+    """FLOP/s of a square matmul on this device as it is now, with the threads that this process has."""
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    torch.mm(a, b)
+    best, end = 0.0, time.perf_counter() + budget_s
+    while time.perf_counter() < end:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2.0 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Peak FLOP/s of one rank's device: the maker's figure where known, else a measured matmul."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        name = torch.cuda.get_device_name(device)
+        for part, flops in PEAK_BF16_FLOPS.items():
+            if part in name:
+                return flops
+    return measure_matmul_flops(device, dtype, size=512 if device.type == "cpu" else 8192)
+
+
+class PhaseTimer:
+    """Wall-clock seconds of a step's phases.
+
+    with timer("publish"): ...
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._started: list[tuple[str, float]] = []
+
+    def __call__(self, phase: str) -> "PhaseTimer":
+        """Name the phase that the coming `with` block measures."""
+        self._started.append((phase, time.perf_counter()))
+        return self
+
+    def __enter__(self) -> "PhaseTimer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        phase, start = self._started.pop()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """The seconds so far, as `time/<phase>`; starts anew."""
+        taken = {f"time/{phase}": round(seconds, 4) for phase, seconds in self.seconds.items()}
+        self.seconds = {}
+        return taken

@@ -1,0 +1,129 @@
+"""The RL loop: wait for batch n, turn version n - 1 into n, publish it, checkpoint, again.
+
+    orchestrator --rollouts/step_n--> [wait] -> [train] -> [publish] --weights/step_n--> orchestrator, engines
+
+Called by `main.py`. Rank 0 alone looks at the file system and decides; the others are told by a broadcast.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from loguru import logger
+
+from prime_hpc.config.sections.trainer import LossConfig
+from prime_hpc.store.artifact import wait_for_artifact
+from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.errors import ArtifactTimeout, WaitCancelled
+from prime_hpc.trainer.batches import MicroBatch, fake_batch, read_own_batch
+from prime_hpc.trainer.losses import LossStats, aipo_loss
+from prime_hpc.trainer.session import Session, Signal
+
+LOOK_S = 5.0
+"""How long rank 0 waits for a batch before it tells the others that it is still waiting."""
+
+
+def rl_objective(
+    config: LossConfig, micro: MicroBatch, logprobs: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, LossStats]:
+    """The configured RL objective over one micro-batch."""
+    return aipo_loss(logprobs, micro.behaviour_logprobs, micro.advantages, weights, config.delta)
+
+
+def run_rl(session: Session) -> None:
+    """Train until `max_steps`, or until the supervisor rings "stop". Collective.
+
+    Raises:
+        ArtifactTimeout: no batch within `trainer.batch_timeout_s`.
+        NonFiniteError: NaN in a step (see `engine.py`).
+    """
+    experiment = session.experiment
+    fake = experiment.trainer.data.fake
+    start, progress = session.resume()
+    num_samples = progress.get("num_samples", 0)
+    objective = partial(rl_objective, experiment.trainer.loss)
+    session.status.ready(step=start, world_size=session.world_size)
+    for step in range(start + 1, session.last_step + 1):
+        started = time.perf_counter()
+        with session.engine.timer("wait"):
+            signal = _wait_for_batch(session, step) if fake is None else session.agree(Signal.GO)
+        if signal is not Signal.GO:
+            _stop(session, step - 1, signal, num_samples)
+            return
+        batch = _read_batch(session, step)
+        metrics = session.engine.train_step(step, batch, objective)
+        num_samples += int(metrics["num_sequences"])
+        if fake is None:
+            session.publish(step)
+            session.doorbell.ring("consumed", step=step)
+            if session.save_is_due(step):
+                _save(session, step, num_samples)
+        session.report(step, metrics, started)
+    if experiment.trainer.bench and session.rank == 0:
+        logger.info(session.bench_table())
+
+
+def _read_batch(session: Session, step: int) -> RankBatch:
+    """This rank's part of batch `step`, from disk or random."""
+    fake = session.experiment.trainer.data.fake
+    if fake is not None:
+        seed = session.experiment.seed
+        return fake_batch(fake, session.vocab_size, seed, step, session.rank, session.world_size)
+    return read_own_batch(session.paths.rollouts_step(step), session.rank, session.world_size)
+
+
+def _wait_for_batch(session: Session, step: int) -> Signal:
+    """Until batch `step` is on disk or a stop is asked for. Collective.
+
+    The others wait in short broadcasts, so that the wait may be longer than the collectives' own deadline.
+
+    Raises:
+        ArtifactTimeout: on rank 0 after `trainer.batch_timeout_s`.
+    """
+    end = time.monotonic() + session.experiment.trainer.batch_timeout_s
+    while True:
+        signal = _look(session, step, end) if session.rank == 0 else Signal.WAIT
+        signal = session.agree(signal)
+        if signal is not Signal.WAIT:
+            return signal
+
+
+def _look(session: Session, step: int, end: float) -> Signal:
+    """Rank 0: wait a little for batch `step`."""
+    stop: Callable[[], bool] = lambda: session.requested_stop() is not None  # noqa: E731
+    remaining = end - time.monotonic()
+    try:
+        wait_for_artifact(
+            session.paths.rollouts_step(step),
+            deadline_s=max(0.0, min(LOOK_S, remaining)),
+            doorbell=session.doorbell,
+            topic="batch",
+            key={"step": step},
+            min_incarnation=session.context.incarnation,
+            cancelled=stop,
+        )
+    except WaitCancelled:
+        return session.requested_stop() or Signal.STOP
+    except ArtifactTimeout as error:
+        if remaining > LOOK_S:
+            return Signal.WAIT
+        limit = session.experiment.trainer.batch_timeout_s
+        raise ArtifactTimeout(
+            f"no batch {step} from the orchestrator within trainer.batch_timeout_s = {limit:g} s: {error}"
+        ) from error
+    return Signal.GO
+
+
+def _save(session: Session, step: int, num_samples: int) -> None:
+    """Checkpoint `step` together with the orchestrator's state of batch `step`."""
+    session.save(step, progress={"num_samples": num_samples}, batch_dir=session.paths.rollouts_step(step))
+
+
+def _stop(session: Session, step: int, signal: Signal, num_samples: int) -> None:
+    """End the loop after `step` because the supervisor asked for it."""
+    if signal is Signal.STOP_AND_SAVE and step > 0:
+        _save(session, step, num_samples)
+    if session.rank == 0:
+        message = session.doorbell.latest("stop") or {}
+        logger.info(f"stopping after step {step}: {message.get('reason', 'asked to')}")

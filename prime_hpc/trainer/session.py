@@ -1,0 +1,250 @@
+"""What a trainer rank holds for its whole life, and what the RL and SFT loops do alike around a step.
+
+Built by `main.py`; used by `rl.py` and `sft.py`.
+"""
+
+import time
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch.distributed.device_mesh import init_device_mesh
+
+from prime_hpc.config import Experiment
+from prime_hpc.observe.context import RoleContext
+from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
+from prime_hpc.observe.status import RoleStatus
+from prime_hpc.store.checkpoints import CheckpointInfo, resolve_resume
+from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.weights import list_versions, prune_weights
+from prime_hpc.trainer.checkpoint import Checkpointer
+from prime_hpc.trainer.engine import Engine
+from prime_hpc.trainer.model import compute_dtype, load_policy, resolve_source
+from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
+from prime_hpc.trainer.perf import peak_flops
+from prime_hpc.trainer.publish import Publisher
+
+BENCH_STEPS = 5
+"""Steps of a `bench` run; the first warms up and is left out of its table."""
+
+
+class Signal(IntEnum):
+    """What rank 0 decided; the others are told by a broadcast."""
+
+    WAIT = 0
+    GO = 1
+    STOP = 2
+    STOP_AND_SAVE = 3
+
+
+@dataclass
+class Session:
+    """One rank of the trainer."""
+
+    experiment: Experiment
+    context: RoleContext
+    paths: RunPaths
+    rank: int
+    world_size: int
+    device: torch.device
+    doorbell: Doorbell
+    status: RoleStatus
+    metrics: MetricsWriter | None
+    """Rank 0 only."""
+    engine: Engine
+    publisher: Publisher
+    checkpointer: Checkpointer
+    vocab_size: int
+    source: Path
+    """Directory of the model that training began with."""
+    bench_rows: list[dict[str, float]] = field(default_factory=list)
+    saved_step: int | None = None
+    """Newest step whose checkpoint exists."""
+
+    @property
+    def last_step(self) -> int:
+        """Step after which the loop ends."""
+        limit = self.experiment.max_steps
+        return min(limit, BENCH_STEPS) if self.experiment.trainer.bench else limit
+
+    def agree(self, signal: Signal) -> Signal:
+        """Rank 0's signal on every rank. Collective."""
+        value = torch.tensor([int(signal)], device=self.device)
+        dist.broadcast(value, src=0)
+        return Signal(int(value.item()))
+
+    def requested_stop(self) -> Signal | None:
+        """On rank 0: what the supervisor's last "stop" asks for, if it rang at all."""
+        message = self.doorbell.latest("stop")
+        if message is None:
+            return None
+        return Signal.STOP_AND_SAVE if message.get("save") else Signal.STOP
+
+    def resume(self) -> tuple[int, dict[str, int]]:
+        """Load the checkpoint that this attempt resumes from. Collective.
+
+        Returns:
+            the step it holds (0 for a fresh start) and its progress.
+
+        Raises:
+            StoreError: it does not exist or is damaged; lists the steps that exist.
+        """
+        info = self._checkpoint_to_resume()
+        if info is None:
+            return 0, {}
+        progress = self.checkpointer.load(info)
+        self.saved_step = info.step
+        logger.info(f"resumed from {info.path}: step {info.step}")
+        missing = self.experiment.kind == "rl" and info.step not in list_versions(self.paths)
+        if self.agree(Signal.GO if missing else Signal.STOP) is Signal.GO:
+            logger.info(f"weights version {info.step} is not on disk: publishing it again")
+            self.publish(info.step)
+        return info.step, progress
+
+    def _checkpoint_to_resume(self) -> CheckpointInfo | None:
+        step: Any = self.context.resume_step
+        if step is None and self.experiment.ckpt is not None:
+            step = self.experiment.ckpt.resume_step
+        return None if step is None else resolve_resume(self.paths.checkpoints, step, deep=self.rank == 0)
+
+    def publish(self, version: int, *, prune: bool = True) -> None:
+        """Publish a weight version, announce it, remove old ones that nobody needs. Collective."""
+        with self.engine.timer("publish"):
+            manifest = self.publisher.publish(version)
+        if manifest is None:
+            return
+        path = self.paths.weights_step(version)
+        self.doorbell.ring("weights", version=version, path=str(path), digest=manifest.digest)
+        if prune:
+            prune_weights(self.paths, self.experiment.trainer.keep_weights, self.context.incarnation)
+
+    def save(self, step: int, *, progress: dict[str, int], batch_dir: Path | None) -> None:
+        """Save a checkpoint unless this step's exists. Collective."""
+        if self.saved_step == step:
+            return
+        with self.engine.timer("checkpoint"):
+            self.checkpointer.save(step, progress=progress, batch_dir=batch_dir)
+        self.saved_step = step
+        if self.rank == 0:
+            logger.info(f"saved {self.paths.checkpoint_step(step)}")
+
+    def save_is_due(self, step: int) -> bool:
+        """Whether the config wants a checkpoint after `step`."""
+        config = self.experiment.ckpt
+        return config is not None and (step % config.interval == 0 or step == self.experiment.max_steps)
+
+    def report(self, step: int, metrics: dict[str, float], started: float) -> None:
+        """Write one step's metrics, status and console line.
+
+        Args:
+            step: the step.
+            metrics: from the engine.
+            started: `time.perf_counter()` when the step began.
+        """
+        times = self.engine.timer.take()
+        training = times.get("time/forward_backward", 0.0) + times.get("time/optim", 0.0)
+        elapsed = time.perf_counter() - started
+        values = {**metrics, **self.engine.throughput(metrics, training), "time/step": round(elapsed, 4), **times}
+        values["tokens_per_s_overall"] = metrics["num_tokens"] / max(elapsed, 1e-9)
+        self.bench_rows.append(values)
+        if self.metrics is None:
+            return
+        self.metrics.log(step, **values)
+        shown: dict[str, float] = {
+            k: values[k] for k in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu") if k in values
+        }
+        rl_keys = ("reward", "ratio", "logprob_diff", "kl", "lag_mean", "lag_max", "time/wait")
+        if self.experiment.kind == "rl":
+            shown |= {k: values[k] for k in rl_keys if k in values}
+        self.status.beat(step=step, **shown)
+        line = " ".join(f"{k.removeprefix('time/')} {v:.4g}" for k, v in shown.items())
+        logger.info(f"step {step}/{self.experiment.max_steps} {line}")
+
+    def bench_table(self) -> str:
+        """The mean of the measured steps of a `bench` run, one line a figure."""
+        rows = self.bench_rows[1:] or self.bench_rows
+        keys = ["tokens_per_s", "mfu", "num_tokens", *[k for k in rows[0] if k.startswith("time/")]]
+        lines = [f"{k:<24} {sum(r.get(k, 0.0) for r in rows) / len(rows):>14.4f}" for k in keys]
+        return f"trainer bench, mean of {len(rows)} steps, {self.world_size} ranks\n" + "\n".join(lines)
+
+    def close(self) -> None:
+        """Flush the metrics and hang up."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+def _open_metrics(experiment: Experiment, paths: RunPaths) -> MetricsWriter:
+    wandb = None
+    if experiment.wandb is not None:
+        wandb = wandb_arguments(
+            project=experiment.wandb.project,
+            name=f"{experiment.wandb.name or experiment.name}-trainer",
+            run_id=experiment.wandb.id and f"{experiment.wandb.id}-trainer",
+            offline=experiment.wandb.offline,
+            run_dir=paths.root,
+            config=experiment.model_dump(mode="json"),
+        )
+    return MetricsWriter(paths.metrics("trainer"), wandb)
+
+
+def build_session(
+    experiment: Experiment, context: RoleContext, device: torch.device, doorbell: Doorbell, status: RoleStatus
+) -> Session:
+    """Load the model and everything around it. Collective.
+
+    Raises:
+        ValueError: model, attention, schedule or dtype that cannot work; says which key to change.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    config, ckpt = experiment.trainer, experiment.ckpt
+    paths = RunPaths(context.run_dir, checkpoints_root=ckpt.path if ckpt else None)
+    learning_rate_factor(config.scheduler, experiment.max_steps, experiment.max_steps)  # refuse a bad schedule now
+    if rank == 0:
+        resolve_source(experiment.model.name)  # one download, then everyone finds the files
+    dist.barrier()
+    source = resolve_source(experiment.model.name)
+    dtype = compute_dtype(experiment.model)
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    policy = load_policy(
+        experiment.model,
+        source,
+        mesh,
+        device,
+        reshard_after_forward=config.reshard_after_forward,
+        chunk_tokens=config.logits_chunk_tokens,
+    )
+    optimizer = build_optimizer(policy.parameters(), config.optim)
+    engine = Engine(
+        policy,
+        optimizer,
+        optim=config.optim,
+        scheduler=config.scheduler,
+        max_steps=experiment.max_steps,
+        normalize=config.loss.normalize if experiment.kind == "rl" else "token",
+        reshard=config.reshard_after_forward,
+        device=device,
+        peak_flops=peak_flops(device, dtype),
+        with_entropy=experiment.kind == "rl",
+    )
+    name, incarnation = experiment.model.name, context.incarnation
+    return Session(
+        experiment=experiment,
+        context=context,
+        paths=paths,
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        doorbell=doorbell,
+        status=status,
+        metrics=_open_metrics(experiment, paths) if rank == 0 else None,
+        engine=engine,
+        publisher=Publisher(policy, source, paths, dtype=dtype, incarnation=incarnation, model_name=name),
+        checkpointer=Checkpointer(policy, optimizer, paths, incarnation=incarnation, meta={"model": name}),
+        vocab_size=policy.hf.config.get_text_config().vocab_size,
+        source=source,
+    )

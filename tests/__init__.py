@@ -1,0 +1,1 @@
+"""Tests: `unit` in seconds and without servers, `integration` with real processes."""

@@ -1,0 +1,428 @@
+"""Episodes through real verifiers against a scripted token server: exactness, versions, verdicts, deadlines."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prime_hpc.config.sections.orchestrator import EnvConfig, SamplingConfig
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.pool import EnvPool
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
+from tests.support.scripted_server import Reply, Script, ScriptedServer, logprob_of, reverse_last_user
+from tests.support.tiny_tokenizer import make_tokenizer
+
+pytestmark = pytest.mark.slow
+
+MISBEHAVING = "tests.support.misbehaving"
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_dir: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+
+
+class World:
+    """One scripted server and pools against it."""
+
+    def __init__(self, tokenizer: Any, tokenizer_dir: Path) -> None:
+        self.tokenizer = tokenizer
+        self.tokenizer_dir = tokenizer_dir
+        self.script: Script = reverse_last_user
+        self.server = ScriptedServer(tokenizer, lambda prompt, number: self.script(prompt, number))
+
+    @asynccontextmanager
+    async def pool(self, *envs: EnvConfig, **options: Any) -> AsyncIterator[EnvPool]:
+        defaults: dict[str, Any] = {
+            "model_name": "policy",
+            "tokenizer_path": str(self.tokenizer_dir),
+            "urls": [self.server.url],
+            "sampling": SamplingConfig(max_tokens=64),
+            "split": "train",
+            "seed": 0,
+            "max_model_len": 2048,
+        }
+        async with EnvPool(list(envs), **(defaults | options)) as pool:
+            yield pool
+
+    def play(self, env: EnvConfig, num: int = 1, **options: Any) -> list[EpisodeResult]:
+        async def run() -> list[EpisodeResult]:
+            async with self.pool(env, **options) as pool:
+                return await asyncio.gather(*(pool.run_episode(0, i) for i in range(num)))
+
+        return asyncio.run(run())
+
+
+@pytest.fixture
+def world(tokenizer: Any, tokenizer_dir: Path) -> Iterator[World]:
+    made = World(tokenizer, tokenizer_dir)
+    with made.server:
+        yield made
+
+
+def check_against_requests(sample: Sample, requests: list[dict[str, Any]]) -> None:
+    """The sample is exactly what went over the wire: each prompt is its prefix, each reply follows its prompt."""
+    ids = sample.token_ids.tolist()
+    mask = np.zeros(len(ids), dtype=bool)
+    starts = [len(request["token_ids"]) for request in requests]
+    for request, start in zip(requests, starts, strict=True):
+        assert ids[:start] == request["token_ids"]
+        end = start
+        while end < len(ids) and sample.loss_mask[end]:
+            assert sample.logprobs[end] == pytest.approx(logprob_of(ids[end], end - start), abs=1e-7)
+            end += 1
+        assert end > start
+        mask[start:end] = True
+    assert np.array_equal(mask, sample.loss_mask)
+    assert np.all(sample.logprobs[~mask] == 0) and np.all(sample.versions[~mask] == -1)
+
+
+def encodes_differently(sample: Sample, world: World) -> bool:
+    """Whether decoding and encoding again would have given other tokens, as it does for what a model samples."""
+    text = world.tokenizer.decode(sample.token_ids)
+    return world.tokenizer.encode(text, add_special_tokens=False) != sample.token_ids.tolist()
+
+
+def test_single_turn_is_token_exact_and_scored(world: World) -> None:
+    world.server.version = 12
+    (result,) = world.play(EnvConfig(id="reverse-text"))
+    assert result.state is EpisodeState.COMPLETED and result.usable and not result.truncated
+    assert result.reward == 1.0 and result.metrics["exact"] == 1.0
+    (sample,) = result.samples
+    check_against_requests(sample, world.server.requests)
+    assert set(sample.versions[sample.loss_mask].tolist()) == {12}
+    (request,) = world.server.requests
+    assert request["model"] == "policy"
+    params = request["sampling_params"]
+    assert params["temperature"] == 1.0 and params["max_tokens"] == 64 and params["logprobs"] == 1
+    assert world.tokenizer.eos_token_id in params["stop_token_ids"]
+    expected = world.tokenizer.apply_chat_template(
+        [{"role": "user", "content": result.prompt_text.removeprefix("[user] ")}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=False,
+    )
+    assert world.tokenizer.decode(request["token_ids"]) == expected
+
+
+def test_api_key_sampling_extras_and_session_reach_the_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "secret")
+    sampling = SamplingConfig(temperature=0.0, max_tokens=9, extra={"top_k": 5})
+    world.play(EnvConfig(id="reverse-text"), api_key_var="SOME_KEY", sampling=sampling)
+    headers = world.server.headers[0]
+    assert headers["Authorization"] == "Bearer secret" and headers["X-Session-ID"]
+    params = world.server.requests[0]["sampling_params"]
+    assert (params["temperature"], params["max_tokens"], params["top_k"]) == (0.0, 9, 5)
+
+
+def test_versions_of_a_reply_across_a_weight_update(world: World) -> None:
+    world.script = lambda prompt, number: Reply("guess it is 1", spans=[("3", 0, 4), ("4", 4, None)])
+    (result,) = world.play(EnvConfig(id="reverse-text"))
+    (sample,) = result.samples
+    versions = sample.versions[sample.loss_mask]
+    assert versions[:4].tolist() == [3] * 4 and set(versions[4:].tolist()) == {4}
+    assert sample.min_version == 3
+
+
+def guesser(prompt: str, number: int) -> str:
+    """Bisects, from the conversation alone."""
+    low, high = map(int, re.search(r"from (\d+) to (\d+)", prompt).groups())  # type: ignore[union-attr]
+    turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", prompt, re.DOTALL)
+    for (_, guess), (_, answer) in zip(turns[1::2], turns[2::2], strict=False):
+        value = int(guess.rsplit(" ", 1)[-1])
+        low, high = (value + 1, high) if answer == "higher" else (low, value - 1)
+    return f"guess {(low + high) // 2}"
+
+
+def test_multi_turn_is_one_exact_sample(world: World) -> None:
+    world.script = guesser
+    env = EnvConfig(id="guess-number", args={"max_guesses": 8})
+
+    async def run() -> list[EpisodeResult]:
+        results = []
+        async with world.pool(env) as pool:
+            for index in range(5):
+                world.server.version = index
+                before = len(world.server.requests)
+                result = await pool.run_episode(0, index)
+                (sample,) = result.samples
+                check_against_requests(sample, world.server.requests[before:])
+                assert encodes_differently(sample, world)
+                assert set(sample.versions[sample.loss_mask].tolist()) == {index}
+                assert sample.num_turns == len(world.server.requests) - before
+                results.append(result)
+        return results
+
+    results = asyncio.run(run())
+    assert all(result.metrics["solved"] == 1.0 and 0.5 <= result.reward <= 1.0 for result in results)
+    assert max(result.metrics["num_turns"] for result in results) > 2
+    best = min(results, key=lambda r: r.metrics["num_turns"])
+    worst = max(results, key=lambda r: r.metrics["num_turns"])
+    assert best.reward > worst.reward
+
+
+def test_max_turns_truncates_and_still_scores(world: World) -> None:
+    world.script = lambda prompt, number: "guess 0"
+    (result,) = world.play(EnvConfig(id="guess-number", max_turns=3))
+    assert result.usable and result.truncated and result.metrics["num_turns"] == 3 and result.reward == 0.0
+
+
+def test_a_full_context_truncates_a_conversation_and_fails_an_overlong_prompt(world: World) -> None:
+    world.script = lambda prompt, number: "guess 0"
+    (result,) = world.play(EnvConfig(id="guess-number"), max_model_len=150)
+    assert result.usable and result.truncated and 1 < result.metrics["num_turns"] < 7
+    assert all(len(s.token_ids) <= 150 for s in result.samples)
+    (result,) = world.play(EnvConfig(id="guess-number"), max_model_len=10)
+    assert result.state is EpisodeState.FAILED and "context" in result.reason
+
+
+def tool_user(prompt: str, number: int) -> str:
+    """Does one step of the expression by a tool call, then answers with the tool's result."""
+    responses = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", prompt)
+    question = re.search(r"What is (.*?)\?", prompt).group(1)  # type: ignore[union-attr]
+    product = re.match(r"(\d+) \* (\d+)(?: \+ (\d+))?$", question)
+    if product is None:
+        a, b = question.split(" + ")
+        calls = [("add", a, b)]
+    else:
+        calls = [("multiply", product.group(1), product.group(2))]
+        if product.group(3):
+            calls.append(("add", responses[0] if responses else "", product.group(3)))
+    if len(responses) == len(calls):
+        return f"the answer is {responses[-1]}"
+    name, a, b = calls[len(responses)]
+    call = {"name": name, "arguments": {"a": int(a), "b": int(b)}}
+    return f"user tool\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def test_tools_run_in_process_and_stay_one_exact_sample(world: World) -> None:
+    world.script = tool_user
+
+    async def run() -> None:
+        async with world.pool(EnvConfig(id="calculator")) as pool:
+            for index in range(6):
+                before = len(world.server.requests)
+                result = await pool.run_episode(0, index)
+                assert result.usable and result.reward == 1.0, result
+                (sample,) = result.samples
+                check_against_requests(sample, world.server.requests[before:])
+                assert encodes_differently(sample, world)
+                assert result.metrics["tool_calls"] == result.metrics["num_turns"] - 1 >= 1
+
+    asyncio.run(run())
+    prompt = world.tokenizer.decode(world.server.requests[0]["token_ids"])
+    assert '"name": "multiply"' in prompt and "<tools>" in prompt
+
+
+def test_a_model_that_calls_tools_wrongly_is_told(world: World) -> None:
+    replies = [
+        '<tool_call>\n{"name": "divide", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": {"a": "x"}}\n</tool_call>',
+        "no idea",
+    ]
+    world.script = lambda prompt, number: replies[number]
+    (result,) = world.play(EnvConfig(id="calculator"))
+    assert result.usable and result.reward == 0.0 and result.metrics["num_turns"] == 3
+    assert "no tool 'divide'" in result.completion_text and "error: a: " in result.completion_text
+
+
+def test_reasoning_gym_scores_the_tagged_answer(world: World) -> None:
+    def solve(prompt: str, number: int) -> str:
+        a, sign, b = re.findall(r"(\d+) ([+-]) (\d+) =", prompt)[-1]
+        return f"<answer>{int(a) + int(b) * (1 if sign == '+' else -1)}</answer>"
+
+    world.script = solve
+    env = EnvConfig(id="reasoning-gym", args={"generators": {"chain_sum": {"min_terms": 2, "max_terms": 2}}})
+    results = world.play(env, 3)
+    assert [result.reward for result in results] == [1.0, 1.0, 1.0], results[0]
+
+
+def test_a_generation_that_the_engine_aborts_does_not_train(world: World) -> None:
+    world.script = lambda prompt, number: Reply("half a", finish_reason="abort")
+    (result,) = world.play(EnvConfig(id="reverse-text"))
+    assert not result.usable and result.samples == [] and "abort" in result.reason
+
+
+def test_length_limit_is_a_flag_not_a_failure(world: World) -> None:
+    (result,) = world.play(EnvConfig(id="reverse-text"), sampling=SamplingConfig(max_tokens=3))
+    assert result.usable and result.truncated and result.samples[0].num_loss_tokens == 3
+
+
+def test_server_errors_fail_the_episode_with_the_status(world: World) -> None:
+    world.script = lambda prompt, number: Reply(status=500)
+    (result,) = world.play(EnvConfig(id="reverse-text"))
+    assert (result.state, result.error_type) == (EpisodeState.FAILED, "ProviderError") and "500" in result.reason
+    world.script = lambda prompt, number: Reply("x", overrides={"weight_versions": None})
+    (result,) = world.play(EnvConfig(id="reverse-text"))
+    assert (result.state, result.error_type) == (EpisodeState.FAILED, "ProviderError") and "version" in result.reason
+
+
+def test_a_server_that_is_restarted_is_waited_for(world: World) -> None:
+    world.script = lambda prompt, number: Reply(status=503) if number < 3 else "back"
+    (result,) = world.play(EnvConfig(id="reverse-text"))
+    assert result.usable and len(world.server.requests) == 4
+
+
+def test_episodes_go_to_the_server_they_are_sent_to(world: World, tokenizer: Any) -> None:
+    with ScriptedServer(tokenizer, reverse_last_user) as other:
+        other.version = 5
+
+        async def run() -> list[EpisodeResult]:
+            async with world.pool(EnvConfig(id="reverse-text"), urls=[world.server.url, other.url]) as pool:
+                return [await pool.run_episode(0, 0, url) for url in (0, 1, 1)]
+
+        results = asyncio.run(run())
+    assert (len(world.server.requests), len(other.requests)) == (1, 2)
+    assert [result.samples[0].min_version for result in results] == [0, 5, 5]
+
+
+def test_a_reward_that_raises_fails_only_its_episodes(world: World) -> None:
+    results = world.play(EnvConfig(id=MISBEHAVING, args={"kind": "raises", "every": 3}), 9, hold_out=False)
+    assert [result.usable for result in results] == [True, True, False] * 3
+    for result in results[2::3]:
+        assert (result.state, result.error_type) == (EpisodeState.FAILED, "TaskError")
+        assert "cannot be scored" in result.reason and result.samples == []
+
+
+def test_a_reward_that_is_not_a_number_does_not_train(world: World) -> None:
+    (result,) = world.play(EnvConfig(id=MISBEHAVING, args={"kind": "nan"}))
+    assert not result.usable and "nan" in result.reason
+
+
+@pytest.mark.parametrize("kind", ["sleeps", "ignores_cancellation", "blocks_in_python", "blocks_in_c"])
+def test_an_environment_that_never_returns_times_out_alone(world: World, kind: str) -> None:
+    """The caller gets TIMEOUT in time, its own loop never stops, and later episodes run."""
+    bad = EnvConfig(id=MISBEHAVING, args={"kind": kind}, timeout_s=1.5)
+    good = EnvConfig(id="reverse-text", timeout_s=60)
+
+    async def run() -> tuple[EpisodeResult, float, float, EpisodeResult]:
+        async with world.pool(bad, good) as pool:
+            gaps, last = [0.0], time.monotonic()
+
+            async def tick() -> None:
+                nonlocal last
+                while True:
+                    await asyncio.sleep(0.05)
+                    now = time.monotonic()
+                    gaps.append(now - last)
+                    last = now
+
+            ticker = asyncio.create_task(tick())
+            started = time.monotonic()
+            result = await pool.run_episode(0, 0)
+            took = time.monotonic() - started
+            deadline = time.monotonic() + 30
+            while not (later := await pool.run_episode(1, 1)).usable and time.monotonic() < deadline:
+                await asyncio.sleep(0.2)
+            ticker.cancel()
+            return result, took, max(gaps), later
+
+    result, took, gap, later = asyncio.run(run())
+    assert result.state is EpisodeState.TIMEOUT and "1.5 s" in result.reason
+    assert 1.4 < took < 3.0, "the episode did not end at its deadline"
+    assert gap < 2.0, "the caller's own loop was blocked"
+    assert later.usable and later.reward == 1.0
+
+
+def test_cancelling_the_caller_cancels_the_episode(world: World) -> None:
+    world.script = lambda prompt, number: Reply("x", delay_s=30)
+
+    async def run() -> None:
+        async with world.pool(EnvConfig(id="reverse-text")) as pool:
+            task = asyncio.create_task(pool.run_episode(0, 0))
+            while not world.server.requests:
+                await asyncio.sleep(0.02)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    started = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - started < 25
+
+
+def test_closing_the_pool_ends_episodes_in_flight(world: World) -> None:
+    world.script = lambda prompt, number: Reply("x", delay_s=30)
+
+    async def run() -> EpisodeResult:
+        async with world.pool(EnvConfig(id="reverse-text")) as pool:
+            task = asyncio.create_task(pool.run_episode(0, 0))
+            while not world.server.requests:
+                await asyncio.sleep(0.02)
+        return await task
+
+    assert asyncio.run(run()).state is EpisodeState.CANCELLED
+
+
+def test_splits_hold_different_tasks(world: World) -> None:
+    async def prompts(env: EnvConfig, split: str, **options: Any) -> list[str]:
+        async with world.pool(env, split=split, **options) as pool:
+            source = pool.sources[0]
+            assert source.num_tasks is not None
+            return [str(source.task(i).data.prompt) for i in range(source.num_tasks)]
+
+    async def run() -> None:
+        for env in ("reverse-text", "guess-number", "calculator", "reasoning-gym"):
+            config = EnvConfig(id=env, args={"num_tasks": 40})
+            train, held_out = await prompts(config, "train"), await prompts(config, "eval")
+            assert len(train) == len(held_out) == 40
+            # guess-number's prompt hides the secret that distinguishes its games
+            assert env == "guess-number" or not set(train) & set(held_out)
+            assert train == await prompts(config, "train")
+            assert train != await prompts(config, "train", seed=1)
+        # a taskset without `split`: every tenth task is held out
+        config = EnvConfig(id=MISBEHAVING, args={"num_tasks": 25})
+        assert await prompts(config, "eval") == ["task 9", "task 19"]
+        train = await prompts(config, "train")
+        assert len(train) == 23 and not set(train) & {"task 9", "task 19"}
+        assert len(await prompts(config, "eval", hold_out=False)) == 25
+        config = EnvConfig(id=MISBEHAVING, args={"num_tasks": 3})
+        assert (await prompts(config, "eval"), await prompts(config, "train")) == (["task 2"], ["task 0", "task 1"])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (EnvConfig(id="reverse-txt"), r"'reverse-txt' is not installed.*Did you mean 'reverse-text'.*pip install"),
+        (EnvConfig(id="no.such.module"), r"'no.such.module' is not installed"),
+        (EnvConfig(id="json"), r"not a verifiers v1 taskset"),
+        (
+            EnvConfig(id="reverse-text", args={"max_char": 9}),
+            r"args.max_char: no such argument; did you mean 'max_chars'",
+        ),
+        (EnvConfig(id="reverse-text", args={"num_tasks": "many"}), r"args.num_tasks: .*integer.*'many'"),
+        (EnvConfig(id="reverse-text", args={"max_chars": 2}), r"cannot be loaded.*bounds"),
+        (EnvConfig(id="reverse-text", env_args={"timeot": {}}), r"env_args.timeot: no such argument; did you mean"),
+        (EnvConfig(id="reasoning-gym", args={"generators": ["chain_sun"]}), r"no generator 'chain_sun'.*chain_sum"),
+        (EnvConfig(id="reverse-text", harness="no-such-harness"), r"no-such-harness"),
+    ],
+)
+def test_environments_that_cannot_be_set_up_say_why(world: World, env: EnvConfig, message: str) -> None:
+    with pytest.raises(EnvError, match=re.compile(message, re.DOTALL)):
+        world.play(env)
+    assert world.server.requests == []
+
+
+def test_a_missing_tokenizer_is_named(world: World, tmp_path: Path) -> None:
+    with pytest.raises(EnvError, match="cannot load a tokenizer"):
+        world.play(EnvConfig(id="reverse-text"), tokenizer_path=str(tmp_path))
+    with pytest.raises(EnvError, match="renderer"):
+        world.play(EnvConfig(id="reverse-text"), renderer="no-such-renderer")

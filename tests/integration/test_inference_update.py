@@ -1,0 +1,267 @@
+"""Weight updates of real vLLM servers on CPU: exact, versioned per token, refused when wrong, ended in order.
+
+For a model with tied embeddings (two data-parallel engines behind one server) and one with untied ones (one engine,
+an api key). Each is compared with a server started fresh on the version, or with transformers' float32 log-probabilities.
+"""
+
+import asyncio
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from prime_hpc.client.inference import Generation, InferenceClient, InferenceError
+from tests.support.inference_server import ServerProcess, hf_logprobs, publish, save_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+TOLERANCE = 1e-4
+GREEDY = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+PROMPTS = [[(7 * i + 3 * j) % 400 for j in range(5 + 3 * i)] for i in range(12)]
+KEY = "a secret"
+
+
+@dataclass
+class Family:
+    """One model: base, two versions, and what a fresh server says on the first of them."""
+
+    tied: bool
+    base: Path
+    run_dir: Path
+    v1: Path
+    v2: Path
+    fresh_v1: list[Generation]
+
+    @property
+    def inference(self) -> dict[str, Any]:
+        return {"data_parallel_size": 2} if self.tied else {"api_key": KEY}
+
+
+def client_of(server: ServerProcess, key: str | None = KEY) -> InferenceClient:
+    return InferenceClient(server.url, api_key=key, timeout_s=60)
+
+
+async def greedy(client: InferenceClient) -> list[Generation]:
+    return list(await asyncio.gather(*[client.generate(prompt, GREEDY) for prompt in PROMPTS]))
+
+
+def greedy_now(server: ServerProcess) -> list[Generation]:
+    async def run() -> list[Generation]:
+        async with client_of(server) as client:
+            return await greedy(client)
+
+    return asyncio.run(run())
+
+
+def call(server: ServerProcess, method: str, *args: Any) -> Any:
+    async def run() -> Any:
+        async with client_of(server) as client:
+            return await getattr(client, method)(*args)
+
+    return asyncio.run(run())
+
+
+def assert_same(found: list[Generation], expected: list[Generation]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=TOLERANCE, rtol=0)
+
+
+def assert_different(found: list[Generation], other: list[Generation]) -> None:
+    assert any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(found, other, strict=True))
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    root = tmp_path_factory.mktemp(request.param)
+    tied = request.param == "tied"
+    models = [save_model(root / f"model{seed}", tied=tied, seed=seed) for seed in range(3)]
+    run_dir = root / "run"
+    versions = [publish(models[version], run_dir, version) for version in (1, 2)]
+    fresh = ServerProcess(root / "fresh", versions[0])
+    try:
+        generations = greedy_now(fresh.wait_ready())
+    finally:
+        fresh.close()
+    return Family(tied, models[0], run_dir, *versions, generations)
+
+
+@pytest.fixture(scope="module")
+def server(family: Family) -> Iterator[ServerProcess]:
+    process = ServerProcess(family.run_dir, family.base, family.inference)
+    try:
+        yield process.wait_ready()
+    finally:
+        process.close()
+
+
+@pytest.fixture(scope="module")
+def base_outputs(server: ServerProcess) -> list[Generation]:
+    return greedy_now(server)
+
+
+def test_the_base_model_is_version_0(server: ServerProcess, base_outputs: list[Generation]) -> None:
+    assert call(server, "policy_version") == 0
+    assert call(server, "models")[0] == "policy"
+    assert all((generation.versions == 0).all() for generation in base_outputs)
+
+
+def test_an_updated_server_equals_a_fresh_one(
+    family: Family, server: ServerProcess, base_outputs: list[Generation]
+) -> None:
+    answer = call(server, "update_weights", family.v1, 1)
+    assert answer["changed"] and call(server, "policy_version") == 1
+    updated = greedy_now(server)
+    assert_same(updated, family.fresh_v1)
+    assert_different(updated, base_outputs)
+    assert all((generation.versions == 1).all() for generation in updated)
+
+
+def test_the_same_update_again_changes_nothing(family: Family, server: ServerProcess) -> None:
+    call(server, "update_weights", family.v1, 1)
+    assert call(server, "update_weights", family.v1, 1)["changed"] is False
+    assert_same(greedy_now(server), family.fresh_v1)
+
+
+def test_both_engines_got_the_update(family: Family, server: ServerProcess) -> None:
+    """vLLM's own header picks the engine; every engine must answer as the fresh server does."""
+    call(server, "update_weights", family.v1, 1)
+    for engine in range(2 if family.tied else 1):
+        for prompt, expected in zip(PROMPTS, family.fresh_v1, strict=True):
+            body = {"model": "policy", "token_ids": prompt, "sampling_params": {**GREEDY, "logprobs": 0}}
+            headers = {"X-data-parallel-rank": str(engine), "Authorization": f"Bearer {KEY}"}
+            answer = httpx.post(f"{server.url}/inference/v1/generate", json=body, headers=headers, timeout=60).json()
+            choice = answer["choices"][0]
+            assert choice["token_ids"] == expected.token_ids.tolist()
+            assert choice["weight_versions"] == [{"version": "1", "start": 0, "end": 24}]
+            # verifiers' client (renderers 0.1.12) takes the token ids of the log-probabilities from these strings
+            assert [row["token"] for row in choice["logprobs"]["content"]] == [
+                f"token_id:{token}" for token in choice["token_ids"]
+            ]
+
+
+def test_requests_in_flight_keep_their_tokens_and_label_each(family: Family, server: ServerProcess) -> None:
+    sampling = {"max_tokens": 120, "temperature": 1.0, "ignore_eos": True}
+
+    async def run() -> list[Generation]:
+        async with client_of(server) as client:
+            await client.update_weights(family.v1, 1)
+            tasks = [asyncio.create_task(client.generate(prompt, sampling)) for prompt in PROMPTS]
+            await asyncio.sleep(0.25)
+            await client.update_weights(family.v2, 2)
+            return list(await asyncio.gather(*tasks))
+
+    generations = asyncio.run(run())
+    mixed = [g for g in generations if len(set(g.versions.tolist())) == 2]
+    assert mixed, "the update fell outside every request"
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
+        assert len(generation.token_ids) == 120
+        assert (np.diff(generation.versions) >= 0).all() and set(generation.versions.tolist()) <= {1, 2}
+        completion = generation.token_ids.tolist()
+        by_version = {1: hf_logprobs(family.v1, prompt, completion), 2: hf_logprobs(family.v2, prompt, completion)}
+        expected = np.where(generation.versions == 1, by_version[1], by_version[2])
+        np.testing.assert_allclose(generation.logprobs, expected, atol=TOLERANCE, rtol=0)
+        wrong = np.where(generation.versions == 1, by_version[2], by_version[1])
+        assert np.abs(generation.logprobs - wrong).mean() > 0.1, "the versions cannot be told apart: the test is blind"
+
+
+def test_reload_goes_back_to_the_base_model(
+    family: Family, server: ServerProcess, base_outputs: list[Generation]
+) -> None:
+    call(server, "update_weights", family.v1, 1)
+    assert call(server, "reload_weights")["version"] == 0
+    again = greedy_now(server)
+    assert_same(again, base_outputs)
+    assert all((generation.versions == 0).all() for generation in again)
+    assert call(server, "reload_weights")["changed"] is False
+
+
+def bad_versions(family: Family, folder: Path) -> dict[str, tuple[Path | str, int]]:
+    """Versions that must be refused, by what the refusal must say."""
+    narrow = save_model(folder / "narrow", tied=family.tied, seed=9, intermediate_size=128)
+    shallow = save_model(folder / "shallow", tied=family.tied, seed=9, num_hidden_layers=1)
+    cut = publish(family.v1, folder / "run", 7)
+    with (cut / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    loose = shutil.copytree(family.v1, folder / "loose")
+    (loose / "manifest.json").unlink()
+    return {
+        "has shape": (publish(narrow, folder / "run", 3), 3),
+        "missing tensors": (publish(shallow, folder / "run", 4), 4),
+        "holds version 1, not 5": (family.v1, 5),
+        "model.safetensors": (cut, 7),
+        "manifest": (loose, 8),
+        "No such file": (folder / "nowhere", 9),
+        "absolute": ("weights/step_000001", 1),
+        "base model": (family.v1, 0),
+    }
+
+
+def test_a_wrong_version_is_refused_and_harms_nothing(family: Family, server: ServerProcess, tmp_path: Path) -> None:
+    call(server, "update_weights", family.v1, 1)
+    for reason, (path, version) in bad_versions(family, tmp_path).items():
+        with pytest.raises(InferenceError, match=reason) as refused:
+            call(server, "update_weights", path, version)
+        assert refused.value.status == 400
+    assert call(server, "policy_version") == 1
+    assert_same(greedy_now(server), family.fresh_v1)
+
+
+def test_the_key_guards_every_route(family: Family, server: ServerProcess) -> None:
+    async def refused(key: str | None) -> list[int | None]:
+        async with client_of(server, key) as client:
+            calls = [
+                client.update_weights(family.v1, 1),
+                client.reload_weights(),
+                client.policy_version(),
+                client.generate([1, 2], GREEDY),
+            ]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            return [a.status if isinstance(a, InferenceError) else None for a in answers]
+
+    guarded = not family.tied
+    assert asyncio.run(refused("another")) == [401 if guarded else None] * 4
+    assert asyncio.run(refused(None)) == [401 if guarded else None] * 4
+    call(server, "reload_weights")
+
+
+def test_sigterm_with_requests_in_flight_ends_everything(server: ServerProcess) -> None:
+    """Last in the file: it ends the server. Waits 5 s at most, which is the promise to the supervisor."""
+
+    async def run() -> tuple[list[Any], int]:
+        async with client_of(server) as client:
+            sampling = {"max_tokens": 400, "temperature": 1.0, "ignore_eos": True}
+            tasks = [asyncio.create_task(client.generate(prompt, sampling)) for prompt in PROMPTS * 2]
+            await asyncio.sleep(0.3)
+            code = await asyncio.to_thread(server.terminate)
+            return list(await asyncio.gather(*tasks, return_exceptions=True)), code
+
+    assert len(server.members()) >= 2
+    results, code = asyncio.run(run())
+    assert code == 0, server.log.read_text(errors="replace")[-3000:]
+    assert all(r.finish_reason == "abort" if isinstance(r, Generation) else True for r in results)
+    assert any(isinstance(r, Generation) for r in results), results[0]
+    psutil.wait_procs(server.members(), timeout=2)
+    assert server.members() == []
+    assert list(server.temporary.glob("phpc-*")) == []
+
+
+def test_a_taken_port_is_named_at_once(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        server = ServerProcess(tmp_path / "run", tmp_path, port=port)
+        try:
+            assert server.process.wait(20) == 1
+            assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in server.log.read_text()
+            assert "Traceback" not in server.log.read_text()
+        finally:
+            server.close()

@@ -1,0 +1,234 @@
+"""A real orchestrator process against scripted servers and a scripted trainer; they meet through store and doorbell."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.store.leases import min_floor
+from tests.support.orchestrator_world import AdminServer, World, make_experiment, read_samples, varied_reply
+from tests.support.tiny_tokenizer import make_tokenizer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+
+
+@pytest.fixture
+def server(tokenizer: Any) -> Iterator[AdminServer]:
+    with AdminServer(tokenizer, varied_reply(1)) as running:
+        yield running
+
+
+def log_of(world: World) -> str:
+    return world.log.read_text()[-4000:]
+
+
+@pytest.mark.parametrize("async_level", [0, 1, 2])
+def test_a_run_keeps_the_staleness_bound_and_ends_with_the_last_version(
+    async_level: int, tmp_path: Path, tokenizer_dir: Path, server: AdminServer
+) -> None:
+    evaluation = {"interval": 3, "num_examples": 6}
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", top={"async_level": async_level}, eval=evaluation)
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        world.check_batches(range(1, 7))
+        assert world.status()["state"] == "done"
+        assert server.version == 6
+        assert [v for v, _ in server.updates] == sorted(v for v, _ in server.updates)
+        assert min_floor(world.paths) == 6
+        rows = world.metrics()
+        steps = [row for row in rows if "reward/mean" in row]
+        assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+        assert all(row["lag/max"] <= async_level for row in steps)
+        evals = [row for row in rows if "eval/reverse-text/mean_reward" in row]
+        assert evals[0]["step"] == 0 and evals[-1]["step"] == 6
+        assert evals[-1]["eval/version_min"] == evals[-1]["eval/version_max"] == 6
+        assert {s["step"] for s in read_samples(world) if s["kind"] == "train"} == {1, 2, 3, 4, 5, 6}
+        if async_level == 0:
+            assert sum(row["groups/stale"] for row in steps) == 0
+
+
+def test_two_lives_use_every_prompt_exactly_once(tmp_path: Path, tokenizer_dir: Path, server: AdminServer) -> None:
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", top={"async_level": 2})
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start(last=3)
+        world.wait_for_batch(3)
+        world.kill()
+        batches = sorted(p.name for p in world.paths.rollouts.iterdir() if p.name.startswith("step_"))
+        for name in batches:  # the supervisor removes what comes after the step that is resumed
+            if int(name.removeprefix("step_")) > 2:
+                for file in (world.paths.rollouts / name).iterdir():
+                    file.unlink()
+                (world.paths.rollouts / name).rmdir()
+        if not world.paths.weights_step(2).exists():
+            assert world.trainer is not None
+            world.trainer.publish(2)
+        for late in (3, 4):
+            for file in world.paths.weights_step(late).glob("*"):
+                file.unlink()
+            if world.paths.weights_step(late).exists():
+                world.paths.weights_step(late).rmdir()
+        world.hub.close()
+        world.hub = type(world.hub)()
+        world.start(resume=2, attempt=2)
+        assert world.wait() == 0, log_of(world)
+        world.check_batches(range(1, 7))
+        assert world.status(attempt=2)["state"] == "done"
+        first_update = next(i for i, (v, _) in enumerate(server.updates) if v == 2)
+        assert server.updates[-1][0] == 6 and first_update >= 0
+
+
+def test_a_server_of_an_earlier_run_goes_back_to_the_base_model(
+    tmp_path: Path, tokenizer_dir: Path, server: AdminServer
+) -> None:
+    server.version = 40
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", top={"max_steps": 2})
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        assert server.updates[0] == (0, "base")
+        world.check_batches(range(1, 3))
+
+
+def test_every_third_reward_raises_and_the_run_goes_on(
+    tmp_path: Path, tokenizer_dir: Path, server: AdminServer
+) -> None:
+    env = [{"id": "tests.support.trouble_taskset", "name": "trouble", "args": {"raise_every": 3}, "timeout_s": 20}]
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", env=env, top={"max_steps": 4})
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        world.check_batches(range(1, 5))
+        rows = world.metrics()
+        assert sum(row["episodes/failed"] for row in rows) >= 15
+        assert 0.2 < rows[-1]["failed/share"] < 0.45
+
+
+def test_rewards_that_always_raise_end_the_run_with_the_reason(
+    tmp_path: Path, tokenizer_dir: Path, server: AdminServer
+) -> None:
+    env = [{"id": "tests.support.trouble_taskset", "args": {"raise_every": 1}, "timeout_s": 20}]
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", env=env)
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        assert world.wait() == 1, log_of(world)
+        status = world.status()
+        assert status["state"] == "failed"
+        assert "no answer key for task" in status["error"]
+
+
+def test_an_environment_that_never_returns_is_ended_by_its_deadline(
+    tmp_path: Path, tokenizer_dir: Path, server: AdminServer
+) -> None:
+    env = [{"id": "tests.support.trouble_taskset", "args": {"hang_every": 5}, "timeout_s": 2}]
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", env=env, top={"max_steps": 3})
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        world.check_batches(range(1, 4))
+        assert sum(row["episodes/timeout"] for row in world.metrics()) >= 3
+
+
+def test_two_environments_mix_by_their_ratios(tmp_path: Path, tokenizer_dir: Path, server: AdminServer) -> None:
+    trouble = {"id": "tests.support.trouble_taskset", "name": "trouble", "ratio": 3.0, "timeout_s": 20}
+    env = [{"id": "reverse-text", "ratio": 1.0, "timeout_s": 20}, trouble]
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", env=env, top={"max_steps": 4, "async_level": 0})
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        world.check_batches(range(1, 5))
+        counts = world.state(4)["prompts"]["counts"]
+        assert counts == [4, 12]
+
+
+def test_a_server_that_dies_comes_back_with_the_right_version(
+    tmp_path: Path, tokenizer_dir: Path, tokenizer: Any
+) -> None:
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", top={"max_steps": 8})
+    first = AdminServer(tokenizer, varied_reply(1))
+    first.__enter__()
+    with World(tmp_path / "run", exp, [first]) as world:
+        world.start()
+        world.wait_for_batch(3)
+        port = first.port
+        first.__exit__()
+        with AdminServer(tokenizer, varied_reply(2), port=port) as second:
+            assert second.version == 0
+            assert world.wait() == 0, log_of(world)
+            assert second.updates and second.updates[0][0] >= 2
+            assert second.version == 8
+        world.check_batches(range(1, 9))
+
+
+def test_one_of_two_servers_dies_for_good_and_the_other_carries_on(
+    tmp_path: Path, tokenizer_dir: Path, tokenizer: Any
+) -> None:
+    env = [{"id": "reverse-text", "timeout_s": 6}]
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", env=env, top={"max_steps": 8})
+    doomed = AdminServer(tokenizer, varied_reply(1))
+    doomed.__enter__()
+    with AdminServer(tokenizer, varied_reply(2)) as server, World(tmp_path / "run", exp, [doomed, server]) as world:
+        world.start()
+        world.wait_for_batch(2)
+        doomed.__exit__()
+        assert world.wait() == 0, log_of(world)
+        world.check_batches(range(1, 9))
+        assert doomed.requests and server.version == 8
+
+
+def test_told_to_stop_it_ends_orderly(tmp_path: Path, tokenizer_dir: Path, server: AdminServer) -> None:
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", top={"max_steps": 1000})
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        world.wait_for_batch(2)
+        world.hub.ring("stop", reason="the test says so", save=False)
+        assert world.wait(10) == 0, log_of(world)
+        assert world.status()["state"] == "done"
+        assert "the test says so" in log_of(world)
+
+
+def test_sigterm_ends_it_within_seconds(tmp_path: Path, tokenizer_dir: Path, server: AdminServer) -> None:
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", top={"max_steps": 1000})
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        world.wait_for_batch(1)
+        assert world.process is not None
+        world.process.terminate()
+        assert world.wait(5) == 0, log_of(world)
+
+
+def test_weights_that_never_come_end_the_run_with_the_reason(
+    tmp_path: Path, tokenizer_dir: Path, server: AdminServer
+) -> None:
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", weights_timeout_s=3, top={"async_level": 0})
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start(last=1)
+        assert world.wait() == 1, log_of(world)
+        assert "weights version 2" in world.status()["error"]
+
+
+def test_a_bench_needs_no_trainer_and_leaves_nothing_behind(
+    tmp_path: Path, tokenizer_dir: Path, server: AdminServer
+) -> None:
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", bench=True)
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start(last=-1)
+        assert world.wait() == 0, log_of(world)
+        assert "rollouts/s" in log_of(world)
+        assert not world.paths.rollouts.exists()
+        assert not list(world.paths.root.glob(".bench-*"))

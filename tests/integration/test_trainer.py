@@ -1,0 +1,251 @@
+"""The trainer under torchrun on CPU: RL on scripted batches, publishing, checkpoints, SFT, failures."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from prime_hpc.config import Experiment, write_snapshot
+from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.observe.status import read_status
+from prime_hpc.store.batches import RankBatch, write_batch
+from prime_hpc.store.checkpoints import resolve_resume
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.weights import list_versions
+from prime_hpc.trainer.batches import redistribute
+from tests.support.tiny_model import make_tiny_model, random_rank_batch
+
+pytestmark = pytest.mark.slow
+REPO = Path(__file__).resolve().parents[2]
+LENGTHS = [[17, 40, 9], [60], [33, 5], [50, 12]]
+"""Micro-batches of a step, for one rank."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def write_run(run_dir: Path, model: Path, **changes: object) -> RunPaths:
+    tree: dict = {
+        "kind": "rl",
+        "name": run_dir.name,
+        "output_dir": str(run_dir.parent),
+        "max_steps": 3,
+        "seq_len": 64,
+        "model": {"name": str(model), "dtype": "float32"},
+        "orchestrator": {"sampling": {"max_tokens": 16}},
+        "trainer": {"optim": {"lr": 1e-3}, "threads_per_rank": 1, "batch_timeout_s": 20},
+    } | changes
+    write_snapshot(Experiment.model_validate(tree), run_dir, ["test"])
+    return RunPaths(run_dir)
+
+
+def full_batch(step: int) -> RankBatch:
+    return random_rank_batch(LENGTHS, seed=step, step=step)
+
+
+def write_batches(paths: RunPaths, steps: range, num_ranks: int) -> None:
+    for step in steps:
+        whole = full_batch(step)
+        ranks = [redistribute([whole], r, num_ranks) for r in range(num_ranks)]
+        write_batch(paths, step, ranks, state={"step": step})
+
+
+def command(paths: RunPaths, num_ranks: int) -> list[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return [*start, "-m", "prime_hpc.trainer.main", str(paths.root)]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)} | extra
+
+
+def run_trainer(paths: RunPaths, num_ranks: int = 1, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(paths, num_ranks), env=environment(**extra), capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def weights(paths: RunPaths, version: int) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(paths.weights_step(version).glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def assert_done(result: subprocess.CompletedProcess[str], paths: RunPaths) -> None:
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    status = read_status(paths.logs(1, "trainer"))
+    assert status is not None and status["state"] == "done"
+
+
+def test_two_ranks_equal_one_and_versions_load(tmp_path: Path, model: Path) -> None:
+    trainer = {"optim": {"lr": 1e-3}, "threads_per_rank": 1, "keep_weights": 9}
+    one, two = (write_run(tmp_path / name, model, trainer=trainer) for name in ("one", "two"))
+    write_batches(one, range(1, 4), 1)
+    write_batches(two, range(1, 4), 2)
+    assert_done(run_trainer(one, 1), one)
+    assert_done(run_trainer(two, 2), two)
+    base = load_file(model / "model.safetensors")
+    assert list_versions(one) == list_versions(two) == [1, 2, 3]
+    for version in list_versions(one):
+        a, b = weights(one, version), weights(two, version)
+        assert a.keys() == b.keys() == base.keys()
+        assert any(not torch.equal(a[k], base[k]) for k in a)
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+    loaded, info = AutoModelForCausalLM.from_pretrained(two.weights_step(3), output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert (two.weights_step(3) / "tokenizer.json").exists()
+    mine = weights(two, 3)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, mine[name]), name
+    rows_one, rows_two = (read_metrics(p.metrics("trainer")) for p in (one, two))
+    assert [r["step"] for r in rows_one] == [1, 2, 3]
+    for a_row, b_row in zip(rows_one, rows_two, strict=True):
+        for key in ("loss", "grad_norm", "ratio", "kl", "entropy", "logprob_diff_max", "lag_mean", "num_targets"):
+            assert a_row[key] == pytest.approx(b_row[key], rel=1e-4), key
+    assert_first_step(model, full_batch(1), rows_one[0])
+
+
+def assert_first_step(model: Path, batch: RankBatch, row: dict[str, float]) -> None:
+    """Loss and gradient norm of step 1 against one sequence at a time, without packing, sharding or our losses."""
+    hf = AutoModelForCausalLM.from_pretrained(model).eval()
+    loss, count = torch.zeros(()), 0
+    for s in range(batch.num_sequences):
+        part = slice(int(batch.seq_offsets[s]), int(batch.seq_offsets[s + 1]))
+        ids = torch.from_numpy(batch.token_ids[part].astype(np.int64))
+        logits = hf(input_ids=ids[None]).logits[0] / batch.temperatures[s]
+        logprobs = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+        mask = torch.from_numpy(np.array(batch.loss_mask[part][1:]))
+        mu, advantage = (torch.from_numpy(np.array(x[part][1:])) for x in (batch.logprobs, batch.advantages))
+        ratio = (logprobs.detach() - mu).exp().clamp(max=8.0)
+        loss = loss - (ratio * advantage * logprobs)[mask].sum()
+        count += int(mask.sum())
+    (loss / count).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in hf.parameters() if p.grad is not None])
+    assert row["loss"] == pytest.approx(loss.item() / count, rel=1e-4)
+    assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert row["num_targets"] == count
+
+
+def test_resume_is_exact_also_with_other_ranks(tmp_path: Path, model: Path) -> None:
+    whole = write_run(tmp_path / "whole", model, max_steps=6)
+    write_batches(whole, range(1, 7), 1)
+    assert_done(run_trainer(whole), whole)
+    halves = write_run(tmp_path / "halves", model, max_steps=3, ckpt={"interval": 50})
+    write_batches(halves, range(1, 7), 1)
+    assert_done(run_trainer(halves), halves)
+    assert json.loads((halves.checkpoint_step(3) / "orchestrator" / "state.json").read_text()) == {"step": 3}
+    write_run(tmp_path / "halves", model, max_steps=6, ckpt={"interval": 50})
+    assert_done(run_trainer(halves, PRIMEHPC_RESUME_STEP="3"), halves)
+    assert [r["step"] for r in read_metrics(halves.metrics("trainer"))] == [1, 2, 3, 4, 5, 6]
+    a, b = weights(whole, 6), weights(halves, 6)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+    # The same checkpoint under two ranks, on batches that were packed for one.
+    wider = write_run(tmp_path / "wider", model, max_steps=6, ckpt={"path": str(halves.checkpoints)})
+    write_batches(wider, range(1, 7), 1)
+    for n in (6,):
+        (halves.checkpoint_step(n)).rename(tmp_path / "moved")
+    assert resolve_resume(halves.checkpoints, "latest").step == 3
+    assert_done(run_trainer(wider, 2, PRIMEHPC_RESUME_STEP="3"), wider)
+    c = weights(wider, 6)
+    for name in a:
+        torch.testing.assert_close(a[name], c[name], rtol=1e-4, atol=5e-6)
+
+
+def test_learning_rate_zero_changes_nothing(tmp_path: Path, model: Path) -> None:
+    paths = write_run(tmp_path / "zero", model, max_steps=2, trainer={"optim": {"lr": 0.0}, "threads_per_rank": 1})
+    write_batches(paths, range(1, 3), 1)
+    assert_done(run_trainer(paths), paths)
+    base, after = load_file(model / "model.safetensors"), weights(paths, 2)
+    assert all(torch.equal(base[name], after[name]) for name in base)
+
+
+def test_nan_stops_before_publishing(tmp_path: Path, model: Path) -> None:
+    broken = make_tiny_model(tmp_path / "broken", seed=3)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("inf")
+    from safetensors.torch import save_file
+
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    paths = write_run(tmp_path / "nan", broken)
+    write_batches(paths, range(1, 4), 1)
+    result = run_trainer(paths)
+    assert result.returncode != 0
+    status = read_status(paths.logs(1, "trainer"))
+    assert status is not None and status["state"] == "failed"
+    assert "step 1" in status["error"] and "rank 0" in status["error"] and "NonFiniteError" in status["error"]
+    assert list_versions(paths) == []
+
+
+def test_missing_batch_and_sigterm_end_the_process(tmp_path: Path, model: Path) -> None:
+    short = {"optim": {"lr": 1e-3}, "threads_per_rank": 1, "batch_timeout_s": 1}
+    paths = write_run(tmp_path / "nobatch", model, trainer=short)
+    assert run_trainer(paths).returncode != 0
+    status = read_status(paths.logs(1, "trainer"))
+    assert status is not None and "batch 1" in status["error"] and "batch_timeout_s" in status["error"]
+
+    paths = write_run(tmp_path / "term", model, trainer=short | {"batch_timeout_s": 600})
+    child = subprocess.Popen(
+        command(paths, 2),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_for_state(paths, "ready")
+        child.send_signal(signal.SIGTERM)
+        child.wait(timeout=10)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    status = read_status(paths.logs(1, "trainer"))
+    assert status is not None and status["state"] == "failed" and "SIGTERM" in status["error"]
+
+
+def wait_for_state(paths: RunPaths, state: str) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        status = read_status(paths.logs(1, "trainer"))
+        if status is not None and status["state"] == state:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no state {state} within 60 s")
+
+
+def test_sft_lowers_the_loss_and_resumes_exactly(tmp_path: Path, model: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    rows = [{"prompt": f"reverse {w} {i % 3}", "completion": w[::-1]} for i, w in enumerate(words * 8)]
+    data.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    sft = {"data": {"path": str(data), "batch_size": 16}}
+    trainer = {"optim": {"lr": 5e-3}, "threads_per_rank": 1, "scheduler": {"type": "constant", "warmup_steps": 2}}
+    common = {"kind": "sft", "sft": sft, "trainer": trainer}
+    whole = write_run(tmp_path / "sft", model, max_steps=24, **common)
+    assert_done(run_trainer(whole, 2), whole)
+    losses = [r["loss"] for r in read_metrics(whole.metrics("trainer"))]
+    assert losses[-1] < 0.5 * losses[0]
+    assert list_versions(whole) == [24]
+
+    one = write_run(tmp_path / "one", model, max_steps=6, **common)
+    assert_done(run_trainer(one), one)
+    two = write_run(tmp_path / "two", model, max_steps=3, ckpt={}, **common)
+    assert_done(run_trainer(two), two)
+    write_run(tmp_path / "two", model, max_steps=6, ckpt={"resume_step": "latest"}, **common)
+    assert_done(run_trainer(two), two)
+    a, b = weights(one, 6), weights(two, 6)
+    assert all(torch.equal(a[name], b[name]) for name in a)

@@ -1,0 +1,1 @@
+"""Shared pieces of the tests: a small tokenizer, a scripted token server, tasksets that misbehave."""

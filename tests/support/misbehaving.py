@@ -1,0 +1,77 @@
+"""A taskset whose reward function does what reward functions must not do. `kind` chooses what, `every` how often.
+
+Used by `tests/integration/test_envs.py` through its dotted name, as a user's own taskset would be.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import Literal
+
+import verifiers.v1 as vf
+
+__all__ = ["MisbehavingTaskset"]
+
+Kind = Literal["raises", "sleeps", "ignores_cancellation", "blocks_in_python", "blocks_in_c", "nan", "none"]
+
+
+class MisbehavingData(vf.TaskData):
+    """What this task's reward does."""
+
+    kind: Kind
+    active: bool
+
+
+class MisbehavingTask(vf.Task[MisbehavingData]):
+    """Gives 1.0, or misbehaves."""
+
+    @vf.reward
+    async def verdict(self, trace: vf.Trace) -> float:
+        """1.0 unless this task is an active one."""
+        if not self.data.active:
+            return 1.0
+        match self.data.kind:
+            case "raises":
+                raise RuntimeError("this task cannot be scored")
+            case "sleeps":
+                await asyncio.sleep(3600)
+            case "ignores_cancellation":
+                await _stay(20.0)
+            case "blocks_in_python":
+                deadline = time.monotonic() + 60
+                while time.monotonic() < deadline:
+                    pass
+            case "blocks_in_c":
+                time.sleep(25)
+            case "nan":
+                return float("nan")
+        return 1.0
+
+
+async def _stay(seconds: float) -> None:
+    """Sleep on, whoever cancels."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            await asyncio.sleep(0.2)
+        except asyncio.CancelledError:
+            continue
+
+
+class MisbehavingConfig(vf.TasksetConfig):
+    """Arguments."""
+
+    kind: Kind = "none"
+    every: int = 1
+    num_tasks: int = 30
+
+
+class MisbehavingTaskset(vf.Taskset[MisbehavingTask, MisbehavingConfig]):
+    """Tasks 0, 1, 2 ...; each `every`-th misbehaves."""
+
+    def load(self) -> Iterable[MisbehavingTask]:
+        """The tasks."""
+        for index in range(self.config.num_tasks):
+            active = (index + 1) % self.config.every == 0
+            data = MisbehavingData(prompt=f"task {index}", kind=self.config.kind, active=active)
+            yield MisbehavingTask(data, self.config.task)

@@ -1,0 +1,171 @@
+"""A stand-in for an inference server: `/inference/v1/generate` and friends, answering from a script.
+
+Deterministic, so that tests know every token. It answers what prime-hpc's own vLLM server answers, in vLLM 0.32's
+format, version spans included. In a test:
+
+    with ScriptedServer(tokenizer, reply) as server:      # reply(prompt_text, call_number) -> Reply or str
+        ... server.url ...
+
+As a process of its own (for benchmarks): `python -m tests.support.scripted_server TOKENIZER_DIR PORT`.
+"""
+
+import asyncio
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from aiohttp import web
+
+
+@dataclass
+class Reply:
+    """One scripted answer."""
+
+    text: str = ""
+    finish_reason: str = "stop"
+    """`stop` (the end token is added), `length` or `abort`."""
+    status: int = 200
+    delay_s: float = 0.0
+    spans: list[tuple[str, int, int | None]] | None = None
+    """Version spans (version, start, end), end None for the rest; default: all of the server's current version."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Replaces fields of the answer's choice."""
+
+
+Script = Callable[[str, int], Reply | str]
+
+
+def split_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a text that are not those which encoding it gives: the first longer one is spelled in single bytes."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    for index, token in enumerate(tokenizer.convert_ids_to_tokens(ids)):
+        if len(token) > 1 and not token.startswith("<"):
+            return [*ids[:index], *tokenizer.convert_tokens_to_ids(list(token)), *ids[index + 1 :]]
+    return ids
+
+
+def logprob_of(token_id: int, position: int) -> float:
+    """The log-probability that the server reports: a fixed function, which tests can recompute."""
+    return -((zlib.crc32(f"{token_id}:{position}".encode()) % 10_000) / 10_000 + 1e-4)
+
+
+class ScriptedServer:
+    """The server on a thread. `requests` holds what came in, `version` labels what goes out."""
+
+    def __init__(self, tokenizer: Any, script: Script, *, port: int = 0, max_model_len: int = 2048) -> None:
+        self.tokenizer = tokenizer
+        self.script = script
+        self.port = port
+        self.max_model_len = max_model_len
+        self.version = 0
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Base URL, as `base_url` is configured."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(10), "the scripted server did not start"
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._start())
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._runner.cleanup())
+        self._loop.close()
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=2**26)
+        app.add_routes(
+            [
+                web.post("/inference/v1/generate", self._generate),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+                web.get("/policy_version", self._policy_version),
+                web.post("/update_weights", self._update_weights),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        number = len(self.requests)
+        self.requests.append(body)
+        self.headers.append(dict(request.headers))
+        reply = self.script(self.tokenizer.decode(body["token_ids"]), number)
+        reply = Reply(reply) if isinstance(reply, str) else reply
+        if reply.delay_s:
+            await asyncio.sleep(reply.delay_s)
+        if reply.status != 200:
+            return web.json_response({"error": {"message": "scripted failure"}}, status=reply.status)
+        ids = split_tokens(self.tokenizer, reply.text)
+        finish_reason = reply.finish_reason
+        if finish_reason == "stop":
+            ids = [*ids, self.tokenizer.eos_token_id]
+        limit = body["sampling_params"]["max_tokens"]
+        if len(ids) > limit:
+            ids, finish_reason = ids[:limit], "length"
+        spans = reply.spans or [(str(self.version), 0, None)]
+        choice = {
+            "index": 0,
+            "finish_reason": finish_reason,
+            "stop_reason": None,
+            "token_ids": ids,
+            "logprobs": {
+                "content": [{"token_id": t, "logprob": logprob_of(t, i), "rank": 1} for i, t in enumerate(ids)]
+            },
+            "weight_versions": [{"version": v, "start": s, "end": len(ids) if e is None else e} for v, s, e in spans],
+        }
+        return web.json_response({"request_id": f"scripted-{number}", "choices": [choice | reply.overrides]})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "policy", "max_model_len": self.max_model_len}]})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _policy_version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self.version})
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        changed, self.version = self.version != body["version"], body["version"]
+        return web.json_response({"version": self.version, "path": body["path"], "changed": changed})
+
+
+def reverse_last_user(prompt: str, number: int) -> str:
+    """The answer to reverse-text: the last user message, reversed."""
+    return prompt.rsplit("<|im_start|>user\n", 1)[1].split("<|im_end|>", 1)[0][::-1]
+
+
+def main(tokenizer_dir: str, port: str) -> None:
+    """Answer reverse-text until killed."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+    with ScriptedServer(tokenizer, reverse_last_user, port=int(port)) as server:
+        print(server.url, flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,78 @@
+"""A tiny Qwen3 (about 60k parameters) with a tokenizer, and batches for it, made on the spot."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from prime_hpc.store.batches import RankBatch
+from tests.support.tiny_tokenizer import make_tokenizer
+
+CHATML = """
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+"""Has the prefix property."""
+
+STRIPPING = """
+{%- for message in messages -%}
+{%- set content = message.content -%}
+{%- if message.role == 'assistant' and not loop.last and '</think>' in content -%}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
+{%- endif -%}
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+"""Takes the think sections out of earlier turns, as Qwen3's template does: no prefix property."""
+
+
+def make_tiny_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
+    """Write config, random weights and tokenizer; 2 layers, 4 query and 2 key-value heads."""
+    tokenizer = make_tokenizer(folder)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2,  # peaked distributions: ratios and entropies that differ
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def random_rank_batch(
+    lengths_of_micro: list[list[int]], *, seed: int, vocab_size: int = 300, step: int = 1
+) -> RankBatch:
+    """A scripted RL batch of one rank: random tokens, a prompt of about a third of each sequence."""
+    rng = np.random.default_rng(seed)
+    lengths = np.array([n for micro in lengths_of_micro for n in micro], dtype=np.int64)
+    total, num = int(lengths.sum()), len(lengths)
+    mask = np.concatenate([np.zeros(0, bool), *(np.arange(n) >= max(1, n // 3) for n in lengths)])
+    return RankBatch(
+        token_ids=rng.integers(0, vocab_size, total).astype(np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, rng.normal(-6, 2, total), 0).astype(np.float32),
+        versions=np.where(mask, step - 1, -1).astype(np.int32),
+        advantages=np.repeat(rng.standard_normal(num), lengths).astype(np.float32),
+        seq_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        micro_offsets=np.concatenate([[0], np.cumsum([len(m) for m in lengths_of_micro])]).astype(np.int64),
+        temperatures=rng.choice([0.7, 1.0], num).astype(np.float32),
+        rewards=rng.random(num).astype(np.float32),
+        sample_ids=np.arange(num, dtype=np.int64),
+        group_ids=np.arange(num, dtype=np.int64) // 2,
+        env_ids=np.zeros(num, np.int32),
+    )

@@ -1,0 +1,159 @@
+"""From groups to rank batches: every token keeps its id, mask, log-probability and version, and gets its advantage."""
+
+import numpy as np
+import pytest
+
+from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.envs.samples import EpisodeResult
+from prime_hpc.orchestrator.assemble import EPISODE_BITS, build_ranks, score_groups, train_samples
+from prime_hpc.orchestrator.episodes import is_retryable, is_server_error, to_episode
+from prime_hpc.orchestrator.groups import Group
+from prime_hpc.orchestrator.metrics import batch_metrics
+from prime_hpc.orchestrator.prompts import Prompt
+from prime_hpc.store.batches import RankBatch, read_rank_batch, write_batch
+from prime_hpc.store.layout import RunPaths
+from tests.support.episodes import failed_episode, failed_result, make_episode, make_result, make_sample
+
+
+def make_group(position: int, results: list[EpisodeResult | None], source: int = 0) -> Group:
+    slots = [failed_episode() if r is None else to_episode(r, 1000) for r in results]
+    return Group(Prompt(position, source, position, position), 0, 0, slots, num_ended=len(slots))
+
+
+def sequences(ranks: list[RankBatch]) -> dict[int, list[dict[str, np.ndarray]]]:
+    """Every sequence of a batch, by sample id."""
+    found: dict[int, list[dict[str, np.ndarray]]] = {}
+    for rank in ranks:
+        for s in range(rank.num_sequences):
+            tokens = slice(int(rank.seq_offsets[s]), int(rank.seq_offsets[s + 1]))
+            row = {
+                k: getattr(rank, k)[tokens] for k in ("token_ids", "loss_mask", "logprobs", "versions", "advantages")
+            }
+            row |= {k: getattr(rank, k)[s] for k in ("rewards", "group_ids", "env_ids", "temperatures")}
+            found.setdefault(int(rank.sample_ids[s]), []).append(row)
+    return found
+
+
+def test_every_token_arrives_with_its_own_values_and_its_episodes_advantage() -> None:
+    rng = np.random.default_rng(0)
+    groups = []
+    for position in range(6):
+        results: list[EpisodeResult | None] = []
+        for episode in range(4):
+            length = int(rng.integers(1, 30))
+            sample = make_sample(
+                rng.integers(0, 5, length).tolist(),
+                num_prompt=int(rng.integers(1, 9)),
+                first_token=1000 * position + 100 * episode,
+            )
+            results.append(make_result(samples=[sample], reward=float(rng.normal())))
+        if position == 2:
+            results[1] = None
+        groups.append(make_group(position, results, source=position % 2))
+    scored = score_groups(groups, AdvantageConfig(type="grpo_no_std"))
+    ranks = build_ranks(train_samples(scored), num_ranks=2, micro_batch_tokens=64, temperature=0.7)
+    found = sequences(ranks)
+    assert len(found) == 23
+    assert len({rank.num_micro_batches for rank in ranks}) == 1
+    for rank in ranks:
+        rank.check()
+        assert max(rank.tokens_of(m).stop - rank.tokens_of(m).start for m in range(rank.num_micro_batches)) <= 64
+    for group in groups:
+        usable = [e for e in group.slots if e.usable]
+        mean = np.mean([e.result.reward for e in usable])
+        for index, episode in enumerate(group.slots):
+            ident = group.prompt.position << EPISODE_BITS | index
+            if not episode.usable:
+                assert ident not in found
+                continue
+            [row], [sample] = found[ident], episode.result.samples
+            np.testing.assert_array_equal(row["token_ids"], sample.token_ids)
+            np.testing.assert_array_equal(row["loss_mask"], sample.loss_mask)
+            np.testing.assert_array_equal(row["logprobs"], sample.logprobs)
+            np.testing.assert_array_equal(row["versions"], sample.versions)
+            expected = np.where(sample.loss_mask, np.float32(episode.result.reward - mean), 0)
+            np.testing.assert_allclose(row["advantages"], expected, rtol=1e-6)
+            assert row["rewards"] == np.float32(episode.result.reward)
+            assert row["group_ids"] == group.prompt.position
+            assert row["env_ids"] == group.prompt.source
+            assert row["temperatures"] == np.float32(0.7)
+
+
+def test_branches_of_one_episode_share_sample_id_and_advantage() -> None:
+    two = make_result(samples=[make_sample([0, 0]), make_sample([1], first_token=500)], reward=1.0)
+    scored = score_groups([make_group(5, [two, make_result([0], reward=0.0)])], AdvantageConfig(type="grpo_no_std"))
+    found = sequences(build_ranks(train_samples(scored), num_ranks=1, micro_batch_tokens=50, temperature=1.0))
+    assert sorted(len(rows) for rows in found.values()) == [1, 2]
+    for row in found[5 << EPISODE_BITS]:
+        assert set(row["advantages"][row["loss_mask"]]) == {np.float32(0.5)}
+
+
+def test_groups_without_signal_are_dropped_or_kept_by_choice() -> None:
+    flat = make_group(0, [make_result([0], reward=1.0), make_result([0], reward=1.0)])
+    steep = make_group(1, [make_result([0], reward=1.0), make_result([0], reward=0.0)])
+    dropped = score_groups([flat, steep], AdvantageConfig(zero="drop"))
+    kept = score_groups([flat, steep], AdvantageConfig(zero="keep"))
+    assert {s.group_id for s in train_samples(dropped)} == {1}
+    assert {s.group_id for s in train_samples(kept)} == {0, 1}
+
+
+def test_a_batch_without_any_signal_keeps_its_smallest_group() -> None:
+    groups = [make_group(p, [make_result([0] * n), make_result([0] * n)]) for p, n in enumerate([5, 2, 9])]
+    samples = train_samples(score_groups(groups, AdvantageConfig(zero="drop")))
+    assert {s.group_id for s in samples} == {1}
+    assert all(s.advantage == 0 for s in samples)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_fewer_samples_than_ranks_still_gives_every_rank_as_many_micro_batches(num_ranks: int) -> None:
+    scored = score_groups([make_group(0, [make_result([0], reward=r) for r in (0.0, 1.0)])], AdvantageConfig())
+    ranks = build_ranks(train_samples(scored), num_ranks=num_ranks, micro_batch_tokens=8, temperature=1.0)
+    assert len(ranks) == num_ranks
+    assert len({rank.num_micro_batches for rank in ranks}) == 1
+    assert sum(rank.num_sequences for rank in ranks) == 2
+
+
+def test_a_batch_survives_the_store(tmp_path: object) -> None:
+    paths = RunPaths(tmp_path)  # type: ignore[arg-type]
+    scored = score_groups([make_group(3, [make_result([4, 5], reward=r) for r in (0.0, 1.0)])], AdvantageConfig())
+    ranks = build_ranks(train_samples(scored), num_ranks=2, micro_batch_tokens=16, temperature=1.0)
+    write_batch(paths, 1, ranks, state={}, meta={}, incarnation=0)
+    again = sequences([read_rank_batch(paths.rollouts_step(1), r) for r in range(2)])
+    for ident, rows in sequences(ranks).items():
+        for name, value in rows[0].items():
+            np.testing.assert_array_equal(value, again[ident][0][name])
+
+
+def test_an_episode_counts_its_sampled_tokens_and_versions() -> None:
+    episode = make_episode([2, 2, 5])
+    assert (episode.min_version, episode.max_version, episode.version_sum) == (2, 5, 9)
+    assert (episode.num_sampled_tokens, episode.num_prompt_tokens) == (3, 3)
+
+
+def test_what_may_not_train() -> None:
+    too_long = to_episode(make_result([0] * 20), seq_len=22)
+    assert not too_long.usable and "seq_len (22)" in too_long.reason
+    assert not to_episode(make_result([0], reward=float("nan")), 100).usable
+    assert not to_episode(make_result(samples=[]), 100).usable
+    assert to_episode(failed_result("TaskError: boom"), 100).reason == "TaskError: boom"
+
+
+def test_only_what_may_be_another_ones_fault_is_tried_again() -> None:
+    assert is_server_error(failed_result(error_type="ProviderError"))
+    assert is_retryable(failed_result(error_type="BlockedLoop"))
+    assert not is_server_error(failed_result(error_type="BlockedLoop"))
+    assert not is_retryable(failed_result(error_type="TaskError"))
+    assert not is_retryable(make_result([0]))
+
+
+def test_batch_metrics_say_lag_reward_and_signal() -> None:
+    groups = [
+        make_group(0, [make_result([3, 3], reward=1.0), make_result([1, 1], reward=0.0)], source=0),
+        make_group(1, [make_result([3], reward=0.5), make_result([3], reward=0.5)], source=1),
+    ]
+    row = batch_metrics(score_groups(groups, AdvantageConfig()), ["a", "b"], step=4)
+    assert row["reward/mean"] == pytest.approx(0.5)
+    assert row["reward/a/mean"] == pytest.approx(0.5)
+    assert row["lag/max"] == 2
+    assert row["lag/mean"] == pytest.approx(4 / 6)
+    assert (row["groups/trained"], row["groups/zero_signal"]) == (1, 1)

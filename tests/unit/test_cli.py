@@ -1,0 +1,171 @@
+"""The command line as a user meets it: exit codes, what goes to which stream, what is handed to launch."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc import cli, launch
+from prime_hpc.config import ConfigError, Loaded
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+ENV = ["--orchestrator.env", '[{"id": "reverse-text"}]']
+
+
+@pytest.fixture
+def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the command line hands to `prime_hpc.launch`, which then starts nothing."""
+    calls: list[tuple[Any, ...]] = []
+
+    def submit(loaded: Loaded, *, follow: bool, dry_run: bool) -> int:
+        calls.append(("submit", loaded, follow, dry_run))
+        return 0
+
+    def run(loaded: Loaded) -> int:
+        calls.append(("run", loaded))
+        return 1
+
+    def run_role(loaded: Loaded, role: str) -> int:
+        calls.append(("run_role", loaded, role))
+        return 0
+
+    def plan_text(loaded: Loaded) -> str:
+        calls.append(("plan", loaded))
+        return f"plan of {loaded.experiment.name}\n"
+
+    for function in (submit, run, run_role, plan_text):
+        monkeypatch.setattr(launch, function.__name__, function, raising=False)
+    return calls
+
+
+def console(name: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", [name, *argv])
+    code = getattr(cli, name)()
+    assert isinstance(code, int)
+    return code
+
+
+def test_overview_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(f"  {verb}" in page for verb in cli.VERBS)
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err == page
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("prime-hpc 0.")
+
+
+def test_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sumbit", "a.yaml"]) == 2
+    assert "no verb 'sumbit'; did you mean submit?" in capsys.readouterr().err
+    assert cli.main(["xyzzy"]) == 2
+    assert "there are submit, plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_has_help_and_starts_nothing(
+    verb: str, handed: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([verb, "--seed", "x", "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: prime-hpc {verb}")
+    assert not handed
+
+
+def test_submit_flags_are_its_own(handed: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    path.write_text("seed: 4\norchestrator: {env: [{id: x}]}\n")
+    assert cli.main(["submit", str(path)]) == 0
+    assert cli.main(["submit", "--no-follow", "@", str(path), "--dry-run", "--max-steps", "3"]) == 0
+    (_, first, follow, dry_run), (_, second, second_follow, second_dry_run) = handed
+    assert (follow, dry_run, first.experiment.seed) == (True, False, 4)
+    assert (second_follow, second_dry_run, second.experiment.max_steps) == (False, True, 3)
+    assert second.files == [str(path)]
+
+
+def test_plan_prints_and_entrypoints_return_the_launchers_code(
+    handed: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["plan", *ENV, "--name", "n"]) == 0
+    assert capsys.readouterr().out == "plan of n\n"
+    assert console("rl", ENV, monkeypatch) == 1
+    assert console("sft", ["--data.type", "fake"], monkeypatch) == 1
+    assert [call[1].experiment.kind for call in handed[1:]] == ["rl", "sft"]
+
+
+@pytest.mark.parametrize("role", cli.ROLES)
+def test_roles_alone(role: str, handed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ENV if role == "orchestrator" else []
+    assert console(role, argv, monkeypatch) == 0
+    assert cli.main([role, *argv]) == 0
+    assert [(call[0], call[2]) for call in handed] == [("run_role", role)] * 2
+
+
+def test_a_wrong_config_is_exit_code_2_and_starts_nothing(
+    handed: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["rl", "--sead", "1", "@", "no-such.yaml"]) == 2
+    streams = capsys.readouterr()
+    assert streams.out == "" and "Traceback" not in streams.err
+    assert streams.err.startswith("prime-hpc rl: error: 2 problems")
+    assert not handed
+
+
+def test_what_launch_finds_wrong_with_the_config_is_exit_code_2(
+    handed: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(loaded: Loaded) -> int:
+        raise ConfigError("model.name: no weights there")
+
+    monkeypatch.setattr(launch, "run", run)
+    assert cli.main(["rl", *ENV]) == 2
+    assert capsys.readouterr().err == "prime-hpc rl: error: model.name: no weights there\n"
+
+
+def test_ctrl_c_is_130(handed: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(loaded: Loaded) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "run", run)
+    assert cli.main(["rl", *ENV]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_warnings_go_to_standard_error(
+    handed: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIME_MAX_STEP", "3")
+    assert cli.main(["plan", *ENV]) == 0
+    assert "warning: environment variable PRIME_MAX_STEP" in capsys.readouterr().err
+
+
+def test_help_into_a_closed_pipe_is_quiet() -> None:
+    code = "import sys; from prime_hpc.cli import rl; sys.argv = ['rl', '--help']; sys.exit(rl())"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    error = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0
+    assert error == b""
+
+
+def test_bench_tool_refuses_an_unknown_benchmark() -> None:
+    command = [sys.executable, str(CHECKOUT / "tools" / "bench"), "no-such"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2 and "cli" in result.stderr
+
+
+def test_bench_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("benchmark_cli", CHECKOUT / "tools" / "benchmarks" / "cli.py")
+    assert spec is not None and spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setattr(benchmark, "ROUNDS", 1)
+    figures = json.loads(json.dumps(benchmark.run()))
+    assert figures["heavy_imports"] == {name: [] for name in figures["seconds"]}
+    assert figures["exit_codes"]["rl --help"] == 0
+    assert all(name in benchmark.render(figures) for name in figures["seconds"])

@@ -1,0 +1,229 @@
+"""What a user is told: file, line, key, what is wrong, the nearest valid key; everything at once."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import ConfigError, Experiment, load_experiment
+from prime_hpc.config.errors import nearest_path
+from prime_hpc.config.files import dump_yaml, parse_toml, parse_yaml
+from prime_hpc.config.schema import all_paths
+
+
+def problems(argv: list[str], entrypoint: str = "trainer", environ: dict[str, str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_experiment(argv, entrypoint, environ or {})
+    assert caught.value.exit_code == 2
+    return [str(problem) for problem in caught.value.problems]
+
+
+def of_file(path: Path, text: str, entrypoint: str = "trainer") -> list[str]:
+    path.write_text(text)
+    return problems(["@", str(path)], entrypoint)
+
+
+def test_unknown_key_in_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    (problem,) = of_file(path, "seed: 1\n\norchestrator:\n  rollout_per_example: 4\n")
+    assert problem == (
+        f"{path}:4: orchestrator.rollout_per_example: unknown key; did you mean orchestrator.rollouts_per_example?"
+    )
+
+
+def test_unknown_key_in_toml_and_through_an_optional_section(tmp_path: Path) -> None:
+    path = tmp_path / "exp.toml"
+    (problem,) = of_file(path, "seed = 1\n[model.ac]\nfrequency = 2\n")
+    assert problem.startswith(f"{path}:3: model.ac.frequency: unknown key; did you mean model.ac.freq")
+
+
+def test_unknown_key_in_a_list_of_sections(tmp_path: Path) -> None:
+    path = tmp_path / "exp.toml"
+    text = '[[orchestrator.env]]\nid = "a"\n[[orchestrator.env]]\nid = "b"\nration = 3\n'
+    (problem,) = of_file(path, text)
+    assert problem.startswith(
+        f"{path}:5: orchestrator.env.1.ration: unknown key; did you mean orchestrator.env.1.ratio?"
+    )
+
+
+def test_unknown_flag_names_the_full_path() -> None:
+    assert "--trainer.optim.lr?" in problems(["--lr", "3"], "rl")[0]
+    assert "--max-steps?" in problems(["--max-step", "3"])[0]
+    assert "--trainer.optim.max-norm?" in problems(["--optim.max-nrom", "3"])[0]
+
+
+def test_no_far_fetched_suggestion() -> None:
+    (problem,) = problems(["--zzzzqqq", "3"])
+    assert problem.endswith("unknown key")
+    assert nearest_path("qqqq.zzzz", all_paths()) is None
+
+
+def test_unknown_key_of_a_component_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text("[optim]\nlearning_rat = 3\n")
+    (problem,) = problems(["--trainer", "@", str(path)])
+    assert f"{path}:2: optim.learning_rat" in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key", "said"),
+    [
+        ("seed: 1\nmax_steps: ten\n", 2, "max_steps", "expected an integer, got 'ten'"),
+        ("max_steps: 1.5\n", 1, "max_steps", "expected an integer, got 1.5"),
+        ("max_steps: true\n", 1, "max_steps", "expected an integer, got true"),
+        ("max_steps: 0\n", 1, "max_steps", "must be greater than or equal to 1, got 0"),
+        ("model:\n  dtype: fp8\n", 2, "model.dtype", "expected one of float32, bfloat16, float16, got 'fp8'"),
+        ("model:\n  - a\n", 1, "model", "expected a section of keys"),
+        ("model:\n  compile: maybe\n", 2, "model.compile", "expected true or false, got 'maybe'"),
+        ("name: 3\n", 1, "name", "expected text, got 3"),
+        ("name: a/b\n", 1, "name", "pattern"),
+        ("inference_gpu_ids: {a: 1}\n", 1, "inference_gpu_ids", "expected a list (an integer) or null"),
+        ("ckpt:\n  resume_step: first\n", 2, "ckpt.resume_step", "expected an integer or latest or null, got 'first'"),
+        ("trainer:\n  optim:\n    betas: [1, 2, 3]\n", 3, "trainer.optim.betas", "expected a list of 2 (a number)"),
+        (
+            "orchestrator:\n  client:\n    base_url: 5\n",
+            3,
+            "orchestrator.client.base_url",
+            "expected a list (text) or text",
+        ),
+        ("orchestrator:\n  env:\n    - ratio: 2\n", 3, "orchestrator.env.0.id", "must be stated"),
+        ("orchestrator:\n  env:\n    id: x\n", 2, "orchestrator.env", "[[orchestrator.env]]"),
+        ("inference:\n  vllm: 3\n", 2, "inference.vllm", "expected a mapping, got 3"),
+    ],
+)
+def test_wrong_values(tmp_path: Path, text: str, line: int, key: str, said: str) -> None:
+    path = tmp_path / "exp.yaml"
+    (problem,) = of_file(path, text)
+    assert problem.startswith(f"{path}:{line}: {key}: ")
+    assert said in problem
+
+
+def test_relations_between_keys_say_where_each_is_stated(tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    text = "orchestrator:\n  batch_size: 10\n  rollouts_per_example: 4\n  env: [{id: x}]\n"
+    (problem,) = of_file(path, text, "rl")
+    assert "must be a multiple" in problem and f"{path}:2" in problem and f"{path}:3" in problem
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--orchestrator.rollouts-per-example", "1"], "must be at least 2"),
+        (["--orchestrator.sampling.max-tokens", "100", "--seq-len", "100"], "cannot fit"),
+        (["--trainer.micro-batch-tokens", "10"], "would not fit"),
+    ],
+)
+def test_impossible_experiments(argv: list[str], said: str) -> None:
+    (problem,) = problems(["--orchestrator.env", '[{"id": "x"}]', *argv], "rl")
+    assert said in problem
+
+
+def test_rl_without_environments_and_sft_without_data() -> None:
+    assert "orchestrator.env" in problems([], "rl")[0]
+    assert "sft.data.path" in problems([], "sft")[0]
+
+
+def test_everything_at_once_and_no_consequences(tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    path.write_text("sead: 1\nmax_steps: ten\norchestrator:\n  batch_size: 4\n  rollout_per_example: 4\n")
+    found = problems(["@", str(path), "@", str(tmp_path / "no.yaml"), "--lr", "3"], "rl", {"PRIME_MODEL__NAEM": "x"})
+    assert len(found) == 6, found
+    assert not any("multiple" in problem for problem in found)  # follows from the misspelt key
+
+
+def test_render_is_one_line_or_a_list(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_experiment(["--sead", "1"], "trainer", {})
+    assert caught.value.render().startswith("error: command line (--sead): sead: unknown key")
+    with pytest.raises(ConfigError) as caught:
+        load_experiment(["--sead", "1", "--lrr", "2"], "trainer", {})
+    assert caught.value.render().startswith("error: 2 problems in the configuration\n  command line")
+
+
+def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "reverse_text.yaml").write_text("")
+    (problem,) = problems(["@", str(tmp_path / "reverse_tex.yaml")])
+    assert "no such file" in problem and "has reverse_text.yaml" in problem
+    assert "reverse_text.yaml" in problems([f"@{tmp_path}/reverse_text.toml"])[0]
+    assert "does not exist" in problems(["@", str(tmp_path / "no" / "such" / "a.yaml")])[0]
+    assert "is a directory" in problems(["@", str(tmp_path)])[0]
+    (tmp_path / "a.txt").write_text("")
+    assert "must end in" in problems(["@", str(tmp_path / "a.txt")])[0]
+
+
+def test_missing_base_says_who_asked(tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    (problem,) = of_file(path, "seed: 1\nbase: common.yaml\n")
+    assert problem.startswith(f"{path}:2: {tmp_path}/common.yaml: no such file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_file(tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    path.write_text("")
+    path.chmod(0)
+    assert "Permission denied" in problems(["@", str(path)])[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("a.yaml", "seed: 1\nmodel: {name: x\nmax_steps: 3\n", 3),
+        ("a.yaml", "seed: 1\n\tmodel: 1\n", 2),
+        ("a.yaml", "- 1\n- 2\n", 1),
+        ("a.yaml", "seed: 1\nname: a\nseed: 2\n", 3),
+        ("a.yaml", "seed: &a\n  b: *a\n", 2),
+        ("a.yaml", "seed: !!python/object:os.system {}\n", 1),
+        ("a.toml", "seed = 1\nname = \n", 2),
+        ("a.toml", "seed = 1\n[model\n", 2),
+    ],
+)
+def test_syntax_errors_have_a_line(tmp_path: Path, name: str, text: str, line: int) -> None:
+    path = tmp_path / name
+    (problem,) = of_file(path, text)
+    assert problem.startswith(f"{path}:{line}: ")
+
+
+def test_toml_key_stated_twice(tmp_path: Path) -> None:
+    (problem,) = of_file(tmp_path / "a.toml", "seed = 1\nseed = 2\n")
+    assert "seed" in problem and "TOML" in problem
+
+
+def test_lines_of_toml() -> None:
+    text = (
+        'a = 1\n"b" = """\nx = 2\n"""\n[t]\n  c.d = 3 # e = 4\n[[t.l]]\nf = 1\n[[t.l]]\nf = [\n 1,\n]\n[t.l.g]\nh = 1\n'
+    )
+    _, lines = parse_toml(text, "x.toml")
+    assert lines[("a",)] == 1 and lines[("b",)] == 2 and ("x",) not in lines
+    assert lines[("t", "c", "d")] == 6
+    assert (lines[("t", "l", "0", "f")], lines[("t", "l", "1", "f")], lines[("t", "l", "1", "g", "h")]) == (8, 10, 14)
+
+
+def test_yaml_scalars() -> None:
+    data, lines = parse_yaml(
+        "a: 1e-6\nb: 2024-01-01\non: [1, .5, -2E3]\nc: 'x'\n1: yes\nd: {<<: {e: 1}, f: 2}\n", "x.yaml"
+    )
+    assert data == {
+        "a": 1e-6,
+        "b": "2024-01-01",
+        "on": [1, 0.5, -2000.0],
+        "c": "x",
+        "1": True,
+        "d": {"e": 1, "f": 2},
+    }
+    assert lines[("on",)] == 3 and lines[("on", "1")] == 3 and lines[("d", "f")] == 6
+
+
+@pytest.mark.parametrize(
+    "value", ["1e-6", "1e5", "2024-01-01", "on", "null", "", "a: b", "1.", "${x}", "é", "-", 1e-6, 1e22, -0.5]
+)
+def test_yaml_round_trip_of_scalars(value: object) -> None:
+    data, _ = parse_yaml(dump_yaml({"k": value}), "x.yaml")
+    assert data == {"k": value} and type(data["k"]) is type(value)
+
+
+def test_an_empty_section_states_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("model:\n  # name: x\ntrainer:\ninference:\n  vllm:\norchestrator:\n  env:\n")
+    experiment = load_experiment(["@", str(path)], "trainer", {}).experiment
+    assert experiment.model == Experiment().model and experiment.inference is not None

@@ -1,0 +1,59 @@
+"""The help pages, read from source, say what the pydantic models hold."""
+
+import pytest
+
+from prime_hpc.config.help import help_text, walk
+from prime_hpc.config.schema import all_paths, resolve
+
+
+def test_help_knows_every_key_and_each_has_a_docstring() -> None:
+    documented = {path: item for path, item, _ in walk()}
+    assert set(documented) == set(all_paths())
+    assert not [path for path, item in documented.items() if not item.doc]
+
+
+def test_help_knows_the_defaults() -> None:
+    """A default that is not stated in the class body (a factory, say) would be missing from the page."""
+    for path, item, inner in walk():
+        node = resolve(tuple(path.split(".")))
+        assert node is not None
+        if not inner:
+            parent = resolve(tuple(path.split(".")[:-1])) if "." in path else None
+            assert item.default is not None or (parent is not None and path.endswith(".id")), path
+
+
+def test_root_page_lists_every_flag() -> None:
+    page = help_text("rl", "rl ...", "summary")
+    for path, item, inner in walk():
+        if not inner or "| None" in item.annotation or "list[" in item.annotation:
+            assert f"--{path.replace('_', '-').replace('.0.', '.N.')}" in page, path
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "present", "absent"),
+    [
+        (
+            "inference",
+            ["--server.port INT", "--max-model-len", "--model.name", "--ckpt.interval"],
+            ["--trainer.optim.lr"],
+        ),
+        ("trainer", ["--optim.lr", "--data.fake", "--max-steps"], ["--server.port", "--trainer.optim.lr"]),
+        ("sft", ["--data.type jsonl|fake", "--optim.lr"], ["--batch-size INT"]),
+        ("orchestrator", ["--env.N.id", "--eval.interval", "--client.api-key-var"], ["--optim.lr"]),
+    ],
+)
+def test_component_pages_need_no_prefix(entrypoint: str, present: list[str], absent: list[str]) -> None:
+    lines = help_text(entrypoint, "usage", "summary", "  --own-flag").splitlines()
+    assert "  --own-flag" in lines
+    flags = [line.strip() for line in lines if line.startswith("  --")]
+    for flag in present:
+        assert any(line.startswith(flag) for line in flags), flag
+    for flag in absent:
+        assert not any(line.startswith(flag) for line in flags), flag
+
+
+def test_bounds_and_defaults_are_shown() -> None:
+    page = " ".join(help_text("rl", "rl", "summary").split())
+    assert "Optimizer updates in all, also after a resume. [>= 1; default 100]" in page
+    assert "[default outputs]" in page and "[default Qwen/Qwen3-0.6B]" in page
+    assert "--model.dtype float32|bfloat16|float16" in page

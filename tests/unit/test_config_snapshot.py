@@ -1,0 +1,114 @@
+"""What is written into the run directory loads back as the same experiment."""
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import ConfigError, Experiment, load_experiment, load_run, write_snapshot
+from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
+
+TREE = {
+    "name": "snap",
+    "seed": 3,
+    "max_steps": 7,
+    "seq_len": 256,
+    "model": {"name": "/models/starter", "dtype": "float32", "ac": {"freq": 2}},
+    "ckpt": {"interval": 2, "path": "/scratch/c", "resume_step": "latest"},
+    "trainer": {"num_ranks": 2, "optim": {"lr": 1e-6, "betas": [0.8, 0.95]}, "loss": {"delta": float("inf")}},
+    "orchestrator": {
+        "batch_size": 16,
+        "rollouts_per_example": 4,
+        "sampling": {"max_tokens": 64, "extra": {"min_p": 0.0, "stop": ["a", "\u00e9\n"]}},
+        "env": [
+            {"id": "reverse-text", "args": {"split": "1e-6", "deep": {"a": [1, {"b": None}]}}, "max_turns": None},
+            {"id": "calculator", "ratio": 2},
+        ],
+        "eval": {"interval": 5, "env": [{"id": "reverse-text"}]},
+        "client": {"base_url": ["http://a:1/v1", "http://b:2/v1"]},
+    },
+    "inference": {"data_parallel_size": 2, "vllm": {"x": None, "y": {"z": "null"}}},
+    "sft": {"data": {"path": "data/x.jsonl", "loss_roles": ["assistant", "tool"]}, "save_interval": 5},
+}
+
+
+def role_files(run_dir: Path, *components: str) -> list[str]:
+    return [token for name in components for token in (f"--{name}", "@", str(run_dir / "configs" / f"{name}.toml"))]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [TREE, {}, {"orchestrator": {"env": [{"id": "x"}]}, "inference": {}}, {"kind": "sft", "wandb": {"name": "n"}}],
+)
+def test_run_yaml_round_trip(tmp_path: Path, tree: dict) -> None:
+    experiment = Experiment.model_validate(tree)
+    write_snapshot(experiment, tmp_path / "run", ["rl"])
+    assert load_run(tmp_path / "run") == experiment
+
+
+def test_role_files_load_as_the_same_tree(tmp_path: Path) -> None:
+    experiment = Experiment.model_validate(TREE)
+    write_snapshot(experiment, tmp_path, ["rl"])
+    argv = role_files(tmp_path, "trainer", "orchestrator", "inference", "sft")
+    assert load_experiment(argv, "rl", {}).experiment == experiment
+    # Each role's file alone brings the role's section and all that is shared.
+    alone = load_experiment(["@", str(tmp_path / "configs" / "inference.toml")], "inference", {}).experiment
+    assert (alone.inference, alone.model, alone.seq_len) == (experiment.inference, experiment.model, 256)
+    alone = load_experiment(["@", str(tmp_path / "configs" / "sft.toml")], "sft", {}).experiment
+    assert (alone.sft, alone.trainer, alone.seed) == (experiment.sft, experiment.trainer, 3)
+
+
+def test_three_role_files_are_the_whole_of_an_rl_run(tmp_path: Path) -> None:
+    experiment = Experiment.model_validate({**TREE, "sft": {}})
+    write_snapshot(experiment, tmp_path, ["rl"])
+    argv = role_files(tmp_path, "trainer", "orchestrator", "inference")
+    assert load_experiment(argv, "rl", {}).experiment == experiment
+
+
+def test_a_section_that_is_off_has_no_file(tmp_path: Path) -> None:
+    write_snapshot(Experiment.model_validate(TREE), tmp_path, ["rl"])
+    assert (tmp_path / "configs" / "inference.toml").exists()
+    write_snapshot(Experiment.model_validate({**TREE, "inference": None}), tmp_path, ["rl"])
+    assert not (tmp_path / "configs" / "inference.toml").exists()
+
+
+def test_lock_holds_what_made_the_run_and_no_secret(tmp_path: Path) -> None:
+    experiment = Experiment.model_validate({**TREE, "inference": {"api_key": "hush-hush"}})
+    command = ["rl", "--inference.api-key", "hush-hush", "--inference.api_key=hush-hush", "--seed", "3"]
+    write_snapshot(experiment, tmp_path, command)
+    text = (tmp_path / "lock.json").read_text()
+    lock = json.loads(text)
+    assert "hush-hush" not in text
+    assert lock["command"] == ["rl", "--inference.api-key", "***", "--inference.api_key=***", "--seed", "3"]
+    assert lock["packages"]["pydantic"] and lock["python"] and lock["host"] and lock["time"].endswith("+00:00")
+    for name in ("run.yaml", "configs/inference.toml"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    assert load_run(tmp_path) == experiment
+
+
+def test_nothing_temporary_stays(tmp_path: Path) -> None:
+    write_snapshot(Experiment(), tmp_path, [])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["configs", "lock.json", "run.yaml"]
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_load_run_of_nothing_and_of_a_broken_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is .* a run directory"):
+        load_run(tmp_path)
+    (tmp_path / "run.yaml").write_text("seed: 1\nmax_steps: x\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:2: max_steps: expected an integer"):
+        load_run(tmp_path)
+    (tmp_path / "run.yaml").write_text("seed: 1\nold_key: x\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:2: old_key"):
+        load_run(tmp_path)
+
+
+def test_a_role_started_by_hand_reads_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "roles" / "trainer"
+    write_snapshot(Experiment(seed=1), tmp_path, [])
+    write_snapshot(Experiment(seed=2), own, [])
+    monkeypatch.setenv(RUN_YAML_VARIABLE, str(own / "run.yaml"))
+    assert load_run(tmp_path).seed == 2
+    monkeypatch.delenv(RUN_YAML_VARIABLE)
+    assert load_run(tmp_path).seed == 1

@@ -1,0 +1,156 @@
+"""From traces to samples and verdicts, on traces built by hand (no server, no environment)."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prime_hpc.envs.samples import EpisodeState, episode_result, find_problem, trace_samples
+
+Node = SimpleNamespace
+
+
+def prompt_node(*ids: int, role: str = "user") -> Any:
+    return Node(
+        sampled=False,
+        token_ids=list(ids),
+        mask=[False] * len(ids),
+        logprobs=[],
+        message=SimpleNamespace(role=role, content="hello"),
+    )
+
+
+def reply_node(scaffold: list[int], ids: list[int], version: int = 0) -> Any:
+    return Node(
+        sampled=True,
+        token_ids=[*scaffold, *ids],
+        mask=[False] * len(scaffold) + [True] * len(ids),
+        logprobs=[-0.5 - i for i in range(len(ids))],
+        versions=np.full(len(ids), version, dtype=np.int32),
+        message=SimpleNamespace(role="assistant", content="hi", tool_calls=None),
+    )
+
+
+def make_trace(*paths: list[Any], **changes: Any) -> Any:
+    nodes = list({id(node): node for path in paths for node in path}.values())
+    defaults = {
+        "nodes": nodes,
+        "branches": [SimpleNamespace(nodes=path, trainable=True) for path in paths],
+        "agent": SimpleNamespace(trainable=True),
+        "ok": True,
+        "is_timeout": False,
+        "is_truncated": False,
+        "stop_condition": "agent_completed",
+        "errors": [],
+        "calls": [SimpleNamespace(error=None, finish_reason="stop")],
+        "rewards": {"r": SimpleNamespace(value=0.75)},
+        "reward": 0.75,
+        "metrics": {"exact": 0.0, "unscored": None, "odd": math.nan},
+        "num_turns": sum(node.sampled for node in nodes),
+    }
+    return SimpleNamespace(**(defaults | changes))
+
+
+def make_episode(*traces: Any, **changes: Any) -> Any:
+    return SimpleNamespace(**({"ok": True, "is_timeout": False, "errors": [], "traces": list(traces)} | changes))
+
+
+def versions_of(node: Any) -> np.ndarray | None:
+    return node.versions
+
+
+def test_one_branch_keeps_every_token_in_order() -> None:
+    turns = [prompt_node(1, 2), reply_node([3], [4, 5], 6), prompt_node(7), reply_node([8, 9], [10], 7)]
+    (sample,) = trace_samples(make_trace(turns), versions_of)
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 7, 8, 9, 10]
+    assert sample.loss_mask.tolist() == [False, False, False, True, True, False, False, False, True]
+    assert sample.logprobs.tolist() == [0, 0, 0, -0.5, -1.5, 0, 0, 0, -0.5]
+    assert sample.versions.tolist() == [-1, -1, -1, 6, 6, -1, -1, -1, 7]
+    assert (sample.token_ids.dtype, sample.loss_mask.dtype) == (np.int32, np.bool_)
+    assert (sample.logprobs.dtype, sample.versions.dtype) == (np.float32, np.int32)
+    assert (sample.num_turns, sample.min_version, sample.num_loss_tokens) == (2, 6, 3)
+
+
+def test_a_shared_reply_trains_in_the_first_branch_only() -> None:
+    start, shared = prompt_node(1), reply_node([2], [3])
+    first, second = [prompt_node(4), reply_node([], [5])], [prompt_node(6), reply_node([], [7])]
+    samples = trace_samples(make_trace([start, shared, *first], [start, shared, *second]), versions_of)
+    assert [s.token_ids.tolist() for s in samples] == [[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]]
+    assert [s.loss_mask.tolist() for s in samples] == [[False, False, True, False, True], [False] * 4 + [True]]
+    assert [s.num_turns for s in samples] == [2, 1]
+    assert samples[1].versions.tolist() == [-1, -1, -1, -1, 0]
+
+
+def test_branches_without_anything_new_to_train_give_no_sample() -> None:
+    start, shared = prompt_node(1), reply_node([2], [3])
+    trace = make_trace([start, shared], [start, shared, prompt_node(4)])
+    assert len(trace_samples(trace, versions_of)) == 1
+    trace.branches[0].trainable = False  # a rejected attempt must not claim the shared reply
+    (sample,) = trace_samples(trace, versions_of)
+    assert sample.loss_mask.tolist() == [False, False, True, False]
+    assert trace_samples(make_trace([start, shared], agent=SimpleNamespace(trainable=False)), versions_of) == []
+
+
+def error(kind: str = "TaskError", text: str = "boom\n  at line 3") -> Any:
+    return SimpleNamespace(type=kind, message=text)
+
+
+# The rows are verifiers' behaviours: `ok` stays true for deadlines, unscored rewards and aborted generations.
+VERDICTS = [
+    ("good", {}, {}, None, ""),
+    ("provider error", {"ok": False, "errors": [error("ProviderError", "500")]}, {"ok": False}, "failed", "500"),
+    ("agent deadline", {"is_timeout": True, "stop_condition": "agent_timeout"}, {}, "timeout", "agent_timeout"),
+    ("scoring deadline", {"is_timeout": True, "rewards": {"r": None}}, {}, "timeout", "deadline"),
+    ("reward raises", {"ok": False, "errors": [error()]}, {"ok": False}, "failed", "TaskError: boom at line 3"),
+    ("reward missing", {"rewards": {"r": None}}, {}, "failed", "'r' was not computed"),
+    ("no reward at all", {"rewards": {}}, {}, "failed", "no reward"),
+    ("reward nan", {"rewards": {"r": SimpleNamespace(value=math.nan)}}, {}, "failed", "nan"),
+    ("reward inf", {"rewards": {"r": SimpleNamespace(value=math.inf)}}, {}, "failed", "inf"),
+    ("aborted", {"calls": [SimpleNamespace(error=None, finish_reason=None)]}, {}, "failed", "aborted"),
+    ("failed call, handled", {"calls": [SimpleNamespace(error=error(), finish_reason=None)]}, {}, None, ""),
+    ("truncated", {"is_truncated": True, "stop_condition": "max_turns"}, {}, None, ""),
+    ("recovered after retries", {"errors": [error()]}, {}, None, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("trace", "episode", "state", "reason"), [v[1:] for v in VERDICTS], ids=[v[0] for v in VERDICTS]
+)
+def test_verdict(trace: dict[str, Any], episode: dict[str, Any], state: str | None, reason: str) -> None:
+    made = make_episode(make_trace([prompt_node(1), reply_node([2], [3])], **trace), **episode)
+    result = episode_result(made, versions_of, 1.0)
+    assert result.usable == (state is None)
+    assert result.state == (state or EpisodeState.COMPLETED)
+    assert reason in result.reason
+    assert bool(result.samples) == result.usable
+    assert result.truncated == trace.get("is_truncated", False)
+
+
+def test_episode_deadline_leaves_no_traces() -> None:
+    problem = find_problem(make_episode(ok=False, is_timeout=True, errors=[error("TimeoutError")]))
+    assert problem is not None and problem.state is EpisodeState.TIMEOUT
+    problem = find_problem(make_episode())
+    assert problem is not None and problem.state is EpisodeState.FAILED
+
+
+@pytest.mark.parametrize("versions", [None, np.zeros(5, dtype=np.int32)])
+def test_tokens_of_unknown_version_do_not_train(versions: np.ndarray | None) -> None:
+    reply = reply_node([2], [3, 4])
+    reply.versions = versions
+    result = episode_result(make_episode(make_trace([prompt_node(1), reply])), versions_of, 1.0)
+    assert not result.usable and "version" in result.reason
+
+
+def test_replies_without_tokens_do_not_train() -> None:
+    empty = reply_node([], [])
+    result = episode_result(make_episode(make_trace([prompt_node(1), empty])), versions_of, 1.0)
+    assert not result.usable and result.error_type == "EmptyEpisode"
+
+
+def test_result_carries_finite_scores_and_texts() -> None:
+    result = episode_result(make_episode(make_trace([prompt_node(1), reply_node([2], [3])])), versions_of, 2.5)
+    assert result.metrics == {"exact": 0.0, "reward/r": 0.75, "num_turns": 1.0}
+    assert (result.reward, result.duration_s) == (0.75, 2.5)
+    assert (result.prompt_text, result.completion_text) == ("[user] hello", "hi")

@@ -1,0 +1,73 @@
+"""The bundled tasks' pure parts: texts, splits, scores, parsing."""
+
+import subprocess
+import sys
+
+import pytest
+
+from prime_hpc.envs.tasksets.reverse_text_data import WORDS, answer_of, build_prompt, make_texts, score
+from prime_hpc.envs.tasksets.splitting import split_of
+
+
+def test_texts_are_deterministic_and_within_bounds() -> None:
+    texts = make_texts("train", 7, 500)
+    assert texts == make_texts("train", 7, 500)
+    assert texts[:100] == make_texts("train", 7, 100)
+    assert texts != make_texts("train", 8, 500)
+    assert len(set(texts)) == 500
+    assert all(6 <= len(text) <= 16 and 2 <= len(text.split()) <= 3 for text in texts)
+    assert all(word in WORDS for text in texts for word in text.split())
+
+
+def test_texts_do_not_depend_on_the_interpreter_s_hash_seed() -> None:
+    code = "from prime_hpc.envs.tasksets.reverse_text_data import make_texts; print(make_texts('eval', 0, 5))"
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+
+
+def test_no_seed_puts_a_text_into_both_splits() -> None:
+    train = {text for seed in range(5) for text in make_texts("train", seed, 2000)}
+    held_out = {text for seed in range(5) for text in make_texts("eval", seed, 500)}
+    assert not train & held_out
+    assert all(split_of(text) == "eval" for text in held_out)
+
+
+def test_impossible_bounds_are_refused() -> None:
+    with pytest.raises(ValueError, match="widen the bounds"):
+        make_texts("train", 0, 10, min_chars=1, max_chars=2)
+    with pytest.raises(ValueError, match="split"):
+        make_texts("test", 0, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bounds"):
+        make_texts("train", 0, 1, min_words=3, max_words=2)
+
+
+def test_score_is_one_only_for_the_reversed_text() -> None:
+    assert answer_of("red fox") == "xof der"
+    assert build_prompt("red fox") == [{"role": "user", "content": "red fox"}]
+    assert score(" xof der\n", "red fox") == 1.0
+    assert 0.0 < score("red fox", "red fox") < 1.0
+    assert score("", "red fox") == 0.0
+    # a longer repetition of a popular letter must not be ignored (difflib's `autojunk`)
+    assert score("a" * 300, "a" * 300) == 1.0
+
+
+def test_guess_number_judges_the_last_number() -> None:
+    from prime_hpc.envs.tasksets.guess_number import judge
+
+    assert judge("I say 5, no: 40", 40) is None
+    assert judge("39", 40) == "higher"
+    assert judge("41", 40) == "lower"
+    assert judge("no idea", 40) == "Answer with a number."
+    assert judge("9" * 5000, 40) == "lower"
+
+
+def test_reasoning_gym_answer_is_the_last_tagged_one() -> None:
+    from prime_hpc.envs.tasksets.reasoning_gym import extract_answer
+
+    assert extract_answer("<answer>1</answer> or <answer> 2\n</answer>") == "2"
+    assert extract_answer(" 7 ") == "7"

@@ -1,0 +1,217 @@
+"""The experiment tree as vLLM's command line, and what a weight version must look like, without a server."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.inference import bootstrap
+from prime_hpc.inference.args import Device, build_argv, build_env
+from prime_hpc.inference.checkpoint import BadVersionError, check_version, read_signature
+from prime_hpc.store.artifact import ArtifactWriter
+
+
+def experiment(inference: dict[str, Any] | None = None, **tree: Any) -> Experiment:
+    return Experiment.model_validate({"seq_len": 1024, "model": {"name": "m"}, "inference": inference or {}, **tree})
+
+
+def options(
+    inference: dict[str, Any] | None = None, device: Device = "cpu", replica: int = 0, **tree: Any
+) -> dict[str, list[str]]:
+    argv = build_argv(experiment(inference, **tree), device=device, replica=replica, port=8001)
+    found: dict[str, list[str]] = {}
+    for token in argv:
+        if token.startswith("--"):
+            assert token not in found, f"{token} is given twice"
+            found[token] = []
+        else:
+            found[list(found)[-1]].append(token)
+    return found
+
+
+def test_what_every_server_must_have() -> None:
+    for device in ("cpu", "cuda"):
+        found = options(device=device, seed=3)
+        assert found["--model"] == ["m"]
+        assert found["--served-model-name"] == ["policy", "m"]
+        assert found["--port"] == ["8001"]
+        assert found["--logprobs-mode"] == ["processed_logprobs"]
+        assert found["--enable-scale-out"] == []
+        assert found["--generation-config"] == ["vllm"]
+        assert found["--max-model-len"] == ["1024"]
+        assert found["--seed"] == ["3"]
+        assert found["--worker-extension-cls"] == ["prime_hpc.inference.worker.PolicyWorker"]
+        assert "--api-key" not in found and "--data-parallel-size" not in found
+
+
+def test_cpu_is_eager_with_a_fixed_cache_and_cuda_is_not() -> None:
+    cpu, cuda = options({"cpu_kv_cache_gib": 0.5}), options(device="cuda")
+    assert cpu["--enforce-eager"] == [] and cpu["--kv-cache-memory-bytes"] == [str(1 << 29)]
+    assert "--gpu-memory-utilization" not in cpu and "--no-enable-prefix-caching" in cpu
+    assert "--no-enforce-eager" in cuda and cuda["--gpu-memory-utilization"] == ["0.9"]
+    assert "--kv-cache-memory-bytes" not in cuda and "--no-enable-prefix-caching" not in cuda
+    assert "--no-enforce-eager" in options({"enforce_eager": False})
+
+
+def test_parallelism_and_key() -> None:
+    found = options(
+        {
+            "data_parallel_size": 4,
+            "data_parallel_size_local": 2,
+            "data_parallel_start_rank": 2,
+            "data_parallel_address": "10.0.0.1",
+            "data_parallel_rpc_port": 5000,
+            "headless": True,
+            "tensor_parallel_size": 2,
+            "api_key": "k",
+        }
+    )
+    assert found["--data-parallel-size"] == ["4"] and found["--data-parallel-size-local"] == ["2"]
+    assert found["--data-parallel-start-rank"] == ["2"] and found["--data-parallel-address"] == ["10.0.0.1"]
+    assert found["--data-parallel-rpc-port"] == ["5000"] and found["--tensor-parallel-size"] == ["2"]
+    assert found["--headless"] == [] and found["--api-key"] == ["k"]
+
+
+def test_replicas_draw_different_noise() -> None:
+    assert options(replica=0)["--seed"] != options(replica=1)["--seed"]
+
+
+def test_other_vllm_arguments_pass_through_by_their_own_name() -> None:
+    found = options(
+        {
+            "vllm": {
+                "max-num-batched-tokens": 4096,
+                "enable_prefix_caching": True,
+                "disable_log_stats": False,
+                "hf_overrides": {"rope_theta": 1},
+                "middleware": ["a.B", "c.D"],
+            }
+        }
+    )
+    assert found["--max-num-batched-tokens"] == ["4096"]
+    assert "--enable-prefix-caching" in found and "--no-enable-prefix-caching" not in found
+    assert "--no-disable-log-stats" in found
+    assert json.loads(found["--hf-overrides"][0]) == {"rope_theta": 1}
+    assert found["--middleware"] == ["a.B", "c.D"]
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("max-model-len", "inference.max_model_len"),
+        ("model", "model.name"),
+        ("logprobs_mode", "importance ratio"),
+        ("served_model_name", "policy"),
+    ],
+)
+def test_what_the_tree_states_cannot_be_passed_through(key: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        options({"vllm": {key: 1}})
+
+
+def test_environment(tmp_path: Path) -> None:
+    cpu = build_env(experiment({"cpu_threads": 3}, model={"name": str(tmp_path)}), device="cpu", scratch=Path("/s"))
+    assert cpu["OMP_NUM_THREADS"] == "3" and cpu["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert cpu["TMPDIR"] == cpu["VLLM_RPC_BASE_PATH"] == "/s"
+    assert cpu["HF_HUB_OFFLINE"] == "1" and cpu["VLLM_NO_USAGE_STATS"] == "1" and cpu["VLLM_SERVER_DEV_MODE"] == "0"
+    cuda = build_env(experiment(), device="cuda", scratch=Path("/s"))
+    assert "OMP_NUM_THREADS" not in cuda and "HF_HUB_OFFLINE" not in cuda
+
+
+def test_the_pure_part_imports_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys, prime_hpc.inference.args, prime_hpc.inference.main, prime_hpc.inference.checkpoint;"
+        "print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_a_dead_servers_folder_is_removed_and_a_live_ones_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap.tempfile, "gettempdir", lambda: str(short))
+    short = Path("/tmp") / f"t{os.getpid()}"
+    short.mkdir()
+    try:
+        code = f"""
+import tempfile; tempfile.tempdir = {str(short)!r}
+from prime_hpc.inference.bootstrap import make_scratch
+print(make_scratch())
+"""
+        dead = Path(subprocess.check_output([sys.executable, "-c", code], text=True).strip())
+        assert dead.is_dir()
+        mine = bootstrap.make_scratch()
+        assert mine.is_dir() and not dead.exists()
+        other = bootstrap.make_scratch()
+        assert mine.is_dir() and other.is_dir()
+        assert len(str(mine)) + 1 + 36 < 107
+    finally:
+        subprocess.run(["rm", "-r", str(short)], check=True)
+
+
+def write_version(folder: Path, version: int, tensors: dict[str, list[int]], names: tuple[str, ...] = ()) -> Path:
+    """A weight version of float32 zeros; `names` splits it into shards with an index."""
+    with ArtifactWriter(folder, kind="weights", step=version, version=version, writer="test") as writer:
+        shards = {"model.safetensors": list(tensors)}
+        if names:
+            shards = {name: list(tensors)[i :: len(names)] for i, name in enumerate(names)}
+            index = {"weight_map": {t: name for name, ts in shards.items() for t in ts}}
+            (writer.path / "model.safetensors.index.json").write_text(json.dumps(index))
+        for name, members in shards.items():
+            header, offset = {}, 0
+            for tensor in members:
+                size = 4
+                for n in tensors[tensor]:
+                    size *= n
+                header[tensor] = {"dtype": "F32", "shape": tensors[tensor], "data_offsets": [offset, offset + size]}
+                offset += size
+            raw = json.dumps(header).encode()
+            (writer.path / name).write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(offset))
+    return folder
+
+
+MODEL = {"a.weight": [2, 3], "b.weight": [4]}
+
+
+def test_a_version_that_fits_is_accepted(tmp_path: Path) -> None:
+    weights = tmp_path / "run" / "weights"
+    base = read_signature(write_version(weights / "step_000001", 1, MODEL))
+    assert base == {"a.weight": (2, 3), "b.weight": (4,)}
+    check_version(weights / "step_000001", 1, base, tied=False)
+    sharded = write_version(weights / "step_000002", 2, MODEL, ("model-1.safetensors", "model-2.safetensors"))
+    check_version(sharded, 2, base, tied=False)
+    headed = write_version(weights / "step_000003", 3, {**MODEL, "lm_head.weight": [4]})
+    check_version(headed, 3, base, tied=True)
+    with pytest.raises(BadVersionError, match=r"unknown tensors \['lm_head.weight'\]"):
+        check_version(headed, 3, base, tied=False)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({"a.weight": [3, 2], "b.weight": [4]}, r"a.weight has shape \[3, 2\], the model's is \[2, 3\]"),
+        ({"a.weight": [2, 3]}, r"missing tensors \['b.weight'\]"),
+        ({**MODEL, "c.weight": [1]}, r"unknown tensors \['c.weight'\]"),
+    ],
+)
+def test_another_models_version_is_refused(tmp_path: Path, tensors: dict[str, list[int]], reason: str) -> None:
+    version = write_version(tmp_path / "run" / "weights" / "step_000001", 1, tensors)
+    with pytest.raises(BadVersionError, match=reason):
+        check_version(version, 1, {"a.weight": (2, 3), "b.weight": (4,)}, tied=False)
+
+
+def test_a_broken_version_is_refused(tmp_path: Path) -> None:
+    folder = write_version(tmp_path / "run" / "weights" / "step_000001", 1, MODEL)
+    with pytest.raises(BadVersionError, match="holds version 1, not 2"):
+        check_version(folder, 2, None, tied=False)
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(BadVersionError, match="not a complete weight version"):
+        check_version(folder, 1, None, tied=False)
+    with pytest.raises(BadVersionError, match="not a safetensors file"):
+        read_signature(folder)
+    with pytest.raises(BadVersionError, match="not a directory"):
+        read_signature(tmp_path / "nowhere")

@@ -1,0 +1,277 @@
+"""Servers, failures, dispatch and the evaluation schedule, without any server."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from prime_hpc.config.sections.orchestrator import EvalConfig
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.orchestrator.dispatch import Dispatcher, Job, Lane
+from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.evaluate import Evaluator, first_due, next_due, summarize
+from prime_hpc.orchestrator.failures import MIN_EPISODES, FailureWindow
+from prime_hpc.orchestrator.prompts import SourceInfo
+from prime_hpc.orchestrator.servers import ServerTable
+from tests.support.episodes import failed_result, make_result
+
+
+def make_table(num_servers: int = 1, ready: bool = True) -> ServerTable:
+    table = ServerTable([f"http://s{i}" for i in range(num_servers)], now=0.0)
+    for i in range(num_servers if ready else 0):
+        table.mark_ready(i, 0)
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------- servers
+
+
+def test_groups_go_to_the_least_loaded_server_in_turn() -> None:
+    table = make_table(3)
+    assert [table.pick() for _ in range(4)] == [0, 1, 2, 0]
+    table.servers[1].in_flight = 5
+    table.servers[2].in_flight = 5
+    assert [table.pick() for _ in range(2)] == [0, 0]
+
+
+def test_a_suspect_server_gets_nothing_and_does_not_hold_back_the_served_version() -> None:
+    table = make_table(2)
+    table.mark_ready(0, 7)
+    assert table.served_version == 0
+    assert table.mark_suspect(1, now=3.0)
+    assert not table.mark_suspect(1, now=4.0)
+    assert table.served_version == 7
+    assert table.pick() == 0
+    table.mark_suspect(0, now=5.0)
+    assert table.pick() is None
+    assert table.served_version == 7, "what was served last is remembered while all are down"
+    assert table.all_down_since(now=8.0) == 3.0
+
+
+# ---------------------------------------------------------------------------------------------------- failures
+
+
+def test_too_many_failures_end_the_run_with_the_commonest_reason() -> None:
+    window = FailureWindow(0.5)
+    for i in range(MIN_EPISODES):
+        window.add("" if i % 3 == 0 else f"TaskError: no key {i}" if i % 3 == 1 else "other")
+    with pytest.raises(OrchestratorError, match=r"33 of the last 50 .* 17 times: TaskError: no key 49"):
+        window.check()
+
+
+def test_a_third_of_failures_goes_on_and_so_does_a_bad_start() -> None:
+    window = FailureWindow(0.9)
+    for _ in range(MIN_EPISODES - 1):
+        window.add("boom")
+    window.check()
+    for i in range(200):
+        window.add("boom" if i % 3 else "")
+    window.check()
+    assert window.share == pytest.approx(2 / 3, abs=0.01)
+
+
+# ---------------------------------------------------------------------------------------------------- dispatch
+
+
+class Runner:
+    """Plays episodes as told: a list of results per task, or an event to wait for."""
+
+    def __init__(self, results: dict[int, list[EpisodeResult]] | None = None, delay_s: float = 0.0) -> None:
+        self.results = results or {}
+        self.delay_s = delay_s
+        self.running = 0
+        self.peak = 0
+        self.urls: Counter[int] = Counter()
+
+    async def run_episode(self, source_index: int, task_index: int, url_index: int) -> EpisodeResult:
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        self.urls[url_index] += 1
+        try:
+            await asyncio.sleep(self.delay_s)
+        finally:
+            self.running -= 1
+        scripted = self.results.get(task_index)
+        return scripted.pop(0) if scripted else make_result([0], reward=float(task_index))
+
+
+def make_dispatcher(table: ServerTable, max_concurrent: int = 4) -> tuple[Dispatcher, list[int]]:
+    errors: list[int] = []
+    dispatcher = Dispatcher(table, max_concurrent, refill=lambda: False, on_server_error=errors.append)
+    return dispatcher, errors
+
+
+async def until(condition: object, timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.001)
+
+
+def test_concurrency_is_bounded_and_every_job_ends_once() -> None:
+    async def scenario() -> None:
+        dispatcher, _ = make_dispatcher(make_table())
+        runner, ended = Runner(), Counter()
+        for task in range(50):
+            dispatcher.add(Job(runner, 0, task, Lane(), lambda r, t=task: ended.update([t])))
+        dispatcher.pump()
+        await until(lambda: len(ended) == 50 and not dispatcher.num_running)
+        assert set(ended.values()) == {1}
+        assert runner.peak == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_lane_stays_on_one_server_and_moves_when_that_fails() -> None:
+    async def scenario() -> None:
+        table = make_table(2)
+        dispatcher, errors = make_dispatcher(table, max_concurrent=1)
+        dispatcher._on_server_error = lambda i: (errors.append(i), table.mark_suspect(i, 0.0))
+        runner = Runner({2: [failed_result("refused", "ProviderError")]})
+        ended: list[EpisodeResult] = []
+        lane = Lane()
+        for task in range(4):
+            dispatcher.add(Job(runner, 0, task, lane, ended.append))
+        dispatcher.pump()
+        await until(lambda: len(ended) == 4)
+        assert errors == [0]
+        assert all(r.usable for r in ended)
+        assert runner.urls == {0: 3, 1: 2}
+
+    asyncio.run(scenario())
+
+
+def test_a_server_error_is_tried_again_once_and_an_environments_is_not() -> None:
+    async def scenario() -> None:
+        dispatcher, errors = make_dispatcher(make_table())
+        broken = failed_result("down", "ProviderError")
+        runner = Runner({0: [broken, make_result([0])], 1: [broken, broken, broken], 2: [failed_result()]})
+        ended: dict[int, EpisodeResult] = {}
+        for task in range(3):
+            dispatcher.add(Job(runner, 0, task, Lane(), lambda r, t=task: ended.update({t: r})))
+        dispatcher.pump()
+        await until(lambda: len(ended) == 3)
+        assert ended[0].usable
+        assert ended[1].reason == "down"
+        assert ended[2].error_type == "TaskError"
+        assert dispatcher.num_retries == 2
+        assert len(errors) == 3
+
+    asyncio.run(scenario())
+
+
+def test_nothing_starts_while_no_server_is_ready() -> None:
+    async def scenario() -> None:
+        table = make_table(ready=False)
+        dispatcher, _ = make_dispatcher(table)
+        ended: list[EpisodeResult] = []
+        dispatcher.add(Job(Runner(), 0, 0, Lane(), ended.append))
+        dispatcher.pump()
+        assert dispatcher.num_running == 0
+        table.mark_ready(0, 0)
+        dispatcher.pump()
+        await until(lambda: len(ended) == 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_lane_ends_all_its_episodes_also_those_that_never_ran() -> None:
+    async def scenario() -> None:
+        table = make_table()
+        dispatcher, _ = make_dispatcher(table)
+        ended: list[EpisodeResult] = []
+        lane = Lane()
+        for task in range(6):
+            dispatcher.add(Job(Runner(delay_s=60), 0, task, lane, ended.append))
+        dispatcher.pump()
+        dispatcher.cancel(lane)  # before the tasks took their first step
+        await until(lambda: not dispatcher.num_running)
+        assert [r.state for r in ended] == [EpisodeState.CANCELLED] * 4
+        assert table.servers[0].in_flight == 0
+        dispatcher.pump()
+        assert dispatcher.num_running == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_environment_that_raises_is_one_failed_episode() -> None:
+    class Broken:
+        async def run_episode(self, source_index: int, task_index: int, url_index: int) -> EpisodeResult:
+            raise KeyError("oops")
+
+    async def scenario() -> None:
+        dispatcher, _ = make_dispatcher(make_table())
+        ended: list[EpisodeResult] = []
+        dispatcher.add(Job(Broken(), 0, 0, Lane(), ended.append))
+        dispatcher.pump()
+        await until(lambda: len(ended) == 1)
+        assert (ended[0].state, ended[0].error_type) == (EpisodeState.FAILED, "KeyError")
+
+    asyncio.run(scenario())
+
+
+def test_closing_cancels_what_runs() -> None:
+    async def scenario() -> None:
+        dispatcher, _ = make_dispatcher(make_table())
+        runner = Runner(delay_s=60)
+        dispatcher.add(Job(runner, 0, 0, Lane(), lambda r: None))
+        dispatcher.pump()
+        await until(lambda: runner.running == 1)
+        await dispatcher.close()
+        assert runner.running == 0
+
+    asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize(
+    ("start", "interval", "last", "due"),
+    [(0, 20, 50, [0, 20, 40, 50]), (10, 20, 50, [20, 40, 50]), (20, 20, 40, [20, 40]), (0, 100, 7, [0, 7])],
+)
+def test_when_evaluations_are_due(start: int, interval: int, last: int, due: list[int]) -> None:
+    found = []
+    version: int | None = first_due(start, interval, last)
+    while version is not None:
+        found.append(version)
+        version = next_due(version, interval, last)
+    assert found == due
+
+
+def test_evaluations_run_one_after_another_and_a_skipped_version_is_made_up_for() -> None:
+    async def scenario() -> None:
+        dispatcher, _ = make_dispatcher(make_table())
+        reports: list[tuple[int, dict[str, float], list[dict[str, object]]]] = []
+        evaluator = Evaluator(
+            EvalConfig(interval=5, num_examples=3, rollouts_per_example=2),
+            Runner(),
+            [SourceInfo("a", 1.0, None), SourceInfo("b", 1.0, 2)],
+            dispatcher,
+            start_version=0,
+            last_version=12,
+            on_report=lambda v, row, samples: reports.append((v, row, samples)),
+        )
+        evaluator.served(0)
+        evaluator.served(0)
+        assert evaluator.pending
+        await until(lambda: len(reports) == 1)
+        for version in (1, 4, 6, 8, 12):
+            evaluator.served(version)
+        await until(lambda: len(reports) == 2)
+        evaluator.served(12)
+        await until(lambda: len(reports) == 3)
+        assert not evaluator.pending
+        assert [version for version, _, _ in reports] == [0, 6, 12]
+        row = reports[0][1]
+        assert (row["eval/a/num_episodes"], row["eval/b/num_episodes"]) == (6, 4)
+        assert row["eval/a/mean_reward"] == 1.0
+        assert row["eval/b/mean_reward"] == 0.5
+        assert [s["task"] for s in reports[0][2]] == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1]
+
+    asyncio.run(scenario())
+
+
+def test_failed_episodes_are_counted_and_not_averaged_in() -> None:
+    row = summarize([make_result([0], reward=1.0), failed_result(), make_result([0], reward=0.0)])
+    assert (row["mean_reward"], row["num_episodes"], row["num_failed"]) == (0.5, 3, 1)
+    assert "mean_reward" not in summarize([failed_result()])

@@ -1,0 +1,191 @@
+"""The staleness gate, the check of every token, and what happens to groups, for async levels 0, 1 and 2."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_hpc.orchestrator.groups import Group, GroupBook, max_open_groups, version_floor
+from prime_hpc.orchestrator.prompts import Prompt, PromptStream, SourceInfo
+from tests.support.episodes import failed_episode, make_episode
+
+
+def prompt(position: int) -> Prompt:
+    return Prompt(position, 0, position, position)
+
+
+def make_book(async_level: int, *, group_size: int = 2, num_prompts: int = 2, last_batch: int = 50) -> GroupBook:
+    return GroupBook(
+        group_size=group_size, num_prompts=num_prompts, async_level=async_level, last_batch=last_batch, min_usable=2
+    )
+
+
+def fill(book: GroupBook, position: int, versions: list[list[int]], served: int = 0) -> Group:
+    """Open a group and end its episodes with these token versions."""
+    group = book.open(prompt(position), served)
+    for index, tokens in enumerate(versions):
+        book.add(group, index, make_episode(tokens))
+    return group
+
+
+@pytest.mark.parametrize(
+    ("async_level", "floors"),
+    [(0, [0, 1, 2, 3, 4]), (1, [0, 0, 1, 2, 3]), (2, [0, 0, 0, 1, 2])],
+)
+def test_the_floor_of_each_batch(async_level: int, floors: list[int]) -> None:
+    assert [version_floor(step, async_level) for step in range(1, 6)] == floors
+
+
+@pytest.mark.parametrize(
+    ("async_level", "next_batch", "served", "batches"),
+    [
+        (0, 1, 0, 1),
+        (0, 2, 0, 0),  # on-policy: batch 2 waits for version 1
+        (0, 2, 1, 1),
+        (1, 1, 0, 2),
+        (1, 2, 0, 1),
+        (1, 3, 0, 0),
+        (2, 1, 0, 3),
+        (2, 4, 1, 1),
+        (2, 4, 3, 3),
+        (2, 49, 48, 2),  # batch 50 is the last one
+    ],
+)
+def test_the_gate(async_level: int, next_batch: int, served: int, batches: int) -> None:
+    assert max_open_groups(next_batch, served, async_level, num_prompts=8, last_batch=50) == 8 * batches
+
+
+def test_the_gate_counts_what_is_open() -> None:
+    book = make_book(1)
+    for position in range(4):
+        assert book.may_open(0)
+        book.open(prompt(position), 0)
+    assert not book.may_open(0)
+    assert book.may_open(1)
+
+
+@pytest.mark.parametrize("async_level", [0, 1, 2])
+def test_one_token_that_is_too_old_makes_a_group_stale(async_level: int) -> None:
+    book = make_book(async_level)
+    book.next_batch = 6
+    floor = version_floor(6, async_level)
+    kept = fill(book, 0, [[floor, floor + 1], [floor]])
+    stale = fill(book, 1, [[floor, floor], [floor + 1, floor - 1, floor + 1]])
+    assert list(book.complete) == [kept]
+    assert book.take_stale() == [stale]
+    assert book.take_stale() == []
+    assert book.counts.stale == 1
+
+
+def test_taking_a_batch_sends_back_what_is_too_old_for_the_next_one() -> None:
+    book = make_book(0, num_prompts=1)
+    first, second = fill(book, 0, [[0], [0]]), fill(book, 1, [[0], [0]])
+    running = book.open(prompt(2), 0)
+    book.add(running, 0, make_episode([0]))
+    fresh = book.open(prompt(3), 1)
+    assert book.take_batch() == [first]
+    assert {id(g) for g in book.take_stale()} == {id(second), id(running)}
+    assert running.abandoned
+    book.add(running, 1, make_episode([0]))  # a late return of a group that was sent back changes nothing
+    assert list(book.in_flight.values()) == [fresh]
+    assert not book.complete
+
+
+def test_a_group_that_the_next_batch_would_find_stale_goes_first() -> None:
+    book = make_book(1, num_prompts=1)
+    book.next_batch = 3
+    newer, older = fill(book, 0, [[2], [2]]), fill(book, 1, [[1], [2]])
+    assert book.take_batch() == [older]
+    assert book.take_stale() == []
+    assert book.take_batch() == [newer]
+
+
+def test_a_prompt_that_came_back_once_is_waited_for() -> None:
+    book = make_book(1, num_prompts=1)
+    slow = book.open(prompt(0), 0)
+    book.add(slow, 0, make_episode([0]))
+    fill(book, 1, [[0], [0]])
+    book.take_batch()
+    fill(book, 2, [[1], [1]], served=1)
+    book.take_batch()  # batch 3 allows version 1 and newer: the slow group is sent back
+    assert book.take_stale() == [slow]
+    again = book.open(prompt(0), 1)
+    fill(book, 3, [[2], [2]], served=2)
+    assert not book.batch_ready(), "batch 4 would find it stale again"
+    book.add(again, 0, make_episode([1]))
+    book.add(again, 1, make_episode([2]))
+    assert book.batch_ready()
+    assert book.take_batch() == [again]
+
+
+def test_a_group_with_one_usable_rollout_is_dropped_and_said_so() -> None:
+    book = make_book(0, group_size=3)
+    group = book.open(prompt(7), 0)
+    for index, episode in enumerate([failed_episode(), make_episode(), failed_episode()]):
+        book.add(group, index, episode)
+    assert book.num_open == 0
+    assert book.counts.dropped == 1
+    assert book.drain_dropped() == [7]
+    assert book.drain_dropped() == []
+
+
+def test_a_group_with_two_usable_rollouts_trains_with_them() -> None:
+    book = make_book(0, group_size=3, num_prompts=1)
+    group = book.open(prompt(7), 0)
+    for index, episode in enumerate([make_episode(), failed_episode(), make_episode()]):
+        book.add(group, index, episode)
+    assert book.batch_ready()
+    assert len(group.usable) == 2
+
+
+def test_an_unusable_old_rollout_does_not_make_its_group_stale() -> None:
+    book = make_book(0, group_size=3, num_prompts=1)
+    book.next_batch = 4
+    group = book.open(prompt(0), 3)
+    for index, episode in enumerate([make_episode([3]), failed_episode(), make_episode([3])]):
+        book.add(group, index, episode)
+    assert book.batch_ready()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2), st.integers(0, 2**32), st.floats(0.0, 0.5))
+def test_any_schedule_keeps_the_bound_and_every_prompt(async_level: int, seed: int, failing: float) -> None:
+    """A simulated run: episodes end in any order, versions come late, groups fail; every invariant is looked at."""
+    rng = random.Random(seed)
+    book = make_book(async_level, group_size=3, num_prompts=2, last_batch=8)
+    stream = PromptStream([SourceInfo("a", 1.0, 5)], 0)
+    served, written = 0, 0
+    running: list[tuple[Group, int, int]] = []
+    used: list[int] = []
+    dropped: list[int] = []
+    for _ in range(20_000):
+        if written == 8:
+            break
+        while book.may_open(served):
+            group = book.open(stream.next(), served)
+            running += [(group, index, served) for index in range(3)]
+        choice = rng.random()
+        if choice < 0.6 and running:
+            group, index, started = running.pop(rng.randrange(len(running)))
+            if not group.abandoned:
+                versions = sorted(rng.choices(range(started, served + 1), k=3))
+                book.add(group, index, failed_episode() if rng.random() < failing else make_episode(versions))
+        elif choice < 0.8 and served < written:
+            served += 1
+        if book.batch_ready():
+            groups = book.take_batch()
+            written += 1
+            floor = version_floor(written, async_level)
+            assert len(groups) == 2
+            assert all(g.min_version() is not None and floor <= g.min_version() <= written - 1 for g in groups)
+            used += [g.prompt.position for g in groups]
+        dropped += book.drain_dropped()
+        for group in book.take_stale():
+            running = [r for r in running if r[0] is not group]
+            stream.put_back(group.prompt)
+        if async_level == 0:
+            assert book.counts.stale == 0, "the gate alone keeps an on-policy run free of stale groups"
+    assert written == 8, "the schedule got stuck"
+    rest = [p.position for p in book.outstanding()] + [stream.next().position for _ in range(stream.num_pending)]
+    assert sorted([*used, *dropped, *rest]) == list(range(stream.cursor))

@@ -1,0 +1,375 @@
+"""The doorbell: late joiners, lost connections, dead clients, nonsense on the wire; and life without it."""
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from prime_hpc.store import waiting
+from prime_hpc.store.artifact import ArtifactError, ArtifactWriter, wait_for_artifact
+from prime_hpc.store.doorbell import Doorbell, DoorbellHub
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.layout import RunPaths
+
+WAIT_S = 20
+
+
+@pytest.fixture
+def hub():
+    hub = DoorbellHub()
+    yield hub
+    hub.close()
+
+
+@pytest.fixture
+def bell():
+    opened = []
+
+    def make(address, role="trainer", **options):
+        opened.append(Doorbell(address, role, **options))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+def until(condition):
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, "the condition never became true"
+        time.sleep(0.005)
+
+
+def write(final, content=b"x"):
+    with ArtifactWriter(final, kind="batch", step=1, writer="pytest") as w:
+        w.write("a.bin", [content])
+    return w.manifest
+
+
+def test_everybody_hears_also_the_one_who_rang(hub, bell):
+    one, two = bell(hub.address, "trainer"), bell(hub.address, "orchestrator")
+    one.ring("weights", version=3, path="p")
+    for end in (one, two):
+        assert end.wait("weights", lambda m: m["version"] == 3, WAIT_S) == {"version": 3, "path": "p"}
+        assert end.latest("weights")["version"] == 3
+    assert hub.latest("weights") == {"version": 3, "path": "p"}
+    assert one.latest("batch") is None
+    assert hub.latest("batch") is None
+
+
+def test_late_joiner_gets_the_last_of_each_topic(hub, bell):
+    early = bell(hub.address)
+    for version in range(5):
+        early.ring("weights", version=version)
+    early.ring("batch", step=7)
+    early.wait("batch", lambda m: m["step"] == 7, WAIT_S)
+    late = bell(hub.address)
+    heard = []
+    late.subscribe("weights", heard.append)
+    assert late.wait("batch", lambda m: m["step"] == 7, WAIT_S)
+    assert late.wait("weights", lambda m: m["version"] == 4, WAIT_S)
+    until(lambda: heard)
+    assert heard == [{"version": 4}]
+
+
+def test_the_hub_rings_and_listens(bell):
+    heard = []
+    hub = DoorbellHub(on_message=lambda topic, payload: heard.append((topic, payload)))
+    try:
+        one = bell(hub.address)
+        one.ring("status", role="trainer", index=0, state="ready")
+        until(lambda: heard)
+        assert heard == [("status", {"role": "trainer", "index": 0, "state": "ready"})]
+        hub.ring("stop", reason="user", save=True)
+        assert one.wait("stop", lambda m: m["save"], WAIT_S)["reason"] == "user"
+        assert bell(hub.address).wait("stop", lambda m: True, WAIT_S)
+    finally:
+        hub.close()
+
+
+def test_subscribers_see_every_message_once_in_order_even_across_a_reconnection(hub, bell):
+    one, two = bell(hub.address), bell(hub.address)
+    heard = []
+    two.subscribe("batch", lambda m: heard.append(m["step"]))
+    until(lambda: two.connected)
+    for step in range(50):
+        one.ring("batch", step=step)
+    until(lambda: len(heard) == 50)
+    before = two._peer
+    before.sock.shutdown(socket.SHUT_RDWR)  # a cut cable
+    until(lambda: two._peer not in (None, before))
+    two.ring("served", version=1)  # its echo comes after all that the hub repeats to a new connection
+    assert two.wait("served", lambda m: True, WAIT_S)
+    one.ring("batch", step=50)
+    until(lambda: 50 in heard)
+    assert heard == list(range(51))
+
+
+def test_a_late_subscriber_hears_the_latest(hub, bell):
+    one = bell(hub.address)
+    one.ring("batch", step=3)
+    one.wait("batch", lambda m: True, WAIT_S)
+    heard = []
+    one.subscribe("batch", heard.append)
+    until(lambda: heard)
+    assert heard == [{"step": 3}]
+
+
+def test_wait_sees_a_message_that_was_followed_at_once(hub, bell):
+    one, two = bell(hub.address), bell(hub.address)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(two.wait("batch", lambda m: m["step"] == 17, WAIT_S)))
+    thread.start()
+    time.sleep(0.05)
+    for step in range(40):
+        one.ring("batch", step=step)
+    thread.join()
+    assert found == [{"step": 17}]
+
+
+def test_wait_ends_by_its_deadline_or_when_closed(hub, bell):
+    one = bell(hub.address)
+    assert one.wait("batch", lambda m: True, 0.05) is None
+    results = []
+    thread = threading.Thread(target=lambda: results.append(one.wait("batch", lambda m: True, 60)))
+    thread.start()
+    time.sleep(0.05)
+    one.close()
+    thread.join(WAIT_S)
+    assert results == [None]
+    one.ring("batch", step=1)  # closed: silent
+    one.close()
+
+
+def test_rings_before_the_hub_is_there_arrive(bell):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    one = bell(f"127.0.0.1:{port}")
+    one.ring("batch", step=1)
+    time.sleep(0.1)
+    hub = DoorbellHub(port=port)
+    try:
+        assert one.wait("batch", lambda m: m["step"] == 1, WAIT_S)
+    finally:
+        hub.close()
+
+
+def test_client_outlives_its_hub_and_finds_the_next(bell):
+    hub = DoorbellHub()
+    port = int(hub.address.rpartition(":")[2])
+    one = bell(hub.address)
+    hub.ring("batch", step=1)
+    assert one.wait("batch", lambda m: True, WAIT_S)
+    hub.close()
+    until(lambda: not one.connected)
+    one.ring("batch", step=2)
+    second = DoorbellHub(port=port)
+    try:
+        assert one.wait("batch", lambda m: m["step"] == 2, WAIT_S)
+        assert second.latest("batch") == {"step": 2}
+    finally:
+        second.close()
+
+
+def test_last_words_are_delivered_before_closing(hub):
+    heard = []
+    hub._on_message = lambda topic, payload: heard.append(payload["n"])
+    one = Doorbell(hub.address, "trainer")
+    until(lambda: one.connected)
+    for n in range(30):
+        one.ring("status", n=n, filler="x" * 100_000)  # more than a socket buffer
+    one.close()
+    until(lambda: len(heard) == 30)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"\n\n\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\xff\xfe\x00\x01\n",
+        b"[1, 2]\n7\nnull\n",
+        b'{"topic": 3, "payload": {}}\n{"topic": "a"}\n{"payload": {}}\n{"topic": "a", "payload": []}\n',
+        b"[" * 100_000 + b"\n",
+        b'{"topic": "batch", "payload"',
+        b"9" * 10_000 + b"\n",
+    ],
+)
+def test_hub_survives_nonsense(hub, bell, nonsense):
+    address = hub.address.rpartition(":")
+    with socket.create_connection((address[0], int(address[2])), 5) as raw:
+        raw.sendall(nonsense)
+    one = bell(hub.address)
+    one.ring("batch", step=1)
+    assert one.wait("batch", lambda m: m["step"] == 1, WAIT_S)
+    until(lambda: hub.num_clients == 1)
+
+
+def test_an_endless_line_is_cut_off(hub, bell):
+    host, _, port = hub.address.rpartition(":")
+    with socket.create_connection((host, int(port)), 5) as raw, pytest.raises(OSError):
+        raw.settimeout(WAIT_S)
+        for _ in range(1000):
+            raw.sendall(b"x" * 65536)
+        raise AssertionError("the hub took 64 MiB without a line end")
+    one = bell(hub.address)
+    one.ring("batch", step=1)
+    assert one.wait("batch", lambda m: True, WAIT_S)
+
+
+def test_a_client_that_never_reads_does_not_slow_the_others(hub, bell):
+    host, _, port = hub.address.rpartition(":")
+    with socket.create_connection((host, int(port)), 5):
+        one = bell(hub.address)
+        until(lambda: hub.num_clients == 2)
+        filler = "x" * 50_000
+        for step in range(600):
+            one.ring("batch", step=step, filler=filler)
+            if step % 50 == 49:
+                assert one.wait("batch", lambda m, step=step: m["step"] == step, WAIT_S)
+        until(lambda: hub.num_clients == 1)  # the one that never read was let go
+
+
+def test_dead_clients_are_forgotten(hub, bell):
+    host, _, port = hub.address.rpartition(":")
+    for _ in range(20):
+        raw = socket.create_connection((host, int(port)), 5)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+        raw.close()  # a reset, as of a killed process
+    one = bell(hub.address)
+    one.ring("batch", step=1)
+    assert one.wait("batch", lambda m: True, WAIT_S)
+    until(lambda: hub.num_clients == 1)
+
+
+def test_a_failing_callback_ends_nobody(bell):
+    def fail(*_):
+        raise RuntimeError("a callback failed")
+
+    hub = DoorbellHub(on_message=fail)
+    try:
+        one = bell(hub.address)
+        one.subscribe("batch", fail)
+        for step in (1, 2):
+            one.ring("batch", step=step)
+            assert one.wait("batch", lambda m, step=step: m["step"] == step, WAIT_S)
+    finally:
+        hub.close()
+
+
+def test_a_former_life_is_not_heard(bell):
+    hub = DoorbellHub(incarnation=2)
+    try:
+        old, new, unstated = (
+            bell(hub.address, "a", incarnation=1),
+            bell(hub.address, "b", incarnation=2),
+            bell(hub.address, "c"),
+        )
+        old.ring("batch", step=666)
+        until(lambda: old.connected and not old._outgoing)
+        new.ring("batch", step=1)
+        assert unstated.wait("batch", lambda m: m["step"] == 1, WAIT_S)
+        unstated.ring("weights", version=1)
+        assert new.wait("weights", lambda m: True, WAIT_S)
+        assert hub.latest("batch") == {"step": 1}
+    finally:
+        hub.close()
+
+
+def test_without_an_address_everything_is_silent(bell):
+    one = bell(None)
+    one.ring("batch", step=1, odd=object())
+    one.subscribe("batch", print)
+    assert one.latest("batch") is None
+    start = time.monotonic()
+    assert one.wait("batch", lambda m: True, 0.1) is None
+    assert time.monotonic() - start >= 0.1  # or a waiting loop would spin
+    one.close()
+
+
+def test_rings_take_whatever_json_lacks(hub, bell):
+    one = bell(hub.address)
+    one.ring("status", path=RunPaths, number=float("inf"))
+    assert "RunPaths" in one.wait("status", lambda m: True, WAIT_S)["path"]
+
+
+def test_bad_addresses(hub):
+    for address in ("nonsense", "host:", ":8000", "host:port"):
+        with pytest.raises(ValueError, match="host:port"):
+            Doorbell(address, "trainer")
+    with pytest.raises(StoreError, match=f"cannot listen on 127.0.0.1:{hub.address.rpartition(':')[2]}"):
+        DoorbellHub(port=int(hub.address.rpartition(":")[2]))
+
+
+def test_wait_for_artifact_by_announcement(hub, bell, tmp_path):
+    final = RunPaths(tmp_path).rollouts_step(1)
+    one, two = bell(hub.address), bell(hub.address)
+
+    def produce():
+        manifest = write(final)
+        one.ring("batch", step=1, path=str(final), digest=manifest.digest)
+
+    timer = threading.Timer(0.2, produce)
+    timer.start()
+    manifest = wait_for_artifact(final, deadline_s=WAIT_S, doorbell=two, topic="batch", key={"step": 1})
+    assert manifest.kind == "batch"
+    timer.join()
+
+
+def test_an_announced_artifact_is_found_where_listings_are_stale(hub, bell, tmp_path, monkeypatch):
+    final = RunPaths(tmp_path).rollouts_step(1)
+    one = bell(hub.address)
+    looked = []
+    verify = waiting.verify_artifact
+    monkeypatch.setattr(waiting.files, "list_dir", lambda path: [])
+    monkeypatch.setattr(waiting, "verify_artifact", lambda path: (looked.append(time.monotonic()), verify(path))[1])
+    announced = []
+
+    def produce():
+        write(final)
+        announced.append(time.monotonic())
+        one.ring("batch", step=1)
+
+    timer = threading.Timer(0.3, produce)
+    timer.start()
+    wait_for_artifact(final, deadline_s=WAIT_S, doorbell=one, topic="batch", key={"step": 1})
+    timer.join()
+    assert min(looked) >= announced[0]  # never before: a network file system would cache the miss
+
+
+def test_a_lost_doorbell_falls_back_to_listing(hub, bell, tmp_path):
+    final = RunPaths(tmp_path).rollouts_step(1)
+    two = bell(hub.address)
+    until(lambda: two.connected)
+    hub.close()
+    timer = threading.Timer(0.2, write, [final])
+    timer.start()
+    wait_for_artifact(final, deadline_s=WAIT_S, doorbell=two, topic="batch", key={"step": 1})
+    timer.join()
+
+
+def test_other_content_than_announced_is_refused(hub, bell, tmp_path):
+    final = RunPaths(tmp_path).rollouts_step(1)
+    one = bell(hub.address)
+    write(final)
+    one.ring("batch", step=1, digest="0123456789abcdef")
+    one.wait("batch", lambda m: True, WAIT_S)
+    with pytest.raises(ArtifactError, match="digest 0123456789abcdef"):
+        wait_for_artifact(final, deadline_s=0.1, doorbell=one, topic="batch", key={"step": 1})
+    one.ring("batch", step=2, digest="0123456789abcdef")  # about another one: this one exists all the same
+    one.wait("batch", lambda m: m["step"] == 2, WAIT_S)
+    wait_for_artifact(final, deadline_s=0.1, doorbell=one, topic="batch", key={"step": 1})
+
+
+def test_wire_is_line_json(hub):
+    host, _, port = hub.address.rpartition(":")
+    hub.ring("batch", step=4)
+    with socket.create_connection((host, int(port)), 5) as raw:
+        raw.settimeout(WAIT_S)
+        line = raw.makefile("rb").readline()
+    message = json.loads(line)
+    assert (message["topic"], message["payload"]) == ("batch", {"step": 4})

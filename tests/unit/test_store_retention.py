@@ -1,0 +1,189 @@
+"""Leases, pruning of weight versions, checkpoints: nothing that is still needed is deleted."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from prime_hpc.store.artifact import ArtifactWriter, FencedError, StoreError, hash_files, prepare_stage
+from prime_hpc.store.batches import RankBatch, write_batch
+from prime_hpc.store.checkpoints import (
+    commit_checkpoint,
+    list_checkpoints,
+    remove_checkpoints_after,
+    resolve_resume,
+)
+from prime_hpc.store.layout import RunPaths, claim_incarnation
+from prime_hpc.store.leases import clear_leases, drop_lease, min_floor, set_floor
+from prime_hpc.store.weights import latest_version, list_versions, prune_weights, remove_versions_after
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return RunPaths(tmp_path / "run")
+
+
+def publish(paths, *versions):
+    for version in versions:
+        with ArtifactWriter(paths.weights_step(version), kind="weights", version=version, writer="trainer") as w:
+            w.write("model.safetensors", [np.full(10, version, np.int32)])
+
+
+def checkpoint(paths, step, with_batch=True):
+    batch_dir = None
+    if with_batch:
+        write_batch(paths, step, [RankBatch.empty(1)], state={"after": step})
+        batch_dir = paths.rollouts_step(step)
+    final = paths.checkpoint_step(step)
+    stage = prepare_stage(final, run=paths)
+    (stage / "trainer").mkdir()
+    (stage / "trainer" / "__0_0.distcp").write_bytes(bytes([step]) * 100)
+    (stage / "trainer" / ".metadata").write_bytes(b"meta")
+    entries = hash_files(stage, ["trainer/__0_0.distcp", "trainer/.metadata"])
+    return commit_checkpoint(stage, final, step=step, trainer_files=entries, batch_dir=batch_dir, run=paths)
+
+
+def test_versions_are_listed(paths):
+    assert list_versions(paths) == []
+    assert latest_version(paths) is None
+    publish(paths, 1, 2, 10)
+    assert list_versions(paths) == [1, 2, 10]
+    assert latest_version(paths) == 10
+    assert remove_versions_after(paths, 1) == [2, 10]
+    assert list_versions(paths) == [1]
+
+
+def test_floors(paths):
+    assert min_floor(paths) is None
+    set_floor(paths, "orchestrator", 7)
+    set_floor(paths, "evals-0", 5)
+    assert min_floor(paths) == 5
+    set_floor(paths, "evals-0", 9)
+    assert min_floor(paths) == 7
+    drop_lease(paths, "orchestrator")
+    drop_lease(paths, "orchestrator")
+    assert min_floor(paths) == 9
+    clear_leases(paths)
+    assert min_floor(paths) is None
+    for name in ("", "a/b", "../a", ".hidden"):
+        with pytest.raises(ValueError, match="lease reader"):
+            set_floor(paths, name, 1)
+
+
+def test_prune_keeps_the_newest(paths):
+    publish(paths, *range(1, 7))
+    assert prune_weights(paths, keep_last=2) == [1, 2, 3, 4]
+    assert list_versions(paths) == [5, 6]
+    assert prune_weights(paths, keep_last=2) == []
+    with pytest.raises(ValueError, match="keep_last"):
+        prune_weights(paths, keep_last=0)
+
+
+def test_a_lease_protects(paths):
+    publish(paths, *range(1, 7))
+    set_floor(paths, "orchestrator", 3)
+    set_floor(paths, "evals", 5)
+    assert prune_weights(paths, keep_last=1) == [1, 2]
+    set_floor(paths, "orchestrator", 100)  # ahead of everything: keep_last still holds
+    set_floor(paths, "evals", 100)
+    assert prune_weights(paths, keep_last=1) == [3, 4, 5]
+    assert list_versions(paths) == [6]
+
+
+def test_an_unreadable_lease_protects_everything(paths):
+    publish(paths, 1, 2, 3)
+    set_floor(paths, "orchestrator", 3)
+    (paths.leases / "evals.json").write_text("{")
+    assert prune_weights(paths, keep_last=1) == []
+    assert list_versions(paths) == [1, 2, 3]
+
+
+def test_a_checkpoint_protects_its_version(paths):
+    publish(paths, *range(1, 7))
+    checkpoint(paths, 2)
+    checkpoint(paths, 4)
+    assert prune_weights(paths, keep_last=1, keep=[3]) == [1, 5]
+    assert list_versions(paths) == [2, 3, 4, 6]
+
+
+def test_checkpoints_elsewhere_protect_too(paths, tmp_path):
+    elsewhere = RunPaths(paths.root, checkpoints_root=tmp_path / "elsewhere")
+    publish(elsewhere, 1, 2, 3)
+    checkpoint(elsewhere, 1)
+    assert (tmp_path / "elsewhere" / "step_1" / "manifest.json").exists()
+    assert prune_weights(elsewhere, keep_last=1) == [2]
+
+
+def test_a_damaged_newest_version_does_not_count_as_kept(paths):
+    publish(paths, 1, 2, 3)
+    (paths.weights_step(3) / "model.safetensors").write_bytes(b"short")
+    assert prune_weights(paths, keep_last=1) == [1]
+    assert list_versions(paths) == [2, 3]
+
+
+def test_an_older_life_may_not_prune_nor_checkpoint(paths):
+    publish(paths, 1, 2, 3)
+    claim_incarnation(paths)
+    with pytest.raises(FencedError):
+        prune_weights(paths, keep_last=1, incarnation=0)
+    assert list_versions(paths) == [1, 2, 3]
+    with pytest.raises(FencedError):
+        checkpoint(paths, 1, with_batch=False)
+
+
+def test_checkpoint_holds_both_halves(paths):
+    checkpoint(paths, 10)
+    info = resolve_resume(paths.checkpoints, 10)
+    assert info.step == 10
+    assert info.path == paths.checkpoint_step(10)
+    assert json.loads(info.orchestrator_state.read_text()) == {"after": 10}
+    assert (info.trainer_dir / ".metadata").read_bytes() == b"meta"
+    assert checkpoint(paths, 20, with_batch=False).step == 20
+    assert resolve_resume(paths.checkpoints, "latest").orchestrator_state is None
+    assert [c.step for c in list_checkpoints(paths.checkpoints)] == [10, 20]
+    assert remove_checkpoints_after(paths.checkpoints, 10) == [20]
+
+
+def test_checkpoint_without_trainer_files_is_refused(paths):
+    final = paths.checkpoint_step(1)
+    stage = prepare_stage(final, run=paths)
+    with pytest.raises(StoreError, match="nothing to resume from"):
+        commit_checkpoint(stage, final, step=1, trainer_files={}, batch_dir=None, run=paths)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "manifest", "missing", "renamed", "foreign"])
+def test_latest_skips_a_damaged_checkpoint(paths, damage):
+    for step in (9, 10, 20):
+        checkpoint(paths, step)
+    newest = paths.checkpoint_step(20)
+    shard = newest / "trainer" / "__0_0.distcp"
+    if damage == "truncate":
+        shard.write_bytes(b"x")
+    elif damage == "flip":
+        shard.write_bytes(b"x" * 100)
+    elif damage == "manifest":
+        (newest / "manifest.json").unlink()
+    elif damage == "missing":
+        (newest / "trainer" / ".metadata").unlink()
+    elif damage == "renamed":
+        newest.rename(paths.checkpoint_step(30))
+        newest = paths.checkpoint_step(30)
+    else:
+        shutil.rmtree(newest)
+        newest.mkdir()
+        (newest / "notes.txt").write_text("mine")
+    assert resolve_resume(paths.checkpoints, "latest").step == 10
+    with pytest.raises(StoreError, match=r"damaged.*other whole ones: 9, 10"):
+        resolve_resume(paths.checkpoints, int(newest.name.removeprefix("step_")))
+
+
+def test_resume_from_a_step_that_does_not_exist_lists_those_that_do(paths):
+    with pytest.raises(StoreError, match="steps there: none"):
+        resolve_resume(paths.checkpoints, "latest")
+    checkpoint(paths, 9)
+    checkpoint(paths, 10)
+    (paths.checkpoints / "lost+found").mkdir()
+    (paths.checkpoints / ".stage-step_11-i0000").mkdir()
+    with pytest.raises(StoreError, match=r"no checkpoint of step 7 \(steps there: 9, 10\)"):
+        resolve_resume(paths.checkpoints, 7)
