@@ -41,10 +41,10 @@ def versions_from_spans(spans: Sequence[Mapping[str, Any]] | None, num_tokens: i
             ) from error
         if start != filled or end < start or end > num_tokens:
             raise VersionSpanError(
-                f"version span [{start}, {end}) does not continue at token {filled} of {num_tokens}: {list(spans or ())}"
+                f"version span [{start}, {end}) does not continue at token {filled} of {num_tokens}: {spans}"
             )
         versions[start:end] = version
         filled = end
     if filled != num_tokens:
-        raise VersionSpanError(f"version spans cover {filled} of {num_tokens} tokens: {list(spans or ())}")
+        raise VersionSpanError(f"version spans cover {filled} of {num_tokens} tokens: {spans}")
     return versions

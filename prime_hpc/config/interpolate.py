@@ -70,19 +70,31 @@ def _through_omegaconf(
     provenance: dict[str, Origin],
     problems: list[Problem],
 ) -> dict[Location, Any]:
+    """Results of the references that OmegaConf can resolve; the others become problems."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    def refuse(path: Location, error: Exception) -> None:
+        dotted = ".".join(str(part) for part in path)
+        problems.append(Problem(_explain(_get(values, path), error), dotted, provenance.get(dotted)))
+
+    tree = copy.deepcopy(tree)
+    sound = []
+    for path in paths:
+        try:
+            OmegaConf.create([_get(values, path)])
+            sound.append(path)
+        except OmegaConfBaseException as error:  # a malformed text anywhere would keep OmegaConf from taking the tree
+            refuse(path, error)
+            _get(tree, path[:-1])[path[-1]] = None
     conf = OmegaConf.create(tree)
     results = {}
-    for path in paths:
-        dotted = ".".join(str(part) for part in path)
+    for path in sound:
         try:
-            resolved = _get(conf, path)
-            is_container = OmegaConf.is_config(resolved)
-            results[path] = OmegaConf.to_container(resolved, resolve=True) if is_container else resolved
-        except OmegaConfBaseException as error:
-            problems.append(Problem(_explain(_get(values, path), error), dotted, provenance.get(dotted)))
+            value = _get(conf, path)
+            results[path] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except (OmegaConfBaseException, RecursionError) as error:
+            refuse(path, error)
     return results
 
 
@@ -102,7 +114,7 @@ def _get(container: Any, path: Location) -> Any:
 
 
 def _explain(text: str, error: Exception) -> str:
-    reason = str(error).splitlines()[0]
+    reason = "it refers to itself" if isinstance(error, RecursionError) else str(error).splitlines()[0]
     hints = []
     for name in re.findall(r"\$\{([A-Za-z_][\w.]*)\}", text):
         near = name if name in all_paths() else nearest_path(name, all_paths())

@@ -164,8 +164,8 @@ def _write_atomic(path: Path, text: str, private: bool) -> None:
 def gather_lock(command: list[str]) -> dict[str, Any]:
     """What a run was made with. Takes well under a second and imports nothing heavy.
 
-    Keys: `command`, `time` (UTC, ISO 8601), `host`, `cwd`, `python`, `executable`, `platform`, `git` (`sha`, `diff`, `status`,
-    null outside a checkout), `packages` (name -> version).
+    Keys: `command`, `time` (UTC, ISO 8601), `host`, `cwd`, `python`, `executable`, `platform`, `packages`
+    (name -> version), `git` (`sha`, `status`, `diff`, `diff_truncated`; null outside a checkout).
     """
     import platform
     import socket

@@ -31,6 +31,8 @@ CANCEL_GRACE_S = 2.0
 """How long a cancelled episode may take to let go before a warning says that it does not."""
 BLOCKED_AFTER_S = 3.0
 """A loop that has not answered for so long, when an episode is already overdue, is blocked."""
+INTERRUPT_GRACE_S = 2.0
+"""How long an interrupted loop may take to answer again before it is replaced."""
 MAX_PATIENCE_S = 60.0
 """How long a turn waits for a server that cannot be reached (it is being restarted), at most."""
 
@@ -199,7 +201,7 @@ class EnvPool:
                 return
             culprit = worker.culprit()
             worker.interrupt()
-            if await worker.responds(1.0):
+            if await worker.responds(INTERRUPT_GRACE_S):
                 logger.warning("{} blocked the event loop of all episodes past its deadline: interrupted", culprit)
                 return
             reason = f"{culprit} blocked the event loop of all episodes and could not be interrupted"
@@ -207,7 +209,7 @@ class EnvPool:
             assert self._lost is not None
             self._lost.set_result(reason)
             self._worker = None
-            asyncio.get_running_loop().create_task(worker.stop(0.0))
+            worker.abandon()
             await self._start_worker()
         except EnvError as error:
             logger.error("the environments could not be started again: {}", error)

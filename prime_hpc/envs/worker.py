@@ -80,19 +80,19 @@ class LoopThread:
                 ctypes.c_ulong(self._thread.ident), ctypes.py_object(LoopInterrupt)
             )
 
-    async def stop(self, within_s: float) -> bool:
-        """End the loop and its thread; false when it is blocked and had to be left behind (a daemon thread)."""
+    def abandon(self) -> None:
+        """Have the loop cancel its tasks and end as soon as it can; do not wait for that."""
         self._stopping = True
         with contextlib.suppress(RuntimeError):  # already closed
             self.loop.call_soon_threadsafe(self._cancel_all)
+
+    async def stop(self, within_s: float) -> bool:
+        """End the loop and its thread; false when it is blocked and has to be left behind (a daemon thread)."""
+        self.abandon()
         deadline = time.monotonic() + within_s
         while self._thread.is_alive() and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
-        if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):
-                self.loop.call_soon_threadsafe(self.loop.stop)
-            return False
-        return True
+        return not self._thread.is_alive()
 
     def _cancel_all(self) -> None:
         """Cancel every task, then stop the loop once they ended or had a second to."""

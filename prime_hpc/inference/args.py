@@ -66,7 +66,7 @@ CPU_DEFAULTS: dict[str, Any] = {
 
 def section(experiment: Experiment) -> InferenceConfig:
     """The tree's inference section, or its defaults where the tree has none."""
-    return experiment.inference or InferenceConfig()
+    return experiment.inference or InferenceConfig.model_validate({})
 
 
 def build_argv(experiment: Experiment, *, device: Device, replica: int, port: int) -> list[str]:

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped:
         code = 0
         status.done()
-    except Exception as error:  # noqa: BLE001 - the process's outermost frame: every failure is reported, none hidden
+    except Exception as error:
         status.failed(error)
         print(f"inference server {args.replica} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if not isinstance(error, (ValueError, OSError)):
@@ -136,7 +136,9 @@ def _status(run_dir: Path, replica: int) -> Any:
     from prime_hpc.store.doorbell import Doorbell
 
     context = RoleContext.from_env("inference", run_dir, index=replica)
-    return RoleStatus(context, Doorbell(context.doorbell_address, f"inference-{replica}"))
+    return RoleStatus(
+        context, Doorbell(context.doorbell_address, f"inference-{replica}", incarnation=context.incarnation)
+    )
 
 
 class _NoStatus:

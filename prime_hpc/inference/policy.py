@@ -119,12 +119,10 @@ class PolicyService:
             logger.exception("the engines cannot be trusted any more")
             self._on_failure(self._failure)
             raise PolicyFailedError(self._failure) from error
-        end = time.perf_counter()
+        paused_s = time.perf_counter() - paused_at
         self.version, self.path = version, str(folder)
-        seconds = {"check": check_s, "open": paused_at - start, "paused": end - paused_at}
-        logger.info(
-            "policy version %d from %s: paused %.3f s, %d workers", version, folder, end - paused_at, len(loaded)
-        )
+        seconds = {"check": check_s, "open": paused_at - start, "paused": paused_s}
+        logger.info("policy version %d from %s: paused %.3f s, %d workers", version, folder, paused_s, len(loaded))
         return self._answer(changed=True, seconds={key: round(value, 4) for key, value in seconds.items()})
 
     async def _on_every_worker(self, method: str, *args: Any) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ Installed by `server`.
 """
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -85,7 +85,7 @@ class PolicyTokens(ServingTokens):
         body = answer.model_dump()
         top = request.sampling_params.logprobs
         for choice, output in zip(body["choices"], last.outputs, strict=True):
-            if choice["logprobs"] is not None:
+            if choice["logprobs"] is not None and output.logprobs is not None:
                 choice["logprobs"]["content"] = logprob_rows(output.token_ids, output.logprobs, top)
         return Response(json.dumps(body, allow_nan=False), media_type="application/json")
 
@@ -96,7 +96,7 @@ class PolicyTokens(ServingTokens):
 
 
 def logprob_rows(
-    token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob] | None], num_top: int | None
+    token_ids: Sequence[int], logprobs: Iterable[Mapping[int, Logprob] | None], num_top: int | None
 ) -> list[dict[str, Any]]:
     """`logprobs.content` of one completion.
 

@@ -8,7 +8,7 @@ Called through `collective_rpc` by `policy`. Method names must not collide with 
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 class PolicyWorker:
     """Mixed into vLLM's Worker; `self` is that worker."""
+
+    # Class attributes: vLLM never calls a mixin's __init__.
+    _policy_stack: contextlib.ExitStack | None = None
+    _policy_handles: Sequence[Any] = ()
 
     if TYPE_CHECKING:
         vllm_config: VllmConfig
@@ -57,7 +61,7 @@ class PolicyWorker:
             RuntimeError: nothing is open, or the load failed half-way: this engine's weights are undefined.
         """
         start = time.perf_counter()
-        if getattr(self, "_policy_handles", None) is None:
+        if self._policy_stack is None:
             raise RuntimeError("policy_apply without policy_open")
         try:
             self.reload_weights(weights_iterator=self._policy_tensors())
@@ -76,9 +80,8 @@ class PolicyWorker:
                     yield name, handle.get_tensor(name)
 
     def _policy_close(self) -> None:
-        stack: contextlib.ExitStack | None = getattr(self, "_policy_stack", None)
-        self._policy_stack: contextlib.ExitStack | None = None
-        self._policy_handles: list[Any] | None = None
+        stack = self._policy_stack
+        self._policy_stack, self._policy_handles = None, []
         if stack is not None:
             stack.close()
 

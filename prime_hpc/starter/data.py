@@ -14,11 +14,13 @@ from prime_hpc.envs.tasksets.reverse_text_data import answer_of, build_prompt, m
 REVERSED_SHARE = 0.4
 """Share of demonstrations that reverse the text; the rest copy it."""
 NUM_DEMONSTRATIONS = 8192
+SEED_OFFSET = 1_000_000
+"""Added to the seed of the texts: the environment, seeded alike, then poses other train texts than were demonstrated."""
 
 
 def demonstrations(seed: int, num: int = NUM_DEMONSTRATIONS) -> list[dict[str, list[dict[str, str]]]]:
     """`num` rows {"prompt": [messages], "completion": [messages]} over distinct texts of the train split."""
-    texts = make_texts("train", seed, num)
+    texts = make_texts("train", SEED_OFFSET + seed, num)
     num_reversed = round(num * REVERSED_SHARE)
     chosen = set(random.Random(f"starter-demonstrations:{seed}").sample(range(num), num_reversed))
     return [

@@ -66,7 +66,7 @@ class Supervisor:
         """Live the attempt to its end; everything started is gone when this returns."""
         become_subreaper()
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        hub, reaper = DoorbellHub(), Reaper()
+        hub, reaper = DoorbellHub(incarnation=self._attempt.incarnation), Reaper()
         ended = Ended(1, "the supervisor itself failed")
         try:
             self._start(hub, reaper)

@@ -1,7 +1,7 @@
 """Weight updates of real vLLM servers on CPU: exact, versioned per token, refused when wrong, ended in order.
 
 For a model with tied embeddings (two data-parallel engines behind one server) and one with untied ones (one engine,
-an api key). Each is compared with a server started fresh on the version, or with transformers' float32 log-probabilities.
+an api key). Each is compared with a server started fresh on the version, or with transformers' log-probabilities.
 """
 
 import asyncio

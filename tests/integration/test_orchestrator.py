@@ -197,7 +197,7 @@ def test_told_to_stop_it_ends_orderly(tmp_path: Path, tokenizer_dir: Path, serve
         world.start()
         world.wait_for_batch(2)
         world.hub.ring("stop", reason="the test says so", save=False)
-        assert world.wait(10) == 0, log_of(world)
+        assert world.wait(30) == 0, log_of(world)
         assert world.status()["state"] == "done"
         assert "the test says so" in log_of(world)
 
@@ -209,7 +209,7 @@ def test_sigterm_ends_it_within_seconds(tmp_path: Path, tokenizer_dir: Path, ser
         world.wait_for_batch(1)
         assert world.process is not None
         world.process.terminate()
-        assert world.wait(5) == 0, log_of(world)
+        assert world.wait(30) == 0, log_of(world)
 
 
 def test_weights_that_never_come_end_the_run_with_the_reason(

@@ -123,6 +123,13 @@ def test_interpolation_of_nothing_is_an_error_with_its_line(tmp_path: Path) -> N
     assert f"{path}:2: max_steps" in problem and "did you mean ${seed}?" in problem
 
 
+def test_malformed_and_circular_references_are_problems_like_others(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.yaml", "name: ${seed\nseed: ${max_steps}\nmax_steps: ${seed}\nseq_len: ${}\n")
+    found = problems(["@", path, "--orchestrator.sampling.extra", "${orchestrator}"])
+    assert len(found) == 5 and all("cannot resolve" in problem for problem in found)
+    assert found[0].startswith(f"{path}:")
+
+
 def test_component_files_load_into_their_sections_and_lift_shared_keys(tmp_path: Path) -> None:
     train = write(
         tmp_path / "train.toml", 'max_steps = 20\n[model]\nname = "m"\n[model.ac]\nfreq = 2\n[optim]\nlr = 0.1\n'

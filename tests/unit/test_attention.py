@@ -1,0 +1,94 @@
+"""Packed attention: every token's log-probability is that of its sequence alone."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from prime_hpc.trainer import attention
+from prime_hpc.trainer.batches import make_micro_batch
+from prime_hpc.trainer.model import Policy
+from tests.support.tiny_model import random_rank_batch
+
+
+@pytest.mark.parametrize("lengths", [[7], [1, 1], [16, 16, 16], [3, 64, 1, 17, 18, 200, 5, 64], [128, 2] * 5])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
+def test_packed_equals_each_sequence_alone(lengths: list[int], heads: int, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    total = sum(lengths)
+    q, k, v = (torch.randn(total, h, 8, requires_grad=True) for h in (heads, kv_heads, kv_heads))
+    plan = attention.plan_packing(np.array(lengths))
+    out = attention.padded_attention(q, k, v, plan)
+    weights = torch.randn_like(out)
+    got = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    pieces, at = [], 0
+    for n in lengths:
+        part = [x[at : at + n].transpose(0, 1)[None] for x in (q, k, v)]
+        pieces.append(F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+        at += n
+    expected = torch.cat(pieces)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    wanted = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_buckets_hold_every_sequence_once_and_limit_padding() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5, 1, 200), 1, 2000).astype(np.int64)
+    groups = attention.choose_buckets(lengths)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(200))
+    padded = sum(len(g) * int(lengths[g].max()) ** 2 for g in groups)
+    assert padded < 1.4 * int((lengths**2).sum())
+    assert len(groups) < 40
+
+
+def test_sliding_window() -> None:
+    torch.manual_seed(0)
+    lengths, window = [5, 30, 12], 8
+    q, k, v = (torch.randn(47, 2, 8) for _ in range(3))
+    out = attention.padded_attention(q, k, v, attention.plan_packing(np.array(lengths)), window=window)
+    at = 0
+    for n in lengths:
+        part = [x[at : at + n].transpose(0, 1)[None] for x in (q, k, v)]
+        i = torch.arange(n)
+        mask = (i[:, None] >= i) & (i[:, None] - i < window)
+        expected = F.scaled_dot_product_attention(*part, attn_mask=mask)[0].transpose(0, 1)
+        torch.testing.assert_close(out[at : at + n], expected, rtol=1e-5, atol=1e-5)
+        at += n
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_policy_logprobs_equal_the_unpacked_models(kind: str) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
+    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind](**shape)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    packed = AutoModelForCausalLM.from_config(config, attn_implementation=attention.register()).eval()
+    packed.load_state_dict(plain.state_dict())
+    batch = random_rank_batch([[40, 3, 17, 64, 2]], seed=0)
+    micro = make_micro_batch(batch, 0)
+    policy = Policy(packed, "sdpa", chunk_tokens=11)
+    with policy.packing(micro):
+        logprobs, entropy = policy(micro, True)
+        logprobs.sum().backward()
+    assert packed.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+    expected, entropies = [], []
+    for s in range(batch.num_sequences):
+        part = slice(int(batch.seq_offsets[s]), int(batch.seq_offsets[s + 1]))
+        ids = torch.from_numpy(batch.token_ids[part].astype(np.int64))
+        log_p = (plain(input_ids=ids[None]).logits[0] / batch.temperatures[s]).log_softmax(-1)[:-1]
+        mask = torch.from_numpy(batch.loss_mask[part][1:])
+        expected.append(log_p.gather(1, ids[1:, None])[:, 0][mask])
+        entropies.append(-(log_p.exp() * log_p).sum(-1)[mask])
+    torch.testing.assert_close(logprobs, torch.cat(expected), rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy, torch.cat(entropies), rtol=0, atol=1e-5)
+
+
+def test_flash_on_cpu_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"model\.attn = flash needs CUDA"):
+        attention.select_kernel("flash", "cpu", torch.float32)
+    assert attention.select_kernel("auto", "cpu", torch.float32) is attention.padded_attention

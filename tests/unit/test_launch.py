@@ -1,0 +1,105 @@
+"""What is refused before anything starts."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import ConfigError, Experiment, Loaded, load_run
+from prime_hpc.launch.checks import check
+from prime_hpc.launch.plan import plan_text
+from prime_hpc.launch.prepare import prepare_run
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"x" * 1000)
+    return folder
+
+
+def loaded(tmp_path: Path, model: Path | str, **values: object) -> Loaded:
+    tree = {
+        "output_dir": str(tmp_path / "out"),
+        "name": "x",
+        "model": {"name": str(model)},
+        "orchestrator": {"env": [{"id": "reverse-text"}]},
+    }
+    return Loaded(Experiment.model_validate({**tree, **values}), {}, [], "rl")
+
+
+def test_a_good_experiment_is_prepared(tmp_path: Path, model: Path) -> None:
+    one = loaded(tmp_path, model)
+    run_dir = prepare_run(one)
+    assert load_run(run_dir) == one.experiment
+    assert (run_dir / "lock.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"orchestrator": {"env": [{"id": "revers-text"}]}},
+            "orchestrator.env.0.id.*not installed; did you mean reverse-text",
+        ),
+        ({"orchestrator": {}}, "no environment is named"),
+        ({"kind": "sft"}, "sft.data.path: names no file"),
+        ({"kind": "sft", "sft": {"data": {"path": "/nowhere/x.jsonl"}}}, "/nowhere/x.jsonl does not exist"),
+    ],
+)
+def test_what_would_fail_later_is_refused(tmp_path: Path, model: Path, values: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(loaded(tmp_path, model, **values))
+
+
+def test_model_path_without_weights(tmp_path: Path, model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model.name.*no weights"):
+        check(loaded(tmp_path, model))
+
+
+def test_model_path_that_is_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a directory"):
+        check(loaded(tmp_path, "./no/such/model"))
+
+
+def test_output_directory_that_cannot_be_written(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="output_dir.*cannot be written"):
+        check(loaded(tmp_path, model, output_dir=str(tmp_path / "file" / "out")))
+
+
+def test_output_directory_too_small(tmp_path: Path, model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 1000000000000000}}')
+    with pytest.raises(ConfigError, match="GiB free, but the run keeps about"):
+        check(loaded(tmp_path, model))
+
+
+def test_existing_run_is_never_overwritten_unasked(tmp_path: Path, model: Path) -> None:
+    one = loaded(tmp_path, model)
+    run_dir = prepare_run(one)
+    (run_dir / "attempts.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="already holds a run; resume it with --ckpt.resume-step latest"):
+        prepare_run(one)
+    prepare_run(loaded(tmp_path, model, ckpt={"resume_step": "latest"}))
+    assert (run_dir / "attempts.jsonl").exists()
+    prepare_run(loaded(tmp_path, model, clean=True))
+    assert not (run_dir / "attempts.jsonl").exists()
+
+
+def test_clean_deletes_only_runs(tmp_path: Path, model: Path) -> None:
+    run_dir = tmp_path / "out" / "x"
+    (run_dir / "weights").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="not a run of ours"):
+        prepare_run(loaded(tmp_path, model, clean=True))
+    assert (run_dir / "weights").exists()
+
+
+def test_plan_names_roles_and_launcher(tmp_path: Path, model: Path) -> None:
+    text = plan_text(loaded(tmp_path, model, inference={"data_parallel_size": 2}, trainer={"num_ranks": 4}))
+    assert "data parallel 2" in text
+    assert "4 FSDP2 ranks" in text
+    assert "LocalExecutor" in text
+    attached = plan_text(loaded(tmp_path, model))
+    assert "attached: http://127.0.0.1:8000/v1" in attached

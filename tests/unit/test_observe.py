@@ -1,0 +1,147 @@
+"""Metrics, status, console and report: what a person and the supervisor read."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.observe.console import Console, Tail, duration, short, sparkline
+from prime_hpc.observe.context import RoleContext, role_environment
+from prime_hpc.observe.metrics import MetricsWriter, read_metrics
+from prime_hpc.observe.report import write_report
+from prime_hpc.observe.status import RoleStatus, read_status
+
+
+def test_context_survives_the_environment(tmp_path: Path) -> None:
+    env = role_environment(
+        doorbell_address="127.0.0.1:5",
+        attempt=3,
+        incarnation=4,
+        resume_step=0,
+        inference_urls=["http://a/v1", "http://b/v1"],
+    )
+    context = RoleContext.from_env("trainer", tmp_path, index=2, environ=env)
+    assert (context.attempt, context.incarnation, context.resume_step, context.index) == (3, 4, 0, 2)
+    assert context.inference_urls == ["http://a/v1", "http://b/v1"]
+    assert context.doorbell_address == "127.0.0.1:5"
+
+
+def test_context_by_hand_has_defaults(tmp_path: Path) -> None:
+    context = RoleContext.from_env("trainer", tmp_path, environ={})
+    assert (context.resume_step, context.doorbell_address, context.inference_urls) == (None, None, [])
+
+
+def test_metrics_round_trip_and_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics" / "trainer.jsonl"
+    writer = MetricsWriter(path)
+    writer.log(1, loss=0.5, ratio=float("nan"))
+    writer.close()
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    (row,) = read_metrics(path)
+    assert (row["step"], row["loss"], row["ratio"]) == (1, 0.5, "nan")
+
+
+def test_status_is_read_back_and_rung(tmp_path: Path) -> None:
+    rung: list[tuple[str, dict]] = []
+
+    class Bell:
+        def ring(self, topic: str, **payload: object) -> None:
+            rung.append((topic, payload))
+
+    context = RoleContext("trainer", tmp_path, index=1, attempt=2)
+    status = RoleStatus(context, Bell())
+    status.ready(url="x")
+    status.beat(step=7)
+    status.failed(ValueError("no"))
+    row = read_status(context.log_dir, 1)
+    assert row is not None
+    assert (row["state"], row["step"], row["error"], row["info"]) == ("failed", 7, "ValueError: no", {"url": "x"})
+    assert [payload["state"] for _, payload in rung] == ["ready", "ready", "failed"]
+    assert read_status(context.log_dir, 0) is None
+
+
+def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    tail = Tail(path)
+    assert tail.rows() == []
+    path.write_text('{"a": 1}\n{"a"')
+    assert tail.rows() == [{"a": 1}]
+    with path.open("a") as file:
+        file.write(": 2}\n")
+    assert tail.rows() == [{"a": 2}]
+    assert Tail(path).rows() == []  # a later attempt shows only what is new
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(59.6, "1:00"), (61, "1:01"), (3661, "1:01:01"), (-4, "0:00")])
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_sparkline_and_short() -> None:
+    assert sparkline([0, 1, 2]) == "▁▅█" or sparkline([0, 1, 2])[0] == "▁"
+    assert sparkline([3.0, 3.0]) == "▁▁"
+    assert [short(x) for x in (12, 1234, 2.5e6)] == ["12", "1.2k", "2.5M"]
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def trainer_row(step: int) -> dict:
+    return {
+        "step": step, "loss": -0.1, "kl": 1e-4, "ratio": 1.0, "reward": 0.5, "tokens_per_s": 1500.0, "lr": 1e-4,
+        "grad_norm": 1.0, "mfu": 0.1, "time/step": 2.0, "time/wait": 1.0,
+    }  # fmt: skip
+
+
+def test_console_joins_both_sides_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from prime_hpc.observe.logs import setup_logger
+
+    setup_logger("supervisor")
+    console = Console(tmp_path, 40, kind="rl")
+    rollouts = {
+        "step": 1,
+        "reward/mean": 0.25,
+        "lag/mean": 0.5,
+        "lag/max": 2,
+        "tokens/sampled_per_second": 3000,
+        "time/wait_weights": 0.1,
+    }
+    write_rows(tmp_path / "metrics" / "orchestrator.jsonl", [rollouts])
+    write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(1)])
+    console.tick({})
+    line = capsys.readouterr().out
+    for part in (
+        "1/40",
+        "reward 0.250",
+        "ratio 1.000",
+        "lag 0.5/2",
+        "train 1.5k gen 3.0k",
+        "trainer waits for rollouts 50%",
+    ):
+        assert part in line
+    assert console.seconds() == {"useful": 1.0, "waiting": 1.0, "saving": 0.0}
+
+
+def test_report_names_gain_and_samples(tmp_path: Path) -> None:
+    write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(s) for s in (1, 2)])
+    rows = [
+        {"step": 0, "eval/rev/mean_reward": 0.4},
+        {"step": 1, "reward/mean": 0.4, "lag/mean": 0.0},
+        {"step": 2, "reward/mean": 0.6, "lag/mean": 1.0},
+        {"step": 2, "eval/rev/mean_reward": 0.9},
+    ]
+    write_rows(tmp_path / "metrics" / "orchestrator.jsonl", rows)
+    samples = [
+        {"kind": "eval", "step": step, "task": 5, "prompt": "ab", "completion": text, "reward": reward}
+        for step, text, reward in ((0, "ab", 0.5), (2, "ba", 1.0))
+    ]
+    write_rows(tmp_path / "metrics" / "samples.jsonl", samples)
+    text = "\n".join(write_report(tmp_path, "x", "rl"))
+    assert "held-out mean reward of rev: 0.400 (version 0) -> 0.900 (version 2), gain +0.500" in text
+    assert "before (reward 0.50): 'ab'" in text
+    assert "after  (reward 1.00): 'ba'" in text
+    assert (tmp_path / "reward.png").stat().st_size > 5000

@@ -1,0 +1,120 @@
+"""Placement, attempts, resume decisions: the supervisor's parts that start nothing."""
+
+import os
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.supervisor import ports
+from prime_hpc.supervisor.attempts import begin, is_held, read_attempts, write_attempt
+from prime_hpc.supervisor.begin import begin_attempt
+from prime_hpc.supervisor.main import place
+from prime_hpc.supervisor.roles import split_gpus, visible_gpus
+
+
+def experiment(tmp_path: Path, **values: object) -> Experiment:
+    base = {"output_dir": str(tmp_path), "name": "x", "orchestrator": {"env": [{"id": "reverse-text"}]}}
+    return Experiment.model_validate({**base, **values})
+
+
+def test_gpus_are_split_in_order(tmp_path: Path) -> None:
+    exp = experiment(tmp_path, inference={"data_parallel_size": 6}, trainer={"num_ranks": 2})
+    assert split_gpus(exp, [str(i) for i in range(8)]) == ([["0", "1", "2", "3", "4", "5"]], ["6", "7"])
+
+
+def test_gpus_by_id_may_be_shared(tmp_path: Path) -> None:
+    exp = experiment(tmp_path, inference={}, inference_gpu_ids=[0], trainer_gpu_ids=[0])
+    assert split_gpus(exp, ["0"]) == ([["0"]], ["0"])
+
+
+def test_replicas_and_tensor_parallel_take_their_own_gpus(tmp_path: Path) -> None:
+    exp = experiment(tmp_path, inference={"num_replicas": 2, "tensor_parallel_size": 2})
+    assert split_gpus(exp, list("01234")) == ([["0", "1"], ["2", "3"]], ["4"])
+
+
+def test_too_few_gpus_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="trainer needs 2 GPUs, but gets 0"):
+        split_gpus(experiment(tmp_path, inference={}, trainer={"num_ranks": 2}), ["0"])
+
+
+def test_visible_gpus_follow_the_environment() -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,5"}) == ["3", "5"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+
+
+def test_place_attaches_without_an_inference_section(tmp_path: Path) -> None:
+    specs, urls = place(experiment(tmp_path), tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    assert [spec.name for spec in specs] == ["orchestrator", "trainer"]
+    assert urls == []
+
+
+def test_place_refuses_a_taken_port(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        exp = experiment(tmp_path, inference={"server": {"port": port}})
+        with pytest.raises(ConfigError, match=rf"inference.server.port = {port}.*already taken"):
+            place(exp, tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_chosen_ports_are_free_and_distinct(tmp_path: Path) -> None:
+    base = ports.run_base(tmp_path, "4711")
+    assert base == ports.run_base(tmp_path / "other", "4711")  # the Slurm job decides
+    found = ports.choose(3, base)
+    assert len(set(found)) == 3
+    assert all(ports.is_free(p) for p in found)
+
+
+def test_attempt_lines_are_replaced_not_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "attempts.jsonl"
+    first = begin(path, incarnation=1, why="first start", resume_step=None, job_id=None)
+    first.ended, first.outcome = first.began + 1, "failed"
+    write_attempt(path, first)
+    begin(path, incarnation=2, why="resumes", resume_step=3, job_id="7")
+    rows = read_attempts(path)
+    assert [(r["attempt"], r["outcome"], r["resume_step"]) for r in rows] == [(1, "failed", None), (2, None, 3)]
+
+
+def test_held_means_alive_on_this_host() -> None:
+    me = {"ended": None, "host": socket.gethostname(), "pid": os.getpid(), "began": psutil.Process().create_time() + 5}
+    assert is_held(me)
+    assert not is_held({**me, "ended": 1.0})
+    assert not is_held({**me, "began": me["began"] - 1e6})  # the number was re-used by a younger process
+
+
+def test_second_life_beside_a_living_one_is_refused(tmp_path: Path) -> None:
+    exp = experiment(tmp_path)
+    exp.run_dir.mkdir()
+    begin_attempt(exp, exp.run_dir)
+    with pytest.raises(ConfigError, match="still runs here"):
+        begin_attempt(exp, exp.run_dir)
+
+
+def end_last(run_dir: Path) -> None:
+    path = run_dir / "attempts.jsonl"
+    text = path.read_text().replace('"ended": null', '"ended": 1.0')
+    path.write_text(text)
+
+
+def test_lives_are_numbered_and_rewound(tmp_path: Path) -> None:
+    exp = experiment(tmp_path)
+    paths = RunPaths(exp.run_dir)
+    exp.run_dir.mkdir()
+    assert begin_attempt(exp, exp.run_dir).incarnation == 1
+    end_last(exp.run_dir)
+    (paths.rollouts_step(3)).mkdir(parents=True)
+    again = begin_attempt(exp, exp.run_dir)
+    assert (again.attempt, again.incarnation, again.resume_step) == (2, 2, None)
+    assert not paths.rollouts_step(3).exists()
+
+
+def test_resume_from_a_step_that_does_not_exist_lists_those_that_do(tmp_path: Path) -> None:
+    exp = experiment(tmp_path, ckpt={"resume_step": 10})
+    exp.run_dir.mkdir()
+    with pytest.raises(ConfigError, match=r"ckpt.resume_step = 10.*steps there: none"):
+        begin_attempt(exp, exp.run_dir)
