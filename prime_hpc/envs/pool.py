@@ -41,6 +41,7 @@ class EnvPool:
     """Environments, their tasks and the servers that play them."""
 
     sources: list[EnvSource]
+    _renderer: PromptRenderer
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class EnvPool:
         renderer: str = "auto",
         enable_thinking: bool = False,
         api_key_var: str = "VLLM_API_KEY",
+        api_key: str | None = None,
         hold_out: bool = True,
     ) -> None:
         """Describe a pool; `async with` starts it.
@@ -72,6 +74,7 @@ class EnvPool:
             renderer: how messages become tokens (`renderers` name, or `auto`).
             enable_thinking: whether the chat template opens a think section.
             api_key_var: environment variable with the servers' key.
+            api_key: the key itself, where that variable is not set.
             hold_out: keep every tenth task of tasksets that do not split themselves for `eval`.
         """
         if not envs:
@@ -85,10 +88,10 @@ class EnvPool:
         self._model_name = model_name
         self._urls = tuple(urls)
         self._api_key_var = api_key_var
+        self._api_key = api_key
         self._sampling = sampling
         self._max_model_len = max_model_len
         self._renderer_options = (tokenizer_path, renderer, enable_thinking)
-        self._renderer: PromptRenderer | None = None
         self._target: Any = None
         self._worker: LoopThread | None = None
         self._engine: Any = None
@@ -152,9 +155,10 @@ class EnvPool:
             return _unfinished(EpisodeState.CANCELLED, "the pool is closed", "Closed", started)
         job = worker.submit(self._play(source_index, task, url_index, label, started))
         running = asyncio.wrap_future(job)
+        waited: set[asyncio.Future[Any]] = {running, lost, self._closed}
         try:
             await asyncio.wait(
-                {running, lost, self._closed},
+                waited,
                 timeout=max(0.0, started + timeout_s - time.monotonic()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
@@ -233,7 +237,7 @@ class EnvPool:
             model_name=self._model_name,
             urls=self._urls,
             api_key_var=self._api_key_var,
-            api_key=os.environ.get(self._api_key_var) or None,
+            api_key=os.environ.get(self._api_key_var) or self._api_key,
             sampling=VerifiersSampling(
                 temperature=sampling.temperature, max_tokens=sampling.max_tokens, **sampling.extra
             ),

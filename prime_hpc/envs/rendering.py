@@ -142,14 +142,17 @@ def choose_renderer(tokenizer: Any, enable_thinking: bool) -> Any:
 
     vocabulary = tokenizer.get_vocab()
     if all(token in vocabulary for token in CHATML_TOKENS):
-        renderer = make_renderer(tokenizer, "qwen3", enable_thinking)
-        if not agrees_with_template(tokenizer, renderer, enable_thinking):
-            logger.warning(
-                "the `qwen3` renderer and the tokenizer's chat template render a probe differently: supervised "
-                "fine-tuning and RL would see different prompts. Check model.enable_thinking ({}) or model.renderer",
-                enable_thinking,
-            )
-        return renderer
+        # A ChatML template that knows no think section, or always closes one, is Qwen3's with the other setting.
+        for thinking in (enable_thinking, not enable_thinking):
+            renderer = make_renderer(tokenizer, "qwen3", thinking)
+            if agrees_with_template(tokenizer, renderer, enable_thinking):
+                return renderer
+        logger.warning(
+            "the `qwen3` renderer and the tokenizer's chat template render a probe differently: supervised "
+            "fine-tuning and RL would see different prompts. Check model.enable_thinking ({}) or model.renderer",
+            enable_thinking,
+        )
+        return make_renderer(tokenizer, "qwen3", enable_thinking)
     if getattr(tokenizer, "chat_template", None) is None:
         raise EnvError("the tokenizer has no chat template; set model.renderer to one that fits the model")
     try:

@@ -39,7 +39,8 @@ class LocalTool:
 
 def local_tool(function: Callable[..., Any]) -> LocalTool:
     """A tool from a function: its name, its docstring, its annotated parameters."""
-    schema = TypeAdapter(function).json_schema()
+    typed: Any = function
+    schema = TypeAdapter(typed).json_schema()
     parameters = {
         "type": "object",
         "properties": {name: {"type": spec["type"]} for name, spec in schema["properties"].items()},

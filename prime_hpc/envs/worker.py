@@ -19,6 +19,10 @@ T = TypeVar("T")
 
 POLL_S = 0.02
 
+_LEFT_BEHIND: list[asyncio.Task[Any]] = []
+"""Tasks that ignored their cancellation until their loop was gone. Kept, because collecting a half-run coroutine runs
+its clean-up code on whatever thread the collector happens to be on."""
+
 
 class LoopInterrupt(BaseException):
     """Raised inside a blocked environment to get the loop back. No `except Exception` stops it."""
@@ -101,7 +105,8 @@ class LoopThread:
             for task in tasks:
                 task.cancel()
             if tasks:
-                await asyncio.wait(tasks, timeout=1.0)
+                _, left = await asyncio.wait(tasks, timeout=1.0)
+                _LEFT_BEHIND.extend(left)
             await self.loop.shutdown_asyncgens()
             self.loop.call_soon(self.loop.stop)
 

@@ -58,7 +58,7 @@ FIXED = {
 CPU_DEFAULTS: dict[str, Any] = {
     # Blocks are 128 tokens on CPU: short prompts never hit the prefix cache, but pay for hashing.
     "enable_prefix_caching": False,
-    # Statistics cost a few percent of a core that the engines need.
+    # They are computed at every step for a /metrics that nobody scrapes on a CPU machine.
     "disable_log_stats": True,
 }
 """Defaults on CPU only; `inference.vllm` overrides them."""
@@ -174,9 +174,12 @@ def _check_pass_through(extra: dict[str, Any]) -> None:
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """One option as command-line tokens; None is left out, False becomes `--no-...` where vLLM has both."""
+    """One option as command-line tokens. None is left out; False becomes `--no-...`.
+
+    vLLM's `disable_...` switches are off unless given and mostly know no `--no-disable-...`: False leaves them out.
+    """
     flag = "--" + name.replace("_", "-")
-    if value is None:
+    if value is None or (value is False and name.startswith("disable_")):
         return []
     if isinstance(value, bool):
         return [flag] if value else ["--no-" + name.replace("_", "-")]

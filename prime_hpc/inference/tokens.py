@@ -2,8 +2,8 @@
 
 Differs from vLLM 0.32's own route in three things. Each entry of `logprobs.content` also has `"token": "token_id:N"`,
 which renderers 0.1.12 (verifiers' client side) insists on and vLLM dropped. Nothing is detokenised that nobody
-reads. And the answer's per-token part is written straight to JSON, which saves a third of this process's work.
-Installed by `server`.
+reads. And the answer's per-token part is written straight to JSON. Together: 70 instead of 120 ms of this process's CPU
+time for 1,000 tokens (24-token completions, 128 at once, 2 cores). Installed by `server`.
 """
 
 import json

@@ -28,8 +28,9 @@ LENGTH_STEP = 16
 """Bucket lengths are multiples of this: few distinct shapes, few candidates to choose from."""
 TOKEN_COST = 64.0
 """Cost of padding one token, in units of one query-key product (gather, scatter and projections of the slot)."""
-BUCKET_COST = 4096.0
-"""Fixed cost of one more kernel call, in the same units (measured on CPU with 4 to 16 heads)."""
+BUCKET_COST = {"cpu": 4096.0, "cuda": 250_000.0}
+"""Fixed cost of one more kernel call, in the same units (a call's overhead, about 0.1 ms forward and backward on CPU
+and 0.05 ms on a GPU, over the time of one product with some hundred channels)."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,12 @@ class Packing:
     """int64[tokens]: the slot of each token, the inverse of `gather`."""
 
 
-def choose_buckets(lengths: np.ndarray) -> list[np.ndarray]:
+def choose_buckets(lengths: np.ndarray, bucket_cost: float = BUCKET_COST["cpu"]) -> list[np.ndarray]:
     """Partition sequences by length so that padding and kernel calls together cost least.
 
     Args:
         lengths: int64[S], all positive.
+        bucket_cost: see `BUCKET_COST`.
 
     Returns:
         Index arrays into `lengths`, one per bucket; exact over partitions of the rounded lengths (dynamic programme).
@@ -74,7 +76,7 @@ def choose_buckets(lengths: np.ndarray) -> list[np.ndarray]:
     cut = np.zeros(len(values) + 1, dtype=np.int64)
     for j in range(1, len(values) + 1):
         top = int(lengths[order[ends[j - 1] - 1]])
-        cost = best[:j] + (ends[j - 1] - starts[:j]) * top * (top + TOKEN_COST) + BUCKET_COST
+        cost = best[:j] + (ends[j - 1] - starts[:j]) * top * (top + TOKEN_COST) + bucket_cost
         cut[j] = int(np.argmin(cost))
         best[j] = cost[cut[j]]
     groups = []
@@ -97,7 +99,7 @@ def plan_packing(lengths: np.ndarray, device: torch.device | str = "cpu") -> Pac
     starts = np.concatenate(([0], np.cumsum(lengths)))
     total = int(starts[-1])
     cu_seqlens = torch.from_numpy(starts.astype(np.int32)).to(device)
-    groups = choose_buckets(lengths)
+    groups = choose_buckets(lengths, BUCKET_COST.get(torch.device(device).type, BUCKET_COST["cuda"]))
     buckets, gathers = [], []
     slots = np.empty(total, dtype=np.int64)
     first_slot = 0
@@ -285,7 +287,6 @@ def packing(plan: Packing, choice: str = "auto") -> Iterator[None]:
         _Active.packing, _Active.choice = before
 
 
-@torch.compiler.disable
 def packed_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -319,9 +320,15 @@ def packed_attention_forward(
     return kernel(q, k, v, plan, scale, sliding_window)[None], None
 
 
-def register() -> str:
-    """Make the implementation known to transformers (idempotent); returns its name for `attn_implementation`."""
+def register(*, compiled: bool = False) -> str:
+    """Make the implementation known to transformers (idempotent); returns its name for `attn_implementation`.
+
+    Args:
+        compiled: the blocks around it are compiled: keep attention, whose shapes differ in every row, out of the graph
+            (only then, because the switch alone loads torch's compiler, which takes seconds).
+    """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(IMPLEMENTATION, packed_attention_forward)
+    function = torch.compiler.disable(packed_attention_forward) if compiled else packed_attention_forward
+    AttentionInterface.register(IMPLEMENTATION, function)
     return IMPLEMENTATION

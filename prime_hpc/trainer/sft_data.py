@@ -28,6 +28,7 @@ from prime_hpc.store.batches import RankBatch
 from prime_hpc.trainer.batches import build_rank_batch, fake_batch, pack_samples
 
 Message = Mapping[str, Any]
+_MARK = "\u241econtent\u241e"  # stands for a message's content to find where it begins; no data holds it
 
 
 class SFTDataError(ValueError):
@@ -104,18 +105,16 @@ class ChatTokenizer:
         """
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
-        text = ""
         for start, stop in _turns(messages):
-            before, ids_before = text, ids
-            text = self.render(messages[:stop], tools)
-            ids = self.encode(text)
+            ids_before = ids
+            ids = self.encode(self.render(messages[:stop], tools))
             self._check_prefix(ids_before, ids, stop)
             role = messages[stop - 1]["role"]
             if role in loss_roles and stop > first_trained:
                 if role == "assistant":
                     opened = self.render(messages[: stop - 1], tools, header=True)
                 else:
-                    opened = _until_content(before, text, messages[max(start, first_trained)])
+                    opened = self._until_content(messages, tools, start, stop)
                 header = self.encode(opened)
                 self._check_prefix(header, ids, stop)
                 spans.append((len(header), self._end_of_turn(ids, len(header))))
@@ -123,6 +122,13 @@ class ChatTokenizer:
         for first, last in spans:
             mask[first:last] = True
         return SFTSample(np.array(ids, dtype=np.int32), mask)
+
+    def _until_content(self, messages: Sequence[Message], tools: Any, start: int, stop: int) -> str:
+        """The rendered text up to where the content of a piece that no assistant wrote begins."""
+        role = messages[stop - 1]["role"]
+        at = next(i for i in range(start, stop) if messages[i]["role"] == role)
+        marked = [*messages[:at], {**messages[at], "content": _MARK}, *messages[at + 1 : stop]]
+        return self.render(marked, tools).split(_MARK)[0]
 
     def plain(self, prompt: str, completion: str) -> SFTSample:
         """Prompt and completion as plain text, ended by the end-of-sequence token where there is one."""
@@ -155,7 +161,8 @@ class ChatTokenizer:
 
 def _turns(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
     """(start, stop) of the pieces whose ends are prefixes that a template can render: single messages, but a leading
-    system message goes with its successor (some templates refuse it alone) and tool results of one turn together."""
+    system message goes, as context, with its successor (some templates refuse it alone), and tool results of one turn
+    go together."""
     start = 0
     for i, message in enumerate(messages):
         last = i == len(messages) - 1
@@ -165,13 +172,6 @@ def _turns(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
             continue
         yield start, i + 1
         start = i + 1
-
-
-def _until_content(before: str, text: str, message: Message) -> str:
-    """The rendered text up to where a non-assistant message's content begins."""
-    content = message.get("content") or ""
-    at = text.find(content, len(before)) if isinstance(content, str) else -1
-    return text[: at if at >= 0 else len(before)]
 
 
 def _as_messages(value: Any, role: str, where: str) -> list[Message]:

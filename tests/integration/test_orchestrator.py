@@ -205,7 +205,7 @@ def test_told_to_stop_it_ends_orderly(tmp_path: Path, tokenizer_dir: Path, serve
 def test_sigterm_ends_it_within_seconds(tmp_path: Path, tokenizer_dir: Path, server: AdminServer) -> None:
     exp = make_experiment(tokenizer_dir, tmp_path / "run", top={"max_steps": 1000})
     with World(tmp_path / "run", exp, [server]) as world:
-        world.start()
+        world.start(in_shell=True)
         world.wait_for_batch(1)
         assert world.process is not None
         world.process.terminate()

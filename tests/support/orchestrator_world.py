@@ -5,9 +5,9 @@ answer in vLLM's format and can be killed, restarted and slowed down.
 """
 
 import json
+import multiprocessing
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +32,13 @@ from prime_hpc.store.weights import prune_weights
 from tests.support.scripted_server import Reply, ScriptedServer
 
 ROOT = Path(__file__).resolve().parents[2]
+PRELOAD = [
+    "prime_hpc.orchestrator.main",
+    "prime_hpc.envs.engine",
+    "prime_hpc.envs.harness",
+    "verifiers.v1",
+    "transformers",
+]
 
 
 class AdminServer(ScriptedServer):
@@ -159,6 +166,55 @@ def make_experiment(tokenizer_dir: Path, run_dir: Path, **orchestrator: Any) -> 
     )
 
 
+class _ShellProcess:
+    """`python -m prime_hpc.orchestrator.main`, as the supervisor starts it: seconds of imports."""
+
+    def __init__(self, run_dir: Path, env: dict[str, str], log: Path) -> None:
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        with log.open("ab") as file:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "prime_hpc.orchestrator.main", str(run_dir)],
+                env={**os.environ, **env, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        self.poll, self.wait = self._popen.poll, self._popen.wait
+        self.terminate, self.kill = self._popen.terminate, self._popen.kill
+
+
+class _ForkedProcess:
+    """The same main in a process that a fork server, which has imported everything once, forks at once."""
+
+    def __init__(self, run_dir: Path, env: dict[str, str], log: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._process = context.Process(target=_forked_main, args=(str(run_dir), env, str(log)))
+        self._process.start()
+        self.terminate, self.kill = self._process.terminate, self._process.kill
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float) -> int:
+        """Until it ends."""
+        self._process.join(timeout_s)
+        assert self._process.exitcode is not None, f"the orchestrator runs on after {timeout_s:g} s"
+        return self._process.exitcode
+
+
+def _forked_main(run_dir: str, env: dict[str, str], log: str) -> None:
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.environ.update(env)
+    from prime_hpc.orchestrator.main import main
+
+    code = main([run_dir])
+    sys.stdout.flush()
+    os._exit(code)
+
+
 class World:
     """One run directory with its hub and servers; `start` begins a life of the orchestrator."""
 
@@ -166,7 +222,7 @@ class World:
         self.paths = RunPaths(run_dir)
         self.exp, self.servers = exp, list(servers)
         self.hub = DoorbellHub()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: _ShellProcess | _ForkedProcess | None = None
         self.trainer: ScriptedTrainer | None = None
         self.log = run_dir / "orchestrator.log"
         write_snapshot(exp, run_dir, ["test"])
@@ -183,9 +239,15 @@ class World:
         self.hub.close()
 
     def start(
-        self, *, resume: int | None = None, attempt: int = 1, last: int | None = None, step_s: float = 0.05
+        self,
+        *,
+        resume: int | None = None,
+        attempt: int = 1,
+        last: int | None = None,
+        step_s: float = 0.05,
+        in_shell: bool = False,
     ) -> None:
-        """Start trainer and orchestrator; `last` ends the trainer early."""
+        """Start trainer and orchestrator; `last` ends the trainer early, `in_shell` starts it by its command line."""
         env = role_environment(
             doorbell_address=self.hub.address,
             attempt=attempt,
@@ -193,18 +255,10 @@ class World:
             resume_step=resume,
             inference_urls=[server.url for server in self.servers],
         )
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        self.trainer = ScriptedTrainer(
-            self.paths, self.hub.address, first=(resume or 0) + 1, last=last or self.exp.max_steps, step_s=step_s
-        )
-        self.trainer.start()
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "prime_hpc.orchestrator.main", str(self.paths.root)],
-                env={**os.environ, **env, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        if in_shell:
+            self.process = _ShellProcess(self.paths.root, env, self.log)
+        else:
+            self.process = _ForkedProcess(self.paths.root, env, self.log)
 
     def wait(self, timeout_s: float = 90.0) -> int:
         """The orchestrator's exit code."""
@@ -222,7 +276,7 @@ class World:
     def kill(self) -> None:
         """SIGKILL the orchestrator, stop the trainer."""
         assert self.process is not None and self.trainer is not None
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait(10)
         self.trainer.stop()
 

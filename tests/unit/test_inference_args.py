@@ -96,7 +96,7 @@ def test_other_vllm_arguments_pass_through_by_their_own_name() -> None:
     )
     assert found["--max-num-batched-tokens"] == ["4096"]
     assert "--enable-prefix-caching" in found and "--no-enable-prefix-caching" not in found
-    assert "--no-disable-log-stats" in found
+    assert "--disable-log-stats" not in found and "--no-disable-log-stats" not in found
     assert json.loads(found["--hf-overrides"][0]) == {"rope_theta": 1}
     assert found["--middleware"] == ["a.B", "c.D"]
 

@@ -1,5 +1,7 @@
 """Learning-rate schedules at their corners, and which parameters decay."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def test_linear_ends_at_the_minimum() -> None:
 def test_cosine_is_half_way_in_the_middle_and_never_rises_after_warmup() -> None:
     values = factors(12, type="cosine", warmup_steps=2)
     assert values[6] == pytest.approx(0.5) and values[-1] == pytest.approx(0.0, abs=1e-12)
-    assert all(a >= b for a, b in zip(values[1:], values[2:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(values[1:]))
 
 
 def test_wsd_is_constant_then_linear() -> None:

@@ -1,0 +1,74 @@
+"""The renderer that `auto` chooses, and its agreement with the tokenizer's chat template."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.rendering import PROBE, PromptRenderer, agrees_with_template, choose_renderer, make_renderer
+from tests.support.tiny_tokenizer import make_tokenizer
+
+PLAIN = """
+{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Any:
+    return make_tokenizer(tmp_path)
+
+
+def probe_text(tokenizer: Any, renderer: Any) -> str:
+    return tokenizer.decode(renderer.render(PROBE, add_generation_prompt=True).token_ids)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_auto_follows_the_template(tokenizer: Any, thinking: bool) -> None:
+    renderer = choose_renderer(tokenizer, thinking)
+    assert type(renderer).__name__ == "Qwen3Renderer"
+    assert agrees_with_template(tokenizer, renderer, thinking)
+    assert probe_text(tokenizer, renderer).endswith("assistant\n" if thinking else "</think>\n\n")
+
+
+def test_auto_sees_a_template_without_think_sections(tokenizer: Any) -> None:
+    tokenizer.chat_template = PLAIN
+    renderer = choose_renderer(tokenizer, False)
+    assert type(renderer).__name__ == "Qwen3Renderer"
+    assert probe_text(tokenizer, renderer).endswith("<|im_start|>assistant\n")
+
+
+def test_auto_falls_back_to_the_template_of_other_models(tokenizer: Any) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="</s>")
+    with pytest.raises(EnvError, match="no chat template"):
+        choose_renderer(other, False)
+    other.chat_template = PLAIN
+    assert type(choose_renderer(other, False)).__name__ == "DefaultRenderer"
+
+
+def test_the_starter_s_tokenizer_and_the_renderer_agree() -> None:
+    starter = pytest.importorskip("prime_hpc.starter.tokenizer")
+    tokenizer = starter.build_tokenizer(512)
+    assert agrees_with_template(tokenizer, choose_renderer(tokenizer, False), False)
+
+
+def test_unknown_renderers_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(EnvError, match="renderer 'qwenn' does not fit"):
+        make_renderer(tokenizer, "qwenn", False)
+
+
+def test_identical_prompts_are_rendered_once(tokenizer: Any) -> None:
+    renderer = PromptRenderer(tokenizer, choose_renderer(tokenizer, False))
+
+    async def render(text: str) -> Any:
+        return await renderer.render([{"role": "user", "content": text}], None)
+
+    first, second, other = (asyncio.run(render(text)) for text in ("red fox", "red fox", "red box"))
+    assert first is second and first.token_ids != other.token_ids
+    long = asyncio.run(render("word " * 20_000))  # on a thread
+    assert long.token_ids[:3] == first.token_ids[:3] and len(long.token_ids) > 20_000

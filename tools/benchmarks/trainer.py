@@ -1,0 +1,223 @@
+"""`tools/bench trainer`: the trainer's step against a bare PyTorch loop on the same packed rows, paired in one run.
+
+Bare: the Hugging Face model with its own attention (packed rows masked from `position_ids`, as transformers does it),
+its own loss, backward, AdamW; tensors prepared beforehand, nothing of this project. Ours: the whole train step from
+the store's arrays: FSDP2, packed attention, AIPO with its statistics and entropy, gradient norm and clipping, metrics.
+Both in one process, float32, steps alternating; `ratio_to_bare` is the median over pairs of bare / ours seconds.
+"""
+
+import contextlib
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+NUM_PAIRS = 5
+ROWS = 4
+ROW_TOKENS = 1024
+VOCAB = 512
+LEARNING_RATE = 1e-4
+
+
+def ragged_lengths(rng: np.random.Generator) -> list[list[int]]:
+    """Rows of log-normal samples (median about 90 tokens), each filled to its last token."""
+    rows = []
+    for _ in range(ROWS):
+        row: list[int] = []
+        while (left := ROW_TOKENS - sum(row)) > 0:
+            row.append(min(left, int(np.clip(rng.lognormal(4.5, 0.7), 8, ROW_TOKENS))))
+        rows.append(row)
+    return rows
+
+
+def build_batch(rows: list[list[int]], rng: np.random.Generator) -> Any:
+    """A rank batch of random tokens, all trained."""
+    from prime_hpc.trainer.batches import build_rank_batch
+
+    lengths = [n for row in rows for n in row]
+    ids = [rng.integers(0, VOCAB, n, dtype=np.int32) for n in lengths]
+    edges = np.cumsum([0, *(len(row) for row in rows)])
+    micro = [list(range(a, b)) for a, b in itertools.pairwise(edges)]
+    masks = [np.ones(n, bool) for n in lengths]
+    return build_rank_batch(micro, ids, masks, rng.standard_normal(len(lengths)).astype(np.float32))
+
+
+def save_model(folder: Path) -> int:
+    """A small Qwen3 with random weights; returns its number of parameters."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=ROW_TOKENS,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def bare_step(folder: Path, batch: Any) -> Callable[[], float]:
+    """The bare loop's step; returns its mean loss."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    rows = []
+    for m in range(batch.num_micro_batches):
+        ids = torch.from_numpy(batch.token_ids[batch.tokens_of(m)].astype(np.int64))[None]
+        sequences = batch.sequences_of(m)
+        lengths = np.diff(batch.seq_offsets[sequences.start : sequences.stop + 1])
+        positions = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))[None]
+        labels = ids.masked_fill(positions == 0, -100)
+        rows.append((ids, positions, labels))
+    num_targets = sum(int((labels != -100).sum()) for _, _, labels in rows)
+
+    def step() -> float:
+        total = 0.0
+        for ids, positions, labels in rows:
+            out = model(input_ids=ids, position_ids=positions, labels=labels, use_cache=False)
+            loss = out.loss * (int((labels != -100).sum()) / num_targets)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+def our_step(folder: Path, batch: Any) -> Callable[[], float]:
+    """This project's train step; returns its mean negative log-likelihood."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from prime_hpc.config.sections.common import ModelConfig
+    from prime_hpc.config.sections.trainer import TrainerConfig
+    from prime_hpc.trainer.engine import Engine
+    from prime_hpc.trainer.losses import LossStats
+    from prime_hpc.trainer.model import load_policy
+    from prime_hpc.trainer.optim import build_optimizer
+    from prime_hpc.trainer.rl import rl_objective
+
+    device = torch.device("cpu")
+    config = TrainerConfig.model_validate({"optim": {"lr": LEARNING_RATE}})
+    policy = load_policy(
+        ModelConfig(name=str(folder), dtype="float32"),
+        folder,
+        init_device_mesh("cpu", (1,)),
+        device,
+        reshard_after_forward=config.reshard_after_forward,
+        chunk_tokens=config.logits_chunk_tokens,
+    )
+    engine = Engine(
+        policy,
+        build_optimizer(policy.parameters(), config.optim),
+        optim=config.optim,
+        scheduler=config.scheduler,
+        max_steps=1000,
+        normalize="token",
+        reshard=config.reshard_after_forward,
+        device=device,
+        peak_flops=1.0,
+    )
+
+    def objective(micro: Any, logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
+        loss, stats = rl_objective(config.loss, micro, logprobs, weights)
+        stats.sums["nll"] = -logprobs.detach().sum()
+        return loss, stats
+
+    counter = iter(range(1, 1000))
+    return lambda: engine.train_step(next(counter), batch, objective)["nll"]
+
+
+def measure(name: str, folder: Path, rows: list[list[int]]) -> dict[str, Any]:
+    """Alternate both steps on one workload."""
+    batch = build_batch(rows, np.random.default_rng(1))
+    steps = {"bare": bare_step(folder, batch), "ours": our_step(folder, batch)}
+    losses = {key: step() for key, step in steps.items()}  # warms up; both models still hold the same weights
+    seconds: dict[str, list[float]] = {"bare": [], "ours": []}
+    for i in range(NUM_PAIRS):
+        for key in ("bare", "ours") if i % 2 == 0 else ("ours", "bare"):
+            start = time.perf_counter()
+            steps[key]()
+            seconds[key].append(time.perf_counter() - start)
+    ratios = [b / o for b, o in zip(seconds["bare"], seconds["ours"], strict=True)]
+    tokens = batch.num_tokens
+    return {
+        "workload": name,
+        "num_tokens": tokens,
+        "num_sequences": batch.num_sequences,
+        "ratio_to_bare": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "bare_tokens_per_s": tokens / statistics.median(seconds["bare"]),
+        "tokens_per_s": tokens / statistics.median(seconds["ours"]),
+        "first_loss_difference": abs(losses["bare"] - losses["ours"]),
+    }
+
+
+@contextlib.contextmanager
+def process_group() -> Any:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run() -> dict[str, Any]:
+    """Both workloads; `ratio_to_bare` is that of the ragged rows."""
+    from loguru import logger
+
+    logger.disable("prime_hpc")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    ragged = ragged_lengths(np.random.default_rng(0))
+    with tempfile.TemporaryDirectory() as folder, process_group():
+        num_parameters = save_model(Path(folder))
+        part = partial(measure, folder=Path(folder))
+        workloads = [
+            part("ragged samples, packed", rows=ragged),
+            part("one sequence a row", rows=[[ROW_TOKENS]] * ROWS),
+        ]
+    return {
+        "ratio_to_bare": workloads[0]["ratio_to_bare"],
+        "tokens_per_s": workloads[0]["tokens_per_s"],
+        "bare_tokens_per_s": workloads[0]["bare_tokens_per_s"],
+        "num_parameters": num_parameters,
+        "num_threads": torch.get_num_threads(),
+        "num_pairs": NUM_PAIRS,
+        "workloads": workloads,
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    """The figures as a table."""
+    size = result["num_parameters"] / 1e6
+    lines = [
+        f"Qwen3 of {size:.1f}M parameters, {ROWS} rows of {ROW_TOKENS} tokens a step, {result['num_threads']} threads, "
+        f"{result['num_pairs']} pairs",
+        f"{'workload':<26}{'samples':>8}{'bare tok/s':>12}{'ours tok/s':>12}{'ours/bare':>11}{'min .. max':>16}",
+    ]
+    for row in result["workloads"]:
+        spread = f"{row['ratio_min']:.2f} .. {row['ratio_max']:.2f}"
+        lines.append(
+            f"{row['workload']:<26}{row['num_sequences']:>8}{row['bare_tokens_per_s']:>12,.0f}"
+            f"{row['tokens_per_s']:>12,.0f}{row['ratio_to_bare']:>11.3f}{spread:>16}"
+        )
+    return "\n".join(lines)
