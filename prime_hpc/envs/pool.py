@@ -150,9 +150,11 @@ class EnvPool:
         label = f"{source.name} task {task_index}"
         if self._replacing is not None:
             await asyncio.wait([self._replacing], timeout=timeout_s)
-        worker, lost = self._worker, self._lost
-        if worker is None or lost is None or self._closed.done():
+        if self._closed.done():
             return _unfinished(EpisodeState.CANCELLED, "the pool is closed", "Closed", started)
+        worker, lost = self._worker, self._lost
+        if worker is None or lost is None:
+            return _unfinished(EpisodeState.FAILED, "the environments could not be restarted", "EnvError", started)
         job = worker.submit(self._play(source_index, task, url_index, label, started))
         running = asyncio.wrap_future(job)
         waited: set[asyncio.Future[Any]] = {running, lost, self._closed}

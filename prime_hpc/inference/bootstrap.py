@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from pathlib import Path
 
 from prime_hpc.inference.args import Device
@@ -20,6 +21,9 @@ MAX_SCRATCH_LEN = 64
 """A unix socket's path ends at 107 bytes, and vLLM appends a 36-character name."""
 
 PR_SET_PDEATHSIG = 1
+
+HARD_END_S = 4.5
+"""After a signal the process is gone by then, whatever still hangs: the supervisor waits 5 s."""
 
 
 def detect_device() -> Device:
@@ -88,6 +92,13 @@ def die_with_parent() -> None:
             os._exit(1)
 
     os.register_at_fork(before=before, after_in_child=in_child)
+
+
+def end_hard_soon() -> None:
+    """Called on SIGTERM: exit after `HARD_END_S` should the orderly end not have come through by then."""
+    timer = threading.Timer(HARD_END_S, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
 
 
 def _is_held(lock: Path) -> bool:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,9 +19,6 @@ from prime_hpc.config import load_run
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.inference import bootstrap
 from prime_hpc.inference.args import build_argv, build_env, section
-
-HARD_END_S = 4.5
-"""After a signal the process is gone by then, whatever still hangs."""
 
 STATUS_VARIABLES = ("PRIMEHPC_DOORBELL", "PRIMEHPC_ATTEMPT")
 
@@ -118,9 +114,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _end_on_signal() -> None:
     def handle(number: int, frame: FrameType | None) -> None:
-        timer = threading.Timer(HARD_END_S, os._exit, (0,))
-        timer.daemon = True
-        timer.start()
+        bootstrap.end_hard_soon()
         raise Stopped(signal.Signals(number).name)
 
     for number in (signal.SIGTERM, signal.SIGINT):

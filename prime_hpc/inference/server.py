@@ -6,9 +6,11 @@ Called by `main`, after the environment is set. Importing this module imports vL
 import argparse
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,17 +33,17 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from prime_hpc.inference import routes, tokens
 from prime_hpc.inference.args import Device
+from prime_hpc.inference.bootstrap import end_hard_soon
 from prime_hpc.inference.checkpoint import BadVersionError, weight_files
 from prime_hpc.inference.policy import PolicyService
 
 logger = init_logger(__name__)
 
-ABORT_S = 1.0
-"""Time for requests in flight to be answered with `abort` at the end."""
-DRAIN_S = 1
-"""Time for connections to close after that."""
-ENGINES_S = 1.5
-"""Time for engines to end by themselves before they are killed."""
+DRAIN_S = 2
+"""Time for requests in flight to be answered with `abort` and for their connections to close."""
+ENGINES_S: dict[Device, float] = {"cpu": 0.5, "cuda": 1.5}
+"""Time for engines to end by themselves before they are killed. They give everything back at once; what takes seconds
+is the interpreter's own end."""
 WATCH_S = 0.5
 
 
@@ -96,7 +98,7 @@ async def serve(
     finally:
         if engine.output_handler is not None:
             engine.output_handler.cancel()  # or it reports the engines' ordered end as their death
-        await asyncio.to_thread(engine.shutdown, ENGINES_S)
+        await asyncio.to_thread(engine.shutdown, ENGINES_S[device])
     if ended.failure is not None:
         raise RuntimeError(ended.failure)
 
@@ -185,7 +187,12 @@ class _End:
         """From now on SIGTERM and SIGINT end serving in order."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._event.set)
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if not self._event.is_set():
+            end_hard_soon()
+        self._event.set()
 
     async def wait(self, engine: AsyncLLM, serving: asyncio.Task) -> None:
         """Return when serving must end: told to, engines dead, or the HTTP server gone. The owner: `serve`."""
@@ -200,14 +207,22 @@ class _End:
 
 
 async def _stop_http(engine: AsyncLLM, server: NoSignalServer, serving: asyncio.Task) -> None:
-    """Answer what is in flight (with `abort`), then close the connections."""
-    if not engine.errored:
-        try:
-            await asyncio.wait_for(engine.pause_generation(mode="abort", clear_cache=False), ABORT_S)
-        except TimeoutError:
-            logger.warning("requests in flight were not aborted within %.1f s; their connections are cut", ABORT_S)
+    """Take no new connections, answer what is in flight (with `abort`), let the connections close."""
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # 50 lines for each connection that must be cut
     server.should_exit = True
-    _, pending = await asyncio.wait([serving], timeout=DRAIN_S + 1.0)
+    deadline = time.monotonic() + DRAIN_S
+    # Again and again: requests that were still on their way in when the first abort ran are queued by the pause.
+    while not (serving.done() or engine.errored) and (remaining := deadline - time.monotonic()) > 0:
+        try:
+            await asyncio.wait_for(engine.pause_generation(mode="abort", clear_cache=False), remaining)
+        except TimeoutError:
+            break
+        await asyncio.wait([serving], timeout=0.1)
+    if server.server_state.connections:
+        logger.warning(
+            "%d connections were not done within %d s and are cut", len(server.server_state.connections), DRAIN_S
+        )
+    _, pending = await asyncio.wait([serving], timeout=0.5)
     for task in pending:
         task.cancel()
 

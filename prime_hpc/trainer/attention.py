@@ -287,6 +287,7 @@ def packing(plan: Packing, choice: str = "auto") -> Iterator[None]:
         _Active.packing, _Active.choice = before
 
 
+@torch.compiler.disable  # shapes differ in every row: compiled blocks leave attention out of their graph
 def packed_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -320,15 +321,9 @@ def packed_attention_forward(
     return kernel(q, k, v, plan, scale, sliding_window)[None], None
 
 
-def register(*, compiled: bool = False) -> str:
-    """Make the implementation known to transformers (idempotent); returns its name for `attn_implementation`.
-
-    Args:
-        compiled: the blocks around it are compiled: keep attention, whose shapes differ in every row, out of the graph
-            (only then, because the switch alone loads torch's compiler, which takes seconds).
-    """
+def register() -> str:
+    """Make the implementation known to transformers (idempotent); returns its name for `attn_implementation`."""
     from transformers import AttentionInterface
 
-    function = torch.compiler.disable(packed_attention_forward) if compiled else packed_attention_forward
-    AttentionInterface.register(IMPLEMENTATION, function)
+    AttentionInterface.register(IMPLEMENTATION, packed_attention_forward)
     return IMPLEMENTATION

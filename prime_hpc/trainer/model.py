@@ -139,7 +139,7 @@ def _build_empty(source: Path, config: ModelConfig) -> Any:
         hf = AutoModelForCausalLM.from_config(
             hf_config,
             dtype=torch.float32,
-            attn_implementation=attention.register(compiled=config.compile),
+            attn_implementation=attention.register(),
             trust_remote_code=config.trust_remote_code,
         )
     hf.tie_weights()
@@ -154,7 +154,7 @@ def _load_whole(source: Path, config: ModelConfig) -> Any:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=torch.float32,
-            attn_implementation=attention.register(compiled=config.compile),
+            attn_implementation=attention.register(),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )

@@ -255,6 +255,10 @@ class World:
             resume_step=resume,
             inference_urls=[server.url for server in self.servers],
         )
+        self.trainer = ScriptedTrainer(
+            self.paths, self.hub.address, first=(resume or 0) + 1, last=last or self.exp.max_steps, step_s=step_s
+        )
+        self.trainer.start()
         if in_shell:
             self.process = _ShellProcess(self.paths.root, env, self.log)
         else:

@@ -1,0 +1,87 @@
+"""The product's own commands as a user types them, for the end-to-end tests."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+
+ENVIRONMENT = {
+    **os.environ,
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
+for name in [n for n in ENVIRONMENT if n.startswith(("PRIME_", "PRIMEHPC_"))]:
+    del ENVIRONMENT[name]
+
+
+def command(program: str, *arguments: object, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+    """Run a console script of this environment to its end."""
+    return subprocess.run(
+        [str(BIN / program), *map(str, arguments)],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+@contextmanager
+def background(program: str, *arguments: object, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A console script that runs beside the test; interrupted at the end, killed if that does not help."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [str(BIN / program), *map(str, arguments)],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """Poll until the condition is true; fails with what was awaited."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.2)
+    raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
+
+
+def rows(run_dir: Path, role: str) -> list[dict[str, Any]]:
+    """A role's metrics, newest row of each step last."""
+    path = run_dir / "metrics" / f"{role}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def steps(run_dir: Path) -> list[int]:
+    """Steps the trainer completed, in the order in which it did."""
+    return [row["step"] for row in rows(run_dir, "trainer")]
+
+
+def used_prompts(run_dir: Path, step: int) -> list[int]:
+    """Positions in the prompt stream of batch `step`."""
+    return json.loads((run_dir / "rollouts" / f"step_{step:06d}" / "orchestrator.json").read_text())["used"]
