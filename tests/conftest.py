@@ -1,1 +1,1 @@
-"""Makes `tests` importable (pytest puts the folder above this package on the path), so that tests share `tests.support`."""
+"""Makes `tests` importable (pytest puts the folder above on the path), so that tests share `tests.support`."""

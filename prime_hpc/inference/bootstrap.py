@@ -87,6 +87,8 @@ def die_with_parent() -> None:
         parent = os.getpid()
 
     def in_child() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)  # this process's handlers are none of the child's business
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died before the request was made
             os._exit(1)

@@ -19,7 +19,7 @@ STATUS_FILE = "status.json"
 class Ringer(Protocol):
     """The one method of `store.doorbell.Doorbell` that status needs (observe imports no room)."""
 
-    def ring(self, topic: str, **payload: Any) -> None:
+    def ring(self, topic: str, /, **payload: Any) -> None:
         """Announce `payload` under `topic`."""
 
 

@@ -15,7 +15,7 @@ REVERSED_SHARE = 0.4
 """Share of demonstrations that reverse the text; the rest copy it."""
 NUM_DEMONSTRATIONS = 8192
 SEED_OFFSET = 1_000_000
-"""Added to the seed of the texts, so that an environment of the same seed poses mostly other texts of the train split."""
+"""Added to the seed of the texts, so that an environment of the same seed poses mostly other train texts."""
 
 
 def demonstrations(seed: int, num: int = NUM_DEMONSTRATIONS) -> list[dict[str, list[dict[str, str]]]]:

@@ -115,17 +115,25 @@ class Role:
         return time.monotonic() - self._healthy_at
 
     def cause_of_death(self) -> str:
-        """Why the role ended: its own word first, then torchrun's, then the exit code."""
-        for row in self.statuses():
-            if row["state"] == "failed":
-                rank = f" rank {row['index']}" if self.spec.num_processes > 1 else ""
-                return f"{self.spec.name}{rank}: {row['error']}"
+        """Why the role ended: the first process to fail, in its own words where it left any."""
+        words = {row["index"] - self.spec.index: row["error"] for row in self.statuses() if row["state"] == "failed"}
+        if self.spec.num_processes > 1:
+            first = self._first_failed_rank()
+            if first is not None and first[0] not in words:
+                return f"{self.spec.label} rank {first[0]} {_ending(first[1])}"
+            if words:
+                rank = first[0] if first is not None else min(words)
+                return f"{self.spec.label} rank {rank}: {words[rank]}"
+        elif words:
+            return f"{self.spec.label}: {words[0]}"
         code = self.exit_code
-        tail = log_tail(self.log_file, 60)
-        rank_match, exit_match = _TORCHRUN_RANK.findall(tail), _TORCHRUN_EXIT.findall(tail)
-        if self.spec.name == "trainer" and rank_match and exit_match:
-            return f"trainer rank {rank_match[-1]} {_ending(int(exit_match[-1]))}"
         return f"{self.spec.label} {_ending(code)}" if code is not None else f"{self.spec.label} fell silent"
+
+    def _first_failed_rank(self) -> tuple[int, int] | None:
+        """Rank and exit code of torchrun's root cause, which closes its log."""
+        tail = log_tail(self.log_file, 60)
+        ranks, codes = _TORCHRUN_RANK.findall(tail), _TORCHRUN_EXIT.findall(tail)
+        return (int(ranks[-1]), int(codes[-1])) if ranks and codes else None
 
     def end(self, grace_s: float) -> list[int]:
         """End the role and everything it started; returns the processes that had to be killed."""

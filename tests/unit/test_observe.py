@@ -46,7 +46,7 @@ def test_status_is_read_back_and_rung(tmp_path: Path) -> None:
     rung: list[tuple[str, dict]] = []
 
     class Bell:
-        def ring(self, topic: str, **payload: object) -> None:
+        def ring(self, topic: str, /, **payload: object) -> None:
             rung.append((topic, payload))
 
     context = RoleContext("trainer", tmp_path, index=1, attempt=2)
