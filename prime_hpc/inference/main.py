@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +31,7 @@ class Stopped(BaseException):
 def main(argv: list[str] | None = None) -> int:
     """Run one server to its end; returns the exit code."""
     args = _parse(argv)
-    _end_on_signal()
+    stopping = _end_on_signal()
     status = _status(args.run_dir, args.replica)
     scratch = bootstrap.make_scratch()
     code = 1
@@ -42,10 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         _run(experiment, args.replica, port, scratch, status)
         code = 0
         status.done()
-    except Stopped:
-        code = 0
-        status.done()
-    except Exception as error:
+    except (Stopped, Exception) as error:
+        if stopping.is_set():  # whatever else the interrupted start-up made of it
+            status.done()
+            return 0
         status.failed(error)
         print(f"inference server {args.replica} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if not isinstance(error, (ValueError, OSError)):
@@ -112,13 +113,18 @@ def _bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _end_on_signal() -> None:
+def _end_on_signal() -> threading.Event:
+    """Until serving begins, SIGTERM and SIGINT break off the start-up; the event says that they did."""
+    stopping = threading.Event()
+
     def handle(number: int, frame: FrameType | None) -> None:
+        stopping.set()
         bootstrap.end_hard_soon()
         raise Stopped(signal.Signals(number).name)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
+    return stopping
 
 
 def _status(run_dir: Path, replica: int) -> Any:

@@ -39,9 +39,7 @@ COLLATERAL_ERRORS = frozenset({"BlockedLoop"})
 
 def is_retryable(result: EpisodeResult) -> bool:
     """Whether the episode itself may be innocent. What an environment does wrong, it would do wrong again."""
-    return is_server_error(result) or (
-        result.state is EpisodeState.FAILED and result.error_type in COLLATERAL_ERRORS
-    )
+    return is_server_error(result) or (result.state is EpisodeState.FAILED and result.error_type in COLLATERAL_ERRORS)
 
 
 def is_server_error(result: EpisodeResult) -> bool:

@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
@@ -32,6 +33,8 @@ from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.layout import RunPaths
 
 ROLE = "orchestrator"
+STOP_GRACE_S = 4.0
+"""From being told to stop to the end of the process, at most; the supervisor kills after its own grace."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,8 +92,22 @@ async def _until_stopped(exp: Experiment, context: RoleContext, bell: Doorbell, 
         work.result()
         return
     logger.info(f"stopping: {reason[0]}")
+    _end_in_time(status)
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
+
+
+def _end_in_time(status: RoleStatus) -> None:
+    """A thread that cannot be interrupted (tasks being loaded, a batch being written) must not hold up the end."""
+
+    def end() -> None:
+        logger.warning(f"not everything let go within {STOP_GRACE_S:g} s; ending all the same")
+        status.done()
+        os._exit(0)
+
+    timer = threading.Timer(STOP_GRACE_S, end)
+    timer.daemon = True
+    timer.start()
 
 
 async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: RoleStatus) -> None:

@@ -106,7 +106,7 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the batch that the state was stored with. Raises OrchestratorError if the environments changed."""
+        """Go on after the batch that the state was stored with. Raises OrchestratorError if environments changed."""
         if state.get("format") != STATE_FORMAT:
             found = state.get("format")
             raise OrchestratorError(f"orchestrator state has format {found}, this version reads {STATE_FORMAT}")

@@ -123,7 +123,7 @@ class Role:
                 return f"{self.spec.label} rank {first[0]} {_ending(first[1])}"
             if words:
                 rank = first[0] if first is not None else min(words)
-                return f"{self.spec.label} rank {rank}: {words[rank]}"
+                return f"{self.spec.label} rank {rank}: {words[rank].removeprefix(f'rank {rank}: ')}"
         elif words:
             return f"{self.spec.label}: {words[0]}"
         code = self.exit_code

@@ -142,8 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
         level = experiment.log.level if rank == 0 else "WARNING"
         setup_logger(f"trainer[{rank}]", level=level, json_lines=experiment.log.json_lines)
         warnings.filterwarnings("ignore", category=FutureWarning)
-        if rank == 0:
-            status.start_heartbeat()
+        status.start_heartbeat()  # every rank: the supervisor goes by the one that is silent longest
         train(experiment, context, doorbell, status)
         status.done()
         return 0

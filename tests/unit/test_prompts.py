@@ -59,6 +59,24 @@ def test_what_is_put_back_comes_next() -> None:
     assert stream.next().position == 2
 
 
+def test_a_resumed_stream_first_repeats_what_no_batch_holds_then_goes_on() -> None:
+    stream = make_stream()
+    first, second, third, fourth = (stream.next() for _ in range(4))
+    stream.put_back(third)
+    resumed = make_stream()
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict([fourth, first]))))  # `second` is in a batch
+    assert resumed.num_pending == 3
+    assert [resumed.next() for _ in range(3)] == [first, third, fourth]
+    assert [resumed.next() for _ in range(20)] == [make_after(4 + i) for i in range(20)]
+    assert second.position == 1
+
+
+def make_after(position: int) -> Prompt:
+    """The stream's prompt at a position, drawn by a fresh stream."""
+    stream = make_stream()
+    return [stream.next() for _ in range(position + 1)][-1]
+
+
 def test_the_state_is_small_json() -> None:
     stream = make_stream()
     outstanding = [stream.next() for _ in range(40)]

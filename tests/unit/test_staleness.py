@@ -1,5 +1,6 @@
 """The staleness gate, the check of every token, and what happens to groups, for async levels 0, 1 and 2."""
 
+import json
 import random
 
 import pytest
@@ -148,44 +149,91 @@ def test_an_unusable_old_rollout_does_not_make_its_group_stale() -> None:
     assert book.batch_ready()
 
 
-@settings(max_examples=150, deadline=None)
+class Run:
+    """A simulated run: episodes end in any order, versions come late, groups fail, the process is killed anywhere."""
+
+    LAST = 8
+
+    def __init__(self, async_level: int, failing: float, rng: random.Random) -> None:
+        self.async_level, self.failing, self.rng = async_level, failing, rng
+        self.saves: list[tuple[str, list[int], list[int]]] = []
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """A life that resumes after batch `step`; later batches and versions are gone."""
+        del self.saves[step:]
+        self.stream = PromptStream([SourceInfo("a", 1.0, 5)], 0)
+        self.used: list[int] = []
+        self.dropped: list[int] = []
+        if step:
+            state, used, dropped = self.saves[-1]
+            self.stream.load_state_dict(json.loads(state))
+            self.used, self.dropped = list(used), list(dropped)
+        self.book = make_book(self.async_level, group_size=3, num_prompts=2, last_batch=self.LAST)
+        self.book.next_batch = step + 1
+        self.served = step
+        self.running: list[tuple[Group, int, int]] = []
+
+    @property
+    def written(self) -> int:
+        return len(self.saves)
+
+    def turn(self) -> None:
+        """Dispatch what the gate allows, then let one thing happen."""
+        while self.book.may_open(self.served):
+            group = self.book.open(self.stream.next(), self.served)
+            self.running += [(group, index, self.served) for index in range(3)]
+        choice = self.rng.random()
+        if choice < 0.6 and self.running:
+            self.end_one_episode()
+        elif choice < 0.8 and self.served < self.written:
+            self.served += 1
+        elif choice > 0.99 and self.written:
+            self.begin(self.rng.randint(max(0, self.written - 2), self.written))
+        self.send_back()
+        if self.book.batch_ready():
+            self.take_batch()
+
+    def end_one_episode(self) -> None:
+        group, index, started = self.running.pop(self.rng.randrange(len(self.running)))
+        if not group.abandoned:
+            versions = sorted(self.rng.choices(range(started, self.served + 1), k=3))
+            fails = self.rng.random() < self.failing
+            self.book.add(group, index, failed_episode() if fails else make_episode(versions))
+
+    def send_back(self) -> None:
+        self.dropped += self.book.drain_dropped()
+        for group in self.book.take_stale():
+            self.running = [r for r in self.running if r[0] is not group]
+            self.stream.put_back(group.prompt)
+
+    def take_batch(self) -> None:
+        groups = self.book.take_batch()
+        step = self.written + 1
+        assert len(groups) == 2
+        for group in groups:
+            oldest = group.min_version()
+            assert oldest is not None and version_floor(step, self.async_level) <= oldest <= step - 1
+        self.used += [g.prompt.position for g in groups]
+        state = json.dumps(self.stream.state_dict(self.book.outstanding()))
+        self.saves.append((state, list(self.used), list(self.dropped)))
+        self.send_back()
+
+
+@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2), st.integers(0, 2**32), st.floats(0.0, 0.5))
-def test_any_schedule_keeps_the_bound_and_every_prompt(async_level: int, seed: int, failing: float) -> None:
-    """A simulated run: episodes end in any order, versions come late, groups fail; every invariant is looked at."""
-    rng = random.Random(seed)
-    book = make_book(async_level, group_size=3, num_prompts=2, last_batch=8)
-    stream = PromptStream([SourceInfo("a", 1.0, 5)], 0)
-    served, written = 0, 0
-    running: list[tuple[Group, int, int]] = []
-    used: list[int] = []
-    dropped: list[int] = []
+def test_any_schedule_with_any_kills_keeps_the_bound_and_every_prompt(
+    async_level: int, seed: int, failing: float
+) -> None:
+    run = Run(async_level, failing, random.Random(seed))
     for _ in range(20_000):
-        if written == 8:
+        if run.written == Run.LAST:
             break
-        while book.may_open(served):
-            group = book.open(stream.next(), served)
-            running += [(group, index, served) for index in range(3)]
-        choice = rng.random()
-        if choice < 0.6 and running:
-            group, index, started = running.pop(rng.randrange(len(running)))
-            if not group.abandoned:
-                versions = sorted(rng.choices(range(started, served + 1), k=3))
-                book.add(group, index, failed_episode() if rng.random() < failing else make_episode(versions))
-        elif choice < 0.8 and served < written:
-            served += 1
-        if book.batch_ready():
-            groups = book.take_batch()
-            written += 1
-            floor = version_floor(written, async_level)
-            assert len(groups) == 2
-            assert all(g.min_version() is not None and floor <= g.min_version() <= written - 1 for g in groups)
-            used += [g.prompt.position for g in groups]
-        dropped += book.drain_dropped()
-        for group in book.take_stale():
-            running = [r for r in running if r[0] is not group]
-            stream.put_back(group.prompt)
+        run.turn()
         if async_level == 0:
-            assert book.counts.stale == 0, "the gate alone keeps an on-policy run free of stale groups"
-    assert written == 8, "the schedule got stuck"
-    rest = [p.position for p in book.outstanding()] + [stream.next().position for _ in range(stream.num_pending)]
-    assert sorted([*used, *dropped, *rest]) == list(range(stream.cursor))
+            assert run.book.counts.stale == 0, "the gate alone keeps an on-policy run free of stale groups"
+    assert run.written == Run.LAST, "the schedule got stuck"
+    rest = [p.position for p in run.book.outstanding()] + [
+        run.stream.next().position for _ in range(run.stream.num_pending)
+    ]
+    assert sorted([*run.used, *run.dropped, *rest]) == list(range(run.stream.cursor))
