@@ -87,8 +87,11 @@ def die_with_parent() -> None:
         parent = os.getpid()
 
     def in_child() -> None:
+        # This process's signal handling is none of the child's business. Above all the event loop's wake-up socket:
+        # through it a signal that the child gets would be taken for one of ours.
+        signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)  # this process's handlers are none of the child's business
+            signal.signal(number, signal.SIG_DFL)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died before the request was made
             os._exit(1)

@@ -64,7 +64,7 @@ def attached_urls(experiment: Experiment) -> str:
     client = experiment.orchestrator.client
     if client.base_url:
         return client.base_url if isinstance(client.base_url, str) else ", ".join(client.base_url)
-    return f"http://{client.host}:{client.port or 8000}/v1"
+    return f"http://{client.host}:{client.port}/v1"
 
 
 def _checkpoints(experiment: Experiment) -> str:

@@ -45,6 +45,8 @@ class MetricsWriter:
             import wandb
 
             self._wandb = wandb.init(**arguments)
+            # our step is an ordinary value: an evaluation of an earlier version may come after a later batch
+            self._wandb.define_metric("*", step_metric="step")
         except Exception as error:  # noqa: BLE001 - whatever W&B does, the run goes on
             logger.warning(f"W&B is off for this run: {error}")
 
@@ -57,7 +59,7 @@ class MetricsWriter:
         if self._wandb is not None:
             numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
             try:
-                self._wandb.log(numbers, step=step)
+                self._wandb.log(numbers)
             except Exception as error:  # noqa: BLE001 - see _start_wandb
                 logger.warning(f"W&B stopped accepting metrics: {error}")
                 self._wandb = None

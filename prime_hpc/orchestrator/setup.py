@@ -3,6 +3,7 @@
 Called by `main` and by `loop`'s tests.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from prime_hpc.client.inference import POLICY, InferenceClient
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.orchestrator import EnvConfig, SamplingConfig
 from prime_hpc.envs.pool import EnvPool
+from prime_hpc.envs.sources import Split
 from prime_hpc.observe.context import RoleContext
-from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.store.artifact import read_manifest
 from prime_hpc.store.batches import read_state
 from prime_hpc.store.checkpoints import ORCHESTRATOR_STATE
@@ -23,20 +24,13 @@ DEFAULT_READY_TIMEOUT_S = 900.0
 
 
 def server_urls(exp: Experiment, context: RoleContext) -> list[str]:
-    """`http://host:port/v1` of every server: the supervisor's, else those of `orchestrator.client`.
-
-    Raises OrchestratorError where neither says any.
-    """
+    """`http://host:port/v1` of every server: the supervisor's, else those of `orchestrator.client`."""
     if context.inference_urls:
         return list(context.inference_urls)
     client = exp.orchestrator.client
     if client.base_url:
         return [client.base_url] if isinstance(client.base_url, str) else list(client.base_url)
-    if client.port:
-        return [f"http://{client.host}:{client.port}/v1"]
-    raise OrchestratorError(
-        "no inference server: set orchestrator.client.base_url (or .port), or let the run start its own (inference)"
-    )
+    return [f"http://{client.host}:{client.port}/v1"]
 
 
 def ready_timeout(exp: Experiment) -> float:
@@ -51,7 +45,9 @@ def make_clients(exp: Experiment, urls: list[str]) -> list[InferenceClient]:
     return [InferenceClient(url, key, config.timeout_s, exp.orchestrator.weights_timeout_s) for url in urls]
 
 
-def make_pool(exp: Experiment, urls: list[str], envs: list[EnvConfig], sampling: SamplingConfig, split: str) -> EnvPool:
+def make_pool(
+    exp: Experiment, urls: list[str], envs: list[EnvConfig], sampling: SamplingConfig, split: Split
+) -> EnvPool:
     """The environments of one split, with the run's model, renderer and seed."""
     return EnvPool(
         envs,
@@ -62,10 +58,21 @@ def make_pool(exp: Experiment, urls: list[str], envs: list[EnvConfig], sampling:
         urls=urls,
         api_key_var=exp.orchestrator.client.api_key_var,
         sampling=sampling,
-        split=split,  # type: ignore[arg-type]
+        split=split,
         seed=exp.seed,
         max_model_len=exp.max_model_len,
+        api_key=exp.inference.api_key if exp.inference else None,
+        hold_out=_shares_environments(exp),
     )
+
+
+def _shares_environments(exp: Experiment) -> bool:
+    """Whether an environment is both trained and evaluated on: only then some of its tasks must be held out."""
+    config = exp.orchestrator
+    if config.eval is None:
+        return False
+    trained = {env.id for env in config.env}
+    return not config.eval.env or any(env.id in trained for env in config.eval.env)
 
 
 def load_resume_state(paths: RunPaths, step: int) -> dict[str, Any]:
@@ -80,6 +87,4 @@ def load_resume_state(paths: RunPaths, step: int) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    import json
-
     return json.loads(path.read_bytes())

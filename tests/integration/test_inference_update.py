@@ -154,7 +154,7 @@ def test_requests_in_flight_keep_their_tokens_and_label_each(family: Family, ser
         async with client_of(server) as client:
             await client.update_weights(family.v1, 1)
             tasks = [asyncio.create_task(client.generate(prompt, sampling)) for prompt in PROMPTS]
-            await asyncio.sleep(0.25)
+            await client.generate(PROMPTS[0], {**sampling, "max_tokens": 30})  # sent last: the others are under way
             await client.update_weights(family.v2, 2)
             return list(await asyncio.gather(*tasks))
 
@@ -239,7 +239,7 @@ def test_sigterm_with_requests_in_flight_ends_everything(server: ServerProcess) 
         async with client_of(server) as client:
             sampling = {"max_tokens": 400, "temperature": 1.0, "ignore_eos": True}
             tasks = [asyncio.create_task(client.generate(prompt, sampling)) for prompt in PROMPTS * 2]
-            await asyncio.sleep(0.3)
+            await client.generate(PROMPTS[0], {**sampling, "max_tokens": 5})  # sent last: the others are under way
             code = await asyncio.to_thread(server.terminate)
             return list(await asyncio.gather(*tasks, return_exceptions=True)), code
 

@@ -5,9 +5,11 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from prime_hpc.config.experiment import Experiment
@@ -151,6 +153,49 @@ print(make_scratch())
         assert len(str(mine)) + 1 + 36 < 107
     finally:
         subprocess.run(["rm", "-r", str(short)], check=True)
+
+
+def test_forked_children_die_with_the_server_and_keep_their_signals_to_themselves() -> None:
+    """A signal to an engine must not look like one to the server (a forked child shares the loop's wake-up socket)."""
+    code = """
+import asyncio, os, signal, sys, time
+from prime_hpc.inference.bootstrap import die_with_parent
+
+async def run():
+    heard = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, heard.set)
+    die_with_parent()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+        os.write(1, b"up")
+        time.sleep(60)
+        os._exit(0)
+    while os.read(pipe, 2) != b"up":
+        pass
+    os.kill(child, signal.SIGTERM)
+    status = await asyncio.to_thread(os.waitpid, child, 0)
+    await asyncio.sleep(0.05)
+    second = os.fork()
+    if second == 0:
+        time.sleep(60)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(status[1]), heard.is_set(), second
+
+pipe, write = os.pipe()
+console = os.dup(1)
+os.dup2(write, 1)
+result = asyncio.run(run())
+os.write(console, repr(result).encode())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    exit_code, heard, orphan = eval(done.stdout)
+    assert (exit_code, heard) == (7, False), done.stderr
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(orphan) and psutil.Process(orphan).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the child outlived its parent"
+        time.sleep(0.02)
 
 
 def write_version(folder: Path, version: int, tensors: dict[str, list[int]], names: tuple[str, ...] = ()) -> Path:

@@ -62,7 +62,7 @@ class ClientConfig(Section):
     """`http://host:port/v1` of each server; default: the run's own servers."""
     host: str = "127.0.0.1"
     """Host, with `port`, instead of a whole URL."""
-    port: int | None = None
+    port: int = Field(8000, ge=1, le=65535)
     """Port of a server on `host`."""
     api_key_var: str = "VLLM_API_KEY"
     """Environment variable that holds the servers' key."""
