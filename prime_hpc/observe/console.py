@@ -130,7 +130,10 @@ class Console:
     def _show_step(self, row: dict[str, Any]) -> None:
         now = time.time()
         step = row["step"]
-        took = now - self._last_step_at if self._last_step_at is not None else row["time/step"]
+        # the first step's wait is the start-up of the other side: no measure of the steps to come
+        took = (
+            now - self._last_step_at if self._last_step_at is not None else row["time/step"] - row.get("time/wait", 0.0)
+        )
         self._last_step_at = now
         self._times.append(took)
         wait = row.get("time/wait", 0.0)
