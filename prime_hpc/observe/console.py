@@ -166,7 +166,7 @@ class Console:
             "inference waits for weights": rollouts.get("time/wait_weights", 0.0),
         }
         who = max(waits, key=lambda key: waits[key])
-        share = min(1.0, waits[who] / max(took, 1e-9))
+        share = min(1.0, waits[who] / max(took, row["time/step"], 1e-9))
         generated = rollouts.get("tokens/sampled_per_second", 0.0)
         return [
             f"reward {reward:.3f} {sparkline(self._rewards)}",

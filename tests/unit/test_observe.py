@@ -121,6 +121,7 @@ def test_console_joins_both_sides_of_a_step(tmp_path: Path, capsys: pytest.Captu
         "lag 0.5/2",
         "train 1.5k gen 3.0k",
         "trainer waits for rollouts 50%",
+        "1.0 s/step",
     ):
         assert part in line
     assert console.seconds() == {"useful": 1.0, "waiting": 1.0, "saving": 0.0}
