@@ -1,0 +1,21 @@
+"""Every experiment in `configs/` resolves."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import load_experiment
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_config_resolves(path: Path) -> None:
+    experiment = load_experiment(["@", str(path)], "plan", environ={}).experiment
+    assert experiment.kind == path.stem
+    assert experiment.model.dtype == "float32"  # these run on a machine without a GPU
+
+
+def test_there_are_configs() -> None:
+    assert {p.parent.name for p in CONFIGS} >= {"reverse_text", "guess_number", "calculator"}
