@@ -3,7 +3,6 @@
 Fed by the roles' own metrics files (the truth), driven by the supervisor's tick. It decides nothing.
 """
 
-import json
 import sys
 import time
 from collections import deque
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loguru import logger
+
+from prime_hpc.observe.metrics import parse_row
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -56,7 +57,7 @@ class Tail:
             data = file.read()
         end = data.rfind(b"\n") + 1
         self._offset += end
-        return [json.loads(line) for line in data[:end].splitlines() if line.strip()]
+        return [row for row in map(parse_row, data[:end].splitlines()) if row is not None]
 
 
 class Console:

@@ -32,6 +32,8 @@ class MetricsWriter:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
+        if _ends_torn(path):  # an earlier life was killed while it wrote: its half line stays one
+            self._file.write("\n")
         self._lock = threading.Lock()
         self._wandb: Any = None
         if wandb is not None:
@@ -88,13 +90,26 @@ def wandb_arguments(
     return arguments
 
 
+def _ends_torn(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def parse_row(line: bytes | str) -> dict[str, Any] | None:
+    """One line of a metrics file; None for a torn one (a killed writer)."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a torn last line (a killed writer) is left out."""
-    rows = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-    return rows
+    """The rows of a metrics file; torn lines are left out."""
+    if not path.exists():
+        return []
+    rows = map(parse_row, path.read_bytes().splitlines())
+    return [row for row in rows if row is not None]

@@ -75,6 +75,8 @@ class Supervisor:
                 time.sleep(TICK_S)
         except Ended as end:
             ended = end
+        except OSError as error:  # a full disk under the logs, a process table that is full
+            ended = Ended(1, f"the supervisor could not go on: {error}")
         finally:
             self._end(hub, reaper, ended)
             hub.close()
@@ -104,8 +106,8 @@ class Supervisor:
         latest.symlink_to(f"attempt_{self._attempt.attempt}")
         for spec in self._specs:
             role = Role(spec, self._paths.logs(self._attempt.attempt, spec.name), environment)
-            self._roles.append(role)
             role.start()
+            self._roles.append(role)
             reaper.watch(role.pid)
             logger.info(f"started {spec.label} (process {role.pid}): {' '.join(spec.command)}")
         self._reaper = reaper

@@ -40,6 +40,12 @@ def test_metrics_round_trip_and_torn_line(tmp_path: Path) -> None:
         file.write('{"step": 2, "lo')
     (row,) = read_metrics(path)
     assert (row["step"], row["loss"], row["ratio"]) == (1, 0.5, "nan")
+    tail = Tail(path)
+    again = MetricsWriter(path)  # a later life: the half line spoils nothing that follows
+    again.log(3, loss=0.25)
+    again.close()
+    assert [row["step"] for row in read_metrics(path)] == [1, 3]
+    assert [row["step"] for row in tail.rows()] == [3]
 
 
 def test_status_is_read_back_and_rung(tmp_path: Path) -> None:
