@@ -4,6 +4,7 @@ Roles write to stdout; the supervisor redirects that into `logs/attempt_k/<role>
 itself writes to the terminal and to its own file.
 """
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,23 @@ from loguru import logger
 
 if TYPE_CHECKING:
     from loguru import Logger
+
+
+class _FileSink:
+    """A log file that drops lines on a full disk: the terminal has them, and the run's own error says why it ends."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, message: str) -> None:
+        """Append one line, unbuffered: what was logged before a kill is on disk."""
+        with contextlib.suppress(OSError):
+            os.write(self._descriptor, message.encode())
+
+    def stop(self) -> None:
+        """Close the file; loguru calls it when the sink is removed."""
+        os.close(self._descriptor)
 
 
 def setup_logger(
@@ -34,6 +52,5 @@ def setup_logger(
     if console:
         logger.add(sys.stdout, level=level, format=pattern, serialize=json_lines, enqueue=False)
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        logger.add(file, level=level, format=pattern, serialize=json_lines, colorize=False)
+        logger.add(_FileSink(file), level=level, format=pattern, serialize=json_lines, colorize=False)
     return logger

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from loguru import logger
+
 from prime_hpc.observe.context import RoleContext
 
 STATUS_FILE = "status.json"
@@ -88,10 +90,13 @@ class RoleStatus:
         with self._lock:
             self._row.update(changes)
             row = {**self._row, "time": time.time()}
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            temporary.write_text(json.dumps(row), encoding="utf-8")
-            temporary.replace(self._path)
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+                temporary.write_text(json.dumps(row), encoding="utf-8")
+                temporary.replace(self._path)
+            except OSError as error:  # a full disk must not silence the role: the doorbell still carries its word
+                logger.warning(f"status file {self._path} could not be written: {error}")
         if self._doorbell is not None:
             self._doorbell.ring("status", **row)
 
@@ -100,5 +105,5 @@ def read_status(log_dir: Path, index: int = 0) -> dict[str, Any] | None:
     """The last report of a role's process, or None where it never wrote one."""
     try:
         return json.loads(status_path(log_dir, index).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, json.JSONDecodeError):  # absent, half-visible on a network file system: no word yet
         return None

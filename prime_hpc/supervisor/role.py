@@ -35,8 +35,22 @@ def log_tail(path: Path, lines: int = 20) -> str:
 class Role:
     """A role of one attempt. All methods return at once, except `end`."""
 
-    def __init__(self, spec: RoleSpec, log_dir: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        spec: RoleSpec,
+        log_dir: Path,
+        environment: dict[str, str],
+        heard: dict[tuple[str, int], dict[str, Any]] | None = None,
+    ) -> None:
+        """
+        Args:
+            spec: what to start.
+            log_dir: where its log and status files are.
+            environment: of the process.
+            heard: the last "status" message of each role process by (role, index), which the doorbell fills.
+        """
         self.spec = spec
+        self._heard = heard if heard is not None else {}
         self.log_dir = log_dir
         suffix = f"_{spec.index}" if spec.index else ""
         self.log_file = log_dir / f"{spec.name}{suffix}.log"
@@ -83,8 +97,12 @@ class Role:
 
     def statuses(self) -> list[dict[str, Any]]:
         """What the role's processes last said of themselves in this life."""
-        rows = [read_status(self.log_dir, self.spec.index + i) for i in range(self.spec.num_processes)]
-        return [row for row in rows if row is not None and row["time"] >= self.started_at]
+        newest = []
+        for index in range(self.spec.index, self.spec.index + self.spec.num_processes):
+            words = (read_status(self.log_dir, index), self._heard.get((self.spec.name, index)))
+            rows = [row for row in words if row is not None and row["time"] >= self.started_at]
+            newest += sorted(rows, key=lambda row: row["time"])[-1:]
+        return newest
 
     def says(self, state: str) -> bool:
         """Whether all of the role's processes report this state (`done` counts as `ready` too)."""

@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from loguru import logger
 
@@ -57,6 +58,7 @@ class Supervisor:
         self._urls = inference_urls
         self._environment = environment
         self._roles: list[Role] = []
+        self._heard: dict[tuple[str, int], dict[str, Any]] = {}
         self._signal: int | None = None
         self._next_health: dict[str, float] = {}
         self._ready_at: float | None = None
@@ -66,7 +68,7 @@ class Supervisor:
         """Live the attempt to its end; everything started is gone when this returns."""
         become_subreaper()
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        hub, reaper = DoorbellHub(incarnation=self._attempt.incarnation), Reaper()
+        hub, reaper = DoorbellHub(on_message=self._on_message, incarnation=self._attempt.incarnation), Reaper()
         ended = Ended(1, "the supervisor itself failed")
         try:
             self._start(hub, reaper)
@@ -91,6 +93,10 @@ class Supervisor:
                 role.kill()
         self._signal = number
 
+    def _on_message(self, topic: str, payload: dict[str, Any]) -> None:
+        if topic == "status" and {"role", "index", "time", "state"} <= payload.keys():
+            self._heard[payload["role"], payload["index"]] = payload
+
     def _start(self, hub: DoorbellHub, reaper: Reaper) -> None:
         facts = role_environment(
             doorbell_address=hub.address,
@@ -105,7 +111,7 @@ class Supervisor:
         latest.unlink(missing_ok=True)
         latest.symlink_to(f"attempt_{self._attempt.attempt}")
         for spec in self._specs:
-            role = Role(spec, self._paths.logs(self._attempt.attempt, spec.name), environment)
+            role = Role(spec, self._paths.logs(self._attempt.attempt, spec.name), environment, self._heard)
             role.start()
             self._roles.append(role)
             reaper.watch(role.pid)
@@ -196,6 +202,9 @@ class Supervisor:
             "run": round(now - ready, 1),
             **{k: round(v, 1) for k, v in self._console.seconds().items()},
         }
-        write_attempt(self._paths.attempts, self._attempt)
+        try:
+            write_attempt(self._paths.attempts, self._attempt)
+        except OSError as error:
+            logger.warning(f"{self._paths.attempts} could not be written: {error}")
         level = "INFO" if ended.code == 0 else "ERROR"
         logger.log(level, f"attempt {self._attempt.attempt} ended: {self._attempt.outcome} ({ended.cause})")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from prime_hpc.observe.context import RoleContext
 from prime_hpc.observe.status import RoleStatus
+from prime_hpc.store.doorbell import Doorbell
 
 
 class Health(http.server.BaseHTTPRequestHandler):
@@ -59,7 +60,8 @@ def act(action: str, status: RoleStatus) -> None:
 
 def main() -> None:
     role, run_dir, *actions = sys.argv[1:]
-    status = RoleStatus(RoleContext.from_env(role, run_dir))
+    context = RoleContext.from_env(role, run_dir)
+    status = RoleStatus(context, Doorbell(context.doorbell_address, role, incarnation=context.incarnation))
     status.starting()
     for action in actions:
         print(f"{role}: {action}", flush=True)
