@@ -37,7 +37,12 @@ def submit(loaded: Loaded, *, follow: bool, dry_run: bool) -> int:
     executor = submitit.LocalExecutor(folder=run_dir / "logs" / "submitit")
     # submitit's local jobs end after `timeout_min`, and see no GPU unless told: ours have no limit and see them all
     executor.update_parameters(timeout_min=60 * 24 * 365, stderr_to_stdout=True)
-    job = executor.submit(local_job, str(run_dir), dict(os.environ))
+    # inherited by submitit's controller, which would kill the supervisor at once on the terminal's Ctrl-C; ours ends it
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        job = executor.submit(local_job, str(run_dir), dict(os.environ))
+    finally:
+        signal.signal(signal.SIGINT, previous)
     print(f"submitted as local job {job.job_id}: {launcher()}", flush=True)
     print(f"run directory {run_dir}; log {job.paths.stdout}", flush=True)
     if not follow:
@@ -46,7 +51,7 @@ def submit(loaded: Loaded, *, follow: bool, dry_run: bool) -> int:
         _follow(job.paths.stdout, job)
     except KeyboardInterrupt:
         print("\ninterrupted: ending the job", flush=True)
-        _end(run_dir)
+        _end(run_dir, controller=int(job.job_id))
         _follow(job.paths.stdout, job, from_end=True, timeout_s=END_TIMEOUT_S)
         return 130
     try:
@@ -74,13 +79,15 @@ def _follow(log: Path, job: "submitit.LocalJob[int]", from_end: bool = False, ti
         time.sleep(POLL_S)
 
 
-def _end(run_dir: Path) -> None:
-    """Ask the supervisor of the run's last attempt to end."""
+def _end(run_dir: Path, controller: int) -> None:
+    """Ask the run's supervisor to end; where it has not begun its attempt, submitit's controller ends the job."""
     from prime_hpc.supervisor.attempts import is_held, read_attempts
 
-    for row in read_attempts(run_dir / "attempts.jsonl"):
-        if is_held(row):
-            os.kill(row["pid"], signal.SIGINT)
+    held = [row["pid"] for row in read_attempts(run_dir / "attempts.jsonl") if is_held(row)]
+    for pid in held:
+        os.kill(pid, signal.SIGINT)
+    if not held:
+        os.kill(controller, signal.SIGTERM)
 
 
 def run_role(loaded: Loaded, role: str) -> int:

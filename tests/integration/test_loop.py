@@ -165,17 +165,19 @@ def test_killed_server_is_restarted_and_a_killed_rank_ends_the_run(work: Path) -
     wait_until(lambda: not any(members(run_dir, r) for r in ("inference", "trainer", "orchestrator")), 10, "all gone")
 
 
-def test_interrupt_ends_everything_within_ten_seconds(work: Path, server: str) -> None:
-    run_dir = work / "interrupted"
-    log = work / "interrupted.log"
-    flags = ["--name", "interrupted", "--max-steps", 1000, "--orchestrator.client.base-url", server]
-    with background("rl", "@", work / "exp.yaml", *flags, log=log) as process:
+@pytest.mark.parametrize("program", ["rl", "submit"])
+def test_interrupt_ends_everything(work: Path, server: str, program: str) -> None:
+    name = f"interrupted-{program}"
+    run_dir, log = work / name, work / f"{name}.log"
+    verb = ["rl", "@"] if program == "rl" else ["prime-hpc", "submit"]
+    flags = ["--name", name, "--max-steps", 1000, "--orchestrator.client.base-url", server]
+    with background(*verb, work / "exp.yaml", *flags, log=log) as process:
         wait_until(lambda: len(steps(run_dir)) >= 1 or process.poll() is not None, 120, "one step")
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # what the terminal does on Ctrl-C
         assert process.wait(timeout=30) == 130, log.read_text()[-3000:]
     assert not any(members(run_dir, r) for r in ("trainer", "orchestrator"))
+    (attempt,) = (json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines())
+    assert attempt["outcome"] == "interrupted"  # in good order, not by the reaper
     # the server is not ours to end
-    assert (
-        command("python", "-c", f"import urllib.request as u; u.urlopen('{server[:-3]}/health', timeout=10)").returncode
-        == 0
-    )
+    check = f"import urllib.request as u; u.urlopen('{server[:-3]}/health', timeout=10)"
+    assert command("python", "-c", check).returncode == 0
