@@ -45,6 +45,18 @@ def _model(experiment: Experiment) -> list[Problem]:
         return [Problem(f"{name} holds no config.json: not a Hugging Face model directory", "model.name")]
     if not any(p.suffix in _WEIGHT_SUFFIXES for p in folder.iterdir()):
         return [Problem(f"{name} holds a config but no weights (*.safetensors)", "model.name")]
+    return _context(experiment, folder)
+
+
+def _context(experiment: Experiment, folder: Path) -> list[Problem]:
+    """The model's own context length holds what the run asks of it."""
+    try:
+        limit = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    except (ValueError, AttributeError):
+        return [Problem(f"{folder / 'config.json'} is not a JSON object", "model.name")]
+    wanted = max(experiment.seq_len, experiment.max_model_len) if experiment.kind == "rl" else experiment.seq_len
+    if isinstance(limit, int) and wanted > limit:
+        return [Problem(f"{wanted} tokens are beyond the model's max_position_embeddings = {limit}", "seq_len")]
     return []
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prime_hpc.starter.tokenizer import build_tokenizer
 
-MAX_LEN = 512
+MAX_LEN = 4096
 """Context of the model, tokens."""
 
 

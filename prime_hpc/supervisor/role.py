@@ -56,6 +56,7 @@ class Role:
         self.log_file = log_dir / f"{spec.name}{suffix}.log"
         self.state: State = "starting"
         self.restarts = 0
+        self.was_ready = False
         self.started_at = 0.0
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None

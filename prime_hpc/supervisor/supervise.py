@@ -143,7 +143,7 @@ class Supervisor:
             self._on_death(role, role.cause_of_death())
         elif role.state == "starting":
             if self._is_ready(role):
-                role.state = "ready"
+                role.state, role.was_ready = "ready", True
                 logger.info(f"{role.spec.label} is ready after {time.time() - role.started_at:.0f} s")
             elif time.time() - role.started_at > role.spec.start_timeout_s:
                 self._on_death(role, f"{role.spec.label} was not ready within {role.spec.start_timeout_s:.0f} s")
@@ -172,7 +172,8 @@ class Supervisor:
         role.kill()
         role.reap()
         self._reaper.forget(role.pid)
-        if role.restarts < role.spec.max_restarts:
+        # one that never served has a reason that a second start does not change
+        if role.was_ready and role.restarts < role.spec.max_restarts:
             role.restarts += 1
             logger.warning(f"{cause}; it is started again ({role.restarts}/{role.spec.max_restarts}), the run goes on")
             role.start()

@@ -103,3 +103,14 @@ def test_plan_names_roles_and_launcher(tmp_path: Path, model: Path) -> None:
     assert "LocalExecutor" in text
     attached = plan_text(loaded(tmp_path, model))
     assert "attached: http://127.0.0.1:8000/v1" in attached
+
+
+def test_context_beyond_the_model_is_refused(tmp_path: Path, model: Path) -> None:
+    (model / "config.json").write_text('{"max_position_embeddings": 512}')
+    with pytest.raises(ConfigError, match="seq_len: 2048 tokens are beyond the model's max_position_embeddings = 512"):
+        check(loaded(tmp_path, model))
+    check(
+        loaded(
+            tmp_path, model, seq_len=512, orchestrator={"env": [{"id": "reverse-text"}], "sampling": {"max_tokens": 64}}
+        )
+    )
