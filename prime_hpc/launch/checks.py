@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+from prime_hpc.envs.resolve import BUNDLED
 
-BUNDLED_TASKSETS = ("reverse-text", "guess-number", "calculator", "reasoning-gym")
 MIN_FREE_BYTES = 64 * 2**20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 
@@ -60,28 +60,23 @@ def _context(experiment: Experiment, folder: Path) -> list[Problem]:
     return []
 
 
-def taskset_modules(identifier: str) -> list[str]:
-    """Module names under which verifiers would look for a taskset."""
-    module = identifier.split("/")[-1].split("@")[0].replace("-", "_").lower()
-    return [module]
+def taskset_module(identifier: str) -> str:
+    """Name of the module in which verifiers would look for a taskset that is not bundled."""
+    return identifier.split("/")[-1].split("@")[0].replace("-", "_").lower()
 
 
 def _installed(identifier: str) -> bool:
-    if identifier in BUNDLED_TASKSETS:
+    if identifier.replace("_", "-").lower() in BUNDLED:
         return True
     verifiers = importlib.util.find_spec("verifiers")
     if verifiers is None or verifiers.origin is None:
         return True  # a login node without the roles' packages: the job's own check will tell
     shipped = Path(verifiers.origin).parent / "v1" / "tasksets"
-    for module in taskset_modules(identifier):
-        if (shipped / module).exists() or (shipped / f"{module}.py").exists():
-            return True
-        try:
-            if importlib.util.find_spec(module) is not None:
-                return True
-        except (ImportError, ValueError):
-            continue
-    return False
+    module = taskset_module(identifier)
+    if (shipped / module).exists() or (shipped / f"{module}.py").exists():
+        return True
+    # of a dotted path only the package: to look further would import it
+    return importlib.util.find_spec(module.split(".")[0] or "-") is not None
 
 
 def _environments(experiment: Experiment) -> list[Problem]:
@@ -93,12 +88,12 @@ def _environments(experiment: Experiment) -> list[Problem]:
     for key, envs in (("orchestrator.env", orchestrator.env), ("orchestrator.eval.env", held_out)):
         for index, env in enumerate(envs):
             if not _installed(env.id):
-                near = get_close_matches(env.id, BUNDLED_TASKSETS, n=1, cutoff=0.5)
+                near = get_close_matches(env.id, BUNDLED, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]}? " if near else ""
                 problems.append(
                     Problem(
-                        f"taskset {env.id!r} is not installed; {hint}bundled are {', '.join(BUNDLED_TASKSETS)}; others "
-                        f"are installed with pip and found as the module {taskset_modules(env.id)[0]!r}",
+                        f"taskset {env.id!r} is not installed; {hint}bundled are {', '.join(BUNDLED)}; others "
+                        f"are installed with pip and found as the module {taskset_module(env.id)!r}",
                         f"{key}.{index}.id",
                     )
                 )

@@ -53,6 +53,11 @@ def test_what_would_fail_later_is_refused(tmp_path: Path, model: Path, values: d
         check(loaded(tmp_path, model, **values))
 
 
+@pytest.mark.parametrize("name", ["reverse_text", "Reverse-Text", "hypothesis", "prime_hpc.envs.tasksets.reverse_text"])
+def test_every_name_that_the_environments_accept_passes(tmp_path: Path, model: Path, name: str) -> None:
+    check(loaded(tmp_path, model, orchestrator={"env": [{"id": name}]}))
+
+
 def test_model_path_without_weights(tmp_path: Path, model: Path) -> None:
     (model / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model.name.*no weights"):
