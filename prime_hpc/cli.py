@@ -35,6 +35,10 @@ class Verb:
     """What follows the verb."""
     own_flags: tuple[tuple[str, str], ...] = ()
     """Flags of the verb itself, which are no keys of the experiment, each with its help."""
+    module: str | None = None
+    """Module in `prime_hpc.verbs` that does it; None: it is an entrypoint that runs here."""
+    takes_experiment: bool = True
+    """Whether its help lists the experiment's keys."""
 
 
 VERBS = {
@@ -42,11 +46,112 @@ VERBS = {
         "Start an experiment as one job: through Slurm where there is one, else on this machine.",
         "FILE [--KEY VALUE ...]",
         (
-            ("--no-follow", "return once the job is submitted, instead of following its log"),
+            ("--follow, --no-follow", "follow the job's log (default: only for a local job)"),
             ("--dry-run", "say what would be submitted; start nothing"),
+            ("--json", "print the submit record as JSON"),
         ),
+        "submit",
     ),
-    "plan": Verb("Print where each role of an experiment would run; start nothing.", "FILE [--KEY VALUE ...]"),
+    "plan": Verb(
+        "Print where each role of an experiment would run and how the job survives; start nothing.",
+        "FILE [--KEY VALUE ...]",
+        (("--json", "print the plan as JSON"),),
+        "plan",
+    ),
+    "render": Verb(
+        "Print the batch script that `submit` would send.",
+        "FILE [--KEY VALUE ...]",
+        (("--output FILE", "write the script there instead"), ("--array N", "as one task of a packed array of N")),
+        "render",
+    ),
+    "lint": Verb(
+        "Say what is wrong with an experiment before it costs anything; needs no cluster.",
+        "FILE ... [--KEY VALUE ...]",
+        (("--json", "print the findings as JSON"), ("--strict", "warnings fail too")),
+        "lint",
+    ),
+    "preflight": Verb(
+        "Check the nodes of this allocation, or (RUN) show what a run's preflight found.",
+        "[RUN]",
+        (("--json", "print the verdicts as JSON"), ("--dir DIR", "shared directory to test")),
+        "preflight",
+        False,
+    ),
+    "status": Verb(
+        "State, step, reward, attempt, nodes and time left of one run, or of all under a folder.",
+        "[RUN|FOLDER]",
+        (("--json", "print as JSON"), ("--watch", "refresh until interrupted"), ("--all", "finished runs too")),
+        "status",
+        False,
+    ),
+    "logs": Verb(
+        "Show a run's logs.",
+        "RUN",
+        (
+            ("-f, --follow", "go on as they grow"),
+            ("--role ROLE", "supervisor, trainer, orchestrator or inference (default: supervisor)"),
+            ("--rank N", "one rank of the trainer, or one server"),
+            ("--attempt N", "of that attempt (default: the newest)"),
+            ("-n, --lines N", "last N lines (default 50; 0: all)"),
+            ("--json", "one JSON object a line"),
+        ),
+        "logs",
+        False,
+    ),
+    "cancel": Verb(
+        "End a run: it saves first, unless told not to.",
+        "RUN ...",
+        (
+            ("--now", "do not save"),
+            ("--timeout S", "seconds to wait for the save (default 600)"),
+            ("--json", "print as JSON"),
+        ),
+        "cancel",
+        False,
+    ),
+    "resume": Verb(
+        "Start a stopped run again from its newest whole checkpoint.",
+        "RUN [--ckpt.resume-step N] [--KEY VALUE ...]",
+        (("--follow, --no-follow", "as for submit"), ("--json", "print the submit record as JSON")),
+        "resume",
+        False,
+    ),
+    "sweep": Verb(
+        "Many experiments: sweep submit|status|results|cancel|resume SWEEP.",
+        "submit|status|results|cancel|resume SWEEP [--KEY VALUE ...]",
+        (
+            ("--dry-run", "say what would run"),
+            ("--json", "print as JSON"),
+            ("--metric NAME", "order the results by this metric"),
+            ("--plot FILE", "write the results' plot there"),
+        ),
+        "sweep",
+        False,
+    ),
+    "diff": Verb(
+        "What differs between two runs: config, code, packages, figures.",
+        "RUN_A RUN_B",
+        (("--json", "print as JSON"),),
+        "diff",
+        False,
+    ),
+    "doctor": Verb(
+        "Say what of this machine, its Slurm and a directory would trouble a run.",
+        "[--path DIR]",
+        (("--path DIR", "measure this directory"), ("--json", "print as JSON")),
+        "doctor",
+        False,
+    ),
+    "site": Verb(
+        "Site profiles: site list | show NAME | probe.",
+        "list | show NAME | probe",
+        (("--output FILE", "where probe writes its draft"), ("--json", "print as JSON")),
+        "site",
+        False,
+    ),
+    "completion": Verb(
+        'Shell completion: eval "$(prime-hpc completion bash)".', "bash|zsh|fish", (), "completion", False
+    ),
     "rl": Verb(
         "Train by reinforcement, in the foreground: orchestrator, trainer and, if named, inference servers.",
         "[@ FILE] [--trainer @ FILE] [--orchestrator @ FILE] [--inference @ FILE] [--KEY VALUE ...]",
@@ -144,23 +249,23 @@ def run_verb(verb: str, argv: list[str], program: str) -> int:
         return OK
     from prime_hpc.config.errors import ConfigError
 
-    own = {flag for flag, _ in VERBS[verb].own_flags}
     try:
-        loaded = _load([token for token in argv if token not in own], verb, program)
-        return _launch(verb, loaded, own.intersection(argv))
+        module = VERBS[verb].module
+        if module is not None:
+            from importlib import import_module
+
+            return int(import_module(f"prime_hpc.verbs.{module}").run(argv, program))
+        from prime_hpc.verbs.common import load
+
+        return _launch(verb, load(argv, verb, program))
     except ConfigError as error:
         print(f"{program}: {error.render()}", file=sys.stderr)
         return USAGE
 
 
-def _launch(verb: str, loaded: "Loaded", flags: set[str]) -> int:
+def _launch(verb: str, loaded: "Loaded") -> int:
     from prime_hpc import launch
 
-    if verb == "submit":
-        return launch.submit(loaded, follow="--no-follow" not in flags, dry_run="--dry-run" in flags)
-    if verb == "plan":
-        print(launch.plan_text(loaded).rstrip("\n"))
-        return OK
     if verb in ROLES:
         return launch.run_role(loaded, verb)
     return launch.run(loaded)
@@ -171,23 +276,9 @@ def _help(verb: str, program: str) -> str:
 
     spec = VERBS[verb]
     extra = "\n".join(f"  {flag:<30}{text}" for flag, text in spec.own_flags)
+    if not spec.takes_experiment:
+        return f"usage: {program} {spec.usage}\n\n{spec.summary}\n\n{extra}\n"
     return help_text(verb, f"{program} {spec.usage}", spec.summary, extra)
-
-
-def _load(argv: list[str], verb: str, program: str) -> "Loaded":
-    """The resolved experiment. Raises ConfigError."""
-    # To look for plugins pydantic opens a file of every installed package: seconds on a cold shared file system.
-    had_plugins = "PYDANTIC_DISABLE_PLUGINS" in os.environ
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    try:
-        from prime_hpc.config import load_experiment
-    finally:
-        if not had_plugins:
-            del os.environ["PYDANTIC_DISABLE_PLUGINS"]
-    loaded = load_experiment(argv, verb)
-    for warning in loaded.warnings:
-        print(f"{program}: warning: {warning}", file=sys.stderr)
-    return loaded
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ def nearest_path(path: str, candidates: Iterable[str]) -> str | None:
             continue
         whole.set_seq1(candidate)
         score = 0.5 * name.ratio() + 0.5 * whole.ratio() + (0.1 if candidate_parent == parent else 0.0)
+        score += 0.15 if candidate_last == last else 0.0
         if score > best_score:
             best, best_score = candidate, score
     return best if best_score >= 0.6 else None

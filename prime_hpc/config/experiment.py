@@ -13,6 +13,7 @@ from prime_hpc.config.sections.common import CkptConfig, LogConfig, ModelConfig,
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
 from prime_hpc.config.sections.sft import SFTConfig
+from prime_hpc.config.sections.slurm import SlurmConfig
 from prime_hpc.config.sections.supervisor import SupervisorConfig
 from prime_hpc.config.sections.trainer import TrainerConfig
 
@@ -54,6 +55,10 @@ class Experiment(Section):
     """Supervised fine-tuning."""
     supervisor: SupervisorConfig = SupervisorConfig()
     """Deadlines of the process that watches the roles."""
+    launch: Literal["auto", "slurm", "local"] = "auto"
+    """Where `submit` starts the job: `auto` takes Slurm where there is an sbatch, else this machine."""
+    slurm: SlurmConfig = SlurmConfig()
+    """The Slurm job."""
     clean: bool = False
     """Start over: delete a run directory of this name that no running job holds."""
     inference_gpu_ids: list[int] | None = None

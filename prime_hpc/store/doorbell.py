@@ -1,8 +1,8 @@
 """The doorbell: who has finished an artifact tells everybody at once, over a socket.
 
 The supervisor runs the hub, every role a `Doorbell`. Messages are small JSON objects under a topic ("weights",
-"batch", "consumed", "served", "status", "stop"); the hub passes each to all clients and keeps the last per topic for
-late joiners. It is about latency only: whoever waits also lists the directory (`artifact.wait_for_artifact`), so a
+"batch", "consumed", "served", "stop", "save"); the hub passes each to all clients and keeps the last per topic for
+late joiners; what is addressed to the supervisor alone (`HUB_ONLY`) goes no further. It is about latency only: whoever waits also lists the directory (`artifact.wait_for_artifact`), so a
 lost message, a dead hub or no hub at all costs seconds, never correctness.
 """
 
@@ -27,6 +27,8 @@ _TICK_S = 1.0  # longest sleep of a thread; everything urgent wakes it
 _FLUSH_S = 1.0  # what close() grants at most to messages that are still on their way
 _CONNECT_TIMEOUT_S = 2.0
 _MAX_QUEUED = 1000  # messages kept while the hub cannot be reached; older ones are dropped
+HUB_ONLY = frozenset({"status", "agent"})
+"""Topics that are the hub's alone: thousands of processes report on themselves, and only the supervisor listens."""
 _HISTORY = 256  # messages that a waiter may still see though newer ones came in the same instant
 
 
@@ -213,7 +215,8 @@ class DoorbellHub:
         if isinstance(incarnation, int) and incarnation < self._incarnation:
             logger.debug(f"doorbell: dropped a message on {topic} of incarnation {incarnation}")
             return
-        self._broadcast(topic, payload)
+        if topic not in HUB_ONLY:
+            self._broadcast(topic, payload)
         if self._on_message is not None:
             _call(self._on_message, topic, payload)
 

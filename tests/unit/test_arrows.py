@@ -13,7 +13,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "prime_hpc"
 HEAVY = {"torch", "transformers", "vllm", "verifiers"}
 LEVELS = {
-    "cli": 7,
+    "cli": 8,
+    "verbs": 7,
     "launch": 6,
     "supervisor": 5,
     "orchestrator": 4,
@@ -27,7 +28,7 @@ LEVELS = {
     "config": 0,
 }
 """A room imports rooms of a lower number only."""
-LIGHT_ROOMS = ("cli", "launch", "config", "store", "observe")
+LIGHT_ROOMS = ("cli", "verbs", "launch", "config", "store", "observe")
 
 
 def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:

@@ -1,6 +1,6 @@
 """The inference section: vLLM servers, their parallelism and their limits."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -35,6 +35,9 @@ class InferenceConfig(Section):
     """Port of the data-parallel head."""
     data_parallel_start_rank: int | None = Field(None, ge=0)
     """First data-parallel rank on this node."""
+    across_nodes: Literal["auto", "servers", "engine_group"] = "auto"
+    """Data parallel over several nodes: a server a node behind our own balancing, or one vLLM group (head and headless
+    nodes), which expert parallelism needs; `auto`: servers unless `vllm.enable_expert_parallel` is set."""
     headless: bool = False
     """Serve no HTTP here: the engines belong to another node's head."""
     tensor_parallel_size: int = Field(1, ge=1)

@@ -71,6 +71,8 @@ class TrainerConfig(Section):
 
     num_ranks: int = Field(1, ge=1)
     """Processes (GPUs) that train."""
+    launcher: Literal["torchrun", "srun"] = "torchrun"
+    """Under Slurm: torchrun on each node, or one srun task a rank."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Process group: NCCL on CUDA, gloo on CPU."""
     threads_per_rank: int | None = Field(None, ge=1)

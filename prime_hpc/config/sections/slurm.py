@@ -1,0 +1,213 @@
+"""The Slurm section: what the job asks for, how its roles are laid out, how it survives. And the site profile.
+
+Read by `launch` (plan, render, submit) on the login node and by the supervisor inside the job.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from prime_hpc.config.sections.base import Section
+
+
+class SlurmOptions(Section):
+    """sbatch options of the job or of one component; unset ones are inherited (component, `slurm`, site)."""
+
+    partition: str | None = None
+    """Partition, or several separated by commas."""
+    account: str | None = None
+    """Account that is charged."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Node features, e.g. `h100&ib`."""
+    gres: str | None = None
+    """Generic resources a node, verbatim; replaces what is derived from `gpus_per_node`."""
+    gpus_per_node: int | None = Field(None, ge=0)
+    """GPUs asked of each node; default: the partition's in the site profile, else what the roles need; 0: none."""
+    gpu_type: str | None = None
+    """GPU type as the site names it, e.g. `h100`."""
+    mem: str | None = None
+    """Memory a node, e.g. `500G`; `0` is all of it."""
+    cpus_per_task: int | None = Field(None, ge=1)
+    """CPUs a node (one task a node is started)."""
+    time: str | None = None
+    """Time limit: minutes, MM:SS, HH:MM:SS or D-HH:MM:SS."""
+    time_min: str | None = None
+    """Shortest time limit that backfill may lower `time` to."""
+    exclude: str | None = None
+    """Nodes never to use."""
+    nodelist: str | None = None
+    """Nodes that must be used."""
+    reservation: str | None = None
+    """Reservation."""
+    switches: str | None = None
+    """Most leaf switches, and the longest wait for them: `1@10:00`."""
+    exclusive: bool | None = None
+    """Whole nodes."""
+    mail_user: str | None = None
+    """Who gets mail."""
+    mail_type: str | None = None
+    """When: BEGIN, END, FAIL, REQUEUE, ALL."""
+    comment: str | None = None
+    """Free text kept with the job."""
+    dependency: str | None = None
+    """E.g. `afterok:123`."""
+    licenses: str | None = None
+    """E.g. `matlab:2`."""
+    extra: dict[str, Any] = {}
+    """Any other sbatch option by its long name; true gives a bare flag."""
+
+
+class SlurmGroupConfig(SlurmOptions):
+    """The nodes of one role group."""
+
+    nodes: int | None = Field(None, ge=1)
+    """Nodes; default: as many as its ranks or engines need."""
+
+
+class SurviveConfig(Section):
+    """How a job comes back: one policy for time limits, preemption, lost nodes and crashes."""
+
+    how: Literal["auto", "requeue", "successor", "off"] = "auto"
+    """`requeue` the same job; a `successor` queued beforehand with afternotok; `auto` asks the site profile."""
+    signal_lead_s: int = Field(120, ge=5)
+    """Slurm warns the job so long before its time limit; everyone saves and the job comes back."""
+    max_crashes: int = Field(3, ge=0)
+    """Crashes in a row without a newly saved step after which the job stays down."""
+    max_lives: int = Field(200, ge=1)
+    """Attempts in all."""
+    node_silence_s: float = Field(30, gt=1)
+    """A node whose agent is silent for so long counts as lost."""
+    fence_s: float = Field(60, gt=2)
+    """Agents that do not hear their supervisor for so long end their roles: no second life beside a new one."""
+    replica_retry_s: float = Field(60, gt=0)
+    """Pause between attempts to bring a lost inference node's server back."""
+    exclude_bad_nodes: bool | None = None
+    """Exclude nodes that failed or failed preflight from the next life; default: the site profile's."""
+    ledger_days: float = Field(7, gt=0)
+    """After so many days a bad node is forgotten."""
+
+
+class PreflightConfig(Section):
+    """Checks inside the allocation before the roles start."""
+
+    enabled: bool = True
+    """Run them."""
+    allreduce: bool | None = None
+    """All-reduce across the trainer's nodes; default: with more than one."""
+    timeout_s: float = Field(120, gt=0)
+    """Deadline of all checks."""
+    min_free_gib: float = Field(1.0, ge=0)
+    """Free space that the run directory must have."""
+    max_clock_skew_s: float = Field(5.0, gt=0)
+    """Greatest difference between the nodes' clocks."""
+    max_visibility_s: float = Field(90.0, gt=0)
+    """A node must see another's new file within this."""
+
+
+class SlurmConfig(SlurmOptions):
+    """One experiment as one Slurm job."""
+
+    layout: Literal["auto", "het", "packed"] = "auto"
+    """`het`: a component per role group; `packed`: one homogeneous job; `auto`: het only where node types differ."""
+    site: str | None = None
+    """Site profile: a name in `slurm/sites`, or a path; default: $PRIMEHPC_SITE, else the one of this cluster."""
+    job_name: str | None = None
+    """Default: the experiment's name."""
+    trainer: SlurmGroupConfig = SlurmGroupConfig()
+    """The trainer's nodes."""
+    inference: SlurmGroupConfig = SlurmGroupConfig()
+    """The inference servers' nodes."""
+    orchestrator: SlurmGroupConfig | None = None
+    """Nodes (CPU-only) of the orchestrator in a het job; absent: it runs beside the trainer."""
+    spare_nodes: int = Field(0, ge=0)
+    """Packed: nodes kept free for the server of a lost inference node."""
+    setup: list[str] = []
+    """Shell lines of the batch script before the supervisor starts, after the site's."""
+    env: dict[str, str] = {}
+    """Environment of all roles, over the site's."""
+    srun_args: list[str] = []
+    """More arguments of every srun."""
+    survive: SurviveConfig = SurviveConfig()
+    """How the job comes back."""
+    preflight: PreflightConfig = PreflightConfig()
+    """Checks before the roles start."""
+
+
+class SitePartition(Section):
+    """What is true of a partition's nodes."""
+
+    nodes: int | None = Field(None, ge=1)
+    """How many."""
+    gpus_per_node: int = Field(0, ge=0)
+    """GPUs of a node."""
+    gpu_type: str | None = None
+    """As in gres."""
+    gpu_memory_gib: float | None = Field(None, gt=0)
+    """Memory of one GPU."""
+    cpus_per_node: int | None = Field(None, ge=1)
+    """CPUs of a node."""
+    mem_gib: float | None = Field(None, gt=0)
+    """Memory of a node."""
+    max_time: str | None = None
+    """Longest time limit; absent: none."""
+    preempt: Literal["off", "requeue", "cancel", "suspend"] = "off"
+    """What happens to a job of it that is preempted."""
+
+
+class ContainerConfig(Section):
+    """Container in which the roles run; the supervisor runs outside."""
+
+    runtime: Literal["apptainer", "pyxis"] = "apptainer"
+    """`pyxis`: srun --container-image (enroot)."""
+    image: str
+    """Path or URI."""
+    mounts: list[str] = []
+    """host:container pairs; the run directory is always mounted."""
+    args: list[str] = []
+    """More arguments of the runtime."""
+    python: str = "python3"
+    """Python inside, with prime-hpc installed."""
+
+
+class SiteConfig(Section):
+    """A cluster: `slurm/sites/<name>.yaml`. Nothing of an experiment."""
+
+    name: str
+    """Name of the profile."""
+    cluster: str | None = None
+    """Slurm's ClusterName: the profile of a cluster is found by it."""
+    partitions: dict[str, SitePartition] = {}
+    """Its partitions."""
+    options: SlurmOptions = SlurmOptions()
+    """Defaults of every job."""
+    setup: list[str] = []
+    """Shell lines of the batch script, e.g. `module load cuda`."""
+    env: dict[str, str] = {}
+    """Environment of all roles."""
+    container: ContainerConfig | None = None
+    """Container of the roles."""
+    scratch: Path | None = None
+    """Shared scratch directory, for people."""
+    node_local: str | None = None
+    """Node-local directory for caches and staging; may hold $SLURM_JOB_ID and the like."""
+    network_interface: str | None = None
+    """Interface for NCCL's and gloo's sockets; unset: they choose."""
+    het_jobs: bool = True
+    """Whether het jobs are accepted."""
+    requeue: bool = True
+    """Whether `scontrol requeue` is allowed."""
+    sacct: bool = True
+    """Whether accounting answers."""
+    gpu_option: Literal["gres", "gpus-per-node"] = "gres"
+    """How GPUs are asked for."""
+    startup_s: float = Field(300, ge=0)
+    """Typical time from the job's start to the first step, for lint."""
+    failures_per_1000_node_days: float = Field(6.5, ge=0)
+    """Hardware failures (default: Kokolis et al., arXiv 2410.21680), for the checkpoint interval."""
+    exclude_bad_nodes: bool = False
+    """Whether a bad node is excluded from the next life."""
+    srun_args: list[str] = ["--mpi=none"]
+    """Arguments of every srun."""

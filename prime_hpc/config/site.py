@@ -1,0 +1,112 @@
+"""Site profiles: found by name, path or cluster, checked, and kept with the run that used them.
+
+    site = load_site(experiment.slurm.site)      # login node
+    write_site(site, run_dir)                    # at submit: the job reads what was true then
+    site = read_site(run_dir)                    # inside the job
+
+A profile is `slurm/sites/<name>.yaml`. Looked for in $PRIMEHPC_SITES (a path list), `~/.config/prime-hpc/sites`, and
+the `slurm/sites` of the checkout that prime-hpc is installed from.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.sections.slurm import SiteConfig
+
+SITE_FILE = "site.yaml"
+GENERIC = SiteConfig(name="generic")
+"""A cluster of which nothing is known."""
+
+
+def site_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Where profiles are looked for, first match wins."""
+    named = [Path(p) for p in environ.get("PRIMEHPC_SITES", "").split(os.pathsep) if p]
+    checkout = Path(__file__).resolve().parents[2] / "slurm" / "sites"
+    return [*named, Path.home() / ".config" / "prime-hpc" / "sites", checkout]
+
+
+def list_sites(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
+    """Name -> file of every profile that can be found."""
+    found: dict[str, Path] = {}
+    for folder in site_folders(environ):
+        for path in sorted(folder.glob("*.yaml")) if folder.is_dir() else []:
+            found.setdefault(path.stem, path)
+    return found
+
+
+def load_site(name: str | None = None, environ: Mapping[str, str] = os.environ) -> SiteConfig:
+    """The profile called `name` (or at that path), else $PRIMEHPC_SITE's, else this cluster's, else a generic one.
+
+    Raises:
+        ConfigError: a named profile does not exist or is wrong.
+    """
+    name = name or environ.get("PRIMEHPC_SITE") or None
+    sites = list_sites(environ)
+    if name is not None:
+        path = Path(name) if name.endswith((".yaml", ".yml")) or "/" in name else sites.get(name)
+        if path is None or not path.is_file():
+            near = get_close_matches(name, sites, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                Problem(f"no site profile {name!r}; {hint}found are {', '.join(sites) or 'none'}", "slurm.site")
+            )
+        return parse_site(path)
+    cluster = cluster_name(environ)
+    if cluster is not None:
+        for path in sites.values():
+            text = path.read_text(encoding="utf-8")
+            if re.search(rf"^cluster:\s*['\"]?{re.escape(cluster)}['\"]?\s*(#.*)?$", text, re.MULTILINE):
+                return parse_site(path)
+    return GENERIC
+
+
+def parse_site(path: Path) -> SiteConfig:
+    """Read and check one profile.
+
+    Raises:
+        ConfigError: naming the file and every key that is wrong.
+    """
+    import yaml
+    from pydantic import ValidationError
+
+    try:
+        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(Problem(f"{path}: {error}", "slurm.site")) from error
+    if not isinstance(data, dict):
+        raise ConfigError(Problem(f"{path} holds no mapping: not a site profile", "slurm.site"))
+    try:
+        return SiteConfig.model_validate({"name": path.stem, **data})
+    except ValidationError as error:
+        raise ConfigError(
+            Problem(f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}", "slurm.site") for e in error.errors()
+        ) from error
+
+
+def write_site(site: SiteConfig, run_dir: Path) -> None:
+    """Keep the profile with the run."""
+    import yaml
+
+    text = yaml.safe_dump(site.model_dump(mode="json", exclude_defaults=True) | {"name": site.name}, sort_keys=False)
+    (run_dir / SITE_FILE).write_text(text, encoding="utf-8")
+
+
+def read_site(run_dir: Path) -> SiteConfig:
+    """The profile that the run was submitted with; a generic one where there is none."""
+    path = run_dir / SITE_FILE
+    return parse_site(path) if path.exists() else GENERIC
+
+
+def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
+    """ClusterName from the slurm.conf that is in force, where it can be read. No command is run."""
+    for path in (environ.get("SLURM_CONF"), "/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf"):
+        if path and os.access(path, os.R_OK):
+            match = re.search(r"^\s*ClusterName\s*=\s*(\S+)", Path(path).read_text(errors="replace"), re.M | re.I)
+            if match:
+                return match.group(1)
+    return None
