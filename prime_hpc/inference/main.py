@@ -32,13 +32,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run one server to its end; returns the exit code."""
     args = _parse(argv)
     stopping = _end_on_signal()
-    status = _status(args.run_dir, args.replica)
+    # the engines of a further node speak through their head
+    status = _NoStatus() if args.headless else _status(args.run_dir, args.replica)
     scratch = bootstrap.make_scratch()
     code = 1
     try:
         status.starting()
         status.start_heartbeat()
-        experiment = load_run(args.run_dir)
+        experiment = _placed(load_run(args.run_dir), args)
         port = args.port if args.port is not None else section(experiment).server.port + args.replica
         _run(experiment, args.replica, port, scratch, status)
         code = 0
@@ -91,7 +92,26 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("run_dir", type=Path, help="run directory with its run.yaml")
     parser.add_argument("--replica", type=int, default=0, help="index of this server (default 0)")
     parser.add_argument("--port", type=int, help="HTTP port (default: inference.server.port + replica)")
+    parser.add_argument("--host", help="address to bind (default: inference.server.host)")
+    for name in ("data-parallel-size", "data-parallel-size-local", "data-parallel-rpc-port"):
+        parser.add_argument(f"--{name}", type=int, help=f"instead of inference.{name.replace('-', '_')}")
+    parser.add_argument("--data-parallel-start-rank", type=int, help="first rank of this node's engines")
+    parser.add_argument("--data-parallel-address", help="address of the group's head node")
+    parser.add_argument("--headless", action="store_true", help="this node's engines belong to another node's head")
     return parser.parse_args(argv)
+
+
+def _placed(experiment: Experiment, args: argparse.Namespace) -> Experiment:
+    """The experiment with this server's own place in the job instead of the config's general words."""
+    config = section(experiment)
+    names = ("size", "size_local", "address", "rpc_port", "start_rank")
+    stated = {f"data_parallel_{n}": getattr(args, f"data_parallel_{n}") for n in names}
+    changes: dict[str, Any] = {key: value for key, value in stated.items() if value is not None}
+    if args.host:
+        changes["server"] = config.server.model_copy(update={"host": args.host})
+    if args.headless:
+        changes["headless"] = True
+    return experiment.model_copy(update={"inference": config.model_copy(update=changes)}) if changes else experiment
 
 
 def _bind(host: str, port: int) -> socket.socket:

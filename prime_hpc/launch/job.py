@@ -1,9 +1,18 @@
-"""The function that submitit runs in the job: the supervisor, with the submitting shell's devices.
+"""What a job runs: the supervisor, as a submitit function on this machine or as a Slurm job's batch process.
 
-Kept in a module of its own: submitit stores it by name, and the job imports nothing else of `launch`.
+    python -m prime_hpc.launch.job RUN_DIR [-- EXPERIMENT_FILE [--KEY VALUE ...]]
+    python -m prime_hpc.launch.job --point SWEEP_DIR INDEX
+
+The arguments after `--` are what the script was rendered from: a script that was sent with plain sbatch prepares the
+run directory from them. Nothing else of `launch` is imported where the run directory is there already.
 """
 
 import os
+import pickle
+import sys
+from pathlib import Path
+
+USAGE = "usage: python -m prime_hpc.launch.job RUN_DIR [-- FILE [--KEY VALUE ...]] | --point SWEEP_DIR INDEX"
 
 
 def local_job(run_dir: str, environ: dict[str, str]) -> int:
@@ -19,3 +28,78 @@ def local_job(run_dir: str, environ: dict[str, str]) -> int:
     if os.getsid(0) != os.getpid():
         os.setsid()  # a Ctrl-C at the terminal reaches the follower, which ends the job in good order
     return supervise(run_dir, environ)
+
+
+def slurm_job(arguments: list[str]) -> int:
+    """The batch process of a Slurm job; returns the job's exit code.
+
+    Raises:
+        ConfigError: the arguments, the sweep or the experiment are wrong.
+    """
+    from prime_hpc.config.errors import ConfigError
+
+    if len(arguments) == 3 and arguments[0] == "--point":
+        from prime_hpc.launch.sweep.state import point_run_dir
+
+        run_dir = point_run_dir(Path(arguments[1]), int(arguments[2]))
+    elif len(arguments) >= 1 and (len(arguments) == 1 or arguments[1] == "--"):
+        run_dir = Path(arguments[0])
+        if not (run_dir / "run.yaml").exists():
+            if len(arguments) < 3:
+                raise ConfigError(f"{run_dir} holds no run.yaml, and the script names no experiment after --")
+            _prepare(run_dir, arguments[2:])
+    else:
+        raise ConfigError(USAGE)
+    from prime_hpc.supervisor.main import supervise
+
+    code = supervise(run_dir, in_job=True)
+    _leave_result(run_dir, code)
+    return code
+
+
+def _prepare(run_dir: Path, argv: list[str]) -> None:
+    """Make the run directory that `submit` would have made.
+
+    Raises:
+        ConfigError: the experiment is wrong, or names another run directory than the script does.
+    """
+    from prime_hpc.config import ConfigError, load_experiment
+    from prime_hpc.config.site import load_site, write_site
+    from prime_hpc.launch.prepare import prepare_run
+
+    loaded = load_experiment(argv, "submit")
+    if loaded.experiment.run_dir.resolve() != run_dir.resolve():
+        raise ConfigError(
+            f"the script says {run_dir}, but the experiment says {loaded.experiment.run_dir}: render the script again"
+        )
+    made = prepare_run(loaded)
+    write_site(load_site(loaded.experiment.slurm.site), made)
+
+
+def _leave_result(run_dir: Path, code: int) -> None:
+    """Where submitit looks for a job's result, so that `job.result()` works for a job of ours."""
+    folder = run_dir / "logs" / "submitit"
+    job_id = os.environ.get("SLURM_JOB_ID")
+    if job_id is None or not folder.is_dir():
+        return
+    if "SLURM_ARRAY_TASK_ID" in os.environ:
+        job_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    final = folder / f"{job_id}_0_result.pkl"
+    temporary = final.with_suffix(".tmp")
+    temporary.write_bytes(pickle.dumps(("success", code)))
+    temporary.replace(final)
+
+
+def main() -> None:
+    """Entry point of the batch script."""
+    from prime_hpc.config.errors import ConfigError
+
+    try:
+        sys.exit(slurm_job(sys.argv[1:]))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

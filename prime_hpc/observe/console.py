@@ -74,6 +74,8 @@ class Console:
         self._times: deque[float] = deque(maxlen=10)
         self._last_step_at: float | None = None
         self._seconds = {"useful": 0.0, "waiting": 0.0, "saving": 0.0}
+        self._step: int | None = None
+        self._longest_save = 0.0
         self._progress: Any = None
         self._tasks: dict[str, Any] = {}
         self._said_at = 0.0
@@ -95,6 +97,15 @@ class Console:
     def seconds(self) -> dict[str, float]:
         """Where the trainer's time went: useful, waiting for rollouts, saving."""
         return dict(self._seconds)
+
+    def progress(self) -> dict[str, Any]:
+        """The last step of this attempt, with its reward or loss; None before the first."""
+        name, values = ("reward", self._rewards) if self._kind == "rl" else ("loss", self._losses)
+        return {"step": self._step, "max_steps": self._max_steps, name: values[-1] if values else None}
+
+    def needs_s(self) -> float:
+        """What one more step and a save took at most lately, seconds."""
+        return max(self._times, default=0.0) + self._longest_save
 
     def close(self) -> None:
         """Take the progress display away; lines that came meanwhile are shown first."""
@@ -139,6 +150,8 @@ class Console:
         self._times.append(took)
         wait = row.get("time/wait", 0.0)
         save = row.get("time/checkpoint", 0.0)
+        self._step = step
+        self._longest_save = max(self._longest_save, save)
         self._seconds["waiting"] += wait
         self._seconds["saving"] += save
         self._seconds["useful"] += max(0.0, row["time/step"] - wait - save)

@@ -29,6 +29,16 @@ class Attempt:
     cause: str | None = None
     exit_code: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    nodes: dict[str, list[str]] = field(default_factory=dict)
+    """Hosts by role label."""
+    restarts: int | None = None
+    """SLURM_RESTART_COUNT."""
+    saved_step: int | None = None
+    """Newest whole checkpoint when the attempt ended."""
+    lost_nodes: list[str] = field(default_factory=list)
+    """Nodes that fell silent."""
+    next: str | None = None
+    """How the run comes back: requeue, successor, or None."""
 
 
 def read_attempts(path: Path) -> list[dict[str, Any]]:
@@ -46,8 +56,13 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
 
 def write_attempt(path: Path, attempt: Attempt) -> None:
     """Rewrite the file with this attempt's line added or replaced (temporary file and rename)."""
-    rows = {row["attempt"]: row for row in read_attempts(path)}
-    rows[attempt.attempt] = asdict(attempt)
+    rewrite_row(path, asdict(attempt))
+
+
+def rewrite_row(path: Path, row: dict[str, Any]) -> None:
+    """Add or replace the line of `row["attempt"]`."""
+    rows = {known["attempt"]: known for known in read_attempts(path)}
+    rows[row["attempt"]] = row
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(rows[key]) + "\n" for key in sorted(rows))
@@ -56,10 +71,18 @@ def write_attempt(path: Path, attempt: Attempt) -> None:
     temporary.replace(path)
 
 
-def begin(path: Path, *, incarnation: int, why: str, resume_step: int | None, job_id: str | None) -> Attempt:
+def begin(
+    path: Path,
+    *,
+    incarnation: int,
+    why: str,
+    resume_step: int | None,
+    job_id: str | None,
+    restarts: int | None = None,
+) -> Attempt:
     """Open the next attempt and write its line."""
     number = max((row["attempt"] for row in read_attempts(path)), default=0) + 1
-    attempt = Attempt(number, incarnation, time.time(), why, job_id=job_id, resume_step=resume_step)
+    attempt = Attempt(number, incarnation, time.time(), why, job_id=job_id, resume_step=resume_step, restarts=restarts)
     write_attempt(path, attempt)
     return attempt
 

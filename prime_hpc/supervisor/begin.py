@@ -3,7 +3,6 @@
 Called by the supervisor before any role starts. It alone decides; roles are told.
 """
 
-import os
 from pathlib import Path
 
 from loguru import logger
@@ -24,8 +23,20 @@ def run_paths(experiment: Experiment, run_dir: Path) -> RunPaths:
     return RunPaths(run_dir, experiment.ckpt.path if experiment.ckpt else None)
 
 
-def begin_attempt(experiment: Experiment, run_dir: Path) -> Attempt:
+def newest_saved_step(paths: RunPaths) -> int | None:
+    """Step of the newest whole checkpoint, if any."""
+    whole = list_checkpoints(paths.checkpoints)
+    return whole[-1].step if whole else None
+
+
+def begin_attempt(
+    experiment: Experiment, run_dir: Path, *, job_id: str | None = None, restarts: int | None = None
+) -> Attempt:
     """Claim a life of the run and bring its directory back to the step from which this life goes on.
+
+    Args:
+        experiment, run_dir: the run.
+        job_id, restarts: of the Slurm job, if any.
 
     Raises:
         ConfigError: another process holds the run, or the checkpoint asked for does not exist or is broken.
@@ -52,7 +63,8 @@ def begin_attempt(experiment: Experiment, run_dir: Path) -> Attempt:
         incarnation=incarnation,
         why=why,
         resume_step=step,
-        job_id=os.environ.get("SLURM_JOB_ID"),
+        job_id=job_id,
+        restarts=restarts,
     )
 
 

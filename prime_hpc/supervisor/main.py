@@ -1,7 +1,7 @@
 """What the job runs: `python -m prime_hpc.supervisor.main RUN_DIR`, and the same as a function.
 
-Called by `launch` (in the foreground, or through submitit) and by a Slurm batch script.
-Exit codes: 0 done, 1 a role failed, 2 the config cannot run here, 130 interrupted.
+Called by `launch` (in the foreground, through submitit, or as the batch process of a Slurm job).
+Exit codes: 0 done, 1 a role failed, 2 the config cannot run here, 75 the job comes back, 130 interrupted.
 """
 
 import os
@@ -11,11 +11,16 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment, load_run
+from prime_hpc.config.site import read_site
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
 from prime_hpc.store.errors import StoreError
 from prime_hpc.supervisor import ports
-from prime_hpc.supervisor.begin import begin_attempt
+from prime_hpc.supervisor.allocation import Allocation, read_allocation
+from prime_hpc.supervisor.attempts import read_attempts, rewrite_row
+from prime_hpc.supervisor.begin import begin_attempt, run_paths
+from prime_hpc.supervisor.placement import place_slurm
+from prime_hpc.supervisor.postmortem import close_lost_lives
 from prime_hpc.supervisor.roles import (
     RoleSpec,
     inference_spec,
@@ -24,7 +29,10 @@ from prime_hpc.supervisor.roles import (
     trainer_spec,
     visible_gpus,
 )
+from prime_hpc.supervisor.slurm_roles import slurm_specs, spare_hosts
+from prime_hpc.supervisor.steps import StepContext, StepSpec
 from prime_hpc.supervisor.supervise import Supervisor
+from prime_hpc.supervisor.survive import EXIT_AGAIN, FINAL, come_back, decide, resolve_mode
 
 
 def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tuple[list[RoleSpec], list[str]]:
@@ -60,12 +68,14 @@ def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tup
     return specs, urls
 
 
-def supervise(run_dir: Path | str, environ: dict[str, str] | None = None) -> int:
+def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_job: bool = False) -> int:
     """Run one attempt of the run in `run_dir` and return its exit code.
 
     Args:
         run_dir: holds `run.yaml`.
         environ: environment of the roles; default this process's.
+        in_job: this process is the batch step of a Slurm job: roles are steps on its nodes, and the job comes back by
+            itself as `slurm.survive` says.
     """
     run_dir = Path(run_dir).resolve()
     environment = dict(os.environ if environ is None else environ)
@@ -73,29 +83,92 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None) -> int
         experiment = load_run(run_dir)
         log = experiment.log
         setup_logger("supervisor", level=log.level, file=run_dir / "logs" / "supervisor.log", json_lines=log.json_lines)
-        specs, urls = place(experiment, run_dir, environment)
-        attempt = begin_attempt(experiment, run_dir)
-        inference = experiment.inference
-        if experiment.kind == "rl" and inference is not None and inference.api_key:
-            environment[experiment.orchestrator.client.api_key_var] = inference.api_key
+        allocation = read_allocation(environment) if in_job else None
+        supervisor = _prepare(experiment, run_dir, environment, allocation)
     except (ConfigError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    code = supervisor.run()
+    for line in write_report(run_dir, experiment.name, experiment.kind):
+        logger.info(line)
+    return code if allocation is None else _come_back(experiment, run_dir, allocation, code)
+
+
+def _prepare(
+    experiment: Experiment, run_dir: Path, environment: dict[str, str], allocation: Allocation | None
+) -> Supervisor:
+    """Place the roles and open the attempt.
+
+    Raises:
+        ConfigError: the nodes, GPUs or ports do not suffice, or another life still runs.
+        StoreError: the run directory cannot be used.
+    """
+    site = read_site(run_dir)
+    paths = run_paths(experiment, run_dir)
+    close_lost_lives(run_dir, paths, allocation)
+    if allocation is None:
+        specs, urls = place(experiment, run_dir, environment)
+        steps, spares = None, []
+        attempt = begin_attempt(experiment, run_dir)
+    else:
+        placement = place_slurm(experiment, site)
+        specs, urls = list(slurm_specs(experiment, site, placement, allocation, run_dir)), []
+        spares = spare_hosts(placement, allocation)
+        steps = StepContext(
+            allocation=allocation,
+            run_dir=run_dir,
+            no_kill=placement.layout == "packed",
+            srun_args=(*site.srun_args, *experiment.slurm.srun_args),
+            container=site.container,
+        )
+        environment |= {**site.env, **experiment.slurm.env}
+        attempt = begin_attempt(experiment, run_dir, job_id=allocation.job_id, restarts=allocation.restarts)
+        logger.info(f"job {allocation.job_id} ({placement.layout}): " + _where(specs))
+    inference = experiment.inference
+    if experiment.kind == "rl" and inference is not None and inference.api_key:
+        environment[experiment.orchestrator.client.api_key_var] = inference.api_key
     logger.info(
         f"run {run_dir}: attempt {attempt.attempt}, incarnation {attempt.incarnation} ({attempt.why}); "
         + ", ".join(_describe(experiment, spec) for spec in specs)
     )
-    code = Supervisor(experiment, run_dir, attempt, specs, urls, environment).run()
-    for line in write_report(run_dir, experiment.name, experiment.kind):
-        logger.info(line)
-    return code
+    return Supervisor(experiment, run_dir, attempt, specs, urls, environment, steps, spares)
+
+
+def _where(specs: list[RoleSpec]) -> str:
+    return "; ".join(f"{spec.label} on {', '.join(spec.hosts)}" for spec in specs if isinstance(spec, StepSpec))
+
+
+def _come_back(experiment: Experiment, run_dir: Path, allocation: Allocation, code: int) -> int:
+    """After the attempt's end: have the job start again where the policy says so. Returns the job's exit code."""
+    paths = run_paths(experiment, run_dir)
+    rows = read_attempts(paths.attempts)
+    site = read_site(run_dir)
+    partition = experiment.slurm.trainer.partition or experiment.slurm.partition or site.options.partition
+    mode = resolve_mode(experiment.slurm, site, partition)
+    decision = decide(rows, experiment.slurm.survive, mode)
+    last = rows[-1]
+    if not decision.again:
+        if last["outcome"] not in FINAL:
+            logger.error(f"the job does not come back: {decision.why}")
+        return code
+    logger.info(f"the job comes back ({mode}): {decision.why}")
+    rewrite_row(paths.attempts, {**last, "next": mode})
+    if last["outcome"] == "preempted" and mode == "requeue":
+        return EXIT_AGAIN  # Slurm requeues it itself
+    exclude = experiment.slurm.survive.exclude_bad_nodes
+    bad = last["lost_nodes"] if (site.exclude_bad_nodes if exclude is None else exclude) else []
+    if not come_back(allocation.job_id, mode, bad):
+        rewrite_row(paths.attempts, {**last, "next": None})
+        return code or 1
+    return EXIT_AGAIN
 
 
 def _describe(experiment: Experiment, spec: RoleSpec) -> str:
     if spec.name == "trainer":
         return f"trainer with {spec.num_processes} FSDP2 ranks"
     if spec.name == "inference" and experiment.inference is not None:
-        return f"{spec.label} with {experiment.inference.data_parallel_size} vLLM data-parallel engines"
+        engines = spec.num_engines if isinstance(spec, StepSpec) else experiment.inference.data_parallel_size
+        return f"{spec.label} with {engines} vLLM data-parallel engine{'s' if engines > 1 else ''}"
     return spec.label
 
 

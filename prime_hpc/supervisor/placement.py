@@ -7,6 +7,10 @@ the nodes. Nothing here asks the machine or the cluster anything.
 from dataclasses import dataclass, field
 from typing import Literal
 
+from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.supervisor.options import Options, RoleOptions, SlurmRole, merge, needs_het, resolve
+
 
 @dataclass(frozen=True)
 class Component:
@@ -53,3 +57,329 @@ class Placement:
     def num_nodes(self) -> int:
         """Nodes of all components."""
         return sum(component.num_nodes for component in self.components)
+
+
+@dataclass(frozen=True)
+class _Servers:
+    """How the inference engines spread over nodes."""
+
+    num_nodes: int
+    nodes_per_replica: int
+    """1, or over how many nodes one replica's engines are split."""
+    num_replicas: int
+    engines_per_node: int
+    """Of one replica."""
+    gpus_per_engine: int
+
+    @property
+    def gpus_of_part(self) -> int:
+        """GPUs of one replica on one of its nodes."""
+        return self.engines_per_node * self.gpus_per_engine
+
+    def node_of(self, replica: int) -> int:
+        """First node of a replica: as evenly as can be, several replicas of one node side by side."""
+        if self.nodes_per_replica > 1:
+            return replica * self.nodes_per_replica
+        return replica * self.num_nodes // self.num_replicas
+
+    @property
+    def replicas_per_node(self) -> int:
+        """On the fullest node."""
+        return -(-self.num_replicas // self.num_nodes)
+
+
+def place_slurm(experiment: Experiment, site: SiteConfig) -> Placement:
+    """The job's components and where each role runs in them.
+
+    Component 0 holds the batch script (supervisor and orchestrator) on its first node. A packed job's nodes are in
+    the order trainer, inference, spares.
+
+    Raises:
+        ConfigError: the roles do not fit the nodes that are asked for, or the site has no such jobs.
+    """
+    layout, _ = choose_layout(experiment, site)
+    return _place_het(experiment, site) if layout == "het" else _place_packed(experiment, site)
+
+
+def placed_roles(experiment: Experiment) -> list[SlurmRole]:
+    """Roles that take nodes of their own kind: the trainer, and the servers where the run starts any."""
+    serves = experiment.kind == "rl" and experiment.inference is not None
+    return ["trainer", "inference"] if serves else ["trainer"]
+
+
+def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["packed", "het"], str]:
+    """The layout, and why.
+
+    Raises:
+        ConfigError: the layout that was asked for, or that the roles need, cannot be had.
+    """
+    slurm = experiment.slurm
+    asked = [resolve(role, experiment, site) for role in placed_roles(experiment)]
+    if slurm.orchestrator is not None and experiment.kind == "rl":
+        asked.append(resolve("orchestrator", experiment, site))
+    if len(asked) == 1:
+        return "packed", "one role group"
+    difference = needs_het(asked)
+    if slurm.layout == "packed":
+        if difference:
+            raise ConfigError(
+                Problem(
+                    f"packed is one homogeneous job, but the roles ask for different nodes ({difference}); ask for the "
+                    "same, or use slurm.layout = het",
+                    "slurm.layout",
+                )
+            )
+        return "packed", "asked for"
+    if slurm.layout == "auto" and not difference:
+        return "packed", "all roles ask for the same nodes"
+    why = "asked for" if slurm.layout == "het" else f"the roles ask for different nodes: {difference}"
+    if not site.het_jobs:
+        raise ConfigError(
+            Problem(
+                f"the site {site.name!r} accepts no het jobs ({why}); use slurm.layout = packed with the same "
+                "partition, constraint and GPUs for all roles (slurm.partition instead of slurm.trainer.partition and "
+                "slurm.inference.partition)",
+                "slurm.layout",
+            )
+        )
+    if slurm.spare_nodes:
+        raise ConfigError(
+            Problem(
+                f"spare nodes exist in packed jobs alone (Slurm ends a het job that loses a node), and this one is het "
+                f"({why}); set slurm.spare_nodes = 0, or slurm.layout = packed",
+                "slurm.spare_nodes",
+            )
+        )
+    return "het", why
+
+
+def _place_packed(experiment: Experiment, site: SiteConfig) -> Placement:
+    slurm = experiment.slurm
+    roles = placed_roles(experiment)
+    asked = {role: resolve(role, experiment, site) for role in roles}
+    options = merge(list(asked.values()))
+    gpus = asked["trainer"].gpus_per_node
+    if _fits_one_node(experiment, gpus):
+        groups = _shared_node(experiment, gpus)
+        used = 1
+    else:
+        trainer_nodes = _trainer_nodes(experiment, asked["trainer"])
+        groups = [_orchestrator(), _trainer(experiment, 0, trainer_nodes, gpus)]
+        used = trainer_nodes
+        if "inference" in roles:
+            servers = _servers(experiment, asked["inference"])
+            groups += _inference(experiment, servers, 0, used, gpus)
+            used += servers.num_nodes
+    if experiment.kind == "sft":
+        groups = [group for group in groups if group.role == "trainer"]
+    total = used + slurm.spare_nodes
+    return Placement("packed", (Component(0, "all", total, options),), tuple(groups), tuple(range(used, total)))
+
+
+def _place_het(experiment: Experiment, site: SiteConfig) -> Placement:
+    components: list[Component] = []
+    groups = [_orchestrator()]
+
+    def add(name: SlurmRole, num_nodes: int, options: Options) -> int:
+        components.append(Component(len(components), name, num_nodes, options))
+        return len(components) - 1
+
+    if experiment.slurm.orchestrator is not None:
+        if (experiment.slurm.orchestrator.nodes or 1) != 1:
+            raise ConfigError(Problem("the orchestrator is one process on one node", "slurm.orchestrator.nodes"))
+        add("orchestrator", 1, resolve("orchestrator", experiment, site).options)
+    trainer = resolve("trainer", experiment, site)
+    nodes = _trainer_nodes(experiment, trainer)
+    groups.append(_trainer(experiment, add("trainer", nodes, trainer.options), nodes, trainer.gpus_per_node))
+    if "inference" in placed_roles(experiment):
+        inference = resolve("inference", experiment, site)
+        servers = _servers(experiment, inference)
+        index = add("inference", servers.num_nodes, inference.options)
+        groups += _inference(experiment, servers, index, 0, inference.gpus_per_node)
+    return Placement("het", tuple(components), tuple(groups))
+
+
+def _orchestrator() -> RoleGroup:
+    return RoleGroup("orchestrator", 0, component=0, first_node=0, num_nodes=1, processes_per_node=1)
+
+
+def _trainer_nodes(experiment: Experiment, asked: RoleOptions) -> int:
+    """Nodes of the trainer, each with the same number of ranks."""
+    ranks, gpus = experiment.trainer.num_ranks, asked.gpus_per_node
+    given = experiment.slurm.trainer.nodes
+    nodes = given or (-(-ranks // gpus) if gpus else 1)
+    if ranks % nodes:
+        below, above = ranks // nodes * nodes, -(-ranks // nodes) * nodes
+        choice = f"{below} or {above}" if below else str(above)
+        raise ConfigError(
+            Problem(f"{ranks} ranks cannot be spread evenly over {nodes} nodes; use {choice}", "trainer.num_ranks")
+        )
+    if gpus and ranks // nodes > gpus:
+        raise ConfigError(
+            Problem(
+                f"{ranks} ranks on {nodes} nodes are {ranks // nodes} a node, but a node has {gpus} GPUs; use at least "
+                f"{-(-ranks // gpus)} nodes",
+                "slurm.trainer.nodes",
+            )
+        )
+    return nodes
+
+
+def _trainer(experiment: Experiment, component: int, nodes: int, gpus: int) -> RoleGroup:
+    ranks = experiment.trainer.num_ranks // nodes
+    positions = _named(experiment.trainer_gpu_ids, ranks, gpus, "trainer_gpu_ids") or tuple(range(ranks))
+    return RoleGroup("trainer", 0, component, 0, nodes, ranks, positions if gpus else None)
+
+
+def _servers(experiment: Experiment, asked: RoleOptions) -> _Servers:
+    """Spread num_replicas x data_parallel_size engines over the inference nodes."""
+    inference, gpus = experiment.inference, asked.gpus_per_node
+    assert inference is not None
+    replicas, engines, width = inference.num_replicas, inference.data_parallel_size, inference.tensor_parallel_size
+    if gpus and width > gpus:
+        raise ConfigError(
+            Problem(f"an engine of {width} GPUs is larger than a node of {gpus}", "inference.tensor_parallel_size")
+        )
+    nodes = experiment.slurm.inference.nodes or _fewest_nodes(replicas, engines, width, gpus)
+    split = max(1, nodes // replicas)
+    if (nodes > replicas and nodes % replicas) or engines % split:
+        what = f"{replicas} replicas of {engines} engines" if replicas > 1 else f"{engines} engines"
+        choices = [n for n in _even_counts(replicas, engines) if n <= 4 * nodes]
+        raise ConfigError(
+            Problem(
+                f"{what} cannot be spread evenly over {nodes} nodes; use {_or(choices)} nodes",
+                "slurm.inference.nodes",
+            )
+        )
+    servers = _Servers(nodes, split, replicas, engines // split, width)
+    need = servers.gpus_of_part * (servers.replicas_per_node if split == 1 else 1)
+    if gpus and need > gpus:
+        raise ConfigError(
+            Problem(
+                f"{need} GPUs a node are needed to serve with {nodes} nodes ({replicas} replicas x {engines} engines x "
+                f"{width} GPUs), but a node has {gpus}; use {_fewest_nodes(replicas, engines, width, gpus)} nodes or "
+                "more",
+                "slurm.inference.nodes",
+            )
+        )
+    return servers
+
+
+def _fewest_nodes(replicas: int, engines: int, width: int, gpus: int) -> int:
+    if gpus == 0:
+        return 1
+    if engines * width <= gpus:
+        return -(-replicas // (gpus // (engines * width)))
+    split = next(k for k in range(2, engines + 1) if engines % k == 0 and engines // k * width <= gpus)
+    return replicas * split
+
+
+def _even_counts(replicas: int, engines: int) -> list[int]:
+    return [*range(1, replicas), *(replicas * k for k in range(1, engines + 1) if engines % k == 0)]
+
+
+def _or(choices: list[int]) -> str:
+    shown = [str(choice) for choice in choices[-4:]]
+    return " or ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def _inference(
+    experiment: Experiment, servers: _Servers, component: int, first_node: int, gpus: int, taken: tuple[int, ...] = ()
+) -> list[RoleGroup]:
+    """The servers as role groups: positions are disjoint between the replicas of a node, and with `taken`."""
+    inference = experiment.inference
+    assert inference is not None
+    split, part = servers.nodes_per_replica, servers.gpus_of_part
+    need = part * (servers.replicas_per_node if split == 1 else 1)
+    named = _named(experiment.inference_gpu_ids, need, gpus, "inference_gpu_ids")
+    positions = named or tuple(g for g in range(max(gpus, need)) if g not in taken)
+    grouped = across_nodes(experiment) == "engine_group"
+    groups: list[RoleGroup] = []
+    seat, last = 0, -1
+    for replica in range(servers.num_replicas):
+        node = servers.node_of(replica)
+        seat, last = (seat + 1 if node == last else 0), node
+        own = positions[seat * part : (seat + 1) * part] if gpus else None
+        if grouped or split == 1:
+            spans = [(node, split)]
+        else:  # a server a node, each with its share of the engines
+            spans = [(node + offset, 1) for offset in range(split)]
+        for begin, count in spans:
+            groups.append(
+                RoleGroup(
+                    *("inference", len(groups), component, first_node + begin, count, servers.engines_per_node, own),
+                    dp_size=servers.engines_per_node * count,
+                )
+            )
+    return groups
+
+
+def across_nodes(experiment: Experiment) -> Literal["servers", "engine_group"]:
+    """What becomes of a replica whose engines do not fit one node."""
+    inference = experiment.inference
+    assert inference is not None
+    if inference.across_nodes != "auto":
+        return inference.across_nodes
+    # expert parallelism spans all engines of a data-parallel group: they must be one group
+    return "engine_group" if inference.vllm.get("enable_expert_parallel") else "servers"
+
+
+def _shared_positions(experiment: Experiment, gpus: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Positions of the engines and of the trainer on a node that they share; either may come out too short."""
+    inference = experiment.inference
+    assert inference is not None
+    serve = inference.num_replicas * inference.data_parallel_size * inference.tensor_parallel_size
+    train = experiment.trainer.num_ranks
+    serving = _named(experiment.inference_gpu_ids, serve, gpus, "inference_gpu_ids")
+    training = _named(experiment.trainer_gpu_ids, train, gpus, "trainer_gpu_ids")
+    if serving is None:
+        serving = tuple(g for g in range(gpus) if g not in (training or ()))[:serve]
+    if training is None:
+        training = tuple(g for g in range(gpus) if g not in serving)[:train]
+    return serving, training
+
+
+def _fits_one_node(experiment: Experiment, gpus: int) -> bool:
+    slurm, inference = experiment.slurm, experiment.inference
+    if "inference" not in placed_roles(experiment) or slurm.trainer.nodes or slurm.inference.nodes:
+        return False
+    if gpus == 0:
+        return True
+    assert inference is not None
+    serve = inference.num_replicas * inference.data_parallel_size * inference.tensor_parallel_size
+    if max(serve, experiment.trainer.num_ranks) > gpus:
+        return False
+    serving, training = _shared_positions(experiment, gpus)
+    return len(serving) >= serve and len(training) >= experiment.trainer.num_ranks
+
+
+def _shared_node(experiment: Experiment, gpus: int) -> list[RoleGroup]:
+    """Everything on node 0 of component 0."""
+    inference = experiment.inference
+    assert inference is not None
+    servers = _Servers(1, 1, inference.num_replicas, inference.data_parallel_size, inference.tensor_parallel_size)
+    ranks = experiment.trainer.num_ranks
+    if gpus == 0:
+        return [
+            _orchestrator(),
+            RoleGroup("trainer", 0, 0, 0, 1, ranks),
+            *_inference(experiment, servers, 0, 0, 0),
+        ]
+    serving, training = _shared_positions(experiment, gpus)
+    taken = tuple(g for g in range(gpus) if g not in serving)
+    return [
+        _orchestrator(),
+        RoleGroup("trainer", 0, 0, 0, 1, ranks, training),
+        *_inference(experiment, servers, 0, 0, gpus, taken),
+    ]
+
+
+def _named(ids: list[int] | None, need: int, gpus: int, key: str) -> tuple[int, ...] | None:
+    """The first `need` of the GPUs that were named for a role; None where none were, or the nodes have no GPU."""
+    if ids is None or gpus == 0:
+        return None
+    if len(set(ids)) != len(ids) or not all(0 <= i < gpus for i in ids):
+        raise ConfigError(Problem(f"{ids} must be different GPUs of a node, from 0 to {gpus - 1}", key))
+    if len(ids) < need:
+        raise ConfigError(Problem(f"{ids} are {len(ids)} GPUs, but {need} are needed on a node", key))
+    return tuple(ids[:need])

@@ -14,6 +14,8 @@ import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+"""Loaded before any fork: a child may not take the loader's lock."""
 
 
 def become_subreaper() -> bool:
@@ -22,9 +24,15 @@ def become_subreaper() -> bool:
     Returns whether the kernel agreed (Linux does; elsewhere orphans are found by the snapshots alone).
     """
     try:
-        return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+        return _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     except (OSError, AttributeError):
         return False
+
+
+def die_with_parent() -> None:
+    """In a child between fork and exec: SIGKILL when the parent's thread ends. Linux; elsewhere it does nothing."""
+    with contextlib.suppress(OSError, AttributeError):
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def family(pid: int) -> list[psutil.Process]:

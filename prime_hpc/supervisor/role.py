@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prime_hpc.observe.status import read_status
-from prime_hpc.supervisor.processes import end_families, family, send
+from prime_hpc.supervisor.processes import family, send
 from prime_hpc.supervisor.roles import RoleSpec
 
-State = Literal["starting", "ready", "done", "dead"]
+State = Literal["starting", "ready", "done", "dead", "away"]
+"""`away`: a server whose node was lost, and without which the run goes on."""
 _TORCHRUN_RANK = re.compile(r"rank\s*:\s*(\d+)")
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
 
@@ -59,6 +60,7 @@ class Role:
         self.was_ready = False
         self.started_at = 0.0
         self._environment = environment
+        self._command: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._healthy_at = 0.0
 
@@ -78,14 +80,55 @@ class Role:
         """The leader's exit code; negative: ended by that signal."""
         return None if self._process is None else self._process.poll()
 
+    @property
+    def lives(self) -> bool:
+        """Whether the process that the supervisor started is still there."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def command(self) -> list[str]:
+        """As it was started last."""
+        return self._command
+
+    @property
+    def health_url(self) -> str | None:
+        """Where a server says how it is."""
+        return self.spec.health_url
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is asked for its health instead of for heartbeats."""
+        return self.spec.health_url is not None
+
     def start(self) -> None:
         """Start the process; its output is appended to the role's log."""
+        self._launch(self.spec.command)
+
+    def lead(self, urls: list[str]) -> None:
+        """Tell the role's agents what to do; a process of this machine has none."""
+
+    def lost_hosts(self, silence_s: float) -> list[str]:
+        """Nodes of the role that fell silent; this machine is none of them."""
+        return []
+
+    def missing_hosts(self) -> list[str]:
+        """Nodes of the role that never spoke."""
+        return []
+
+    def forgive(self, seconds: float) -> None:
+        """The supervisor itself was held up."""
+
+    def ask_to_end(self) -> None:
+        """Politely and at once; `processes.end_families` does it for this machine's processes."""
+
+    def _launch(self, command: list[str]) -> None:
+        self._command = command
         self.log_dir.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as log:
-            log.write(f"$ {' '.join(self.spec.command)}\n".encode())
+            log.write(f"$ {' '.join(command)}\n".encode())
             log.flush()
             self._process = subprocess.Popen(
-                self.spec.command,
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -118,10 +161,10 @@ class Role:
 
     def healthy(self, timeout_s: float = 2.0) -> bool:
         """Whether the server answers its health route; True for roles without one."""
-        if self.spec.health_url is None:
-            return True
+        if self.health_url is None:
+            return not self.is_server
         try:
-            with urllib.request.urlopen(self.spec.health_url, timeout=timeout_s) as answer:
+            with urllib.request.urlopen(self.health_url, timeout=timeout_s) as answer:
                 well = answer.status == 200
         except (urllib.error.URLError, OSError):
             well = False
@@ -153,10 +196,6 @@ class Role:
         tail = log_tail(self.log_file, 60)
         ranks, codes = _TORCHRUN_RANK.findall(tail), _TORCHRUN_EXIT.findall(tail)
         return (int(ranks[-1]), int(codes[-1])) if ranks and codes else None
-
-    def end(self, grace_s: float) -> list[int]:
-        """End the role and everything it started; returns the processes that had to be killed."""
-        return end_families([self.pid], grace_s)
 
     def kill(self) -> None:
         """SIGKILL the whole family at once."""

@@ -5,10 +5,8 @@ Called by `prime_hpc.supervisor.main`.
 """
 
 import os
-import signal
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from loguru import logger
@@ -17,30 +15,39 @@ from prime_hpc.config import Experiment
 from prime_hpc.observe.console import Console
 from prime_hpc.observe.context import role_environment
 from prime_hpc.store.doorbell import DoorbellHub
+from prime_hpc.supervisor.agent import FENCE
 from prime_hpc.supervisor.attempts import Attempt, write_attempt
-from prime_hpc.supervisor.begin import run_paths
+from prime_hpc.supervisor.begin import newest_saved_step, run_paths
+from prime_hpc.supervisor.controls import Controls, StopRequest
+from prime_hpc.supervisor.live import LiveStatus
 from prime_hpc.supervisor.processes import become_subreaper, end_families, end_strays
 from prime_hpc.supervisor.reaper import Reaper
+from prime_hpc.supervisor.replicas import Replicas
 from prime_hpc.supervisor.role import Role, log_tail
 from prime_hpc.supervisor.roles import RoleSpec
+from prime_hpc.supervisor.steps import StepContext, StepRole, StepSpec
 
 TICK_S = 0.2
+PULSE_S = 2.0
 HEALTH_INTERVAL_S = 5.0
 UNWELL_LIMIT_S = 90.0
 """A server whose health route fails for so long is ended and started again."""
+HELD_UP_S = 5.0
+"""A gap between two ticks that is longer is the supervisor's own: nobody's silence counts during it."""
 
 
 class Ended(Exception):
-    """The attempt is over; carries the exit code and the cause."""
+    """The attempt is over; carries the exit code, the cause and the outcome."""
 
-    def __init__(self, code: int, cause: str) -> None:
+    def __init__(self, code: int, cause: str, outcome: str | None = None) -> None:
         super().__init__(cause)
         self.code = code
         self.cause = cause
+        self.outcome = outcome or ("completed" if code == 0 else "failed")
 
 
 class Supervisor:
-    """One attempt. `run` returns the exit code: 0 done, 1 failed, 130 interrupted."""
+    """One attempt. `run` returns the exit code: 0 done or saved, 1 failed, 130 interrupted."""
 
     def __init__(
         self,
@@ -50,28 +57,55 @@ class Supervisor:
         specs: list[RoleSpec],
         inference_urls: list[str],
         environment: dict[str, str],
+        steps: StepContext | None = None,
+        spares: list[str] | None = None,
     ) -> None:
+        """
+        Args:
+            experiment, run_dir, attempt: what is run.
+            specs: its roles; with `steps` all of them are `StepSpec`s.
+            inference_urls: of the servers; with `steps` they are learnt from the agents.
+            environment: of the roles.
+            steps: the Slurm job; None: processes of this machine.
+            spares: nodes of a packed job that take over a lost server.
+        """
         self._experiment = experiment
         self._paths = run_paths(experiment, run_dir)
         self._attempt = attempt
         self._specs = specs
         self._urls = inference_urls
         self._environment = environment
+        self._steps = steps
         self._roles: list[Role] = []
+        self._replicas = Replicas(experiment.slurm.survive.replica_retry_s, spares or [])
         self._heard: dict[tuple[str, int], dict[str, Any]] = {}
-        self._signal: int | None = None
+        self._stop: tuple[StopRequest, float] | None = None
         self._next_health: dict[str, float] = {}
+        self._next_pulse = 0.0
+        self._last_tick = time.monotonic()
         self._ready_at: float | None = None
+        self._saves_asked = 0
         self._console = Console(run_dir, experiment.max_steps, kind=experiment.kind)
+        allocation = steps.allocation if steps else None
+        self._controls = Controls(
+            run_dir,
+            allocation.job_id if allocation else None,
+            allocation.ends_at if allocation else None,
+            experiment.slurm.survive.signal_lead_s,
+            self._console.needs_s,
+        )
+        self._live = LiveStatus(run_dir, attempt=attempt.attempt, job_id=attempt.job_id)
 
     def run(self) -> int:
         """Live the attempt to its end; everything started is gone when this returns."""
         become_subreaper()
-        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        hub, reaper = DoorbellHub(on_message=self._on_message, incarnation=self._attempt.incarnation), Reaper()
+        self._controls.install()
+        host = "127.0.0.1" if self._steps is None else "0.0.0.0"
+        hub = DoorbellHub(host, on_message=self._on_message, incarnation=self._attempt.incarnation)
+        self._hub, self._reaper = hub, Reaper()
         ended = Ended(1, "the supervisor itself failed")
         try:
-            self._start(hub, reaper)
+            self._start()
             while True:
                 self._tick()
                 time.sleep(TICK_S)
@@ -80,80 +114,154 @@ class Supervisor:
         except OSError as error:  # a full disk under the logs, a process table that is full
             ended = Ended(1, f"the supervisor could not go on: {error}")
         finally:
-            self._end(hub, reaper, ended)
+            self._end(ended)
             hub.close()
-            reaper.close()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            self._reaper.close()
+            self._controls.restore()
         return ended.code
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is not None:  # the second time: no more patience
-            for role in self._roles:
-                role.kill()
-        self._signal = number
 
     def _on_message(self, topic: str, payload: dict[str, Any]) -> None:
         if topic == "status" and {"role", "index", "time", "state"} <= payload.keys():
             self._heard[payload["role"], payload["index"]] = payload
+        elif topic == "agent":
+            for role in self._roles:
+                if isinstance(role, StepRole) and role.spec.label == payload.get("label"):
+                    role.hear(payload)
 
-    def _start(self, hub: DoorbellHub, reaper: Reaper) -> None:
+    # ------------------------------------------------------------------------------------------------ start
+
+    def _start(self) -> None:
         facts = role_environment(
-            doorbell_address=hub.address,
+            doorbell_address=self._hub.address,
             attempt=self._attempt.attempt,
             incarnation=self._attempt.incarnation,
             resume_step=self._attempt.resume_step,
             inference_urls=self._urls,
         )
         environment = {**self._environment, **facts, "PYTHONUNBUFFERED": "1"}
+        environment[FENCE] = str(self._experiment.slurm.survive.fence_s)
         latest = self._paths.root / "logs" / "latest"
         latest.parent.mkdir(parents=True, exist_ok=True)
         latest.unlink(missing_ok=True)
         latest.symlink_to(f"attempt_{self._attempt.attempt}")
         for spec in self._specs:
-            role = Role(spec, self._paths.logs(self._attempt.attempt, spec.name), environment, self._heard)
+            role = self._make_role(spec, environment)
+            self._roles.append(role)  # before it starts: its agents may speak at once
             role.start()
-            self._roles.append(role)
-            reaper.watch(role.pid)
-            logger.info(f"started {spec.label} (process {role.pid}): {' '.join(spec.command)}")
-        self._reaper = reaper
+            self._reaper.watch(role.pid)
+            logger.info(f"started {spec.label} (process {role.pid}): {' '.join(role.command)}")
+
+    def _make_role(self, spec: RoleSpec, environment: dict[str, str]) -> Role:
+        log_dir = self._paths.logs(self._attempt.attempt, spec.name)
+        if isinstance(spec, StepSpec):
+            assert self._steps is not None
+            self._attempt.nodes[spec.label] = list(spec.hosts)
+            grace = self._experiment.supervisor.grace_s
+            return StepRole(spec, log_dir, environment, self._heard, self._steps, self._hub.ring, grace)
+        return Role(spec, log_dir, environment, self._heard)
+
+    # ------------------------------------------------------------------------------------------------ watch
 
     def _tick(self) -> None:
-        if self._signal is not None:
-            name = signal.Signals(self._signal).name
-            raise Ended(130 if self._signal == signal.SIGINT else 128 + self._signal, f"interrupted by {name}")
+        self._forgive_own_delay()
+        self._pulse()
+        self._obey()
         for role in self._roles:
-            if role.state != "done":
+            if role.state not in ("done", "away"):
                 self._look_at(role)
+        self._replicas.bring_back(self._roles, self._restart)
         waiting = {r.spec.label: time.time() - r.started_at for r in self._roles if r.state == "starting"}
-        if not waiting and self._ready_at is None:
+        if not waiting and self._ready_at is None and self._stop is None:
             self._ready_at = time.time()
             logger.info(f"all roles are ready after {self._ready_at - self._attempt.began:.0f} s")
         self._console.tick(waiting)
+        self._live.write(**self._facts())
         workers = [r for r in self._roles if r.spec.name != "inference"]
         if all(r.state == "done" for r in workers):
-            raise Ended(0, "done")
+            raise self._finished()
+
+    def _finished(self) -> Ended:
+        """All workers are done: with the work, or with what a stop asked for."""
+        if self._stop is None or (self._console.progress()["step"] or 0) >= self._experiment.max_steps:
+            return Ended(0, "done")
+        request = self._stop[0]
+        return Ended(request.code, request.reason, request.outcome)
+
+    def _facts(self) -> dict[str, Any]:
+        state = "starting" if self._ready_at is None else "running"
+        return {
+            "state": "saving" if self._stop is not None else state,
+            **self._console.progress(),
+            "roles": {r.spec.label: r.state for r in self._roles},
+            "nodes": self._attempt.nodes,
+            "cause": self._stop[0].reason if self._stop else None,
+        }
+
+    def _forgive_own_delay(self) -> None:
+        now = time.monotonic()
+        gap, self._last_tick = now - self._last_tick, now
+        if gap > HELD_UP_S:
+            logger.warning(f"the supervisor was held up for {gap:.0f} s")
+            for role in self._roles:
+                role.forgive(gap)
+
+    def _pulse(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_pulse:
+            self._next_pulse = now + PULSE_S
+            self._hub.ring("pulse", time=time.time())
+
+    def _obey(self) -> None:
+        """Signals, the files SAVE and STOP, the time limit."""
+        if self._controls.insists:
+            for role in self._roles:
+                role.kill()
+        request = self._controls.poll()
+        if self._controls.num_saves > self._saves_asked:
+            self._saves_asked = self._controls.num_saves
+            logger.info("the file SAVE was found: saving at the next step boundary")
+            self._hub.ring("save", id=self._attempt.attempt * 10_000 + self._saves_asked)
+        if self._stop is not None:
+            request, deadline = self._stop
+            if time.monotonic() > deadline:
+                raise Ended(request.code or 1, f"{request.reason}; not saved within {request.budget_s:.0f} s", "failed")
+        elif request is not None:
+            if not request.save or self._ready_at is None:
+                raise Ended(request.code, request.reason, request.outcome)
+            logger.warning(f"{request.reason}: saving, then ending (at most {request.budget_s:.0f} s)")
+            self._stop = (request, time.monotonic() + request.budget_s)
+            self._hub.ring("stop", reason=request.reason, save=True)
 
     def _look_at(self, role: Role) -> None:
-        if not role.running:
+        role.lead(self._known_urls())
+        lost = role.lost_hosts(self._experiment.slurm.survive.node_silence_s)
+        if lost:
+            self._on_lost_nodes(role, lost)
+        elif not role.running:
             if role.says("done") and role.exit_code == 0 and role.spec.name != "inference":
                 role.state = "done"
                 logger.info(f"{role.spec.label} is done")
                 return
             self._on_death(role, role.cause_of_death())
+        elif missing := role.missing_hosts():
+            self._on_lost_nodes(role, missing)
         elif role.state == "starting":
             if self._is_ready(role):
                 role.state, role.was_ready = "ready", True
                 logger.info(f"{role.spec.label} is ready after {time.time() - role.started_at:.0f} s")
             elif time.time() - role.started_at > role.spec.start_timeout_s:
                 self._on_death(role, f"{role.spec.label} was not ready within {role.spec.start_timeout_s:.0f} s")
-        elif role.spec.health_url is not None:
+        elif role.is_server:
             self._check_health(role)
         elif role.silent_s() > self._experiment.supervisor.heartbeat_timeout_s:
             self._on_death(role, f"{role.spec.label} gave no sign of life for {role.silent_s():.0f} s")
 
+    def _known_urls(self) -> list[str]:
+        """Of the servers that were told where to listen, in order."""
+        return self._urls + [r.url for r in self._roles if isinstance(r, StepRole) and r.is_server and r.url]
+
     def _is_ready(self, role: Role) -> bool:
-        return self._due(role, 0.5) and role.healthy() if role.spec.health_url else role.says("ready")
+        return self._due(role, 0.5) and role.healthy() if role.is_server else role.says("ready")
 
     def _check_health(self, role: Role) -> None:
         if self._due(role, HEALTH_INTERVAL_S) and not role.healthy() and role.unwell_s() > UNWELL_LIMIT_S:
@@ -166,46 +274,96 @@ class Supervisor:
         self._next_health[role.spec.label] = now + interval_s
         return True
 
+    # ------------------------------------------------------------------------------------------------ deaths
+
+    def _on_lost_nodes(self, role: Role, hosts: list[str]) -> None:
+        """A packed job goes on without a server's node; anything else is started again as a whole."""
+        silence = self._experiment.slurm.survive.node_silence_s
+        cause = f"node {', '.join(hosts)} of {role.spec.label} was lost (no sign of life for {silence:.0f} s)"
+        self._attempt.lost_nodes += [host for host in hosts if host not in self._attempt.lost_nodes]
+        can_go_on = self._steps is not None and self._steps.no_kill and role.is_server and role.was_ready
+        others = any(r.state == "ready" for r in self._roles if r.is_server and r is not role)
+        if not can_go_on or not others or not isinstance(role, StepRole):
+            self._bury(role, cause)
+            raise Ended(1, cause, "node_lost")
+        self._hub.ring("server", index=role.spec.index, state="lost", url=role.url)
+        role.kill()
+        self._reaper.forget(role.pid)
+        where = self._replicas.send_away(role, hosts)
+        logger.warning(f"{cause}; the run goes on without it: {where}")
+
     def _on_death(self, role: Role, cause: str) -> None:
         """A role ended that should not have: start a server again in place, end the attempt for the others."""
+        if self._stop is not None and (role.is_server or role.says("done")):
+            role.state = "done"  # on the way out, nobody asks the servers any more
+            return
+        # one that never served has a reason that a second start does not change
+        if role.was_ready and role.restarts < role.spec.max_restarts:
+            role.kill()
+            role.reap()
+            self._reaper.forget(role.pid)
+            role.restarts += 1
+            logger.warning(f"{cause}; it is started again ({role.restarts}/{role.spec.max_restarts}), the run goes on")
+            self._restart(role)
+            return
+        self._bury(role, cause)
+        raise Ended(1, cause)
+
+    def _restart(self, role: Role) -> None:
+        role.start()
+        self._reaper.watch(role.pid)
+        if isinstance(role, StepRole):
+            self._attempt.nodes[role.spec.label] = list(role.hosts)
+
+    def _bury(self, role: Role, cause: str) -> None:
         tail = log_tail(role.log_file)
         role.kill()
         role.reap()
         self._reaper.forget(role.pid)
-        # one that never served has a reason that a second start does not change
-        if role.was_ready and role.restarts < role.spec.max_restarts:
-            role.restarts += 1
-            logger.warning(f"{cause}; it is started again ({role.restarts}/{role.spec.max_restarts}), the run goes on")
-            role.start()
-            self._reaper.watch(role.pid)
-            return
         role.state = "dead"
         logger.error(f"{cause}\n--- end of {role.log_file} ---\n{tail}\n---")
-        raise Ended(1, cause)
 
-    def _end(self, hub: DoorbellHub, reaper: Reaper, ended: Ended) -> None:
+    # ------------------------------------------------------------------------------------------------ end
+
+    def _end(self, ended: Ended) -> None:
         """End every role with all it started, and write down how the attempt ended."""
-        hub.ring("stop", reason=ended.cause, save=False)
+        self._hub.ring("stop", reason=ended.cause, save=False)
         grace = self._experiment.supervisor.grace_s
+        for role in self._roles:
+            role.ask_to_end()
+        if self._steps is not None:
+            self._wait_for_steps(grace + 3.0)
+            for role in self._roles:
+                role.kill()
         killed = end_families([role.pid for role in self._roles], grace)
         for role in self._roles:
             role.reap()
-        killed += end_strays(os.getpid(), [reaper.pid], grace_s=1.0)
+        killed += end_strays(os.getpid(), [self._reaper.pid], grace_s=1.0)
         if killed:
             logger.debug(f"processes that had to be killed: {killed}")
         self._console.close()
+        self._write_down(ended)
+        level = "INFO" if ended.code == 0 else "ERROR"
+        logger.log(level, f"attempt {self._attempt.attempt} ended: {ended.outcome} ({ended.cause})")
+
+    def _wait_for_steps(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(role.lives for role in self._roles):
+            time.sleep(0.1)
+
+    def _write_down(self, ended: Ended) -> None:
         now = time.time()
-        self._attempt.ended, self._attempt.exit_code, self._attempt.cause = now, ended.code, ended.cause
-        self._attempt.outcome = {0: "completed", 1: "failed"}.get(ended.code, "interrupted")
+        attempt = self._attempt
+        attempt.ended, attempt.exit_code, attempt.cause, attempt.outcome = now, ended.code, ended.cause, ended.outcome
+        attempt.saved_step = newest_saved_step(self._paths)
         ready = self._ready_at or now
-        self._attempt.seconds = {
-            "start": round(ready - self._attempt.began, 1),
+        attempt.seconds = {
+            "start": round(ready - attempt.began, 1),
             "run": round(now - ready, 1),
             **{k: round(v, 1) for k, v in self._console.seconds().items()},
         }
+        self._live.write(now=True, **{**self._facts(), "state": "ended", "cause": ended.cause})
         try:
-            write_attempt(self._paths.attempts, self._attempt)
+            write_attempt(self._paths.attempts, attempt)
         except OSError as error:
             logger.warning(f"{self._paths.attempts} could not be written: {error}")
-        level = "INFO" if ended.code == 0 else "ERROR"
-        logger.log(level, f"attempt {self._attempt.attempt} ended: {self._attempt.outcome} ({ended.cause})")

@@ -1,0 +1,429 @@
+"""What Slurm says: jobs, their states, their hosts; every question has a deadline and never needs accounting.
+
+Called by `launch` and the verbs on the login node and by the supervisor inside a job. Asks `squeue` (and `sacct` only
+where it answers), with an environment that knows of no surrounding job, so that it works inside one as well.
+
+    info = jobs(["123"]).get("123")          # None: Slurm does not remember it (any more)
+    mine = find_by_token(token)              # the jobs that carry `prime-hpc:<token>` in their comment
+"""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from prime_hpc.observe.hosts import compress_hosts, expand_hosts
+
+__all__ = [
+    *("ACTIVE", "ENDED", "COMMENT_PREFIX", "HistoryRow", "JobInfo", "SlurmError", "clean_environment"),
+    *("compress_hosts", "expand_hosts", "find_by_token", "find_in_history", "fold", "fold_states", "history"),
+    *("job", "jobs", "parse_duration", "parse_time", "run_slurm", "start_estimate", "token_of"),
+]
+
+TIMEOUT_S = 30.0
+COMMENT_PREFIX = "prime-hpc:"
+"""Begins the comment of every job that was submitted by us; the submission's token follows."""
+
+ACTIVE = (
+    *("RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"),
+    *("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "POWER_UP_NODE"),
+)
+"""States of a job that has not ended, the one that speaks for a heterogeneous job first."""
+ENDED = (
+    *("NODE_FAIL", "OUT_OF_MEMORY", "FAILED", "BOOT_FAIL", "DEADLINE"),
+    *("TIMEOUT", "PREEMPTED", "CANCELLED", "REVOKED", "COMPLETED"),
+)
+"""States of a job that has ended, worst first."""
+
+_SEPARATOR = "\x1f"  # cannot be typed by accident into a job's name or comment
+_FIELDS = (
+    *("JobArrayID", "JobID", "HetJobID", "HetJobOffset", "State", "Reason", "NumNodes", "NodeList"),
+    *("StartTime", "EndTime", "TimeLeft", "RestartCnt", "Name", "Comment"),
+)
+_FORMAT = ",".join(f"{field}:0{_SEPARATOR}" for field in _FIELDS)  # width 0: nothing is cut off
+_PR_SET_PDEATHSIG = 1
+_LEAKS = ("SLURM_", "SRUN_", "SBATCH_")
+_KEPT = ("SLURM_CONF", "SLURM_JWT")
+_READER_LEAKS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
+
+
+class SlurmError(RuntimeError):
+    """A Slurm command that is missing, hangs or fails. The command line exits with `exit_code`."""
+
+    exit_code = 3
+
+    def __init__(self, argv: Sequence[str], code: int | None, stderr: str) -> None:
+        """Keep what was asked and answered.
+
+        Args:
+            argv: the command.
+            code: its exit status; None: it did not start, or did not answer in time.
+            stderr: what it said, or why it could not be asked.
+        """
+        self.argv = list(argv)
+        self.code = code
+        self.stderr = stderr.strip()
+        failed = "" if code is None else f" failed with exit status {code}"
+        advice = f"; {self.advice}" if self.advice else ""
+        super().__init__(f"`{_shown(argv)}`{failed}: {self.stderr or 'it said nothing'}{advice}")
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the command is not installed here."""
+        return self.code is None and "not found" in self.stderr
+
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether nobody can tell what Slurm would have said: no command, no answer, no controller."""
+        return self.code is None or any(re.search(pattern, self.stderr, re.I) for pattern, _ in _UNREACHABLE)
+
+    @property
+    def advice(self) -> str:
+        """What to do about it; empty where Slurm's own words say it."""
+        if self.is_missing:
+            return "load the site's Slurm module, or start the run on this machine with --launch local"
+        if self.code is None:
+            return "the controller may be overloaded or down; try again later (`scontrol ping` asks it)"
+        return next((advice for pattern, advice in _UNREACHABLE if re.search(pattern, self.stderr, re.I)), "")
+
+
+_CONTROLLER = "the controller is down or cannot be reached from here; try again later (`scontrol ping` asks it)"
+_UNREACHABLE = (
+    (r"unable to contact slurm controller|connection refused|connect failure|controller not responding", _CONTROLLER),
+    (r"zero bytes were transmitted|socket timed out|timed out on send/recv|communication connection", _CONTROLLER),
+    (r"munge|authentication", "munge does not answer on this host; tell the site's staff, or try another login node"),
+    (
+        r"could not establish a configuration source|unable to process configuration|slurm\.conf",
+        "no slurm.conf is in force here; set SLURM_CONF, or use a login node of the cluster",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """One job as the controller sees it: a plain one, an array's task, or a het job folded into its leader."""
+
+    job_id: str
+    """`12`, of an array's task `12_3`, of a heterogeneous job its leader's, of one component `12+1`."""
+    state: str
+    """Slurm's long name, e.g. `PENDING`."""
+    reason: str = ""
+    """Why it waits, or why it failed; empty where there is none."""
+    nodes: str = ""
+    """Slurm's host list (see `expand_hosts`), of all components; empty before the start."""
+    num_nodes: int = 0
+    start: float | None = None
+    """Epoch seconds; of a waiting job Slurm's estimate, where it has one."""
+    end: float | None = None
+    """Epoch seconds at which it ended or will have to end."""
+    time_left_s: float | None = None
+    restarts: int = 0
+    comment: str = ""
+    name: str = ""
+    components: tuple["JobInfo", ...] = ()
+    """Of a heterogeneous job, by offset."""
+    raw_id: str = ""
+    """SLURM_JOB_ID inside: of an array's task (and of a component) another number than in `job_id`."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it waits, runs or is about to end."""
+        return self.state not in ENDED
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it holds no node yet."""
+        return self.state in ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+
+    @property
+    def token(self) -> str | None:
+        """Token of our submission, None for a job that is not ours."""
+        return token_of(self.comment)
+
+
+@dataclass(frozen=True)
+class HistoryRow:
+    """One life of a job (or of one component) in the accounting; a requeued job has several."""
+
+    job_id: str
+    state: str
+    exit_code: str
+    """`status:signal`."""
+    start: float | None
+    end: float | None
+    nodes: str
+    comment: str = ""
+
+
+def token_of(comment: str) -> str | None:
+    """The token in a job's comment."""
+    match = re.match(rf"{COMMENT_PREFIX}(\S+)", comment)
+    return match[1] if match else None
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what a surrounding job put there (SLURM_*, SRUN_*, SBATCH_*); SLURM_CONF stays."""
+    return {k: v for k, v in environ.items() if k in _KEPT or not k.startswith(_LEAKS)}
+
+
+def run_slurm(
+    argv: Sequence[str],
+    timeout_s: float = TIMEOUT_S,
+    *,
+    stdin: str | None = None,
+    extra: Mapping[str, str] | None = None,
+    dies_with_us: bool = False,
+) -> str:
+    """Standard output of a Slurm command.
+
+    Args:
+        argv: the command; found on PATH.
+        timeout_s: it is killed after this.
+        stdin: text to feed it; None: nothing.
+        extra: variables added to its environment (sbatch hands them on to the job).
+        dies_with_us: it is killed when this process is: an sbatch that lives on could make a job of which nobody knows.
+
+    Raises:
+        SlurmError: it is missing, hangs, or its exit status is not 0.
+    """
+    environment = {k: v for k, v in clean_environment(os.environ).items() if not k.startswith(_READER_LEAKS)}
+    environment |= extra or {}
+    try:
+        done = subprocess.run(
+            list(argv),
+            input=stdin or "",
+            capture_output=True,
+            timeout=timeout_s,
+            env=environment,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
+            preexec_fn=_die_with_parent() if dies_with_us else None,
+        )
+    except FileNotFoundError as error:
+        raise SlurmError(argv, None, f"{argv[0]} is not found on PATH") from error
+    except PermissionError as error:
+        raise SlurmError(argv, None, f"{argv[0]} is not found on PATH as a program that may be run") from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(argv, None, f"timed out: no answer within {timeout_s:g} s") from error
+    if done.returncode != 0:
+        raise SlurmError(argv, done.returncode, done.stderr or done.stdout)
+    return str(done.stdout)
+
+
+def jobs(ids: Iterable[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict[str, JobInfo]:
+    """What the controller remembers of jobs, in one call: waiting, running, and ended in the last minutes.
+
+    Args:
+        ids: job ids (`12`; of an array `12` or `12_3`); None: all jobs of this user.
+        timeout_s: deadline of the question.
+
+    Returns:
+        by job id: a plain job's, a heterogeneous job's leader, each of an array's tasks as `ID_k` (asked for by the
+        SLURM_JOB_ID that the task has inside, under that as well). Jobs that the controller does not remember are
+        absent.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    wanted = None if ids is None else {str(i) for i in ids}
+    if wanted is not None and not wanted:
+        return {}
+    bases = None if wanted is None else sorted({re.split(r"[_+]", job)[0] for job in wanted}, key=int)
+    found = fold(_rows(["-u", str(os.getuid())] if bases is None else ["-j", ",".join(bases)], timeout_s))
+    if wanted is None:
+        return found
+    by_raw_id = {info.raw_id: info for info in found.values() if info.raw_id in wanted and "_" in info.job_id}
+    return by_raw_id | {key: info for key, info in found.items() if {key, key.split("_")[0], info.raw_id} & wanted}
+
+
+def job(job_id: str, timeout_s: float = TIMEOUT_S) -> JobInfo | None:
+    """One job, None where the controller does not remember it. Raises SlurmError."""
+    return jobs([job_id], timeout_s).get(job_id)
+
+
+def find_by_token(token: str, timeout_s: float = TIMEOUT_S) -> list[JobInfo]:
+    """This user's jobs whose comment carries the token, oldest first; of an array all its tasks.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    mine = [info for info in jobs(None, timeout_s).values() if info.token == token]
+    return sorted(mine, key=lambda info: tuple(int(part) for part in info.job_id.split("_")))
+
+
+def find_in_history(token: str, since: float, timeout_s: float = TIMEOUT_S) -> list[HistoryRow]:
+    """The same from the accounting, where there is one: jobs that the controller may have forgotten.
+
+    Args:
+        token: of the submission.
+        since: epoch seconds after which it was submitted.
+        timeout_s: deadline of the question.
+    """
+    begin = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since))
+    rows = _sacct(["-u", str(os.getuid()), "-S", begin, "-E", "now"], timeout_s)
+    return [row for row in rows if token_of(row.comment) == token]
+
+
+def history(job_id: str, timeout_s: float = TIMEOUT_S) -> list[HistoryRow]:
+    """Every life of a job in the accounting, oldest first; empty where there is no accounting."""
+    return _sacct(["-j", job_id], timeout_s)
+
+
+def start_estimate(job_id: str, timeout_s: float = TIMEOUT_S) -> float | None:
+    """When Slurm thinks that a waiting job starts, in epoch seconds; None: it does not say.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    try:
+        text = run_slurm(["squeue", "--start", "-h", "-j", job_id, "-o", "%S"], timeout_s)
+    except SlurmError as error:
+        if _is_unknown_job(error):
+            return None
+        raise
+    times = [when for line in text.splitlines() if (when := parse_time(line.strip())) is not None]
+    return max(times, default=None)  # components start together, the last one decides
+
+
+def fold(rows: Iterable[JobInfo]) -> dict[str, JobInfo]:
+    """Jobs by id, the components of each heterogeneous job (`12+0`, `12+1`) folded into one under its leader's id."""
+    found: dict[str, JobInfo] = {}
+    parts: dict[str, list[JobInfo]] = {}
+    for row in rows:
+        leader, plus, _ = row.job_id.partition("+")
+        if plus:
+            parts.setdefault(leader, []).append(row)
+        else:
+            found[row.job_id] = row
+    for leader, components in parts.items():
+        components.sort(key=lambda info: int(info.job_id.partition("+")[2]))
+        state = fold_states([info.state for info in components])
+        speaker = next((info for info in components if info.state == state), components[0])
+        limits = [info.time_left_s for info in components if info.time_left_s is not None]
+        found[leader] = replace(
+            components[0],
+            job_id=leader,
+            state=state,
+            reason=speaker.reason,
+            nodes=",".join(info.nodes for info in components if info.nodes),
+            num_nodes=sum(info.num_nodes for info in components),
+            time_left_s=min(limits, default=None),
+            restarts=max(info.restarts for info in components),
+            components=tuple(components),
+        )
+    return found
+
+
+def fold_states(states: Sequence[str]) -> str:
+    """The state of a job of several parts: it has not ended while one part has not; then the worst end counts."""
+    return next((state for state in (*ACTIVE, *ENDED) if state in states), states[0])
+
+
+def parse_time(text: str) -> float | None:
+    """Epoch seconds of Slurm's local `2026-01-31T23:59:59`; None for `N/A`, `Unknown`, `None`."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+def parse_duration(text: str) -> float | None:
+    """Seconds of Slurm's `[D-]HH:MM:SS`, `MM:SS` or `D-HH[:MM]`; None for UNLIMITED, NOT_SET, INVALID."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text.strip())
+    if match is None:
+        return None
+    numbers = [int(part) for part in match[2].split(":")]
+    if match[1] is not None:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+        return float(((int(match[1]) * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if len(numbers) == 1:
+        return numbers[0] * 60.0  # a bare number is minutes, as in `--time`
+    hours, minutes, seconds = [0, *numbers][-3:]
+    return float((hours * 60 + minutes) * 60 + seconds)
+
+
+def _die_with_parent() -> Callable[[], None]:
+    """What a child calls between fork and exec; all that it needs is loaded beforehand."""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    return lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _rows(which: list[str], timeout_s: float) -> list[JobInfo]:
+    """squeue's rows: one a job, a component or an array's task."""
+    try:
+        text = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", *which, "-O", _FORMAT], timeout_s)
+    except SlurmError as error:
+        if _is_unknown_job(error):
+            return []
+        raise
+    rows = []
+    # a line break in somebody's comment splits a row: rows are told apart by the number of their fields
+    for record in re.findall(rf"(?:[^{_SEPARATOR}]*{_SEPARATOR}){{{len(_FIELDS)}}}", text):
+        rows.append(_parse(dict(zip(_FIELDS, (v.strip() for v in record.split(_SEPARATOR)), strict=False))))
+    return rows
+
+
+def _parse(row: dict[str, str]) -> JobInfo:
+    job_id = row["JobArrayID"].partition("+")[0]
+    if row["HetJobID"].isdigit() and row["HetJobID"] != "0":
+        job_id = f"{row['HetJobID']}+{row['HetJobOffset']}"
+    return JobInfo(
+        job_id=job_id,
+        state=row["State"].split()[0] if row["State"] else "UNKNOWN",
+        reason=_said(row["Reason"]),
+        nodes=_said(row["NodeList"]),
+        num_nodes=int(row["NumNodes"].partition("-")[0] or 0),
+        start=parse_time(row["StartTime"]),
+        end=parse_time(row["EndTime"]),
+        time_left_s=parse_duration(row["TimeLeft"]),
+        restarts=int(row["RestartCnt"] or 0),
+        comment=_said(row["Comment"]),
+        name=row["Name"],
+        raw_id=row["JobID"],
+    )
+
+
+def _said(text: str) -> str:
+    return "" if text in ("None", "(null)", "N/A", "n/a") else text
+
+
+def _is_unknown_job(error: SlurmError) -> bool:
+    return error.code is not None and "invalid job id" in error.stderr.lower()
+
+
+def _sacct(which: list[str], timeout_s: float) -> list[HistoryRow]:
+    """Rows of the accounting; empty where there is none, or where it does not answer: nothing may depend on it."""
+    fields = ["JobID", "State", "ExitCode", "Start", "End", "NodeList", "Comment"]
+    argv = ["sacct", "--duplicates", "-X", "--noheader", "--parsable2", "--delimiter", _SEPARATOR]
+    try:
+        text = run_slurm([*argv, *which, "-o", ",".join(fields)], timeout_s)
+    except SlurmError:
+        return []
+    rows = []
+    for line in text.splitlines():
+        values = line.split(_SEPARATOR)
+        if len(values) == len(fields) and values[0]:
+            row = dict(zip(fields, values, strict=True))
+            rows.append(
+                HistoryRow(
+                    job_id=row["JobID"],
+                    state=(row["State"].split() or ["UNKNOWN"])[0],  # `CANCELLED by 1000`
+                    exit_code=row["ExitCode"],
+                    start=parse_time(row["Start"]),
+                    end=parse_time(row["End"]),
+                    nodes="" if row["NodeList"] == "None assigned" else row["NodeList"],
+                    comment=row["Comment"],
+                )
+            )
+    return rows
+
+
+def _shown(argv: Sequence[str]) -> str:
+    """The command as a person would type it; formats with separators are left out."""
+    return " ".join("..." if _SEPARATOR in word else word for word in argv)

@@ -1,0 +1,174 @@
+"""What can ask a running attempt to save or to end: signals, the time limit, and the files SAVE and STOP.
+
+The supervisor polls `Controls` at every tick; it decides nothing itself but what kind of ending was asked for.
+"""
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from loguru import logger
+
+from prime_hpc.observe.slurm import SlurmError, run_slurm
+
+SAVE, STOP = "SAVE", "STOP"
+LOOK_S = 2.0
+ASK_TIMEOUT_S = 5.0
+SAVE_BUDGET_S = 600.0
+"""Longest wait for a save that nothing else limits."""
+LIMIT_MARGIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """How and why the attempt is to end."""
+
+    reason: str
+    outcome: str
+    """Of the attempt's row: stopped, interrupted, requeued, preempted, failed."""
+    code: int
+    save: bool
+    budget_s: float
+    """How long the workers may take to save and end."""
+
+
+class Controls:
+    """Everything that may ask. `install` and `restore` around the attempt.
+
+    Args:
+        run_dir: where people put SAVE and STOP.
+        job_id: Slurm's; None on one machine.
+        ends_at: time limit of the job, epoch seconds.
+        lead_s: how long before it the attempt has to be saving (`slurm.survive.signal_lead_s`).
+        needs_s: what one more step and a save take, as measured so far, seconds.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        job_id: str | None,
+        ends_at: float | None,
+        lead_s: float,
+        needs_s: Callable[[], float],
+    ) -> None:
+        self._run_dir = run_dir
+        self._job_id = job_id
+        self._ends_at = ends_at
+        self._lead_s = lead_s
+        self._needs_s = needs_s
+        self._signals: list[int] = []
+        self._previous: dict[int, object] = {}
+        self._next_look = 0.0
+        self.num_saves = 0
+        """How often SAVE was found."""
+
+    def install(self) -> None:
+        """Listen to SIGINT, SIGTERM and SIGUSR1."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            self._previous[number] = signal.signal(number, self._on_signal)
+
+    def restore(self) -> None:
+        """Put the handlers back as they were."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    @property
+    def insists(self) -> bool:
+        """Whether somebody asked a second time: no more patience."""
+        return self._signals.count(signal.SIGINT) > 1 or (self._job_id is None and len(self._signals) > 1)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def poll(self) -> StopRequest | None:
+        """What was asked for since the start, if anything."""
+        if self._signals:
+            return self._of_signal(self._signals[0])
+        now = time.time()
+        if now < self._next_look:
+            return None
+        self._next_look = now + LOOK_S
+        return self._of_files() or self._of_limit(now)
+
+    def _of_signal(self, number: int) -> StopRequest:
+        name = signal.Signals(number).name
+        if number == signal.SIGUSR1:
+            left = self._left()
+            if left is not None and left > 3 * self._lead_s + 60:
+                return StopRequest(f"warned by {name} (preemption)", "preempted", 0, True, self._lead_s)
+            words = "" if left is None else f", {left:.0f} s before the time limit"
+            return StopRequest(f"warned by {name}{words}", "requeued", 0, True, self._budget())
+        if number == signal.SIGINT or self._job_id is None:
+            code = 130 if number == signal.SIGINT else 128 + number
+            return StopRequest(f"interrupted by {name}", "interrupted", code, False, 0.0)
+        outcome, reason = why_terminated(self._job_id)
+        return StopRequest(reason, outcome, 128 + number, outcome != "interrupted", self._budget())
+
+    def _of_files(self) -> StopRequest | None:
+        try:
+            names = {path.name for path in self._run_dir.iterdir()}  # NFS may cache the miss of a lookup
+        except OSError as error:
+            logger.warning(f"{self._run_dir} cannot be listed: {error}")
+            return None
+        if SAVE in names:
+            (self._run_dir / SAVE).unlink(missing_ok=True)
+            self.num_saves += 1
+        if STOP in names:
+            (self._run_dir / STOP).unlink(missing_ok=True)
+            return StopRequest("the file STOP was found", "stopped", 0, True, self._budget())
+        return None
+
+    def _of_limit(self, now: float) -> StopRequest | None:
+        """The signal comes up to a minute early or late, and its lead is a guess: this is measured."""
+        if self._ends_at is None:
+            return None
+        left = self._ends_at - now
+        if left > max(min(self._lead_s, 60.0), self._needs_s() + LIMIT_MARGIN_S):
+            return None
+        reason = f"{left:.0f} s before the time limit: one more step and a save may not fit"
+        return StopRequest(reason, "requeued", 0, True, self._budget())
+
+    def _left(self) -> float | None:
+        return None if self._ends_at is None else self._ends_at - time.time()
+
+    def _budget(self) -> float:
+        left = self._left()
+        return SAVE_BUDGET_S if left is None else max(5.0, min(SAVE_BUDGET_S, left - LIMIT_MARGIN_S))
+
+
+def why_terminated(job_id: str) -> tuple[str, str]:
+    """Outcome and reason of a SIGTERM inside a job: Slurm knows whether it preempts, cancels or ends it."""
+    try:
+        text = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=ASK_TIMEOUT_S)
+    except SlurmError as error:
+        return "requeued", f"ended by Slurm (SIGTERM), which does not say why: {error}"
+    return parse_termination(text, time.time())
+
+
+def parse_termination(text: str, now: float) -> tuple[str, str]:
+    """Outcome and reason from `scontrol show job --oneliner` at the moment of SIGTERM.
+
+    Args:
+        text: of the leader first, for a het job.
+        now: epoch seconds.
+    """
+    state = _field(text, "JobState")
+    reason = _field(text, "Reason")
+    if state == "CANCELLED":
+        return "interrupted", "cancelled with scancel"
+    if state == "TIMEOUT":
+        return "requeued", "the time limit was reached before the save"
+    if state == "NODE_FAIL":
+        return "node_lost", "Slurm ends the job because it lost a node"
+    if state == "PREEMPTED" or _field(text, "PreemptTime") not in ("", "None", "N/A"):
+        return "preempted", "preempted by a job of higher priority"
+    return "requeued", f"ended by Slurm (state {state or 'unknown'}, reason {reason or 'none'})"
+
+
+def _field(text: str, name: str) -> str:
+    match = re.search(rf"\b{name}=(\S*)", text)
+    return match.group(1) if match else ""

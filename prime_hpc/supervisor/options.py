@@ -1,0 +1,247 @@
+"""sbatch options of each role, resolved: `slurm.<role>.X` over `slurm.X` over the site profile's `options.X`.
+
+Called by `placement` (and through it by `launch`). Pure: nothing here asks the machine or the cluster anything.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config.sections.slurm import SiteConfig, SitePartition, SlurmOptions
+
+Options = dict[str, str | bool]
+"""Long option name (`time-min`) -> value; True: a bare flag."""
+SlurmRole = Literal["trainer", "inference", "orchestrator"]
+
+_PLAIN = (
+    *("partition", "account", "qos", "reservation", "constraint", "mem", "cpus_per_task", "time", "time_min"),
+    *("exclude", "nodelist", "switches", "exclusive", "licenses", "dependency", "mail_user", "mail_type", "comment"),
+)
+"""Fields that become the option of the same name."""
+_OURS = (
+    *("nodes", "ntasks", "ntasks-per-node", "job-name", "output", "error", "open-mode", "signal", "requeue"),
+    *("no-requeue", "no-kill", "array", "hetjob", "wrap", "parsable", "test-only", "wait"),
+)
+"""Options that the script itself needs: never taken from `extra`."""
+_HOMES = {
+    "nodes": "slurm.trainer.nodes and slurm.inference.nodes",
+    "job-name": "slurm.job_name",
+    "signal": "slurm.survive.signal_lead_s",
+    "requeue": "slurm.survive.how",
+    "no-requeue": "slurm.survive.how",
+}
+JOB_WIDE = ("licenses", "dependency", "mail-user", "mail-type", "comment")
+"""Options of the job as a whole: of a het job only its leader states them."""
+_LARGEST = ("mem", "cpus-per-task", "time", "time-min")
+"""Where the roles of a packed job differ, the larger holds for the job."""
+_GRES_GPU = re.compile(r"^gpu(?::(?P<type>[^:=(]+))??(?:[:=](?P<count>\d+))?(?:\(.*\))?$")
+_MEM = re.compile(r"^(\d+)([KMGT]?)B?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class RoleOptions:
+    """What one role asks of its nodes."""
+
+    role: SlurmRole
+    options: Options
+    """sbatch options, without `nodes` and `ntasks-per-node`."""
+    gpus_per_node: int
+    partitions: tuple[str, ...]
+    """Those named, in order; () is the cluster's default."""
+
+
+def resolve(role: SlurmRole, experiment: Experiment, site: SiteConfig) -> RoleOptions:
+    """Options of one role.
+
+    Raises:
+        ConfigError: a value that no batch script can hold, or an `extra` that prime-hpc sets itself.
+    """
+    levels = _levels(role, experiment, site)
+    options: Options = {}
+    for name in _PLAIN:
+        value = next((v for v in (getattr(level, name) for _, level in levels) if v is not None), None)
+        if value is not None and value is not False:
+            options[name.replace("_", "-")] = value if value is True else str(value)
+    partitions = split_names(str(options.get("partition", "")))
+    count, request = _gpus(role, levels, partitions, site)
+    options.update(request)
+    options.update(_extra(role, levels))
+    for name, value in options.items():
+        _check_value(name, value, key_of(role, name.replace("-", "_"), experiment))
+    return RoleOptions(role, options, count, partitions)
+
+
+def key_of(role: SlurmRole, field: str, experiment: Experiment) -> str:
+    """Dotted key of the experiment that states a field of SlurmOptions for a role, or where it would be stated."""
+    group = getattr(experiment.slurm, role)
+    return f"slurm.{role}.{field}" if getattr(group, field, None) is not None else f"slurm.{field}"
+
+
+def _levels(role: SlurmRole, experiment: Experiment, site: SiteConfig) -> list[tuple[str, SlurmOptions]]:
+    """(name for messages, options), most specific first."""
+    group = getattr(experiment.slurm, role)
+    own = [(f"slurm.{role}", group)] if group is not None else []
+    return [*own, ("slurm", experiment.slurm), (f"options of the site profile {site.name!r}", site.options)]
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """`a, b` -> ("a", "b")."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def known_partitions(partitions: Iterable[str], site: SiteConfig) -> list[SitePartition]:
+    """The site's facts of those partitions that it knows."""
+    return [site.partitions[name] for name in partitions if name in site.partitions]
+
+
+def _gpus(
+    role: SlurmRole, levels: list[tuple[str, SlurmOptions]], partitions: tuple[str, ...], site: SiteConfig
+) -> tuple[int, Options]:
+    """GPUs of a node, and how they are asked for. The most specific level that speaks of GPUs decides.
+
+    The orchestrator uses none: only its own section asks for any.
+    """
+    speaking = [options for name, options in levels if role != "orchestrator" or name == "slurm.orchestrator"]
+    gpu_type = next((options.gpu_type for options in speaking if options.gpu_type), None)
+    for options in speaking:
+        if options.gres is not None:
+            count = gres_gpus(options.gres) if options.gpus_per_node is None else options.gpus_per_node
+            return count, {"gres": options.gres}
+        if options.gpus_per_node is not None:
+            return options.gpus_per_node, _gpu_request(options.gpus_per_node, gpu_type, site)
+    if role == "orchestrator":
+        return 0, {}
+    # a job for several partitions may start in any of them: what the smallest node has
+    count = min((p.gpus_per_node for p in known_partitions(partitions, site)), default=0)
+    return count, _gpu_request(count, gpu_type, site)
+
+
+def _gpu_request(count: int, gpu_type: str | None, site: SiteConfig) -> Options:
+    if count == 0:
+        return {}
+    text = f"{gpu_type}:{count}" if gpu_type else str(count)
+    return {"gres": f"gpu:{text}"} if site.gpu_option == "gres" else {"gpus-per-node": text}
+
+
+def gres_gpus(gres: str) -> int:
+    """GPUs in a gres request: `gpu:h100:4,lustre:1` is 4, `gpu` is 1."""
+    total = 0
+    for part in split_names(gres):
+        match = _GRES_GPU.match(part.removeprefix("gres/").removeprefix("gres:"))
+        if match:
+            total += int(match["count"] or 1)
+    return total
+
+
+def _extra(role: SlurmRole, levels: list[tuple[str, SlurmOptions]]) -> Options:
+    merged: dict[str, object] = {}
+    for _, options in reversed(levels):
+        merged.update({name.removeprefix("--").replace("_", "-"): value for name, value in options.extra.items()})
+    result: Options = {}
+    for name, value in merged.items():
+        key = f"slurm.{role}.extra.{name}" if role == "orchestrator" else f"slurm.extra.{name}"
+        if name in _OURS:
+            home = f"state {_HOMES[name]}" if name in _HOMES else "it cannot be set by hand"
+            raise ConfigError(Problem(f"--{name} is set by prime-hpc itself: {home}", key))
+        field_name = name.replace("-", "_")
+        if field_name in SlurmOptions.model_fields:
+            raise ConfigError(Problem(f"--{name} has a key of its own: state slurm.{field_name}", key))
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name):
+            raise ConfigError(Problem(f"{name!r} is no name of an sbatch option", key))
+        if value is None or value is False:
+            continue  # takes back what the site profile or `slurm` states
+        if not isinstance(value, str | int | float):
+            raise ConfigError(Problem(f"--{name} must be text, a number or true, got {value!r}", key))
+        result[name] = value if value is True else str(value)
+    return result
+
+
+def _check_value(name: str, value: str | bool, key: str) -> None:
+    if isinstance(value, str) and any(ord(c) < 32 or ord(c) == 127 for c in value):
+        raise ConfigError(Problem(f"--{name}={value!r} holds a line break or another control character", key))
+
+
+def needs_het(asked: list[RoleOptions]) -> str | None:
+    """Why the roles cannot share one homogeneous job: what they ask of a node differs; None where they can."""
+    first = asked[0]
+    for other in asked[1:]:
+        for name in dict.fromkeys([*first.options, *other.options]):
+            if name in (*JOB_WIDE, *_LARGEST, "exclude"):
+                continue
+            here, there = first.options.get(name), other.options.get(name)
+            if here != there:
+                return f"{name}: {first.role} {_shown(here)}, {other.role} {_shown(there)}"
+        if first.gpus_per_node != other.gpus_per_node:
+            return f"GPUs a node: {first.role} {first.gpus_per_node}, {other.role} {other.gpus_per_node}"
+    return None
+
+
+def _shown(value: str | bool | None) -> str:
+    return "yes" if value is True else str(value or "none")
+
+
+def merge(asked: list[RoleOptions]) -> Options:
+    """Options of one homogeneous job for roles that `needs_het` lets share it."""
+    merged: Options = dict(asked[0].options)
+    for other in asked[1:]:
+        for name, value in other.options.items():
+            if name in _LARGEST and name in merged:
+                merged[name] = max(str(merged[name]), str(value), key=lambda text, n=name: _size(n, text))  # type: ignore[misc]
+            elif name == "exclude" and name in merged:
+                names = [*split_names(str(merged[name])), *split_names(str(value))]
+                merged[name] = ",".join(dict.fromkeys(names))
+            else:
+                merged.setdefault(name, value)
+    return merged
+
+
+def _size(name: str, text: str) -> float:
+    if name == "cpus-per-task":
+        return float(text)
+    if name == "mem":
+        return parse_mem_mib(text) or float("inf")  # 0 is all of the node's
+    seconds = parse_time_s(text)
+    return float("inf") if seconds is None else seconds
+
+
+def parse_mem_mib(text: str) -> float:
+    """sbatch's memory size in MiB; `0` is 0.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    match = _MEM.match(text.strip())
+    if not match:
+        raise ConfigError(Problem(f"{text!r} is no memory size (for instance 500G, 64000M, 0 for all)", "slurm.mem"))
+    return int(match[1]) * {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}[match[2].upper()]
+
+
+def parse_time_s(text: str, key: str = "slurm.time") -> int | None:
+    """sbatch's time in seconds: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; None: no limit.
+
+    Raises:
+        ConfigError: not a time.
+    """
+    text = text.strip()
+    if text.lower() in ("unlimited", "infinite", "-1"):
+        return None
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if not match:
+        raise ConfigError(Problem(f"{text!r} is no time: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS", key))
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    units: tuple[int, ...] = (3600, 60, 1)
+    if days is None:
+        units = {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}[len(numbers)]
+    return int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
+
+
+def format_time(seconds: float) -> str:
+    """Seconds as sbatch takes them: HH:MM:SS, or D-HH:MM:SS from a day on."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    clock = f"{h:02d}:{m:02d}:{s:02d}"
+    return f"{days}-{clock}" if days else clock

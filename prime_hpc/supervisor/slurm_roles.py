@@ -1,0 +1,206 @@
+"""Which steps a Slurm job consists of: the placement's role groups on the nodes that Slurm gave.
+
+The counterpart of `roles` (one machine). Called by `main`; the supervisor starts what it returns.
+"""
+
+import sys
+from pathlib import Path
+
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.observe.context import INFERENCE_URLS
+from prime_hpc.supervisor.agent import Order
+from prime_hpc.supervisor.allocation import Allocation
+from prime_hpc.supervisor.placement import Placement, RoleGroup
+from prime_hpc.supervisor.steps import Hellos, StepSpec
+
+
+def slurm_specs(
+    experiment: Experiment, site: SiteConfig, placement: Placement, allocation: Allocation, run_dir: Path
+) -> list[StepSpec]:
+    """The steps of a job, in the order in which they are started.
+
+    Raises:
+        ConfigError: Slurm gave other nodes than the placement asks for.
+    """
+    _check_nodes(placement, allocation)
+    specs = []
+    for group in sorted(placement.groups, key=lambda g: ("inference", "trainer", "orchestrator").index(g.role)):
+        nodes = allocation.hosts[group.component]
+        hosts = tuple(nodes[group.first_node : group.first_node + group.num_nodes])
+        build = {"trainer": _trainer, "inference": _inference, "orchestrator": _orchestrator}[group.role]
+        specs.append(build(experiment, site, placement, group, hosts, run_dir))
+    return specs
+
+
+def spare_hosts(placement: Placement, allocation: Allocation) -> list[str]:
+    """Nodes of a packed job that no role uses at first."""
+    return [allocation.hosts[0][i] for i in placement.spares]
+
+
+def _check_nodes(placement: Placement, allocation: Allocation) -> None:
+    asked = [component.num_nodes for component in placement.components]
+    given = [len(hosts) for hosts in allocation.hosts]
+    if len(asked) != len(given) or any(have < want for have, want in zip(given, asked, strict=True)):
+        raise ConfigError(
+            f"job {allocation.job_id} has {' + '.join(map(str, given))} nodes, but the experiment needs "
+            f"{' + '.join(map(str, asked))} ({', '.join(c.name for c in placement.components)}): the script was "
+            "rendered from another config; render or submit it again"
+        )
+
+
+def _interface(site: SiteConfig) -> dict[str, str]:
+    name = site.network_interface
+    return {} if name is None else {"NCCL_SOCKET_IFNAME": name, "GLOO_SOCKET_IFNAME": name}
+
+
+def _python(site: SiteConfig) -> str:
+    return site.container.python if site.container else sys.executable
+
+
+def _threads(ranks: int) -> dict[str, str]:
+    """OpenMP threads are left to the role's own setting, which knows the node it runs on."""
+    return {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
+
+
+def _trainer(
+    experiment: Experiment,
+    site: SiteConfig,
+    placement: Placement,
+    group: RoleGroup,
+    hosts: tuple[str, ...],
+    run_dir: Path,
+) -> StepSpec:
+    trainer = experiment.trainer
+    by_task = trainer.launcher == "srun"
+    per_node = group.processes_per_node
+    python = _python(site)
+    program = ["-m", "prime_hpc.trainer.main", str(run_dir)]
+
+    def order(spec: StepSpec, hellos: Hellos, urls: list[str]) -> Order:
+        first = hellos[f"{spec.hosts[0]}/0"]
+        address, port = first["address"], str(first["ports"][-1])
+        environment = _interface(site)
+        if trainer.threads_per_rank:
+            environment["OMP_NUM_THREADS"] = str(trainer.threads_per_rank)
+        if by_task:
+            command = [python, *program]
+            environment |= {
+                "RANK": "{rank}",
+                "LOCAL_RANK": "{local_rank}" if group.gpus is None else "0",
+                "WORLD_SIZE": str(trainer.num_ranks),
+                "LOCAL_WORLD_SIZE": str(per_node),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": port,
+            }
+        else:
+            command = [python, "-m", "torch.distributed.run", "--nnodes", str(len(spec.hosts))]
+            command += ["--nproc-per-node", str(per_node), "--node-rank", "{node_rank}"]
+            command += ["--master-addr", address, "--master-port", port, "--max-restarts", "0", *program]
+            environment |= {} if trainer.threads_per_rank else _threads(per_node)
+        return Order(
+            life=0,
+            nodes=list(spec.hosts),
+            commands=[command],
+            environment=environment,
+            tasks_per_node=per_node if by_task else 1,
+            gpus=None if group.gpus is None else list(group.gpus),
+            grace_s=experiment.supervisor.grace_s,
+        )
+
+    return StepSpec(
+        "trainer",
+        [],
+        experiment.supervisor.start_timeout_s,
+        num_processes=trainer.num_ranks,
+        hosts=hosts,
+        component=group.component,
+        tasks_per_node=per_node if by_task else 1,
+        order=order,
+    )
+
+
+def _inference(
+    experiment: Experiment,
+    site: SiteConfig,
+    placement: Placement,
+    group: RoleGroup,
+    hosts: tuple[str, ...],
+    run_dir: Path,
+) -> StepSpec:
+    inference = experiment.inference
+    assert inference is not None
+    python = _python(site)
+
+    def order(spec: StepSpec, hellos: Hellos, urls: list[str]) -> Order:
+        first = hellos[f"{spec.hosts[0]}/0"]
+        base = [python, "-m", "prime_hpc.inference.main", str(run_dir), "--replica", str(group.index)]
+        base += ["--port", str(first["ports"][0]), "--host", "0.0.0.0"]
+        base += ["--data-parallel-size", str(group.dp_size)]
+        commands = [base]
+        if len(spec.hosts) > 1:
+            local = group.dp_size // len(spec.hosts)
+            base += ["--data-parallel-size-local", str(local), "--data-parallel-address", first["address"]]
+            base += ["--data-parallel-rpc-port", str(first["ports"][1])]
+            rest = [
+                [*base, "--headless", "--data-parallel-start-rank", str(rank * local)]
+                for rank in range(1, len(spec.hosts))
+            ]
+            commands = [base, *rest]
+        return Order(
+            life=0,
+            nodes=list(spec.hosts),
+            commands=commands,
+            environment=_interface(site),
+            gpus=None if group.gpus is None else list(group.gpus),
+            grace_s=experiment.supervisor.grace_s,
+        )
+
+    return StepSpec(
+        "inference",
+        [],
+        inference.ready_timeout_s,
+        index=group.index,
+        max_restarts=inference.max_restarts,
+        hosts=hosts,
+        component=group.component,
+        order=order,
+        is_server=True,
+        num_engines=group.dp_size,
+    )
+
+
+def _orchestrator(
+    experiment: Experiment,
+    site: SiteConfig,
+    placement: Placement,
+    group: RoleGroup,
+    hosts: tuple[str, ...],
+    run_dir: Path,
+) -> StepSpec:
+    servers = sum(1 for g in placement.groups if g.role == "inference")
+    python = _python(site)
+
+    def order(spec: StepSpec, hellos: Hellos, urls: list[str]) -> Order | None:
+        if len(urls) < servers:
+            return None
+        environment = {"OMP_NUM_THREADS": "1"}
+        if urls:
+            environment[INFERENCE_URLS] = ",".join(urls)
+        return Order(
+            life=0,
+            nodes=list(spec.hosts),
+            commands=[[python, "-m", "prime_hpc.orchestrator.main", str(run_dir)]],
+            environment=environment,
+            grace_s=experiment.supervisor.grace_s,
+        )
+
+    ready = experiment.inference.ready_timeout_s if experiment.inference else 0.0
+    return StepSpec(
+        "orchestrator",
+        [],
+        experiment.supervisor.start_timeout_s + ready,
+        hosts=hosts,
+        component=group.component,
+        order=order,
+    )

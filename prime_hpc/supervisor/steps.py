@@ -1,0 +1,245 @@
+"""A role as a step of a Slurm job: one srun over its nodes, an agent on each, the role's processes below the agents.
+
+`StepRole` is to the supervisor what `Role` is on one machine. srun's own exit code is never trusted (it is 0 for tasks
+that never ran): what counts is what the agents and the role's processes say.
+"""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config.sections.slurm import ContainerConfig
+from prime_hpc.observe.slurm import SlurmError, compress_hosts, run_slurm
+from prime_hpc.supervisor.agent import Order
+from prime_hpc.supervisor.allocation import Allocation
+from prime_hpc.supervisor.role import Role
+from prime_hpc.supervisor.roles import RoleSpec
+
+HELLO_TIMEOUT_S = 180.0
+SCANCEL_TIMEOUT_S = 10.0
+SRUN_GRACE_S = 2.0
+
+Hellos = Mapping[str, dict[str, Any]]
+"""First words of the agents, by `host/local rank`."""
+
+
+@dataclass(frozen=True)
+class StepSpec(RoleSpec):
+    """A role on nodes of the allocation."""
+
+    hosts: tuple[str, ...] = ()
+    """In rank order."""
+    component: int = 0
+    tasks_per_node: int = 1
+    order: Callable[["StepSpec", Hellos, list[str]], Order | None] = field(default=lambda *_: None)
+    """What the agents are to start, from their hellos and the servers' URLs; None: not yet."""
+    is_server: bool = False
+    num_engines: int = 1
+    """Of a server: data-parallel engines behind it."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What all steps of a job share."""
+
+    allocation: Allocation
+    run_dir: Path
+    no_kill: bool
+    """Packed jobs: a step outlives a lost node."""
+    srun_args: tuple[str, ...] = ()
+    container: ContainerConfig | None = None
+
+    def srun(self, hosts: list[str], component: int, tasks_per_node: int, name: str, arguments: list[str]) -> list[str]:
+        """The command that runs `python -m ARGUMENTS` on the hosts.
+
+        `--overlap` because steps share nodes and because a step that failed to start would otherwise hold its nodes
+        until the job ends; which GPUs a role uses is decided by its agents.
+        """
+        command = ["srun"]
+        if self.allocation.is_het:
+            command.append(f"--het-group={component}")
+        command += ["--overlap", f"--nodes={len(hosts)}", f"--ntasks={len(hosts) * tasks_per_node}"]
+        command += [f"--ntasks-per-node={tasks_per_node}", f"--nodelist={compress_hosts(hosts)}", "--cpu-bind=none"]
+        command += ["--kill-on-bad-exit=0", "--unbuffered", "--input=none", f"--job-name={name}"]
+        if self.no_kill:
+            command.append("--no-kill")
+        if len(hosts) * tasks_per_node > 1:
+            command.append("--label")
+        command += self.srun_args
+        return [*command, *self._python(), "-m", *arguments]
+
+    def _python(self) -> list[str]:
+        box = self.container
+        if box is None:
+            return [sys.executable]
+        mounts = [f"{self.run_dir}:{self.run_dir}", *box.mounts]
+        if box.runtime == "pyxis":
+            return [f"--container-image={box.image}", f"--container-mounts={','.join(mounts)}", *box.args, box.python]
+        binds = [token for mount in mounts for token in ("--bind", mount)]
+        return ["apptainer", "exec", "--nv", *binds, *box.args, box.image, box.python]
+
+
+class StepRole(Role):
+    """One role of the attempt on one or more nodes."""
+
+    spec: StepSpec
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        log_dir: Path,
+        environment: dict[str, str],
+        heard: dict[tuple[str, int], dict[str, Any]],
+        context: StepContext,
+        ring: Callable[..., None],
+        grace_s: float,
+    ) -> None:
+        """
+        Args:
+            spec, log_dir, environment, heard: as for `Role`.
+            context: the job.
+            ring: the hub's `ring`.
+            grace_s: from the polite end of the role to its kill.
+        """
+        super().__init__(spec, log_dir, environment, heard)
+        self._context = context
+        self._ring = ring
+        self._grace_s = grace_s
+        self.hosts = list(spec.hosts)
+        self.life = 0
+        self.url: str | None = None
+        """Of a server, once it is known."""
+        self._hellos: dict[str, dict[str, Any]] = {}
+        self._exits: dict[str, int] = {}
+        self._beats: dict[str, float] = {}
+        self._ordered = False
+        self._ending = False
+
+    @property
+    def health_url(self) -> str | None:
+        """Of a server that was told where to listen."""
+        return self.url and f"{self.url.removesuffix('/v1')}/health"
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is asked for its health instead of for heartbeats."""
+        return self.spec.is_server
+
+    @property
+    def running(self) -> bool:
+        """Whether srun lives and no agent has reported the end of its part."""
+        if any(code != 0 for code in self._exits.values()):
+            return False
+        return super().running and len(self._exits) < self._num_tasks
+
+    @property
+    def exit_code(self) -> int | None:
+        """The first failed part's, else srun's."""
+        bad = [code for code in self._exits.values() if code != 0]
+        if bad:
+            return bad[0]
+        return 0 if len(self._exits) == self._num_tasks else super().exit_code
+
+    @property
+    def _num_tasks(self) -> int:
+        return len(self.hosts) * self.spec.tasks_per_node
+
+    def start(self) -> None:
+        """Start the step's agents on its hosts; what they run follows with `lead`."""
+        self.life += 1
+        self._hellos, self._exits, self._beats = {}, {}, {}
+        self._ordered = self._ending = False
+        arguments = ["prime_hpc.supervisor.agent", str(self._context.run_dir), self.spec.label, str(self.life)]
+        command = self._context.srun(
+            self.hosts, self.spec.component, self.spec.tasks_per_node, self.spec.label, arguments
+        )
+        self._launch(command)
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """A message of one of its agents. Called in the doorbell's thread."""
+        if message.get("life") != self.life:
+            return
+        key, event = message["key"], message["event"]
+        self._beats[key] = time.monotonic()
+        if event == "hello":
+            self._hellos[key] = message
+        elif event == "exited":
+            self._exits[key] = int(message["code"])
+
+    def lead(self, urls: list[str]) -> None:
+        """Give the agents their order once all are there and it can be given."""
+        if self._ordered or len(self._hellos) < self._num_tasks:
+            return
+        spec = replace(self.spec, hosts=tuple(self.hosts))
+        order = self.spec.order(spec, self._hellos, urls)
+        if order is None:
+            return
+        if self.spec.is_server:
+            first = self._hellos[f"{self.hosts[0]}/0"]
+            self.url = f"http://{first['address']}:{first['ports'][0]}/v1"
+        self._ordered = True
+        self._ring(f"go/{self.spec.label}", **{**vars(order), "life": self.life})
+
+    def lost_hosts(self, silence_s: float) -> list[str]:
+        """Hosts whose agents spoke once and have been silent for longer than `silence_s`."""
+        now = time.monotonic()
+        silent = {
+            key.split("/")[0]
+            for key, at in list(self._beats.items())
+            if key not in self._exits and now - at > silence_s
+        }
+        return [host for host in self.hosts if host in silent]
+
+    def missing_hosts(self) -> list[str]:
+        """Hosts whose agents have not said hello though the deadline is over."""
+        if time.time() - self.started_at < HELLO_TIMEOUT_S:
+            return []
+        spoken = {key.split("/")[0] for key in list(self._hellos)}
+        return [host for host in self.hosts if host not in spoken]
+
+    def forgive(self, seconds: float) -> None:
+        """The supervisor itself was held up for so long: nobody's silence counts during that."""
+        for key in list(self._beats):
+            self._beats[key] += seconds
+
+    def cause_of_death(self) -> str:
+        """As for `Role`; a step whose agents never spoke is named with its hosts."""
+        if not self._hellos:
+            return f"{self.spec.label} could not be started on {', '.join(self.hosts)} (srun ended)"
+        return super().cause_of_death()
+
+    def ask_to_end(self) -> None:
+        """Politely: the agents end what they started. Returns at once."""
+        if not self._ending:
+            self._ending = True
+            self._ring(f"end/{self.spec.label}", life=self.life, grace_s=self._grace_s)
+
+    def kill(self) -> None:
+        """End the step through Slurm, then srun itself."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self.ask_to_end()
+        steps = {
+            f"{self._step_job(hello)}.{hello['step']}" for hello in list(self._hellos.values()) if hello.get("step")
+        }
+        for step in steps:
+            with contextlib.suppress(SlurmError):  # the controller may be away: srun's own end reaches the nodes too
+                run_slurm(["scancel", step], timeout_s=SCANCEL_TIMEOUT_S)
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(timeout=SRUN_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _step_job(self, hello: dict[str, Any]) -> str:
+        """Job id under which Slurm knows the step: a het component's own."""
+        if not self._context.allocation.is_het:
+            return str(hello["job_id"])
+        own = self._environment.get(f"SLURM_JOB_ID_HET_GROUP_{self.spec.component}")
+        return str(own or hello["job_id"])

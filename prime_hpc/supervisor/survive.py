@@ -1,0 +1,118 @@
+"""How a job comes back: one policy for time limits, preemption, lost nodes and crashes.
+
+`decide` is pure; `come_back` asks Slurm. Called by `main` after an attempt has ended and is written down, and by `plan`
+(through `resolve_mode`) to say beforehand what will happen.
+"""
+
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from loguru import logger
+
+from prime_hpc.config.sections.slurm import SiteConfig, SlurmConfig, SurviveConfig
+from prime_hpc.observe.slurm import SlurmError, compress_hosts, run_slurm
+
+Mode = Literal["requeue", "successor", "off"]
+
+EXIT_AGAIN = 75
+"""EX_TEMPFAIL (sysexits.h): the job's exit code when a successor, queued with afternotok, is to take over."""
+SCONTROL_TIMEOUT_S = 30.0
+UPDATE_TRIES = 10
+
+FINAL = ("completed", "stopped", "interrupted")
+SLURMS_DOING = ("preempted",)
+"""Outcomes that say nothing about the run itself: they never count as a life without progress."""
+
+
+def resolve_mode(config: SlurmConfig, site: SiteConfig, partition: str | None) -> Mode:
+    """What `slurm.survive.how` means here.
+
+    Args:
+        config: the experiment's Slurm section.
+        site: the cluster.
+        partition: of the batch component.
+    """
+    how = config.survive.how
+    if how != "auto":
+        return how
+    facts = [site.partitions.get(name) for name in (partition or "").split(",")]
+    cancels = any(part is not None and part.preempt == "cancel" for part in facts)
+    return "requeue" if site.requeue and not cancels else "successor"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the job comes back, and why or why not."""
+
+    again: bool
+    why: str
+
+
+def lives_without_progress(rows: Sequence[dict[str, Any]]) -> int:
+    """How many lives in a row, counted from the last, ended without a checkpoint newer than the life before had."""
+    count = 0
+    for index in range(len(rows) - 1, -1, -1):
+        row = rows[index]
+        before = max((r.get("saved_step") or 0 for r in rows[:index]), default=0)
+        if (row.get("saved_step") or 0) > before:
+            break
+        if row.get("outcome") not in SLURMS_DOING:
+            count += 1
+    return count
+
+
+def decide(rows: Sequence[dict[str, Any]], config: SurviveConfig, mode: Mode) -> Decision:
+    """Whether the life that `rows` end with is followed by another.
+
+    Args:
+        rows: all attempts so far, the last one ended.
+        config: the policy.
+        mode: how this job could come back.
+    """
+    last = rows[-1]
+    outcome = last["outcome"]
+    if outcome in FINAL:
+        return Decision(False, outcome)
+    if mode == "off":
+        return Decision(False, "slurm.survive.how = off")
+    if last.get("exit_code") == 2:
+        return Decision(False, "the config cannot run here: another life would fail in the same way")
+    if len(rows) >= config.max_lives:
+        return Decision(False, f"slurm.survive.max_lives = {config.max_lives} attempts were made")
+    idle = lives_without_progress(rows)
+    if idle > config.max_crashes:
+        return Decision(
+            False, f"{idle} lives in a row saved nothing new (slurm.survive.max_crashes = {config.max_crashes})"
+        )
+    return Decision(True, f"life {len(rows) + 1} follows" + (f", {idle} without progress so far" if idle else ""))
+
+
+def come_back(job_id: str, mode: Mode, exclude: Sequence[str] = ()) -> bool:
+    """Requeue this job, leaving out bad nodes; the caller dies of it soon. False: Slurm refuses.
+
+    With `successor` nothing is asked: the exit code releases the job that waits with afternotok.
+    """
+    if mode == "successor":
+        return True
+    try:
+        run_slurm(["scontrol", "requeue", job_id], timeout_s=SCONTROL_TIMEOUT_S)
+    except SlurmError as error:
+        logger.error(f"job {job_id} could not be requeued: {error}")
+        return False
+    logger.info(f"job {job_id} is requeued")
+    if exclude:
+        _exclude(job_id, exclude)
+    return True
+
+
+def _exclude(job_id: str, hosts: Sequence[str]) -> None:
+    """Slurm takes the list only once the job is pending again; meanwhile it ends this very process."""
+    command = ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={compress_hosts(list(hosts))}"]
+    # A process of its own, in a session of its own, may outlive the batch step's SIGTERM for a few seconds.
+    script = f"for i in $(seq {UPDATE_TRIES}); do {' '.join(command)} && exit 0; sleep 1; done"
+    subprocess.Popen(["bash", "-c", script], start_new_session=True, stdout=subprocess.DEVNULL)
+    time.sleep(0.5)
+    logger.info(f"node(s) {', '.join(hosts)} are excluded from the next life")
