@@ -1,0 +1,64 @@
+"""Slurm's host lists: `n[1-3,07-08],m2` to names and back. Re-exported by `slurm`, which most callers use."""
+
+import re
+from collections.abc import Iterable
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Host names of a Slurm host list, in its order: `n[1-3,07-08],m2` and `r[1-2]n[0-1]`.
+
+    Raises:
+        ValueError: a bracket is not closed, or holds something else than numbers.
+    """
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
+        names = [""]
+        for plain, bracket in re.findall(r"([^\[]+)|\[([^\]]*)\]", item):
+            tails = [plain] if plain else [number for part in bracket.split(",") for number in _numbers(part, text)]
+            names = [name + tail for name in names for tail in tails]
+        hosts += [name for name in names if name]
+    if "".join(re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+|,", text)) != text:
+        raise ValueError(f"not a host list: {text!r}")
+    return hosts
+
+
+def compress_hosts(hosts: Iterable[str]) -> str:
+    """The shortest host list of names, sorted by name and number: the inverse of `expand_hosts` up to order."""
+    plain: list[str] = []
+    groups: dict[tuple[str, int, str], list[int]] = {}
+    for host in dict.fromkeys(hosts):
+        match = re.fullmatch(r"(.*?)(\d+)(\D*)", host)
+        if match is None:
+            plain.append(host)
+            continue
+        prefix, digits, suffix = match.groups()
+        # names with leading zeros, and numbers of their width without them, belong together: n08, n09, n10
+        width = len(digits) if digits.startswith("0") and len(digits) > 1 else 0
+        groups.setdefault((prefix, width, suffix), []).append(int(digits))
+    for prefix, width, suffix in [key for key in groups if key[1]]:
+        loose = groups.get((prefix, 0, suffix), [])
+        fitting = [n for n in loose if len(str(n)) == width]
+        groups[prefix, width, suffix] += fitting
+        groups[prefix, 0, suffix] = [n for n in loose if n not in fitting]
+    texts = plain + [_compressed(*key, sorted(numbers)) for key, numbers in groups.items() if numbers]
+    return ",".join(sorted(texts))
+
+
+def _compressed(prefix: str, width: int, suffix: str, numbers: list[int]) -> str:
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    texts = [f"{a:0{width}}" if a == b else f"{a:0{width}}-{b:0{width}}" for a, b in ranges]
+    inner = ",".join(texts)
+    return f"{prefix}{inner}{suffix}" if len(numbers) == 1 else f"{prefix}[{inner}]{suffix}"
+
+
+def _numbers(part: str, text: str) -> list[str]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+    if match is None:
+        raise ValueError(f"not a host list: {text!r} ({part!r} is no number and no range)")
+    low, high = match[1], match[2] or match[1]
+    return [f"{number:0{len(low)}}" for number in range(int(low), int(high) + 1)]
