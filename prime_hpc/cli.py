@@ -260,7 +260,7 @@ def run_verb(verb: str, argv: list[str], program: str) -> int:
         return _launch(verb, load(argv, verb, program))
     except ConfigError as error:
         print(f"{program}: {error.render()}", file=sys.stderr)
-        return USAGE
+        return error.exit_code
 
 
 def _launch(verb: str, loaded: "Loaded") -> int:

@@ -94,6 +94,11 @@ class InferenceClient:
         """Close the connections."""
         await self._http.aclose()
 
+    def move(self, base_url: str) -> None:
+        """The server was started again elsewhere: ask there from now on."""
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._http.base_url = self.base_url
+
     async def health(self) -> bool:
         """Whether the server answers and its engines live. Never raises."""
         try:

@@ -169,6 +169,10 @@ class Engine:
         self._sources = [SourceEngine(source, target, self._policies) for source in sources]
         self._opened: list[SourceEngine] = []
 
+    def move_server(self, index: int, url: str) -> None:
+        """Server `index` answers at `url` now; contexts and traces keep its first name."""
+        list(self._policies.values())[index].move(url)
+
     async def open(self) -> None:
         """Start every environment."""
         for source in self._sources:

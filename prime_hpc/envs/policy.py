@@ -74,6 +74,10 @@ class PolicyClient(Client):
         self._session: aiohttp.ClientSession | None = None
         self._turns: dict[str, list[SampledTurn]] = {}
 
+    def move(self, base_url: str) -> None:
+        """The server was started again elsewhere: ask there from now on. May be called from another thread."""
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+
     async def get_response(
         self,
         dialect: Dialect,

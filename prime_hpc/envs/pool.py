@@ -87,6 +87,7 @@ class EnvPool:
         self._hold_out = hold_out
         self._model_name = model_name
         self._urls = tuple(urls)
+        self._moved: dict[int, str] = {}
         self._api_key_var = api_key_var
         self._api_key = api_key
         self._sampling = sampling
@@ -124,6 +125,12 @@ class EnvPool:
             self._replacing.cancel()
             await asyncio.wait([self._replacing], timeout=CLOSE_TIMEOUT_S)
         await self._stop_worker()
+
+    def move_server(self, index: int, url: str) -> None:
+        """Server `index` was started again at another address."""
+        self._moved[index] = url
+        if self._worker is not None:
+            self._engine.move_server(index, url)
 
     async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult:
         """Play one episode to its end or its deadline, whichever comes first.
@@ -255,6 +262,8 @@ class EnvPool:
         engine = Engine(self.sources, self._target, self._renderer)
         opening = asyncio.wrap_future(worker.submit(engine.open()))
         self._worker, self._engine = worker, engine
+        for index, url in self._moved.items():
+            engine.move_server(index, url)
         self._lost = asyncio.get_running_loop().create_future()
         try:
             await asyncio.wait_for(opening, OPEN_TIMEOUT_S)

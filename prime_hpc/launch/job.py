@@ -48,12 +48,26 @@ def slurm_job(arguments: list[str]) -> int:
             if len(arguments) < 3:
                 raise ConfigError(f"{run_dir} holds no run.yaml, and the script names no experiment after --")
             _prepare(run_dir, arguments[2:])
+        from prime_hpc.launch.records import check_in
+
+        refusal = check_in(run_dir.resolve(), os.environ)
+        if refusal:
+            print(refusal, file=sys.stderr, flush=True)
+            return 0  # a late duplicate is no failure: it must not come back
     else:
         raise ConfigError(USAGE)
     from prime_hpc.supervisor.main import supervise
+    from prime_hpc.supervisor.survive import EXIT_AGAIN, mode_of_run
 
+    mode = mode_of_run(run_dir)
+    job_id = os.environ.get("SLURM_JOB_ID")
+    if mode == "successor" and job_id is not None:
+        from prime_hpc.launch.slurm import queue_successor
+
+        queue_successor(run_dir, job_id)
     code = supervise(run_dir, in_job=True)
-    _leave_result(run_dir, code)
+    if code != EXIT_AGAIN or mode == "successor":  # a result under an id that comes back would call it done
+        _leave_result(run_dir, code)
     return code
 
 

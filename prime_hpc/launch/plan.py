@@ -1,7 +1,12 @@
-"""`prime-hpc plan`: where each role of an experiment would run, before anything does."""
+"""`prime-hpc plan`: where each role of an experiment would run on this machine, before anything does.
+
+`plan_slurm` has the plan of a Slurm job; `resolve_launch` says which of the two it will be. Called by `local`, by the
+`plan` verb and by `submit`.
+"""
 
 import os
 import shutil
+from typing import Literal
 
 from prime_hpc.config import Experiment, Loaded
 
@@ -21,10 +26,17 @@ def plan_text(loaded: Loaded) -> str:
     return "\n".join([*lines, *(f"  {line}" for line in _roles(experiment)), "", _checkpoints(experiment)]) + "\n"
 
 
+def resolve_launch(experiment: Experiment) -> Literal["slurm", "local"]:
+    """Where `submit` would start the job: as the experiment says, else through Slurm where there is an sbatch."""
+    if experiment.launch != "auto":
+        return experiment.launch
+    return "slurm" if shutil.which("sbatch") else "local"
+
+
 def launcher() -> str:
-    """Who starts the job here, in one line."""
+    """Who starts a local job, in one line."""
     if shutil.which("sbatch"):
-        return "submitit's LocalExecutor on this machine (Slurm is here, but the Slurm layouts are not built yet)"
+        return "submitit's LocalExecutor on this machine (there is a Slurm here: --launch slurm takes it)"
     return "submitit's LocalExecutor on this machine (no sbatch found: no Slurm here)"
 
 

@@ -10,17 +10,21 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.supervisor.options import JOB_WIDE, Options, known_partitions, split_names
+from prime_hpc.supervisor.options import JOB_WIDE, Options, split_names
 from prime_hpc.supervisor.placement import Component, Placement
+
+if TYPE_CHECKING:
+    from prime_hpc.supervisor.survive import Mode
 
 _LEAKING = (
     *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK"),
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_PER_NODE", "SLURM_DISTRIBUTION"),
 )
+_HALF = 5  # of them on a line
 """What sbatch tells the script and every srun in it would take for its own option: meant for one task a node of
 component 0, wrong for the roles' steps, and fatal where two of the memory ones meet."""
 _HANDED_ON = ("account", "qos", "reservation", "exclude", "mem", "time", "time-min")
@@ -91,10 +95,18 @@ def render_job(
             **_component_options(component, asked, placement, experiment, site, token),
         }
         lines += [f"#SBATCH {directive(name, value)}" for name, value in named.items()]
-    lines += ["", "set -euo pipefail"]
-    lines += _setup(experiment, site)
-    lines += _environment(experiment, site)
-    lines += _command(experiment, run_dir, python, command_tail, array)
+    body = [
+        *_setup(experiment, site),
+        *_environment(experiment, site),
+        *_command(experiment, run_dir, python, command_tail, array),
+    ]
+    literal = any(re.search(r"'[^']*[$`][^']*'", line) for line in body)
+    lines += [
+        "",
+        *(["# shellcheck disable=SC2016 # values are literal"] if literal else []),
+        "set -euo pipefail",
+        *body,
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -121,9 +133,7 @@ def escape_pattern(path: str) -> str:
     return path.replace("%", "%%")
 
 
-def survive_how(
-    experiment: Experiment, site: SiteConfig, partition: str = ""
-) -> Literal["requeue", "successor", "off"]:
+def survive_how(experiment: Experiment, site: SiteConfig, partition: str = "") -> "Mode":
     """How the job comes back: what was asked, or what the site and its partition allow.
 
     Args:
@@ -131,11 +141,9 @@ def survive_how(
         site: the cluster's profile.
         partition: of component 0, names separated by commas.
     """
-    how = experiment.slurm.survive.how
-    if how != "auto":
-        return how
-    cancels = any(p.preempt == "cancel" for p in known_partitions(split_names(partition), site))
-    return "requeue" if site.requeue and not cancels else "successor"
+    from prime_hpc.supervisor.survive import resolve_mode  # late: it brings the log with it
+
+    return resolve_mode(experiment.slurm, site, ",".join(split_names(partition)))
 
 
 def job_name(experiment: Experiment) -> str:
@@ -253,7 +261,8 @@ def _command(
     return [
         "",
         "# of this script alone: srun would take them for its own options",
-        f"unset {' '.join(_LEAKING)}",
+        f"unset {' '.join(_LEAKING[:_HALF])}",
+        f"unset {' '.join(_LEAKING[_HALF:])}",
         "",
         "# exec: Slurm's signals reach the supervisor itself, at once",
         f"exec {words}",

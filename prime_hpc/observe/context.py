@@ -14,6 +14,8 @@ ATTEMPT = "PRIMEHPC_ATTEMPT"
 INCARNATION = "PRIMEHPC_INCARNATION"
 RESUME_STEP = "PRIMEHPC_RESUME_STEP"
 INFERENCE_URLS = "PRIMEHPC_INFERENCE_URLS"
+LED = "PRIMEHPC_LED"
+"""Set by an agent: SIGTERM is Slurm's warning to the whole job and no order; the agent ends its role by SIGINT."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,13 @@ class _FileSink:
 
 
 def setup_logger(
-    role: str, *, level: str = "INFO", file: Path | None = None, json_lines: bool = False, console: bool = True
+    role: str,
+    *,
+    level: str = "INFO",
+    file: Path | None = None,
+    file_level: str | None = None,
+    json_lines: bool = False,
+    console: bool = True,
 ) -> "Logger":
     """Configure the process's one logger and return it.
 
@@ -42,6 +48,7 @@ def setup_logger(
         role: name shown in every line, e.g. `trainer[0]`.
         level: least severe level; the environment's PRIME_LOG_LEVEL overrides it.
         file: also append to this file.
+        file_level: least severe level of the file; default `level`.
         json_lines: one JSON object a line instead of text.
         console: write to stdout.
     """
@@ -52,5 +59,6 @@ def setup_logger(
     if console:
         logger.add(sys.stdout, level=level, format=pattern, serialize=json_lines, enqueue=False)
     if file is not None:
-        logger.add(_FileSink(file), level=level, format=pattern, serialize=json_lines, colorize=False)
+        file_level = os.environ.get("PRIME_LOG_LEVEL", file_level or level).upper()
+        logger.add(_FileSink(file), level=file_level, format=pattern, serialize=json_lines, colorize=False)
     return logger

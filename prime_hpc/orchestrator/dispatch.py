@@ -75,7 +75,8 @@ class Dispatcher:
         self._queue: deque[Job] = deque()
         self._closed = False
         self._pumping = False
-        self._tasks: set[asyncio.Task[EpisodeResult]] = set()
+        self._running: dict[asyncio.Task[EpisodeResult], tuple[Job, int]] = {}
+        self._dropped: set[asyncio.Task[EpisodeResult]] = set()
         self.num_running = 0
         self.num_retries = 0
         self.last_end = time.monotonic()
@@ -111,12 +112,20 @@ class Dispatcher:
             task.cancel()
         return len(lane.tasks)
 
+    def drop_server(self, url: int) -> int:
+        """The server is gone without a word: its episodes are played again elsewhere. Returns how many."""
+        dropped = [task for task, (_, where) in self._running.items() if where == url]
+        for task in dropped:
+            self._dropped.add(task)
+            task.cancel()
+        return len(dropped)
+
     async def close(self) -> None:
         """Cancel everything and wait for it. Nothing starts afterwards."""
         self._closed = True
         self._first.clear()
         self._queue.clear()
-        tasks = list(self._tasks)
+        tasks = list(self._running)
         for task in tasks:
             task.cancel()
         if tasks:
@@ -150,20 +159,25 @@ class Dispatcher:
         self._servers.servers[url].in_flight += 1
         episode = job.runner.run_episode(job.source, job.task, url)
         task = asyncio.create_task(episode, name=f"{TASK_PREFIX}{job.source}-{job.task}")
-        self._tasks.add(task)
+        self._running[task] = (job, url)
         lane.tasks.add(task)
         # A callback and not a `finally` inside the task: a task that is cancelled before its first step runs no code.
         task.add_done_callback(lambda ended: self._finish(job, url, ended))
 
     def _finish(self, job: Job, url: int, task: "asyncio.Task[EpisodeResult]") -> None:
-        self._tasks.discard(task)
+        del self._running[task]
+        dropped = task in self._dropped
+        self._dropped.discard(task)
         job.lane.tasks.discard(task)
         self.num_running -= 1
         self._servers.servers[url].in_flight -= 1
         self.last_end = time.monotonic()
         if self._closed:
             return
-        self._deliver(job, url, _outcome(task))
+        if dropped and not job.lane.cancelled:  # no fault of the episode: it costs none of its retries
+            self._first.append(job)
+        else:
+            self._deliver(job, url, _outcome(task))
         self.pump()
 
     def _deliver(self, job: Job, url: int, result: EpisodeResult) -> None:

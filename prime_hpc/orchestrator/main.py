@@ -19,7 +19,7 @@ from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment, load_run
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.observe.context import RoleContext
+from prime_hpc.observe.context import LED, RoleContext
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
 from prime_hpc.observe.status import RoleStatus
@@ -81,7 +81,10 @@ async def _until_stopped(exp: Experiment, context: RoleContext, bell: Doorbell, 
         if not loop.is_closed():
             loop.call_soon_threadsafe(request_stop, str(message.get("reason", "stop on the doorbell")))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    if os.environ.get(LED):  # there SIGTERM is Slurm's warning to the whole job; the supervisor decides
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    numbers = (signal.SIGINT,) if os.environ.get(LED) else (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
         loop.add_signal_handler(number, request_stop, signal.Signals(number).name)
     bell.subscribe("stop", on_doorbell)
     work = asyncio.create_task(_run(exp, context, bell, status), name="orchestrator")

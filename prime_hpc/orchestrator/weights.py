@@ -35,6 +35,9 @@ DOWN_WARNING_S = 60.0
 class Client(Protocol):
     """What is needed of `client.InferenceClient`."""
 
+    def move(self, base_url: str) -> None:
+        """Ask there from now on."""
+
     async def wait_ready(self, deadline_s: float) -> None:
         """Until the server answers."""
 
@@ -74,6 +77,7 @@ class WeightSync:
         self._ready_timeout_s = ready_timeout_s
         self._on_change = on_change
         self._locks = [asyncio.Lock() for _ in clients]
+        self._loading: dict[int, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
         self._trouble = asyncio.Event()
         self._closing = False
@@ -117,6 +121,28 @@ class WeightSync:
             logger.warning(f"inference server {self._table.servers[index].url} failed; looking at it")
         self._trouble.set()
 
+    def drop(self, index: int) -> None:
+        """The server's node is gone: nothing of it is waited for until it is back."""
+        if self._table.mark_suspect(index, time.monotonic()):
+            logger.warning(f"inference server {self._table.servers[index].url} is gone with its node")
+        loading = self._loading.get(index)
+        if loading is not None:
+            loading.cancel()
+        self._on_change()
+
+    async def _load_unless_dropped(self, index: int) -> None:
+        """`_load`, broken off by `drop`."""
+        loading = asyncio.create_task(self._load(index), name=f"load-{index}")
+        self._loading[index] = loading
+        try:
+            await asyncio.wait({loading})
+            if not loading.cancelled():
+                loading.result()
+        finally:
+            loading.cancel()
+            if self._loading.get(index) is loading:
+                del self._loading[index]
+
     async def _prepare_one(self, index: int, version: int) -> None:
         client, url = self._clients[index], self._table.servers[index].url
         try:
@@ -142,7 +168,7 @@ class WeightSync:
                 continue
             start = time.monotonic()
             self.current = version
-            await asyncio.gather(*(self._load(i) for i in self._table.ready_indices))
+            await asyncio.gather(*(self._load_unless_dropped(i) for i in self._table.ready_indices))
             self.update_seconds = time.monotonic() - start
             await self._announce()
 

@@ -3,8 +3,10 @@
     srun ... python -m prime_hpc.supervisor.agent RUN_DIR LABEL LIFE
 
 It says hello over the doorbell (host, free ports, GPUs), is told what to start, starts it, and ends it with everything
-it started: when it is told to, when it gets SIGTERM, when its supervisor has been silent for `fence_s`, or when a newer
-life of the run has begun. So a node that was cut off, or whose batch host died, never works on beside a new life.
+it started: when it is told to, when its supervisor has been silent for `fence_s`, or when a newer life of the run has
+begun. So a node that was cut off, or whose batch host died, never works on beside a new life. SIGTERM ends nothing:
+Slurm sends it to all processes of the job at once, or (a preemption with grace) to the steps alone, and the supervisor,
+who is told of it, may still want a save.
 Started by `steps.StepRole`; imports nothing heavy.
 
 Messages, all on the doorbell:
@@ -25,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from prime_hpc.observe.context import RoleContext
+from prime_hpc.observe.context import LED, RoleContext
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.layout import RunPaths, check_incarnation
@@ -70,7 +72,8 @@ class Agent:
         self._host = environ.get("SLURMD_NODENAME") or socket.gethostname()
         self._local = int(environ.get("SLURM_LOCALID", "0"))
         self._inbox: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
-        self._signal: int | None = None
+        self._told_to_end = False
+        self._warned = False
         self._newer_life = False
         self._child: subprocess.Popen[bytes] | None = None
         self._heard_at = time.monotonic()
@@ -83,8 +86,8 @@ class Agent:
     def run(self) -> int:
         """Live until the role's process ends or must end; returns the agent's exit code."""
         become_subreaper()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGTERM, self._on_warning)
+        signal.signal(signal.SIGINT, self._on_signal)
         code = 1
         try:
             while True:
@@ -104,7 +107,10 @@ class Agent:
         return code if 0 <= code < 256 else 128 - code
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._signal = number
+        self._told_to_end = True
+
+    def _on_warning(self, _number: int, _frame: FrameType | None) -> None:
+        self._warned = True
 
     def _say(self, event: str, **facts: Any) -> None:
         key = f"{self._host}/{self._local}"
@@ -112,6 +118,9 @@ class Agent:
 
     def _talk(self) -> None:
         """Hello until there is an order, then a beat now and then."""
+        if self._warned:
+            self._warned = False
+            self._say("warned")
         now = time.monotonic()
         if self._child is None and now >= self._next_hello:
             self._next_hello = now + HELLO_AGAIN_S
@@ -148,7 +157,7 @@ class Agent:
             self._start(Order(**message))
         elif topic.startswith("end/") and message.get("life") == self._life:
             self._grace_s = float(message.get("grace_s", self._grace_s))
-            self._signal = signal.SIGTERM
+            self._told_to_end = True
 
     def _start(self, order: Order) -> None:
         self._grace_s = order.grace_s
@@ -158,6 +167,7 @@ class Agent:
         template = order.commands[node_rank if len(order.commands) > 1 else 0]
         command = [_fill(token, facts) for token in template]
         environment = {**self._environ, **{k: _fill(v, facts) for k, v in order.environment.items()}}
+        environment[LED] = "1"
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._own_gpus(order))
         print(f"[{self._host}] $ {' '.join(command)}", flush=True)
         self._child = subprocess.Popen(
@@ -179,7 +189,7 @@ class Agent:
 
     def _why_end(self) -> tuple[str, int] | None:
         """Reason and exit code, once the role must end."""
-        if self._signal is not None:
+        if self._told_to_end:
             return "told to end", 0
         if self._newer_life:
             return "this step was started again elsewhere", EXIT_FENCED
@@ -199,7 +209,7 @@ class Agent:
     def _end(self, why: str, code: int) -> int:
         print(f"[{self._host}] agent of {self._label}: {why}", flush=True)
         if self._child is not None and self._child.poll() is None:
-            killed = end_families([self._child.pid], self._grace_s)
+            killed = end_families([self._child.pid], self._grace_s, signal.SIGINT)
             if killed:
                 print(f"[{self._host}] agent of {self._label}: had to kill {len(killed)} processes", flush=True)
             self._child.wait(timeout=10)

@@ -24,13 +24,12 @@ class Allocation:
     """The nodes of a running job."""
 
     job_id: str
-    """The leader's, for a het job."""
+    """The leader's, for a het job; `<array>_<task>` for an array's task."""
     hosts: tuple[tuple[str, ...], ...]
     """Node names of each component, in Slurm's order."""
     batch_host: str
     restarts: int
     """How often Slurm has started this job before."""
-    array_task: str | None = None
     ends_at: float | None = None
     """Epoch seconds of the time limit; None: unknown or unlimited."""
 
@@ -62,13 +61,14 @@ def read_allocation(environ: Mapping[str, str] = os.environ) -> Allocation | Non
         lists = [environ.get("SLURM_JOB_NODELIST")]
     if None in lists:
         raise ConfigError(f"job {job_id}: Slurm names no nodes for component {lists.index(None)}")
+    if "SLURM_ARRAY_TASK_ID" in environ:
+        job_id = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     hosts = tuple(tuple(expand_hosts(text)) for text in lists if text is not None)
     return Allocation(
         job_id=job_id,
         hosts=hosts,
         batch_host=environ.get("SLURMD_NODENAME") or hosts[0][0],
         restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
-        array_task=environ.get("SLURM_ARRAY_TASK_ID"),
         ends_at=_end_time(job_id, environ),
     )
 

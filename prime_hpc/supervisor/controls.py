@@ -3,7 +3,6 @@
 The supervisor polls `Controls` at every tick; it decides nothing itself but what kind of ending was asked for.
 """
 
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -13,11 +12,11 @@ from types import FrameType
 
 from loguru import logger
 
-from prime_hpc.observe.slurm import SlurmError, run_slurm
+from prime_hpc.supervisor.allocation import Allocation
+from prime_hpc.supervisor.inquest import JobLog, granted_until, why_terminated
 
 SAVE, STOP = "SAVE", "STOP"
 LOOK_S = 2.0
-ASK_TIMEOUT_S = 5.0
 SAVE_BUDGET_S = 600.0
 """Longest wait for a save that nothing else limits."""
 LIMIT_MARGIN_S = 10.0
@@ -34,6 +33,10 @@ class StopRequest:
     save: bool
     budget_s: float
     """How long the workers may take to save and end."""
+    by_slurm: bool = False
+    """Slurm starts the job again by itself."""
+    lost_nodes: tuple[str, ...] = ()
+    """Nodes whose loss is the reason."""
 
 
 class Controls:
@@ -41,8 +44,7 @@ class Controls:
 
     Args:
         run_dir: where people put SAVE and STOP.
-        job_id: Slurm's; None on one machine.
-        ends_at: time limit of the job, epoch seconds.
+        allocation: Slurm's; None on one machine.
         lead_s: how long before it the attempt has to be saving (`slurm.survive.signal_lead_s`).
         needs_s: what one more step and a save take, as measured so far, seconds.
     """
@@ -50,14 +52,17 @@ class Controls:
     def __init__(
         self,
         run_dir: Path,
-        job_id: str | None,
-        ends_at: float | None,
+        allocation: Allocation | None,
         lead_s: float,
         needs_s: Callable[[], float],
     ) -> None:
         self._run_dir = run_dir
-        self._job_id = job_id
-        self._ends_at = ends_at
+        self._allocation = allocation
+        self._ends_at = allocation.ends_at if allocation else None
+        self._began = time.time()
+        self._of_slurm: StopRequest | None = None
+        self._log = JobLog()
+        self._warned = False
         self._lead_s = lead_s
         self._needs_s = needs_s
         self._signals: list[int] = []
@@ -79,10 +84,14 @@ class Controls:
     @property
     def insists(self) -> bool:
         """Whether somebody asked a second time: no more patience."""
-        return self._signals.count(signal.SIGINT) > 1 or (self._job_id is None and len(self._signals) > 1)
+        return self._signals.count(signal.SIGINT) > 1 or (self._allocation is None and len(self._signals) > 1)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)
+
+    def note_warning(self) -> None:
+        """A step got SIGTERM: with a grace time Slurm tells the steps of a preemption, and not the batch process."""
+        self._warned = True
 
     def poll(self) -> StopRequest | None:
         """What was asked for since the start, if anything."""
@@ -92,6 +101,11 @@ class Controls:
         if now < self._next_look:
             return None
         self._next_look = now + LOOK_S
+        if self._warned:
+            self._warned = False
+            request = self._of_grace(now)
+            if request is not None:
+                return request
         return self._of_files() or self._of_limit(now)
 
     def _of_signal(self, number: int) -> StopRequest:
@@ -102,11 +116,17 @@ class Controls:
                 return StopRequest(f"warned by {name} (preemption)", "preempted", 0, True, self._lead_s)
             words = "" if left is None else f", {left:.0f} s before the time limit"
             return StopRequest(f"warned by {name}{words}", "requeued", 0, True, self._budget())
-        if number == signal.SIGINT or self._job_id is None:
+        if number == signal.SIGINT or self._allocation is None:
             code = 130 if number == signal.SIGINT else 128 + number
             return StopRequest(f"interrupted by {name}", "interrupted", code, False, 0.0)
-        outcome, reason = why_terminated(self._job_id)
-        return StopRequest(reason, outcome, 128 + number, outcome != "interrupted", self._budget())
+        if self._of_slurm is None:  # asked once: the answer is about the moment of the signal
+            job = self._allocation
+            end = why_terminated(job.job_id, job.restarts, self._began, self._ends_at, job.all_hosts, self._log.words())
+            save = end.outcome not in ("interrupted", "node_lost")
+            self._of_slurm = StopRequest(
+                end.reason, end.outcome, 128 + number, save, self._budget(), end.by_slurm, end.nodes
+            )
+        return self._of_slurm
 
     def _of_files(self) -> StopRequest | None:
         try:
@@ -121,6 +141,14 @@ class Controls:
             (self._run_dir / STOP).unlink(missing_ok=True)
             return StopRequest("the file STOP was found", "stopped", 0, True, self._budget())
         return None
+
+    def _of_grace(self, now: float) -> StopRequest | None:
+        """A preemption with grace moves the end of the job, and says nothing else."""
+        end = granted_until(self._allocation.job_id) if self._allocation else None
+        if end is None or (self._ends_at is not None and end > self._ends_at - LIMIT_MARGIN_S):
+            return None
+        reason = f"preempted, with {end - now:.0f} s of grace"
+        return StopRequest(reason, "preempted", 0, True, max(5.0, end - now))
 
     def _of_limit(self, now: float) -> StopRequest | None:
         """The signal comes up to a minute early or late, and its lead is a guess: this is measured."""
@@ -138,37 +166,3 @@ class Controls:
     def _budget(self) -> float:
         left = self._left()
         return SAVE_BUDGET_S if left is None else max(5.0, min(SAVE_BUDGET_S, left - LIMIT_MARGIN_S))
-
-
-def why_terminated(job_id: str) -> tuple[str, str]:
-    """Outcome and reason of a SIGTERM inside a job: Slurm knows whether it preempts, cancels or ends it."""
-    try:
-        text = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=ASK_TIMEOUT_S)
-    except SlurmError as error:
-        return "requeued", f"ended by Slurm (SIGTERM), which does not say why: {error}"
-    return parse_termination(text, time.time())
-
-
-def parse_termination(text: str, now: float) -> tuple[str, str]:
-    """Outcome and reason from `scontrol show job --oneliner` at the moment of SIGTERM.
-
-    Args:
-        text: of the leader first, for a het job.
-        now: epoch seconds.
-    """
-    state = _field(text, "JobState")
-    reason = _field(text, "Reason")
-    if state == "CANCELLED":
-        return "interrupted", "cancelled with scancel"
-    if state == "TIMEOUT":
-        return "requeued", "the time limit was reached before the save"
-    if state == "NODE_FAIL":
-        return "node_lost", "Slurm ends the job because it lost a node"
-    if state == "PREEMPTED" or _field(text, "PreemptTime") not in ("", "None", "N/A"):
-        return "preempted", "preempted by a job of higher priority"
-    return "requeued", f"ended by Slurm (state {state or 'unknown'}, reason {reason or 'none'})"
-
-
-def _field(text: str, name: str) -> str:
-    match = re.search(rf"\b{name}=(\S*)", text)
-    return match.group(1) if match else ""

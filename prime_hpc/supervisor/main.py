@@ -19,6 +19,7 @@ from prime_hpc.supervisor import ports
 from prime_hpc.supervisor.allocation import Allocation, read_allocation
 from prime_hpc.supervisor.attempts import read_attempts, rewrite_row
 from prime_hpc.supervisor.begin import begin_attempt, run_paths
+from prime_hpc.supervisor.checkup import Checkup, nodes_to_avoid, remember
 from prime_hpc.supervisor.placement import place_slurm
 from prime_hpc.supervisor.postmortem import close_lost_lives
 from prime_hpc.supervisor.roles import (
@@ -32,7 +33,7 @@ from prime_hpc.supervisor.roles import (
 from prime_hpc.supervisor.slurm_roles import slurm_specs, spare_hosts
 from prime_hpc.supervisor.steps import StepContext, StepSpec
 from prime_hpc.supervisor.supervise import Supervisor
-from prime_hpc.supervisor.survive import EXIT_AGAIN, FINAL, come_back, decide, resolve_mode
+from prime_hpc.supervisor.survive import EXIT_AGAIN, FINAL, come_back, decide, mode_of_run
 
 
 def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tuple[list[RoleSpec], list[str]]:
@@ -108,7 +109,7 @@ def _prepare(
     close_lost_lives(run_dir, paths, allocation)
     if allocation is None:
         specs, urls = place(experiment, run_dir, environment)
-        steps, spares = None, []
+        steps, spares, checkup = None, [], None
         attempt = begin_attempt(experiment, run_dir)
     else:
         placement = place_slurm(experiment, site)
@@ -124,6 +125,9 @@ def _prepare(
         environment |= {**site.env, **experiment.slurm.env}
         attempt = begin_attempt(experiment, run_dir, job_id=allocation.job_id, restarts=allocation.restarts)
         logger.info(f"job {allocation.job_id} ({placement.layout}): " + _where(specs))
+        log_dir = run_dir / "logs" / f"attempt_{attempt.attempt}"
+        own = [spec for spec in specs if isinstance(spec, StepSpec)]
+        checkup = Checkup(experiment, steps, own, log_dir) if experiment.slurm.preflight.enabled else None
     inference = experiment.inference
     if experiment.kind == "rl" and inference is not None and inference.api_key:
         environment[experiment.orchestrator.client.api_key_var] = inference.api_key
@@ -131,7 +135,7 @@ def _prepare(
         f"run {run_dir}: attempt {attempt.attempt}, incarnation {attempt.incarnation} ({attempt.why}); "
         + ", ".join(_describe(experiment, spec) for spec in specs)
     )
-    return Supervisor(experiment, run_dir, attempt, specs, urls, environment, steps, spares)
+    return Supervisor(experiment, run_dir, attempt, specs, urls, environment, steps, spares, checkup)
 
 
 def _where(specs: list[RoleSpec]) -> str:
@@ -143,21 +147,24 @@ def _come_back(experiment: Experiment, run_dir: Path, allocation: Allocation, co
     paths = run_paths(experiment, run_dir)
     rows = read_attempts(paths.attempts)
     site = read_site(run_dir)
-    partition = experiment.slurm.trainer.partition or experiment.slurm.partition or site.options.partition
-    mode = resolve_mode(experiment.slurm, site, partition)
+    mode = mode_of_run(run_dir)
     decision = decide(rows, experiment.slurm.survive, mode)
     last = rows[-1]
+    remember(experiment, dict.fromkeys(last["lost_nodes"], last["cause"]))
     if not decision.again:
         if last["outcome"] not in FINAL:
             logger.error(f"the job does not come back: {decision.why}")
         return code
+    if last["next"] == "slurm":
+        return EXIT_AGAIN  # it is in the queue again already
     logger.info(f"the job comes back ({mode}): {decision.why}")
     rewrite_row(paths.attempts, {**last, "next": mode})
-    if last["outcome"] == "preempted" and mode == "requeue":
-        return EXIT_AGAIN  # Slurm requeues it itself
     exclude = experiment.slurm.survive.exclude_bad_nodes
-    bad = last["lost_nodes"] if (site.exclude_bad_nodes if exclude is None else exclude) else []
-    if not come_back(allocation.job_id, mode, bad):
+    exclude = site.exclude_bad_nodes if exclude is None else exclude
+    bad = nodes_to_avoid(experiment, last["lost_nodes"]) if exclude else []
+    # of a het job no component can shrink, and each would need its own number
+    num_nodes = 0 if allocation.is_het else place_slurm(experiment, site).num_nodes
+    if not come_back(allocation.job_id, mode, num_nodes, bad):
         rewrite_row(paths.attempts, {**last, "next": None})
         return code or 1
     return EXIT_AGAIN

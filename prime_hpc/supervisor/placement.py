@@ -36,7 +36,7 @@ class RoleGroup:
     """Offset into the component's node list."""
     num_nodes: int
     processes_per_node: int
-    """Trainer ranks, or data-parallel engines, on each node (the last node of the trainer may hold fewer)."""
+    """Trainer ranks, or data-parallel engines of this server, on each of its nodes."""
     gpus: tuple[int, ...] | None = None
     """Positions, among the GPUs that the job sees on each node, of those this role uses; None: no GPU."""
     dp_size: int = 1
@@ -129,10 +129,10 @@ def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["pa
                     "slurm.layout",
                 )
             )
-        return "packed", "asked for"
+        return "packed", "slurm.layout says so"
     if slurm.layout == "auto" and not difference:
         return "packed", "all roles ask for the same nodes"
-    why = "asked for" if slurm.layout == "het" else f"the roles ask for different nodes: {difference}"
+    why = "slurm.layout says so" if slurm.layout == "het" else f"the roles ask for different nodes: {difference}"
     if not site.het_jobs:
         raise ConfigError(
             Problem(

@@ -4,7 +4,6 @@ Called by `main` before an attempt begins, so that `attempts.jsonl` holds the tr
 directory which another job still works in is refused.
 """
 
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config import ConfigError
-from prime_hpc.observe.slurm import SlurmError, history, jobs, run_slurm
+from prime_hpc.observe.slurm import SlurmError, history, jobs
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.supervisor.allocation import Allocation
 from prime_hpc.supervisor.attempts import is_held, read_attempts, rewrite_row
 from prime_hpc.supervisor.begin import newest_saved_step
-
-ASK_TIMEOUT_S = 10.0
-_DOWN = ("DOWN", "NOT_RESPONDING", "FAIL", "POWERED_DOWN")
+from prime_hpc.supervisor.inquest import lost_hosts
 
 
 def close_lost_lives(run_dir: Path, paths: RunPaths, allocation: Allocation | None) -> list[str]:
@@ -81,7 +78,7 @@ def _cause(row: dict[str, Any], allocation: Allocation | None) -> tuple[str, str
     if row.get("job_id") is None:
         return "failed", f"the supervisor (process {row['pid']} on {row['host']}) was killed", []
     hosts = sorted({host for group in (row.get("nodes") or {}).values() for host in group} | {row["host"]})
-    lost = [host for host in hosts if _was_lost(host, row["began"])]
+    lost = lost_hosts(hosts, row["began"], silent_end=True)
     if lost:
         return "node_lost", f"node {', '.join(lost)} was lost", lost
     states = _accounting(row)
@@ -105,23 +102,3 @@ def _accounting(row: dict[str, Any]) -> list[str]:
         return [info.state for info in history(row["job_id"]) if info.end is None or info.end >= row["began"]]
     except SlurmError:
         return []
-
-
-def _was_lost(host: str, since: float) -> bool:
-    """Whether Slurm calls the node down, or it has been started again since."""
-    try:
-        text = run_slurm(["scontrol", "show", "node", "--oneliner", host], timeout_s=ASK_TIMEOUT_S)
-    except SlurmError:
-        return False
-    state = re.search(r"\bState=(\S+)", text)
-    if (state is not None and any(word in state.group(1).upper() for word in _DOWN)) or "*" in (
-        state.group(1) if state else ""
-    ):
-        return True
-    started = re.search(r"\bSlurmdStartTime=(\S+)", text)
-    if started is None:
-        return False
-    try:
-        return time.mktime(time.strptime(started.group(1), "%Y-%m-%dT%H:%M:%S")) > since
-    except ValueError:  # `None`: the node never registered
-        return False

@@ -61,14 +61,14 @@ def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return living
 
 
-def end_families(leaders: Iterable[int], grace_s: float) -> list[int]:
-    """End the leaders politely (SIGTERM) and, after `grace_s`, whatever is left of their families.
+def end_families(leaders: Iterable[int], grace_s: float, polite: int = signal.SIGTERM) -> list[int]:
+    """End the leaders by the signal `polite` and, after `grace_s`, whatever is left of their families.
 
     Returns the ids of the processes that had to be killed.
     """
     leaders = list(leaders)
     members = {p for pid in leaders for p in family(pid)}
-    send((p for p in members if p.pid in leaders), signal.SIGTERM)
+    send((p for p in members if p.pid in leaders), polite)
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and alive(members):
         # children born meanwhile belong to the family too

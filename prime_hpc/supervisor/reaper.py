@@ -5,6 +5,7 @@ one a line (`+pid`, `-pid`); when the pipe closes without a farewell (`bye`), th
 and nobody else would end its roles.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -45,7 +46,8 @@ class Reaper:
         """The supervisor ends in good order: nothing to reap."""
         self._say(FAREWELL)
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it was killed: it had nothing left to do
+                self._process.stdin.close()
         self._process.wait(timeout=10)
 
     def _say(self, line: str) -> None:
@@ -60,6 +62,7 @@ class Reaper:
 def main() -> None:
     """Read process ids until the pipe closes; then end what is left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to every process of a job; the pipe decides
     watched: set[int] = set()
     for raw in sys.stdin:
         line = raw.strip()

@@ -4,7 +4,10 @@ The counterpart of `roles` (one machine). Called by `main`; the supervisor start
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+
+from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
@@ -24,12 +27,19 @@ def slurm_specs(
         ConfigError: Slurm gave other nodes than the placement asks for.
     """
     _check_nodes(placement, allocation)
-    specs = []
+    specs: list[StepSpec] = []
     for group in sorted(placement.groups, key=lambda g: ("inference", "trainer", "orchestrator").index(g.role)):
         nodes = allocation.hosts[group.component]
+        if group.first_node + group.num_nodes > len(nodes):
+            logger.warning(
+                f"{group.role}[{group.index}] has no node: the job came back smaller; the run goes on without"
+            )
+            continue
         hosts = tuple(nodes[group.first_node : group.first_node + group.num_nodes])
+        num_servers = sum(spec.is_server for spec in specs)  # they come first
         build = {"trainer": _trainer, "inference": _inference, "orchestrator": _orchestrator}[group.role]
-        specs.append(build(experiment, site, placement, group, hosts, run_dir))
+        spec = build(experiment, site, group, hosts, run_dir, num_servers)
+        specs.append(replace(spec, options=placement.components[group.component].options, gpus=group.gpus))
     return specs
 
 
@@ -41,6 +51,9 @@ def spare_hosts(placement: Placement, allocation: Allocation) -> list[str]:
 def _check_nodes(placement: Placement, allocation: Allocation) -> None:
     asked = [component.num_nodes for component in placement.components]
     given = [len(hosts) for hosts in allocation.hosts]
+    if placement.layout == "packed":  # one that lost a node may come back without it: a server less, if one is left
+        ends = {g.role: g.first_node + g.num_nodes for g in reversed(placement.groups)}
+        asked = [max(ends.values())]
     if len(asked) != len(given) or any(have < want for have, want in zip(given, asked, strict=True)):
         raise ConfigError(
             f"job {allocation.job_id} has {' + '.join(map(str, given))} nodes, but the experiment needs "
@@ -66,10 +79,10 @@ def _threads(ranks: int) -> dict[str, str]:
 def _trainer(
     experiment: Experiment,
     site: SiteConfig,
-    placement: Placement,
     group: RoleGroup,
     hosts: tuple[str, ...],
     run_dir: Path,
+    num_servers: int,
 ) -> StepSpec:
     trainer = experiment.trainer
     by_task = trainer.launcher == "srun"
@@ -96,7 +109,8 @@ def _trainer(
         else:
             command = [python, "-m", "torch.distributed.run", "--nnodes", str(len(spec.hosts))]
             command += ["--nproc-per-node", str(per_node), "--node-rank", "{node_rank}"]
-            command += ["--master-addr", address, "--master-port", port, "--max-restarts", "0", *program]
+            command += ["--master-addr", address, "--master-port", port, "--max-restarts", "0"]
+            command += ["--signals-to-handle", "SIGINT", *program]
             environment |= {} if trainer.threads_per_rank else _threads(per_node)
         return Order(
             life=0,
@@ -123,10 +137,10 @@ def _trainer(
 def _inference(
     experiment: Experiment,
     site: SiteConfig,
-    placement: Placement,
     group: RoleGroup,
     hosts: tuple[str, ...],
     run_dir: Path,
+    num_servers: int,
 ) -> StepSpec:
     inference = experiment.inference
     assert inference is not None
@@ -173,16 +187,15 @@ def _inference(
 def _orchestrator(
     experiment: Experiment,
     site: SiteConfig,
-    placement: Placement,
     group: RoleGroup,
     hosts: tuple[str, ...],
     run_dir: Path,
+    num_servers: int,
 ) -> StepSpec:
-    servers = sum(1 for g in placement.groups if g.role == "inference")
     python = _python(site)
 
     def order(spec: StepSpec, hellos: Hellos, urls: list[str]) -> Order | None:
-        if len(urls) < servers:
+        if len(urls) < num_servers:
             return None
         environment = {"OMP_NUM_THREADS": "1"}
         if urls:

@@ -5,6 +5,7 @@ that never ran): what counts is what the agents and the role's processes say.
 """
 
 import contextlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,13 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.sections.slurm import ContainerConfig
-from prime_hpc.observe.slurm import SlurmError, compress_hosts, run_slurm
+from prime_hpc.observe.context import ATTEMPT
+from prime_hpc.observe.slurm import SlurmError, clean_environment, compress_hosts, run_slurm
 from prime_hpc.supervisor.agent import Order
 from prime_hpc.supervisor.allocation import Allocation
 from prime_hpc.supervisor.role import Role
 from prime_hpc.supervisor.roles import RoleSpec
 
 HELLO_TIMEOUT_S = 180.0
+_OF_NODES = (
+    *("partition", "account", "qos", "constraint", "gres", "gpus-per-node", "mem", "cpus-per-task", "time"),
+    *("reservation", "exclude", "exclusive"),
+)
+"""sbatch options that a stand-in shares with the component whose node it replaces."""
 SCANCEL_TIMEOUT_S = 10.0
 SRUN_GRACE_S = 2.0
 
@@ -40,6 +47,10 @@ class StepSpec(RoleSpec):
     order: Callable[["StepSpec", Hellos, list[str]], Order | None] = field(default=lambda *_: None)
     """What the agents are to start, from their hellos and the servers' URLs; None: not yet."""
     is_server: bool = False
+    gpus: tuple[int, ...] | None = None
+    """Positions of its GPUs on each node."""
+    options: Mapping[str, str | bool] = field(default_factory=dict)
+    """sbatch options of its component, for a stand-in."""
     num_engines: int = 1
     """Of a server: data-parallel engines behind it."""
 
@@ -55,8 +66,17 @@ class StepContext:
     srun_args: tuple[str, ...] = ()
     container: ContainerConfig | None = None
 
-    def srun(self, hosts: list[str], component: int, tasks_per_node: int, name: str, arguments: list[str]) -> list[str]:
-        """The command that runs `python -m ARGUMENTS` on the hosts.
+    def srun(
+        self,
+        hosts: list[str],
+        component: int,
+        tasks_per_node: int,
+        name: str,
+        arguments: list[str],
+        *,
+        quiet: bool = False,
+    ) -> list[str]:
+        """The command that runs `python -m ARGUMENTS` on the hosts; `quiet`: without task numbers in its output.
 
         `--overlap` because steps share nodes and because a step that failed to start would otherwise hold its nodes
         until the job ends; which GPUs a role uses is decided by its agents.
@@ -69,10 +89,21 @@ class StepContext:
         command += ["--kill-on-bad-exit=0", "--unbuffered", "--input=none", f"--job-name={name}"]
         if self.no_kill:
             command.append("--no-kill")
-        if len(hosts) * tasks_per_node > 1:
+        if len(hosts) * tasks_per_node > 1 and not quiet:
             command.append("--label")
         command += self.srun_args
         return [*command, *self._python(), "-m", *arguments]
+
+    def stand_in(self, options: Mapping[str, str | bool], name: str, log: Path, arguments: list[str]) -> list[str]:
+        """The command that runs `python -m ARGUMENTS` on a node of another, one-node job, and waits for its end.
+
+        A job that has lost a node cannot get it back; a job of its own can take its place.
+        """
+        command = ["sbatch", "--wait", "--nodes=1", "--ntasks-per-node=1", "--no-requeue", "--export=ALL"]
+        own = {k: v for k, v in options.items() if k in _OF_NODES}
+        command += [f"--{k}" if v is True else f"--{k}={v}" for k, v in own.items() if v is not False]
+        command += [f"--job-name={name}", f"--output={log}", "--open-mode=append"]
+        return [*command, f"--wrap=exec {shlex.join([*self._python(), '-m', *arguments])}"]
 
     def _python(self) -> list[str]:
         box = self.container
@@ -113,6 +144,10 @@ class StepRole(Role):
         self._grace_s = grace_s
         self.hosts = list(spec.hosts)
         self.life = 0
+        self.stands_in = False
+        """Whether it runs, or waits for a node, as a job of its own."""
+        self.warned = False
+        """Whether one of its nodes got SIGTERM and nobody has looked into it."""
         self.url: str | None = None
         """Of a server, once it is known."""
         self._hellos: dict[str, dict[str, Any]] = {}
@@ -156,25 +191,44 @@ class StepRole(Role):
         self._hellos, self._exits, self._beats = {}, {}, {}
         self._ordered = self._ending = False
         arguments = ["prime_hpc.supervisor.agent", str(self._context.run_dir), self.spec.label, str(self.life)]
+        if self.stands_in:
+            self.hosts = []  # nobody knows yet
+            command = self._context.stand_in(self.spec.options, self._stand_in_name, self.log_file, arguments)
+            self._environment = clean_environment(self._environment)
+            self._launch(command)
+            return
         command = self._context.srun(
             self.hosts, self.spec.component, self.spec.tasks_per_node, self.spec.label, arguments
         )
         self._launch(command)
 
+    @property
+    def _stand_in_name(self) -> str:
+        return f"{self._context.run_dir.name}-{self.spec.label}-{self._environment.get(ATTEMPT)}-{self.life}"
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a stand-in has got its node."""
+        return self.stands_in and bool(self._hellos)
+
     def hear(self, message: dict[str, Any]) -> None:
         """A message of one of its agents. Called in the doorbell's thread."""
         if message.get("life") != self.life:
             return
+        if self.stands_in and not self.hosts:
+            self.hosts = [message["host"]]
         key, event = message["key"], message["event"]
         self._beats[key] = time.monotonic()
         if event == "hello":
             self._hellos[key] = message
+        elif event == "warned":
+            self.warned = True
         elif event == "exited":
             self._exits[key] = int(message["code"])
 
     def lead(self, urls: list[str]) -> None:
         """Give the agents their order once all are there and it can be given."""
-        if self._ordered or len(self._hellos) < self._num_tasks:
+        if self._ordered or len(self._hellos) < self._num_tasks or not self.hosts:
             return
         spec = replace(self.spec, hosts=tuple(self.hosts))
         order = self.spec.order(spec, self._hellos, urls)
@@ -183,6 +237,7 @@ class StepRole(Role):
         if self.spec.is_server:
             first = self._hellos[f"{self.hosts[0]}/0"]
             self.url = f"http://{first['address']}:{first['ports'][0]}/v1"
+            self._ring("server", index=self.spec.index, state="starting", url=self.url)
         self._ordered = True
         self._ring(f"go/{self.spec.label}", **{**vars(order), "life": self.life})
 
@@ -225,6 +280,9 @@ class StepRole(Role):
         if self._process is None or self._process.poll() is not None:
             return
         self.ask_to_end()
+        if self.stands_in:
+            with contextlib.suppress(SlurmError):
+                run_slurm(["scancel", f"--name={self._stand_in_name}"], timeout_s=SCANCEL_TIMEOUT_S)
         steps = {
             f"{self._step_job(hello)}.{hello['step']}" for hello in list(self._hellos.values()) if hello.get("step")
         }

@@ -6,6 +6,7 @@ Called by `prime_hpc.supervisor.main`.
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from prime_hpc.store.doorbell import DoorbellHub
 from prime_hpc.supervisor.agent import FENCE
 from prime_hpc.supervisor.attempts import Attempt, write_attempt
 from prime_hpc.supervisor.begin import newest_saved_step, run_paths
+from prime_hpc.supervisor.checkup import Checkup
 from prime_hpc.supervisor.controls import Controls, StopRequest
 from prime_hpc.supervisor.live import LiveStatus
 from prime_hpc.supervisor.processes import become_subreaper, end_families, end_strays
@@ -59,6 +61,7 @@ class Supervisor:
         environment: dict[str, str],
         steps: StepContext | None = None,
         spares: list[str] | None = None,
+        checkup: Checkup | None = None,
     ) -> None:
         """
         Args:
@@ -68,6 +71,7 @@ class Supervisor:
             environment: of the roles.
             steps: the Slurm job; None: processes of this machine.
             spares: nodes of a packed job that take over a lost server.
+            checkup: of the nodes, before any role starts.
         """
         self._experiment = experiment
         self._paths = run_paths(experiment, run_dir)
@@ -76,6 +80,7 @@ class Supervisor:
         self._urls = inference_urls
         self._environment = environment
         self._steps = steps
+        self._checkup = checkup
         self._roles: list[Role] = []
         self._replicas = Replicas(experiment.slurm.survive.replica_retry_s, spares or [])
         self._heard: dict[tuple[str, int], dict[str, Any]] = {}
@@ -86,11 +91,9 @@ class Supervisor:
         self._ready_at: float | None = None
         self._saves_asked = 0
         self._console = Console(run_dir, experiment.max_steps, kind=experiment.kind)
-        allocation = steps.allocation if steps else None
         self._controls = Controls(
             run_dir,
-            allocation.job_id if allocation else None,
-            allocation.ends_at if allocation else None,
+            steps.allocation if steps else None,
             experiment.slurm.survive.signal_lead_s,
             self._console.needs_s,
         )
@@ -105,6 +108,7 @@ class Supervisor:
         self._hub, self._reaper = hub, Reaper()
         ended = Ended(1, "the supervisor itself failed")
         try:
+            self._check_nodes()
             self._start()
             while True:
                 self._tick()
@@ -130,6 +134,18 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------ start
 
+    def _check_nodes(self) -> None:
+        """Preflight. Raises Ended where a node is bad, or where somebody wants the attempt to end."""
+        if self._checkup is None:
+            return
+        self._live.write(now=True, **{**self._facts(), "state": "preflight"})
+        report = self._checkup.run(self._attempt.attempt, lambda: self._controls.poll() is not None, self._environment)
+        self._obey()
+        if not report.ok:
+            self._note_lost(list(report.bad))
+            causes = [f"{node}: {why}" for node, why in report.bad.items()] + report.problems
+            raise Ended(1, f"preflight: {'; '.join(causes)}", "node_lost" if report.bad else "failed")
+
     def _start(self) -> None:
         facts = role_environment(
             doorbell_address=self._hub.address,
@@ -150,6 +166,7 @@ class Supervisor:
             role.start()
             self._reaper.watch(role.pid)
             logger.info(f"started {spec.label} (process {role.pid}): {' '.join(role.command)}")
+        write_attempt(self._paths.attempts, self._attempt)  # a later life asks what became of these nodes
 
     def _make_role(self, spec: RoleSpec, environment: dict[str, str]) -> Role:
         log_dir = self._paths.logs(self._attempt.attempt, spec.name)
@@ -216,6 +233,10 @@ class Supervisor:
         if self._controls.insists:
             for role in self._roles:
                 role.kill()
+        for role in self._roles:
+            if isinstance(role, StepRole) and role.warned:
+                role.warned = False
+                self._controls.note_warning()
         request = self._controls.poll()
         if self._controls.num_saves > self._saves_asked:
             self._saves_asked = self._controls.num_saves
@@ -226,6 +247,8 @@ class Supervisor:
             if time.monotonic() > deadline:
                 raise Ended(request.code or 1, f"{request.reason}; not saved within {request.budget_s:.0f} s", "failed")
         elif request is not None:
+            self._attempt.next = "slurm" if request.by_slurm else None
+            self._note_lost(request.lost_nodes)
             if not request.save or self._ready_at is None:
                 raise Ended(request.code, request.reason, request.outcome)
             logger.warning(f"{request.reason}: saving, then ending (at most {request.budget_s:.0f} s)")
@@ -278,9 +301,8 @@ class Supervisor:
 
     def _on_lost_nodes(self, role: Role, hosts: list[str]) -> None:
         """A packed job goes on without a server's node; anything else is started again as a whole."""
-        silence = self._experiment.slurm.survive.node_silence_s
-        cause = f"node {', '.join(hosts)} of {role.spec.label} was lost (no sign of life for {silence:.0f} s)"
-        self._attempt.lost_nodes += [host for host in hosts if host not in self._attempt.lost_nodes]
+        cause = f"node {', '.join(hosts)} of {role.spec.label} was lost (no sign of life)"
+        self._note_lost(hosts)
         can_go_on = self._steps is not None and self._steps.no_kill and role.is_server and role.was_ready
         others = any(r.state == "ready" for r in self._roles if r.is_server and r is not role)
         if not can_go_on or not others or not isinstance(role, StepRole):
@@ -292,10 +314,18 @@ class Supervisor:
         where = self._replicas.send_away(role, hosts)
         logger.warning(f"{cause}; the run goes on without it: {where}")
 
+    def _note_lost(self, hosts: Sequence[str]) -> None:
+        self._attempt.lost_nodes = list(dict.fromkeys([*self._attempt.lost_nodes, *hosts]))
+
     def _on_death(self, role: Role, cause: str) -> None:
         """A role ended that should not have: start a server again in place, end the attempt for the others."""
         if self._stop is not None and (role.is_server or role.says("done")):
             role.state = "done"  # on the way out, nobody asks the servers any more
+            return
+        if isinstance(role, StepRole) and self._replicas.is_on_trial(role):
+            role.kill()
+            self._reaper.forget(role.pid)
+            logger.warning(f"{cause}; {self._replicas.send_away(role, role.hosts)}")
             return
         # one that never served has a reason that a second start does not change
         if role.was_ready and role.restarts < role.spec.max_restarts:

@@ -4,23 +4,26 @@
 (through `resolve_mode`) to say beforehand what will happen.
 """
 
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from loguru import logger
 
+from prime_hpc.config import load_run
 from prime_hpc.config.sections.slurm import SiteConfig, SlurmConfig, SurviveConfig
+from prime_hpc.config.site import read_site
 from prime_hpc.observe.slurm import SlurmError, compress_hosts, run_slurm
+from prime_hpc.supervisor.inquest import field
 
 Mode = Literal["requeue", "successor", "off"]
 
 EXIT_AGAIN = 75
 """EX_TEMPFAIL (sysexits.h): the job's exit code when a successor, queued with afternotok, is to take over."""
 SCONTROL_TIMEOUT_S = 30.0
-UPDATE_TRIES = 10
+UPDATE_TRIES = 6
 
 FINAL = ("completed", "stopped", "interrupted")
 SLURMS_DOING = ("preempted",)
@@ -41,6 +44,17 @@ def resolve_mode(config: SlurmConfig, site: SiteConfig, partition: str | None) -
     facts = [site.partitions.get(name) for name in (partition or "").split(",")]
     cancels = any(part is not None and part.preempt == "cancel" for part in facts)
     return "requeue" if site.requeue and not cancels else "successor"
+
+
+def mode_of_run(run_dir: Path) -> Mode:
+    """How the run in `run_dir` comes back.
+
+    Raises:
+        ConfigError: it holds no run, or its profile is wrong.
+    """
+    experiment, site = load_run(run_dir), read_site(run_dir)
+    partition = experiment.slurm.trainer.partition or experiment.slurm.partition or site.options.partition
+    return resolve_mode(experiment.slurm, site, partition)
 
 
 @dataclass(frozen=True)
@@ -90,10 +104,16 @@ def decide(rows: Sequence[dict[str, Any]], config: SurviveConfig, mode: Mode) ->
     return Decision(True, f"life {len(rows) + 1} follows" + (f", {idle} without progress so far" if idle else ""))
 
 
-def come_back(job_id: str, mode: Mode, exclude: Sequence[str] = ()) -> bool:
+def come_back(job_id: str, mode: Mode, num_nodes: int, exclude: Sequence[str] = ()) -> bool:
     """Requeue this job, leaving out bad nodes; the caller dies of it soon. False: Slurm refuses.
 
     With `successor` nothing is asked: the exit code releases the job that waits with afternotok.
+
+    Args:
+        job_id: this job's leader.
+        mode: how the job comes back.
+        num_nodes: that the job needs; a packed job that lost a node (--no-kill) would come back smaller. 0: leave it.
+        exclude: nodes that the next life must not get.
     """
     if mode == "successor":
         return True
@@ -103,16 +123,38 @@ def come_back(job_id: str, mode: Mode, exclude: Sequence[str] = ()) -> bool:
         logger.error(f"job {job_id} could not be requeued: {error}")
         return False
     logger.info(f"job {job_id} is requeued")
-    if exclude:
-        _exclude(job_id, exclude)
+    if num_nodes:
+        _update(job_id, f"NumNodes={num_nodes}")
+    if exclude and _enough_without(job_id, exclude, num_nodes):
+        _update(job_id, f"ExcNodeList={compress_hosts(list(exclude))}")
     return True
 
 
-def _exclude(job_id: str, hosts: Sequence[str]) -> None:
-    """Slurm takes the list only once the job is pending again; meanwhile it ends this very process."""
-    command = ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={compress_hosts(list(hosts))}"]
-    # A process of its own, in a session of its own, may outlive the batch step's SIGTERM for a few seconds.
-    script = f"for i in $(seq {UPDATE_TRIES}); do {' '.join(command)} && exit 0; sleep 1; done"
-    subprocess.Popen(["bash", "-c", script], start_new_session=True, stdout=subprocess.DEVNULL)
-    time.sleep(0.5)
-    logger.info(f"node(s) {', '.join(hosts)} are excluded from the next life")
+def _update(job_id: str, change: str) -> None:
+    """Change the requeued job; right after the requeue Slurm says for a second or two that it is not available."""
+    for left in reversed(range(UPDATE_TRIES)):
+        try:
+            run_slurm(["scontrol", "update", f"JobId={job_id}", change], timeout_s=SCONTROL_TIMEOUT_S)
+        except SlurmError as error:
+            if not left:
+                logger.warning(f"job {job_id} goes without {change}: {error}")
+            time.sleep(1.0 if left else 0.0)
+        else:
+            logger.info(f"job {job_id}: {change}")
+            return
+
+
+def _enough_without(job_id: str, exclude: Sequence[str], num_nodes: int) -> bool:
+    """Whether the partition has enough other nodes that are up: a job must not wait for ever for want of one."""
+    try:
+        job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=SCONTROL_TIMEOUT_S)
+        table = run_slurm(["sinfo", "-h", "-N", "-o", "%N %t", "-p", field(job, "Partition")], SCONTROL_TIMEOUT_S)
+    except SlurmError as error:
+        logger.warning(f"no node is excluded, the partition's nodes are unknown: {error}")
+        return False
+    rows = [line.split() for line in table.splitlines() if line.strip()]
+    good = {name for name, state in rows if name not in exclude and not state.startswith(("down", "drain", "fail"))}
+    if len(good) < max(1, num_nodes):
+        logger.warning(f"{', '.join(exclude)} cannot be excluded: only {len(good)} other nodes are up")
+        return False
+    return True

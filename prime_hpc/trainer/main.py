@@ -26,10 +26,11 @@ import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.config import Experiment, load_run
-from prime_hpc.observe.context import RoleContext
+from prime_hpc.observe.context import LED, RoleContext
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.status import RoleStatus
 from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.store.errors import StoreError
 
 TERM_GRACE_S = 3.5
 """After SIGTERM: time to leave the current Python code; a rank stuck in a collective is ended after it."""
@@ -46,14 +47,18 @@ def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
 def watch_sigterm(status: RoleStatus) -> None:
     """Make SIGTERM raise `Terminated` in the main thread, and end the process if that does not help in time.
 
+    Led by an agent (a step of a Slurm job) it is SIGINT instead: SIGTERM then is Slurm's warning to the whole job, and
+    the supervisor may still want a save.
+
     A rank that waits inside a collective runs no Python code, and so no signal handler; but the interpreter's C
     handler still writes to the wake-up socket, which a thread watches.
     """
+    wanted = signal.SIGINT if os.environ.get(LED) else signal.SIGTERM
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
     def run() -> None:
-        while signal.SIGTERM not in reader.recv(64):
+        while wanted not in reader.recv(64):
             continue
         time.sleep(TERM_GRACE_S)
         status.failed("ended by SIGTERM (while waiting for other ranks)")
@@ -61,7 +66,8 @@ def watch_sigterm(status: RoleStatus) -> None:
 
     threading.Thread(target=run, name="sigterm", daemon=True).start()
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(wanted, _on_sigterm)
 
 
 def select_device(experiment: Experiment) -> tuple[torch.device, str]:
@@ -111,6 +117,8 @@ def seed_everything(seed: int, rank: int) -> None:
 
 def train(experiment: Experiment, context: RoleContext, doorbell: Doorbell, status: RoleStatus) -> None:
     """One rank's whole life between start-up and status `done`."""
+    from prime_hpc.trainer.engine import StepRefused
+    from prime_hpc.trainer.replay import keep_for_replay
     from prime_hpc.trainer.rl import run_rl
     from prime_hpc.trainer.session import build_session
     from prime_hpc.trainer.sft import run_sft
@@ -121,6 +129,15 @@ def train(experiment: Experiment, context: RoleContext, doorbell: Doorbell, stat
     try:
         (run_rl if experiment.kind == "rl" else run_sft)(session)
         dist.barrier()
+    except StepRefused as error:
+        try:
+            keep_for_replay(session, error)
+        except StoreError as failure:
+            logger.error(f"step {error.step} could not be kept for a replay: {failure}")
+        # The first rank to leave makes torchrun end the others: by then each has said why.
+        status.failed(f"rank {session.rank}: {type(error).__name__}: {error}")
+        dist.barrier()
+        raise
     finally:
         session.close()
     dist.destroy_process_group()
@@ -140,7 +157,13 @@ def main(arguments: list[str] | None = None) -> int:
         status.starting()
         experiment = load_run(run_dir)
         level = experiment.log.level if rank == 0 else "WARNING"
-        setup_logger(f"trainer[{rank}]", level=level, json_lines=experiment.log.json_lines)
+        setup_logger(
+            f"trainer[{rank}]",
+            level=level,
+            file=context.log_dir / f"rank_{rank}.log",
+            file_level=experiment.log.level,
+            json_lines=experiment.log.json_lines,
+        )
         warnings.filterwarnings("ignore", category=FutureWarning)
         status.start_heartbeat()  # every rank: the supervisor goes by the one that is silent longest
         train(experiment, context, doorbell, status)

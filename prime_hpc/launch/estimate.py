@@ -1,0 +1,219 @@
+"""What a model needs, from its config.json alone: parameters, memory of a trainer's and of a server's GPU.
+
+Called by `plan` and `lint`. Estimates, for the decision whether a run fits at all: each is a sum whose terms are named.
+Neither torch nor transformers is loaded, and nothing is downloaded: a hub model counts as known where the hub's cache
+has its config.
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config import Experiment
+from prime_hpc.launch.checks import is_local_path
+
+GIB = 2**30
+CONTEXT_GIB = 1.0
+"""CUDA context, NCCL's buffers and fragmentation of one trainer process."""
+ENGINE_GIB = 2.0
+"""CUDA context, graphs and activations of one engine."""
+VOCAB_PADDING = 64
+"""vLLM pads the vocabulary to a multiple of this before it splits it over tensor-parallel ranks."""
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MAX_HEADER = 100_000_000  # bytes of a safetensors header: the format's own limit
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Shape of a causal language model."""
+
+    num_params: int | None
+    """None: an architecture that this file cannot count, and no weights to read it from."""
+    hidden: int
+    intermediate: int
+    """Width of the feed-forward block that one token goes through."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context: int | None
+    """Longest position that the model was made for."""
+    kv_values: int
+    """Numbers in the KV cache for one token of one layer."""
+    tied: bool
+    """Whether the output head is the embedding."""
+
+
+def find_config(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The model's config.json: in its directory, else in the hub's cache; None where neither is there."""
+    local = Path(name).expanduser() / "config.json"
+    if local.is_file():
+        return local
+    if is_local_path(name):
+        return None
+    home = environ.get("HF_HOME") or "~/.cache/huggingface"
+    hub = Path(environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    found = sorted((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    return max(found, key=lambda path: path.stat().st_mtime) if found else None
+
+
+def read_model(name: str, environ: Mapping[str, str] = os.environ) -> ModelFacts | None:
+    """Shape of a model; None where its config cannot be found or is of a kind that this file does not know."""
+    path = find_config(name, environ)
+    if path is None:
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    return model_facts(config, stored_params(path.parent))
+
+
+def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> ModelFacts | None:
+    """Shape from the fields of a config.json.
+
+    Args:
+        config: its fields, or those below `text_config`.
+        num_params: where they were counted; else they are computed.
+
+    Returns:
+        None where a field is missing that every llama-like model has.
+    """
+    if isinstance(config.get("text_config"), dict):
+        config = {**config, **config["text_config"]}
+    try:
+        hidden, layers, heads = (int(config[k]) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+        vocab = int(config["vocab_size"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
+        width = int((config.get("moe_intermediate_size") if experts else None) or config.get("intermediate_size") or 0)
+        active = max(1, int(config.get("num_experts_per_tok") or 1)) if experts else 1
+        context = config.get("max_position_embeddings")
+        latent = int(config.get("kv_lora_rank") or 0)
+        kv_values = latent + int(config.get("qk_rope_head_dim") or 0) if latent else 2 * kv_heads * head_dim
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    tied = bool(config.get("tie_word_embeddings", False))
+    if num_params is None and width and not latent and not config.get("shared_expert_intermediate_size"):
+        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+        mlp = 3 * hidden * width * max(1, experts) + hidden * experts
+        num_params = layers * (attention + mlp + 2 * hidden) + hidden + vocab * hidden * (1 if tied else 2)
+    return ModelFacts(
+        num_params, hidden, width * active, layers, heads, kv_heads, head_dim, vocab,
+        context if isinstance(context, int) else None, kv_values, tied,
+    )  # fmt: skip
+
+
+def stored_params(folder: Path) -> int | None:
+    """Number of values in a directory's safetensors files, from their headers; None where there are none."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        try:
+            with path.open("rb") as file:
+                (size,) = struct.unpack("<Q", file.read(8))
+                if size > _MAX_HEADER:
+                    return None
+                header = json.loads(file.read(size))
+            total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+            return None  # half-written, or no safetensors at all
+    return total or None
+
+
+def vocab_fits(vocab_size: int, width: int) -> bool:
+    """Whether vLLM can split the padded vocabulary over `width` tensor-parallel ranks."""
+    return -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING % width == 0
+
+
+def state_bytes_per_param(experiment: Experiment) -> int:
+    """Bytes of one parameter in the trainer: float32 master weight, gradient and optimizer state."""
+    optimizer = getattr(experiment.trainer.optim, "type", "adamw")
+    moments = {"adamw": 2, "muon": 1, "signsgd": 1 if experiment.trainer.optim.momentum else 0}[optimizer]
+    return 4 * (2 + moments)
+
+
+def checkpoint_gib(experiment: Experiment, facts: ModelFacts) -> float | None:
+    """One checkpoint of the trainer: master weights and optimizer state, no gradients."""
+    if facts.num_params is None:
+        return None
+    return facts.num_params * (state_bytes_per_param(experiment) - 4) / GIB
+
+
+def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] | None:
+    """Memory of one trainer GPU at its peak, by what it is for; None where the parameters cannot be counted.
+
+    `state`: the rank's shard of master weights, gradients and optimizer state. `gathered`: whole blocks in the compute
+    type while they are used, and their gradients. `activations`: of one micro-batch. `logits`: one chunk and its
+    gradient. `context`: CUDA and NCCL.
+    """
+    if facts.num_params is None:
+        return None
+    trainer, width = experiment.trainer, _WIDTH[experiment.model.dtype]
+    tokens = experiment.micro_batch_tokens
+    embeddings = facts.vocab_size * facts.hidden * (1 if facts.tied else 2)
+    block = max(0, facts.num_params - embeddings) // max(1, facts.num_layers)
+    # the root (embeddings, head) and two blocks (one prefetched), plus one block's gradients in float32
+    whole = facts.num_params if not trainer.reshard_after_forward else embeddings + 2 * block
+    gathered = whole * width + block * 4 if trainer.num_ranks > 1 else block * 4
+    of_layer = tokens * (10 * facts.hidden + 3 * facts.intermediate + 4 * facts.num_heads * facts.head_dim) * width
+    kept = experiment.model.ac
+    recomputed = facts.num_layers // kept.freq if kept else 0
+    inputs = recomputed * tokens * facts.hidden * width
+    activations = (facts.num_layers - recomputed) * of_layer + inputs + (of_layer if recomputed else 0)
+    chunk = min(trainer.logits_chunk_tokens, tokens)
+    state = facts.num_params * state_bytes_per_param(experiment) / trainer.num_ranks
+    loss_kl = getattr(trainer.loss, "kl", None)
+    reference = facts.num_params * 4 / trainer.num_ranks if loss_kl and loss_kl.target == "reference" else 0
+    parts = {
+        "state": state + reference,
+        "gathered": gathered,
+        "activations": activations,
+        "logits": chunk * facts.vocab_size * (4 + 4 + width),
+    }
+    return {name: value / GIB for name, value in parts.items()} | {"context": CONTEXT_GIB}
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Memory of one GPU of an engine."""
+
+    weights_gib: float
+    kv_gib: float | None
+    """What is left for the KV cache; None where the GPU's memory is not known."""
+    token_bytes: int
+    """KV cache of one token on one GPU."""
+    max_tokens: int | None
+    """Tokens that the KV cache holds."""
+
+
+def engine_memory(experiment: Experiment, facts: ModelFacts, gpu_gib: float | None) -> EngineMemory | None:
+    """Memory of one GPU of an engine; None where the run serves nothing or the parameters cannot be counted.
+
+    Args:
+        experiment: states the parallelism and the share of the memory.
+        facts: of the model.
+        gpu_gib: memory of one GPU, where it is known.
+    """
+    inference = experiment.inference
+    if inference is None or facts.num_params is None:
+        return None
+    width = _WIDTH[experiment.model.dtype]
+    split = inference.tensor_parallel_size
+    weights = facts.num_params * width / split / GIB
+    # key-value heads are split as far as there are any; a latent cache is whole on every rank
+    latent = facts.kv_values != 2 * facts.num_kv_heads * facts.head_dim
+    shares = 1 if latent else min(split, facts.num_kv_heads)
+    token_bytes = facts.num_layers * facts.kv_values * width // shares
+    if gpu_gib is None:
+        return EngineMemory(weights, None, token_bytes, None)
+    left = gpu_gib * inference.gpu_memory_utilization - weights - ENGINE_GIB
+    return EngineMemory(weights, left, token_bytes, max(0, int(left * GIB / token_bytes)) if token_bytes else None)

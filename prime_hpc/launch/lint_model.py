@@ -1,0 +1,151 @@
+"""Lint of the model against its parallelism, its lengths and the memory of the GPUs. Called by `lint`."""
+
+from collections.abc import Iterator
+
+from prime_hpc.launch.checks import is_local_path
+from prime_hpc.launch.estimate import engine_memory, find_config, trainer_gib, vocab_fits
+from prime_hpc.launch.lint_finding import Finding, Subject
+
+
+def tensor_parallel(subject: Subject) -> Iterator[Finding]:
+    """vLLM refuses to split heads and vocabulary unevenly, after minutes of start-up."""
+    inference, facts = subject.experiment.inference, subject.facts
+    if not subject.is_rl or inference is None or facts is None or inference.tensor_parallel_size == 1:
+        return
+    width, key = inference.tensor_parallel_size, "inference.tensor_parallel_size"
+    good = [n for n in range(1, facts.num_heads + 1) if facts.num_heads % n == 0 and _kv_fits(facts.num_kv_heads, n)]
+    good = [n for n in good if vocab_fits(facts.vocab_size, n)]
+    remedy = f"use one of {', '.join(map(str, good))}"
+    if facts.num_heads % width:
+        yield Finding(
+            "PH101", "error", key, f"{width} does not divide the model's {facts.num_heads} attention heads", remedy
+        )
+    if not _kv_fits(facts.num_kv_heads, width):
+        yield Finding(
+            "PH102",
+            "error",
+            key,
+            f"the model's {facts.num_kv_heads} key-value heads can be neither split nor repeated over {width} GPUs",
+            remedy,
+        )
+    if not vocab_fits(facts.vocab_size, width):
+        yield Finding(
+            "PH103",
+            "error",
+            key,
+            f"the vocabulary of {facts.vocab_size}, padded to a multiple of 64, cannot be split over {width} GPUs",
+            remedy,
+        )
+
+
+def _kv_fits(num_kv_heads: int, width: int) -> bool:
+    return num_kv_heads % width == 0 if width <= num_kv_heads else width % num_kv_heads == 0
+
+
+def context(subject: Subject) -> Iterator[Finding]:
+    """Positions that the model was not made for."""
+    experiment, facts = subject.experiment, subject.facts
+    if facts is None or facts.context is None:
+        return
+    wanted = {"seq_len": experiment.seq_len}
+    if subject.is_rl and experiment.inference is not None:
+        wanted["inference.max_model_len"] = experiment.max_model_len
+    if not subject.is_rl and experiment.sft.data.seq_len:
+        wanted["sft.data.seq_len"] = experiment.sft.data.seq_len
+    for key, tokens in wanted.items():
+        if tokens > facts.context and not (key != "seq_len" and tokens == experiment.seq_len):
+            yield Finding(
+                "PH104",
+                "error",
+                key,
+                f"{tokens} tokens are beyond the model's max_position_embeddings = {facts.context}",
+                f"use at most {facts.context}",
+            )
+
+
+def known(subject: Subject) -> Iterator[Finding]:
+    """Whether there is a config.json to check against."""
+    name = subject.experiment.model.name
+    if subject.facts is not None:
+        return
+    if find_config(name) is not None:
+        message, severity = f"the config.json of {name} is of a kind that lint does not know", "info"
+    elif is_local_path(name):
+        message, severity = f"{name} is not there (yet)", "warning"
+    else:
+        message, severity = f"{name} is not in the hub's cache of this machine", "info"
+    yield Finding(
+        "PH107",
+        "warning" if severity == "warning" else "info",
+        "model.name",
+        f"{message}: heads, vocabulary, context and memory were not checked",
+        "lint again where the model is",
+    )
+
+
+def precision(subject: Subject) -> Iterator[Finding]:
+    """The trainer has no loss scaling."""
+    if subject.experiment.model.dtype == "float16":
+        yield Finding(
+            "PH108",
+            "error",
+            "model.dtype",
+            "float16 gradients underflow without loss scaling, which the trainer does not have",
+            "use bfloat16 or float32",
+        )
+
+
+def trainer_memory(subject: Subject) -> Iterator[Finding]:
+    """State, activations and logits against one GPU."""
+    limit = subject.gpu_gib("trainer")
+    if subject.facts is None or limit is None:
+        return
+    parts = trainer_gib(subject.experiment, subject.facts)
+    if parts is None:
+        return
+    total = sum(parts.values())
+    if total <= 0.9 * limit:
+        return
+    shown = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
+    remedies = {
+        "state": "more trainer.num_ranks",
+        "activations": "--model.ac (recompute), or a smaller trainer.micro_batch_tokens",
+        "logits": "a smaller trainer.logits_chunk_tokens",
+        "gathered": "trainer.reshard_after_forward = true, or a smaller model",
+    }
+    # activations are the rough part of the estimate: they alone refuse a run only when they are far off
+    certain = total - parts["activations"] - parts["logits"]
+    worst = max(remedies, key=lambda name: parts[name])
+    yield Finding(
+        "PH105",
+        "error" if certain > limit or total > 2 * limit else "warning",
+        "trainer.num_ranks" if worst == "state" else "trainer.micro_batch_tokens",
+        f"a trainer GPU needs about {total:.0f} GiB ({shown}) and has {limit:.0f}",
+        remedies[worst],
+    )
+
+
+def engines(subject: Subject) -> Iterator[Finding]:
+    """Weights and the KV cache of one longest sample against one GPU: vLLM does not start below that."""
+    limit = subject.gpu_gib("inference")
+    if subject.facts is None or limit is None or not subject.is_rl:
+        return
+    memory = engine_memory(subject.experiment, subject.facts, limit)
+    if memory is None or memory.kv_gib is None or memory.max_tokens is None:
+        return
+    needed = subject.experiment.max_model_len
+    if memory.max_tokens >= needed:
+        return
+    inference = subject.experiment.inference
+    quantized = inference is not None and "quantization" in inference.vllm  # fewer bytes than this counts
+    yield Finding(
+        "PH106",
+        "error" if memory.kv_gib <= 0 and not quantized else "warning",
+        "inference.tensor_parallel_size",
+        f"an engine's GPU of {limit:.0f} GiB holds {memory.weights_gib:.1f} GiB of weights, which leaves a KV cache of "
+        f"{memory.max_tokens} tokens: less than one sample of max_model_len = {needed}",
+        "a larger inference.tensor_parallel_size or gpu_memory_utilization, or a shorter max_model_len",
+    )
+
+
+CHECKS = (known, precision, tensor_parallel, context, trainer_memory, engines)

@@ -1,0 +1,133 @@
+"""Lint of the run itself: batch, groups, concurrency, evaluation, data, checkpoints. Called by `lint`."""
+
+from collections.abc import Iterator
+
+from prime_hpc.launch.lint_finding import Finding, Subject
+
+
+def groups(subject: Subject) -> Iterator[Finding]:
+    """A baseline that is the group's own mean needs a group."""
+    orchestrator = subject.experiment.orchestrator
+    if subject.is_rl and orchestrator.rollouts_per_example == 1 and orchestrator.advantage.type != "none":
+        yield Finding(
+            "PH201",
+            "error",
+            "orchestrator.rollouts_per_example",
+            f"advantage.type = {orchestrator.advantage.type} compares the rollouts of one prompt, and there is one: "
+            "every advantage is 0 and nothing is learned",
+            "at least 2 rollouts_per_example, or advantage.type = none",
+        )
+
+
+def batch(subject: Subject) -> Iterator[Finding]:
+    """Ranks without a sample compute on padding."""
+    experiment = subject.experiment
+    ranks = experiment.trainer.num_ranks
+    if subject.is_rl:
+        key, size = "orchestrator.batch_size", experiment.orchestrator.batch_size
+    else:
+        key, size = "sft.data.batch_size", experiment.sft.data.batch_size
+    if size < ranks:
+        yield Finding(
+            "PH202",
+            "warning",
+            key,
+            f"a batch of {size} samples leaves {ranks - size} of {ranks} trainer ranks without work in every step",
+            f"a batch of at least {ranks}, or fewer trainer.num_ranks",
+        )
+    elif size % ranks and size < 4 * ranks:
+        yield Finding(
+            "PH202",
+            "warning",
+            key,
+            f"{size} samples do not divide over {ranks} ranks: some train {-(-size // ranks)} and the others wait",
+            f"a multiple of {ranks}",
+        )
+
+
+def concurrency(subject: Subject) -> Iterator[Finding]:
+    """Too few episodes in flight starve the engines, too many only grow stale."""
+    experiment = subject.experiment
+    if not subject.is_rl:
+        return
+    orchestrator, key = experiment.orchestrator, "orchestrator.max_concurrent"
+    flight, group = orchestrator.max_concurrent, orchestrator.rollouts_per_example
+    if flight < group:
+        yield Finding(
+            "PH203",
+            "warning",
+            key,
+            f"{flight} episodes in flight are fewer than the {group} of one prompt: its rollouts may be sampled by "
+            "different versions and the engines idle",
+            f"at least {group}",
+        )
+    usable = orchestrator.batch_size * (experiment.async_level + 1)
+    if flight > usable:
+        yield Finding(
+            "PH203",
+            "warning",
+            key,
+            f"{flight} episodes in flight are more than the {usable} that async_level = {experiment.async_level} lets "
+            "a batch use: the rest grow stale or wait",
+            f"at most {usable}",
+        )
+    inference = experiment.inference
+    if inference is None:
+        return
+    engines = inference.num_replicas * inference.data_parallel_size
+    if flight < engines:
+        yield Finding(
+            "PH203",
+            "warning",
+            key,
+            f"{flight} episodes in flight leave {engines - flight} of {engines} engines without a request",
+            f"some tens for each engine: {engines * 32}",
+        )
+
+
+def evaluation(subject: Subject) -> Iterator[Finding]:
+    """Evaluation takes the training environments when it has none, and there are none."""
+    orchestrator = subject.experiment.orchestrator
+    if subject.is_rl and orchestrator.eval is not None and not orchestrator.eval.env and not orchestrator.env:
+        yield Finding(
+            "PH204",
+            "error",
+            "orchestrator.eval.env",
+            "evaluation is on, but neither it nor the training names an environment",
+            "name one, such as `- id: reverse-text`, or leave orchestrator.eval out",
+        )
+
+
+def data(subject: Subject) -> Iterator[Finding]:
+    """The file of supervised data."""
+    source = subject.experiment.sft.data
+    if not subject.is_rl and source.type == "jsonl" and source.path is not None and not source.path.is_file():
+        yield Finding("PH207", "warning", "sft.data.path", f"{source.path} is not there (yet)", "make it before submit")
+
+
+def checkpoints(subject: Subject) -> Iterator[Finding]:
+    """A job that comes back needs something to come back to."""
+    experiment = subject.experiment
+    ckpt = experiment.ckpt
+    if ckpt is None:
+        if subject.is_slurm and experiment.slurm.survive.how != "off":
+            yield Finding(
+                "PH205",
+                "warning",
+                "ckpt",
+                "checkpoints are off: after a time limit, a preemption or a crash the job begins again at step 1",
+                "--ckpt, or slurm.survive.how = off for a job that need not come back",
+            )
+        return
+    if isinstance(ckpt.interval, int) and ckpt.interval >= experiment.max_steps > 1:
+        yield Finding(
+            "PH206",
+            "warning",
+            "ckpt.interval",
+            f"every {ckpt.interval} steps of {experiment.max_steps}: only the last step is saved, and what Slurm's "
+            "warning or a SAVE file asks for",
+            f"well below {experiment.max_steps}",
+        )
+
+
+CHECKS = (groups, batch, concurrency, evaluation, data, checkpoints)

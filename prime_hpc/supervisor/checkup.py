@@ -1,0 +1,91 @@
+"""Preflight as the first phase of an attempt in a Slurm job, and what is done about bad nodes.
+
+`main` makes a `Checkup` where the config wants one; the supervisor runs it before it starts any role.
+"""
+
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from loguru import logger
+
+from prime_hpc.config import Experiment
+from prime_hpc.supervisor.ledger import bad_nodes, ledger_path, record
+from prime_hpc.supervisor.preflight import HostCheck, PreflightPlan, Report, run_preflight
+from prime_hpc.supervisor.steps import StepContext, StepSpec
+
+
+class Checkup:
+    """The checks of one attempt's nodes."""
+
+    def __init__(self, experiment: Experiment, context: StepContext, specs: Sequence[StepSpec], log_dir: Path) -> None:
+        """
+        Args:
+            experiment: the run.
+            context: its job.
+            specs: its roles.
+            log_dir: of the attempt.
+        """
+        self._experiment = experiment
+        self._context = context
+        self._specs = specs
+        self._log_dir = log_dir
+
+    def run(self, attempt: int, stop: Callable[[], bool], environment: dict[str, str]) -> Report:
+        """Check every node of the job.
+
+        Args:
+            attempt: its number.
+            stop: whether to break off.
+            environment: of the checks.
+        """
+        trainer = next((spec for spec in self._specs if spec.name == "trainer"), None)
+        plan = PreflightPlan(
+            run_dir=self._context.run_dir,
+            attempt=attempt,
+            hosts=self._hosts(),
+            config=self._experiment.slurm.preflight,
+            trainer_hosts=list(trainer.hosts) if trainer else [],
+            log_dir=self._log_dir,
+        )
+
+        def run_step(argv: list[str], hosts: list[str], component: int) -> "subprocess.Popen[bytes]":
+            # `run_preflight` names the interpreter and -m itself; inside a container it is another one
+            command = self._context.srun(hosts, component, 1, "preflight", argv[argv.index("-m") + 1 :], quiet=True)
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+        report = run_preflight(plan, run_step, stop=stop)
+        for line in report.lines():
+            (logger.info if report.ok else logger.error)(line)
+        return report
+
+    def _hosts(self) -> list[HostCheck]:
+        """Every node of the allocation with what its roles need."""
+        checks = []
+        for component, hosts in enumerate(self._context.allocation.hosts):
+            for host in hosts:
+                here = [spec for spec in self._specs if host in spec.hosts]
+                needed = {gpu for spec in here for gpu in spec.gpus or ()}
+                roles = tuple(spec.label for spec in here)
+                checks.append(HostCheck(host, component, max(needed) + 1 if needed else 0, roles))
+        return checks
+
+
+def remember(experiment: Experiment, bad: dict[str, str]) -> None:
+    """Write bad nodes into the ledger that the runs of this output directory share."""
+    path = ledger_path(experiment.output_dir)
+    for node, cause in bad.items():
+        record(path, node, cause, experiment.name)
+
+
+def nodes_to_avoid(experiment: Experiment, lost: Sequence[str]) -> list[str]:
+    """Nodes that the next life should not get: those just lost, and those of the ledger that are not forgotten."""
+    known = bad_nodes(ledger_path(experiment.output_dir), experiment.slurm.survive.ledger_days)
+    return list(dict.fromkeys([*lost, *known]))

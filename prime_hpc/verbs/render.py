@@ -1,0 +1,46 @@
+"""`prime-hpc render FILE`: the batch script that `submit` would send."""
+
+from pathlib import Path
+
+from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.verbs.common import load, take_flags
+
+
+def run(argv: list[str], program: str) -> int:
+    """Print the script, or write it where `--output` says."""
+    rest, _, values = take_flags(argv, valued=("--output", "--array"))
+    loaded = load(rest, "plan", program)
+    from prime_hpc.config.site import load_site
+    from prime_hpc.launch.command import command_tail, interpreter
+    from prime_hpc.launch.render import ArrayPart, escape_pattern, render_job
+    from prime_hpc.supervisor.placement import place_slurm
+
+    experiment = loaded.experiment
+    site = load_site(experiment.slurm.site)
+    array = None
+    if "--array" in values:
+        run_dir = experiment.run_dir.resolve()
+        pattern = f"{escape_pattern(str(run_dir / 'logs'))}/slurm-%A_%a.out"
+        array = ArrayPart(run_dir, list(range(_count(values["--array"]))), None, pattern)
+    script = render_job(
+        place_slurm(experiment, site),
+        experiment,
+        site,
+        python=interpreter(),
+        command_tail=command_tail(loaded.argv),
+        array=array,
+    )
+    if "--output" not in values:
+        print(script, end="")
+        return 0
+    try:
+        Path(values["--output"]).write_text(script, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(Problem(f"{values['--output']} cannot be written: {error.strerror}", "--output")) from error
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 1_000_000:
+        raise ConfigError(Problem(f"expected a number of tasks from 1, got {text!r}", "--array"))
+    return int(text)

@@ -1,0 +1,365 @@
+"""Lint: every code has a config that provokes it and one that does not; the verb's exit codes and JSON."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc import cli
+from prime_hpc.config import Experiment
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.site import GENERIC
+from prime_hpc.launch.estimate import engine_memory, model_facts, read_model, stored_params, trainer_gib, vocab_fits
+from prime_hpc.launch.lint import CODES, Finding, is_for_slurm, lint, lint_errors
+from prime_hpc.launch.pace import best_interval_s, pace
+
+SITE: dict[str, Any] = {
+    "name": "test",
+    "startup_s": 300,
+    "scratch": "/shared",
+    "partitions": {
+        "h100": {
+            "nodes": 16,
+            "gpus_per_node": 8,
+            "gpu_memory_gib": 80,
+            "cpus_per_node": 96,
+            "mem_gib": 1000,
+            "max_time": "2-00:00:00",
+        },
+        "spot": {"gpus_per_node": 8, "preempt": "cancel"},
+        "cpu": {"gpus_per_node": 0},
+    },
+}
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+QWEN3_06B = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "llama-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    return folder
+
+
+def good(model: Path) -> dict[str, Any]:
+    """An experiment about which lint has nothing to say."""
+    return {
+        "name": "x",
+        "output_dir": "/shared/runs",
+        "seq_len": 4096,
+        "model": {"name": str(model), "ac": {}},
+        "ckpt": {"interval": 10},
+        "trainer": {"num_ranks": 16},
+        "inference": {"data_parallel_size": 8, "server": {"host": "0.0.0.0"}},
+        "orchestrator": {"env": [{"id": "reverse-text"}]},
+        "slurm": {
+            "partition": "h100",
+            "time": "12:00:00",
+            "cpus_per_task": 96,
+            "mem": "0",
+            "survive": {"signal_lead_s": 1200},
+        },
+    }
+
+
+def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the leaves of `change` put in; None takes a key out."""
+    result = dict(base)
+    for key, value in change.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = merged(result[key], value)
+        else:
+            result[key] = value
+    return result
+
+
+def findings(model: Path, change: dict[str, Any], **site: Any) -> list[Finding]:
+    one = Experiment.model_validate(merged(good(model), change))
+    return lint(one, SiteConfig.model_validate({**SITE, **site}))
+
+
+def test_nothing_to_say_about_a_good_one(model: Path) -> None:
+    assert findings(model, {}) == []
+
+
+SLURM = "slurm"
+PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
+    ("PH101", "error", {"inference": {"tensor_parallel_size": 3, "data_parallel_size": 2}}, {}, "32 attention heads"),
+    ("PH102", "error", {"inference": {"tensor_parallel_size": 3, "data_parallel_size": 2}}, {}, "8 key-value heads"),
+    ("PH103", "error", {"inference": {"tensor_parallel_size": 7, "data_parallel_size": 1}}, {}, "128256"),
+    ("PH104", "error", {"seq_len": 16384}, {}, "max_position_embeddings = 8192"),
+    ("PH104", "error", {"inference": {"max_model_len": 9000}}, {}, "9000 tokens"),
+    ("PH105", "error", {"trainer": {"num_ranks": 1}}, {}, "state 119"),
+    ("PH105", "error", {"trainer": {"micro_batch_tokens": 65536}, "model": {"ac": None}}, {}, "activations"),
+    ("PH105", "warning", {"trainer": {"micro_batch_tokens": 16384}, "model": {"ac": None}}, {}, "activations"),
+    ("PH106", "error", {}, {"partitions": {"h100": {"gpus_per_node": 8, "gpu_memory_gib": 16}}}, "15.0 GiB of weights"),
+    (
+        "PH106",
+        "warning",
+        {"inference": {"vllm": {"quantization": "fp8"}}},
+        {"partitions": {"h100": {"gpus_per_node": 8, "gpu_memory_gib": 16}}},
+        "15.0 GiB of weights",
+    ),
+    ("PH107", "warning", {"model": {"name": "/nowhere/at/all"}}, {}, "is not there"),
+    ("PH107", "info", {"model": {"name": "someone/unheard-of"}}, {}, "hub's cache"),
+    ("PH108", "error", {"model": {"dtype": "float16"}}, {}, "loss scaling"),
+    ("PH202", "warning", {"orchestrator": {"batch_size": 8}}, {}, "leaves 8 of 16"),
+    ("PH202", "warning", {"orchestrator": {"batch_size": 24}}, {}, "do not divide"),
+    ("PH203", "warning", {"orchestrator": {"max_concurrent": 4}}, {}, "fewer than the 8 of one prompt"),
+    ("PH203", "warning", {"orchestrator": {"max_concurrent": 4}}, {}, "without a request"),
+    ("PH203", "warning", {"orchestrator": {"max_concurrent": 1000}}, {}, "more than the 384"),
+    ("PH204", "error", {"orchestrator": {"env": [], "eval": {}}}, {}, "neither it nor the training"),
+    ("PH205", "warning", {"ckpt": None}, {}, "begins again at step 1"),
+    ("PH206", "warning", {"ckpt": {"interval": 100}}, {}, "only the last step"),
+    ("PH207", "warning", {"kind": "sft", "sft": {"data": {"path": "/nowhere/x.jsonl"}}}, {}, "is not there"),
+    ("PH301", "error", {SLURM: {"partition": "h10"}}, {}, "no partition 'h10'"),
+    ("PH302", "error", {SLURM: {"gpus_per_node": 16}}, {}, "16 GPUs a node are asked of h100"),
+    ("PH303", "error", {"trainer": {"num_ranks": 256}}, {}, "needs 33 nodes of h100, which has 16"),
+    ("PH304", "error", {SLURM: {"time": "12h"}}, {}, "'12h' is no time"),
+    ("PH304", "error", {SLURM: {"time_min": "13:00:00"}}, {}, "above time"),
+    ("PH305", "error", {SLURM: {"time": "0"}}, {}, "time of zero"),
+    ("PH306", "error", {SLURM: {"time": "3-00:00:00"}}, {}, "longest time of h100, 2-00:00:00"),
+    ("PH306", "error", {SLURM: {"time": "UNLIMITED"}}, {}, "no limit is above"),
+    ("PH307", "warning", {SLURM: {"time": None}}, {}, "no time limit"),
+    ("PH308", "error", {SLURM: {"layout": "het"}}, {"het_jobs": False}, "accepts no het jobs"),
+    ("PH308", "error", {SLURM: {"layout": "het", "spare_nodes": 1}}, {}, "packed jobs alone"),
+    ("PH308", "error", {"trainer": {"num_ranks": 9}}, {}, "evenly over 2 nodes"),
+    ("PH309", "error", {SLURM: {"survive": {"how": "requeue"}}}, {"requeue": False}, "does not allow"),
+    ("PH309", "warning", {SLURM: {"partition": "spot", "survive": {"how": "requeue"}}}, {}, "cancelled, not requeued"),
+    ("PH310", "error", {SLURM: {"time": "20", "survive": {"signal_lead_s": 1200}}}, {}, "before it begins"),
+    ("PH310", "warning", {SLURM: {"survive": {"signal_lead_s": 60}}}, {}, "may take longer"),
+    ("PH311", "error", {SLURM: {"time": "4", "survive": {"signal_lead_s": 60}}}, {}, "shorter than start-up"),
+    ("PH311", "warning", {SLURM: {"time": "6", "survive": {"signal_lead_s": 60}}}, {}, "shorter than start-up"),
+    ("PH312", "info", {"inference": {"server": {"host": "127.0.0.1"}}}, {}, "listen on all addresses"),
+    ("PH312", "warning", {"inference": None}, {}, "starts no server"),
+    ("PH313", "error", {"output_dir": "/tmp/runs"}, {}, "below /tmp"),
+    ("PH313", "error", {"output_dir": "/nvme/me/runs"}, {"node_local": "/nvme/$USER"}, "below /nvme"),
+    ("PH313", "warning", {"output_dir": "/tmp/runs", "trainer": {"num_ranks": 2}, "inference": None}, {}, "below /tmp"),
+    ("PH314", "error", {SLURM: {"dependency": "after-ok:1"}}, {}, "no dependency"),
+    ("PH315", "warning", {SLURM: {"cpus_per_task": None}}, {}, "often one CPU"),
+    ("PH315", "error", {SLURM: {"cpus_per_task": 200}}, {}, "whose nodes have 96"),
+    ("PH316", "info", {SLURM: {"mem": None}}, {}, "default may be small"),
+    ("PH316", "error", {SLURM: {"mem": "2T"}}, {}, "whose nodes have 1000 GiB"),
+    ("PH316", "error", {SLURM: {"extra": {"mem-per-cpu": "1G"}}}, {}, "only one of mem"),
+    ("PH317", "warning", {"trainer": {"num_ranks": 2}, "inference": None}, {}, "8 GPUs a node are asked for and 2"),
+    ("PH318", "info", {SLURM: {"partition": None}}, {}, "no GPUs are asked for"),
+    (
+        "PH319",
+        "warning",
+        {SLURM: {"time": None, "trainer": {"time": "1:00:00"}, "layout": "het"}},
+        {},
+        "hands on trainer's, 1:00:00",
+    ),
+    ("PH319", "warning", {SLURM: {"layout": "het", "inference": {"licenses": "x:1"}}}, {}, "whole job's"),
+    ("PH320", "warning", {"inference": {"data_parallel_size_local": 4}}, {}, "the placement decides"),
+    ("PH321", "error", {SLURM: {"switches": "one"}}, {}, "no count of switches"),
+    ("PH321", "error", {SLURM: {"mail_type": "END,SOMETIMES"}}, {}, "'SOMETIMES' is no mail type"),
+    ("PH321", "error", {SLURM: {"mem": "lots"}}, {}, "no memory size"),
+    ("PH322", "info", {SLURM: {"time": "14", "survive": {"signal_lead_s": 700}}}, {}, "may take 900 s"),
+    ("PH323", "error", {SLURM: {"job_name": "a\nb"}}, {}, "line break"),
+]
+
+
+@pytest.mark.parametrize(
+    ("code", "severity", "change", "site", "words"), PROVOKED, ids=[f"{p[0]}-{p[4]}" for p in PROVOKED]
+)
+def test_what_lint_says(
+    model: Path, code: str, severity: str, change: dict[str, Any], site: dict[str, Any], words: str
+) -> None:
+    found = [f for f in findings(model, change, **site) if f.code == code and words in f.message]
+    assert [f.severity for f in found[:1]] == [severity], findings(model, change, **site)
+    assert all(f.remedy for f in found)
+
+
+def test_every_code_is_provoked() -> None:
+    in_tests_of_their_own = {"PH000", "PH201"}
+    assert {p[0] for p in PROVOKED} | in_tests_of_their_own == set(CODES)
+
+
+def test_a_group_of_one(model: Path) -> None:
+    one = Experiment.model_validate(good(model))
+    # the config refuses it for the objectives that it knows; lint for any to come
+    single = one.orchestrator.model_copy(update={"rollouts_per_example": 1})
+    found = lint(one.model_copy(update={"orchestrator": single}), SiteConfig.model_validate(SITE))
+    assert [f.code for f in found] == ["PH201"]
+
+
+def test_a_group_of_one_is_refused_by_the_config_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "exp.yaml"
+    file.write_text("orchestrator: {rollouts_per_example: 1, env: [{id: reverse-text}]}\n")
+    assert cli.main(["lint", str(file)]) == 2
+    assert "PH000" in capsys.readouterr().out
+
+
+def test_near_partition_is_named(model: Path) -> None:
+    found = findings(model, {"slurm": {"partition": "h10"}})
+    assert next(f for f in found if f.code == "PH301").remedy == "did you mean h100?"
+
+
+def test_errors_come_first_and_are_what_submit_refuses(model: Path) -> None:
+    change = {"slurm": {"time": "0", "cpus_per_task": None, "mem": None}}
+    severities = [f.severity for f in findings(model, change)]
+    assert severities == sorted(severities, key=["error", "warning", "info"].index)
+    one = Experiment.model_validate(merged(good(model), change))
+    assert [f.code for f in lint_errors(one, SiteConfig.model_validate(SITE))] == ["PH305"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["afterok:1", "afterok:1:2,afternotok:3", "afterany:1?afterany:2", "singleton", "after:1+5", "aftercorr:7_*"],
+)
+def test_dependencies_that_slurm_reads(model: Path, text: str) -> None:
+    assert findings(model, {"slurm": {"dependency": text}}) == []
+
+
+def test_tensor_parallel_sizes_that_vllm_takes(model: Path) -> None:
+    for size in (1, 2, 4, 8):
+        assert findings(model, {"inference": {"tensor_parallel_size": size, "data_parallel_size": 1}}) == [], size
+
+
+def test_the_pace_of_an_earlier_life_counts(model: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "runs" / "x" / "metrics"
+    metrics.mkdir(parents=True)
+    rows = [{"step": n, "time/step": 900.0 + n, "time/checkpoint": 100.0 * (n == 2)} for n in range(1, 4)]
+    (metrics / "trainer.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    change = {"output_dir": str(tmp_path / "runs"), "slurm": {"time": "30", "survive": {"signal_lead_s": 700}}}
+    one = Experiment.model_validate(merged(good(model), change))
+    speed = pace(one, None)
+    assert (speed.step_s, speed.save_s) == (902.0, 100.0)
+    found = [f for f in lint(one, SiteConfig.model_validate({**SITE, "scratch": "/"})) if f.code == "PH311"]
+    assert [f.severity for f in found] == ["error"]
+    assert "median of the last 3 steps" in found[0].message
+
+
+def test_for_slurm_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    plain = Experiment.model_validate({})
+    assert not is_for_slurm(plain, GENERIC)
+    assert is_for_slurm(plain, SiteConfig.model_validate(SITE))
+    assert is_for_slurm(Experiment.model_validate({"slurm": {"time": "60"}}), GENERIC)
+    assert is_for_slurm(Experiment.model_validate({"launch": "slurm"}), GENERIC)
+    assert not is_for_slurm(Experiment.model_validate({"launch": "local", "slurm": {"time": "60"}}), GENERIC)
+    assert not [f for f in lint(plain, GENERIC) if f.code.startswith("PH3")]
+
+
+def test_parameters_are_counted_as_published() -> None:
+    llama, qwen = model_facts(LLAMA_8B), model_facts(QWEN3_06B)
+    assert llama is not None
+    assert qwen is not None
+    assert llama.num_params == 8_030_261_248
+    assert qwen.num_params is not None
+    assert abs(qwen.num_params - 596_049_920) < 10_000  # but for the norms of queries and keys
+    moe = model_facts({**QWEN3_06B, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768})
+    assert moe is not None
+    assert moe.intermediate == 8 * 768
+    assert model_facts({"n_embd": 768}) is None
+
+
+def test_parameters_of_stored_weights(tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    save_file({"a": np.zeros((3, 4), np.float32), "b": np.zeros(5, np.float16)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
+    facts = read_model(str(tmp_path))
+    assert facts is not None
+    assert facts.num_params == 17
+    (tmp_path / "other.safetensors").write_bytes(b"\xff" * 20)
+    assert stored_params(tmp_path) is None
+
+
+def test_memory_scales_as_it_must() -> None:
+    facts = model_facts(LLAMA_8B)
+    assert facts is not None
+
+    def need(**trainer: Any) -> dict[str, float]:
+        parts = trainer_gib(Experiment.model_validate({"trainer": trainer}), facts)
+        assert parts is not None
+        return parts
+
+    assert need(num_ranks=8)["state"] == pytest.approx(16 * 8_030_261_248 / 8 / 2**30)
+    assert need(num_ranks=16)["state"] == need(num_ranks=8)["state"] / 2
+    assert need(num_ranks=8, micro_batch_tokens=8192)["activations"] == 4 * need(num_ranks=8)["activations"]
+    assert need(num_ranks=8, reshard_after_forward=False)["gathered"] > need(num_ranks=8)["gathered"]
+    engines = [
+        engine_memory(Experiment.model_validate({"inference": {"tensor_parallel_size": n}}), facts, 80.0)
+        for n in (1, 2, 16)
+    ]
+    assert all(engine is not None for engine in engines)
+    one, two, sixteen = (engine for engine in engines if engine is not None)
+    assert two.weights_gib == one.weights_gib / 2
+    assert (one.token_bytes, two.token_bytes, sixteen.token_bytes) == (131072, 65536, 16384)  # 8 key-value heads
+    assert two.max_tokens is not None
+    assert one.max_tokens is not None
+    assert two.max_tokens > 2 * one.max_tokens
+
+
+def test_padded_vocabulary() -> None:
+    assert vocab_fits(151936, 8)
+    assert vocab_fits(50257, 8)  # padded to 50304
+    assert not vocab_fits(50257, 5)
+
+
+def test_youngs_interval() -> None:
+    site = SiteConfig.model_validate(SITE)
+    best = best_interval_s(120, 32, site)
+    assert best is not None
+    assert best / 60 == pytest.approx(166, abs=1)  # the table of hpc facts: 120 s on 32 nodes
+    assert best_interval_s(120, 32, site.model_copy(update={"failures_per_1000_node_days": 0})) is None
+
+
+@pytest.fixture
+def file(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    import yaml
+
+    site = tmp_path / "site.yaml"
+    site.write_text(yaml.safe_dump(SITE))
+    monkeypatch.setenv("PRIMEHPC_SITE", str(site))
+    path = tmp_path / "exp.yaml"
+    path.write_text(yaml.safe_dump(good(model)))
+    return path
+
+
+def test_the_verb(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lint", str(file)]) == 0
+    assert capsys.readouterr().out == "clean\n"
+    assert cli.main(["lint", str(file), "--no-ckpt"]) == 0
+    assert "warning PH205" in capsys.readouterr().out
+    assert cli.main(["lint", str(file), "--no-ckpt", "--strict"]) == 2
+    capsys.readouterr()
+    assert cli.main(["lint", str(file), "--slurm.time", "0"]) == 2
+    out = capsys.readouterr().out
+    assert "error PH305 command line (--slurm.time): slurm.time: a time of zero" in out
+    assert out.endswith("1 error\n")
+
+
+def test_several_files_as_json(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("max_step: 3\n")
+    assert cli.main(["lint", str(file), str(wrong), "--json", "--slurm.time", "1:00:00"]) == 2
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["file"], first["site"], first["findings"]) == (str(file), "test", [])
+    (finding,) = second["findings"]
+    assert (finding["code"], finding["severity"]) == ("PH000", "error")
+    assert "max_steps" in finding["message"]

@@ -1,0 +1,188 @@
+"""The plan of a Slurm job: what it says, and that its numbers are those of the placement."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from prime_hpc import cli
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.launch.plan import launcher, resolve_launch
+from prime_hpc.launch.plan_slurm import slurm_plan, slurm_plan_text
+
+SITE: dict[str, Any] = {
+    "name": "test",
+    "scratch": "/shared",
+    "partitions": {
+        "h100": {"nodes": 2000, "gpus_per_node": 8, "gpu_memory_gib": 80},
+        "spot": {"gpus_per_node": 8, "preempt": "requeue"},
+        "firm": {"gpus_per_node": 8, "preempt": "cancel"},
+        "cpu": {},
+    },
+}
+MODEL = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+def tree(model: Path, **values: Any) -> dict[str, Any]:
+    base = {
+        "name": "x",
+        "output_dir": "/shared/runs",
+        "launch": "slurm",
+        "model": {"name": str(model)},
+        "orchestrator": {"env": [{"id": "reverse-text"}]},
+        "inference": {"data_parallel_size": 16},
+        "trainer": {"num_ranks": 16},
+        "ckpt": {"interval": 10},
+        "slurm": {"partition": "h100", "time": "12:00:00"},
+    }
+    return {**base, **values}
+
+
+def planned(model: Path, site: dict[str, Any] | None = None, **values: Any) -> tuple[dict[str, Any], str]:
+    one = Experiment.model_validate(tree(model, **values))
+    plan = slurm_plan(one, SiteConfig.model_validate({**SITE, **(site or {})}))
+    return plan, slurm_plan_text(one, plan)
+
+
+def events(model: Path, site: dict[str, Any] | None = None, **slurm: Any) -> dict[str, str]:
+    plan, _ = planned(model, site, slurm={"partition": "h100", "time": "12:00:00", **slurm})
+    result: dict[str, str] = plan["survive"]["events"]
+    return result
+
+
+def test_what_it_says(model: Path) -> None:
+    plan, text = planned(model)
+    assert (plan["layout"], plan["num_nodes"]) == ("packed", 4)
+    assert "layout       packed: all roles ask for the same nodes" in text
+    assert "0 all           4 nodes     partition h100, time 12:00:00, gres gpu:8" in text
+    assert "inference     2 vLLM server(s) on 2 nodes (nodes 2-3 of component 0), data parallel 8" in text
+    assert "16 FSDP2 ranks on 2 nodes (nodes 0-1 of component 0), 8 a node; GPUs 0-7" in text
+    assert "8.03 B parameters" in text
+    assert "/shared/runs/x/job.sbatch" in text
+    assert "bytes of KV cache a token" in text
+
+
+def test_json_is_the_same_plan(model: Path) -> None:
+    plan, _ = planned(model)
+    assert json.loads(json.dumps(plan)) == plan
+    assert [role["role"] for role in plan["roles"]] == ["orchestrator", "trainer", "inference[0]", "inference[1]"]
+    assert plan["memory"]["trainer_gib"]["state"] == pytest.approx(16 * 8_030_261_248 / 16 / 2**30, abs=0.01)
+    assert plan["memory"]["gpu_gib"] == {"trainer": 80, "inference": 80}
+
+
+def test_without_checkpoints_it_warns(model: Path) -> None:
+    plan, text = planned(model, ckpt=None)
+    assert "checkpoints  OFF: a life that ends leaves nothing to come back to" in text
+    assert "goes on from step 1" in plan["survive"]["events"]["time limit"]
+    assert any(f["code"] == "PH205" for f in plan["findings"])
+
+
+def test_the_time_limit(model: Path) -> None:
+    assert "Slurm warns 300 s before it: everyone saves" in events(model, survive={"signal_lead_s": 300})["time limit"]
+    assert "same job is requeued" in events(model)["time limit"]
+    assert "afternotok" in events(model, {"requeue": False})["time limit"]
+    assert "prime-hpc resume" in events(model, survive={"how": "off"})["time limit"]
+
+
+def test_preemption(model: Path) -> None:
+    assert "are not preempted" in events(model)["preemption"]
+    assert "requeued" in events(model, partition="spot")["preemption"]
+    assert "successor" in events(model, partition="firm")["preemption"]
+    assert "is cancelled" in events(model, partition="firm", survive={"how": "requeue"})["preemption"]
+    assert "does not say" in events(model, {"partitions": {}}, gpus_per_node=8)["preemption"]
+
+
+def test_a_lost_inference_node(model: Path) -> None:
+    assert "trainer goes on with the other servers" in events(model)["lost inference node"]
+    assert "on a spare node, else" in events(model, spare_nodes=1)["lost inference node"]
+    assert "ends a het job" in events(model, layout="het")["lost inference node"]
+    one, _ = planned(model, inference={}, trainer={"num_ranks": 1})
+    assert "it is the trainer's node too" in one["survive"]["events"]["lost inference node"]
+    only, _ = planned(model, inference={"data_parallel_size": 8})
+    assert "it is the only server" in only["survive"]["events"]["lost inference node"]
+
+
+def test_crashes_and_bad_nodes(model: Path) -> None:
+    words = events(model, survive={"max_crashes": 2, "max_lives": 9, "exclude_bad_nodes": True, "ledger_days": 3})
+    assert "not after 3 lives in a row that saved nothing new, nor after 9 lives" in words["crash"]
+    assert "forgotten after 3 days" in words["bad node"]
+    assert "bad node" not in events(model)
+
+
+def test_supervised_and_attached(model: Path) -> None:
+    plan, text = planned(model, kind="sft", inference=None, sft={"data": {"type": "fake"}})
+    assert "inference" not in text
+    assert "lost inference node" not in plan["survive"]["events"]
+    _, attached = planned(model, inference=None)
+    assert "attached: http://127.0.0.1:8000/v1" in attached
+
+
+def test_a_thousand_nodes(model: Path) -> None:
+    plan, text = planned(model, trainer={"num_ranks": 4000}, inference={"num_replicas": 500, "data_parallel_size": 8})
+    assert plan["num_nodes"] == 1000
+    assert len(plan["roles"]) == 502
+    assert len(text.splitlines()) < 60
+
+
+def test_what_cannot_be_placed_is_an_error(model: Path) -> None:
+    with pytest.raises(ConfigError, match="evenly"):
+        planned(model, trainer={"num_ranks": 9})
+
+
+def test_where_a_job_is_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def launch(value: str) -> str:
+        return resolve_launch(Experiment.model_validate({"launch": value}))
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert (launch("auto"), launch("slurm"), launch("local")) == ("local", "slurm", "local")
+    assert "no sbatch found" in launcher()
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\n")
+    sbatch.chmod(0o755)
+    assert (launch("auto"), launch("slurm"), launch("local")) == ("slurm", "slurm", "local")
+    assert "there is a Slurm here" in launcher()
+
+
+def test_the_verbs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site, file, script = (tmp_path / name for name in ("site.yaml", "exp.yaml", "job.sbatch"))
+    site.write_text(yaml.safe_dump(SITE))
+    file.write_text(yaml.safe_dump(tree(model)))
+    monkeypatch.setenv("PRIMEHPC_SITE", str(site))
+    assert cli.main(["plan", str(file)]) == 0
+    assert "layout       packed" in capsys.readouterr().out
+    assert cli.main(["plan", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"] == "packed"
+    assert cli.main(["plan", str(file), "--launch", "local", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["launch"] == "local"
+
+    assert cli.main(["render", str(file), "--max-steps", "7"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].endswith(f"/shared/runs/x -- {file} --max-steps 7")
+    assert cli.main(["render", str(file), "--max-steps", "7", "--output", str(script)]) == 0
+    assert capsys.readouterr().out == ""
+    assert script.read_text() == printed
+    assert cli.main(["render", str(file), "--array", "4"]) == 0
+    assert "#SBATCH --array=0-3\n" in capsys.readouterr().out
+    assert cli.main(["render", str(file), "--array", "none"]) == 2
+    assert cli.main(["render", str(file), "--output", str(tmp_path / "no" / "x")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
