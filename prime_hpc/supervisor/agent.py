@@ -197,7 +197,7 @@ class Agent:
         if now - self._heard_at > self._fence_s:
             return f"no sign of the supervisor for {self._fence_s:.0f} s", EXIT_FENCED
         if now >= self._next_fence_look:
-            self._next_fence_look = now + FENCE_LOOK_S
+            self._next_fence_look = now + min(FENCE_LOOK_S, self._fence_s / 4)
             try:
                 check_incarnation(self._paths, self._context.incarnation)
             except FencedError as error:

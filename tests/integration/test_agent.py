@@ -1,0 +1,147 @@
+"""The agent between srun and a role: led over the doorbell, and never left behind. Real processes, no Slurm."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from prime_hpc.observe.context import role_environment
+from prime_hpc.store.doorbell import DoorbellHub
+from prime_hpc.store.layout import RunPaths, claim_incarnation
+from prime_hpc.supervisor.agent import EXIT_FENCED, FENCE, Order, order_message
+from prime_hpc.supervisor.processes import family, send
+
+LABEL = "trainer"
+WAIT_S = 30.0
+
+
+class Lead:
+    """The supervisor's side: a hub that pulses while told to, and the agent's messages."""
+
+    def __init__(self, run_dir: Path, fence_s: float) -> None:
+        self.paths = RunPaths(run_dir)
+        self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
+        incarnation = claim_incarnation(self.paths)
+        self.hub = DoorbellHub(on_message=lambda topic, m: self.messages.put(m), incarnation=incarnation)
+        facts = role_environment(
+            doorbell_address=self.hub.address, attempt=1, incarnation=incarnation, resume_step=None, inference_urls=[]
+        )
+        environment = {**os.environ, **facts, FENCE: str(fence_s), "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+        environment["SLURMD_NODENAME"] = "n1"
+        command = [sys.executable, "-m", "prime_hpc.supervisor.agent", str(run_dir), LABEL, "1"]
+        self.agent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+    def hear(self, event: str) -> dict[str, Any]:
+        """The next message of that kind; pulses meanwhile."""
+        end = time.monotonic() + WAIT_S
+        while time.monotonic() < end:
+            self.hub.ring("pulse")
+            try:
+                message = self.messages.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if message["event"] == event:
+                return message
+        raise AssertionError(f"the agent never said {event}")
+
+    def order(self, *command: str, **more: Any) -> None:
+        self.hub.ring(f"go/{LABEL}", **order_message(Order(1, ["n0", "n1"], [list(command)], grace_s=1.0, **more)))
+
+    def close(self) -> None:
+        if self.agent.poll() is None:
+            send(family(self.agent.pid), signal.SIGKILL)
+        self.agent.communicate()
+        self.hub.close()
+
+
+@pytest.fixture
+def lead(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Lead]:
+    one = Lead(tmp_path, getattr(request, "param", 20.0))
+    yield one
+    one.close()
+
+
+def sleeper(marker: Path) -> list[str]:
+    """A process that writes its id and sleeps, with a child in a session of its own."""
+    code = (
+        "import os, subprocess, sys, time; c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'],"
+        f" start_new_session=True); open({str(marker)!r}, 'w').write(f'{{os.getpid()}} {{c.pid}}'); time.sleep(300)"
+    )
+    return [sys.executable, "-c", code]
+
+
+def pids(marker: Path) -> list[int]:
+    end = time.monotonic() + WAIT_S
+    while time.monotonic() < end:
+        if marker.exists() and len(words := marker.read_text().split()) == 2:
+            return [int(word) for word in words]
+        time.sleep(0.05)
+    raise AssertionError("the role's process never started")
+
+
+def gone(numbers: list[int]) -> bool:
+    return not any(psutil.pid_exists(n) and psutil.Process(n).status() != psutil.STATUS_ZOMBIE for n in numbers)
+
+
+def test_it_runs_what_it_is_told_and_says_how_it_ended(lead: Lead, tmp_path: Path) -> None:
+    hello = lead.hear("hello")
+    assert (hello["key"], hello["gpus"]) == ("n1/0", ["4", "5", "6", "7"])
+    assert len(set(hello["ports"])) == 4
+    out = tmp_path / "out"
+    script = 'echo "$CUDA_VISIBLE_DEVICES $RANK $1" > "$2"; exit 3'
+    lead.order("bash", "-c", script, "x", "{node_rank}", str(out), environment={"RANK": "{rank}"}, gpus=[1, 2])
+    assert lead.hear("exited")["code"] == 3
+    assert lead.agent.wait(WAIT_S) == 3
+    assert out.read_text() == "5,6 1 1\n"
+
+
+def test_told_to_end_it_leaves_nothing(lead: Lead, tmp_path: Path) -> None:
+    lead.hear("hello")
+    lead.order(*sleeper(tmp_path / "pids"))
+    members = pids(tmp_path / "pids")
+    lead.hub.ring(f"end/{LABEL}", life=1, grace_s=1.0)
+    assert lead.agent.wait(WAIT_S) == 0
+    assert gone(members)
+
+
+def test_sigterm_is_a_warning(lead: Lead, tmp_path: Path) -> None:
+    lead.hear("hello")
+    lead.order(*sleeper(tmp_path / "pids"))
+    pids(tmp_path / "pids")
+    lead.agent.send_signal(signal.SIGTERM)
+    lead.hear("warned")
+    assert lead.agent.poll() is None
+
+
+@pytest.mark.parametrize("lead", [2.5], indirect=True)
+def test_without_a_supervisor_it_ends_its_role(lead: Lead, tmp_path: Path) -> None:
+    lead.hear("hello")
+    lead.order(*sleeper(tmp_path / "pids"))
+    members = pids(tmp_path / "pids")
+    assert lead.agent.wait(WAIT_S) == EXIT_FENCED  # nobody pulses any more
+    assert gone(members)
+
+
+@pytest.mark.parametrize("lead", [8.0], indirect=True)
+def test_a_newer_life_ends_it_though_the_old_supervisor_still_pulses(lead: Lead, tmp_path: Path) -> None:
+    lead.hear("hello")
+    lead.order(*sleeper(tmp_path / "pids"))
+    members = pids(tmp_path / "pids")
+    claim_incarnation(lead.paths)
+    assert lead.hear("exited")["code"] == EXIT_FENCED
+    lead.agent.wait(WAIT_S)
+    assert gone(members)
+
+
+def test_an_order_for_a_newer_start_of_the_step_ends_it(lead: Lead) -> None:
+    lead.hear("hello")
+    lead.hub.ring(f"go/{LABEL}", **order_message(Order(2, ["n2"], [["true"]])))
+    assert lead.agent.wait(WAIT_S) == EXIT_FENCED

@@ -1,0 +1,193 @@
+"""Whether a job comes back, and what its ends are called: from Slurm's own words, recorded on 22.05."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config.sections.slurm import SiteConfig, SlurmConfig, SurviveConfig
+from prime_hpc.supervisor.allocation import Allocation, parse_end_time, read_allocation
+from prime_hpc.supervisor.controls import SAVE, STOP, Controls
+from prime_hpc.supervisor.inquest import JobLog, parse_termination
+from prime_hpc.supervisor.survive import decide, lives_without_progress, resolve_mode
+
+JOB = (
+    "JobId=15 JobName=x Priority=4294901745 JobState={state} Reason={reason} Dependency=(null) Requeue=1 "
+    "Restarts={restarts} BatchFlag=1 RunTime=00:00:00 TimeLimit=01:00:00 EndTime=2026-11-21T15:28:14 "
+    "PreemptTime={preempt} Partition=gpu NodeList=n[1-2] BatchHost=n1"
+)
+PARTITION = "PartitionName=gpu PriorityTier=1 State=UP PreemptMode={mode} DefMemPerCPU=100"
+
+
+def verdict(
+    *,
+    state: str = "COMPLETING",
+    reason: str = "None",
+    restarts: int = 0,
+    preempt: str = "None",
+    mode: str = "OFF",
+    lost: tuple[str, ...] = (),
+    words: str | None = None,
+    past_limit: bool = False,
+) -> tuple[str, bool]:
+    job = JOB.format(state=state, reason=reason, restarts=restarts, preempt=preempt)
+    end = parse_termination(job, PARTITION.format(mode=mode), 0, lost, words=words, past_limit=past_limit)
+    return end.outcome, end.by_slurm
+
+
+def test_what_a_sigterm_means() -> None:
+    # with slurmstepd's words in the log
+    assert verdict(words="PREEMPTION", restarts=1, mode="REQUEUE") == ("preempted", True)
+    assert verdict(words="PREEMPTION", mode="CANCEL") == ("preempted", False)
+    assert verdict(words="JOB REQUEUE", restarts=1, mode="REQUEUE") == ("requeued", True)
+    assert verdict(words="TIME LIMIT", reason="TimeLimit") == ("requeued", False)
+    assert verdict(words="NODE FAILURE", restarts=1, lost=("n2",)) == ("node_lost", True)
+    assert verdict(words="") == ("interrupted", False)
+    # a node that was lost before is not the reason of a scancel
+    assert verdict(words="", lost=("n2",)) == ("interrupted", False)
+    # where the log could not be read
+    assert verdict(restarts=1, mode="REQUEUE") == ("preempted", True)
+    assert verdict(preempt="2026-11-21T14:00:00", mode="CANCEL") == ("preempted", False)
+    assert verdict(restarts=1) == ("requeued", True)
+    assert verdict(reason="TimeLimit") == ("requeued", False)
+    assert verdict(past_limit=True) == ("requeued", False)
+    assert verdict(restarts=1, lost=("n2",)) == ("node_lost", True)
+    assert verdict() == ("interrupted", False)
+
+
+def test_the_job_log_is_read_from_this_life_on(tmp_path: Path) -> None:
+    log = tmp_path / "slurm.out"
+    log.write_text("slurmstepd-n1: error: *** JOB 9 ON n1 CANCELLED AT 2026-11-21T14:24:43 DUE TO JOB REQUEUE ***\n")
+    with log.open("a") as file:
+        words = JobLog(file.fileno())
+        assert words.words() is None
+        file.write("slurmstepd-n1: error: *** JOB 9 ON n1 CANCELLED AT 2026-11-21T14:30:54 ***\n")
+        file.flush()
+        assert words.words() == ""
+        file.write("slurmstepd-n1: error: *** JOB 9 ON n1 CANCELLED AT 2026-11-21T14:31:00 DUE TO TIME LIMIT ***\n")
+        file.flush()
+        assert words.words() == "TIME LIMIT"
+
+
+def row(outcome: str, saved: int | None, exit_code: int = 1) -> dict:
+    return {"outcome": outcome, "saved_step": saved, "exit_code": exit_code}
+
+
+def test_a_job_comes_back_while_it_gets_on() -> None:
+    policy = SurviveConfig(max_crashes=2)
+    crashes = [row("failed", 10), row("failed", 20), row("failed", 20), row("failed", 20)]
+    assert decide(crashes[:3], policy, "requeue").again
+    assert lives_without_progress(crashes) == 2
+    assert decide(crashes, policy, "requeue").again
+    assert not decide([*crashes, row("failed", 20)], policy, "requeue").again
+    # progress starts the count again
+    assert decide([*crashes, row("failed", 30)], policy, "requeue").again
+
+
+def test_preemption_never_counts_as_a_crash() -> None:
+    policy = SurviveConfig(max_crashes=1)
+    assert decide([row("preempted", None)] * 20, policy, "requeue").again
+    assert not decide([row("requeued", None)] * 3, policy, "requeue").again
+
+
+@pytest.mark.parametrize("outcome", ["completed", "stopped", "interrupted"])
+def test_what_was_wanted_is_final(outcome: str) -> None:
+    assert not decide([row(outcome, 5, 0)], SurviveConfig(), "requeue").again
+
+
+def test_no_way_back() -> None:
+    assert not decide([row("failed", 5)], SurviveConfig(), "off").again
+    assert not decide([row("failed", 5, 2)], SurviveConfig(), "requeue").again
+    assert not decide([row("requeued", n) for n in range(1, 4)], SurviveConfig(max_lives=3), "requeue").again
+
+
+def test_mode_follows_the_site() -> None:
+    site = SiteConfig.model_validate({"name": "s", "partitions": {"scav": {"preempt": "cancel"}, "gpu": {}}})
+    config = SlurmConfig()
+    assert resolve_mode(config, site, "gpu") == "requeue"
+    assert resolve_mode(config, site, "gpu,scav") == "successor"
+    assert resolve_mode(config, site.model_copy(update={"requeue": False}), None) == "successor"
+    own = SlurmConfig.model_validate({"survive": {"how": "off"}})
+    assert resolve_mode(own, site, "gpu") == "off"
+
+
+def test_allocation_of_het_packed_and_array_jobs() -> None:
+    assert read_allocation({}) is None
+    packed = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_END_TIME": "1000"}
+    job = read_allocation(packed)
+    assert job is not None
+    assert (job.job_id, job.hosts, job.is_het, job.restarts, job.ends_at) == (
+        "7",
+        (("n1", "n2", "n3"),),
+        False,
+        0,
+        1000,
+    )
+    het = {
+        "SLURM_JOB_ID": "8",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_ID_HET_GROUP_0": "8",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "n[3,5]",
+        "SLURM_RESTART_COUNT": "2",
+        "SLURM_JOB_END_TIME": "1000",
+    }
+    job = read_allocation(het)
+    assert job is not None
+    assert (job.hosts, job.is_het, job.restarts) == ((("n1",), ("n3", "n5")), True, 2)
+    task = read_allocation({**packed, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "4"})
+    assert task is not None and task.job_id == "7_4"
+
+
+def test_end_time() -> None:
+    assert parse_end_time("StartTime=x EndTime=Unknown Deadline=N/A") is None
+    assert parse_end_time("EndTime=2026-11-21T15:28:14 ") == time.mktime((2026, 11, 21, 15, 28, 14, 0, 0, -1))
+
+
+def controls(run_dir: Path, *, left_s: float | None = None, lead_s: float = 60, needs_s: float = 1.0) -> Controls:
+    ends = None if left_s is None else time.time() + left_s
+    job = Allocation("7", (("n1",),), "n1", 0, ends)
+    return Controls(run_dir, job if left_s is not None else None, lead_s, lambda: needs_s)
+
+
+def test_files_ask_for_a_save_and_for_the_end(tmp_path: Path) -> None:
+    one = controls(tmp_path)
+    assert one.poll() is None
+    (tmp_path / SAVE).touch()
+    one._next_look = 0.0
+    assert one.poll() is None
+    assert one.num_saves == 1
+    assert not (tmp_path / SAVE).exists()
+    (tmp_path / STOP).touch()
+    one._next_look = 0.0
+    request = one.poll()
+    assert request is not None
+    assert (request.outcome, request.code, request.save) == ("stopped", 0, True)
+    assert not (tmp_path / STOP).exists()
+
+
+def test_the_time_limit_is_seen_before_it_strikes(tmp_path: Path) -> None:
+    assert controls(tmp_path, left_s=500).poll() is None
+    request = controls(tmp_path, left_s=50).poll()
+    assert request is not None
+    assert (request.outcome, request.save) == ("requeued", True)
+    assert request.budget_s <= 45
+    # a step and a save that take long need more than the signal's lead
+    assert controls(tmp_path, left_s=500, needs_s=480).poll() is None
+    assert controls(tmp_path, left_s=500, needs_s=495).poll() is not None
+
+
+def test_signals(tmp_path: Path) -> None:
+    one = controls(tmp_path, left_s=100)
+    one._on_signal(signal.SIGUSR1, None)
+    request = one.poll()
+    assert request is not None and (request.outcome, request.save) == ("requeued", True)
+    far = controls(tmp_path, left_s=10_000)
+    far._on_signal(signal.SIGUSR1, None)
+    request = far.poll()
+    assert request is not None and request.outcome == "preempted"
+    local = controls(tmp_path)
+    local._on_signal(signal.SIGTERM, None)
+    request = local.poll()
+    assert request is not None and (request.outcome, request.save, request.code) == ("interrupted", False, 143)
