@@ -7,6 +7,7 @@ Exit codes:
     0    done, or help was asked for
     1    the run failed
     2    wrong usage or a wrong config (nothing was started)
+    3    Slurm refused, or could not be asked
     130  interrupted (Ctrl-C)
 """
 
@@ -73,14 +74,23 @@ VERBS = {
     "preflight": Verb(
         "Check the nodes of this allocation, or (RUN) show what a run's preflight found.",
         "[RUN]",
-        (("--json", "print the verdicts as JSON"), ("--dir DIR", "shared directory to test")),
+        (
+            ("--json", "print the verdicts as JSON"),
+            ("--dir DIR", "shared directory to test"),
+            ("--timeout S", "deadline of all checks"),
+            ("--allreduce, --no-allreduce", "all-reduce across the nodes (default: with more than one)"),
+        ),
         "preflight",
         False,
     ),
     "status": Verb(
         "State, step, reward, attempt, nodes and time left of one run, or of all under a folder.",
         "[RUN|FOLDER]",
-        (("--json", "print as JSON"), ("--watch", "refresh until interrupted"), ("--all", "finished runs too")),
+        (
+            ("--json", "print as JSON"),
+            ("--watch", "refresh until interrupted, or until the run is over"),
+            ("--all", "every run (default: those under way and the newest 50)"),
+        ),
         "status",
         False,
     ),
@@ -89,7 +99,7 @@ VERBS = {
         "RUN",
         (
             ("-f, --follow", "go on as they grow"),
-            ("--role ROLE", "supervisor, trainer, orchestrator or inference (default: supervisor)"),
+            ("--role ROLE", "supervisor, trainer, orchestrator, inference or slurm (default: supervisor)"),
             ("--rank N", "one rank of the trainer, or one server"),
             ("--attempt N", "of that attempt (default: the newest)"),
             ("-n, --lines N", "last N lines (default 50; 0: all)"),
@@ -129,7 +139,7 @@ VERBS = {
         False,
     ),
     "diff": Verb(
-        "What differs between two runs: config, code, packages, figures.",
+        "What differs between two runs (config, code, packages, figures), or two files of figures.",
         "RUN_A RUN_B",
         (("--json", "print as JSON"),),
         "diff",
@@ -138,7 +148,11 @@ VERBS = {
     "doctor": Verb(
         "Say what of this machine, its Slurm and a directory would trouble a run.",
         "[--path DIR]",
-        (("--path DIR", "measure this directory"), ("--json", "print as JSON")),
+        (
+            ("--path DIR", "measure this directory"),
+            ("--other DIR2", "the same directory through a second mount: measures what each sees of the other"),
+            ("--json", "print as JSON"),
+        ),
         "doctor",
         False,
     ),
@@ -238,7 +252,7 @@ def _overview() -> str:
     lines = ["usage: prime-hpc VERB [FILE] [--KEY VALUE ...]", "", "Reinforcement learning of language models.", ""]
     lines += [f"  {name:<14}{verb.summary}" for name, verb in VERBS.items()]
     lines += ["", "`prime-hpc VERB --help` lists every key. `--version` prints the version."]
-    lines += ["exit codes: 0 done, 1 the run failed, 2 wrong usage or config, 130 interrupted"]
+    lines += ["exit codes: 0 done, 1 the run failed, 2 wrong usage or config, 3 Slurm refused, 130 interrupted"]
     return "\n".join(lines) + "\n"
 
 

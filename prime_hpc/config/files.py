@@ -28,7 +28,9 @@ _FLOAT = re.compile(
         |\.(?:nan|NaN|NAN))$""",
     re.X,
 )
-_DROPPED_TAGS = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
+# YAML 1.1 reads `12:00:00` as 43200 (base 60) and `010` as 8: the first is a time limit of Slurm, the second a trap.
+_INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$")
+_DROPPED_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
 
 
 @dataclass(frozen=True)
@@ -160,12 +162,13 @@ def _yaml_loader() -> Any:
     return _loader
 
 
-def _with_resolvers(cls: Any) -> Any:
-    """Give a YAML loader or dumper class our scalar rules."""
+def _with_resolvers(cls: Any, dropped: tuple[str, ...] = _DROPPED_TAGS) -> Any:
+    """Give a YAML loader or dumper class our scalar rules in place of those that are dropped."""
     cls.yaml_implicit_resolvers = {
-        first: [(tag, regexp) for tag, regexp in resolvers if tag not in _DROPPED_TAGS]
+        first: [(tag, regexp) for tag, regexp in resolvers if tag not in dropped]
         for first, resolvers in cls.yaml_implicit_resolvers.items()
     }
+    cls.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
     cls.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
     return cls
 
@@ -177,7 +180,9 @@ def dump_yaml(data: dict[str, Any]) -> str:
     class Dumper(yaml.SafeDumper):
         """Safe dumper with the loader's scalar rules."""
 
-    return yaml.dump(data, Dumper=_with_resolvers(Dumper), sort_keys=False, allow_unicode=True, width=120)
+    # text that a YAML 1.1 reader would take for a number of base 60 is still quoted, for whoever reads it
+    resolved = _with_resolvers(Dumper, _DROPPED_TAGS[1:])
+    return yaml.dump(data, Dumper=resolved, sort_keys=False, allow_unicode=True, width=120)
 
 
 def parse_toml(text: str, name: str) -> tuple[dict[str, Any], dict[Path_, int]]:

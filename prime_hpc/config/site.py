@@ -13,9 +13,9 @@ import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.files import dump_yaml, parse_yaml
 from prime_hpc.config.sections.slurm import SiteConfig
 
 SITE_FILE = "site.yaml"
@@ -71,15 +71,12 @@ def parse_site(path: Path) -> SiteConfig:
     Raises:
         ConfigError: naming the file and every key that is wrong.
     """
-    import yaml
     from pydantic import ValidationError
 
     try:
-        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(Problem(f"{path}: {error}", "slurm.site")) from error
-    if not isinstance(data, dict):
-        raise ConfigError(Problem(f"{path} holds no mapping: not a site profile", "slurm.site"))
+        data, _ = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ConfigError(Problem(f"{path}: {error.strerror}", "slurm.site")) from error
     try:
         return SiteConfig.model_validate({"name": path.stem, **data})
     except ValidationError as error:
@@ -90,9 +87,7 @@ def parse_site(path: Path) -> SiteConfig:
 
 def write_site(site: SiteConfig, run_dir: Path) -> None:
     """Keep the profile with the run."""
-    import yaml
-
-    text = yaml.safe_dump(site.model_dump(mode="json", exclude_defaults=True) | {"name": site.name}, sort_keys=False)
+    text = dump_yaml(site.model_dump(mode="json", exclude_defaults=True) | {"name": site.name})
     (run_dir / SITE_FILE).write_text(text, encoding="utf-8")
 
 

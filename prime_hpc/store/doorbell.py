@@ -1,8 +1,9 @@
 """The doorbell: who has finished an artifact tells everybody at once, over a socket.
 
 The supervisor runs the hub, every role a `Doorbell`. Messages are small JSON objects under a topic ("weights",
-"batch", "consumed", "served", "stop", "save"); the hub passes each to all clients and keeps the last per topic for
-late joiners; what is addressed to the supervisor alone (`HUB_ONLY`) goes no further. It is about latency only: whoever waits also lists the directory (`artifact.wait_for_artifact`), so a
+"batch", "consumed", "served", "status", "stop", "save"); the hub passes each to all clients and keeps the last per
+topic for late joiners; what is addressed to the supervisor alone (`HUB_ONLY`) goes no further. It is about latency
+only: whoever waits also lists the directory (`artifact.wait_for_artifact`), so a
 lost message, a dead hub or no hub at all costs seconds, never correctness.
 """
 

@@ -11,7 +11,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.supervisor.ledger import bad_nodes, ledger_path, record
-from prime_hpc.supervisor.preflight import HostCheck, PreflightPlan, Report, run_preflight
+from prime_hpc.supervisor.preflight.run import HostCheck, PreflightPlan, Report, run_preflight
 from prime_hpc.supervisor.steps import StepContext, StepSpec
 
 

@@ -21,8 +21,8 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the command line hands to `prime_hpc.launch`, which then starts nothing."""
     calls: list[tuple[Any, ...]] = []
 
-    def submit(loaded: Loaded, *, follow: bool, dry_run: bool) -> int:
-        calls.append(("submit", loaded, follow, dry_run))
+    def submit(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json: bool) -> int:
+        calls.append(("submit", loaded, follow, dry_run, as_json))
         return 0
 
     def run(loaded: Loaded) -> int:
@@ -80,8 +80,10 @@ def test_submit_flags_are_its_own(handed: list[Any], tmp_path: Path) -> None:
     path.write_text("seed: 4\norchestrator: {env: [{id: x}]}\n")
     assert cli.main(["submit", str(path)]) == 0
     assert cli.main(["submit", "--no-follow", "@", str(path), "--dry-run", "--max-steps", "3"]) == 0
-    (_, first, follow, dry_run), (_, second, second_follow, second_dry_run) = handed
-    assert (follow, dry_run, first.experiment.seed) == (True, False, 4)
+    assert cli.main(["submit", str(path), "--follow", "--json"]) == 0
+    (_, first, follow, dry_run, as_json), (_, second, second_follow, second_dry_run, _) = handed[:2]
+    assert (follow, dry_run, as_json, first.experiment.seed) == (None, False, False, 4)
+    assert handed[2][2:] == (True, False, True)
     assert (second_follow, second_dry_run, second.experiment.max_steps) == (False, True, 3)
     assert second.files == [str(path)]
 
@@ -89,7 +91,7 @@ def test_submit_flags_are_its_own(handed: list[Any], tmp_path: Path) -> None:
 def test_plan_prints_and_entrypoints_return_the_launchers_code(
     handed: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(["plan", *ENV, "--name", "n"]) == 0
+    assert cli.main(["plan", *ENV, "--name", "n", "--launch", "local"]) == 0
     assert capsys.readouterr().out == "plan of n\n"
     assert console("rl", ENV, monkeypatch) == 1
     assert console("sft", ["--data.type", "fake"], monkeypatch) == 1

@@ -6,13 +6,15 @@ Read by `launch` (plan, render, submit) on the login node and by the supervisor 
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from prime_hpc.config.sections.base import Section
 
 
 class SlurmOptions(Section):
     """sbatch options of the job or of one component; unset ones are inherited (component, `slurm`, site)."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)  # `time: 60`, `mem: 0`
 
     partition: str | None = None
     """Partition, or several separated by commas."""

@@ -1,0 +1,162 @@
+"""Runs on disk: found, named and listed. Called by `status`, `logs`, `diff`, shell completion and every verb that
+takes a RUN.
+
+A RUN is a directory, a name under the outputs folder ($PRIMEHPC_OUTPUTS, else ./outputs), or a Slurm job id.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config.errors import ConfigError
+
+OUTPUTS_VARIABLE = "PRIMEHPC_OUTPUTS"
+MARKS = ("run.yaml", "submit.json", "attempts.jsonl")
+"""A directory that holds one of these is a run."""
+POINTS = "points.jsonl"
+"""Marks a sweep's directory; its points are runs below it."""
+SUBMIT_JSON = "submit.json"
+ATTEMPTS = "attempts.jsonl"
+_MAX_DEPTH = 3
+"""Folders of folders: outputs/<sweep>/<point>."""
+_ROLES = ("trainer", "orchestrator", "inference")
+_JOB_ID = re.compile(r"\d+([_+]\d+)?")
+
+
+def outputs_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where runs are looked for by name."""
+    return Path(environ.get(OUTPUTS_VARIABLE) or "outputs")
+
+
+def is_run(path: Path | str) -> bool:
+    """Whether a directory is a run's (and not a sweep's, which may have been submitted too)."""
+    base = os.fspath(path)
+    if os.path.lexists(f"{base}/{MARKS[0]}"):  # no Path methods: called for thousands
+        return True
+    if os.path.lexists(f"{base}/{POINTS}"):
+        return False
+    return any(os.path.lexists(f"{base}/{mark}") for mark in MARKS[1:]) or bool(by_hand(path))
+
+
+def by_hand(path: Path | str) -> list[str]:
+    """Roles that were started by hand in this run directory, each with a config of its own there."""
+    return [role for role in _ROLES if os.path.lexists(f"{os.fspath(path)}/roles/{role}/run.yaml")]
+
+
+def list_runs(folder: Path, max_depth: int = _MAX_DEPTH) -> list[Path]:
+    """Runs under a folder in no order, those in folders of it too; [] where it does not exist.
+
+    A run's own directory is not searched, hidden ones neither.
+    """
+    found: list[Path] = []
+    _collect(str(folder), max_depth, found)
+    return found
+
+
+def _collect(folder: str, depth: int, found: list[Path]) -> None:
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+    except OSError:  # absent, not ours to read, or gone meanwhile: no run that could be shown
+        return
+    for path in names:
+        if is_run(path):
+            found.append(Path(path))
+        elif depth > 1:
+            _collect(path, depth - 1, found)
+
+
+def run_name(path: Path, folder: Path) -> str:
+    """What a run is called in a list of those under `folder`."""
+    try:
+        return str(path.relative_to(folder))
+    except ValueError:
+        return str(path)
+
+
+def read_json(path: Path | str) -> dict[str, Any] | None:
+    """A small JSON object; None where it is absent, torn or not an object."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - thousands of them: no Path methods
+            value = json.loads(file.read())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_rows(path: Path | str) -> list[dict[str, Any]]:
+    """The attempts of a run, the last word about each, in order; torn lines are left out."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - as above
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    rows: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("attempt"), int):
+            rows[row["attempt"]] = row
+    return [rows[number] for number in sorted(rows)]
+
+
+def job_ids(path: Path) -> set[str]:
+    """Every Slurm job that a run ever was."""
+    record = read_json(path / SUBMIT_JSON) or {}
+    ids = {record.get("job_id"), record.get("successor")} if record.get("state") != "local" else set()
+    ids |= {row.get("job_id") for row in read_rows(path / ATTEMPTS)}
+    return {str(number) for number in ids if number}
+
+
+def find_run(word: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """The run directory that a RUN argument means.
+
+    Raises:
+        ConfigError: there is none, or the word fits several; it names what is near.
+    """
+    folder = outputs_folder(environ)
+    direct = Path(word).expanduser()
+    for candidate in (direct, folder / word):
+        if candidate.is_dir() and is_run(candidate):
+            return candidate
+    runs = list_runs(folder)
+    same = [path for path in runs if path.name == word]
+    if not same and _JOB_ID.fullmatch(word):
+        same = _by_job(word, runs)
+    if len(same) == 1:
+        return same[0]
+    if same:
+        names = ", ".join(sorted(run_name(path, folder) for path in same))
+        raise ConfigError(f"{word!r} is the name of several runs: {names}; give one of these")
+    if direct.is_dir():
+        raise ConfigError(f"{word} is a directory, but no run: it holds none of {', '.join(MARKS)}")
+    raise ConfigError(_not_found(word, [run_name(path, folder) for path in runs], folder))
+
+
+def _by_job(word: str, runs: list[Path]) -> list[Path]:
+    """The run of a job id (a het component's id counts as its leader's); Slurm may re-use ids: the newest is meant."""
+    wanted = {word, word.partition("+")[0]}
+    found = [path for path in runs if wanted & job_ids(path)]
+    return [max(found, key=lambda path: path.stat().st_mtime)] if found else []
+
+
+def _not_found(word: str, names: list[str], folder: Path) -> str:
+    from difflib import get_close_matches
+
+    lasts = {name.rpartition("/")[2]: name for name in names}
+    near = get_close_matches(word, names, n=3, cutoff=0.5)
+    near += [lasts[last] for last in get_close_matches(word.rstrip("/").rpartition("/")[2], lasts, n=3, cutoff=0.5)]
+    near += sorted(name for name in names if word in name)[:3]
+    if near:
+        hint = f"did you mean {', '.join(list(dict.fromkeys(near))[:5])}?"
+    elif names:
+        hint = f"{folder} holds {len(names)} others (`prime-hpc status {folder}` lists them)"
+    else:
+        hint = f"there is no run under {folder}; give a directory, or name another folder with {OUTPUTS_VARIABLE}"
+    kind = "run or job" if _JOB_ID.fullmatch(word) else "run"
+    return f"no {kind} {word!r}; {hint}"

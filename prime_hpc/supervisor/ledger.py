@@ -1,0 +1,195 @@
+"""The ledger of bad nodes: one JSON line each time a node failed, shared by all runs of an output directory.
+
+    ledger = ledger_path(output_dir)
+    record(ledger, "n3", "preflight: it sees 7 of 8 GPUs", run="first")
+    bad_nodes(ledger, days=7)                      # {"n3": "preflight: ..."}; older lines are forgotten
+
+Written and read by the supervisor; `launch` reads it where bad nodes are excluded. Plain text: to forgive a node by
+hand, delete its lines. No locks (a shared file system may not have any): lines are appended in one write and read
+back, a line that a network file system lost to another writer is written again; readers skip what is torn.
+"""
+
+import contextlib
+import json
+import os
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+DAY_S = 86400.0
+COMPACT_BYTES = 1 << 20
+REST_S = 3600.0
+"""A file that was set aside is read for so long before it is merged: nobody can still be appending to it then."""
+TRIES = 5
+_ASIDE = ".aside-"
+
+
+@dataclass(frozen=True)
+class BadNode:
+    """What the ledger still knows of a node."""
+
+    node: str
+    cause: str
+    """Of the newest line."""
+    run: str
+    time: float
+    """Epoch seconds of the newest line."""
+    count: int
+    """Lines not yet forgotten."""
+
+
+def ledger_path(output_dir: Path) -> Path:
+    """Where the runs of an output directory keep it."""
+    return output_dir / ".prime-hpc" / "bad_nodes.jsonl"
+
+
+def record(path: Path, node: str, cause: str, run: str, when: float | None = None) -> bool:
+    """Append one line. Never raises for a file system that refuses: returns whether the line is there.
+
+    Args:
+        path: the ledger; its directory is made.
+        node: as Slurm names it.
+        cause: for people; line breaks become spaces.
+        run: name of the run that saw it.
+        when: epoch seconds; default now.
+    """
+    row = {
+        "id": uuid.uuid4().hex[:12],
+        "time": round(time.time() if when is None else when, 3),
+        "node": node,
+        "cause": " ".join(cause.split())[:1000],
+        "run": run,
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for _ in range(TRIES):
+            _append(path, [row])
+            if any(kept.get("id") == row["id"] for kept in _rows(path)):
+                break
+        else:
+            logger.warning(f"{path}: the line about {node} did not stay; other runs write there too")
+            return False
+        if _size(path) > COMPACT_BYTES:
+            compact(path)
+    except OSError as error:
+        logger.warning(f"the ledger of bad nodes could not be written: {error}")
+        return False
+    return True
+
+
+def bad_nodes(path: Path, days: float, now: float | None = None) -> dict[str, str]:
+    """Newest cause by node of everything not yet forgotten. An unreadable ledger knows nobody."""
+    return {node: bad.cause for node, bad in read_ledger(path, days, now).items()}
+
+
+def read_ledger(path: Path, days: float, now: float | None = None) -> dict[str, BadNode]:
+    """The same with times and counts, by node.
+
+    A line from the future (the clock was set back since) counts if it is not further ahead than `days`: its node is
+    forgotten at the latest after twice that.
+    """
+    now = time.time() if now is None else now
+    try:
+        rows = _rows(path)
+    except OSError as error:
+        logger.warning(f"the ledger of bad nodes could not be read: {error}")
+        return {}
+    found: dict[str, BadNode] = {}
+    for row in sorted(rows, key=lambda row: float(row["time"])):
+        if abs(now - row["time"]) < days * DAY_S:
+            count = found[row["node"]].count + 1 if row["node"] in found else 1
+            found[row["node"]] = BadNode(row["node"], str(row["cause"]), str(row["run"]), row["time"], count)
+    return found
+
+
+def compact(path: Path, days: float = 365.0, now: float | None = None, rest_s: float = REST_S) -> int:
+    """Drop lines older than `days`; loses no younger one, whoever writes at the same time. Returns lines dropped.
+
+    In two steps, which two calls at least an hour apart do: the ledger is renamed aside (readers go on reading it; who
+    opened it before may still append to it), and what was set aside long ago is merged into the ledger and deleted.
+    """
+    now = time.time() if now is None else now
+    dropped = 0
+    for old in _set_aside(path):
+        if now - _aside_since(old) < rest_s:
+            continue
+        rows = _read(old)
+        known = {row["id"] for row in _read(path)}
+        live = [row for row in rows if row["id"] not in known and abs(now - row["time"]) < days * DAY_S]
+        if live:
+            _append(path, live)
+            known = {row["id"] for row in _read(path)}
+        if all(row["id"] in known for row in live):
+            with contextlib.suppress(FileNotFoundError):  # another run merged it too: ids tell twins apart
+                old.unlink()
+            dropped += len(rows) - len(live)
+    if _size(path) > COMPACT_BYTES:
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(path.with_name(f"{path.name}{_ASIDE}{int(now)}-{uuid.uuid4().hex[:8]}"))
+    return dropped
+
+
+def _append(path: Path, rows: list[dict[str, Any]]) -> None:
+    """All rows in one write of a file opened for appending, after a line break where the last line is torn."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        size = os.fstat(fd).st_size
+        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        data = (("\n" if torn else "") + text).encode()
+        if os.write(fd, data) != len(data):
+            raise OSError(f"{path}: a line was written only in part (disk full?)")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Every whole line of the ledger and of what was set aside, twins once."""
+    # in this order, and the ledger twice, no row is missed while it moves to or from what is set aside
+    found = {row["id"]: row for row in _read(path)}
+    found |= {row["id"]: row for old in _set_aside(path) for row in _read(old)}
+    return list((found | {row["id"]: row for row in _read(path)}).values())
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if _is_row(row):
+            # a line written by hand may have no id
+            rows.append({"cause": "", "run": "", "id": f"{row['node']}@{row['time']}", **row})
+    return rows
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0  # set aside by another run
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("node"), str):
+        return False
+    return isinstance(row.get("time"), int | float) and not isinstance(row["time"], bool)
+
+
+def _set_aside(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(f"{path.name}{_ASIDE}*"))
+
+
+def _aside_since(path: Path) -> float:
+    stamp = path.name.partition(_ASIDE)[2].partition("-")[0]
+    return float(stamp) if stamp.isdigit() else 0.0

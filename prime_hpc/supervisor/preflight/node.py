@@ -1,0 +1,247 @@
+"""What each node runs in preflight: `python -m prime_hpc.supervisor.preflight.node SPEC WAIT_S`.
+
+Started by `preflight` through a step, one process a node. It says what it finds twice: as files in the shared directory
+(that is the test), and as lines on standard output (so that a node without that directory can still tell). Exit code 0
+whatever was found: a non-zero one would make some launchers end the other nodes. No torch, no pydantic.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.store import files
+from prime_hpc.store.errors import StoreError
+from prime_hpc.supervisor.ports import is_free
+from prime_hpc.supervisor.preflight.gpu import gpu_facts
+from prime_hpc.supervisor.preflight.rules import peers_of
+
+MARK = "PREFLIGHT "
+"""Begins every line for the supervisor; a launcher may put a label before it."""
+FACTS, RESULT = ".facts.json", ".result.json"
+LOST = "lost.json"
+"""Written by the supervisor: hosts for which nobody need wait any more."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+_GIB = 2**30
+
+
+def say(host: str, phase: str, **more: Any) -> None:
+    """One line for the supervisor, in one write."""
+    line = MARK + json.dumps({"host": host, "phase": phase, "at": time.time(), **more}) + "\n"
+    with contextlib.suppress(OSError):  # nobody listens: the files are there
+        os.write(1, line.encode())
+
+
+def own_names(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What this node may be called in the plan, the likeliest first."""
+    full = socket.gethostname()
+    names = [environ.get("SLURMD_NODENAME"), full, full.split(".")[0]]
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def pick_host(hosts: list[str], environ: Mapping[str, str] = os.environ) -> str | None:
+    """The plan's name of this node; None where it is not in the plan."""
+    for name in own_names(environ):
+        for host in hosts:
+            if name == host or name == host.split(".")[0]:
+                return host
+    return None
+
+
+def wait_for_json(path: Path, wait_s: float) -> dict[str, Any] | None:
+    """A JSON file by exact name once its directory lists it; None where it is not there in time.
+
+    Listing asks the file server again, a look-up by name could be answered from a cached miss.
+    """
+    end = time.monotonic() + wait_s
+    pause = FIRST_PAUSE_S
+    while True:
+        if path.name in _list(path.parent):
+            data = read_json(path)
+            if data is not None:
+                return data
+        if time.monotonic() + pause > end:
+            return None
+        time.sleep(pause)
+        pause = min(pause * 1.5, LONGEST_PAUSE_S)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A whole JSON object; None where it is not (yet) there or whole."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _list(folder: Path) -> list[str]:
+    try:
+        return files.list_dir(folder)
+    except OSError:
+        return []  # stale handle, no permission: as good as not there; the deadline tells
+
+
+def node_facts(check: Mapping[str, Any], run_dir: Path, min_free_gib: float) -> dict[str, Any]:
+    """Everything about this node that needs no other one.
+
+    Args:
+        check: `gpus_asked` and `ports` of this host.
+        run_dir: where space is needed.
+        min_free_gib: how much.
+
+    Returns:
+        facts, with `problems` (the node must not be used) and `warnings`.
+    """
+    problems: list[str] = []
+    warnings: list[str] = []
+    gpus = gpu_facts(check["gpus_asked"])
+    problems += gpus.problems
+    warnings += gpus.warnings
+    free_gib: float | None = None
+    try:
+        free_gib = files.free_bytes(run_dir) / _GIB
+        if free_gib < min_free_gib:
+            problems.append(f"{run_dir} has {free_gib:.2f} GiB free, {min_free_gib:g} GiB are needed")
+    except OSError as error:
+        problems.append(f"{run_dir} cannot be asked for its free space: {error.strerror}")
+    taken = [port for port in check["ports"] if not is_free(port, "")]
+    if taken:
+        problems.append(f"port {', '.join(map(str, taken))} is taken on it; end what listens there")
+    low, high = ephemeral_range()
+    if any(low <= port <= high for port in check["ports"]):
+        warnings.append(
+            f"ports asked for lie in its ephemeral range {low}-{high}: an outgoing connection may take them"
+        )
+    load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > 2 * (os.cpu_count() or 1):
+        warnings.append(f"its load is {load:.0f} with {os.cpu_count()} CPUs: somebody else works on it")
+    address = own_address()
+    return {
+        "names": own_names(),
+        "pid": os.getpid(),
+        "python": sys.executable,
+        "address": address,
+        "gpus": gpus.as_json(),
+        "free_gib": None if free_gib is None else round(free_gib, 3),
+        "tmp_free_gib": round(shutil.disk_usage(os.environ.get("TMPDIR") or "/tmp").free / _GIB, 3),
+        "shm_gib": round(shutil.disk_usage("/dev/shm").total / _GIB, 3) if Path("/dev/shm").is_dir() else None,
+        "memory": memory_gib(),
+        "load": round(load, 2),
+        "cpus": cpus,
+        "problems": problems,
+        "warnings": warnings,
+    }
+
+
+def own_address() -> str | None:
+    """The address that this node's own name resolves to; gloo and others listen there."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
+
+
+def ephemeral_range() -> tuple[int, int]:
+    """Ports that the kernel gives to outgoing connections; (0, -1) where it does not say."""
+    try:
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except (OSError, ValueError):
+        return 0, -1
+    return int(low), int(high)
+
+
+def memory_gib() -> dict[str, float]:
+    """Total and available memory of the node in GiB, from /proc/meminfo."""
+    found = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            key, value = line.split(":")
+            if key in ("MemTotal", "MemAvailable"):
+                found[{"MemTotal": "total", "MemAvailable": "available"}[key]] = round(int(value.split()[0]) / 2**20, 2)
+    return found
+
+
+def watch_peers(
+    folder: Path, peers: list[str], token: str, wait_s: float
+) -> tuple[dict[str, tuple[float, float]], list[str]]:
+    """Wait until the file of every peer is there and whole.
+
+    Returns:
+        by peer when it was first seen (this node's clock) and when it had been written (the writer's clock); the peers
+        that the supervisor gave up as lost.
+    """
+    end = time.monotonic() + wait_s
+    pause = FIRST_PAUSE_S
+    seen: dict[str, tuple[float, float]] = {}
+    lost: list[str] = []
+    missing = list(peers)
+    while missing:
+        names = set(_list(folder))
+        for host in [h for h in missing if h + FACTS in names]:
+            data = read_json(folder / (host + FACTS))
+            if data is not None and data.get("token") == token:
+                seen[host] = time.time(), data["times"]["wrote"]
+        if LOST in names:
+            told = read_json(folder / LOST)
+            if told is not None and told.get("token") == token:
+                lost = [host for host in told["hosts"] if host in peers and host not in seen]
+        missing = [host for host in peers if host not in seen and host not in lost]
+        if time.monotonic() + pause > end:
+            break
+        if missing:
+            time.sleep(pause)
+            pause = min(pause * 1.5, LONGEST_PAUSE_S)
+    return seen, lost
+
+
+def check_node(spec: Mapping[str, Any], spec_path: Path, host: str, times: dict[str, float]) -> dict[str, Any]:
+    """Run all checks of this node; its result. Raises StoreError where the shared directory cannot be written."""
+    folder, token = spec_path.parent, spec["token"]
+    hosts = [check["host"] for check in spec["hosts"]]
+    index = hosts.index(host)
+    facts = node_facts(spec["hosts"][index], Path(spec["run_dir"]), spec["min_free_gib"])
+    times["wrote"] = time.time()
+    say(host, "facts", facts=facts)
+    mine = {"host": host, "token": token, "facts": facts, "times": times}
+    files.write_atomic(folder / (host + FACTS), json.dumps(mine).encode())
+    times["looking"] = time.time()
+    peers = [hosts[i] for i in peers_of(index, len(hosts))]
+    seen, lost = watch_peers(folder, peers, token, spec["watch_s"])
+    unseen = [peer for peer in peers if peer not in seen and peer not in lost]
+    return {**mine, "seen": seen, "lost": lost, "unseen": unseen}
+
+
+def main(argv: list[str]) -> int:
+    """Check this node as SPEC says. WAIT_S: how long SPEC may take to become visible."""
+    started = time.time()
+    spec_path, wait_s = Path(argv[0]), float(argv[1])
+    name = own_names()[0]
+    say(name, "started", started=started)
+    spec = wait_for_json(spec_path, wait_s)
+    if spec is None:
+        problem = f"it does not see {spec_path} within {wait_s:g} s: does it mount the run directory's file system?"
+        say(name, "result", result={"problems": [problem]})
+        return 0
+    times = {"started": started, "spec_seen": time.time()}
+    host = pick_host([check["host"] for check in spec["hosts"]])
+    if host is None:
+        say(name, "result", result={"problems": [f"it calls itself {' or '.join(own_names())}: not in the plan"]})
+        return 0
+    try:
+        result = check_node(spec, spec_path, host, times)
+        files.write_atomic(spec_path.parent / (host + RESULT), json.dumps(result).encode())
+        say(host, "result", result={key: result[key] for key in ("times", "seen", "lost", "unseen")})
+    except (StoreError, OSError) as error:
+        say(host, "result", result={"times": times, "problems": [f"it cannot write to the run directory: {error}"]})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""`prime-hpc diff`: runs made by the product's own writers, compared by the product."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc import cli
+from prime_hpc.config import load_experiment, write_snapshot
+from prime_hpc.launch.diff import beside, compare_runs, differences, flatten, run_figures
+from prime_hpc.observe.metrics import MetricsWriter
+
+
+def make(path: Path, *flags: str, rewards: list[float] | None = None) -> Path:
+    argv = ["--orchestrator.env", '[{"id": "reverse-text"}]', "--name", path.name, "--output-dir", str(path.parent)]
+    loaded = load_experiment([*argv, *flags], "rl")
+    path.mkdir()
+    write_snapshot(loaded.experiment, path, ["rl", *flags])
+    trainer, orchestrator = (MetricsWriter(path / "metrics" / f"{r}.jsonl") for r in ("trainer", "orchestrator"))
+    for step, reward in enumerate(rewards or [], 1):
+        orchestrator.log(step, **{"reward/mean": reward, "lag/mean": 1.0, "tokens/sampled_per_second": 100.0 * step})
+        trainer.log(step, **{"time/step": 60.0 if step == 1 else 2.0, "loss": -reward, "tokens_per_s": 10.0})
+    if rewards:
+        orchestrator.log(0, **{"eval/reverse-text/mean_reward": 0.1})
+        orchestrator.log(len(rewards), **{"eval/reverse-text/mean_reward": 0.8})
+    return path
+
+
+def test_flatten_and_differences() -> None:
+    flat = flatten({"a": {"b": 1, "c": {}}, "l": [{"x": 1}, {"x": 2}], "p": [1, 2], "n": None})
+    assert flat == {"a.b": 1, "a.c": {}, "l.0.x": 1, "l.1.x": 2, "p": [1, 2], "n": None}
+    assert differences({"a": 1, "b": 2, "n": None}, {"b": 3, "c": 4}) == {"a": (1, None), "b": (2, 3), "c": (None, 4)}
+    assert beside({"x": 2.0, "zero": 0.0, "only": 1.0}, {"x": 3.0, "zero": 1.0}) == {
+        "x": {"a": 2.0, "b": 3.0, "ratio": 1.5},
+        "zero": {"a": 0.0, "b": 1.0, "ratio": None},
+        "only": {"a": 1.0, "b": None, "ratio": None},
+    }
+
+
+def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIMEHPC_OUTPUTS", str(tmp_path))
+    make(tmp_path / "one", rewards=[0.1, 0.2, 0.3])
+    make(tmp_path / "two", "--trainer.optim.lr", "0.5", "--ckpt", rewards=[0.2, 0.4])
+    lock = json.loads((tmp_path / "two" / "lock.json").read_text())
+    lock["packages"]["numpy"] = "0.1"
+    lock["git"] = {"sha": "f00", "status": ["M a.py"], "diff": "+x", "diff_truncated": False}
+    (tmp_path / "two" / "lock.json").write_text(json.dumps(lock))
+
+    assert cli.main(["diff", "one", "two", "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["config"]["trainer.optim.lr"][1] == 0.5
+    assert found["config"]["ckpt.interval"] == [None, 50]
+    assert not {"name", "output_dir"} & found["config"].keys()
+    assert list(found["packages"]) == ["numpy"] and found["packages"]["numpy"][1] == "0.1"
+    assert found["code"]["sha"][1] == "f00" and found["code"]["same_changes"] is False
+    assert found["figures"]["reward (last step)"] == {"a": 0.3, "b": 0.4, "ratio": pytest.approx(4 / 3)}
+    assert found["figures"]["s/step (median)"]["a"] == 2.0
+    assert found["figures"]["held-out reward of reverse-text (last)"]["b"] == 0.8
+    assert found["missing"] == []
+
+    assert cli.main(["diff", "one", "two"]) == 0
+    page = capsys.readouterr().out
+    assert "trainer.optim.lr" in page and "-> 0.5" in page
+    assert "code: differs" in page and "1 file(s) changed" in page
+    assert "packages: 1 differ" in page
+    assert "  b  rl --trainer.optim.lr 0.5 --ckpt" in page
+
+
+def test_a_run_with_itself_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make(tmp_path / "one")
+    assert cli.main(["diff", str(run), str(run)]) == 0
+    page = capsys.readouterr().out
+    for what in ("config", "code", "packages", "environment", "command"):
+        assert f"{what}: the same" in page
+    assert "steps  0  0" in page
+
+
+def test_a_second_life_counts_its_steps_once(tmp_path: Path) -> None:
+    run = make(tmp_path / "one", rewards=[0.1, 0.2, 0.3])
+    again = MetricsWriter(run / "metrics" / "orchestrator.jsonl")
+    again.log(2, **{"reward/mean": 0.9})
+    rows = [
+        {"attempt": 1, "began": 1000.0, "ended": 1100.0, "seconds": {"useful": 60.0}},
+        {"attempt": 2, "began": 1300.0, "ended": 1400.0, "seconds": {"useful": 90.0}},
+    ]
+    (run / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures = run_figures(run)
+    assert figures["steps"] == 3
+    assert figures["reward (mean of last 10)"] == pytest.approx((0.1 + 0.9 + 0.3) / 3)
+    assert figures["effective training time (share)"] == pytest.approx(150 / 400)
+    assert (figures["attempts"], figures["hours"]) == (2, pytest.approx(400 / 3600))
+
+
+def test_secrets_are_not_shown(tmp_path: Path) -> None:
+    one = make(tmp_path / "one", "--inference.api-key", "hunter2")
+    two = make(tmp_path / "two", "--inference.api-key", "hunter3")
+    found = compare_runs(one, two)
+    assert "inference.api_key" in found["config"]
+    assert "hunter" not in json.dumps(found)
+
+
+def test_half_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = make(tmp_path / "one")
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "attempts.jsonl").write_text("{")
+    assert cli.main(["diff", str(one), str(tmp_path / "two")]) == 0
+    assert f"missing: {tmp_path / 'two' / 'run.yaml'}" in capsys.readouterr().out
+
+
+def test_benchmark_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text('{"seconds": {"plan": 0.2}, "device": "cpu", "ok": true}')
+    (tmp_path / "b.txt").write_text('plan   0.1 s\n{"seconds": {"plan": 0.1}, "device": "gpu", "ok": true}\n')
+    assert cli.main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.txt")]) == 0
+    page = capsys.readouterr().out
+    assert "seconds.plan" in page and "0.500" in page and "cpu -> gpu" in page
+    (tmp_path / "c.txt").write_text("no figures\n")
+    assert cli.main(["diff", str(tmp_path / "a.json"), str(tmp_path / "c.txt")]) == 2
+    assert cli.main(["diff", str(tmp_path / "a.json"), str(tmp_path)]) == 2
+    assert cli.main(["diff", "x"]) == 2

@@ -1,0 +1,232 @@
+"""`prime-hpc logs`: which file, its last lines, and following over growth, replacement and a new attempt."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc import cli
+from prime_hpc.config import ConfigError
+from prime_hpc.launch.logs import Follower, Source, Watch, find_source, follow, last_lines, parse_role
+
+
+def write(path: Path, text: str, mode: str = "w") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open(mode) as file:
+        file.write(text)
+    return path
+
+
+def add_attempt(run: Path, number: int, **fields: Any) -> None:
+    row = {"attempt": number, "began": time.time() - 5, "ended": None, "host": "elsewhere", "pid": 1, "job_id": None}
+    write(run / "attempts.jsonl", json.dumps(row | fields) + "\n", "a")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRIMEHPC_OUTPUTS", str(tmp_path))
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable))  # noqa: PTH120 - no Slurm here
+    write(tmp_path / "demo" / "run.yaml", "max_steps: 3\n")
+    return tmp_path / "demo"
+
+
+@pytest.fixture
+def two_lives(run: Path) -> Path:
+    add_attempt(run, 1, job_id="12", ended=time.time(), outcome="failed", cause="OOM")
+    add_attempt(run, 2, job_id="12", ended=time.time(), outcome="completed")
+    begins = "10:00:00 INFO    supervisor run {}: attempt {}, incarnation {} (why); roles\n"
+    text = begins.format(run, 1, 1) + "one\n" + begins.format(run, 2, 3) + "two\nthree\n"
+    write(run / "logs" / "supervisor.log", text)
+    write(run / "logs" / "slurm-12.out", "module load\n")
+    for number in (1, 2):
+        folder = run / "logs" / f"attempt_{number}"
+        lines = f"10:00 INFO trainer[0] a{number}\n10:00 INFO trainer[1] b{number}\n[rank1]: c{number}\nplain\n"
+        write(folder / "trainer" / "trainer.log", lines)
+        write(folder / "inference" / "inference.log", f"server 0 of {number}\n")
+        write(folder / "inference" / "inference_1.log", f"server 1 of {number}\n")
+    write(run / "logs" / "attempt_2" / "trainer" / "rank_0.log", "its own file\n")
+    return run
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    assert cli.main(["logs", *argv]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_which_file(two_lives: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "demo")[-2:] == ["two", "three"]
+    assert printed(capsys, "demo", "--attempt", "1")[1:] == ["one"]
+    assert printed(capsys, "demo", "--attempt", "2", "-n", "2") == ["two", "three"]
+    assert printed(capsys, "demo", "--role", "slurm") == ["module load"]
+    assert printed(capsys, "demo", "--role", "slurm", "--attempt", "1") == ["module load"]
+    assert printed(capsys, "demo", "--role", "trainer", "-n", "1") == ["plain"]
+    assert printed(capsys, "demo", "--role", "inference") == ["server 0 of 2"]
+    assert printed(capsys, "demo", "--role=inference", "--rank=1", "--attempt=1") == ["server 1 of 1"]
+    assert printed(capsys, "demo", "--role", "inference[1]") == ["server 1 of 2"]
+    assert printed(capsys, "12", "--role", "slurm") == ["module load"]
+
+
+def test_one_rank(two_lives: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "demo", "--role", "trainer", "--rank", "0") == ["its own file"]
+    assert printed(capsys, "demo", "--role", "trainer", "--rank", "1") == ["10:00 INFO trainer[1] b2", "[rank1]: c2"]
+    assert printed(capsys, "demo", "--role", "trainer_1", "-n", "1") == ["[rank1]: c2"]
+
+
+def test_json_lines(two_lives: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = printed(capsys, "demo", "--role", "inference", "--json")
+    row = json.loads(line)
+    assert (row["role"], row["attempt"], row["line"]) == ("inference", 2, "server 0 of 2")
+    assert row["file"].endswith("inference.log")
+
+
+def test_colors_are_for_terminals(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run / "logs" / "supervisor.log", "\x1b[2m10:00\x1b[0m \x1b[1mINFO\x1b[0m step 1\n")
+    assert printed(capsys, "demo") == ["10:00 INFO step 1"]
+
+
+def test_before_the_supervisor_the_jobs_own_output_is_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run / "logs" / "slurm-7.out", "old\n")
+    os.utime(run / "logs" / "slurm-7.out", (1, 1))
+    write(run / "logs" / "slurm-9.out", "module: command not found\n")
+    assert printed(capsys, "demo") == ["module: command not found"]
+    write(run / "logs" / "supervisor.log", "earlier life\n")
+    os.utime(run / "logs" / "supervisor.log", (1, 1))
+    assert cli.main(["logs", "demo"]) == 0
+    streams = capsys.readouterr()
+    assert streams.out == "earlier life\n" and "slurm-9.out (--role slurm)" in streams.err
+
+
+def test_a_run_that_never_started_says_why(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run / "submit.json", json.dumps({"state": "failed", "error": "Invalid account", "time": 1}))
+    assert cli.main(["logs", "demo"]) == 0
+    streams = capsys.readouterr()
+    assert streams.out == "" and "failed: Invalid account" in streams.err
+    assert cli.main(["logs", "demo", "-f", "--role", "trainer"]) == 0  # nothing will come: it does not wait
+    assert "failed: Invalid account" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["dmo"], "did you mean demo"),
+        ([], "which run?"),
+        (["demo", "x"], "too many arguments"),
+        (["demo", "--role", "trianer"], "no role 'trianer'; there are supervisor, trainer"),
+        (["demo", "--rank", "1"], "--rank goes with"),
+        (["demo", "--role", "orchestrator"], "no log of orchestrator; there is attempt 1: inference"),
+        (["demo", "--role", "inference", "--rank", "7"], "no log of inference 7"),
+        (["demo", "--attempt", "3"], "no attempt 3; the newest is 2"),
+        (["demo", "-n", "x"], "-n takes a whole number"),
+        (["demo", "--frob"], "unknown option --frob"),
+    ],
+)
+def test_wrong_questions(two_lives: Path, argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["logs", *argv]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_roles_by_label() -> None:
+    assert parse_role("inference[12]", None) == ("inference", 12)
+    assert parse_role("trainer", 3) == ("trainer", 3)
+    with pytest.raises(ConfigError):
+        parse_role("orchestrator[1]", None)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 999, 1000, 1001, 0])
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_last_lines_of_a_long_file(tmp_path: Path, count: int, end: str) -> None:
+    lines = [f"{i} " + "x" * (i % 700) for i in range(1000)]  # several blocks
+    path = write(tmp_path / "a.log", "\n".join(lines) + end)
+    got, offset = last_lines(Source(path, "supervisor"), count)
+    assert got == (lines[-count:] if count else lines)
+    assert offset == path.stat().st_size
+
+
+def test_last_lines_of_an_empty_file_and_of_bad_bytes(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.log", "")
+    assert last_lines(Source(path, "supervisor"), 5) == ([], 0)
+    path.write_bytes(b"ok\n\xff\xfe\r\n\n")
+    assert last_lines(Source(path, "supervisor"), 5)[0] == ["ok", "\ufffd\ufffd", ""]
+
+
+def test_growth_half_lines_replacement_and_cutting(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.log", "one\ntw")
+    follower = Follower(Source(path, "supervisor"))
+    assert list(follower.lines()) == ["one"]
+    write(path, "o\nthree\n", "a")
+    assert list(follower.lines()) == ["two", "three"]
+    write(path, "last of the old\n", "a")
+    path.rename(tmp_path / "a.log.1")
+    write(path, "first of the new\n")
+    assert list(follower.lines()) == ["last of the old", "first of the new"]
+    write(path, "cut\n")
+    assert list(follower.lines()) == ["cut"]
+    path.unlink()
+    assert list(follower.lines()) == []
+    write(path, "again\nno end")
+    assert list(follower.lines()) == ["again"]
+    assert list(follower.close()) == ["no end"]
+
+
+def test_following_goes_over_to_the_next_attempt_and_ends_with_the_run(run: Path) -> None:
+    """Each pause is one thing that happens to the run."""
+    logs = run / "logs"
+    said: list[str] = []
+    over: list[str] = []
+
+    def trainer(number: int) -> Path:
+        return logs / f"attempt_{number}" / "trainer" / "trainer.log"
+
+    def die_in_the_middle_of_a_line() -> None:
+        write(trainer(1), "half a li", "a")
+        write(trainer(2), "second life\n")
+
+    def end() -> None:
+        write(trainer(2), "bye", "a")
+        over.append("the run is completed")
+
+    events: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: write(trainer(1), "first life\n"),
+        die_in_the_middle_of_a_line,
+        lambda: write(trainer(2), "more\n", "a"),
+        end,
+    ]
+    watch = Watch(
+        newest=lambda: find_source(run, "trainer"),
+        is_over=lambda: over[0] if over else None,
+        pause=lambda: events.pop(0)() and None,
+    )
+    got = [(source.attempt, line) for source, line in follow(None, watch, said.append)]
+    assert got == [(1, "first life"), (1, "half a li"), (2, "second life"), (2, "more"), (2, "bye")]
+    assert said == [f"goes on in attempt 2: {trainer(2)}", "the run is completed"]
+
+
+def test_the_command_follows_a_real_process(run: Path) -> None:
+    """As a user: started before the log exists, told why it waits, ended by the end of the run."""
+    writer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    command = [sys.executable, "-m", "prime_hpc.cli", "logs", "demo", "-f", "--role", "orchestrator"]
+    follower = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert follower.stdout is not None and follower.stderr is not None
+    try:
+        assert "the run is not started" in follower.stderr.readline()
+        add_attempt(run, 1, host=os.uname().nodename, pid=writer.pid, began=time.time() + 1)
+        log = write(run / "logs" / "attempt_1" / "orchestrator" / "orchestrator.log", "batch 1\n")
+        assert follower.stdout.readline() == "batch 1\n"
+        write(log, "batch 2\n", "a")
+        assert follower.stdout.readline() == "batch 2\n"
+        write(log, "done", "a")
+        add_attempt(run, 1, ended=time.time(), outcome="completed")
+        assert follower.stdout.readline() == "done\n"
+        assert follower.wait(timeout=30) == 0
+        assert "the run is completed" in follower.stderr.read()
+    finally:
+        for process in (writer, follower):
+            process.kill()
+            process.wait()

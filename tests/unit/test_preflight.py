@@ -1,0 +1,243 @@
+"""Preflight's rules: what it concludes from times, names and the driver's words. Its processes: tests/integration."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.supervisor.preflight import allreduce as preflight_allreduce
+from prime_hpc.supervisor.preflight import node as preflight_node
+from prime_hpc.supervisor.preflight import rules as preflight_rules
+from prime_hpc.supervisor.preflight.gpu import gpu_facts, visible_devices, xid_lines
+from prime_hpc.supervisor.preflight.rules import SUPERVISOR, Sighting, blame_unseen, clock_bounds, lateness
+from prime_hpc.supervisor.preflight.steps import parse_line
+from prime_hpc.verbs import preflight as verb
+
+# ---- the node's own names and lines
+
+
+def test_a_node_finds_itself_in_the_plan() -> None:
+    full = socket.gethostname()
+    assert preflight_node.pick_host(["n1", "n2"], {"SLURMD_NODENAME": "n2"}) == "n2"
+    assert preflight_node.pick_host(["x", full], {}) == full
+    assert preflight_node.pick_host([f"{full.split('.')[0]}.cluster.example"], {}) is not None
+    assert preflight_node.pick_host(["x"], {}) is None
+
+
+def test_messages_are_found_behind_a_launchers_label() -> None:
+    message = parse_line('3: PREFLIGHT {"host": "n1", "phase": "started", "at": 1.0}', 2.0)
+    assert message is not None and message.data["host"] == "n1" and message.arrived == 2.0
+    assert parse_line("srun: error: n1: task 0: Killed", 2.0) is None
+    assert parse_line('PREFLIGHT {"host": "n1", "pha', 2.0) is None
+    assert parse_line("PREFLIGHT [1]", 2.0) is None
+
+
+# ---- rules
+
+
+@pytest.mark.parametrize("count", [1, 2, 16, 17, 100, 1000])
+def test_peers_are_symmetric_few_and_reach_everybody(count: int) -> None:
+    peers = [preflight_rules.peers_of(i, count) for i in range(count)]
+    assert all(i not in peers[i] and i in peers[j] for i in range(count) for j in peers[i])
+    assert max(map(len, peers)) <= max(15, 2 * math.ceil(math.log2(count)))
+    reached, frontier = {0}, [0]
+    while frontier:
+        frontier = [j for i in frontier for j in peers[i] if j not in reached]
+        reached.update(frontier)
+    assert len(reached) == count
+
+
+def test_clock_bounds_hold_the_truth_however_late_files_are() -> None:
+    true = {"a": 0.0, "b": 40.0, "c": -7.0}
+    delay = {("", "b"): 5.0, ("b", ""): 30.0, ("a", "c"): 2.0, ("c", "a"): 0.5, ("", "a"): 0.1, ("a", ""): 0.0}
+    offset = {**true, SUPERVISOR: 0.0}
+    sightings = [Sighting(w, r, 100 + offset[w], 100 + d + offset[r]) for (w, r), d in delay.items()]
+    bounds = clock_bounds(sightings, true)
+    for host, (low, high) in bounds.items():
+        assert low <= true[host] <= high
+    assert bounds["c"][1] - bounds["c"][0] == pytest.approx(2.6), "through a, though the supervisor never met c"
+    assert preflight_rules.clock_problem(bounds["b"], 12.0) is None, "as late as that, it may still be right"
+    assert preflight_rules.clock_problem(bounds["c"], 5.0) is None
+    assert preflight_rules.clock_problem(bounds["c"], 4.0) is not None
+
+
+def test_lateness_is_not_taken_for_a_wrong_clock_nor_the_other_way_round() -> None:
+    bounds = {"a": (-0.01, 0.01), "b": (59.99, 60.01)}
+    late = Sighting("a", "b", wrote=100.0, seen=100.0 + 60.0 + 8.0, looking=160.0)
+    assert lateness(late, bounds) == pytest.approx((7.98, 8.0))
+    before = Sighting("a", "b", wrote=100.0, seen=165.1, looking=165.0)
+    assert lateness(before, bounds)[1] == pytest.approx(0.1), "it was there before b began to look"
+
+
+def test_blame_goes_to_the_side_that_fails_with_several() -> None:
+    watchers = {w: [r for r in "abc" if r != w] + [SUPERVISOR] for w in "abc"}
+    hidden = blame_unseen({"a": ["c"], "b": ["c"], SUPERVISOR: ["c"]}, watchers)
+    assert set(hidden) == {"c"}
+    stale = blame_unseen({"a": ["b", "c"], "b": [], "c": [], SUPERVISOR: []}, watchers)
+    assert set(stale) == {"a"} and "stale" in stale["a"][0]
+    assert blame_unseen({"a": [], SUPERVISOR: []}, watchers) == {}
+
+
+def test_gpus_are_compared_with_what_was_asked_or_with_the_fellows() -> None:
+    component = {"a": 0, "b": 0, "c": 0, "x": 1}
+    unknown = dict.fromkeys(component)
+    found = preflight_rules.few_gpus({"a": 8, "b": 8, "c": 7, "x": 0}, unknown, component)
+    assert set(found) == {"c"}
+    asked = preflight_rules.few_gpus({"a": 8, "b": 4, "c": 8, "x": 0}, {"a": 8, "b": 8, "c": 4, "x": 0}, component)
+    assert set(asked) == {"b"}
+
+
+# ---- GPUs, with recorded words of nvidia-smi
+
+
+def smi(table: str, code: int = 0, remapped: str = "", dmesg: str = "") -> Callable[..., tuple[int, str]]:
+    def run(argv: Sequence[str], timeout_s: float) -> tuple[int, str]:
+        if argv[0] == "dmesg":
+            return 0, dmesg
+        return (0, remapped) if "remapped" in argv[1] else (code, table)
+
+    return run
+
+
+ROW = "{0}, GPU-{0}aaa, NVIDIA H100 80GB HBM3, 81559, {1}, {2}, 31\n"
+
+
+def test_gpus_by_slurm_and_driver() -> None:
+    table = "".join(ROW.format(i, 4, 0) for i in range(8))
+    facts = gpu_facts(4, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, smi(table))
+    assert facts.count == 4 and [row["index"] for row in facts.listed] == ["4", "5", "6", "7"]
+    assert facts.problems == facts.warnings == []
+    assert gpu_facts(8, {}, smi(table)).count == 8
+
+
+def test_sick_gpus_are_named() -> None:
+    table = ROW.format(0, 4, 3) + ROW.format(1, 40000, "[N/A]")
+    remapped = "GPU-0aaa, No, Yes\nGPU-1aaa, Yes, No\n"
+    facts = gpu_facts(2, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, smi(table, remapped=remapped))
+    assert any("GPU 0" in p and "3 uncorrected ECC" in p for p in facts.problems)
+    assert any("GPU 2" in p and "not listed" in p for p in facts.problems)
+    assert any("GPU 0" in p and "replaced" in p for p in facts.problems)
+    assert any("GPU 1" in w and "in use" in w for w in facts.warnings)
+    assert any("GPU 1" in w and "reset" in w for w in facts.warnings)
+
+
+def test_a_driver_in_trouble_matters_where_gpus_were_asked_for() -> None:
+    lost = smi("Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost.", code=15)
+    assert "GPU is lost" in gpu_facts(8, {}, lost).problems[0]
+    assert gpu_facts(0, {}, lost).problems == []
+
+    def hangs(argv: Sequence[str], timeout_s: float) -> tuple[int, str]:
+        raise subprocess.TimeoutExpired(list(argv), timeout_s)
+
+    assert "driver hangs" in gpu_facts(8, {}, hangs).problems[0]
+
+
+def test_hidden_gpus() -> None:
+    assert visible_devices({}) is None
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == []
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == []
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "0,-1,2"}) == ["0"]
+
+
+def test_recent_hardware_xids_only() -> None:
+    log = (
+        "[  100.000000] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
+        "[ 9000.000000] NVRM: Xid (PCI:0000:3b:00): 31, pid=2, an application's fault\n"
+        "[ 9001.000000] NVRM: Xid (PCI:0000:af:00): 63, pid=3, row remapping\n"
+    )
+    assert xid_lines(smi("", dmesg=log), uptime_s=9100.0) == [
+        "the kernel logged Xid 63 of PCI:0000:af:00 1 times in the last hour"
+    ]
+
+
+# ---- the judge of the all-reduce
+
+
+def judged(nodes: dict[str, dict[str, Any]], silent: Sequence[str] = ()) -> preflight_allreduce.Outcome:
+    states = {host: preflight_allreduce._Node(**state) for host, state in nodes.items()}
+    return preflight_allreduce.judge(states, {}, list(silent), False)
+
+
+def named(outcome: preflight_allreduce.Outcome) -> set[str]:
+    return {host for host, found in outcome.nodes.items() if found.problems}
+
+
+def test_who_holds_up_an_allreduce() -> None:
+    far, near = {"phase": "joined"}, {"phase": "imported torch"}
+    assert named(judged({"a": far, "b": near, "c": far})) == {"b"}
+    assert named(judged({"a": far, "b": far, "c": far}, silent=["c"])) == {"c"}
+    assert named(judged({"a": far, "b": {}, "c": far})) == {"b"}
+    nobody = judged({"a": far, "b": far, "c": far})
+    assert named(nobody) == set() and "no single node stands out" in nobody.problems[0]
+
+
+def test_a_fault_names_its_node_and_the_others_only_follow() -> None:
+    failed = {"phase": "joined", "result": {"problem": "connection closed by peer"}}
+    no_cuda = {"phase": "joined", "result": {"problem": "torch sees no CUDA device", "blamed": "b"}}
+    outcome = judged({"a": failed, "b": no_cuda, "c": failed})
+    assert named(outcome) == {"b"} and "follows from b" in outcome.nodes["a"].warnings[0]
+    unreachable = {"phase": "used its device", "result": {"problem": "it cannot reach port 1 of a", "blamed": "a"}}
+    assert named(judged({"a": {"phase": "joined"}, "b": unreachable, "c": unreachable})) == {"a"}
+
+
+def test_a_slow_link_is_a_warning() -> None:
+    def result(speed: float) -> dict[str, Any]:
+        link = {"host": "next", "gb_per_s": speed}
+        return {"phase": "done", "result": {"backend": "gloo", "gb_per_s": 1.0, "latency_us": 1.0, "to_next": link}}
+
+    outcome = judged({"a": result(10.0), "b": result(9.0), "c": result(1.0)})
+    assert named(outcome) == set() and outcome.nodes["c"].warnings and not outcome.nodes["a"].warnings
+
+
+# ---- the verb
+
+
+def test_a_runs_newest_report_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    for attempt, ok in ((1, True), (2, False)):
+        folder = run_dir / "logs" / f"attempt_{attempt}" / "preflight"
+        folder.mkdir(parents=True)
+        verdict = {"host": "n1", "ok": ok, "problems": [] if ok else ["it sees 7 of 8"], "facts": {}}
+        report = {"ok": ok, "seconds": 1.0, "time": attempt, "problems": [], "verdicts": [verdict]}
+        (folder / "report.json").write_text(json.dumps(report))
+    torn = run_dir / "logs" / "attempt_3" / "preflight"
+    torn.mkdir(parents=True)
+    (torn / "report.json").write_text('{"ok": tr')
+    (run_dir / "run.yaml").write_text("kind: rl\n")
+    assert verb.run([str(run_dir)], "prime-hpc preflight") == 1
+    assert "n1: it sees 7 of 8" in capsys.readouterr().out
+
+
+def test_a_run_without_a_report_says_so(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("kind: rl\n")
+    with pytest.raises(ValueError, match="no preflight report"):
+        verb.run([str(tmp_path)], "prime-hpc preflight")
+
+
+def test_this_machine_alone_is_one_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+    assert verb.run(["--dir", str(tmp_path), "--json"], "prime-hpc preflight") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [verdict["host"] for verdict in said["verdicts"]] == [socket.gethostname()]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["a", "b"], ["--x"], ["run", "--dir", "."], ["--timeout", "soon"], ["--dir", "/nonexistent"]),
+        ["--allreduce", "--no-allreduce"],
+    ],
+)
+def test_wrong_usage(words: list[str]) -> None:
+    with pytest.raises(ValueError):
+        verb.run(words, "prime-hpc preflight")

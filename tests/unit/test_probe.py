@@ -1,0 +1,181 @@
+"""`site probe`: the draft of a profile, from words of a real Slurm (the dev cluster's) and of sites that it is not."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config.site import parse_site
+from prime_hpc.launch import probe
+from prime_hpc.observe.slurm import SlurmError
+from prime_hpc.verbs import site as verb
+
+# recorded on the dev cluster (Slurm 22.05.8) with the commands of `probe.ask_slurm`
+DATA = Path(__file__).resolve().parents[1] / "data" / "slurm"
+
+LARGE = {
+    "config": (
+        "SLURM_VERSION = 24.11.5\nClusterName = atlas\nSchedulerType = sched/builtin\nJobRequeue = 0\n"
+        "AccountingStorageType = accounting_storage/slurmdbd\nAccountingStorageEnforce = associations,limits\n"
+        "PreemptType = preempt/qos\nPreemptMode = GANG,SUSPEND\nTmpFS = /local/$SLURM_JOB_ID\nKillWait = 30 sec\n"
+        "JobSubmitPlugins = lua\nProlog = (null)\n"
+    ),
+    "partition": (
+        "PartitionName=no AllowGroups=ALL Default=YES MaxTime=2-00:00:00 Nodes=g[001-010] State=UP PriorityTier=1 "
+        "PreemptMode=SUSPEND TotalNodes=10\n"
+        "PartitionName=old AllowGroups=staff AllowAccounts=ALL MaxTime=UNLIMITED Nodes=o[1-2] State=DOWN "
+        "PreemptMode=OFF TotalNodes=2\n"
+    ),
+    "sinfo": (
+        "no|2|64|515000|gpu:a100:4(S:0-1)|ib\nno|8|112|2063000|gpu:h100:8(S:0-1),nvme:1|h100,ib\n"
+        "no|1|64|257000|(null)|(null)\nold|2|32|128000|gpu:2|(null)\n"
+    ),
+}
+
+
+def asker(words: dict[str, str], accounts: str | None = "rl\nrl\nvision\n") -> Callable[[Sequence[str], float], str]:
+    def ask(argv: Sequence[str], timeout_s: float) -> str:
+        assert timeout_s > 0
+        if argv[0] == "sacctmgr":
+            if accounts is None:
+                raise SlurmError(argv, 1, "Access/permission denied")
+            return accounts
+        return words[argv[2] if argv[0] == "scontrol" else argv[0]]
+
+    return ask
+
+
+def recorded() -> dict[str, str]:
+    files = {"config": "config", "partition": "partitions", "sinfo": "sinfo"}
+    return {key: (DATA / f"devcluster_{name}.txt").read_text() for key, name in files.items()}
+
+
+def test_the_dev_clusters_own_words(tmp_path: Path) -> None:
+    draft = probe.probe(asker(recorded()), lambda: ["eth0 (10.0.0.1)"])
+    site = draft.site
+    assert site.name == site.cluster == "primehpcdev"
+    assert list(site.partitions) == ["gpu", "cpu", "all", "scavenge", "scavcancel", "high"]
+    gpu, cpu, everything = (site.partitions[name] for name in ("gpu", "cpu", "all"))
+    assert (gpu.nodes, gpu.gpus_per_node, gpu.cpus_per_node, gpu.mem_gib) == (4, 8, 16, 62.5)
+    assert (cpu.nodes, cpu.gpus_per_node) == (2, 0)
+    assert (everything.nodes, everything.gpus_per_node) == (6, 8)
+    modes = {name: part.preempt for name, part in site.partitions.items()}
+    assert modes == {
+        **dict.fromkeys(("gpu", "cpu", "all", "high"), "off"),
+        "scavenge": "requeue",
+        "scavcancel": "cancel",
+    }
+    assert site.het_jobs and site.requeue and not site.sacct and site.node_local == "/tmp"
+    assert "several node types" in draft.text and "eth0 (10.0.0.1)" in draft.text
+    path = tmp_path / "drafted.yaml"
+    path.write_text(draft.text)
+    assert parse_site(path) == site, "the text is what was checked"
+
+
+def test_a_site_with_typed_gpus_and_other_rules() -> None:
+    draft = probe.probe(asker(LARGE), lambda: [])
+    site = draft.site
+    part = site.partitions["no"]
+    assert (part.nodes, part.gpus_per_node, part.gpu_type, part.gpu_memory_gib) == (11, 8, "h100", 80)
+    assert part.max_time == "2-00:00:00" and part.preempt == "suspend"
+    assert site.partitions["old"].max_time is None and site.partitions["old"].gpu_type is None
+    assert not site.het_jobs and not site.requeue and site.sacct
+    assert site.node_local == "/local/$SLURM_JOB_ID"
+    for words in (
+        "2 nodes with 4 GPUs a100, 64 CPUs, 503 GiB, features ib",
+        "accounts of this user: rl, vision",
+        "by QOS",
+        "het jobs need sched/backfill",
+        "state DOWN; only for groups staff",
+        "accounting is enforced",
+        "JobSubmitPlugins = lua",
+        "none found",
+    ):
+        assert words in draft.text, words
+
+
+def test_closed_accounting_is_no_error() -> None:
+    draft = probe.probe(asker(LARGE, accounts=None), lambda: [])
+    assert "accounts of this user" not in draft.text and draft.site.sacct
+
+
+def test_a_slurm_that_says_almost_nothing() -> None:
+    draft = probe.probe(asker({"config": "", "partition": "", "sinfo": ""}), lambda: [])
+    assert draft.site.name == "cluster" and draft.site.partitions == {} and not draft.site.sacct
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("(null)", (0, None)),
+        ("gpu:8", (8, None)),
+        ("gpu:h100:8(S:0-1)", (8, "h100")),
+        ("gpu:a100:4(S:0,1),gpu:v100:2,nvme:1", (6, "a100")),
+        ("craynetwork:4,gpu:1g.10gb:7(S:0)", (7, "1g.10gb")),
+        ("gpu:tesla_t4:1(IDX:0)", (1, "tesla_t4")),
+        ("mygpu:8", (0, None)),
+    ],
+)
+def test_gres(text: str, expected: tuple[int, str | None]) -> None:
+    assert probe.parse_gres(text) == expected
+
+
+def test_preemption_needs_a_stronger_partition_on_the_same_nodes() -> None:
+    config = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
+    weak = {"PartitionName": "w", "Nodes": "n[1-4]", "PriorityTier": "1", "PreemptMode": "REQUEUE"}
+    apart = {"PartitionName": "a", "Nodes": "n[5-8]", "PriorityTier": "9", "PreemptMode": "OFF"}
+    above = {"PartitionName": "b", "Nodes": "n[4-8]", "PriorityTier": "9", "PreemptMode": "OFF"}
+    assert probe.preempt_mode(weak, [weak, apart], config) == "off"
+    assert probe.preempt_mode(weak, [weak, above], config) == "requeue"
+    assert probe.preempt_mode(weak, [weak, above], {"PreemptType": "preempt/none"}) == "off"
+
+
+# ---- the verb
+
+
+def test_probe_never_overwrites_and_writes_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(probe, "run_slurm", None)
+    draft = probe.probe(asker(LARGE), lambda: [])
+    monkeypatch.setattr(probe, "probe", lambda: draft)
+    target = tmp_path / "atlas.yaml"
+    assert verb.run(["probe", "--output", str(target)], "prime-hpc site") == 0
+    assert target.read_text() == draft.text and capsys.readouterr().out == ""
+    target.write_text("mine")
+    with pytest.raises(ValueError, match="not overwritten"):
+        verb.run(["probe", f"--output={target}"], "prime-hpc site")
+    with pytest.raises(ValueError, match="cannot be written"):
+        verb.run(["probe", "--output", str(tmp_path / "missing" / "x.yaml")], "prime-hpc site")
+    assert target.read_text() == "mine"
+
+
+def test_without_slurm_it_says_so_and_exits_3(tmp_path: Path) -> None:
+    environ = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+    code = "import sys; from prime_hpc.cli import main; sys.exit(main(['site', 'probe']))"
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3 and done.stdout == ""
+    assert "scontrol is not found on PATH" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_list_and_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "atlas.yaml").write_text("cluster: atlas\nsacct: false\n")
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("ClusterName=atlas\n")
+    monkeypatch.setenv("PRIMEHPC_SITES", str(tmp_path))
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    monkeypatch.delenv("PRIMEHPC_SITE", raising=False)
+    assert verb.run(["list"], "prime-hpc site") == 0
+    assert "* atlas" in capsys.readouterr().out
+    assert verb.run(["show", "atlas"], "prime-hpc site") == 0
+    assert "sacct: false" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="did you mean atlas"):
+        verb.run(["show", "atlsa"], "prime-hpc site")
+
+
+@pytest.mark.parametrize("words", [[], ["prob"], ["list", "x"], ["probe", "x"], ["show", "--output", "f"], ["--x"]])
+def test_wrong_usage(words: list[str]) -> None:
+    with pytest.raises(ValueError, match="usage"):
+        verb.run(words, "prime-hpc site")

@@ -1,0 +1,123 @@
+"""A RUN argument: a directory, a name under the outputs folder, or a job id."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import ConfigError
+from prime_hpc.launch.runs import find_run, is_run, job_ids, list_runs, outputs_folder, read_json, read_rows, run_name
+
+
+def make(path: Path, job_id: str | None = None, *, attempts: list[str] | None = None, mark: str = "run.yaml") -> Path:
+    path.mkdir(parents=True)
+    (path / mark).write_text("max_steps: 3\n")
+    if job_id is not None:
+        (path / "submit.json").write_text(json.dumps({"state": "sent", "job_id": job_id, "successor": None}))
+    rows = [{"attempt": i, "job_id": job} for i, job in enumerate(attempts or [], 1)]
+    (path / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> dict[str, str]:
+    make(tmp_path / "outputs" / "reverse-text", "120", attempts=["120", "131"])
+    make(tmp_path / "outputs" / "reverse-text-2", "140_3")
+    make(tmp_path / "outputs" / "lr sweep" / "lr=0.1,ünï", "7")
+    make(tmp_path / "outputs" / "a" / "same")
+    make(tmp_path / "outputs" / "b" / "same")
+    (tmp_path / "outputs" / "starter" / "model").mkdir(parents=True)
+    (tmp_path / "outputs" / "plain.txt").write_text("x")
+    return {"PRIMEHPC_OUTPUTS": str(tmp_path / "outputs")}
+
+
+def test_runs_are_found_below_folders_and_nothing_else(outputs: dict[str, str]) -> None:
+    folder = outputs_folder(outputs)
+    names = {run_name(path, folder) for path in list_runs(folder)}
+    assert names == {"reverse-text", "reverse-text-2", "lr sweep/lr=0.1,ünï", "a/same", "b/same"}
+    assert list_runs(folder / "absent") == []
+    assert outputs_folder({}) == Path("outputs")
+
+
+def test_the_inside_of_a_run_and_hidden_folders_are_not_searched(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    make(run / "roles" / "trainer")
+    make(tmp_path / ".trash" / "old")
+    assert list_runs(tmp_path) == [run]
+
+
+def test_a_submitted_sweep_is_a_folder_not_a_run(tmp_path: Path) -> None:
+    point = make(tmp_path / "sweep" / "p0")
+    (tmp_path / "sweep" / "submit.json").write_text("{}")
+    assert is_run(tmp_path / "sweep")
+    (tmp_path / "sweep" / "points.jsonl").write_text("")
+    assert not is_run(tmp_path / "sweep")
+    assert list_runs(tmp_path) == [point]
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("reverse-text", "reverse-text"),
+        ("lr sweep/lr=0.1,ünï", "lr=0.1,ünï"),
+        ("lr=0.1,ünï", "lr=0.1,ünï"),
+        ("120", "reverse-text"),
+        ("131", "reverse-text"),
+        ("131+1", "reverse-text"),
+        ("140_3", "reverse-text-2"),
+        ("7", "lr=0.1,ünï"),
+    ],
+)
+def test_names_and_job_ids(outputs: dict[str, str], word: str, name: str) -> None:
+    assert find_run(word, outputs).name == name
+
+
+def test_a_directory_needs_no_outputs_folder(outputs: dict[str, str], tmp_path: Path) -> None:
+    run = make(tmp_path / "elsewhere" / "run", mark="submit.json")
+    assert find_run(str(run), outputs) == run
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("revers-text", "no run 'revers-text'; did you mean reverse-text"),
+        ("999", "no run or job '999'; "),
+        ("same", "several runs: a/same, b/same"),
+        ("zzz", "holds 5 others"),
+    ],
+)
+def test_what_is_not_there_is_said_with_what_is_near(outputs: dict[str, str], word: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        find_run(word, outputs)
+    assert says in str(error.value)
+
+
+def test_a_folder_is_no_run(outputs: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run: it holds none of run.yaml"):
+        find_run(str(tmp_path / "outputs" / "starter"), outputs)
+    with pytest.raises(ConfigError, match="PRIMEHPC_OUTPUTS"):
+        find_run("x", {"PRIMEHPC_OUTPUTS": str(tmp_path / "nowhere")})
+
+
+def test_a_job_id_that_slurm_used_twice_means_the_newest_run(tmp_path: Path) -> None:
+    import os
+
+    old, new = make(tmp_path / "old", "16"), make(tmp_path / "new", "16")
+    os.utime(old, (1, 1))
+    assert find_run("16", {"PRIMEHPC_OUTPUTS": str(tmp_path)}) == new
+
+
+def test_a_local_jobs_number_is_no_job_id(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    (run / "submit.json").write_text(json.dumps({"state": "local", "job_id": "4711"}))
+    assert job_ids(run) == set()
+
+
+def test_torn_and_strange_files(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    assert read_json(path) is None and read_rows(path) == []
+    for text in ("", "{", "[1]", '"a"', "\x00\xff"):
+        path.write_bytes(text.encode("latin-1"))
+        assert read_json(path) is None
+    path.write_text('{"attempt": 2, "a": 1}\nnull\n{"b": 1}\n{"attempt": 1}\n{"attempt": 2, "a": 3}\n{"attempt": 3, "a')
+    assert read_rows(path) == [{"attempt": 1}, {"attempt": 2, "a": 3}]

@@ -1,0 +1,429 @@
+"""`prime-hpc status`: every state from its evidence, Slurm's answers as `JobInfo`, and the pages as users see them."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc import cli
+from prime_hpc.launch.evidence import Queue, RunStatus
+from prime_hpc.launch.figures import tail_rows
+from prime_hpc.launch.runs import list_runs
+from prime_hpc.launch.status import Ask, PatientAsk, collect, status_of
+from prime_hpc.observe.slurm import JobInfo
+
+NOW = time.time()
+
+
+class Run:
+    """A run directory as `submit` and the supervisor leave it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "run.yaml").write_text("kind: rl\nname: x\nmax_steps: 40\nckpt:\n  interval: 5\n  path: null\n")
+
+    def sent(self, job_id: str | None = "12", state: str = "sent", age: float = 600, **fields: Any) -> "Run":
+        row = {"token": "tok", "state": state, "job_id": job_id, "time": NOW - age, "successor": None, **fields}
+        (self.path / "submit.json").write_text(json.dumps(row))
+        return self
+
+    def attempt(
+        self, number: int = 1, *, ended: float | None = None, outcome: str | None = None, **fields: Any
+    ) -> "Run":
+        row = {
+            **{"attempt": number, "began": NOW - 500, "why": "first start", "host": "n1", "pid": 1, "job_id": "12"},
+            **{"ended": None if ended is None else NOW - ended, "outcome": outcome, "cause": None, "restarts": 0},
+            **{"nodes": {"trainer": ["n1", "n2"], "inference[0]": ["n3"]}, "next": None},
+        }
+        with (self.path / "attempts.jsonl").open("a") as file:
+            file.write(json.dumps(row | fields) + "\n")
+        return self
+
+    def word(self, state: str = "running", *, age: float = 1, **fields: Any) -> "Run":
+        row = {"time": NOW - age, "state": state, "step": 7, "max_steps": 40, "reward": 0.5, "attempt": 1}
+        row |= {"roles": {"trainer": "ready"}, "nodes": {"trainer": ["n1"]}}
+        (self.path / "status.json").write_text(json.dumps(row | fields))
+        return self
+
+    def metrics(self, role: str, rows: list[dict[str, Any]]) -> "Run":
+        (self.path / "metrics").mkdir(exist_ok=True)
+        with (self.path / "metrics" / f"{role}.jsonl").open("a") as file:
+            file.writelines(json.dumps({"time": NOW, **row}) + "\n" for row in rows)
+        return self
+
+    def status(self, *jobs: JobInfo, trouble: str | None = None) -> RunStatus:
+        return status_of(self.path, ask=answering(*jobs, trouble=trouble), details=False)
+
+
+def answering(*jobs: JobInfo, trouble: str | None = None) -> Ask:
+    return lambda wanted, by_token: Queue({job.job_id: job for job in jobs}, trouble)
+
+
+def job(state: str, job_id: str = "12", **fields: Any) -> JobInfo:
+    return JobInfo(job_id=job_id, state=state, **{"comment": "prime-hpc:tok", **fields})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run")
+
+
+def test_prepared_only(run: Run) -> None:
+    status = run.status()
+    assert (status.state, status.is_under_way, status.is_final) == ("not started", False, False)
+    assert "nothing has started it" in status.note
+
+
+def test_roles_started_by_hand(tmp_path: Path) -> None:
+    for role in ("trainer", "orchestrator"):
+        (tmp_path / "hand" / "roles" / role).mkdir(parents=True)
+        (tmp_path / "hand" / "roles" / role / "run.yaml").write_text("max_steps: 4\n")
+    (tmp_path / "hand" / "metrics").mkdir()
+    (tmp_path / "hand" / "metrics" / "trainer.jsonl").write_text('{"step": 3, "time/step": 1.0, "loss": 0.5}\n')
+    assert list_runs(tmp_path) == [tmp_path / "hand"]
+    status = status_of(tmp_path / "hand", ask=answering())
+    assert (status.state, status.step, status.max_steps, status.is_under_way) == ("by hand", 3, 4, False)
+    assert "nobody supervises what was started here: trainer, orchestrator" in status.note
+
+
+@pytest.mark.parametrize(
+    ("record", "jobs", "trouble", "state", "note"),
+    [
+        ({}, [job("PENDING", reason="Resources")], None, "pending", "Resources"),
+        ({}, [job("PENDING", reason="JobHeldUser")], None, "pending", "scontrol release"),
+        ({}, [job("CONFIGURING")], None, "starting", "configuring"),
+        ({}, [job("RUNNING")], None, "starting", ""),
+        ({}, [job("FAILED")], None, "lost", "ended (FAILED) before an attempt began"),
+        ({}, [], None, "lost", "gone from Slurm"),
+        ({}, [], "no controller", "pending", "no controller"),
+        ({"state": "failed", "error": "sbatch: error: Invalid partition"}, [], None, "failed", "Invalid partition"),
+        ({"state": "sending", "job_id": None, "age": 5}, [], None, "submitting", "not answered"),
+        ({"state": "sending", "job_id": None, "age": 5, "pid": 2**22 + 1}, [], None, "lost", "submit it again"),
+        ({"state": "sending", "job_id": None}, [], None, "lost", "submit it again"),
+        ({"state": "sending", "job_id": None}, [], "no controller", "submitting", "no controller"),
+        (
+            {"state": "sending", "job_id": None},
+            [job("PENDING", "31", comment="prime-hpc:tok mine", reason="Priority")],
+            None,
+            "pending",
+            "Priority",
+        ),
+        ({"state": "local", "job_id": "4711", "age": 3}, [], None, "starting", "local"),
+        ({"state": "local", "job_id": "4711"}, [], None, "lost", "began no attempt"),
+    ],
+)
+def test_before_the_first_attempt(
+    run: Run, record: dict[str, Any], jobs: list[JobInfo], trouble: str | None, state: str, note: str
+) -> None:
+    status = run.sent(**{"host": socket.gethostname(), **record}).status(*jobs, trouble=trouble)
+    assert (status.state, status.attempt) == (state, None)
+    assert note in status.note
+
+
+def test_a_pending_job_carries_slurms_estimate(run: Run) -> None:
+    status = run.sent().status(job("PENDING", start=NOW + 3600, reason="Resources"))
+    assert status.starts == NOW + 3600
+    assert status.time_left_s is None
+
+
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [("preflight", "starting"), ("starting", "starting"), ("running", "running"), ("saving", "saving")],
+)
+def test_alive_by_its_own_word(run: Run, word: str, state: str) -> None:
+    status = run.sent().attempt().word(word).status(job("RUNNING", time_left_s=900.0, nodes="n[1-3]"))
+    assert (status.state, status.step, status.max_steps, status.attempt) == (state, 7, 40, 1)
+    assert (status.time_left_s, status.job_id) == (900.0, "12")
+    assert status.nodes == {"trainer": ["n1"]} and status.roles == {"trainer": "ready"}
+
+
+def test_alive_but_silent_is_said(run: Run) -> None:
+    status = run.sent().attempt().word(age=400).status(job("RUNNING"))
+    assert status.state == "running" and "no word from the supervisor for 7 min" in status.note
+
+
+def test_the_word_of_an_earlier_attempt_is_not_taken_for_this_ones(run: Run) -> None:
+    run.sent().attempt(1, ended=300, outcome="requeued", next="requeue").attempt(2, began=NOW - 20).word("running")
+    status = run.status(job("RUNNING"))
+    assert (status.state, status.attempt, status.roles) == ("starting", 2, {})
+    assert status.nodes == {"trainer": ["n1", "n2"], "inference[0]": ["n3"]}
+
+
+@pytest.mark.parametrize(
+    ("jobs", "age", "trouble", "state", "note"),
+    [
+        ([], 30, None, "lost", "job 12 is gone, and attempt 1 wrote no end"),
+        ([], 3, None, "running", ""),  # a word this fresh outweighs a queue that was asked a moment before
+        ([job("NODE_FAIL")], 30, None, "lost", "Slurm says NODE_FAIL"),
+        ([job("PENDING", reason="BeginTime", restarts=1)], 30, None, "requeued", "wrote no end; BeginTime"),
+        ([job("RUNNING", restarts=1)], 30, None, "starting", "a new life of job 12 (restart 1)"),
+        ([job("NODE_FAIL"), job("PENDING", "13", reason="Resources")], 30, None, "requeued", "Resources"),
+        ([job("NODE_FAIL"), job("RUNNING", "13")], 30, None, "starting", "a new life of job 13"),
+        ([job("NODE_FAIL"), job("PENDING", "13", reason="DependencyNeverSatisfied")], 30, None, "lost", "NODE_FAIL"),
+        ([], 100, "timed out", "running", "no word from the supervisor"),
+        ([], 1000, "timed out", "lost", "Slurm cannot be asked (timed out)"),
+    ],
+)
+def test_an_attempt_that_wrote_no_end(
+    run: Run, jobs: list[JobInfo], age: float, trouble: str | None, state: str, note: str
+) -> None:
+    status = run.sent(successor="13").attempt(began=NOW - 2000).word(age=age).status(*jobs, trouble=trouble)
+    assert status.state == state
+    assert note in status.note
+
+
+@pytest.mark.parametrize(
+    ("outcome", "fields", "jobs", "state", "note"),
+    [
+        ("completed", {}, [job("COMPLETING")], "completed", ""),
+        ("stopped", {"cause": "the file STOP was found"}, [], "stopped", "STOP"),
+        ("interrupted", {"cause": "interrupted by SIGTERM"}, [], "stopped", "SIGTERM"),
+        ("failed", {"cause": "trainer rank 1: OOM"}, [], "failed", "trainer rank 1: OOM"),
+        ("failed", {"cause": "OOM"}, [job("COMPLETING")], "failed", "OOM"),
+        ("failed", {"cause": "OOM"}, [job("FAILED"), job("PENDING", "13", reason="Priority")], "requeued", "by: OOM"),
+        ("failed", {"cause": "OOM"}, [job("PENDING", "13", reason="DependencyNeverSatisfied")], "failed", "OOM"),
+        ("preempted", {"next": "requeue"}, [job("PENDING", reason="BeginTime")], "requeued", "BeginTime"),
+        ("preempted", {"next": "requeue"}, [job("COMPLETING")], "requeued", "preempted"),
+        ("requeued", {"next": "requeue"}, [job("RUNNING", restarts=1)], "starting", ""),
+        ("requeued", {"next": "requeue", "cause": "USR1"}, [], "lost", "was to come back (USR1), but job 12 is gone"),
+        ("requeued", {"next": None, "cause": "USR1"}, [], "failed", "USR1"),
+    ],
+)
+def test_an_attempt_that_ended(
+    run: Run, outcome: str, fields: dict[str, Any], jobs: list[JobInfo], state: str, note: str
+) -> None:
+    status = run.sent(successor="13").attempt(ended=60, outcome=outcome, **fields).word("ended").status(*jobs)
+    assert status.state == state
+    assert note in status.note
+    assert status.outcome == outcome
+
+
+def test_coming_back_with_slurm_out_of_reach(run: Run) -> None:
+    run.sent().attempt(ended=60, outcome="requeued", next="requeue", cause="USR1")
+    status = run.status(trouble="no controller")
+    assert status.state == "requeued" and "no controller" in status.note
+
+
+def test_an_attempt_that_began_after_slurm_was_asked(run: Run) -> None:
+    run.sent().attempt(began=NOW - 2).word("starting", age=1)
+    for jobs in ({}, {"12": job("PENDING", reason="BeginTime")}):
+        status = status_of(run.path, ask=lambda wanted, token, jobs=jobs: Queue(jobs, asked=NOW - 9), details=False)
+        assert (status.state, status.note) == ("starting", "")
+    assert run.status(job("PENDING", reason="BeginTime")).state == "requeued"  # asked just now: it was killed
+
+
+def test_a_job_id_that_slurm_used_again_is_not_this_run(run: Run) -> None:
+    run.sent().attempt().word(age=30)
+    assert run.status(job("RUNNING")).state == "running"
+    for comment in ("prime-hpc:another", "somebody else's", ""):
+        status = run.status(job("RUNNING", comment=comment))
+        assert status.state == "lost" and "job 12 is gone" in status.note
+
+
+def test_a_script_sent_by_hand_has_no_token(run: Run) -> None:
+    assert run.attempt().word().status(job("RUNNING", comment="prime-hpc")).state == "running"
+
+
+def test_submitted_again_after_its_end(run: Run) -> None:
+    run.sent("20", age=10).attempt(ended=60, outcome="failed", cause="OOM")
+    status = run.status(job("PENDING", "20", reason="Priority"))
+    assert (status.state, status.job_id, status.cause) == ("pending", "20", "OOM")
+
+
+def test_without_slurm_the_process_decides(run: Run) -> None:
+    run.sent(None, "local").attempt(job_id=None, host=socket.gethostname(), pid=os.getpid(), began=time.time()).word()
+    assert run.status().state == "running"
+
+
+def test_without_slurm_a_killed_process_is_lost(run: Run) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    run.attempt(job_id=None, host=socket.gethostname(), pid=child.pid, began=time.time()).word()
+    assert run.status().state == "running"
+    child.kill()
+    child.wait()
+    status = run.status()
+    assert status.state == "lost" and f"process {child.pid} is gone" in status.note
+
+
+def test_a_local_run_of_another_host(run: Run) -> None:
+    run.attempt(job_id=None, host="elsewhere", pid=1).word(age=20)
+    assert run.status().state == "running"
+    run.word(age=900)
+    status = run.status()
+    assert status.state == "lost" and "no word from elsewhere for 8 min" in status.note
+
+
+def test_slurm_is_asked_once_and_only_in_doubt(tmp_path: Path) -> None:
+    Run(tmp_path / "done").sent("1").attempt(ended=60, outcome="completed", job_id="1")
+    Run(tmp_path / "old").sent("2").attempt(ended=10**6, outcome="failed", job_id="2")
+    Run(tmp_path / "live").sent("3").attempt(job_id="3").word()
+    Run(tmp_path / "waits").sent("4", successor="5")
+    Run(tmp_path / "local").sent("4711", "local", age=2)
+    asked: list[tuple[set[str], bool]] = []
+
+    def ask(wanted: set[str], by_token: bool) -> Queue:
+        asked.append((wanted, by_token))
+        return Queue({"3": job("RUNNING", "3"), "4": job("PENDING", "4")})
+
+    paths = [path for path in tmp_path.iterdir() if path.is_dir()]
+    runs, more = collect(paths, tmp_path, ask=ask)
+    assert asked == [({"3", "4", "5"}, False)]
+    assert {status.name: status.state for status in runs} == {
+        **{"done": "completed", "old": "failed", "live": "running", "waits": "pending", "local": "starting"}
+    }
+    assert more == 0
+
+
+def test_all_done_asks_nobody(tmp_path: Path) -> None:
+    Run(tmp_path / "done").sent("1").attempt(ended=60, outcome="completed", job_id="1")
+
+    def ask(wanted: set[str], by_token: bool) -> Queue:
+        raise AssertionError("Slurm was asked")
+
+    assert collect([tmp_path / "done"], tmp_path, ask=ask)[0][0].state == "completed"
+
+
+def test_those_under_way_come_first_and_are_never_left_out(tmp_path: Path) -> None:
+    for number in range(6):
+        Run(tmp_path / f"over{number}").sent(age=100 * number).attempt(
+            ended=5, outcome="completed", began=NOW - 100 * number
+        )
+    for number in range(3):
+        Run(tmp_path / f"live{number}").sent(age=9000 + number)
+    paths = sorted(tmp_path.iterdir())
+    runs, more = collect(paths, tmp_path, ask=answering(job("PENDING")), limit=2)
+    assert [status.name for status in runs] == ["live0", "live1", "live2"] and more == 6
+    runs, more = collect(paths, tmp_path, ask=answering(job("PENDING")), limit=5)
+    assert [status.name for status in runs] == ["live0", "live1", "live2", "over0", "over1"] and more == 4
+
+
+def test_a_waiting_squeue_is_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[set[str]] = []
+    monkeypatch.setattr("prime_hpc.launch.status.ask_slurm", lambda wanted, token: calls.append(wanted) or Queue())
+    ask = PatientAsk(every_s=1000)
+    for wanted in ({"1"}, {"1"}, {"1", "2"}, {"1", "2"}):
+        ask(wanted, False)
+    assert calls == [{"1"}, {"1", "2"}]
+    eager = PatientAsk(every_s=0)
+    eager({"1"}, False), eager({"1"}, False)
+    assert len(calls) == 4
+
+
+def test_figures_of_a_live_run_and_of_a_second_life(run: Run) -> None:
+    rows = [{"step": s, "reward/mean": s / 10} for s in range(1, 9)]
+    run.metrics("orchestrator", rows).metrics(
+        "trainer", [{"step": s, "loss": 1.0, "time/step": 2.0} for s in (6, 7, 8)]
+    )
+    # the second life went back to step 5; an evaluation of version 5 came late
+    again = [{"step": 6, "reward/mean": 0.9}, {"step": 5, "eval/x/mean_reward": 0.1}]
+    run.metrics("orchestrator", again).metrics("trainer", [{"step": 6, "loss": 0.5, "time/step": 3.0}])
+    status = status_of(run.sent().attempt().word().path, ask=answering(job("RUNNING")))
+    assert (status.step, status.figure, status.value) == (6, "reward", 0.9)
+    assert status.trend == [0.1, 0.2, 0.3, 0.4, 0.5, 0.9]
+    assert status.eta_s == 3.0 * 34
+
+
+def test_figures_of_sft_and_a_torn_line(run: Run) -> None:
+    run.metrics("trainer", [{"step": 1, "loss": 2.5, "time/step": 1.0}, {"step": 2, "loss": "nan", "time/step": 1.0}])
+    with (run.path / "metrics" / "trainer.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 1')
+    status = status_of(run.path, ask=answering())
+    assert (status.step, status.max_steps, status.figure, status.trend) == (2, 40, "loss", [2.5])
+
+
+def test_only_the_end_of_a_long_metrics_file_is_read(run: Run) -> None:
+    run.metrics("trainer", [{"step": s, "time/step": 1.0, "loss": 0.0} for s in range(1, 3001)])
+    rows = tail_rows(run.path / "metrics" / "trainer.jsonl", num_bytes=4000)
+    assert rows[-1]["step"] == 3000 and 20 < len(rows) < 100
+    assert tail_rows(run.path / "absent") == []
+
+
+def test_checkpoint_and_logs(run: Run) -> None:
+    for step in (5, 10):
+        (run.path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (run.path / "checkpoints" / f"step_{step}" / "manifest.json").write_text("{}")
+    for file in ("supervisor.log", "slurm-12.out", "attempt_1/trainer/trainer.log", "attempt_1/trainer/rank_0.log"):
+        (run.path / "logs" / file).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / "logs" / file).touch()
+    status = status_of(run.attempt().path, ask=answering(job("RUNNING")))
+    assert status.checkpoint == 10 and status.checkpoint_time is not None
+    assert set(status.logs) == {"supervisor", "slurm", "trainer"}
+
+
+@pytest.fixture
+def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRIMEHPC_OUTPUTS", str(tmp_path))
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable))  # noqa: PTH120 - no Slurm here
+    return tmp_path
+
+
+def test_page_of_one_run(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Run(outputs / "demo").attempt(1, ended=400, outcome="preempted", cause="preempted by job 3").attempt(
+        2, why="resumes at step 5", job_id=None, host=socket.gethostname(), pid=os.getpid(), began=time.time()
+    ).word(attempt=2).metrics("orchestrator", [{"step": s, "reward/mean": s / 10} for s in range(8)])
+    assert cli.main(["status", "demo"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("demo  running  step 7/40  reward 0.7 ▁")
+    assert "attempt 2 (resumes at step 5)" in page
+    assert "preempted" in page and "preempted by job 3" in page
+    assert cli.main(["status", str(outputs / "demo"), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["state"], row["step"], row["final"], row["attempt"]) == ("running", 7, False, 2)
+
+
+def test_page_of_a_folder(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(60):
+        Run(outputs / f"run{number:02d}").attempt(ended=5, outcome="completed", began=NOW - number).word("ended")
+    Run(outputs / "sweep" / "p1").sent(age=10**5)
+    assert cli.main(["status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["RUN", "STATE", "STEP"]
+    assert lines[1].startswith("sweep/p1  pending") and "there is no squeue here" in lines[1]
+    assert lines[2].startswith("run00") and "7/40" in lines[2]
+    assert len(lines) == 52 and "and 11 older runs" in lines[-1]
+    assert cli.main(["status", "--all"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 62
+    assert cli.main(["status", "sweep", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in document["runs"]] == ["p1"] and document["more"] == 0
+
+
+def test_what_is_not_there(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status"]) == 0
+    assert "no runs under" in capsys.readouterr().out
+    Run(outputs / "demo")
+    assert cli.main(["status", "demp"]) == 2
+    streams = capsys.readouterr()
+    assert streams.out == "" and "did you mean demo" in streams.err
+    assert cli.main(["status", "a", "b"]) == 2
+    assert cli.main(["status", "--frob"]) == 2
+
+
+def test_watch_ends_with_the_run(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Run(outputs / "demo").attempt(ended=5, outcome="completed").word("ended")
+    assert cli.main(["status", "demo", "--watch"]) == 0
+    assert capsys.readouterr().out.startswith("demo  completed")
+
+
+def test_strange_directories_do_not_stop_the_others(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoil: dict[str, Callable[[Path], object]] = {
+        "a": lambda path: (path / "attempts.jsonl").write_text('{"attempt": 1}\n'),
+        "b": lambda path: (path / "status.json").write_text('{"step": "x", "time": null, "nodes": 3, "roles": []}'),
+        "c": lambda path: (path / "submit.json").write_text('{"state": "sent", "job_id": "not a number"}'),
+        "d": lambda path: (path / "attempts.jsonl").mkdir(),
+        "e": lambda path: (path / "run.yaml").unlink() or (path / "run.yaml").symlink_to("/nowhere"),
+    }
+    for name, act in spoil.items():
+        act(Run(outputs / name).path)
+    assert cli.main(["status"]) == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]} == set(spoil)
+    for name in spoil:
+        assert cli.main(["status", name]) == 0
