@@ -94,7 +94,7 @@ class Experiment(Section):
                 f"orchestrator.batch_size ({o.batch_size}) must be a multiple of "
                 f"orchestrator.rollouts_per_example ({o.rollouts_per_example})"
             )
-        if self.kind == "rl" and o.advantage.type.startswith("grpo") and o.rollouts_per_example < 2:
+        if self.kind == "rl" and o.advantage.compares_rollouts and o.rollouts_per_example < 2:
             raise ValueError(
                 f"orchestrator.advantage.type = {o.advantage.type} compares rollouts of one prompt: "
                 "orchestrator.rollouts_per_example must be at least 2 (or set advantage.type = none)"

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,17 @@ _MAX_DIFF_BYTES = 1_000_000
 _SECRET_FLAGS = ("api-key", "api_key")
 
 
-def write_snapshot(exp: Experiment, run_dir: Path, command: list[str]) -> None:
+@dataclass
+class Shared:
+    """What the snapshots of many like experiments have in common, made once: a sweep writes thousands."""
+
+    lock: str
+    """Text of every `lock.json`."""
+    texts: dict[tuple[str, str, str], str] = field(default_factory=dict)
+    """(role of a TOML, or `yaml`; top-level key; its value as JSON) -> its part of the file."""
+
+
+def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: Shared | None = None) -> None:
     """Write `run.yaml`, `configs/*.toml` and `lock.json` into the run directory, each atomically.
 
     Files that hold a secret (`inference.api_key`) are readable by their owner alone.
@@ -40,11 +51,14 @@ def write_snapshot(exp: Experiment, run_dir: Path, command: list[str]) -> None:
     Args:
         exp: the resolved experiment.
         run_dir: the run directory; made if absent.
-        command: the command line as it was typed.
+        command: the command line as it was typed; unused with `shared`.
+        shared: from `share`, where several experiments are written by one command.
 
     Raises:
         OSError: the directory cannot be written.
     """
+    sync = shared is None  # thousands of files forced to the disk one by one would take minutes
+    shared = shared or share(command)
     tree = exp.model_dump(mode="json")
     private = exp.inference is not None and exp.inference.api_key is not None
     configs = run_dir / CONFIGS
@@ -55,9 +69,15 @@ def write_snapshot(exp: Experiment, run_dir: Path, command: list[str]) -> None:
         if view is None:
             target.unlink(missing_ok=True)  # of an earlier attempt: loading it would switch the section on
         else:
-            _write_atomic(target, _dump_toml(view, component), private)
-    _write_atomic(run_dir / LOCK_JSON, json.dumps(gather_lock(command), indent=1) + "\n", private=False)
-    _write_atomic(run_dir / RUN_YAML, dump_yaml(tree), private)  # last: a run directory with it is whole
+            _write_atomic(target, _dump_toml(view, component, shared.texts), private, sync)
+    _write_atomic(run_dir / LOCK_JSON, shared.lock, private=False, sync=sync)
+    # last: a run directory with it is whole
+    _write_atomic(run_dir / RUN_YAML, _dump_yaml(tree, shared.texts), private, sync)
+
+
+def share(command: list[str]) -> Shared:
+    """The lock, gathered once for all the snapshots that `command` writes."""
+    return Shared(json.dumps(gather_lock(command), indent=1) + "\n")
 
 
 def load_run(run_dir: Path) -> Experiment:
@@ -89,17 +109,33 @@ def _view(tree: dict[str, Any], component: str) -> dict[str, Any] | None:
     return shared | own | trainer
 
 
-def _dump_toml(view: dict[str, Any], component: str) -> str:
-    import tomlkit
-
-    plain = {}
-    for name, value in view.items():
-        home = (name,) if resolve((name,)) is not None else (component, name)
-        plain[name] = _without_null(value, resolve(home))
-    kept = {name: value for name, value in plain.items() if value is not None}
+def _dump_toml(view: dict[str, Any], component: str, texts: dict[tuple[str, str, str], str]) -> str:
+    parts = [_toml_text(texts, component, name, value) for name, value in view.items()]
     # Tables after plain values: TOML has no way back to the root.
-    ordered = sorted(kept.items(), key=lambda item: _is_table(item[1]))
-    return tomlkit.dumps(dict(ordered))
+    return "".join(sorted(parts, key=lambda text: text.startswith("\n")))
+
+
+def _toml_text(texts: dict[tuple[str, str, str], str], component: str, name: str, value: Any) -> str:
+    """One top-level key of a role's view as TOML; a table begins with an empty line, a null default is left out."""
+    key = (component, name, json.dumps(value))
+    if key not in texts:
+        import tomlkit
+
+        home = (name,) if resolve((name,)) is not None else (component, name)
+        plain = _without_null(value, resolve(home))
+        text = "" if plain is None else tomlkit.dumps({name: plain})
+        texts[key] = f"\n{text}" if _is_table(plain) else text
+    return texts[key]
+
+
+def _dump_yaml(tree: dict[str, Any], texts: dict[tuple[str, str, str], str]) -> str:
+    parts = []
+    for name, value in tree.items():
+        key = ("yaml", name, json.dumps(value))
+        if key not in texts:
+            texts[key] = dump_yaml({name: value})
+        parts.append(texts[key])
+    return "".join(parts)
 
 
 def _is_table(value: Any) -> bool:
@@ -144,7 +180,7 @@ def _holds_null(value: Any) -> bool:
     return value is None
 
 
-def _write_atomic(path: Path, text: str, private: bool) -> None:
+def _write_atomic(path: Path, text: str, private: bool, sync: bool = True) -> None:
     """Replace a file in one step; a reader sees the old text or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
@@ -153,7 +189,8 @@ def _write_atomic(path: Path, text: str, private: bool) -> None:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         temporary.chmod(0o600 if private else 0o644)
         temporary.replace(path)
     except BaseException:

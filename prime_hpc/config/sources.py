@@ -55,14 +55,14 @@ def load_experiment(argv: list[str], entrypoint: str, environ: Mapping[str, str]
     """
     scope = SCOPES.get(entrypoint)
     parsed = parse_flags(argv, scope, positional_files=entrypoint in ("submit", "plan"))
-    tree = _Tree(parsed.problems)
+    tree = Tree(parsed.problems)
     if entrypoint == "inference":
         tree.place([Entry(("inference",), True, Origin("default"))])
-    tree.place(_environment(os.environ if environ is None else environ, scope, tree.warnings))
+    tree.place(environment_entries(os.environ if environ is None else environ, scope, tree.warnings))
     tree.place(parsed.switched_on)
     documents = [(ref, document) for ref in parsed.files for document in _documents(ref, tree.problems)]
     for ref, document in documents:
-        tree.place(_file_entries(ref, document))
+        tree.place(file_entries(ref, document))
     tree.place(parsed.entries)
     if entrypoint in KINDS:
         tree.place([Entry(("kind",), KINDS[entrypoint], Origin("command line", entrypoint))])
@@ -80,13 +80,13 @@ def _documents(ref: FileRef, problems: list[Problem]) -> list[Document]:
         return []
 
 
-def _file_entries(ref: FileRef, document: Document) -> Iterator[Entry]:
+def file_entries(ref: FileRef, document: Document) -> Iterator[Entry]:
     for name, value in document.data.items():
         origin = document.origin((name,))
         yield Entry((*ref.prefix, name), value, origin, ref.scope, ref.component, document, (name,))
 
 
-def _environment(environ: Mapping[str, str], scope: str | None, warnings: list[str]) -> list[Entry]:
+def environment_entries(environ: Mapping[str, str], scope: str | None, warnings: list[str]) -> list[Entry]:
     """Entries of the `PRIME_` variables, shallow ones first.
 
     Other tools own variables of this prefix (`PRIME_API_KEY`): one whose first name is no key is passed over,
@@ -108,7 +108,7 @@ def _environment(environ: Mapping[str, str], scope: str | None, warnings: list[s
     return sorted(entries, key=lambda entry: (len(entry.segments), entry.segments))
 
 
-class _Tree:
+class Tree:
     """The tree while the sources are laid over each other, lowest precedence first."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:

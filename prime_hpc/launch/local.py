@@ -1,5 +1,6 @@
 """Runs on this machine: in the foreground (`rl`, `sft`), as a local job through submitit, or one role alone."""
 
+import json
 import os
 import signal
 import sys
@@ -10,6 +11,8 @@ from prime_hpc.config import Loaded
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.plan import launcher, plan_text
 from prime_hpc.launch.prepare import prepare_run, write
+from prime_hpc.launch.records import new_token, open_record, read_record, submitting
+from prime_hpc.launch.runs import read_json
 
 POLL_S = 0.3
 END_TIMEOUT_S = 30.0
@@ -23,15 +26,43 @@ def run(loaded: Loaded) -> int:
     return supervise(run_dir)
 
 
-def submit(loaded: Loaded, *, follow: bool, dry_run: bool) -> int:
-    """Start an experiment as a job of its own, and (`follow`) show its log until it ends.
+def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json: bool) -> int:
+    """Start an experiment as a job of its own on this machine; see `submission.submit`.
 
     Ctrl-C while following ends the job in good order.
     """
     if dry_run:
-        print(plan_text(loaded), end="")
+        text = plan_text(loaded)
+        print(json.dumps({"dry_run": True, "layout": "local", "plan": text}) if as_json else text.rstrip("\n"))
         return 0
-    run_dir = prepare_run(loaded)
+    run_dir = loaded.experiment.run_dir.resolve()
+    with submitting(run_dir):
+        prepare_run(loaded)
+        job = _start(run_dir)
+    if as_json:
+        print(json.dumps({**(read_record(run_dir) or {}), "run_dir": str(run_dir), "log": str(job.paths.stdout)}))
+    else:
+        print(f"submitted as local job {job.job_id}: {launcher()}", flush=True)
+        print(f"run directory {run_dir}; log {job.paths.stdout}", flush=True)
+    if not (follow if follow is not None else not as_json):
+        return 0
+    import submitit
+
+    try:
+        _follow(job.paths.stdout, job)
+    except KeyboardInterrupt:
+        print("\ninterrupted: ending the job", flush=True)
+        end_local(run_dir, controller=int(job.job_id))
+        _follow(job.paths.stdout, job, from_end=True, timeout_s=END_TIMEOUT_S)
+        return 130
+    try:
+        return int(job.result())
+    except (submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError) as error:
+        print(f"error: the job ended without a result: {error}", file=sys.stderr)
+        return 1
+
+
+def _start(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-defined]  # noqa: F821
     import submitit
 
     executor = submitit.LocalExecutor(folder=run_dir / "logs" / "submitit")
@@ -43,22 +74,18 @@ def submit(loaded: Loaded, *, follow: bool, dry_run: bool) -> int:
         job = executor.submit(local_job, str(run_dir), dict(os.environ))
     finally:
         signal.signal(signal.SIGINT, previous)
-    print(f"submitted as local job {job.job_id}: {launcher()}", flush=True)
-    print(f"run directory {run_dir}; log {job.paths.stdout}", flush=True)
-    if not follow:
-        return 0
-    try:
-        _follow(job.paths.stdout, job)
-    except KeyboardInterrupt:
-        print("\ninterrupted: ending the job", flush=True)
-        _end(run_dir, controller=int(job.job_id))
-        _follow(job.paths.stdout, job, from_end=True, timeout_s=END_TIMEOUT_S)
-        return 130
-    try:
-        return int(job.result())
-    except (submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError) as error:
-        print(f"error: the job ended without a result: {error}", file=sys.stderr)
-        return 1
+    from prime_hpc.config.snapshot import LOCK_JSON
+
+    open_record(
+        run_dir,
+        token=new_token(),
+        state="local",
+        command=(read_json(run_dir / LOCK_JSON) or {}).get("command") or [],  # without secrets
+        layout="local",
+        cluster=None,
+        job_id=job.job_id,
+    )
+    return job
 
 
 def _follow(log: Path, job: "submitit.LocalJob[int]", from_end: bool = False, timeout_s: float | None = None) -> None:  # type: ignore[name-defined]  # noqa: F821
@@ -79,7 +106,7 @@ def _follow(log: Path, job: "submitit.LocalJob[int]", from_end: bool = False, ti
         time.sleep(POLL_S)
 
 
-def _end(run_dir: Path, controller: int) -> None:
+def end_local(run_dir: Path, controller: int) -> None:
     """Ask the run's supervisor to end; where it has not begun its attempt, submitit's controller ends the job."""
     from prime_hpc.supervisor.attempts import is_held, read_attempts
 

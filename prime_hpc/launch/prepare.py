@@ -1,4 +1,4 @@
-"""The run directory before a run: refuse to overwrite, write the snapshot. Called by `local`."""
+"""The run directory before a run: refuse to overwrite, write the snapshot. Called by `local`, `submit` and `job`."""
 
 import shutil
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, write_snapshot
 from prime_hpc.launch.checks import check
+from prime_hpc.launch.records import LOCK
 from prime_hpc.supervisor.attempts import is_held, read_attempts
 
 _OF_A_RUN = ("rollouts", "weights", "checkpoints", "metrics", "attempts.jsonl")
@@ -19,7 +20,11 @@ def prepare_run(loaded: Loaded) -> Path:
     """
     check(loaded)
     run_dir = loaded.experiment.run_dir.resolve()
-    _claim_directory(loaded.experiment, run_dir)
+    if run_dir.exists():
+        from prime_hpc.launch.slurm import refuse_if_queued
+
+        refuse_if_queued(run_dir)
+    claim_directory(loaded.experiment, run_dir)
     write(loaded, run_dir)
     return run_dir
 
@@ -37,8 +42,14 @@ def write(loaded: Loaded, run_dir: Path) -> None:
         raise ConfigError(Problem(f"{run_dir} cannot be written: {error.strerror}", "output_dir")) from error
 
 
-def _claim_directory(experiment: Experiment, run_dir: Path) -> None:
-    """A directory that already holds a run is only used to resume it, or to start over where that was asked for."""
+def claim_directory(experiment: Experiment, run_dir: Path) -> None:
+    """A directory that already holds a run is only used to resume it, or to start over where that was asked for.
+
+    The caller has made sure that no Slurm job of it waits or runs (`slurm.settle`, `slurm.refuse_if_queued`).
+
+    Raises:
+        ConfigError: it is in use, or was not asked for.
+    """
     if not any((run_dir / name).exists() for name in _OF_A_RUN):
         return
     held = [row for row in read_attempts(run_dir / "attempts.jsonl") if is_held(row)]
@@ -47,7 +58,7 @@ def _claim_directory(experiment: Experiment, run_dir: Path) -> None:
     if experiment.clean:
         if not (run_dir / "run.yaml").exists():
             raise ConfigError(Problem(f"{run_dir} holds no run.yaml, so it is not deleted: not a run of ours", "clean"))
-        shutil.rmtree(run_dir)
+        _delete(run_dir)
         return
     if experiment.ckpt is None or experiment.ckpt.resume_step is None:
         raise ConfigError(
@@ -57,3 +68,14 @@ def _claim_directory(experiment: Experiment, run_dir: Path) -> None:
                 "name",
             )
         )
+
+
+def _delete(run_dir: Path) -> None:
+    """All that is in it, but the lock of the submit that deletes it; run.yaml last: killed half-way, it is a run's."""
+    for path in sorted(run_dir.iterdir(), key=lambda path: path.name == "run.yaml"):
+        if path.name == LOCK:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -18,9 +18,27 @@ from dataclasses import dataclass, replace
 from prime_hpc.observe.hosts import compress_hosts, expand_hosts
 
 __all__ = [
-    *("ACTIVE", "ENDED", "COMMENT_PREFIX", "HistoryRow", "JobInfo", "SlurmError", "clean_environment"),
-    *("compress_hosts", "expand_hosts", "find_by_token", "find_in_history", "fold", "fold_states", "history"),
-    *("job", "jobs", "parse_duration", "parse_time", "run_slurm", "start_estimate", "token_of"),
+    "ACTIVE",
+    "COMMENT_PREFIX",
+    "ENDED",
+    "HistoryRow",
+    "JobInfo",
+    "SlurmError",
+    "clean_environment",
+    "compress_hosts",
+    "expand_hosts",
+    "find_by_token",
+    "find_in_history",
+    "fold",
+    "fold_states",
+    "history",
+    "job",
+    "jobs",
+    "parse_duration",
+    "parse_time",
+    "run_slurm",
+    "start_estimate",
+    "token_of",
 ]
 
 TIMEOUT_S = 30.0
@@ -38,6 +56,8 @@ ENDED = (
 )
 """States of a job that has ended, worst first."""
 
+_VAGUE = ("Priority", "Resources", "Dependency")
+"""Reasons that another component's outweighs."""
 _SEPARATOR = "\x1f"  # cannot be typed by accident into a job's name or comment
 _FIELDS = (
     *("JobArrayID", "JobID", "HetJobID", "HetJobOffset", "State", "Reason", "NumNodes", "NodeList"),
@@ -302,13 +322,13 @@ def fold(rows: Iterable[JobInfo]) -> dict[str, JobInfo]:
     for leader, components in parts.items():
         components.sort(key=lambda info: int(info.job_id.partition("+")[2]))
         state = fold_states([info.state for info in components])
-        speaker = next((info for info in components if info.state == state), components[0])
+        reasons = [info.reason for info in components if info.state == state and info.reason]
         limits = [info.time_left_s for info in components if info.time_left_s is not None]
         found[leader] = replace(
             components[0],
             job_id=leader,
             state=state,
-            reason=speaker.reason,
+            reason=next((reason for reason in reasons if reason not in _VAGUE), (reasons or [""])[0]),
             nodes=",".join(info.nodes for info in components if info.nodes),
             num_nodes=sum(info.num_nodes for info in components),
             time_left_s=min(limits, default=None),
@@ -373,15 +393,19 @@ def _parse(row: dict[str, str]) -> JobInfo:
     job_id = row["JobArrayID"].partition("+")[0]
     if row["HetJobID"].isdigit() and row["HetJobID"] != "0":
         job_id = f"{row['HetJobID']}+{row['HetJobOffset']}"
+    state = row["State"].split()[0] if row["State"] else "UNKNOWN"
+    end, left_s = parse_time(row["EndTime"]), parse_duration(row["TimeLeft"])
+    if state == "RUNNING" and left_s is not None and end is not None:
+        left_s = max(0.0, min(left_s, end - time.time()))  # a preemption's grace moves the end, and the end alone
     return JobInfo(
         job_id=job_id,
-        state=row["State"].split()[0] if row["State"] else "UNKNOWN",
+        state=state,
         reason=_said(row["Reason"]),
         nodes=_said(row["NodeList"]),
         num_nodes=int(row["NumNodes"].partition("-")[0] or 0),
         start=parse_time(row["StartTime"]),
-        end=parse_time(row["EndTime"]),
-        time_left_s=parse_duration(row["TimeLeft"]),
+        end=end,
+        time_left_s=left_s,
         restarts=int(row["RestartCnt"] or 0),
         comment=_said(row["Comment"]),
         name=row["Name"],

@@ -72,8 +72,10 @@ class RoleStatus:
         self._report(state="done")
 
     def failed(self, error: BaseException | str) -> None:
-        """The role ends for this reason."""
+        """The role ends for this reason. The first one stands: what follows (a SIGTERM) is its consequence."""
         self._stopped.set()
+        if self._row["state"] == "failed":
+            return
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self._report(state="failed", error=text)
 

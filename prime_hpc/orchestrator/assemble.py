@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_hpc.config.sections.orchestrator import AdvantageConfig
 from prime_hpc.envs.samples import Sample
-from prime_hpc.orchestrator.advantages import score_group
+from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.episodes import Episode
+from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.packing import pack
 from prime_hpc.store.batches import RankBatch
@@ -37,13 +37,20 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group's usable episodes with their advantages, float64[G]."""
+    """A group's G usable episodes with their advantages."""
 
     group: Group
     episodes: list[Episode]
+    rewards: NDArray[np.float64]
+    """float64[G], penalties taken off."""
     advantages: NDArray[np.float64]
+    """float64[G]"""
+    kept: NDArray[np.bool_]
+    """bool[G], episodes that train if the group does."""
     trains: bool
-    """False: its advantages are all zero and the config drops such groups."""
+    """False: its advantages are all zero and the config drops such groups, or none of its episodes may train."""
+    problem: str = ""
+    """Why it could not be scored."""
 
 
 def sample_id(position: int, episode: int) -> int:
@@ -52,26 +59,36 @@ def sample_id(position: int, episode: int) -> int:
     return position << EPISODE_BITS | episode
 
 
-def score_groups(groups: Sequence[Group], config: AdvantageConfig) -> list[ScoredGroup]:
-    """Advantages of every group, and which groups train.
+def score_groups(
+    groups: Sequence[Group], scorer: Scorer, *, zero: str, env_names: Sequence[str] = ()
+) -> list[ScoredGroup]:
+    """Advantages of every group, in order, and which groups train.
 
-    With `advantage.zero = drop`, groups without any signal do not reach the trainer. A batch is never empty: where
-    every group would be dropped the smallest one (in tokens) stays, whose gradient is zero, so that step n still
-    makes version n.
+    With `zero = drop`, groups without any signal do not reach the trainer. A batch is never empty: where nothing at
+    all would train, the smallest group (in tokens) stays with advantages of 0, whose gradient is zero, so that step n
+    still makes version n.
+
+    Raises:
+        OrchestratorError: no group at all could be scored, or the algorithm failed.
     """
-    scored = [_score(group, config) for group in groups]
-    if config.zero == "drop" and not any(s.trains for s in scored):
+    scored = [_score(group, scorer, zero, env_names) for group in groups]
+    problems = [s.problem for s in scored if s.problem]
+    if len(problems) == len(scored):
+        raise OrchestratorError(f"none of the batch's {len(scored)} groups could be scored; e.g. {problems[0]}")
+    if not any(s.trains for s in scored):
         smallest = min(range(len(scored)), key=lambda i: _num_tokens(scored[i].episodes))
-        scored[smallest] = replace(scored[smallest], trains=True)
+        entry = scored[smallest]
+        no_advantage, everyone = np.zeros_like(entry.advantages), np.ones_like(entry.kept)
+        scored[smallest] = replace(entry, trains=True, advantages=no_advantage, kept=everyone)
     return scored
 
 
-def _score(group: Group, config: AdvantageConfig) -> ScoredGroup:
-    episodes = group.usable
-    rewards = np.array([e.result.reward for e in episodes], dtype=np.float64)
-    num_tokens = np.array([e.num_sampled_tokens for e in episodes], dtype=np.int64)
-    advantages = score_group(rewards, num_tokens, config)
-    return ScoredGroup(group, episodes, advantages, config.zero == "keep" or bool(np.any(advantages != 0.0)))
+def _score(group: Group, scorer: Scorer, zero: str, env_names: Sequence[str]) -> ScoredGroup:
+    episodes, source = group.usable, group.prompt.source
+    env = env_names[source] if source < len(env_names) else f"environment {source}"
+    scores = scorer.score(episodes, env=env, position=group.prompt.position)
+    trains = bool(scores.kept.any()) and (zero == "keep" or scores.has_signal)
+    return ScoredGroup(group, episodes, scores.rewards, scores.advantages, scores.kept, trains, scores.problem)
 
 
 def _num_tokens(episodes: Sequence[Episode]) -> int:
@@ -79,14 +96,16 @@ def _num_tokens(episodes: Sequence[Episode]) -> int:
 
 
 def train_samples(scored: Sequence[ScoredGroup]) -> list[TrainSample]:
-    """All sequences of the groups that train; every sampled token of an episode gets the episode's advantage."""
+    """All sequences that train; every sampled token of an episode gets the episode's advantage."""
     samples = []
     for entry in scored:
         if not entry.trains:
             continue
         prompt = entry.group.prompt
         numbers = {id(slot): i for i, slot in enumerate(entry.group.slots)}
-        for episode, advantage in zip(entry.episodes, entry.advantages, strict=True):
+        for episode, advantage, kept in zip(entry.episodes, entry.advantages, entry.kept, strict=True):
+            if not kept:
+                continue
             ident = sample_id(prompt.position, numbers[id(episode)])
             samples += [
                 TrainSample(sample, float(advantage), episode.result.reward, ident, prompt.position, prompt.source)

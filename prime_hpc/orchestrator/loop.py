@@ -11,7 +11,7 @@ version is served; the trainer wakes on the batch. `main` builds the parts and r
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.status import RoleStatus
-from prime_hpc.orchestrator.advantages import get_algorithm
+from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.assemble import ScoredGroup, build_ranks, score_groups, train_samples
 from prime_hpc.orchestrator.dispatch import Dispatcher, Job, Lane
 from prime_hpc.orchestrator.episodes import to_episode
@@ -77,15 +77,22 @@ class Orchestrator:
         self.env_names = [source.name for source in sources]
         self.stream = PromptStream(sources, exp.seed)
         self.totals = {"samples": 0, "tokens": 0}
+        self.scorer = Scorer(config.advantage, max_tokens=config.sampling.max_tokens)
+        if self.scorer.min_group > config.rollouts_per_example:
+            raise OrchestratorError(
+                f"orchestrator.advantage.type = {config.advantage.type} needs {self.scorer.min_group} or more rollouts "
+                f"of a prompt, but orchestrator.rollouts_per_example = {config.rollouts_per_example}"
+            )
         if state is not None:
             self.stream.load_state_dict(state["prompts"])
             self.totals = dict(state["totals"])
+            self.scorer.load_state_dict(state.get("algorithm", {}))
         self.book = GroupBook(
             group_size=config.rollouts_per_example,
             num_prompts=exp.num_prompts,
             async_level=UNLIMITED_ASYNC if config.bench else exp.async_level,
             last_batch=self.last_step,
-            min_usable=get_algorithm(config.advantage.type).min_group,
+            min_usable=self.scorer.min_group,
             next_batch=start_step + 1,
         )
         now = time.monotonic()
@@ -112,6 +119,8 @@ class Orchestrator:
 
     async def run(self) -> None:
         """From ready servers to the last batch and its evaluation. Raises OrchestratorError where it cannot go on."""
+        loop = asyncio.get_running_loop()
+        self.parts.bell.subscribe("server", lambda news: _from_thread(loop, self._server_news, news))
         await self.weights.prepare(self.start_step)
         self.parts.status.ready(version=self.start_step, step=self.start_step, servers=list(self.parts.urls))
         follow = asyncio.create_task(self.weights.run(), name="weights")
@@ -182,6 +191,10 @@ class Orchestrator:
         self.stats.add_episode(episode)
         if result.state is not EpisodeState.CANCELLED:
             self.failures.add(episode.reason)
+        if episode.reason.startswith("reward "):
+            prompt = group.prompt
+            where = f"prompt {prompt.position} ({self.env_names[prompt.source]}, task {prompt.task}), rollout {index}"
+            logger.warning(f"{where}: {episode.reason}; it counts as failed")
         self.book.add(group, index, episode)
         self._send_back_stale()
         self.changed.set()
@@ -190,6 +203,20 @@ class Orchestrator:
         for group in sorted(self.book.take_stale(), key=lambda g: -g.prompt.position):
             self.dispatcher.cancel(group.lane)
             self.stream.put_back(group.prompt)
+
+    def _server_news(self, news: dict[str, Any]) -> None:
+        """The supervisor's word on a server's node: lost, or the server is being started at another address."""
+        index = news["index"]
+        if news["state"] == "lost":
+            self.weights.drop(index)
+            count = self.dispatcher.drop_server(index)
+            logger.warning(f"{count} episodes of {self.table.servers[index].url} are played again elsewhere")
+        elif news["url"] != self.table.servers[index].url:
+            self.table.servers[index].url = news["url"]
+            self.parts.clients[index].move(news["url"])
+            for pool in (self.parts.train_pool, self.parts.eval_pool):
+                if pool is not None:
+                    pool.move_server(index, news["url"])
 
     def _server_failed(self, index: int) -> None:
         self.weights.report_error(index)
@@ -217,7 +244,9 @@ class Orchestrator:
 
     def _assemble(self, step: int, groups: list[Group], state: dict[str, Any]) -> tuple[Manifest, list[ScoredGroup]]:
         config = self.exp.orchestrator
-        scored = score_groups(groups, config.advantage)
+        scored = score_groups(groups, self.scorer, zero=config.advantage.zero, env_names=self.env_names)
+        if algorithm := self.scorer.state_dict():
+            state = state | {"algorithm": algorithm}
         ranks = build_ranks(
             train_samples(scored),
             num_ranks=self.exp.trainer.num_ranks,
@@ -350,3 +379,9 @@ def _troubles(row: dict[str, Any]) -> str:
     names |= {"groups/stale": "groups stale", "episodes/truncated": "truncated"}
     parts = [f"{row[key]:.0f} {label}" for key, label in names.items() if row[key]]
     return "; " + ", ".join(parts) if parts else ""
+
+
+def _from_thread(loop: asyncio.AbstractEventLoop, call: Callable[[dict[str, Any]], None], news: dict[str, Any]) -> None:
+    """Have the event loop make a call that the doorbell's thread asks for."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call, news)

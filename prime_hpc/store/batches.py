@@ -7,7 +7,7 @@ sequence 24 to 36 more. Files are plain safetensors: `safetensors.numpy.load_fil
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,7 +27,7 @@ from prime_hpc.store.artifact import (
     check_file,
     read_manifest,
 )
-from prime_hpc.store.layout import RunPaths, list_steps
+from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
 
 STATE = "orchestrator.json"
 NOT_SAMPLED = -1
@@ -349,6 +349,37 @@ def read_state(directory: Path, *, deadline_s: float = 30.0) -> dict[str, Any]:
 def list_batches(paths: RunPaths) -> list[int]:
     """Sorted steps whose batch is on disk."""
     return list_steps(paths.rollouts)
+
+
+def prune_batches(
+    paths: RunPaths, keep_last: int, trained: int, incarnation: int = 0, *, keep: Collection[int] = ()
+) -> list[int]:
+    """Delete old batches. One process calls it: trainer rank 0, after a step that all ranks have taken.
+
+    Kept are the newest `keep_last` of the batches up to `trained`, everything after it, and `keep`. A checkpoint needs
+    no batch once it is whole: the orchestrator's state is part of it.
+
+    Args:
+        paths: the run.
+        keep_last: at least 1.
+        trained: the step that was taken last.
+        incarnation: life of the caller.
+        keep: steps of checkpoints that are still being written.
+
+    Returns:
+        The steps that were removed.
+
+    Raises:
+        FencedError: a newer life has begun.
+        ValueError: `keep_last` below 1.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be at least 1, is {keep_last}: a checkpoint of the last step needs its batch")
+    check_incarnation(paths, incarnation)
+    removed = [step for step in list_batches(paths) if step <= trained - keep_last and step not in keep]
+    for step in removed:
+        files.discard(paths.rollouts_step(step))
+    return removed
 
 
 def remove_batches_after(paths: RunPaths, step: int) -> list[int]:

@@ -1,11 +1,11 @@
 """Checkpoints: trainer and orchestrator state of one step, made one by a manifest that comes last.
 
 `checkpoints/step_<n>/` holds `trainer/` (torch DCP, written by all ranks), `orchestrator/state.json` (the state that
-was stored with batch n) and `manifest.json`. Trainer rank 0 commits it; the supervisor resolves what to resume from.
-Version n of the weights belongs to it and is kept as long as it exists (`weights.prune_weights`).
+was stored with batch n) and `manifest.json`. Trainer rank 0 commits it and prunes old ones; the supervisor resolves
+what to resume from. Version n of the weights belongs to it and is kept as long as it exists (`weights.prune_weights`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,16 @@ from prime_hpc.store.artifact import (
     check_file,
     commit_stage,
     read_manifest,
+    verify_artifact,
 )
-from prime_hpc.store.layout import RunPaths, list_steps
+from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
+from prime_hpc.store.manifest import MANIFEST
 
 TRAINER = "trainer"
 ORCHESTRATOR_STATE = "orchestrator/state.json"
 KIND = "checkpoint"
+SET_ASIDE = "set-aside-"
+"""Prefix of a directory that bore a checkpoint's name and was none."""
 _HASH_THREADS = 8
 
 
@@ -105,6 +109,19 @@ def commit_checkpoint(
     return commit_stage(stage, final, manifest, run=run)
 
 
+def newest_first(root: Path, *, deep: bool = False) -> Iterator[CheckpointInfo]:
+    """Whole checkpoints below `root`, newest first, each checked when it is asked for; others are skipped with a warning.
+
+    Args:
+        root: directory of `step_<n>` directories.
+        deep: check sums too, not only sizes.
+    """
+    for step in reversed(list_steps(root, digits=0)):
+        info = _check(root, step, deep)
+        if info is not None:
+            yield info
+
+
 def list_checkpoints(root: Path, *, deep: bool = False) -> list[CheckpointInfo]:
     """Whole checkpoints below `root`, oldest first; others are skipped with a warning that says why.
 
@@ -112,8 +129,7 @@ def list_checkpoints(root: Path, *, deep: bool = False) -> list[CheckpointInfo]:
         root: directory of `step_<n>` directories.
         deep: check sums too, not only sizes.
     """
-    found = (_check(root, step, deep) for step in list_steps(root, digits=0))
-    return [info for info in found if info is not None]
+    return list(newest_first(root, deep=deep))[::-1]
 
 
 def resolve_resume(root: Path, which: Literal["latest"] | int, *, deep: bool = True) -> CheckpointInfo:
@@ -130,10 +146,8 @@ def resolve_resume(root: Path, which: Literal["latest"] | int, *, deep: bool = T
     steps = list_steps(root, digits=0)
     listed = ", ".join(map(str, steps)) if steps else "none"
     if which == "latest":
-        for step in reversed(steps):
-            info = _check(root, step, deep)
-            if info is not None:
-                return info
+        for info in newest_first(root, deep=deep):
+            return info
         raise StoreError(f"{root}: no whole checkpoint to resume from (steps there: {listed})")
     if which not in steps:
         raise StoreError(f"{root}: no checkpoint of step {which} (steps there: {listed})")
@@ -144,16 +158,87 @@ def resolve_resume(root: Path, which: Literal["latest"] | int, *, deep: bool = T
         raise StoreError(f"checkpoint of step {which} is damaged: {error} (other whole ones: {others})") from error
 
 
+def prune_checkpoints(
+    paths: RunPaths, keep_last: int | None, keep_interval: int | None = None, incarnation: int = 0
+) -> list[int]:
+    """Delete the checkpoints that retention gives up. One process calls it: trainer rank 0, after a commit or a resume.
+
+    Kept are the newest `keep_last` whole checkpoints with everything newer than the oldest of them, and every
+    multiple of `keep_interval`. Nothing is deleted before so many newer ones are whole. A directory without a manifest
+    is somebody else's and stays.
+
+    Args:
+        paths: the run.
+        keep_last: at least 1; None: 1 where `keep_interval` is given, else everything is kept.
+        keep_interval: at least 1, or None.
+        incarnation: life of the caller.
+
+    Returns:
+        The steps that were removed.
+
+    Raises:
+        FencedError: a newer life has begun.
+        ValueError: a number below 1.
+    """
+    if keep_last is None and keep_interval is None:
+        return []
+    if (keep_last is not None and keep_last < 1) or (keep_interval is not None and keep_interval < 1):
+        raise ValueError(f"keep_last ({keep_last}) and keep_interval ({keep_interval}) must be at least 1")
+    check_incarnation(paths, incarnation)
+    steps = list_steps(paths.checkpoints, digits=0)
+    oldest_kept = _oldest_of_newest_whole(paths, steps, keep_last or 1)
+    if oldest_kept is None:
+        return []
+    doomed = [step for step in steps if step < oldest_kept and not (keep_interval and step % keep_interval == 0)]
+    removed = []
+    for step in doomed:
+        if _is_ours(paths.checkpoint_step(step)):
+            check_incarnation(paths, incarnation)  # one may take minutes to delete
+            files.discard(paths.checkpoint_step(step))
+            removed.append(step)
+    if removed:
+        logger.debug(f"removed checkpoints of steps {removed}")
+    return removed
+
+
+def _oldest_of_newest_whole(paths: RunPaths, steps: list[int], keep_last: int) -> int | None:
+    """The lowest of the newest `keep_last` steps whose checkpoint is whole; None where there are fewer."""
+    whole = 0
+    for step in reversed(steps):
+        try:
+            verify_artifact(paths.checkpoint_step(step), deadline_s=1.0)
+        except ArtifactError as error:
+            logger.warning(f"checkpoint of step {step} is not whole and does not count as kept: {error}")
+            continue
+        whole += 1
+        if whole == keep_last:
+            return step
+    return None
+
+
+def _is_ours(path: Path) -> bool:
+    return MANIFEST in files.list_dir(path)
+
+
 def remove_checkpoints_after(root: Path, step: int) -> list[int]:
     """Delete checkpoints of steps above `step`, for a run that is resumed there. Supervisor only.
+
+    What bears a checkpoint's name without a manifest is not deleted but set aside: it may be somebody else's, and
+    would be in the way of a later save.
 
     Returns:
         The steps that were removed.
     """
-    removed = [n for n in list_steps(root, digits=0) if n > step]
-    for n in reversed(removed):
-        files.discard(root / f"step_{n}")
-    return removed
+    after = [n for n in list_steps(root, digits=0) if n > step]
+    for n in reversed(after):
+        path = _named(root, n)
+        if _is_ours(path):
+            files.discard(path)
+        else:
+            aside = path.with_name(f"{SET_ASIDE}{path.name}-{files.unique_suffix()}")
+            files.rename(path, aside)
+            logger.warning(f"{path} holds no manifest: no checkpoint of ours; set aside as {aside.name}")
+    return after
 
 
 def _check(root: Path, step: int, deep: bool) -> CheckpointInfo | None:

@@ -89,6 +89,10 @@ class RunPaths:
         """Directory of weight version `version`."""
         return self.weights / f"step_{version:06d}"
 
+    def failed_step(self, step: int) -> Path:
+        """What is kept of a step that was refused: a run directory of its own (`trainer/replay.py`)."""
+        return self.root / "failed" / f"step_{step:06d}"
+
     def checkpoint_step(self, step: int) -> Path:
         """Directory of the checkpoint after step `step`."""
         return self.checkpoints / f"step_{step}"

@@ -8,14 +8,16 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.store.adopt import claim_root
 from prime_hpc.store.artifact import clean_stale_stages
 from prime_hpc.store.batches import remove_batches_after
-from prime_hpc.store.checkpoints import list_checkpoints, remove_checkpoints_after, resolve_resume
+from prime_hpc.store.checkpoints import newest_first, remove_checkpoints_after
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import RunPaths, claim_incarnation
 from prime_hpc.store.leases import clear_leases
-from prime_hpc.store.weights import list_versions, remove_versions_after
+from prime_hpc.store.weights import remove_versions_after
 from prime_hpc.supervisor.attempts import Attempt, begin, is_held, read_attempts
+from prime_hpc.supervisor.resume import choose_start, remember, take_over
 
 
 def run_paths(experiment: Experiment, run_dir: Path) -> RunPaths:
@@ -25,8 +27,7 @@ def run_paths(experiment: Experiment, run_dir: Path) -> RunPaths:
 
 def newest_saved_step(paths: RunPaths) -> int | None:
     """Step of the newest whole checkpoint, if any."""
-    whole = list_checkpoints(paths.checkpoints)
-    return whole[-1].step if whole else None
+    return next((info.step for info in newest_first(paths.checkpoints)), None)
 
 
 def begin_attempt(
@@ -49,15 +50,20 @@ def begin_attempt(
                 f"{run_dir}: attempt {row['attempt']} still runs here (process {row['pid']}); end it first, "
                 "or choose another --name"
             )
-    incarnation = claim_incarnation(paths)
-    step = _resume_step(experiment, paths, again=bool(earlier))
-    if step is not None and experiment.kind == "rl" and step not in list_versions(paths):
-        raise ConfigError(
-            f"{paths.weights_step(step)}: the weights of checkpoint {step} are missing; engines could not serve them. "
-            f"Whole versions there: {list_versions(paths) or 'none'}"
-        )
-    _rewind(paths, step or 0)
+    try:
+        claim_root(paths, again=bool(earlier))
+        incarnation = claim_incarnation(paths)
+        start = choose_start(experiment, paths, again=bool(earlier))
+        step = start.info.step if start is not None else None
+        _rewind(paths, step or 0)
+        if start is not None:
+            take_over(start, experiment, paths, incarnation)
+            remember(experiment, paths, start)
+    except StoreError as error:
+        raise ConfigError(str(error)) from error
     why = "first start" if not earlier else f"resumes at step {step}" if step is not None else "starts over"
+    if start is not None and start.is_foreign:
+        why = f"starts from {start.info.path}"
     return begin(
         paths.attempts,
         incarnation=incarnation,
@@ -66,26 +72,6 @@ def begin_attempt(
         job_id=job_id,
         restarts=restarts,
     )
-
-
-def _resume_step(experiment: Experiment, paths: RunPaths, again: bool) -> int | None:
-    """The step this life goes on from: what the config asks for, else (a later life) the newest whole checkpoint."""
-    if experiment.ckpt is None:
-        return None
-    asked = experiment.ckpt.resume_step
-    if asked is None:
-        whole = list_checkpoints(paths.checkpoints) if again else []
-        return whole[-1].step if whole else None
-    try:
-        info = resolve_resume(paths.checkpoints, asked)
-    except StoreError as error:
-        raise ConfigError(f"ckpt.resume_step = {asked}: {error}") from error
-    if info.step >= experiment.max_steps:
-        raise ConfigError(
-            f"ckpt.resume_step = {asked} is step {info.step}, but max_steps = {experiment.max_steps}: nothing is left "
-            "to do; raise --max-steps"
-        )
-    return info.step
 
 
 def _rewind(paths: RunPaths, step: int) -> None:

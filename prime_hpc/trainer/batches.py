@@ -45,6 +45,8 @@ class MicroBatch:
     """float32[N]"""
     num_tokens: int
     """Real tokens: 0 for an empty micro-batch, which computes on one dummy token."""
+    reference_logprobs: torch.Tensor | None = None
+    """float32[N], the reference model's log-probabilities, where the objective needs them."""
 
     @property
     def num_targets(self) -> int:

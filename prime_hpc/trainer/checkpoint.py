@@ -1,29 +1,102 @@
-"""Checkpoints of the trainer: parameters, optimizer, progress and random states through torch DCP.
+"""Checkpoints of the trainer: parameters, optimizer, progress and random states, written at once or in the background.
 
-Called by `rl.py` and `sft.py`. Tensors are saved by name and global shape, so a checkpoint loads under any number of
-ranks. For RL, rank 0 joins the orchestrator's state of the same step to it (`store.checkpoints`).
+Called by `session.py`. For RL, rank 0 joins the orchestrator's state of the same step to it (`store.checkpoints`).
+
+    main thread    | step n | save(n) starts | step n+1: forward, backward | update | ... | settle |
+    background                [copy to host] [write own file, fsync] [rank 0: manifest, rename, prune]
+
+The state changes only in the optimizer's update, so the copy runs beside the next forward and backward pass; a hook on
+the optimizer holds the update back until the copy is done. Ranks talk about a save over a gloo group of its own, so the
+training's collectives never mix with it.
 """
 
-import random
-from collections.abc import Mapping
+import datetime
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from loguru import logger
 
+from prime_hpc.config.sections.common import CkptConfig
 from prime_hpc.store import files as store_files
-from prime_hpc.store.artifact import hash_files, prepare_stage, stage_dir
-from prime_hpc.store.checkpoints import TRAINER, CheckpointInfo, commit_checkpoint
+from prime_hpc.store.artifact import FencedError, FileEntry, StoreError, prepare_stage, stage_dir
+from prime_hpc.store.checkpoints import TRAINER, CheckpointInfo, commit_checkpoint, prune_checkpoints
+from prime_hpc.store.identity import conflicts
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.trainer import shards
 from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.random_state import random_state, set_random_state
+from prime_hpc.trainer.staging import HostStage
+
+LAST_JOIN_S = 60.0
+"""Rank 0 has heard of a save's end: the others hear of it within this."""
+
+
+@dataclass(frozen=True)
+class SaveFigures:
+    """What a save cost."""
+
+    step: int
+    size: int
+    """Bytes of this rank's part."""
+    stall_s: float
+    """By how much it held up training on this rank."""
+    write_s: float
+    """From the state that it holds until its checkpoint was whole."""
+
+
+@dataclass
+class _Save:
+    """One save under way."""
+
+    step: int
+    meta: dict[str, Any]
+    batch_dir: Path | None
+    stage: Path
+    final: Path
+    began: float
+    stall_s: float = 0.0
+    size: int = 0
+    ended: float = 0.0
+    thread: threading.Thread | None = None
+    error: BaseException | None = None
+
+
+class SideGroup:
+    """Small objects between ranks, beside the training's collectives."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Collective. `timeout_s`: longest wait for the slowest rank."""
+        self._world_size = dist.get_world_size()
+        self._group = None
+        if self._world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every rank's value on rank 0, None elsewhere."""
+        if self._group is None:
+            return [value]
+        gathered: list[Any] | None = [None] * self._world_size if dist.get_rank() == 0 else None
+        dist.gather_object(value, gathered, dst=0, group=self._group)
+        return gathered
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value everywhere."""
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
 
 
 class Checkpointer:
-    """Saves and loads one policy and its optimizer. `save` and `load` are collective."""
+    """Saves and loads one policy and its optimizer. `save`, `settle`, `finish` and `load` are collective."""
 
     def __init__(
         self,
@@ -33,20 +106,44 @@ class Checkpointer:
         *,
         incarnation: int,
         meta: Mapping[str, Any],
+        config: CkptConfig | None = None,
     ) -> None:
         """
         Args:
             policy, optimizer: what is saved.
             paths: the run (its `checkpoints` may lie elsewhere).
             incarnation: life of the run.
-            meta: plain JSON for the manifest.
+            meta: plain JSON for the manifest; `identity` (see `store.identity`) and `kind` are compared by `load`.
+            config: None saves synchronously and keeps everything.
         """
         self._policy, self._optimizer, self._paths = policy, optimizer, paths
         self._incarnation, self._meta = incarnation, dict(meta)
+        self._config = config or CkptConfig()
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._side: SideGroup | None = None
+        self._plan: shards.ShardPlan | None = None
+        self._signature: tuple[Any, ...] = ()
+        self._room: HostStage | None = None
+        self._save: _Save | None = None
+        self._staged = threading.Event()
+        self._figures: SaveFigures | None = None
+        if self._config.save_async:
+            optimizer.register_step_pre_hook(self._before_update)
+
+    # ------------------------------------------------------------------------------------------------ saving
+
+    @property
+    def in_flight(self) -> int | None:
+        """Step of the save that is being written. Its weights version must be kept though it has no name yet."""
+        return self._save.step if self._save is not None else None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a save in flight has come to its end on this rank: time to `settle`."""
+        return self._save is not None and self._save.thread is not None and not self._save.thread.is_alive()
 
     def save(self, step: int, *, progress: Mapping[str, int], batch_dir: Path | None) -> None:
-        """Commit `checkpoints/step_<step>`.
+        """Commit `checkpoints/step_<step>`; with `save_async`, begin to: `settle` or `finish` say how it went.
 
         Args:
             step: updates done.
@@ -54,112 +151,267 @@ class Checkpointer:
             batch_dir: artifact of batch `step`, whose orchestrator state belongs to the checkpoint; None for SFT.
 
         Raises:
-            StoreError: disk full, fenced, or other content has this name.
+            StoreError: disk full, fenced, or other content has this name; also of a save still in flight.
         """
+        began = time.perf_counter()
+        if self._save is not None:
+            logger.warning(f"the save of step {self._save.step} is still being written: waiting for it")
+            self.finish()
+        if self._side is None:
+            self._side = SideGroup(self._config.timeout_s)
+        state = self._state()
+        plan = self._plan_for(state)
+        parts = {name: shards.local_part(state[name]) for name in plan.names}
         final = self._paths.checkpoint_step(step)
         stage = stage_dir(final, self._incarnation)
-        try:
-            if self._rank == 0:
-                prepare_stage(final, self._incarnation, run=self._paths)
-            dist.barrier()  # the stage exists
-            state = self._state() | {"progress": {"step": step, **progress}} | self._random_state()
-            # DCP's own files; one per rank. hash_files below makes them durable.
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(stage / TRAINER, sync_files=False))
-            own = [f"{TRAINER}/{name}" for name in self._own_files(stage / TRAINER)]
-            gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
-            dist.gather_object(hash_files(stage, own), gathered)
-            if gathered is not None:
-                commit_checkpoint(
-                    stage,
-                    final,
-                    step=step,
-                    trainer_files={name: entry for part in gathered for name, entry in part.items()},
-                    batch_dir=batch_dir,
-                    run=self._paths,
-                    incarnation=self._incarnation,
-                    meta=self._meta | {"world_size": self._world_size},
-                )
-        except BaseException:
-            if self._rank == 0:  # whatever ended this, nothing half-written stays behind
-                store_files.remove_tree(stage)
-            raise
-        dist.barrier()  # nobody begins the next step's work on a checkpoint that is still being committed
+        meta = self._meta | {"world_size": self._world_size, "progress": {"step": step, **progress}}
+        save = _Save(step, meta, batch_dir, stage, final, began)
+        if not self._config.save_async:
+            self._write(save, plan, parts, None)
+            save.stall_s = save.ended - began
+            self._record(save)
+            return
+        event = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+        self._staged.clear()
+        save.thread = threading.Thread(
+            target=self._in_background, args=(save, plan, parts, event), name=f"save-{step}", daemon=True
+        )
+        self._save = save
+        save.thread.start()
+        if not hasattr(self._optimizer, "register_step_pre_hook"):
+            self._staged.wait(self._config.timeout_s)
+        save.stall_s += time.perf_counter() - began
 
-    def _own_files(self, directory: Path) -> list[str]:
-        """DCP names files `__<rank>_<n>.distcp`; rank 0 also writes `.metadata`."""
-        own = [p.name for p in directory.iterdir() if p.name.startswith(f"__{self._rank}_")]
-        return own + [".metadata"] * (self._rank == 0)
+    def prepare(self) -> None:
+        """Take the memory for asynchronous saves. Collective at its first call, which comes after the first step.
+
+        Raises:
+            StoreError: there is too little.
+        """
+        if not self._config.save_async or self._room is not None:
+            return
+        state = self._state()
+        self._make_room({name: shards.local_part(state[name]) for name in self._plan_for(state).names})
+
+    def settle(self) -> None:
+        """Take note of a save that has ended on rank 0. Every rank calls it then.
+
+        Raises:
+            StoreError: it failed, on whichever rank.
+        """
+        self._join(LAST_JOIN_S)
+
+    def finish(self) -> None:
+        """Wait for the save in flight, if any.
+
+        Raises:
+            StoreError: it failed, or took longer than `ckpt.timeout_s`.
+        """
+        self._join(self._config.timeout_s)
+
+    def take_figures(self) -> SaveFigures | None:
+        """What the save that ended last cost; None when that was told before."""
+        figures, self._figures = self._figures, None
+        return figures
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return shards.named_state(self._policy, self._optimizer) | random_state(self._rank)
+
+    def _plan_for(self, state: dict[str, torch.Tensor]) -> shards.ShardPlan:
+        """The plan of who writes what; made again when tensors came or went, which they do on all ranks alike."""
+        now = shards.signature(state)
+        if self._plan is None or now != self._signature:
+            self._plan, self._signature = shards.plan_shards(state), now
+        return self._plan
+
+    def _make_room(self, parts: Mapping[str, torch.Tensor]) -> HostStage:
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._room = HostStage(parts, self._config.staging_dir, ranks_per_node)
+        threading.Thread(target=self._room.touch, name="touch-staging", daemon=True).start()
+        return self._room
+
+    def _before_update(self, *_: Any) -> None:
+        """Hold the optimizer's update back until the state before it is copied."""
+        save = self._save
+        if save is None or self._staged.is_set():
+            return
+        began = time.perf_counter()
+        if not self._staged.wait(self._config.timeout_s):
+            raise StoreError(f"the state of step {save.step} was not copied within ckpt.timeout_s")
+        save.stall_s += time.perf_counter() - began
+
+    def _in_background(
+        self, save: _Save, plan: shards.ShardPlan, parts: dict[str, torch.Tensor], event: "torch.cuda.Event | None"
+    ) -> None:
+        """The save's thread: copy, let training go on, write."""
+        failure: Exception | None = None
+        try:
+            room = self._room if self._room is not None and self._room.fits(parts) else self._make_room(parts)
+            room.copy(parts, event)
+            parts = room.tensors
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, then it is raised
+            failure = error
+        finally:
+            self._staged.set()
+        try:
+            self._write(save, plan, parts, failure)
+        except Exception as error:  # noqa: BLE001 - raised by `settle` or `finish` in the main thread
+            save.error = error
+
+    def _write(
+        self, save: _Save, plan: shards.ShardPlan, parts: Mapping[str, torch.Tensor], failure: Exception | None
+    ) -> None:
+        """Write this rank's part; on rank 0 commit when all have. All ranks learn how it went.
+
+        Raises:
+            StoreError: some rank failed (on that rank: what it failed with).
+        """
+        assert self._side is not None
+        try:
+            refusal = None
+            if self._rank == 0:
+                num_bytes = sum(part.nbytes for part in parts.values())
+                refusal = self._try(lambda: self._open_stage(save, num_bytes))
+            refusal = self._side.broadcast(refusal)
+            if refusal is not None:
+                raise StoreError(refusal)
+            entries: dict[str, FileEntry] = {}
+            results: list[Any] = []
+            if failure is None:
+                try:
+                    entries, results = plan.write(save.stage / TRAINER, parts)
+                except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, then it is raised
+                    failure = error
+            save.size = sum(entry.size for entry in entries.values())
+            said = None if failure is None else f"rank {self._rank}: {_words(failure)}"
+            gathered = self._side.gather((entries, results, said))
+            verdict = None
+            if gathered is not None:
+                verdict = self._try(lambda: self._commit(save, plan, gathered))
+            verdict = self._side.broadcast(verdict)
+            save.ended = time.perf_counter()
+            if failure is not None:
+                raise failure
+            if verdict is not None:
+                raise StoreError(verdict)
+        except BaseException:
+            if self._rank == 0:
+                self._remove_stage(save)
+            raise
+        if self._rank == 0:
+            self.prune()
+
+    def _remove_stage(self, save: _Save) -> None:
+        """Whatever ended the save, nothing half-written stays behind."""
+        try:
+            store_files.remove_tree(save.stage)
+        except (OSError, StoreError) as error:  # never hides the reason
+            logger.warning(f"{save.stage} could not be removed ({error}); the next attempt's clean-up will")
+
+    def _try(self, action: Callable[[], None]) -> str | None:
+        """Why an action of rank 0 failed, for all ranks; None where it did not."""
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - every rank raises it
+            return _words(error)
+        return None
+
+    def _open_stage(self, save: _Save, num_bytes: int) -> None:
+        """Rank 0: an empty stage, on a disk that has room for it."""
+        free, needed = store_files.free_bytes(save.final), num_bytes * self._world_size
+        if free < needed:
+            raise StoreError(
+                f"{save.final}: disk full: a checkpoint takes about {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB "
+                "are free: free space, choose another ckpt.path, or keep fewer (ckpt.keep_last)"
+            )
+        prepare_stage(save.final, self._incarnation, run=self._paths)
+        store_files.make_dir(save.stage / TRAINER)
+
+    def _commit(self, save: _Save, plan: shards.ShardPlan, gathered: list[Any]) -> None:
+        """Rank 0: everything is durable but the manifest."""
+        said = [part[2] for part in gathered if part[2] is not None]
+        if said:
+            raise StoreError("; ".join(said[:3]))
+        entries = {name: entry for part in gathered for name, entry in part[0].items()}
+        entries |= plan.write_metadata(save.stage / TRAINER, [part[1] for part in gathered])
+        commit_checkpoint(
+            save.stage,
+            save.final,
+            step=save.step,
+            trainer_files=entries,
+            batch_dir=save.batch_dir,
+            run=self._paths,
+            incarnation=self._incarnation,
+            meta=save.meta,
+        )
+
+    def prune(self) -> None:
+        """Rank 0: delete the checkpoints that retention gives up. That it cannot is no reason to end a run.
+
+        Raises:
+            FencedError: a newer life has begun.
+        """
+        config = self._config
+        try:
+            prune_checkpoints(self._paths, config.keep_last, config.keep_interval, self._incarnation)
+        except FencedError:
+            raise
+        except (StoreError, OSError) as error:
+            logger.warning(f"old checkpoints could not be removed: {error}")
+
+    def _join(self, timeout_s: float) -> None:
+        save = self._save
+        if save is None:
+            return
+        assert save.thread is not None
+        save.thread.join(timeout_s)
+        if save.thread.is_alive():
+            raise StoreError(f"the checkpoint of step {save.step} was not written within {timeout_s:.0f} s")
+        self._save = None
+        if save.error is not None:
+            raise StoreError(f"the checkpoint of step {save.step} was not saved: {save.error}") from save.error
+        self._record(save)
+
+    def _record(self, save: _Save) -> None:
+        self._figures = SaveFigures(save.step, save.size, save.stall_s, save.ended - save.began)
+
+    # ------------------------------------------------------------------------------------------------ loading
 
     def load(self, info: CheckpointInfo) -> dict[str, int]:
-        """Restore parameters, optimizer and (for ranks that existed) random states.
+        """Restore parameters, optimizer and (for ranks that existed) random states, under any number of ranks.
+
+        Learning rate, betas, decay and the like are the config's, not the saved ones.
 
         Returns:
             the `progress` that was saved.
+
+        Raises:
+            StoreError: it is a checkpoint of another model, tokenizer, optimizer or kind of run.
         """
-        reader = dcp.FileSystemReader(info.trainer_dir)
-        known = reader.read_metadata().state_dict_metadata
-        state = self._state()
-        randoms = {key: value for key, value in self._random_state().items() if key in known}
-        names = [key.removeprefix("progress.") for key in known if key.startswith("progress.")]
-        state |= {"progress": dict.fromkeys(names, 0)} | randoms
-        dcp.load(state, storage_reader=reader)
-        # The config may have changed since: its betas, decay and so on hold, not the saved ones.
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        set_state_dict(
-            self._policy,
-            self._optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        for group, values in zip(self._optimizer.param_groups, settings, strict=True):
-            group.update(values)
-        self._set_random_state({key: state[key] for key in randoms})
-        return {name: int(value) for name, value in state["progress"].items()}
+        problems = self.misfits(info)
+        progress = info.manifest.meta.get("progress")
+        if progress is None:
+            problems.append("its manifest states no progress (written by an older prime-hpc?)")
+        metadata = shards.read_metadata(info.trainer_dir)
+        shards.create_optimizer_state(self._optimizer)
+        state = shards.named_state(self._policy, self._optimizer)
+        problems = problems or shards.differences(metadata, state)
+        if problems or progress is None:
+            raise StoreError(f"{info.path} cannot be resumed from: {'; '.join(problems)}")
+        randoms = {k: v for k, v in random_state(self._rank).items() if k in metadata.state_dict_metadata}
+        shards.load_state(info.trainer_dir, state | randoms)
+        set_random_state(randoms)
+        return {name: int(value) for name, value in progress.items()}
 
-    def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self._policy, self._optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def _random_state(self) -> dict[str, torch.Tensor]:
-        """This rank's generators as tensors, under names of its own."""
-        state: Any = np.random.get_state()
-        _, keys, position, has_gauss, gauss = state  # always MT19937
-        numpy_state = np.concatenate(
-            [np.asarray(keys, np.uint32).view(np.uint8), _bytes_of(position, has_gauss, gauss)]
-        )
-        version, internal, gauss_next = random.getstate()
-        python_state = np.concatenate(
-            [
-                np.asarray(internal, np.uint32).view(np.uint8),
-                _bytes_of(version, gauss_next is not None, gauss_next or 0.0),
-            ]
-        )
-        states = {
-            "torch": torch.get_rng_state(),
-            "numpy": torch.from_numpy(numpy_state),
-            "python": torch.from_numpy(python_state),
-        }
-        if torch.cuda.is_available():
-            states["cuda"] = torch.cuda.get_rng_state()
-        return {f"random_{self._rank}_{key}": value for key, value in states.items()}
-
-    def _set_random_state(self, states: Mapping[str, torch.Tensor]) -> None:
-        for key, value in states.items():
-            kind = key.rsplit("_", 1)[1]
-            if kind == "torch":
-                torch.set_rng_state(value)
-            elif kind == "cuda":
-                torch.cuda.set_rng_state(value)
-            else:
-                raw = value.numpy()
-                words = raw[:-24].view(np.uint32)
-                first, flag, gauss = raw[-24:].view(np.float64)
-                if kind == "numpy":
-                    np.random.set_state(("MT19937", words, int(first), int(flag), float(gauss)))
-                else:
-                    random.setstate((int(first), tuple(int(w) for w in words), float(gauss) if flag else None))
+    def misfits(self, info: CheckpointInfo) -> list[str]:
+        """In which respects a checkpoint's manifest says that it is not of this model or kind of run."""
+        meta = info.manifest.meta
+        found = conflicts(meta.get("identity") or {}, self._meta.get("identity") or {})
+        kinds = meta.get("kind"), self._meta.get("kind")
+        if None not in kinds and kinds[0] != kinds[1]:
+            found.append(f"it is of a {kinds[0]} run, this is {kinds[1]}")
+        return found
 
 
-def _bytes_of(*values: float) -> np.ndarray:
-    """Three numbers as 24 bytes (whole numbers this small are exact in float64)."""
-    return np.array(values, dtype=np.float64).view(np.uint8)
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"

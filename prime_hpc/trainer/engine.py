@@ -14,13 +14,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.distributed as dist
+from loguru import logger
 from torch.distributed.tensor import DTensor
 
-from prime_hpc.config.sections.trainer import OptimConfig, SchedulerConfig
+from prime_hpc.config.sections.trainer import MismatchConfig, OptimConfig, SchedulerConfig
 from prime_hpc.store.batches import RankBatch
 from prime_hpc.trainer.batches import BatchFacts, MicroBatch, batch_facts, make_micro_batch
-from prime_hpc.trainer.losses import LossStats, target_weights
 from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.objectives import LossStats, target_weights
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
 from prime_hpc.trainer.perf import FlopsModel, PhaseTimer
 
@@ -30,8 +31,21 @@ Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tenso
 _SUMS = ("num_tokens", "num_sequences", "num_targets", "squared_lengths", "reward_sum", "lag_sum", "num_sampled")
 
 
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient of a step is NaN or infinite; nothing of that step was applied or published."""
+class StepRefused(RuntimeError):
+    """A step that was not applied: parameters are those of version `step` - 1, and nothing of it was published."""
+
+    def __init__(self, message: str, step: int, batch: RankBatch) -> None:
+        """`batch` is this rank's part of the batch, for `replay.py` to keep."""
+        super().__init__(message)
+        self.step, self.batch = step, batch
+
+
+class NonFiniteError(StepRefused):
+    """The loss or the gradient of a step is NaN or infinite."""
+
+
+class MismatchError(StepRefused):
+    """The trainer's log-probabilities are farther from the engine's than `trainer.loss.mismatch.stop` allows."""
 
 
 class Engine:
@@ -50,6 +64,9 @@ class Engine:
         device: torch.device,
         peak_flops: float,
         with_entropy: bool = True,
+        batch_tokens: int = 1,
+        mismatch: MismatchConfig | None = None,
+        reference: Policy | None = None,
     ) -> None:
         """
         Args:
@@ -57,17 +74,22 @@ class Engine:
             optimizer: over its parameters.
             optim, scheduler: learning rate and clipping.
             max_steps: length of the schedule.
-            normalize: `token` or `sequence`, see `losses.target_weights`.
+            normalize: `token`, `sequence` or `batch`, see `objectives.target_weights`.
             reshard: free gathered parameters between a step's micro-batches.
             device: this rank's device.
             peak_flops: FLOP/s of one rank, for MFU.
             with_entropy: measure the policy's entropy at the targets.
+            batch_tokens: constant of `normalize = batch`.
+            mismatch: alarm on the metric `kl`; None: none.
+            reference: frozen, sharded model whose log-probabilities the objective needs.
         """
         self.policy = policy
         self.optimizer = optimizer
         self.timer = PhaseTimer()
         self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
         self._normalize, self._reshard, self._device = normalize, reshard, device
+        self._batch_tokens, self._mismatch, self._reference = batch_tokens, mismatch, reference
+        self._alarmed = False
         self._peak_flops, self._with_entropy = peak_flops, with_entropy
         self._flops = FlopsModel.of(policy.hf)
         self._parameters = [p for p in policy.parameters() if p.requires_grad]
@@ -83,8 +105,11 @@ class Engine:
         Returns:
             metrics of the whole batch, the same on every rank.
 
+        A batch without any target changes nothing: the optimizer does not step.
+
         Raises:
             NonFiniteError: NaN or infinite loss or gradient; parameters are as before.
+            MismatchError: the mismatch to the engine exceeds its limit; parameters are as before.
         """
         if batch.num_micro_batches == 0:
             batch = RankBatch.empty(1)
@@ -94,8 +119,14 @@ class Engine:
             local = self._forward_backward(batch, objective, num_targets, num_sequences)
         with self.timer("optim"):
             metrics = self._reduce(step, facts, local)
-            self._check_finite(step, metrics)
-            self._update(step, metrics)
+            self._check_finite(step, batch, metrics)
+            self._check_mismatch(step, batch, metrics)
+            if num_targets:
+                self._update(step, metrics)
+            else:
+                self.optimizer.zero_grad()
+                if dist.get_rank() == 0:
+                    logger.warning(f"step {step}: no token of the batch trains (every label is masked); weights stay")
         return metrics
 
     def _global_denominators(self, facts: BatchFacts) -> tuple[int, int]:
@@ -118,9 +149,16 @@ class Engine:
             self.policy.set_reshard_after_backward(last or self._reshard)  # type: ignore[operator]
             micro = make_micro_batch(batch, i, self._device)
             with self.policy.packing(micro):
+                if self._reference is not None:
+                    micro.reference_logprobs = self._reference_logprobs(micro)
                 logprobs, entropy = self.policy(micro, self._with_entropy)
                 weights = target_weights(
-                    micro.sequence, micro.targets_of_sequence, self._normalize, num_targets, num_sequences
+                    micro.sequence,
+                    micro.targets_of_sequence,
+                    self._normalize,
+                    num_targets,
+                    num_sequences,
+                    self._batch_tokens,
                 )
                 loss, stats = objective(micro, logprobs, weights)
                 loss.backward()
@@ -132,6 +170,14 @@ class Engine:
             for name, value in stats.maxima.items():
                 maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
         return sums, maxima
+
+    @torch.no_grad()
+    def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor:
+        """float32[N], the frozen model's log-probabilities of the targets."""
+        assert self._reference is not None
+        logprobs, _ = self._reference(micro)
+        self._reference.reshard()  # type: ignore[operator]  # no backward pass comes that would do it
+        return logprobs
 
     def _squared_grad_norm(self) -> torch.Tensor:
         """Sum of squares of this rank's gradient shards, float64 (every element lives on exactly one rank)."""
@@ -174,15 +220,42 @@ class Engine:
             "step_flops": self._flops.step_flops(total["num_tokens"], total["num_targets"], total["squared_lengths"]),
         }
 
-    def _check_finite(self, step: int, metrics: dict[str, float]) -> None:
+    def _check_finite(self, step: int, batch: RankBatch, metrics: dict[str, float]) -> None:
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(metrics[k])]
         if bad:
             self.optimizer.zero_grad()
             raise NonFiniteError(
                 f"step {step}: {' and '.join(f'{k} = {metrics[k]}' for k in bad)}; stopped before version {step} was "
                 f"made or published. Version {step - 1} is intact. Look at batch {step} (rewards, advantages), or "
-                "lower trainer.optim.lr or trainer.optim.max_norm"
+                "lower trainer.optim.lr or trainer.optim.max_norm",
+                step,
+                batch,
             )
+
+    def _check_mismatch(self, step: int, batch: RankBatch, metrics: dict[str, float]) -> None:
+        """Warn when the mismatch to the engine rises above its threshold, refuse the step above the limit."""
+        if self._mismatch is None:
+            return
+        warn, stop, kl = self._mismatch.warn, self._mismatch.stop, metrics["kl"]
+        if stop is not None and kl > stop:
+            self.optimizer.zero_grad()
+            raise MismatchError(
+                f"step {step}: the policy is {kl:.3g} nats a token (KL) from what the engine reported, above "
+                f"trainer.loss.mismatch.stop = {stop:g}; stopped before version {step} was made or published. Lower "
+                "async_level or trainer.optim.lr, or look for different numerics (dtype, temperature, top_p) in engine "
+                "and trainer",
+                step,
+                batch,
+            )
+        above = warn is not None and kl > warn
+        metrics["mismatch_alarm"] = float(above)
+        if above and not self._alarmed and dist.get_rank() == 0:
+            logger.warning(
+                f"step {step}: the mismatch to the engine, KL = {kl:.3g} nats a token, is above "
+                f"trainer.loss.mismatch.warn = {warn:g} (largest log-probability difference "
+                f"{metrics['logprob_diff_max']:.3g}, mean lag {metrics['lag_mean']:.2g}); said once until it is below"
+            )
+        self._alarmed = above
 
     @torch.no_grad()
     def _update(self, step: int, metrics: dict[str, float]) -> None:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.batches import MicroBatch
-from prime_hpc.trainer.losses import token_logprobs
+from prime_hpc.trainer.logprobs import token_logprobs
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS_FILE = "model.safetensors"

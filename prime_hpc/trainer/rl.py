@@ -6,7 +6,6 @@ Called by `main.py`. Rank 0 alone looks at the file system and decides; the othe
 """
 
 import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,7 +16,7 @@ from prime_hpc.store.artifact import wait_for_artifact
 from prime_hpc.store.batches import RankBatch
 from prime_hpc.store.errors import ArtifactTimeout, WaitCancelled
 from prime_hpc.trainer.batches import MicroBatch, fake_batch, read_own_batch
-from prime_hpc.trainer.losses import LossStats, aipo_loss
+from prime_hpc.trainer.objectives import LossStats, rl_loss
 from prime_hpc.trainer.session import Session, Signal
 
 LOOK_S = 5.0
@@ -27,12 +26,12 @@ LOOK_S = 5.0
 def rl_objective(
     config: LossConfig, micro: MicroBatch, logprobs: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, LossStats]:
-    """The configured RL objective over one micro-batch."""
-    return aipo_loss(logprobs, micro.behaviour_logprobs, micro.advantages, weights, config.delta)
+    """The configured RL objective over one micro-batch (see `objectives`)."""
+    return rl_loss(config, micro, logprobs, weights)
 
 
 def run_rl(session: Session) -> None:
-    """Train until `max_steps`, or until the supervisor rings "stop". Collective.
+    """Train until `max_steps`, or until the supervisor rings "stop"; returns when all saves are whole. Collective.
 
     Raises:
         ArtifactTimeout: no batch within `trainer.batch_timeout_s`.
@@ -47,19 +46,21 @@ def run_rl(session: Session) -> None:
     for step in range(start + 1, session.last_step + 1):
         started = time.perf_counter()
         with session.engine.timer("wait"):
-            signal = _wait_for_batch(session, step) if fake is None else session.agree(Signal.GO)
+            signal = _next_signal(session, step, num_samples)
         if signal is not Signal.GO:
             _stop(session, step - 1, signal, num_samples)
             return
         batch = _read_batch(session, step)
-        metrics = session.engine.train_step(step, batch, objective)
+        metrics = session.train_step(step, batch, objective)
         num_samples += int(metrics["num_sequences"])
         if fake is None:
             session.publish(step)
             session.doorbell.ring("consumed", step=step)
             if session.save_is_due(step):
                 _save(session, step, num_samples)
+            session.prune_rollouts(step)
         session.report(step, metrics, started)
+    session.finish_saves()
     if experiment.trainer.bench and session.rank == 0:
         logger.info(session.bench_table())
 
@@ -73,10 +74,11 @@ def _read_batch(session: Session, step: int) -> RankBatch:
     return read_own_batch(session.paths.rollouts_step(step), session.rank, session.world_size)
 
 
-def _wait_for_batch(session: Session, step: int) -> Signal:
-    """Until batch `step` is on disk or a stop is asked for. Collective.
+def _next_signal(session: Session, step: int, num_samples: int) -> Signal:
+    """At the boundary before `step`: stop, or go on with batch `step`; saves in between where asked to. Collective.
 
-    The others wait in short broadcasts, so that the wait may be longer than the collectives' own deadline.
+    A stop comes first, even where the batch is there. The others wait in short broadcasts, so that the wait may be
+    longer than the collectives' own deadline.
 
     Raises:
         ArtifactTimeout: on rank 0 after `trainer.batch_timeout_s`.
@@ -85,13 +87,19 @@ def _wait_for_batch(session: Session, step: int) -> Signal:
     while True:
         signal = _look(session, step, end) if session.rank == 0 else Signal.WAIT
         signal = session.agree(signal)
-        if signal is not Signal.WAIT:
+        if signal is Signal.SAVE:
+            _save(session, step - 1, num_samples)
+        elif signal is not Signal.WAIT:
             return signal
 
 
 def _look(session: Session, step: int, end: float) -> Signal:
-    """Rank 0: wait a little for batch `step`."""
-    stop: Callable[[], bool] = lambda: session.requested_stop() is not None  # noqa: E731
+    """Rank 0: what was asked for, else wait a little for batch `step`."""
+    asked = session.requested()
+    if asked is not None:
+        return asked
+    if session.experiment.trainer.data.fake is not None:
+        return Signal.GO
     remaining = end - time.monotonic()
     try:
         wait_for_artifact(
@@ -101,10 +109,10 @@ def _look(session: Session, step: int, end: float) -> Signal:
             topic="batch",
             key={"step": step},
             min_incarnation=session.context.incarnation,
-            cancelled=stop,
+            cancelled=lambda: session.has_news,
         )
     except WaitCancelled:
-        return session.requested_stop() or Signal.STOP
+        return session.requested() or Signal.WAIT
     except ArtifactTimeout as error:
         if remaining > LOOK_S:
             return Signal.WAIT
@@ -117,13 +125,15 @@ def _look(session: Session, step: int, end: float) -> Signal:
 
 def _save(session: Session, step: int, num_samples: int) -> None:
     """Checkpoint `step` together with the orchestrator's state of batch `step`."""
-    session.save(step, progress={"num_samples": num_samples}, batch_dir=session.paths.rollouts_step(step))
+    if session.experiment.trainer.data.fake is None:
+        session.save(step, progress={"num_samples": num_samples}, batch_dir=session.paths.rollouts_step(step))
 
 
 def _stop(session: Session, step: int, signal: Signal, num_samples: int) -> None:
     """End the loop after `step` because the supervisor asked for it."""
     if signal is Signal.STOP_AND_SAVE and step > 0:
         _save(session, step, num_samples)
+    session.finish_saves()
     if session.rank == 0:
         message = session.doorbell.latest("stop") or {}
         logger.info(f"stopping after step {step}: {message.get('reason', 'asked to')}")

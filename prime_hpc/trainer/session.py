@@ -3,11 +3,11 @@
 Built by `main.py`; used by `rl.py` and `sft.py`.
 """
 
+import os
 import time
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,23 @@ from prime_hpc.config import Experiment
 from prime_hpc.observe.context import RoleContext
 from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
 from prime_hpc.observe.status import RoleStatus
+from prime_hpc.store.adopt import find_checkpoint
+from prime_hpc.store.batches import RankBatch, prune_batches
 from prime_hpc.store.checkpoints import CheckpointInfo, resolve_resume
 from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.store.identity import model_identity
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.weights import list_versions, prune_weights
 from prime_hpc.trainer.checkpoint import Checkpointer
-from prime_hpc.trainer.engine import Engine
-from prime_hpc.trainer.model import compute_dtype, load_policy, resolve_source
+from prime_hpc.trainer.engine import Engine, Objective, StepRefused
+from prime_hpc.trainer.model import Policy, compute_dtype, load_policy, resolve_source
+from prime_hpc.trainer.objectives import normalization
 from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
 from prime_hpc.trainer.perf import peak_flops
 from prime_hpc.trainer.publish import Publisher
+from prime_hpc.trainer.reference import load_reference
+from prime_hpc.trainer.saving import Saver
+from prime_hpc.trainer.schedule import SaveSchedule, build_schedule
 
 BENCH_STEPS = 5
 """Steps of a `bench` run; the first warms up and is left out of its table."""
@@ -40,6 +47,8 @@ class Signal(IntEnum):
     GO = 1
     STOP = 2
     STOP_AND_SAVE = 3
+    SAVE = 4
+    """Save what is done and go on."""
 
 
 @dataclass
@@ -58,13 +67,11 @@ class Session:
     """Rank 0 only."""
     engine: Engine
     publisher: Publisher
-    checkpointer: Checkpointer
+    saver: Saver
     vocab_size: int
     source: Path
     """Directory of the model that training began with."""
     bench_rows: list[dict[str, float]] = field(default_factory=list)
-    saved_step: int | None = None
-    """Newest step whose checkpoint exists."""
 
     @property
     def last_step(self) -> int:
@@ -73,17 +80,33 @@ class Session:
         return min(limit, BENCH_STEPS) if self.experiment.trainer.bench else limit
 
     def agree(self, signal: Signal) -> Signal:
-        """Rank 0's signal on every rank. Collective."""
-        value = torch.tensor([int(signal)], device=self.device)
-        dist.broadcast(value, src=0)
-        return Signal(int(value.item()))
+        """Rank 0's signal on every rank; takes note of a save that has ended meanwhile. Collective.
 
-    def requested_stop(self) -> Signal | None:
-        """On rank 0: what the supervisor's last "stop" asks for, if it rang at all."""
+        Raises:
+            StoreError: that save failed.
+        """
+        value = torch.tensor([int(signal), int(self.saver.checkpointer.has_ended)], device=self.device)
+        dist.broadcast(value, src=0)
+        decided, has_ended = value.tolist()
+        if has_ended:
+            self.saver.settle()
+        return Signal(decided)
+
+    def requested(self) -> Signal | None:
+        """On rank 0: what the supervisor asks for now, if anything. A request to save is taken up by this."""
         message = self.doorbell.latest("stop")
-        if message is None:
-            return None
-        return Signal.STOP_AND_SAVE if message.get("save") else Signal.STOP
+        if message is not None:
+            return Signal.STOP_AND_SAVE if message.get("save") else Signal.STOP
+        if self.saver.is_asked:
+            self.saver.take_up()
+            return Signal.SAVE
+        return None
+
+    @property
+    def has_news(self) -> bool:
+        """On rank 0: whether a wait should end: a stop, a request to save, a save that has ended."""
+        asked = self.doorbell.latest("stop") is not None or self.saver.is_asked
+        return asked or self.saver.checkpointer.has_ended
 
     def resume(self) -> tuple[int, dict[str, int]]:
         """Load the checkpoint that this attempt resumes from. Collective.
@@ -94,12 +117,16 @@ class Session:
         Raises:
             StoreError: it does not exist or is damaged; lists the steps that exist.
         """
-        info = self._checkpoint_to_resume()
+        box = [self._checkpoint_to_resume() if self.rank == 0 else None]
+        dist.broadcast_object_list(box, src=0, device=self.device)  # one rank looks at the file system, all are told
+        info = box[0]
         if info is None:
             return 0, {}
-        progress = self.checkpointer.load(info)
-        self.saved_step = info.step
-        logger.info(f"resumed from {info.path}: step {info.step}")
+        progress = self.saver.checkpointer.load(info)
+        self.saver.saved_step = info.step
+        if self.rank == 0:
+            logger.info(f"resumed from {info.path}: step {info.step}")
+            self.saver.checkpointer.prune()
         missing = self.experiment.kind == "rl" and info.step not in list_versions(self.paths)
         if self.agree(Signal.GO if missing else Signal.STOP) is Signal.GO:
             logger.info(f"weights version {info.step} is not on disk: publishing it again")
@@ -107,10 +134,13 @@ class Session:
         return info.step, progress
 
     def _checkpoint_to_resume(self) -> CheckpointInfo | None:
-        step: Any = self.context.resume_step
-        if step is None and self.experiment.ckpt is not None:
-            step = self.experiment.ckpt.resume_step
-        return None if step is None else resolve_resume(self.paths.checkpoints, step, deep=self.rank == 0)
+        """What the supervisor chose (and verified), else what the config names."""
+        if self.context.resume_step is not None:
+            return resolve_resume(self.paths.checkpoints, self.context.resume_step, deep=False)
+        wanted = self.experiment.ckpt.resume_step if self.experiment.ckpt is not None else None
+        if wanted is None:
+            return None
+        return find_checkpoint(wanted) if isinstance(wanted, Path) else resolve_resume(self.paths.checkpoints, wanted)
 
     def publish(self, version: int, *, prune: bool = True) -> None:
         """Publish a weight version, announce it, remove old ones that nobody needs. Collective."""
@@ -121,22 +151,41 @@ class Session:
         path = self.paths.weights_step(version)
         self.doorbell.ring("weights", version=version, path=str(path), digest=manifest.digest)
         if prune:
-            prune_weights(self.paths, self.experiment.trainer.keep_weights, self.context.incarnation)
+            keep = [step for step in (self.saver.in_flight,) if step is not None]
+            prune_weights(self.paths, self.experiment.trainer.keep_weights, self.context.incarnation, keep=keep)
+
+    def train_step(self, step: int, batch: RankBatch, objective: Objective) -> dict[str, float]:
+        """The engine's step; a save in flight is not lost when it refuses. Collective.
+
+        Raises:
+            StepRefused: on every rank.
+        """
+        try:
+            return self.engine.train_step(step, batch, objective)
+        except StepRefused:
+            self.finish_saves()
+            raise
+
+    def prune_rollouts(self, step: int) -> None:
+        """Rank 0: delete the batches that `orchestrator.keep_rollouts` gives up; all ranks have taken `step`."""
+        keep_last = self.experiment.orchestrator.keep_rollouts
+        if keep_last is not None and self.rank == 0:
+            keep = [step for step in (self.saver.in_flight,) if step is not None]
+            prune_batches(self.paths, keep_last, step, self.context.incarnation, keep=keep)
 
     def save(self, step: int, *, progress: dict[str, int], batch_dir: Path | None) -> None:
-        """Save a checkpoint unless this step's exists. Collective."""
-        if self.saved_step == step:
-            return
+        """Save a checkpoint, or begin to, unless this step's exists. Collective."""
         with self.engine.timer("checkpoint"):
-            self.checkpointer.save(step, progress=progress, batch_dir=batch_dir)
-        self.saved_step = step
-        if self.rank == 0:
-            logger.info(f"saved {self.paths.checkpoint_step(step)}")
+            self.saver.save(step, progress=progress, batch_dir=batch_dir)
 
     def save_is_due(self, step: int) -> bool:
-        """Whether the config wants a checkpoint after `step`."""
-        config = self.experiment.ckpt
-        return config is not None and (step % config.interval == 0 or step == self.experiment.max_steps)
+        """Whether the config wants a checkpoint after `step`. Collective."""
+        self.saver.prepare()
+        return self.saver.is_due(step, lambda yes: self.agree(Signal.SAVE if yes else Signal.GO) is Signal.SAVE)
+
+    def finish_saves(self) -> None:
+        """Wait until nothing is being written any more. Collective."""
+        self.saver.finish()
 
     def report(self, step: int, metrics: dict[str, float], started: float) -> None:
         """Write one step's metrics, status and console line.
@@ -151,6 +200,7 @@ class Session:
         elapsed = time.perf_counter() - started
         values = {**metrics, **self.engine.throughput(metrics, training), "time/step": round(elapsed, 4), **times}
         values["tokens_per_s_overall"] = metrics["num_tokens"] / max(elapsed, 1e-9)
+        values |= self.saver.take_figures()
         self.bench_rows.append(values)
         if self.metrics is None:
             return
@@ -218,18 +268,22 @@ def build_session(
         reshard_after_forward=config.reshard_after_forward,
         chunk_tokens=config.logits_chunk_tokens,
     )
-    optimizer = build_optimizer(policy.parameters(), config.optim)
+    optimizer = build_optimizer(policy, config.optim)
+    is_rl = experiment.kind == "rl"
     engine = Engine(
         policy,
         optimizer,
         optim=config.optim,
         scheduler=config.scheduler,
         max_steps=experiment.max_steps,
-        normalize=config.loss.normalize if experiment.kind == "rl" else "token",
+        normalize=normalization(config.loss) if is_rl else "token",
         reshard=config.reshard_after_forward,
         device=device,
         peak_flops=peak_flops(device, dtype),
-        with_entropy=experiment.kind == "rl",
+        with_entropy=is_rl,
+        batch_tokens=config.loss.batch_tokens or experiment.seq_len,
+        mismatch=config.loss.mismatch if is_rl else None,
+        reference=load_reference(experiment, policy, mesh, device),
     )
     name, incarnation = experiment.model.name, context.incarnation
     return Session(
@@ -244,7 +298,35 @@ def build_session(
         metrics=_open_metrics(experiment, paths) if rank == 0 else None,
         engine=engine,
         publisher=Publisher(policy, source, paths, dtype=dtype, incarnation=incarnation, model_name=name),
-        checkpointer=Checkpointer(policy, optimizer, paths, incarnation=incarnation, meta={"model": name}),
+        saver=_build_saver(experiment, context, paths, doorbell, policy, optimizer, source),
         vocab_size=policy.hf.config.get_text_config().vocab_size,
         source=source,
+    )
+
+
+def _build_saver(
+    experiment: Experiment,
+    context: RoleContext,
+    paths: RunPaths,
+    doorbell: Doorbell,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    source: Path,
+) -> Saver:
+    rank, config = dist.get_rank(), experiment.ckpt
+    meta = {"model": experiment.model.name, "kind": experiment.kind, "identity": model_identity(source)}
+    checkpointer = Checkpointer(policy, optimizer, paths, incarnation=context.incarnation, meta=meta, config=config)
+    schedule: SaveSchedule | None = None
+    if rank == 0 and config is not None and config.interval == "auto":
+        num_bytes = 12 * sum(p.numel() for p in policy.parameters()) // dist.get_world_size()  # with Adam's moments
+        schedule = build_schedule(experiment, paths, num_bytes, time.monotonic, os.environ)
+    return Saver(
+        checkpointer,
+        paths,
+        doorbell,
+        rank=rank,
+        world_size=dist.get_world_size(),
+        config=config,
+        max_steps=experiment.max_steps,
+        schedule=schedule,
     )

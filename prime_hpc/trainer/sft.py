@@ -10,7 +10,7 @@ from loguru import logger
 
 from prime_hpc.store.weights import list_versions
 from prime_hpc.trainer.batches import MicroBatch
-from prime_hpc.trainer.losses import LossStats, sft_loss
+from prime_hpc.trainer.objectives import LossStats, sft_loss
 from prime_hpc.trainer.session import Session, Signal
 from prime_hpc.trainer.sft_data import ChatTokenizer, FakeSFTData, SFTData, load_samples
 
@@ -54,7 +54,7 @@ def build_data(session: Session) -> SFTData | FakeSFTData:
 
 
 def run_sft(session: Session) -> None:
-    """Train until `max_steps`, or until the supervisor rings "stop". Collective."""
+    """Train until `max_steps`, or until the supervisor rings "stop"; returns when all saves are whole. Collective."""
     experiment = session.experiment
     data = build_data(session)
     start, progress = session.resume()
@@ -63,14 +63,11 @@ def run_sft(session: Session) -> None:
     session.status.ready(step=start, world_size=session.world_size)
     for step in range(start + 1, session.last_step + 1):
         started = time.perf_counter()
-        signal = session.agree(session.requested_stop() or Signal.GO)
-        if signal is not Signal.GO:
-            if signal is Signal.STOP_AND_SAVE and step > 1:
-                session.save(step - 1, progress={"num_samples": position}, batch_dir=None)
+        if not _goes_on(session, step - 1, position):
             return
         with session.engine.timer("data"):
             batch = data.batch(position, session.rank, session.world_size)
-        metrics = session.engine.train_step(step, batch, sft_objective)
+        metrics = session.train_step(step, batch, sft_objective)
         position += batch_size
         interval = experiment.sft.save_interval
         if interval and step % interval == 0 and not experiment.trainer.bench:
@@ -78,7 +75,25 @@ def run_sft(session: Session) -> None:
         if session.save_is_due(step):
             session.save(step, progress={"num_samples": position}, batch_dir=None)
         session.report(step, {k: v for k, v in metrics.items() if k not in _RL_ONLY}, started)
+    session.finish_saves()
     _finish(session)
+
+
+def _goes_on(session: Session, step: int, position: int) -> bool:
+    """At the boundary after `step`: do what the supervisor asks for; False: the loop ends here. Collective."""
+    while True:
+        asked = session.requested() if session.rank == 0 else None
+        signal = session.agree(asked or Signal.GO)
+        if signal is Signal.GO:
+            return True
+        if signal is not Signal.STOP:
+            session.save(step, progress={"num_samples": position}, batch_dir=None)
+        if signal is not Signal.SAVE:
+            session.finish_saves()
+            if session.rank == 0:
+                message = session.doorbell.latest("stop") or {}
+                logger.info(f"stopping after step {step}: {message.get('reason', 'asked to')}")
+            return False
 
 
 def _finish(session: Session) -> None:

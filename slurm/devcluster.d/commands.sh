@@ -1,14 +1,10 @@
 # shellcheck shell=bash
 # Part of slurm/devcluster: up, down, status and the drills.
 
-nodes() { local i && for ((i = 1; i <= N; i++)); do echo "n$i"; done; }
-up() {
-    local node deadline begun=() running=no
-    check_dir
-    if [[ -r $RUN/cluster.env ]]; then
-        # shellcheck source=/dev/null
-        (source "$RUN/cluster.env" && something_runs) && running=yes
-    fi
+# ---- up and down
+up() { # [N] [OPTIONS]
+    local begun=() running=no deadline
+    if [[ -r $RUN/cluster.env ]] && something_runs; then running=yes; fi
     if [[ $running == yes ]]; then
         # shellcheck source=/dev/null
         source "$RUN/cluster.env"
@@ -16,162 +12,234 @@ up() {
         parse_up "$@"
         mkdir -p "$RUN" "$DIR/log"
         choose_mode
+        [[ $MODE == netns || -z $SHARED_CMD ]] || die 2 "--shared-cmd works only where the nodes have namespaces"
         install_slurm
         derive
         write_conf
         keep_settings
+        trap 'set +e; say "not started: ending what was"; end_all' EXIT
     fi
-    trap 'say "not started; ending what was"; end_all' EXIT
-    alive munged || { start_munge && begun+=(munged); } || die "munged did not start; see $DIR/log/munged.log"
-    if [[ $MODE == netns ]] && ! alive head; then
-        make_namespaces head "$NET.254" || die "the head node's namespaces could not be made"
-    fi
-    if [[ $ACCOUNTING == yes ]] && ! alive slurmdbd; then
-        start_accounting || die "slurmdbd did not come up; see $DIR/log/slurmdbd.log and mariadbd.log"
-        begun+=(slurmdbd)
-    fi
-    alive slurmctld || { start_controller && begun+=(slurmctld); } ||
-        die "slurmctld did not start; see $DIR/log/slurmctld.log"
-    for node in $(nodes); do
-        node_up "$node" || { start_node "$node" && begun+=("$node"); } ||
-            die "$node did not start; see $DIR/log/slurmd.$node.log"
-    done
+    start_all
     trap - EXIT
     if [[ ${#begun[@]} -eq 0 ]]; then
-        say "is up already with $N nodes in $DIR (\`down\` first to change it)"
+        say "is up already with $N nodes in $DIR (to change it: down first)"
         return
     fi
-    [[ $running == no ]] || say "was running; started what was missing: ${begun[*]}"
-    deadline=$((SECONDS + 30))
-    until [[ -z $(on_head sinfo -h -N -p all -t unknown,down,no_respond -o %N 2>&1) ]]; do
-        ((SECONDS < deadline)) || die "not every node came up in 30 s: \`slurm/devcluster status\`, logs in $DIR/log"
+    [[ $running == no ]] || say "was up with $N nodes in $DIR; started again: ${begun[*]}"
+    deadline=$((SECONDS + 60))
+    until [[ -z $(on_head sinfo -h -p all -t unknown,down,no_respond -o %N 2>&1) ]]; do
+        ((SECONDS < deadline)) || die "not every node answers after a minute: see \`slurm/devcluster status\`, $DIR/log"
         sleep 0.1
     done
-    on_head sinfo -o '%10P %5D %8t %10N %4c %8m %G' >&2
-    say "up. Next: slurm/devcluster x sbatch --wrap hostname"
+    [[ $running == yes ]] || say "up: $N nodes in $DIR. Next: slurm/devcluster x sbatch --wrap hostname"
 }
-check_dir() { # Slurm's files hold no spaces, and a Unix socket's path is at most 107 bytes
-    [[ $DIR =~ ^[A-Za-z0-9/._+@:-]+$ ]] || die 2 "Slurm cannot have state in '$DIR': use letters, digits and ._+@:- (--dir)"
-    ((${#DIR} <= 70)) || die 2 "the path $DIR is too long for sockets (70 bytes): choose another with --dir"
+start_all() { # all daemons that do not run; their names go to `begun`
+    local node
+    if ! alive munged; then
+        start_munge || die "munged did not start; see $DIR/log/munged.log"
+        begun+=(munged)
+    fi
+    if [[ $MODE == netns ]] && ! alive head; then
+        make_namespaces head "$NET.254" || die "the head node's namespaces could not be made"
+        begun+=(head)
+    fi
+    if [[ $ACCOUNTING == yes ]] && ! { alive mariadbd && alive slurmdbd; }; then
+        start_accounting || die "accounting did not come up; see slurmdbd.log and mariadbd.log in $DIR/log"
+        begun+=(slurmdbd)
+    fi
+    if ! alive slurmctld; then
+        start_controller || die "slurmctld did not start; see $DIR/log/slurmctld.log"
+        begun+=(slurmctld)
+    fi
+    for node in $(nodes); do
+        ! node_up "$node" || continue
+        start_node "$node" || die "$node did not start; see $DIR/log/slurmd.$node.log"
+        begun+=("$node")
+    done
 }
+nodes() { seq -f 'n%g' 1 "$N"; }
 something_runs() {
-    local id name
+    local id
     for id in "$RUN"/*.id; do
-        name=${id##*/}
-        ! alive "${name%.id}" || return 0
+        id=${id##*/}
+        ! alive "${id%.id}" || return 0
     done
     return 1
 }
+down() { # [--clean]
+    [[ ${1:---clean} == --clean && $# -le 1 ]] || die 2 "down takes --clean only, not $*"
+    if [[ -r $RUN/cluster.env ]] && something_runs; then
+        # shellcheck source=/dev/null
+        source "$RUN/cluster.env"
+        ! alive slurmctld || cancel_all
+        end_all
+        say "down ($DIR)"
+    else
+        say "no cluster runs in $DIR"
+    fi
+    if [[ ${1:-} == --clean ]]; then
+        rm -rf "${DIR:?}"/{etc,run,log,state,spool,dev,mysql} "$DIR/.devcluster"
+        rmdir "$DIR" 2>/dev/null || say "left alone: other files in $DIR"
+    fi
+}
+cancel_all() {
+    local ids
+    ids=$(on_head timeout 10 squeue -h -t all -o '%A %T' 2>/dev/null |
+        awk '/PENDING|RUNNING|SUSPENDED|CONFIGURING|HOLD/ { print $1 }' | sort -u) || return 0
+    # shellcheck disable=SC2086  # a list of ids
+    [[ -z $ids ]] || on_head timeout 10 scancel $ids 2>/dev/null || true
+}
 end_all() {
     local node name
-    [[ ! -r $RUN/cluster.env ]] || for node in $(nodes); do power_off "$node"; done
+    for node in $(nodes); do power_off "$node"; done
     for name in slurmctld slurmdbd mariadbd munged; do end "$name"; done
     [[ $MODE != netns ]] || end_head
     rm -f "$RUN"/*.id "$RUN"/*.pid "$RUN"/*.socket*
 }
 end_head() { # commands that still run on the head keep its namespaces: they end with it
-    local link ns pid own=" $$ $PPID $BASHPID " names=()
-    if ! alive head; then return; fi
-    ns=$(readlink "/proc/$ID_PID/ns/net")
-    if [[ $ns != "$(readlink /proc/self/ns/net)" ]]; then
-        for link in /proc/[0-9]*/ns/net; do
-            pid=${link#/proc/} pid=${pid%/ns/net}
-            [[ $pid != "$ID_PID" && $own != *" $pid "* && $(readlink "$link" 2>/dev/null) == "$ns" ]] || continue
-            names+=("$(tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null)")
-            kill -s TERM "$pid" 2>/dev/null || true
-        done
-        [[ ${#names[@]} -eq 0 ]] || say "ended on the head node: $(IFS=';' && echo "${names[*]}")"
-    fi
+    local i pids names
+    alive head || return 0
+    for ((i = 0; i < 40; i++)); do
+        pids=$(on_head_pids)
+        [[ -n $pids ]] || break
+        # shellcheck disable=SC2086  # a list of pids
+        if ((i == 0)); then
+            names=$(ps -o args= -p "$(echo $pids | tr ' ' ,)" | cut -c1-60 | paste -sd ';')
+            say "ended on the head node: $names"
+            kill -s TERM $pids 2>/dev/null || true
+        elif ((i == 20)); then
+            kill -s KILL $pids 2>/dev/null || true
+        fi
+        sleep 0.1
+    done
     end head KILL
 }
-down() { # [--clean]
-    [[ ${1:-} == "" || ${1:-} == --clean ]] || die 2 "down takes --clean only, not $1"
-    if [[ -r $RUN/cluster.env ]]; then
-        # shellcheck source=/dev/null
-        source "$RUN/cluster.env"
-        if something_runs; then
-            ! alive slurmctld || cancel_all
-            end_all
-            say "down ($DIR)"
-        else
-            end_all
-            say "was not running ($DIR)"
-        fi
-    else
-        say "no cluster in $DIR"
-    fi
-    if [[ ${1:-} == --clean && -f $CONF ]]; then
-        rm -rf "$DIR"/{etc,run,log,state,spool,dev,mysql,shared}
-        rm -f "$DIR/lock" && rmdir "$DIR" 2>/dev/null || say "kept other files in $DIR"
-    fi
-}
-cancel_all() {
-    local ids
-    ids=$(on_head timeout 5 squeue -h -t PENDING,RUNNING,SUSPENDED,COMPLETING -o %A 2>/dev/null | sort -u) || return 0
-    # shellcheck disable=SC2086  # a list of ids
-    [[ -z $ids ]] || on_head timeout 10 scancel -f $ids 2>/dev/null || true
+on_head_pids() { # processes in the head's network, but for its holder and for this script and its ancestors
+    local link pid ns own=" $BASHPID " PARENT
+    alive head
+    ns=$(readlink "/proc/$ID_PID/ns/net")
+    parents
+    for ((pid = BASHPID; pid > 1; pid = ${PARENT[pid]:-0})); do own+="$pid "; done
+    for link in /proc/[0-9]*/ns/net; do
+        pid=${link#/proc/}
+        pid=${pid%/ns/net}
+        [[ $pid == "$ID_PID" || $own == *" $pid "* || $(readlink "$link" 2>/dev/null) != "$ns" ]] || echo "$pid"
+    done
 }
 status() {
-    local id name
+    local id
     for id in "$RUN"/*.id; do
-        name=${id##*/} name=${name%.id}
-        if alive "$name"; then echo "$name: running, pid $ID_PID"; else echo "$name: not running"; fi
+        id=${id##*/}
+        id=${id%.id}
+        if alive "$id"; then echo "$id: runs, pid $ID_PID"; else echo "$id: does not run"; fi
     done
-    on_head timeout 15 sinfo -N -o '%6N %10P %12T %4c %8m %10G %E' || die 3 "slurmctld does not answer"
-    on_head timeout 15 squeue -o '%8i %10P %16j %8u %10T %10M %4D %R'
+    alive slurmctld || die 3 "slurmctld does not run: \`slurm/devcluster start-controller\`"
+    on_head timeout 15 sinfo -N -p all -o '%6N %14T %4c %8m %10G %20E' || die 3 "slurmctld does not answer"
+    on_head timeout 15 squeue -o '%10i %11P %16j %8u %11T %10M %5D %R'
 }
 
 # ---- drills
-need_node() { [[ ${1:-} =~ ^n[0-9]+$ ]] && ((10#${1#n} >= 1 && 10#${1#n} <= N)) || die 2 "which node, n1 to n$N? (not '${1:-}')"; }
-need_netns() { [[ $MODE == netns ]] || die 2 "$1 works only where the nodes have network namespaces (root, without --loopback)"; }
+need_node() {
+    if ! [[ ${1:-} =~ ^n[1-9][0-9]{0,2}$ ]] || ((${1#n} > N)); then die 2 "which node, n1 to n$N? Not '${1:-}'"; fi
+}
 cable() { # NODE up|down
-    need_netns cut/join
+    [[ $MODE == netns ]] || die 2 "cut and join work only where the nodes have namespaces (root, no --loopback)"
     alive "$1" || die "$1 is powered off"
-    alive head && nsenter -t "$ID_PID" -n ip link set "v$1" "$2"
+    alive head
+    nsenter -t "$ID_PID" -n ip link set "v$1" "$2"
 }
 preempt() { # [SECONDS [NODES]]
     local seconds=${1:-5} number=${2:-$GPU_NODES} id
     number "the seconds" "$seconds" 1 86400
     number "the number of nodes" "$number" 1 "$GPU_NODES"
-    id=$(on_head sbatch --parsable -p high -J preempt -N "$number" --exclusive -t 60 -D / -o /dev/null \
-        --wrap "sleep $seconds") || die 3 "the job was refused"
-    say "job $id in high takes $number GPU node(s) for $seconds s"
+    id=$(on_head sbatch --parsable -p high -J preempt -N "$number" --exclusive -t 1440 -D / -o /dev/null \
+        --wrap "exec sleep $seconds") || die 3 "the job was refused"
+    say "job $id in high takes $number GPU node(s) for $seconds s (it waits for jobs that cannot be preempted)"
     echo "$id"
 }
 drill() { # NAME [ARGUMENT ...]
-    local name=$1 node=${2:-}
+    local name=$1 node=${2:-} reason=${*:3}
     case $name in
     kill-slurmd | power-off | power-on | cut | join | drain | undrain) need_node "$node" ;;
     esac
     case $name in
     kill-slurmd)
-        if [[ $MODE == netns ]]; then slurmd_signal KILL "$node" || die "$node has no slurmd running"; else end "slurmd.$node" KILL; fi
-        say "$node: slurmd killed, its tasks live on; down for Slurm after about $SLURMD_TIMEOUT s" ;;
-    power-off) power_off "$node" && say "$node: powered off; down for Slurm after about $SLURMD_TIMEOUT s" ;;
-    power-on) start_node "$node" && say "$node: slurmd runs" ;;
+        node_up "$node" || die "$node has no slurmd that runs"
+        if [[ $MODE == netns ]]; then slurmd_signal KILL "$node"; else end "slurmd.$node" KILL; fi
+        say "$node: slurmd killed, its tasks live on; DOWN for Slurm after about $SLURMD_TIMEOUT s"
+        ;;
+    power-off)
+        power_off "$node"
+        say "$node: powered off; DOWN for Slurm after about $SLURMD_TIMEOUT s"
+        ;;
+    power-on)
+        start_node "$node" || die "$node did not start; see $DIR/log/slurmd.$node.log"
+        say "$node: slurmd runs"
+        ;;
     cut) cable "$node" down && say "$node: cable pulled" ;;
     join) cable "$node" up && say "$node: cable plugged" ;;
-    drain) on_head scontrol update NodeName="$node" State=DRAIN Reason="${*:3}" && say "$node: draining" ;;
-    undrain) on_head scontrol update NodeName="$node" State=RESUME && say "$node: back" ;;
-    kill-controller) end slurmctld KILL && say "slurmctld killed" ;;
-    start-controller) start_controller && say "slurmctld runs" ;;
-    restart-controller) end slurmctld && start_controller && say "slurmctld restarted" ;;
+    drain)
+        on_head scontrol update NodeName="$node" State=DRAIN Reason="${reason:-drill}" || die 3 "Slurm refused"
+        say "$node: takes no new jobs"
+        ;;
+    undrain)
+        on_head scontrol update NodeName="$node" State=RESUME || die 3 "Slurm refused"
+        say "$node: takes jobs again"
+        ;;
+    kill-controller)
+        alive slurmctld || die "slurmctld does not run"
+        end slurmctld KILL
+        say "slurmctld killed (it forgets what happened in its last 5 s)"
+        ;;
+    start-controller)
+        start_controller || die "slurmctld did not start; see $DIR/log/slurmctld.log"
+        say "slurmctld runs"
+        ;;
+    restart-controller)
+        end slurmctld
+        start_controller || die "slurmctld did not start; see $DIR/log/slurmctld.log"
+        say "slurmctld restarted"
+        ;;
     preempt) preempt "${@:2}" ;;
     *) die 2 "unknown command $name; see --help" ;;
     esac
 }
+
+lock() { # one command at a time in DIR
+    local _
+    for _ in 1 2 3; do
+        exec 9>"$DIR/.devcluster"
+        flock -w 120 9 || die "another devcluster command has been at work in $DIR for two minutes"
+        [[ ! $DIR/.devcluster -ef /proc/self/fd/9 ]] || return 0 # not removed by a `down --clean` in the meantime
+        mkdir -p "$DIR"
+    done
+    die "$DIR comes and goes: is another up and down at work in it?"
+}
 main() { # COMMAND [ARGUMENT ...]
-    mkdir -p "$DIR" 2>/dev/null || die "cannot make $DIR: choose another folder with --dir"
     case $1 in
-    up | down) ;;
-    status) need_up && status && return ;;
-    *) need_up ;;
-    esac
-    exec 9>"$DIR/lock"
-    flock -w 60 9 || die "another devcluster command has been at work in $DIR for a minute"
-    case $1 in
-    up) up "${@:2}" ;;
-    down) down "${@:2}" ;;
-    *) drill "$@" ;;
+    up)
+        (parse_up "${@:2}") || exit
+        check_dir
+        lock
+        up "${@:2}"
+        ;;
+    down)
+        if [[ ! -d $DIR ]]; then
+            say "no cluster in $DIR"
+            return
+        fi
+        check_dir
+        lock
+        down "${@:2}"
+        ;;
+    status)
+        need_up
+        status
+        ;;
+    *)
+        need_up
+        lock
+        drill "$@"
+        ;;
     esac
 }

@@ -1,67 +1,90 @@
 # shellcheck shell=bash
 # Part of slurm/devcluster: installing Slurm, the settings of a cluster, its configuration files.
 
+# shellcheck disable=SC2034  # SHARED_CMD is used in nodes.sh
+
 # ---- settings: the defaults, `up`'s options, then kept in RUN/cluster.env
 N=6 GPU_NODES="" GPUS=8 CPUS=16 MEM=64000 SLURMD_TIMEOUT=20 CRED_EXPIRE=5 KILL_WAIT=15 GRACE=0
 ACCOUNTING=no MODE=netns SHARED_CMD="" EXTRA=""
 
 number() { # OPTION VALUE LEAST MOST
-    [[ $2 =~ ^[0-9]{1,9}$ ]] && ((10#$2 >= $3 && 10#$2 <= $4)) || die 2 "$1 takes a number from $3 to $4, not '$2'"
+    if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3 || 10#$2 > $4)); then
+        die 2 "$1 takes a number from $3 to $4, not '$2'"
+    fi
 }
 parse_up() { # up's arguments -> settings
     while [[ $# -gt 0 ]]; do
-        local option=$1 value=${2-}
-        case $option in
-        --*=*) value=${option#*=} option=${option%%=*} && set -- "$option" "$value" "${@:2}" ;;
+        if [[ $1 == --*=* ]]; then set -- "${1%%=*}" "${1#*=}" "${@:2}"; fi
+        case $1 in
+        --accounting) ACCOUNTING=yes ;;
+        --loopback) MODE=loopback ;;
+        --*)
+            [[ $# -ge 2 ]] || die 2 "$1 needs a value"
+            take "$1" "$2"
+            shift
+            ;;
+        *)
+            number "the number of nodes" "$1" 1 200
+            N=$((10#$1))
+            ;;
         esac
-        case $option in
-        --accounting) ACCOUNTING=yes && shift && continue ;;
-        --loopback) MODE=loopback && shift && continue ;;
-        --*) [[ $# -ge 2 ]] || die 2 "$option needs a value" ;;
-        esac
-        case $option in
-        --gpu-nodes) number "$option" "$value" 1 200 && GPU_NODES=$value ;;
-        --gpus) number "$option" "$value" 1 64 && GPUS=$value ;;
-        --cpus) number "$option" "$value" 1 1024 && CPUS=$value ;;
-        --mem) number "$option" "$value" 100 100000000 && MEM=$value ;;
-        --slurmd-timeout) number "$option" "$value" 5 3600 && SLURMD_TIMEOUT=$value ;;
-        --cred-expire) number "$option" "$value" 5 3600 && CRED_EXPIRE=$value ;;
-        --kill-wait) number "$option" "$value" 1 3600 && KILL_WAIT=$value ;;
-        --grace) number "$option" "$value" 0 3600 && GRACE=$value ;;
-        --shared-cmd) SHARED_CMD=$value ;;
-        --conf) EXTRA+=$value$'\n' ;;
-        -*) die 2 "up has no option $option; see --help" ;;
-        *) number "the number of nodes" "$option" 1 200 && N=$((10#$option)) && shift && continue ;;
-        esac
-        shift 2
+        shift
     done
     : "${GPU_NODES:=$(((2 * N + 1) / 3))}"
     ((GPU_NODES <= N)) || die 2 "--gpu-nodes $GPU_NODES is more than the $N nodes"
 }
-derive() { # the network and the ports come from the folder's name: two clusters never share them
-    local hash
-    hash=$(printf '%s' "$DIR" | cksum | cut -d' ' -f1)
+take() { # OPTION VALUE
+    case $1 in
+    --gpu-nodes) number "$1" "$2" 1 200 && GPU_NODES=$((10#$2)) ;;
+    --gpus) number "$1" "$2" 1 64 && GPUS=$((10#$2)) ;;
+    --cpus) number "$1" "$2" 2 1024 && CPUS=$((10#$2 / 2 * 2)) ;; # two sockets
+    --mem) number "$1" "$2" 1000 100000000 && MEM=$((10#$2)) ;;
+    --slurmd-timeout) number "$1" "$2" 5 3600 && SLURMD_TIMEOUT=$((10#$2)) ;;
+    --cred-expire) number "$1" "$2" 5 3600 && CRED_EXPIRE=$((10#$2)) ;;
+    --kill-wait) number "$1" "$2" 1 3600 && KILL_WAIT=$((10#$2)) ;;
+    --grace) number "$1" "$2" 0 3600 && GRACE=$((10#$2)) ;;
+    --shared-cmd) SHARED_CMD=$2 ;;
+    --conf) EXTRA+=$2$'\n' ;;
+    *) die 2 "up has no option $1; see --help" ;;
+    esac
+}
+check_dir() { # a folder that Slurm can live in, and of which `down --clean` may remove what `up` made
+    DIR=$(readlink -m "$DIR")
+    RUN=$DIR/run
+    CONF=$DIR/etc/slurm.conf
+    [[ $DIR =~ ^[A-Za-z0-9/._+@:-]+$ ]] ||
+        die 2 "Slurm cannot keep state in '$DIR': use letters, digits and ._+@:- only (--dir)"
+    ((${#DIR} <= 70)) || die 2 "the path $DIR is too long for Slurm's sockets (70 bytes): choose another with --dir"
+    mkdir -p "$DIR" || die "cannot make $DIR: choose another folder with --dir"
+    [[ -O $DIR ]] || die "$DIR belongs to another user: choose another folder with --dir"
+    [[ -e $DIR/.devcluster || -e $RUN/cluster.env || -z $(ls -A "$DIR") ]] ||
+        die 2 "$DIR holds other files and no cluster: choose a new or empty folder with --dir"
+    : >>"$DIR/.devcluster"
+}
+derive() { # network and ports come from the folder's name: two clusters never share them
+    local hash _
+    hash=$(printf '%s' "$DIR" | cksum)
+    hash=${hash%% *}
     NET=10.$((64 + hash % 128)).$((hash / 128 % 250))
     PORT=$((10000 + hash / 32000 % 80 * 256))
-    [[ $MODE == netns ]] && return
-    local _ # all nodes share this machine's ports: take the next block while one of this is in use
-    for _ in {1..80}; do
-        ports_free "$PORT" $((PORT + N + 2)) && return
-        PORT=$((PORT + 256 < 30480 ? PORT + 256 : 10000))
+    [[ $MODE == loopback ]] || return 0
+    for _ in {1..80}; do # all nodes share this machine's ports: on to the next block while one is in use
+        ! ports_used "$PORT" $((PORT + N + 2)) || PORT=$((PORT + 256 < 30480 ? PORT + 256 : 10000))
     done
-    die "no $((N + 3)) free ports in a row between 10000 and 30480"
+    ! ports_used "$PORT" $((PORT + N + 2)) || die "no $((N + 3)) free ports in a row between 10000 and 30480"
 }
-ports_free() { # FIRST LAST: no TCP socket listens on one of them
-    local port
-    while read -r _ port _ state _; do
-        port=$((16#${port##*:}))
-        [[ $state == 0A ]] && ((port >= $1 && port <= $2)) && return 1
-    done < <(cat /proc/net/tcp /proc/net/tcp6 2>/dev/null | grep -v local_address)
-    return 0
+ports_used() { # FIRST LAST: a socket is bound to one of these TCP ports
+    local address port
+    while read -r _ address _; do
+        [[ $address == *:* ]] || continue
+        port=$((16#${address##*:}))
+        ((port < $1 || port > $2)) || return 0
+    done < <(cat /proc/net/tcp /proc/net/tcp6 2>/dev/null)
+    return 1
 }
 keep_settings() {
     local name
-    for name in N GPU_NODES GPUS CPUS MEM SLURMD_TIMEOUT CRED_EXPIRE KILL_WAIT GRACE ACCOUNTING MODE NET PORT \
+    for name in DIR CONF N GPU_NODES GPUS CPUS MEM SLURMD_TIMEOUT CRED_EXPIRE KILL_WAIT GRACE ACCOUNTING MODE NET PORT \
         SHARED_CMD EXTRA; do
         printf '%s=%q\n' "$name" "${!name}"
     done >"$RUN/cluster.env.new"
@@ -70,70 +93,96 @@ keep_settings() {
 
 # ---- what must be there
 PATH=$PATH:/usr/sbin:/sbin
-install_slurm() {
-    local missing=() tool
-    local -A package=([slurmctld]=slurmctld [slurmd]=slurmd [sbatch]=slurm-client [munged]=munge)
-    [[ $MODE != netns ]] || package[ip]=iproute2
-    [[ $ACCOUNTING == no ]] || package+=([slurmdbd]=slurmdbd [mariadbd]=mariadb-server)
-    for tool in "${!package[@]}"; do command -v "$tool" >/dev/null || missing+=("${package[$tool]}"); done
-    [[ ${#missing[@]} -gt 0 ]] || return 0
-    [[ " ${missing[*]} " != *" slurmdbd "* ]] || missing+=(slurm-wlm-mysql-plugin)
-    command -v apt-get >/dev/null || die "missing: ${missing[*]}. Only Debian's and Ubuntu's can be installed from here;" \
-        "install Slurm (slurmctld, slurmd, the client commands) and munge by this system's means, then run up again"
-    [[ $UID == 0 ]] || die "missing: ${missing[*]}. Run up once as root, or: sudo apt-get install" \
-        "--no-install-recommends ${missing[*]}"
-    say "installing ${missing[*]} with apt"
-    local log=$DIR/log/apt.log
-    # policy-rc.d would be cleaner than stopping afterwards, but is not ours to write: RUNLEVEL=1 keeps invoke-rc.d
-    # from starting the packages' own daemons
-    if ! { RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive timeout 600 bash -c 'apt-get update -qq &&
-        apt-get install -y -qq --no-install-recommends "$@"' apt "${missing[@]}"; } >"$log" 2>&1 </dev/null; then
-        tail -n 5 "$log" >&2
-        die "apt could not install ${missing[*]}; the whole of it is in $log"
-    fi
+install() { # TOOL:PACKAGE ...: install the packages of the tools that are missing
+    local pair packages=() log=$DIR/log/apt.log
+    for pair in "$@"; do
+        command -v "${pair%%:*}" >/dev/null || packages+=("${pair#*:}")
+    done
+    [[ ${#packages[@]} -gt 0 ]] || return 0
+    command -v apt-get >/dev/null || die 4 "missing: ${packages[*]} (Debian's names). Without apt-get nothing can be" \
+        "installed from here: install Slurm and munge by this system's means, then run up again"
+    [[ $UID == 0 ]] ||
+        die 4 "missing: ${packages[*]}. Run up once as root, or: sudo apt-get install --no-install-recommends ${packages[*]}"
+    say "installing ${packages[*]} with apt"
+    local _
+    for _ in 1 2 3; do # another apt may be at work
+        # RUNLEVEL=1: packages start no daemons (with systemd Debian's Slurm does not start without /etc/slurm)
+        if RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive timeout 600 bash -c 'apt-get update -qq
+            apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=300 "$@"' apt "${packages[@]}" \
+            >"$log" 2>&1 </dev/null; then
+            hash -r
+            return 0
+        fi
+        sleep 3
+    done
+    tail -n 5 "$log" >&2
+    die "apt could not install ${packages[*]}; all that it said is in $log"
 }
 choose_mode() { # namespaces where they can be had
     [[ $MODE == netns ]] || return 0
     local why=""
     if [[ $UID != 0 ]]; then
         why="not root"
-    elif ! timeout 10 unshare -n -u -m -p --fork true 2>/dev/null; then
+    elif ! timeout 10 unshare -n -u -m -p --fork --mount-proc true 2>/dev/null; then
         why="this root may not make namespaces (a container without CAP_SYS_ADMIN?)"
-    elif command -v ip >/dev/null && ! timeout 10 unshare -n sh -c \
-        'ip link add b0 type bridge && ip link add v0 type veth peer name v1' 2>/dev/null; then
-        why="this kernel has no bridge or veth"
+    else
+        install ip:iproute2
+        timeout 10 unshare -n sh -c 'ip link add b0 type bridge && ip link add v0 type veth peer name v1' 2>/dev/null ||
+            why="this kernel has no bridge or veth"
     fi
     [[ -n $why ]] || return 0
     MODE=loopback
     say "no namespaces: $why. All nodes share this machine's name, ports and processes; cut and join do not work"
 }
+install_slurm() {
+    install slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge
+    [[ $ACCOUNTING == no ]] ||
+        install slurmdbd:slurmdbd mariadbd:mariadb-server-core mariadb:mariadb-client-core
+}
 
 # ---- configuration files
 write_conf() {
-    local half=$(((CPUS + 1) / 2)) me i host addr
+    local i host=head addr=$NET.254 cgroup=cgroup/v1 version me
     me=$(id -un)
-    mkdir -p "$DIR"/{etc,run,log,state,spool,dev,shared}
+    mkdir -p "$DIR"/{etc,run,log,state,spool,dev}
     chmod 755 "$DIR" "$DIR"/{etc,run,log,spool,dev}
-    chmod 1777 "$DIR/shared"
     # a fake GPU must be a character device (a plain file: the right count, but no CUDA_VISIBLE_DEVICES)
     for ((i = 0; i < GPUS; i++)); do ln -sfn /dev/null "$DIR/dev/nvidia$i"; done
     {
-        printf '127.0.0.1 localhost\n::1 localhost\n%s.254 head\n' "$NET"
+        printf '127.0.0.1 localhost\n::1 localhost\n%s head\n' "$addr"
         for ((i = 1; i <= N; i++)); do echo "$NET.$i n$i"; done
     } >"$DIR/etc/hosts"
-    if [[ $MODE == netns ]]; then host=head addr=$NET.254; else host=$(uname -n) host=${host%%.*} addr=127.0.0.1; fi
+    if [[ $MODE == loopback ]]; then
+        host=$(uname -n)
+        host=${host%%.*} addr=127.0.0.1
+    fi
     echo "NodeName=n[1-$GPU_NODES] Name=gpu File=$DIR/dev/nvidia[0-$((GPUS - 1))]" >"$DIR/etc/gres.conf"
-    echo "CgroupPlugin=cgroup/v1" >"$DIR/etc/cgroup.conf" # read even though nothing here uses cgroups
-    cat >"$CONF" <<X
+    # read even though nothing here uses cgroups; only a newer Slurm can be told so
+    version=$(slurmctld -V | grep -oE '[0-9]+\.[0-9]+' | head -n 1)
+    if ((${version%.*} >= 23)); then cgroup=disabled; fi
+    echo "CgroupPlugin=$cgroup" >"$DIR/etc/cgroup.conf"
+    {
+        slurm_conf "$host" "$addr" "$me"
+        [[ $ACCOUNTING == no ]] || printf '%s\n' AccountingStorageType=accounting_storage/slurmdbd \
+            "AccountingStorageHost=$addr" "AccountingStoragePort=$((PORT + 1))" \
+            "AccountingStoragePass=$RUN/munge.socket" AccountingStorageTRES=gres/gpu
+        node_lines "$host" "Boards=1 Sockets=2 CoresPerSocket=$((CPUS / 2)) ThreadsPerCore=1 CPUs=$CPUS RealMemory=$MEM"
+        partition_lines
+        printf '%s' "$EXTRA"
+    } >"$CONF"
+    [[ $ACCOUNTING == no ]] || dbd_conf "$host" "$addr" "$me"
+}
+slurm_conf() { # HOST ADDRESS USER
+    cat <<X
 ClusterName=primehpcdev
-SlurmctldHost=$host($addr)
+SlurmctldHost=$1($2)
 SlurmctldPort=$PORT
 AuthType=auth/munge
 AuthInfo=socket=$RUN/munge.socket,cred_expire=$CRED_EXPIRE
 CredType=cred/munge
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
-SlurmUser=$me
-SlurmdUser=$me
+SlurmUser=$3
+SlurmdUser=$3
 StateSaveLocation=$DIR/state
 SlurmdSpoolDir=$DIR/spool/%n
 SlurmctldPidFile=$RUN/slurmctld.pid
@@ -165,26 +214,14 @@ GresTypes=gpu
 JobCompType=jobcomp/filetxt
 JobCompLoc=$DIR/log/jobcomp.txt
 X
-    {
-        [[ $ACCOUNTING == no ]] || printf '%s\n' AccountingStorageType=accounting_storage/slurmdbd \
-            "AccountingStorageHost=$addr" "AccountingStoragePort=$((PORT + 1))" \
-            "AccountingStoragePass=$RUN/munge.socket" AccountingStorageTRES=gres/gpu
-        node_lines "Boards=1 Sockets=2 CoresPerSocket=$half ThreadsPerCore=1 CPUs=$CPUS RealMemory=$MEM State=UNKNOWN"
-        partition_lines
-        printf '%s' "$EXTRA"
-    } >>"$CONF"
-    [[ $ACCOUNTING == no ]] || write_dbd_conf "$host" "$addr" "$me"
 }
-node_lines() { # SHAPE: CPU-only nodes have no Gres at all
-    local i host address
+node_lines() { # HOST SHAPE: CPU-only nodes have no Gres at all
+    local i address gres
     for ((i = 1; i <= N; i++)); do
-        if [[ $MODE == netns ]]; then
-            address="NodeHostname=n$i NodeAddr=$NET.$i Port=$((PORT + 2))"
-        else
-            host=$(uname -n)
-            address="NodeHostname=${host%%.*} NodeAddr=127.0.0.1 Port=$((PORT + 2 + i))"
-        fi
-        if ((i <= GPU_NODES)); then echo "NodeName=n$i $address $1 Gres=gpu:$GPUS"; else echo "NodeName=n$i $address $1"; fi
+        address="NodeHostname=$1 NodeAddr=127.0.0.1 Port=$((PORT + 2 + i))" gres=""
+        [[ $MODE == loopback ]] || address="NodeHostname=n$i NodeAddr=$NET.$i Port=$((PORT + 2))"
+        ((i > GPU_NODES)) || gres="Gres=gpu:$GPUS"
+        echo "NodeName=n$i $address $2 State=UNKNOWN $gres"
     done
 }
 partition_lines() {
@@ -196,7 +233,8 @@ partition_lines() {
     echo "PartitionName=scavcancel $gpu PriorityTier=1 PreemptMode=CANCEL GraceTime=$GRACE $rest"
     echo "PartitionName=high $gpu PriorityTier=10 PreemptMode=OFF $rest"
 }
-write_dbd_conf() { # HOST ADDRESS USER
+dbd_conf() { # HOST ADDRESS USER; slurmdbd refuses one that others can read
+    rm -f "$DIR/etc/slurmdbd.conf"
     (
         umask 077
         cat >"$DIR/etc/slurmdbd.conf" <<X

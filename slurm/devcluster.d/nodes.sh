@@ -6,50 +6,53 @@ remember() { # NAME PID: keep who it is
     start_time "$2" || return 1
     echo "$2 $START" >"$RUN/$1.id"
 }
-remember_pidfile() { # NAME FILE: the same for a daemon that writes its own pid file
+remember_pidfile() { # NAME: the same for a daemon that writes RUN/NAME.pid
     local _ pid
     for _ in {1..100}; do
-        { read -r pid <"$2"; } 2>/dev/null && remember "$1" "$pid" && return 0
+        { read -r pid <"$RUN/$1.pid"; } 2>/dev/null && remember "$1" "$pid" && return 0
         sleep 0.05
     done
     return 1
 }
-end() { # NAME [SIGNAL [SECONDS]]: end one process of ours; SIGKILL after SECONDS (10)
-    local signal=${2:-TERM} i
+end() { # NAME [SIGNAL]: end one process of ours; SIGKILL after 10 s
+    local i
     if alive "$1"; then
-        kill -s "$signal" "$ID_PID" 2>/dev/null || true
-        for ((i = 0; i < ${3:-10} * 20; i++)); do
+        kill -s "${2:-TERM}" "$ID_PID" 2>/dev/null || true
+        for ((i = 0; i < 400; i++)); do
             alive "$1" || break
-            sleep 0.05
+            sleep 0.025
         done
         ! alive "$1" || kill -s KILL "$ID_PID" 2>/dev/null || true
     fi
     rm -f "$RUN/$1.id"
 }
-# daemons get a small environment: what `up` was called with must not leak into jobs; fd 9 is this script's lock
+# daemons get a small environment: what `up` was called with must not leak into jobs. fd 9 is this script's lock
 CLEAN=(env -i PATH="$PATH" HOME="${HOME:-/}" LANG="${LANG:-C.UTF-8}" SLURM_CONF="$CONF")
-clean() { "${CLEAN[@]}" "$@" 9>&-; }
 daemon() { # LOG CMD ...: start a daemon that goes to the background by itself
     local log=$DIR/log/$1.out
     shift
-    "$@" >"$log" 2>&1 </dev/null || {
+    "$@" >"$log" 2>&1 </dev/null 9>&- || {
         tail -n 5 "$log" >&2
         return 1
     }
 }
-descendants() { # PID ...: they and all their descendants
-    local -A parent=()
-    local pid stat grew=1 wanted=" $* "
+parents() { # fills PARENT: pid -> pid of its parent
+    local stat pid
+    PARENT=()
     for stat in /proc/[0-9]*/stat; do
         { read -r stat <"$stat"; } 2>/dev/null || continue
         pid=${stat%% *} stat=${stat##*) }
         stat=${stat#* }
-        parent[$pid]=${stat%% *}
+        PARENT[pid]=${stat%% *}
     done
-    while ((grew)); do
-        grew=0
-        for pid in "${!parent[@]}"; do
-            if [[ $wanted == *" ${parent[$pid]} "* && $wanted != *" $pid "* ]]; then wanted+="$pid " grew=1; fi
+}
+descendants() { # PID ...: they and all their descendants
+    local pid grew=yes wanted=" $* " PARENT
+    parents
+    while [[ $grew == yes ]]; do
+        grew=no
+        for pid in "${!PARENT[@]}"; do
+            if [[ $wanted == *" ${PARENT[pid]} "* && $wanted != *" $pid "* ]]; then wanted+="$pid " grew=yes; fi
         done
     done
     echo "$wanted"
@@ -57,50 +60,44 @@ descendants() { # PID ...: they and all their descendants
 
 # ---- namespaces: a holder process a node (holder.sh)
 make_namespaces() { # NAME ADDRESS
-    local name=$1 pid i flags=(-n -u -m --propagation slave)
-    ! alive "$name" || return 0
+    local name=$1 pid i flags=(-n -u -m --propagation slave) PARENT
     [[ $name == head ]] || flags+=(-p --fork --kill-child --mount-proc)
     rm -f "$RUN/$name.ready"
-    "${CLEAN[@]}" setsid unshare "${flags[@]}" bash "$HERE/devcluster.d/holder.sh" "$name" "$DIR" "$2" \
+    "${CLEAN[@]}" setsid unshare "${flags[@]}" bash "$PARTS/holder.sh" "$name" "$DIR" "$2" \
         >"$DIR/log/ns.$name.out" 2>&1 </dev/null 9>&- &
     pid=$!
-    for ((i = 0; i < 200; i++)); do
+    for ((i = 0; i < 500; i++)); do
         [[ ! -e $RUN/$name.ready ]] || break
         sleep 0.02
     done
-    [[ -e $RUN/$name.ready ]] || {
+    if [[ ! -e $RUN/$name.ready ]]; then
         tail -n 3 "$DIR/log/ns.$name.out" >&2
+        kill -s KILL "$pid" 2>/dev/null || true
         return 1
-    }
+    fi
     rm -f "$RUN/$name.ready"
     if [[ $name == head ]]; then
         remember head "$pid"
-        return
+    else
+        parents
+        for i in "${!PARENT[@]}"; do # unshare's only child is pid 1 of the node
+            if [[ ${PARENT[i]} == "$pid" ]]; then remember "$name" "$i"; fi
+        done
+        plug "$name" "$2" || return 1
     fi
-    remember "$name" "$(holder_of "$pid")" || return 1
-    plug "$name" "$2"
-}
-holder_of() { # PID of unshare -> its only child
-    local stat pid
-    for stat in /proc/[0-9]*/stat; do
-        { read -r stat <"$stat"; } 2>/dev/null || continue
-        pid=${stat%% *} stat=${stat##*) }
-        stat=${stat#* }
-        if [[ ${stat%% *} == "$1" ]]; then echo "$pid" && return; fi
-    done
-    return 1
+    [[ -z $SHARED_CMD ]] || daemon "shared.$name" in_node "$name" sh -c "${SHARED_CMD//%n/$name}"
 }
 plug() { # NODE ADDRESS: a cable from the node to the head's bridge
     local node_pid head_pid
     alive head && head_pid=$ID_PID
     alive "$1" && node_pid=$ID_PID
-    nsenter -t "$head_pid" -n ip link del "v$1" 2>/dev/null || true
-    nsenter -t "$head_pid" -n ip link add "v$1" type veth peer name eth0 netns "$node_pid" || return 1
-    nsenter -t "$head_pid" -n ip link set "v$1" master br0 up
-    nsenter -t "$node_pid" -n ip addr add "$2/24" dev eth0
-    nsenter -t "$node_pid" -n ip link set eth0 up
+    nsenter -t "$head_pid" -n ip link del "v$1" 2>/dev/null || true # of an earlier life
+    nsenter -t "$head_pid" -n ip link add "v$1" type veth peer name eth0 netns "$node_pid" &&
+        nsenter -t "$head_pid" -n ip link set "v$1" master br0 up &&
+        nsenter -t "$node_pid" -n ip addr add "$2/24" dev eth0 &&
+        nsenter -t "$node_pid" -n ip link set eth0 up
 }
-in_node() { # NODE CMD ...: run a command on the node
+in_node() { # NODE CMD ...: run a command on the node, with a daemon's environment
     local name=$1 flags=()
     shift
     if [[ $MODE == netns ]]; then
@@ -108,7 +105,7 @@ in_node() { # NODE CMD ...: run a command on the node
         flags=(nsenter -t "$ID_PID" -n -u -m)
         [[ $name == head ]] || flags+=(-p)
     fi
-    clean "${flags[@]}" env -C / "$@"
+    "${CLEAN[@]}" DEVCLUSTER_NODE="$DIR:$name" "${flags[@]}" env -C / "$@"
 }
 
 # ---- daemons
@@ -116,19 +113,28 @@ start_munge() {
     ! alive munged || return 0
     [[ -s $RUN/munge.key ]] || (umask 077 && head -c 128 /dev/urandom >"$RUN/munge.key")
     rm -f "$RUN/munged.pid"
-    daemon munged clean munged --force --key-file="$RUN/munge.key" --socket="$RUN/munge.socket" \
+    daemon munged "${CLEAN[@]}" munged --force --key-file="$RUN/munge.key" --socket="$RUN/munge.socket" \
         --pid-file="$RUN/munged.pid" --log-file="$DIR/log/munged.log" --seed-file="$RUN/munge.seed" &&
-        remember_pidfile munged "$RUN/munged.pid"
+        remember_pidfile munged
 }
-start_controller() {
-    ! alive slurmctld || return 0
-    rm -f "$RUN/slurmctld.pid"
-    daemon slurmctld in_node head slurmctld && remember_pidfile slurmctld "$RUN/slurmctld.pid"
+start_controller() { # until it answers
+    local i
+    if ! alive slurmctld; then
+        rm -f "$RUN/slurmctld.pid"
+        daemon slurmctld in_node head slurmctld && remember_pidfile slurmctld || return 1
+    fi
+    for ((i = 0; i < 200; i++)); do
+        ! on_head timeout 5 sinfo -h >/dev/null 2>&1 || return 0
+        alive slurmctld || return 1
+        sleep 0.05
+    done
+    return 1
 }
 node_up() { # NODE: its slurmd runs
     if [[ $MODE == netns ]]; then slurmd_signal 0 "$1"; else alive "slurmd.$1"; fi
 }
-slurmd_signal() { # SIGNAL NODE, with namespaces: pids are the node's own; so is /proc, read for who it is
+# shellcheck disable=SC2016  # expanded on the node
+slurmd_signal() { # SIGNAL NODE, with namespaces: pids are the node's own, and /proc tells who it is
     alive "$2" && in_node "$2" sh -c \
         'read -r p <"$2" && read -r c <"/proc/$p/comm" && [ "$c" = slurmd ] && kill -s "$1" "$p"' \
         sh "$1" "$RUN/slurmd.$2.pid" 2>/dev/null
@@ -136,36 +142,34 @@ slurmd_signal() { # SIGNAL NODE, with namespaces: pids are the node's own; so is
 start_node() { # NODE
     ! node_up "$1" || return 0
     mkdir -p "$DIR/spool/$1"
-    if [[ $MODE == netns ]] && ! alive "$1"; then
-        make_namespaces "$1" "$NET.${1#n}" || return 1
-        [[ -z $SHARED_CMD ]] || daemon "shared.$1" in_node "$1" sh -c "${SHARED_CMD//%n/$1}" || return 1
-    elif [[ $MODE == loopback && -n $SHARED_CMD ]]; then
-        daemon "shared.$1" in_node "$1" sh -c "${SHARED_CMD//%n/$1}" || return 1
-    fi
+    [[ $MODE == loopback ]] || alive "$1" || make_namespaces "$1" "$NET.${1#n}" || return 1
     rm -f "$RUN/slurmd.$1.pid"
     daemon "slurmd.$1" in_node "$1" slurmd -N "$1" || return 1
-    [[ $MODE == netns ]] || remember_pidfile "slurmd.$1" "$RUN/slurmd.$1.pid"
+    [[ $MODE == netns ]] || remember_pidfile "slurmd.$1"
 }
 power_off() { # NODE: everything of it dies at once
     local pids
     if [[ $MODE == netns ]]; then
         end "$1" KILL
         ! alive head || nsenter -t "$ID_PID" -n ip link del "v$1" 2>/dev/null || true
-        return
+        return 0
     fi
     end "slurmd.$1" KILL
     pids=$(node_processes "$1")
-    # shellcheck disable=SC2086  # a list of pids
+    # shellcheck disable=SC2046,SC2086  # a list of pids
     [[ -z $pids ]] || kill -s KILL $(descendants $pids) 2>/dev/null || true
 }
-node_processes() { # NODE, without namespaces: its step managers and tasks, by their environment
-    local environ pid
-    for environ in /proc/[0-9]*/environ; do
-        pid=${environ#/proc/} pid=${pid%/environ}
-        tr '\0' '\n' <"$environ" 2>/dev/null | awk -v c="SLURM_CONF=$CONF" -v n="SLURMD_NODENAME=$1" \
-            '$0 == c { a = 1 } $0 == n { b = 1 } END { exit !(a && b) }' && echo "$pid"
-    done 2>/dev/null || true
-    ss -xlpH 2>/dev/null | grep -F " $DIR/spool/$1/" | grep -o 'pid=[0-9]*' | cut -d= -f2 || true
+node_processes() { # NODE, without namespaces: its step managers and tasks, known by their environment
+    local environ files=()
+    mapfile -t files < <(
+        grep -lzxF "DEVCLUSTER_NODE=$DIR:$1" /proc/[0-9]*/environ 2>/dev/null
+        mapfile -t files < <(grep -lzxF "SLURM_CONF=$CONF" /proc/[0-9]*/environ 2>/dev/null)
+        [[ ${#files[@]} -eq 0 ]] || grep -lzxF "SLURMD_NODENAME=$1" "${files[@]}" 2>/dev/null
+    )
+    for environ in "${files[@]}"; do
+        environ=${environ#/proc/}
+        echo "${environ%/environ}"
+    done
 }
 start_accounting() {
     local db=$DIR/mysql i
@@ -175,21 +179,22 @@ start_accounting() {
         "${CLEAN[@]}" setsid mariadbd --no-defaults --user="$(id -un)" --datadir="$db" --socket="$RUN/mysql.socket" \
             --pid-file="$RUN/mariadbd.pid" --skip-networking --innodb-buffer-pool-size=64M \
             --innodb-lock-wait-timeout=900 >"$DIR/log/mariadbd.log" 2>&1 </dev/null 9>&- &
-        remember mariadbd "$!"
+        remember mariadbd "$!" || return 1
     fi
     for ((i = 0; i < 300; i++)); do
-        ! mariadb-admin --no-defaults -S "$RUN/mysql.socket" ping >/dev/null 2>&1 || break
+        ! mariadb --no-defaults -u root -S "$RUN/mysql.socket" -e '' 2>/dev/null || break
         sleep 0.1
     done
-    mariadb --no-defaults -u root -S "$RUN/mysql.socket" -e "create user if not exists slurm@localhost identified by 'slurm';
+    mariadb --no-defaults -u root -S "$RUN/mysql.socket" -e "
+        create user if not exists slurm@localhost identified by 'slurm';
         create database if not exists slurm_acct_db; grant all on slurm_acct_db.* to slurm@localhost" || return 1
     if ! alive slurmdbd; then
         rm -f "$RUN/slurmdbd.pid"
         daemon slurmdbd in_node head env MYSQL_UNIX_PORT="$RUN/mysql.socket" slurmdbd &&
-            remember_pidfile slurmdbd "$RUN/slurmdbd.pid" || return 1
+            remember_pidfile slurmdbd || return 1
     fi
-    for ((i = 0; i < 100; i++)); do
-        ! on_head sacctmgr -n list cluster >/dev/null 2>&1 || return 0
+    for ((i = 0; i < 300; i++)); do
+        ! on_head timeout 10 sacctmgr -n list cluster >/dev/null 2>&1 || return 0
         sleep 0.1
     done
     return 1

@@ -26,6 +26,8 @@ class TroubleTask(vf.Task[TroubleData]):
             await asyncio.Event().wait()
         if config.raise_every and TroubleTaskset.num_scored % config.raise_every == 0:
             raise KeyError(f"no answer key for task {self.data.number}")
+        if config.nan_every and TroubleTaskset.num_scored % config.nan_every == 0:
+            return float("nan")
         return min(1.0, len(trace.last_reply) / 20)
 
 
@@ -36,6 +38,8 @@ class TroubleConfig(vf.TasksetConfig):
     """How many tasks."""
     raise_every: int = 0
     """Every so many-th reward raises; 0: none."""
+    nan_every: int = 0
+    """Every so many-th reward is NaN; 0: none."""
     hang_every: int = 0
     """Every so many-th reward never returns; 0: none."""
 

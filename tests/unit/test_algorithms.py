@@ -1,68 +1,181 @@
-"""Advantages against plain numpy, their edge cases, and the registry."""
+"""Advantage algorithms at their corners, penalties, the registry; values are proved in `tests/proofs`."""
+
+import sys
+from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
+from prime_hpc.config import Experiment
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
-from prime_hpc.orchestrator.advantages import get_algorithm, score_group
+from prime_hpc.orchestrator.algorithms import RewardGroup, Scorer, get_algorithm
+from prime_hpc.orchestrator.algorithms.penalties import sampled_runs
+from prime_hpc.orchestrator.episodes import Episode, to_episode
+from prime_hpc.orchestrator.errors import OrchestratorError
+from tests.support.episodes import make_episode, make_result, make_sample
 
-REWARDS = arrays(np.float64, st.integers(2, 16), elements=st.floats(-10, 10, width=32))
-
-
-def advantages(kind: str, rewards: list[float] | np.ndarray) -> np.ndarray:
-    values = np.asarray(rewards, dtype=np.float64)
-    return score_group(values, np.ones(len(values), np.int64), AdvantageConfig(type=kind))
-
-
-@given(REWARDS)
-def test_grpo_equals_its_formula(rewards: np.ndarray) -> None:
-    if np.ptp(rewards) < 1e-6:
-        return
-    expected = (rewards - np.mean(rewards)) / (np.std(rewards) + 1e-6)
-    np.testing.assert_allclose(advantages("grpo", rewards), expected, rtol=1e-12, atol=1e-12)
+CENTERED = ["grpo", "dr_grpo", "grpo_no_std", "rloo", "opo", "max_rl"]
 
 
-@given(REWARDS)
-def test_grpo_without_std_equals_its_formula(rewards: np.ndarray) -> None:
-    np.testing.assert_allclose(advantages("grpo_no_std", rewards), rewards - np.mean(rewards), atol=1e-8)
+def episodes(rewards: list[float], lengths: list[int] | None = None) -> list[Episode]:
+    return [make_episode([0] * n, reward=r) for r, n in zip(rewards, lengths or [1] * len(rewards), strict=True)]
 
 
-@given(REWARDS, st.floats(0.1, 10), st.floats(-5, 5))
-def test_grpo_ignores_shift_and_scale_of_the_reward(rewards: np.ndarray, scale: float, shift: float) -> None:
-    if np.ptp(rewards) < 0.1:
-        return
-    np.testing.assert_allclose(advantages("grpo", rewards), advantages("grpo", scale * rewards + shift), atol=2e-3)
+def advantages(kind: str, rewards: list[float], lengths: list[int] | None = None, **config: object) -> list[float]:
+    scorer = Scorer(AdvantageConfig.model_validate({"type": kind} | config), max_tokens=100)
+    return scorer.score(episodes(rewards, lengths)).advantages.tolist()
 
 
-@pytest.mark.parametrize("kind", ["grpo", "grpo_no_std"])
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("own_advantages")
+    monkeypatch.setitem(sys.modules, "own_advantages", module)
+    return module
+
+
+@pytest.mark.parametrize("kind", CENTERED)
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1e-3, 1e6 + 0.1, -7.3])
 def test_equal_rewards_give_exact_zeros(kind: str, value: float) -> None:
-    assert not advantages(kind, [value] * 7).any()
+    assert advantages(kind, [value] * 7, [1, 2, 3, 4, 5, 6, 7]) == [0.0] * 7
 
 
-def test_none_keeps_the_reward_and_copies_it() -> None:
-    rewards = np.array([0.5, -1.0])
-    result = advantages("none", rewards)
-    assert result.tolist() == [0.5, -1.0]
-    assert result is not rewards
+def test_known_values() -> None:
+    assert advantages("grpo", [1, 0, 0, 1]) == pytest.approx([1, -1, -1, 1], abs=1e-5)
+    assert advantages("rloo", [1, 0, 0, 0]) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert advantages("opo", [1, 0], [3, 1]) == pytest.approx([0.25, -0.75])
+    assert advantages("max_rl", [1, 0, 0, 0]) == pytest.approx([3, -1, -1, -1])
+    assert advantages("none", [0.5, -1.0]) == [0.5, -1.0]
+
+
+def test_max_rl_learns_nothing_where_nobody_succeeds() -> None:
+    assert advantages("max_rl", [0.0, -1.0]) == [0.0, 0.0]
+
+
+def test_scoring_does_not_change_the_rewards() -> None:
+    group = episodes([0.5, -1.0])
+    result = Scorer(AdvantageConfig(type="none"), max_tokens=9).score(group)
+    result.advantages[:] = 9
+    assert [e.result.reward for e in group] == [0.5, -1.0] and result.rewards.tolist() == [0.5, -1.0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_rewards_that_are_not_finite_are_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match="finite"):
-        advantages("grpo", [0.0, bad])
+def test_a_rollout_whose_reward_is_not_finite_failed(bad: float) -> None:
+    episode = to_episode(make_result([0], reward=bad), 100)
+    assert not episode.usable and episode.reason == f"reward is {bad}"
+
+
+def test_rewards_that_overflow_name_their_group() -> None:
+    scores = Scorer(AdvantageConfig(), max_tokens=9).score(episodes([1.7e308, 0.9e308]), env="game", position=4)
+    assert "group of prompt 4 (game): grpo" in scores.problem and "1.7e+308" in scores.problem
+    assert not scores.kept.any() and not scores.advantages.any()
 
 
 def test_a_group_of_one_needs_no_baseline() -> None:
-    assert get_algorithm("none").min_group == 1
-    assert advantages("none", [2.0]).tolist() == [2.0]
-    with pytest.raises(ValueError, match="at least 2"):
-        advantages("grpo", [2.0])
+    assert {name for name in ("none", "reinforce", "rae", *CENTERED) if get_algorithm(name).min_group == 1} == {
+        "none",
+        "reinforce",
+        "rae",
+    }
+    with pytest.raises(ValueError, match="rloo compares rollouts of one prompt"):
+        Experiment.model_validate(
+            {"orchestrator": {"advantage": {"type": "rloo"}, "rollouts_per_example": 1, "batch_size": 4}}
+        )
 
 
-def test_an_unknown_algorithm_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="grpo_no_std"):
+def test_rae_remembers_each_environment_and_its_state_goes_on() -> None:
+    config = AdvantageConfig(type="rae", decay=0.5)
+    scorer = Scorer(config, max_tokens=9)
+    assert scorer.score(episodes([1.0, 1.0]), env="a").advantages.tolist() == [1.0, 0.5]
+    assert scorer.score(episodes([4.0]), env="b").advantages.tolist() == [4.0]
+    later = Scorer(config, max_tokens=9)
+    later.load_state_dict(scorer.state_dict())
+    for one in (scorer, later):
+        assert one.score(episodes([1.0]), env="a").advantages.tolist() == [0.25]
+    assert Scorer(AdvantageConfig(), max_tokens=9).state_dict() == {}
+
+
+def test_own_function_and_class_by_import_path(own: ModuleType) -> None:
+    class Counting:
+        min_group = 3
+
+        def __init__(self, start: int) -> None:
+            self.count = start
+
+        def score_group(self, group: RewardGroup) -> np.ndarray:
+            self.count += 1
+            return group.rewards * self.count
+
+    own.half = lambda group, factor=0.5: factor * group.rewards  # type: ignore[attr-defined]
+    own.Counting, own.number, own.Empty = Counting, 3, dict  # type: ignore[attr-defined]
+    assert advantages("own_advantages:half", [2.0, 4.0]) == [1.0, 2.0]
+    assert advantages("own_advantages:half", [2.0], args={"factor": 3}) == [6.0]
+    scorer = Scorer(AdvantageConfig(type="own_advantages:Counting", args={"start": 1}), max_tokens=9)
+    assert scorer.min_group == 3 and scorer.state_dict() == {}
+    assert scorer.score(episodes([1.0] * 3)).advantages.tolist() == [2.0] * 3
+    assert scorer.score(episodes([1.0] * 3)).advantages.tolist() == [3.0] * 3
+    for name, reason in [("number", "not a function"), ("missing", "no attribute"), ("Empty", "no score_group")]:
+        with pytest.raises(ConfigError, match=rf"orchestrator\.advantage\.type.*{reason}"):
+            get_algorithm(f"own_advantages:{name}")
+    with pytest.raises(ConfigError, match=r"orchestrator\.advantage\.type.*No module"):
+        get_algorithm("no_such_package:f")
+
+
+def test_own_code_that_fails_is_named_with_the_group(own: ModuleType) -> None:
+    own.raises = lambda group: 1 / 0  # type: ignore[attr-defined]
+    own.shapeless = lambda group: 0.0  # type: ignore[attr-defined]
+    for name, reason in [("raises", "ZeroDivisionError"), ("shapeless", r"shape \[\]")]:
+        scorer = Scorer(AdvantageConfig(type=f"own_advantages:{name}"), max_tokens=9)
+        with pytest.raises(OrchestratorError, match=rf"own_advantages:{name}.*group of prompt 3|{reason}"):
+            scorer.score(episodes([1.0]), position=3)
+
+
+@pytest.mark.parametrize(
+    ("tree", "reason"),
+    [
+        ({"type": "grop"}, "did you mean grpo"),
+        ({"type": "grpo", "args": {"a": 1}}, "args are for your own algorithm"),
+        ({"overlong": "cut"}, "'mask'"),
+        ({"decay": 1.0}, "less than 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tree: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        AdvantageConfig.model_validate(tree)
+    with pytest.raises(ConfigError, match="grpo_no_std"):
         get_algorithm("grop")
+
+
+# ------------------------------------------------------------------------------------------------- penalties
+
+
+def test_length_penalty_makes_the_shorter_of_two_good_answers_better() -> None:
+    short, long, wrong = advantages("dr_grpo", [1.0, 1.0, 0.0], [10, 40, 40], length={"output": 0.3})
+    assert short > long > wrong
+    assert short - long == pytest.approx((2 / 3) * 0.3 * 0.75)
+    # where nothing succeeds nobody is pushed to be short, unless that is asked for
+    assert advantages("dr_grpo", [0.0, 0.0], [10, 40], length={}) == [0.0, 0.0]
+    assert advantages("dr_grpo", [0.0, 0.0], [10, 40], length={"by_success": False}) == pytest.approx([0.0375, -0.0375])
+
+
+def test_repetition_penalty_counts_repeated_ngrams() -> None:
+    samples = [make_sample([0] * 12) for _ in range(2)]
+    samples[1] = replace(samples[1], token_ids=np.where(samples[1].loss_mask, 7, 1).astype(np.int32))
+    group = [to_episode(make_result(samples=[s], reward=1.0), 1000) for s in samples]
+    config = AdvantageConfig.model_validate({"type": "none", "repetition": {"ngram": 3, "coef": 1.0}})
+    varied, stuck = Scorer(config, max_tokens=9).score(group).rewards.tolist()
+    assert varied == 1.0 and stuck == pytest.approx(1 - 0.9)  # one distinct 3-gram of ten
+
+
+def test_ngrams_never_span_what_was_not_sampled() -> None:
+    sample = make_sample([0] * 6, num_prompt=0)
+    sample = replace(sample, loss_mask=np.array([True, True, False, True, True, True]))
+    [first, second] = sampled_runs(to_episode(make_result(samples=[sample]), 1000))
+    assert (first.tolist(), second.tolist()) == ([100, 101], [103, 104, 105])
+
+
+def test_soft_overlong_has_defaults_from_the_sampling_limit() -> None:
+    config = AdvantageConfig.model_validate({"type": "none", "soft_overlong": {}})
+    rewards = Scorer(config, max_tokens=100).score(episodes([0.0] * 4, [80, 90, 100, 120])).rewards
+    assert rewards.tolist() == pytest.approx([0.0, -0.5, -1.0, -1.0])

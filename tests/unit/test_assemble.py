@@ -1,18 +1,28 @@
 """From groups to rank batches: every token keeps its id, mask, log-probability and version, and gets its advantage."""
 
+import sys
+from dataclasses import replace
+from types import ModuleType
+
 import numpy as np
 import pytest
 
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
 from prime_hpc.envs.samples import EpisodeResult
-from prime_hpc.orchestrator.assemble import EPISODE_BITS, build_ranks, score_groups, train_samples
+from prime_hpc.orchestrator.algorithms import Scorer
+from prime_hpc.orchestrator.assemble import EPISODE_BITS, ScoredGroup, build_ranks, score_groups, train_samples
 from prime_hpc.orchestrator.episodes import is_retryable, is_server_error, to_episode
+from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.metrics import batch_metrics
 from prime_hpc.orchestrator.prompts import Prompt
 from prime_hpc.store.batches import RankBatch, read_rank_batch, write_batch
 from prime_hpc.store.layout import RunPaths
 from tests.support.episodes import failed_episode, failed_result, make_episode, make_result, make_sample
+
+
+def score(groups: list[Group], config: AdvantageConfig) -> list[ScoredGroup]:
+    return score_groups(groups, Scorer(config, max_tokens=64), zero=config.zero, env_names=["a", "b"])
 
 
 def make_group(position: int, results: list[EpisodeResult | None], source: int = 0) -> Group:
@@ -50,7 +60,7 @@ def test_every_token_arrives_with_its_own_values_and_its_episodes_advantage() ->
         if position == 2:
             results[1] = None
         groups.append(make_group(position, results, source=position % 2))
-    scored = score_groups(groups, AdvantageConfig(type="grpo_no_std"))
+    scored = score(groups, AdvantageConfig(type="grpo_no_std"))
     ranks = build_ranks(train_samples(scored), num_ranks=2, micro_batch_tokens=64, temperature=0.7)
     found = sequences(ranks)
     assert len(found) == 23
@@ -81,7 +91,7 @@ def test_every_token_arrives_with_its_own_values_and_its_episodes_advantage() ->
 
 def test_branches_of_one_episode_share_sample_id_and_advantage() -> None:
     two = make_result(samples=[make_sample([0, 0]), make_sample([1], first_token=500)], reward=1.0)
-    scored = score_groups([make_group(5, [two, make_result([0], reward=0.0)])], AdvantageConfig(type="grpo_no_std"))
+    scored = score([make_group(5, [two, make_result([0], reward=0.0)])], AdvantageConfig(type="grpo_no_std"))
     found = sequences(build_ranks(train_samples(scored), num_ranks=1, micro_batch_tokens=50, temperature=1.0))
     assert sorted(len(rows) for rows in found.values()) == [1, 2]
     for row in found[5 << EPISODE_BITS]:
@@ -91,22 +101,57 @@ def test_branches_of_one_episode_share_sample_id_and_advantage() -> None:
 def test_groups_without_signal_are_dropped_or_kept_by_choice() -> None:
     flat = make_group(0, [make_result([0], reward=1.0), make_result([0], reward=1.0)])
     steep = make_group(1, [make_result([0], reward=1.0), make_result([0], reward=0.0)])
-    dropped = score_groups([flat, steep], AdvantageConfig(zero="drop"))
-    kept = score_groups([flat, steep], AdvantageConfig(zero="keep"))
+    dropped = score([flat, steep], AdvantageConfig(zero="drop"))
+    kept = score([flat, steep], AdvantageConfig(zero="keep"))
     assert {s.group_id for s in train_samples(dropped)} == {1}
     assert {s.group_id for s in train_samples(kept)} == {0, 1}
 
 
+def cut_short(reward: float) -> EpisodeResult:
+    return replace(make_result([0], reward=reward), truncated=True)
+
+
 def test_a_batch_without_any_signal_keeps_its_smallest_group() -> None:
     groups = [make_group(p, [make_result([0] * n), make_result([0] * n)]) for p, n in enumerate([5, 2, 9])]
-    samples = train_samples(score_groups(groups, AdvantageConfig(zero="drop")))
+    samples = train_samples(score_groups(groups, Scorer(AdvantageConfig(), max_tokens=9), zero="drop"))
     assert {s.group_id for s in samples} == {1}
     assert all(s.advantage == 0 for s in samples)
+    # the same where nothing may train because every rollout was cut short
+    groups = [make_group(0, [cut_short(1.0), cut_short(0.0)])]
+    [one, other] = train_samples(score(groups, AdvantageConfig(overlong="mask", zero="keep")))
+    assert one.advantage == other.advantage == 0
+
+
+def test_rollouts_that_were_cut_short_are_masked_dropped_or_kept() -> None:
+    groups = [make_group(0, [make_result([0], reward=1.0), make_result([0], reward=0.0), cut_short(0.0)])]
+    advantages = {
+        way: [s.advantage for s in train_samples(score(groups, AdvantageConfig(type="dr_grpo", overlong=way)))]
+        for way in ("keep", "mask", "drop", "penalize")
+    }
+    assert advantages["keep"] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert advantages["mask"] == pytest.approx([2 / 3, -1 / 3])  # still part of the mean
+    assert advantages["drop"] == pytest.approx([0.5, -0.5])
+    assert advantages["penalize"] == pytest.approx([1.0, 0.0, -1.0])
+
+
+def test_a_group_that_cannot_be_scored_does_not_train_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("broken_advantages")
+    module.nan_where_first_is_one = lambda group: group.rewards * (np.nan if group.rewards[0] == 1 else 1)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "broken_advantages", module)
+    config = AdvantageConfig(type="broken_advantages:nan_where_first_is_one")
+    bad = make_group(7, [make_result([0], reward=1.0), make_result([0], reward=0.0)])
+    good = make_group(8, [make_result([0], reward=0.5), make_result([0], reward=0.0)])
+    scored = score([bad, good], config)
+    assert [s.trains for s in scored] == [False, True]
+    assert "group of prompt 7 (a)" in scored[0].problem and "[1, 0]" in scored[0].problem
+    assert batch_metrics(scored, ["a"], step=1)["groups/unscorable"] == 1
+    with pytest.raises(OrchestratorError, match="none of the batch's 1 groups could be scored.*prompt 7"):
+        score([bad], config)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_fewer_samples_than_ranks_still_gives_every_rank_as_many_micro_batches(num_ranks: int) -> None:
-    scored = score_groups([make_group(0, [make_result([0], reward=r) for r in (0.0, 1.0)])], AdvantageConfig())
+    scored = score([make_group(0, [make_result([0], reward=r) for r in (0.0, 1.0)])], AdvantageConfig())
     ranks = build_ranks(train_samples(scored), num_ranks=num_ranks, micro_batch_tokens=8, temperature=1.0)
     assert len(ranks) == num_ranks
     assert len({rank.num_micro_batches for rank in ranks}) == 1
@@ -115,7 +160,7 @@ def test_fewer_samples_than_ranks_still_gives_every_rank_as_many_micro_batches(n
 
 def test_a_batch_survives_the_store(tmp_path: object) -> None:
     paths = RunPaths(tmp_path)  # type: ignore[arg-type]
-    scored = score_groups([make_group(3, [make_result([4, 5], reward=r) for r in (0.0, 1.0)])], AdvantageConfig())
+    scored = score([make_group(3, [make_result([4, 5], reward=r) for r in (0.0, 1.0)])], AdvantageConfig())
     ranks = build_ranks(train_samples(scored), num_ranks=2, micro_batch_tokens=16, temperature=1.0)
     write_batch(paths, 1, ranks, state={}, meta={}, incarnation=0)
     again = sequences([read_rank_batch(paths.rollouts_step(1), r) for r in range(2)])
@@ -151,7 +196,7 @@ def test_batch_metrics_say_lag_reward_and_signal() -> None:
         make_group(0, [make_result([3, 3], reward=1.0), make_result([1, 1], reward=0.0)], source=0),
         make_group(1, [make_result([3], reward=0.5), make_result([3], reward=0.5)], source=1),
     ]
-    row = batch_metrics(score_groups(groups, AdvantageConfig()), ["a", "b"], step=4)
+    row = batch_metrics(score(groups, AdvantageConfig()), ["a", "b"], step=4)
     assert row["reward/mean"] == pytest.approx(0.5)
     assert row["reward/a/mean"] == pytest.approx(0.5)
     assert row["lag/max"] == 2

@@ -1,12 +1,20 @@
-"""Learning-rate schedules at their corners, and which parameters decay."""
+"""Learning-rate schedules at their corners; which optimizer gets which parameter, and its state. Updates are proved
+in `tests/proofs/prove_optimizers.py`, sharded ones in `tests/integration/test_trainer_objectives.py`."""
 
 import itertools
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from prime_hpc.config.sections.trainer import OptimConfig, SchedulerConfig
-from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor, set_learning_rate
+from prime_hpc.trainer.optim import (
+    Muon,
+    build_optimizer,
+    learning_rate_factor,
+    orthogonalize,
+    set_learning_rate,
+)
 
 
 def factors(max_steps: int, **config: object) -> list[float]:
@@ -41,14 +49,127 @@ def test_schedule_that_does_not_fit_is_refused() -> None:
         factors(10, type="wsd", warmup_steps=8, decay_steps=4)
 
 
-def test_norms_do_not_decay_and_zero_rate_changes_nothing() -> None:
-    matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = build_optimizer([matrix, vector], OptimConfig(lr=0.1, weight_decay=0.5))
-    matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
+class Model(torch.nn.Module):
+    """An embedding, a tied or own head, a hidden matrix, a norm's weight."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(6, 4)
+        self.hidden = torch.nn.Linear(4, 4)
+        self.norm = torch.nn.Parameter(torch.ones(4))
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def get_output_embeddings(self) -> torch.nn.Linear:
+        return self.head
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "signsgd"])
+def test_norms_do_not_decay_and_zero_rate_changes_nothing(kind: str) -> None:
+    model = Model()
+    with torch.no_grad():
+        model.hidden.weight.fill_(1.0)
+    optimizer = build_optimizer(model, OptimConfig(type=kind, lr=0.1, weight_decay=0.5))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
     optimizer.step()
-    assert torch.allclose(matrix, torch.full((2, 2), 0.95)) and torch.equal(vector, torch.ones(2))
+    assert torch.allclose(model.hidden.weight, torch.full((4, 4), 0.95)) and torch.equal(model.norm, torch.ones(4))
     set_learning_rate(optimizer, 0.0)
-    before = matrix.detach().clone()
-    matrix.grad = torch.ones(2, 2)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
     optimizer.step()
-    assert torch.equal(matrix, before)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = Model()
+    model.hidden.requires_grad_(False)
+    for kind in ("adamw", "muon", "signsgd"):
+        groups = build_optimizer(model, OptimConfig(type=kind)).param_groups
+        assert not {id(model.hidden.weight), id(model.hidden.bias)} & {id(p) for g in groups for p in g["params"]}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_takes_hidden_matrices_and_nothing_with_a_row_per_token(tied: bool) -> None:
+    model = Model(tied=tied)
+    groups = build_optimizer(model, OptimConfig(type="muon")).param_groups
+    by = {a: {id(p) for g in groups if g["algorithm"] == a for p in g["params"]} for a in ("muon", "adamw")}
+    assert by["muon"] == {id(model.hidden.weight)}
+    assert by["adamw"] == {id(p) for p in model.parameters()} - by["muon"]
+
+
+def test_muon_equals_torchs_own() -> None:
+    ours, theirs = torch.nn.Linear(24, 16, bias=False), torch.nn.Linear(24, 16, bias=False)
+    theirs.load_state_dict(ours.state_dict())
+    group = {"params": [ours.weight], "algorithm": "muon", "weight_decay": 0.1}
+    mine = Muon([group], lr=0.02)
+    reference = torch.optim.Muon(theirs.parameters(), lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    start = ours.weight.detach().clone()
+    for seed in range(4):
+        grad = torch.randn(16, 24, generator=torch.Generator().manual_seed(seed))
+        ours.weight.grad, theirs.weight.grad = grad.clone(), grad.clone()
+        mine.step()
+        reference.step()
+    moved = (theirs.weight - start).norm()
+    assert (ours.weight - theirs.weight).norm() < 0.01 * moved  # torch iterates in bfloat16
+
+
+def test_orthogonalised_matrices_are_nearly_orthogonal_and_zero_stays_zero() -> None:
+    for shape in [(64, 32), (32, 64), (3, 40, 10)]:
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0))))
+        assert values.min() > 0.6 and values.max() < 1.25
+    assert not orthogonalize(torch.zeros(4, 3)).any()
+
+
+def test_sign_descent_moves_every_weight_by_the_rate_and_keeps_no_average_without_momentum() -> None:
+    model = Model()
+    before = model.hidden.weight.detach().clone()
+    optimizer = build_optimizer(model, OptimConfig(type="signsgd", lr=0.1, weight_decay=0.0))
+    model.hidden.weight.grad = torch.linspace(-3, 3, 16).reshape(4, 4)
+    optimizer.step()
+    torch.testing.assert_close(before - model.hidden.weight, 0.1 * model.hidden.weight.grad.sign())
+    assert set(optimizer.state[model.hidden.weight]) == {"step"}
+
+
+@pytest.mark.parametrize(("type", "momentum"), [("adamw", None), ("muon", None), ("signsgd", None), ("signsgd", 0.9)])
+def test_a_loaded_state_goes_on_exactly(type: str, momentum: float | None) -> None:
+    config = OptimConfig(type=type, lr=0.1, momentum=momentum)
+
+    def run(model: Model, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            for i, p in enumerate(model.parameters()):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
+            optimizer.step()
+
+    whole, first, second = Model(), Model(), Model()
+    run(whole, build_optimizer(whole, config), range(4))
+    early = build_optimizer(first, config)
+    run(first, early, range(2))
+    weights, state = get_state_dict(first, early)
+    later = build_optimizer(second, config)
+    set_state_dict(second, later, model_state_dict=weights, optim_state_dict=state)
+    run(second, later, range(2, 4))
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("text", ["1e-5", 1e-5, "0.00001"])
+def test_a_rate_written_as_text_is_a_number(text: object) -> None:
+    assert OptimConfig.model_validate({"lr": text}).lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("tree", "reason"),
+    [
+        ({"lr": "fast"}, "number"),
+        ({"lr": -1}, "greater than or equal to 0"),
+        ({"type": "adam"}, "'muon'"),
+        ({"momentum": 1.0}, "less than 1"),
+        ({"betas": [0.9, 1.0]}, r"\[0, 1\)"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tree: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        OptimConfig.model_validate(tree)

@@ -1,9 +1,9 @@
 """Shared sections: the model, checkpoints, W&B, logging. Each is stated once, at the tree's root."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from prime_hpc.config.sections.base import Section
 
@@ -38,15 +38,53 @@ class ModelConfig(Section):
     """Whether the chat template opens a think section."""
 
 
+def _absolute(value: Any) -> Any:
+    """Paths are meant from where the command was typed; roles run elsewhere."""
+    return value.expanduser().absolute() if isinstance(value, Path) else value
+
+
 class CkptConfig(Section):
     """Checkpoints. Off unless `--ckpt` (or any `--ckpt.*`) is given."""
 
-    interval: int = Field(50, ge=1)
-    """Save every so many steps; the last step is always saved."""
+    interval: int | Literal["auto"] = 50
+    """Save every so many steps; the last step is always saved. `auto`: as often as the measured cost of a save and the
+    failure rate of the nodes make best (Young/Daly)."""
+    save_async: bool = False
+    """Write in the background: the step goes on as soon as the state is copied to host memory or `staging_dir`."""
+    staging_dir: Path | None = None
+    """Node-local directory that holds the copy of an asynchronous save; default: host memory."""
+    keep_last: int | None = Field(None, ge=1)
+    """Keep only the newest so many checkpoints (and those of `keep_interval`); default: all."""
+    keep_interval: int | None = Field(None, ge=1)
+    """Keep the checkpoints of every so many steps for ever; alone, it keeps them and the newest."""
     path: Path | None = None
     """Directory of the checkpoints; default `<run>/checkpoints`."""
-    resume_step: int | Literal["latest"] | None = None
-    """Resume from this step's checkpoint; `latest` takes the newest whole one."""
+    resume_step: int | Literal["latest"] | Path | None = None
+    """Resume from this step's checkpoint; `latest` takes the newest whole one; a path, the checkpoint of another run:
+    its run directory or `checkpoints` (the newest one there) or one `step_<n>`."""
+    timeout_s: float = Field(3600, gt=0)
+    """Deadline of writing one checkpoint."""
+
+    @field_validator("staging_dir", "path", "resume_step")
+    @classmethod
+    def _from_here(cls, value: Any) -> Any:
+        return _absolute(value)
+
+    @field_validator("interval")
+    @classmethod
+    def _at_least_one(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"must be at least 1 step, or auto; got {value}")
+        return value
+
+    @field_validator("resume_step")
+    @classmethod
+    def _known_step(cls, value: int | str | Path | None) -> int | str | Path | None:
+        if isinstance(value, int) and value < 1:
+            if value == -1:
+                return "latest"
+            raise ValueError(f"must be a step, latest, or a path; got {value}")
+        return value
 
 
 class WandbConfig(Section):

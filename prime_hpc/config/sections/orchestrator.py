@@ -1,10 +1,11 @@
 """The orchestrator's section: environments, sampling, batching, staleness, evaluation, the client."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section
+from prime_hpc.config.sections.names import known_or_import
 
 
 class SamplingConfig(Section):
@@ -70,15 +71,85 @@ class ClientConfig(Section):
     """Deadline of one HTTP request."""
 
 
+class LengthPenaltyConfig(Section):
+    """Takes off a rollout's reward in proportion to its length, relative to the group's longest."""
+
+    output: float = Field(0.1, ge=0)
+    """Weight of the sampled tokens."""
+    input: float = Field(0.0, ge=0)
+    """Weight of the other tokens: prompts, tool results."""
+    turns: float = Field(0.0, ge=0)
+    """Weight of the model calls."""
+    by_success: bool = True
+    """Scale by the group's mean reward, so that only what already works is made short."""
+
+
+class RepetitionPenaltyConfig(Section):
+    """Takes off a rollout's reward in proportion to its repeated n-grams."""
+
+    ngram: int = Field(8, ge=1)
+    """Tokens of an n-gram."""
+    coef: float = Field(0.5, ge=0)
+    """What a rollout loses that repeats nothing but itself."""
+
+
+class SoftOverlongConfig(Section):
+    """DAPO's soft overlong punishment: reward falls evenly over the last `buffer` tokens before the limit."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    """Sampled tokens from which the whole `coef` is taken off; default `orchestrator.sampling.max_tokens`."""
+    buffer: int | None = Field(None, ge=1)
+    """Tokens before the limit over which it rises; default a fifth of the limit."""
+    coef: float = Field(1.0, ge=0)
+    """Taken off at the limit and beyond."""
+
+
+AdvantageName = Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "opo", "max_rl", "rae", "reinforce", "none"]
+_WITHOUT_GROUP = ("rae", "reinforce", "none")
+
+
 class AdvantageConfig(Section):
     """How rewards of a group become advantages."""
 
-    type: Literal["grpo", "grpo_no_std", "none"] = "grpo"
-    """`grpo`: (r - mean) / std over the group; `grpo_no_std`: r - mean; `none`: r itself."""
+    type: AdvantageName | str = "grpo"
+    """`grpo`: (r - mean) / std over the group; `dr_grpo` (`grpo_no_std`): r - mean; `rloo`: r - mean of the others;
+    `opo`: r - mean weighted by length; `max_rl`: (r - mean) / mean; `rae`: r - the environment's moving average;
+    `reinforce` (`none`): r itself; or your own as `module:function`."""
+    args: dict[str, Any] = {}
+    """Arguments of your own algorithm, by its names."""
     eps: float = Field(1e-6, gt=0)
-    """Added to the standard deviation."""
+    """`grpo`: added to the standard deviation."""
+    decay: float = Field(0.95, ge=0, lt=1)
+    """`rae`: what the moving average keeps of itself at each rollout."""
     zero: Literal["keep", "drop"] = "drop"
     """Whether groups whose advantages are all zero reach the trainer."""
+    overlong: Literal["keep", "mask", "drop", "penalize"] = "keep"
+    """Rollouts that a limit (tokens, turns) cut short: `mask` scores them but does not train on them; `drop` treats
+    them as failed; `penalize` takes `overlong_penalty` off their reward."""
+    overlong_penalty: float = Field(1.0, ge=0)
+    """`overlong = penalize`: taken off the reward."""
+    soft_overlong: SoftOverlongConfig | None = None
+    """Penalty near the token limit; off when absent."""
+    length: LengthPenaltyConfig | None = None
+    """Length penalty; off when absent."""
+    repetition: RepetitionPenaltyConfig | None = None
+    """Repetition penalty; off when absent."""
+
+    @property
+    def compares_rollouts(self) -> bool:
+        """Whether one rollout alone has no advantage (unknown, so False, of your own algorithm)."""
+        return self.type not in _WITHOUT_GROUP and ":" not in self.type
+
+    @field_validator("type")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        return known_or_import(name, get_args(AdvantageName), "an algorithm")
+
+    @model_validator(mode="after")
+    def _args_are_used(self) -> "AdvantageConfig":
+        if self.args and ":" not in self.type:
+            raise ValueError(f"args are for your own algorithm; {self.type} has keys of its own here")
+        return self
 
 
 class OrchestratorConfig(Section):
@@ -106,5 +177,7 @@ class OrchestratorConfig(Section):
     """End the run when more than this share of the last 200 episodes failed."""
     log_samples: int = Field(2, ge=0)
     """Sample rollouts written to the metrics at each step."""
+    keep_rollouts: int | None = Field(None, ge=1)
+    """Newest batches kept on disk; default: all, which `replay` and `export` need."""
     bench: bool = False
     """Run a few steps without a trainer, print a table, end."""

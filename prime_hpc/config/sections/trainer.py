@@ -1,25 +1,37 @@
 """The trainer's section: ranks, optimizer, schedule, objective, batch shape."""
 
-from typing import Literal
+from typing import Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section
+from prime_hpc.config.sections.names import known_or_import
 
 
 class OptimConfig(Section):
-    """AdamW and gradient clipping."""
+    """Optimizer and gradient clipping."""
 
+    type: Literal["adamw", "muon", "signsgd"] = "adamw"
+    """`muon`: matrices by Muon, embeddings, output head and vectors by AdamW; `signsgd`: the gradient's sign alone."""
     lr: float = Field(1e-6, ge=0)
-    """Peak learning rate; 0 is allowed (the log-probability self-test)."""
+    """Peak learning rate; 0 is allowed (the log-probability self-test). `muon` takes AdamW's rates."""
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Adam's exponential decay rates."""
     eps: float = Field(1e-8, gt=0)
     """Adam's denominator term."""
+    momentum: float | None = Field(None, ge=0, lt=1)
+    """Momentum of `muon` (default 0.95) and of `signsgd` (default 0: no optimizer state)."""
     max_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 measures without clipping."""
+
+    @field_validator("betas")
+    @classmethod
+    def _below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"both must lie in [0, 1), got {list(betas)}")
+        return betas
 
 
 class SchedulerConfig(Section):
@@ -35,15 +47,94 @@ class SchedulerConfig(Section):
     """Final learning rate as a share of the peak."""
 
 
+class KLConfig(Section):
+    """A penalty on the distance to another policy, beside the objective."""
+
+    target: Literal["reference", "behaviour"] = "reference"
+    """`reference`: a frozen model that the trainer holds as well; `behaviour`: the policy that sampled the tokens."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per token, d = log pi - log target: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (GRPO's)."""
+    coef: float = Field(1e-3, ge=0)
+    """Weight of the penalty; 0 only measures it."""
+    model: str | None = None
+    """The reference: a directory or hub name; default: the model that training began with."""
+
+
+class CorrectionConfig(Section):
+    """Importance correction of the trainer's policy against the engine's, decoupled from the objective's own ratio."""
+
+    type: Literal["truncate", "mask"] = "truncate"
+    """Ratio c = pi/mu: `truncate` weighs by min(c, high) (TIS); `mask` by c inside [low, high], by 0 outside (MIS)."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Ratio of a token, of its whole sequence (the product), or the sequence's geometric mean."""
+    low: float = Field(0.5, ge=0)
+    """`mask`: smallest ratio kept."""
+    high: float = Field(2.0, gt=0)
+    """Largest ratio kept (`mask`) or used (`truncate`)."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "CorrectionConfig":
+        if self.type == "mask" and self.low >= self.high:
+            raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g}), or every token is masked")
+        return self
+
+
+class MismatchConfig(Section):
+    """Alarm on the distance between the trainer's and the engine's log-probabilities (the metric `kl`)."""
+
+    warn: float | None = Field(0.1, gt=0)
+    """Warn when the mean KL per token in nats exceeds this; null: never."""
+    stop: float | None = Field(None, gt=0)
+    """Stop the run, before the update, when it exceeds this."""
+
+
+ObjectiveName = Literal["aipo", "reinforce", "ppo_clip", "grpo", "dr_grpo", "gspo", "cispo", "dppo", "ipo"]
+_CLIPPED = ("ppo_clip", "grpo", "dr_grpo")
+_MASKED = ("dppo", "ipo")
+
+
 class LossConfig(Section):
     """The RL objective."""
 
-    type: Literal["aipo"] = "aipo"
-    """Token-level AIPO (LlamaRL, arXiv 2505.24034): importance ratio clipped from above."""
+    type: ObjectiveName | str = "aipo"
+    """Objective by name (`prime_hpc/trainer/objectives`, one file each), or your own as `module:function`."""
     delta: float = Field(8.0, gt=0)
-    """Upper clip of the importance ratio pi/mu."""
-    normalize: Literal["token", "sequence"] = "token"
-    """Divide the summed loss by the batch's trained tokens, or give each sequence equal weight."""
+    """`aipo`: upper clip of the importance ratio pi/mu."""
+    clip_low: float | None = Field(None, ge=0)
+    """How far below 1 the ratio may fall; default 0.2, `gspo` 3e-4, `cispo` 1 (no lower clip). `dppo` and `ipo`: how
+    far the token's probability may fall; default 0.2 and 0.1 (`dppo` with `divergence = kl`: 0.05)."""
+    clip_high: float | None = Field(None, ge=0)
+    """The same above 1; default 0.2, `gspo` 4e-4, `cispo` 4; `dppo` and `ipo` as `clip_low`."""
+    dual_clip: float | None = Field(None, gt=1)
+    """`ppo_clip`, `grpo`, `dr_grpo`: bound of the ratio where the advantage is negative (dual-clip PPO); off."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """`dppo`: the trust region's measure, binary total variation or binary KL."""
+    normalize: Literal["auto", "token", "sequence", "batch"] = "auto"
+    """What a token's loss is divided by: all trained tokens of the batch; its sequence's, then the number of
+    sequences; or a constant, sequences x `batch_tokens`. `auto`: as the objective's paper has it."""
+    batch_tokens: int | None = Field(None, ge=1)
+    """`normalize = batch`: the constant number of tokens of a sequence; default `seq_len`."""
+    kl: KLConfig | None = None
+    """KL penalty; off when absent."""
+    correction: CorrectionConfig | None = None
+    """Importance correction; off when absent: the objectives' own ratio is to the engine's log-probabilities."""
+    mismatch: MismatchConfig = MismatchConfig()
+    """Alarm on the mismatch to the engine."""
+
+    @field_validator("type")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        return known_or_import(name, get_args(ObjectiveName), "an objective")
+
+    @model_validator(mode="after")
+    def _fits(self) -> "LossConfig":
+        if self.correction is not None and self.type in _MASKED:
+            raise ValueError(f"trainer.loss.type = {self.type} masks by the mismatch itself: leave correction out")
+        if self.dual_clip is not None and self.type not in _CLIPPED:
+            raise ValueError(f"dual_clip is of {', '.join(_CLIPPED)} only, not of trainer.loss.type = {self.type}")
+        if (self.clip_low or 0) > 1:
+            raise ValueError(f"clip_low ({self.clip_low:g}) cannot exceed 1: ratios and probabilities end at 0")
+        return self
 
 
 class FakeDataConfig(Section):

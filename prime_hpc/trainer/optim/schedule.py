@@ -1,14 +1,13 @@
-"""AdamW and the learning-rate schedules. The rate is a pure function of the step: nothing of it needs saving.
+"""Learning-rate schedules. The rate is a pure function of the step: nothing of it needs saving.
 
 Called by `engine.py`.
 """
 
 import math
-from collections.abc import Iterable
 
 import torch
 
-from prime_hpc.config.sections.trainer import OptimConfig, SchedulerConfig
+from prime_hpc.config.sections.trainer import SchedulerConfig
 
 
 def learning_rate_factor(config: SchedulerConfig, step: int, max_steps: int) -> float:
@@ -44,17 +43,6 @@ def learning_rate_factor(config: SchedulerConfig, step: int, max_steps: int) -> 
     done = min((step - start) / decay, 1.0) if decay else 1.0
     shape = 0.5 * (1 + math.cos(math.pi * done)) if config.type == "cosine" else 1.0 - done
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
-
-
-def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW (fused) over the trainable parameters; matrices decay, vectors (norms, biases) do not."""
-    trainable = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

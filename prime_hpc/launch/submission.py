@@ -1,0 +1,291 @@
+"""`submit`: one experiment as one job, through Slurm where there is one, else on this machine. Called by the verbs."""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+from prime_hpc.config.site import cluster_name
+from prime_hpc.launch.slurm import (
+    ASK_TIMEOUT_S,
+    Draft,
+    draft,
+    queue_successor,
+    send,
+    settle,
+)
+from prime_hpc.observe.slurm import ENDED, JobInfo, SlurmError, jobs, run_slurm
+
+FOLLOW_POLL_S = 1.0
+ASK_EVERY_S = 5.0
+_NEVER = (
+    *("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints"),
+    *("AccountNotAllowed", "QOSNotAllowed", "InvalidAccount", "InvalidQOS"),
+)
+"""Reasons of waiting jobs that time does not mend."""
+_LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay", "squashfs")
+
+
+def submit(loaded: Loaded, *, follow: bool | None = None, dry_run: bool = False, as_json: bool = False) -> int:
+    """Start an experiment as a job.
+
+    Args:
+        loaded: the experiment.
+        follow: show the job's log until it ends; None: only for a job on this machine.
+        dry_run: say what would be submitted; nothing is written and Slurm is not asked.
+        as_json: print the submit record as JSON.
+
+    Returns:
+        exit code: 0 submitted (followed: of the run), 130 interrupted while following.
+
+    Raises:
+        ConfigError: the experiment is wrong, or its run directory is in use.
+        SlurmRefused: Slurm refuses the job or cannot be reached.
+    """
+    if not uses_slurm(loaded.experiment):
+        from prime_hpc.launch.local import submit_local
+
+        return submit_local(loaded, follow=follow, dry_run=dry_run, as_json=as_json)
+    made = draft(loaded, as_rendered=dry_run)
+    _refuse(loaded, made, quiet=dry_run)  # the plan lists what lint warns of
+    if dry_run:
+        return _show(made, as_json)
+    from prime_hpc.launch.checks import check
+
+    check(loaded)
+    run_dir, job, adopted = _queue(loaded, made)
+    return _after(run_dir, job, made, adopted=adopted, follow=bool(follow), as_json=as_json)
+
+
+def uses_slurm(experiment: Experiment, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether `submit` goes through Slurm: as `launch` says, or (`auto`) where an sbatch belongs to a cluster."""
+    if experiment.launch != "auto":
+        return experiment.launch == "slurm"
+    if shutil.which("sbatch", path=environ.get("PATH")) is None:
+        return False
+    if cluster_name(environ) is not None or Path("/run/slurm/conf/slurm.conf").exists():
+        return True
+    try:  # no slurm.conf that can be read: the commands may find one by DNS, or be installed for nothing
+        run_slurm(["sinfo", "-h", "-o", "%R"], ASK_TIMEOUT_S)
+    except SlurmError as error:
+        if "configuration source" not in error.stderr:
+            return True
+        print("note: there is an sbatch, but no slurm.conf is in force: starting on this machine", file=sys.stderr)
+        return False
+    return True
+
+
+def _refuse(loaded: Loaded, made: Draft, *, quiet: bool) -> None:
+    """Raise for what lint calls an error; print what it warns of, unless quiet."""
+    from prime_hpc.launch.lint import lint
+
+    findings = lint(made.experiment, made.site)
+    for finding in findings:
+        if finding.severity == "warning" and not quiet:
+            print(f"warning: {finding.code} {finding.key or ''}: {finding.message}; {finding.remedy}", file=sys.stderr)
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        raise ConfigError(
+            Problem(f"{f.message}; {f.remedy} ({f.code})", f.key, loaded.provenance.get(f.key or "")) for f in errors
+        )
+    run_dir, scratch = made.experiment.run_dir.resolve(), made.site.scratch
+    if not (scratch is not None and run_dir.is_relative_to(scratch)) and not any(f.code == "PH313" for f in findings):
+        warning = unseen_by_others(run_dir, made.placement.num_nodes)
+        if warning:
+            print(f"warning: output_dir: {warning}", file=sys.stderr)
+
+
+def unseen_by_others(run_dir: Path, num_nodes: int, mounts: Path = Path("/proc/mounts")) -> str | None:
+    """What speaks for a run directory that other nodes do not see, by its file system's type; None: nothing does."""
+    if num_nodes < 2:
+        return None
+    best, kind = "", ""
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields = line.split()
+        point = fields[1].replace("\\040", " ") if len(fields) > 2 else "-"
+        if run_dir.is_relative_to(point) and len(point) >= len(best):
+            best, kind = point, fields[2]
+    if kind not in _LOCAL_FILE_SYSTEMS:
+        return None
+    return f"{run_dir} is on {best} ({kind}), a file system of this host alone, and the job has {num_nodes} nodes"
+
+
+def _show(made: Draft, as_json: bool) -> int:
+    from prime_hpc.launch.plan_slurm import slurm_plan, slurm_plan_text
+
+    plan = slurm_plan(made.experiment, made.site)
+    if as_json:
+        print(json.dumps({"dry_run": True, "plan": plan, "script": made.text}, indent=2, default=str))
+    else:
+        print(slurm_plan_text(made.experiment, plan))
+        print(made.text, end="")
+    return 0
+
+
+def _queue(loaded: Loaded, made: Draft) -> tuple[Path, str, bool]:
+    """Make the run directory and send the job; returns the directory, the job id, whether it was there already."""
+    from prime_hpc.config.site import write_site
+    from prime_hpc.config.snapshot import LOCK_JSON
+    from prime_hpc.launch.prepare import claim_directory, write
+    from prime_hpc.launch.records import submitting
+    from prime_hpc.launch.runs import read_json
+
+    run_dir = made.experiment.run_dir.resolve()
+    is_new = not run_dir.exists()
+    with submitting(run_dir):
+        found = None if is_new else settle(run_dir)
+        if found is not None:
+            return run_dir, found.job_id, True
+        claim_directory(made.experiment, run_dir)
+        write(loaded, run_dir)
+        write_site(made.site, run_dir)
+        _warn_of_variables()
+        job_id = send(
+            run_dir,
+            made.text,
+            token=made.token,
+            layout=made.placement.layout,
+            command=(read_json(run_dir / LOCK_JSON) or {}).get("command") or sys.argv,  # without secrets
+            is_private=made.experiment.inference is not None and made.experiment.inference.api_key is not None,
+        )
+        if made.how == "successor":
+            try:
+                queue_successor(run_dir, job_id, is_first=True)
+            except SlurmError as error:
+                print(f"warning: no successor could be queued ({error}); the job tries it itself", file=sys.stderr)
+    return run_dir, job_id, False
+
+
+def _warn_of_variables() -> None:
+    """sbatch's own input variables would change the job behind the config's back; ours does not see them."""
+    named = sorted(name for name in os.environ if name.startswith("SBATCH_"))
+    if named and "SLURM_JOB_ID" not in os.environ:
+        print(
+            f"warning: {', '.join(named)} of the environment does not count here; state it in the config (slurm.*) or "
+            "in the site profile",
+            file=sys.stderr,
+        )
+
+
+def _after(run_dir: Path, job_id: str, made: Draft, *, adopted: bool, follow: bool, as_json: bool) -> int:
+    """Say what was submitted, and follow it if asked to."""
+    trouble, info = "", None
+    try:
+        info = jobs([job_id], ASK_TIMEOUT_S).get(job_id)
+    except SlurmError as error:
+        trouble = str(error)
+    log = run_dir / "logs" / f"slurm-{job_id}.out"
+    if as_json:
+        print(json.dumps(describe(run_dir, log, info, adopted=adopted), indent=2, ensure_ascii=False))
+    else:
+        verb = "the earlier submit had reached Slurm, its answer was lost: found" if adopted else "submitted as"
+        print(f"{verb} job {job_id} ({made.placement.layout}, {_nodes(made.placement.num_nodes)}): {_state(info)}")
+        if adopted:
+            print("nothing new was sent; the job runs the experiment as it was then")
+        print(f"run directory {run_dir}; log {log}")
+        name = shlex.quote(str(made.experiment.run_dir))
+        print(f"follow it with `prime-hpc logs -f {name}`, look at it with `prime-hpc status {name}`", flush=True)
+    if trouble:
+        print(f"warning: its state is not known: {trouble}", file=sys.stderr)
+    if info is not None and info.reason in _NEVER:
+        print(
+            f"warning: Slurm took the job, but cannot start it as it is ({info.reason}): it asks for more than its "
+            f"partition has or allows. End it with `prime-hpc cancel {shlex.quote(str(run_dir))}` and ask for less",
+            file=sys.stderr,
+        )
+    return follow_job(job_id, log) if follow else 0
+
+
+def describe(run_dir: Path, log: Path, info: JobInfo | None, *, adopted: bool) -> dict[str, Any]:
+    """The submit record with what Slurm says, for JSON."""
+    from prime_hpc.launch.records import read_record
+
+    return {
+        **(read_record(run_dir) or {}),
+        "run_dir": str(run_dir),
+        "log": str(log),
+        "adopted": adopted,
+        "slurm_state": info.state if info else None,
+        "reason": (info.reason or None) if info else None,
+        "start_estimate": info.start if info and info.is_pending else None,
+    }
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node" + ("s" if count != 1 else "")
+
+
+def _state(info: JobInfo | None) -> str:
+    if info is None:
+        return "state not known"
+    if not info.is_pending:
+        return f"{info.state} on {info.nodes}" if info.nodes else info.state
+    reason = f" ({info.reason})" if info.reason else ""
+    when = ""
+    if info.start is not None:
+        when = f"; Slurm expects it to start at {time.strftime('%Y-%m-%d %H:%M', time.localtime(info.start))}"
+    return f"{info.state}{reason}{when}"
+
+
+def follow_job(job_id: str, log: Path) -> int:
+    """Copy a Slurm job's log to the terminal until the job has ended; Ctrl-C ends the showing, not the job.
+
+    Returns:
+        0: it is COMPLETED; 1: it ended otherwise; 130: interrupted.
+    """
+    offset, said, state = 0, "", ""
+    asked = float("-inf")
+    try:
+        while True:
+            if time.monotonic() - asked >= ASK_EVERY_S:
+                asked = time.monotonic()
+                info = _look(job_id, log.parent.parent)
+                state = info.state if info else state or "PENDING"
+                now = _state(info) if info else said
+                if info is not None and info.is_pending and now != said:
+                    print(now, flush=True)
+                said = now
+                over = info is not None and not info.is_active
+            offset = _copy(log, offset)
+            if over:
+                print(f"job {job_id} has ended: {state}", flush=True)
+                return 0 if state == "COMPLETED" else 1
+            time.sleep(FOLLOW_POLL_S)
+    except KeyboardInterrupt:
+        print(f"\nno longer followed; job {job_id} goes on (`prime-hpc cancel` ends it)", flush=True)
+        return 130
+
+
+def _look(job_id: str, run_dir: Path) -> JobInfo | None:
+    """The job; one that the controller has forgotten has ended. None: Slurm does not answer now."""
+    try:
+        found = jobs([job_id], ASK_TIMEOUT_S).get(job_id)
+    except SlurmError:
+        return None  # the log is still worth showing; asked again soon
+    if found is None:
+        from prime_hpc.launch.executors import state_of_forgotten
+
+        ended = state_of_forgotten(job_id, run_dir)
+        return JobInfo(job_id, ended if ended in ENDED else "REVOKED")
+    return found
+
+
+def _copy(log: Path, offset: int) -> int:
+    if not log.exists():
+        return offset
+    with log.open("rb") as file:
+        file.seek(offset)
+        data = file.read()
+    sys.stdout.buffer.write(data)
+    sys.stdout.flush()
+    return offset + len(data)

@@ -1,0 +1,111 @@
+"""Run directories of points: checked, then written as `submit` writes those of single runs, thousands in seconds.
+
+Called by `submit`. What the snapshots share (packages, git state, unchanged sections) is made once.
+"""
+
+import dataclasses
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from prime_hpc.config import ConfigError, Experiment, Loaded, write_snapshot
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.site import SITE_FILE, write_site
+from prime_hpc.config.snapshot import Shared, share
+from prime_hpc.launch.checks import check
+from prime_hpc.launch.sweep.resolve import Point
+from prime_hpc.launch.sweep.state import PointRow, Sweep
+
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """A point that is to run."""
+
+    row: PointRow
+    experiment: Experiment
+    """As it goes into the run directory."""
+    loaded: Loaded
+
+
+def jobs_of(sweep: Sweep, pairs: Sequence[tuple[PointRow, Point]], wanted: set[int]) -> list[Job]:
+    """The wanted points that are valid, by index, with the experiments that their run directories get.
+
+    Args:
+        sweep: whose directory they are in.
+        pairs: of `merge_points`.
+        wanted: indices.
+    """
+    jobs = []
+    for row, point in sorted(pairs, key=lambda pair: pair[0].index):
+        if row.index in wanted and point.loaded is not None:
+            changes = {"name": row.name, "output_dir": sweep.dir}
+            experiment = point.loaded.experiment.model_copy(update=changes)
+            jobs.append(Job(row, experiment, dataclasses.replace(point.loaded, experiment=experiment)))
+    return jobs
+
+
+def refuse_bad(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, touch: bool) -> tuple[list[Job], list[str]]:
+    """Take out the points that could not run; the reason goes into the sweep's rows.
+
+    Args:
+        sweep: its rows are changed, not written.
+        jobs: candidates.
+        site: the cluster's profile.
+        touch: also try whether the output directory can be written (makes it).
+
+    Returns:
+        the good ones, and lint's warnings about them, each once.
+    """
+    from prime_hpc.launch.lint import lint
+
+    good: list[Job] = []
+    warnings: Counter[str] = Counter()
+    for job in jobs:
+        findings = lint(job.experiment, site)
+        reasons = _reasons(job.loaded) if touch else []
+        reasons += [f"{f.key}: {f.message}; {f.remedy} ({f.code})" for f in findings if f.severity == "error"]
+        if reasons:
+            sweep.rows[job.row.index] = dataclasses.replace(job.row, reason="; ".join(dict.fromkeys(reasons)))
+            continue
+        good.append(job)
+        warnings.update(f"{f.code} {f.key}: {f.message}; {f.remedy}" for f in findings if f.severity == "warning")
+    told = [text if count == len(good) else f"{text} (of {count} of them)" for text, count in warnings.items()]
+    return good, told
+
+
+def _reasons(loaded: Loaded) -> list[str]:
+    try:
+        check(loaded)
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+def write_run_dirs(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig) -> None:
+    """Write `run.yaml`, `lock.json`, `configs/` and `site.yaml` of every point.
+
+    Raises:
+        ConfigError: the disk is full or not writable.
+    """
+    if not jobs:
+        return
+    shared = share(sys.argv)
+    try:
+        write_site(site, sweep.dir)
+        _write(sweep, jobs[0], shared)  # alone: it fills what is shared
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(lambda job: _write(sweep, job, shared), jobs[1:]))
+    except OSError as error:
+        raise ConfigError(f"{sweep.dir} cannot be written: {error.strerror} ({error.filename})") from error
+
+
+def _write(sweep: Sweep, job: Job, shared: Shared) -> None:
+    run_dir = sweep.run_dir(job.row)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(sweep.dir / SITE_FILE, run_dir / SITE_FILE)
+    write_snapshot(job.experiment, run_dir, [], shared)

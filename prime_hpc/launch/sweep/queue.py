@@ -1,0 +1,394 @@
+"""Points into Slurm's queue, exactly once: packed ones as arrays with a throttle, het ones as jobs in lanes.
+
+Called by `submit`. Slurm refuses arrays of het jobs, so a lane is a chain of jobs of which each waits for the one
+before it (`afterany`; not `singleton`, which would make a het job wait for its own components).
+"""
+
+import re
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from prime_hpc.config import Experiment, Problem
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.site import cluster_name
+from prime_hpc.launch.command import interpreter
+from prime_hpc.launch.executors import SCRIPT, PackedSlurmExecutor
+from prime_hpc.launch.records import open_record, read_record, submission_environment, write_record
+from prime_hpc.launch.refusals import SlurmRefused, refusal
+from prime_hpc.launch.render import ArrayPart, escape_pattern, index_ranges, render_job, survive_how
+from prime_hpc.launch.slurm import ASK_TIMEOUT_S, SETTLE_S, send
+from prime_hpc.launch.sweep.prepare import Job
+from prime_hpc.launch.sweep.progress import View
+from prime_hpc.launch.sweep.state import SubmitRow, Sweep, new_submit, write_text
+from prime_hpc.observe.slurm import JobInfo, SlurmError, find_by_token, find_in_history, run_slurm
+from prime_hpc.supervisor.placement import Placement, place_slurm
+
+MAX_ARRAY = 1000
+"""Tasks of an array where Slurm's MaxArraySize is not known (its default is 1001)."""
+_MAX_RANGES = 6000  # characters of --array: sbatch reads at most about 8,000
+_SAME_REFUSALS = 3
+"""After so many refusals one after another the rest is not tried."""
+_SETTLE_POLL_S = 2.0
+_THREADS = 4
+
+
+@dataclass
+class Part:
+    """One array, or one job of a lane."""
+
+    jobs: list[Job]
+    placement: Placement
+    experiment: Experiment
+    """What is rendered."""
+    first: int = 0
+    """Array: index of the point that task 0 would run."""
+    throttle: int | None = None
+    lane: int | None = None
+    """Lane of a job; None: an array."""
+    after: list[str] = field(default_factory=list)
+    """Jobs that must end first; parts before this one are added when they are sent."""
+    after_part: int | None = None
+    """Number of the part that must end first."""
+
+    @property
+    def is_array(self) -> bool:
+        """An array rather than a lane's job."""
+        return self.lane is None
+
+    @property
+    def ids(self) -> list[int]:
+        """Array ids."""
+        return [job.row.index - self.first for job in self.jobs]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON and people."""
+        return {
+            "kind": "array" if self.is_array else "job",
+            "layout": self.placement.layout,
+            "points": [job.row.index for job in self.jobs],
+            "names": [job.row.name for job in self.jobs],
+            "array": index_ranges(self.ids) if self.is_array else None,
+            "throttle": self.throttle,
+            "lane": self.lane,
+            "after": self.after,
+            "after_part": self.after_part,
+        }
+
+
+def plan_parts(
+    sweep: Sweep,
+    jobs: Sequence[Job],
+    views: Sequence[View],
+    site: SiteConfig,
+    *,
+    throttle: int | None,
+    lanes: int | None,
+) -> list[Part]:
+    """Which arrays and jobs to send. Points whose jobs would look alike share an array.
+
+    A throttle holds over the whole sweep: arrays of it wait for each other, and for those of an earlier submit.
+
+    Args:
+        sweep: the sweep.
+        jobs: valid points that are to run.
+        views: all points, for what is under way.
+        site: the cluster's profile.
+        throttle: packed points that run at once; None: no limit.
+        lanes: het points that run at once; None: the throttle; if there is none, no limit.
+
+    Raises:
+        ConfigError: a point cannot be placed.
+    """
+    groups: dict[tuple[str, str], list[Job]] = defaultdict(list)
+    placements: dict[tuple[str, str], Placement] = {}
+    for job in jobs:
+        placement = place_slurm(job.experiment, site)
+        key = (repr(placement), job.experiment.slurm.model_dump_json())
+        groups[key].append(job)
+        placements[key] = placement
+    size = max_array_size() if any(p.layout == "packed" for p in placements.values()) else MAX_ARRAY
+    parts: list[Part] = []
+    lane_jobs: list[tuple[Job, Placement]] = []
+    for key, members in groups.items():
+        if placements[key].layout == "packed":
+            parts += _arrays(sweep, members, placements[key], size, throttle)
+        else:
+            lane_jobs += [(job, placements[key]) for job in members]
+    live = _live_jobs(sweep, views)
+    if throttle is not None:
+        for number, part in enumerate(parts):
+            part.after = sorted({s.job_id for s in live if s.kind == "array" and s.job_id}) if number == 0 else []
+            part.after_part = number - 1 if number else None
+    return parts + _lanes(lane_jobs, live, lanes or throttle, len(parts))
+
+
+def max_array_size() -> int:
+    """Tasks that an array may have here, ids from 0; `MAX_ARRAY` where Slurm does not say."""
+    try:
+        text = run_slurm(["scontrol", "show", "config"], ASK_TIMEOUT_S)
+    except SlurmError:
+        return MAX_ARRAY
+    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", text, re.MULTILINE)
+    return int(match[1]) if match and int(match[1]) > 1 else MAX_ARRAY
+
+
+def _arrays(sweep: Sweep, jobs: Sequence[Job], placement: Placement, size: int, throttle: int | None) -> list[Part]:
+    """Alike points as few arrays: an array id is below `size`, and the ids' list is not too long for sbatch."""
+    changes = {"name": sweep.dir.name, "output_dir": sweep.dir.parent}
+    experiment = jobs[0].experiment.model_copy(update=changes)
+    blocks: dict[int, list[Job]] = defaultdict(list)
+    for job in sorted(jobs, key=lambda job: job.row.index):
+        blocks[job.row.index // size * size].append(job)
+    parts = []
+    for first, members in blocks.items():
+        while members:
+            count = len(members)
+            while len(index_ranges([job.row.index - first for job in members[:count]])) > _MAX_RANGES:
+                count //= 2
+            parts.append(Part(members[:count], placement, experiment, first, throttle))
+            members = members[count:]
+    return parts
+
+
+def _live_jobs(sweep: Sweep, views: Sequence[View]) -> list[SubmitRow]:
+    """Submits of which a point is still under way."""
+    last = sweep.last_submits()
+    found = {
+        last[view.row.index].token: last[view.row.index]
+        for view in views
+        if view.is_under_way and view.row.index in last
+    }
+    return [row for row in found.values() if row.job_id is not None and row.kind != "local"]
+
+
+def _lanes(
+    jobs: Sequence[tuple[Job, Placement]], live: Sequence[SubmitRow], lanes: int | None, before: int
+) -> list[Part]:
+    """Jobs dealt to the lanes, each behind the last of its lane; what an earlier submit left there counts.
+
+    Args:
+        jobs: with their placements.
+        live: submits under way.
+        lanes: how many; None: every job has its own.
+        before: parts that are sent before these.
+    """
+    count = lanes or len(jobs) + len(live)
+    queued: Counter[int] = Counter(dict.fromkeys(range(count), 0))
+    tails: dict[int, str] = {}
+    for row in sorted((row for row in live if row.lane is not None), key=lambda row: row.time):
+        lane = (row.lane or 0) % count
+        queued[lane] += 1
+        tails[lane] = str(row.job_id)
+    parts: list[Part] = []
+    last: dict[int, int] = {}
+    for job, placement in sorted(jobs, key=lambda pair: pair[0].row.index):
+        # of two lanes as long as each other that whose last job was sent earlier
+        lane = min(range(count), key=lambda lane: (queued[lane], last.get(lane, -1), lane))
+        part = Part([job], placement, job.experiment, lane=lane)
+        if lane in last:
+            part.after_part = last[lane]
+        elif lane in tails:
+            part.after = [tails[lane]]
+        queued[lane] += 1
+        last[lane] = before + len(parts)
+        parts.append(part)
+    return parts
+
+
+def send_parts(sweep: Sweep, parts: Sequence[Part], site: SiteConfig) -> list[dict[str, Any]]:
+    """Submit them in order; what is sent is on disk before sbatch is called. A refused part does not stop the others.
+
+    Returns:
+        the parts as JSON, with their job ids; those that Slurm refused have an `error`.
+
+    Raises:
+        SlurmRefused: Slurm cannot be reached or did not answer; parts before stay sent, later ones are not.
+    """
+    sent: list[str | None] = []
+    told: list[dict[str, Any]] = []
+    refusals: list[str] = []
+    for part in parts:
+        if len(refusals) >= _SAME_REFUSALS:
+            sent.append(None)
+            told.append(part.as_dict() | {"job_id": None, "error": "not tried: the ones before it were all refused"})
+            continue
+        if (before := _before(parts, part, sent)) is not None:
+            part.after = [before]
+        job_id, error = _send(sweep, part, site)
+        sent.append(job_id)
+        refusals = [*refusals, error] if error is not None else []
+        told.append(part.as_dict() | {"job_id": job_id, "error": error})
+    return told
+
+
+def _before(parts: Sequence[Part], part: Part, sent: Sequence[str | None]) -> str | None:
+    """The job that a part must wait for, those that were refused left out."""
+    number = part.after_part
+    while number is not None and sent[number] is None:
+        part.after = part.after or parts[number].after
+        number = parts[number].after_part
+    return sent[number] if number is not None else None
+
+
+def _send(sweep: Sweep, part: Part, site: SiteConfig) -> tuple[str | None, str | None]:
+    """Submit one part: its job id, or why Slurm refused it. Raises SlurmRefused where it cannot be known."""
+    experiment = _depending(part.experiment, part.after)
+    placement = place_slurm(experiment, site)
+    indices = [job.row.index for job in part.jobs]
+    submit = new_submit("array" if part.is_array else "job", indices, first=part.first, lane=part.lane)
+    text = render_job(
+        placement,
+        experiment,
+        site,
+        python=interpreter(),
+        command_tail=[],
+        token=submit.token,
+        array=_array_part(sweep, part) if part.is_array else None,
+    )
+    if part.is_array:
+        _keep_successors(sweep, part, site)
+    sweep.record(submit)
+    run_dir = sweep.run_dir(part.jobs[0].row)
+    try:
+        if part.is_array:
+            job_id = _send_array(sweep, part, text, submit.token)
+        else:
+            job_id = send(run_dir, text, token=submit.token, layout=placement.layout, command=sys.argv)
+    except SlurmRefused as error:
+        was_refused = (
+            isinstance(error, _Refused) if part.is_array else (read_record(run_dir) or {}).get("state") == "failed"
+        )
+        if not was_refused:
+            raise  # perhaps it is there all the same: the next submit looks for its token
+        sweep.update(submit, state="failed", error=str(error))
+        return None, str(error)
+    submit = sweep.update(submit, state="sent", job_id=job_id)
+    if part.is_array:
+        _write_point_records(sweep, submit)
+    return job_id, None
+
+
+class _Refused(SlurmRefused):
+    """Slurm said no, or there is none: nothing was queued."""
+
+
+def _send_array(sweep: Sweep, part: Part, text: str, token: str) -> str:
+    executor = PackedSlurmExecutor(sweep.dir, text, environment=submission_environment(sweep.dir, token))
+    points = {job.row.index - part.first: sweep.run_dir(job.row) for job in part.jobs}
+    try:
+        return executor.submit_points(points)[0].job_id.partition("_")[0]
+    except SlurmError as error:
+        if error.is_missing or (error.code not in (None, 0) and not error.is_unreachable):
+            raise _Refused(refusal(error, "packed").problems) from error
+        try:
+            found = find_by_token(token, ASK_TIMEOUT_S)
+        except SlurmError:
+            found = []
+        if found:
+            print(f"note: sbatch's answer was lost ({error.stderr}), but the array is there", file=sys.stderr)
+            return _array_id(found)
+        raise SlurmRefused(
+            Problem(
+                f"{error}. Whether the array was queued is not known: give the same command again, it looks for the "
+                "array first and never makes a second one",
+                "launch",
+            )
+        ) from error
+
+
+def _array_part(sweep: Sweep, part: Part) -> ArrayPart:
+    pattern = f"{escape_pattern(str(sweep.dir / 'logs'))}/slurm-%A_%a.out"
+    return ArrayPart(sweep.array_of(part.first), part.ids, part.throttle, pattern)
+
+
+def _array_id(found: Sequence[JobInfo]) -> str:
+    return found[0].job_id.partition("_")[0]
+
+
+def _depending(experiment: Experiment, after: Sequence[str]) -> Experiment:
+    """The experiment whose job waits until these have ended, however they do."""
+    if not after:
+        return experiment
+    own = [experiment.slurm.dependency] if experiment.slurm.dependency else []
+    slurm = experiment.slurm.model_copy(update={"dependency": ",".join([*own, f"afterany:{':'.join(after)}"])})
+    return experiment.model_copy(update={"slurm": slurm})
+
+
+def _keep_successors(sweep: Sweep, part: Part, site: SiteConfig) -> None:
+    """Where a point comes back as a job of its own, keep that job's script in its run directory."""
+    partition = str(part.placement.components[0].options.get("partition", ""))
+    if survive_how(part.experiment, site, partition) != "successor":
+        return
+    for job in part.jobs:
+        text = render_job(part.placement, job.experiment, site, python=interpreter(), command_tail=[])
+        write_text(sweep.run_dir(job.row) / SCRIPT, text)
+
+
+def _write_point_records(sweep: Sweep, submit: SubmitRow) -> None:
+    """Tell each point of an array which task it is, where `status`, `logs` and `cancel` look for it."""
+    cluster = cluster_name()
+    rows = {row.index: row for row in sweep.rows}
+
+    def write(index: int) -> None:
+        run_dir = sweep.run_dir(rows[index])
+        open_record(
+            run_dir,
+            token=submit.token,
+            state="sent",
+            command=sys.argv,
+            layout="packed",
+            cluster=cluster,
+            job_id=f"{submit.job_id}_{index - submit.first}",
+            array=str(sweep.dir),
+        )
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(write, submit.points))
+
+
+def settle(sweep: Sweep) -> None:
+    """Find out what became of submits that were cut off before sbatch's answer was written down.
+
+    Raises:
+        SlurmRefused: Slurm cannot be asked; nothing was changed.
+    """
+    for submit in [row for row in sweep.submits if row.state == "sending"]:
+        if submit.kind in ("array", "job"):
+            job_id = _find(sweep, submit)
+            if job_id is None:
+                sweep.update(submit, state="failed", error="the submit was cut off, and its job never reached Slurm")
+                continue
+            submit = sweep.update(submit, state="sent", job_id=job_id)
+            if submit.kind == "array":
+                _write_point_records(sweep, submit)
+            else:
+                write_record(sweep.run_dir(sweep.rows[submit.points[0]]), state="sent", job_id=job_id)
+        else:
+            sweep.update(submit, state="sent")
+
+
+def _find(sweep: Sweep, submit: SubmitRow) -> str | None:
+    """The job of a submit without an answer; waits as long as one may still be on its way."""
+    try:
+        found = find_by_token(submit.token, ASK_TIMEOUT_S)
+        while not found and (wait_s := submit.time + SETTLE_S - time.time()) > 0:
+            print(f"note: an earlier submit was cut off; looking for its job for {wait_s:.0f} s more", file=sys.stderr)
+            time.sleep(min(_SETTLE_POLL_S, wait_s))
+            found = find_by_token(submit.token, ASK_TIMEOUT_S)
+    except SlurmError as error:
+        raise SlurmRefused(
+            Problem(
+                f"{sweep.dir}: an earlier submit was cut off, and whether its job reached Slurm cannot be asked; "
+                f"nothing was changed. {error}",
+                "launch",
+            )
+        ) from error
+    if found:
+        return _array_id(found)
+    ended = find_in_history(submit.token, submit.time - 60, ASK_TIMEOUT_S)
+    return ended[0].job_id.partition("_")[0].partition("+")[0] if ended else None

@@ -1,0 +1,211 @@
+"""The results of a sweep: one metric of every point, best first. Called by the `sweep` verb; `plot` draws them."""
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.launch.sweep.progress import View
+from prime_hpc.launch.sweep.spec import SweepFile
+from prime_hpc.launch.sweep.state import Sweep
+
+_FILES = ("orchestrator", "trainer")
+"""Metrics files, in the order in which a metric is looked for."""
+_STEP_KEYS = ("time/step", "reward/mean")
+"""A row with one of these is that of a step; others are evaluations."""
+_TAIL_BYTES = 256_000
+_THREADS = 16
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a sweep is judged by."""
+
+    name: str
+    goal: Literal["max", "min"]
+    last: int
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it comes from evaluations rather than from every step."""
+        return self.name.startswith("eval/")
+
+    def describe(self) -> str:
+        """How a point's value is made, and which is best."""
+        how = "last evaluation" if self.is_evaluation else f"mean over the last {self.last} steps"
+        return f"{self.name}: {how}, {'highest' if self.goal == 'max' else 'lowest'} first"
+
+
+@dataclass
+class Result:
+    """One point's figure."""
+
+    view: View
+    value: float | None = None
+    step: int | None = None
+    """The step of the newest value."""
+    num_values: int = 0
+    """Values that the mean is over."""
+    steps: list[int] = field(default_factory=list)
+    series: list[float] = field(default_factory=list)
+    """Value by step; of the file's end only, unless asked for whole."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        row = self.view.row
+        return {
+            "name": row.name,
+            "id": row.id,
+            "index": row.index,
+            "values": row.values,
+            "state": self.view.state,
+            "value": self.value,
+            "step": self.step,
+            "num_values": self.num_values,
+            "run_dir": self.view.status.path,
+        }
+
+
+@dataclass(frozen=True)
+class SeedGroup:
+    """Points that differ in their seed alone."""
+
+    values: dict[str, Any]
+    mean: float
+    std: float
+    """Sample standard deviation; 0 of one value."""
+    num_seeds: int
+
+
+def choose_metric(file: SweepFile, kind: str, name: str | None = None) -> Metric:
+    """The metric asked for, else the sweep file's, else the kind's own.
+
+    Args:
+        file: the sweep file.
+        kind: rl or sft.
+        name: of the command line.
+    """
+    metric = name or file.metric or ("loss" if kind == "sft" else "reward/mean")
+    goal = file.goal if name in (None, file.metric) else None
+    return Metric(metric, goal or _natural_goal(metric), file.last)
+
+
+def _natural_goal(metric: str) -> Literal["max", "min"]:
+    return "min" if metric.startswith("time/") or metric.rpartition("/")[2] in ("loss", "mismatch_kl") else "max"
+
+
+def collect_results(sweep: Sweep, views: Sequence[View], metric: Metric, *, whole: bool = False) -> list[Result]:
+    """Every point's value, best first; those without one at the end, by index.
+
+    Args:
+        sweep: whose points they are.
+        views: its points.
+        metric: what to look for.
+        whole: read all rows, for a plot.
+
+    Raises:
+        ConfigError: points have metrics, but none of this name.
+    """
+    seen: set[str] = set()
+
+    def one(view: View) -> Result:
+        return _result(view, sweep.run_dir(view.row), metric, whole, seen)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        results = list(pool.map(one, views))
+    if seen and all(result.value is None for result in results):
+        _refuse_unknown(metric.name, seen)
+    sign = -1 if metric.goal == "max" else 1
+    return sorted(
+        results, key=lambda r: (r.value is None, 0.0 if r.value is None else sign * r.value, r.view.row.index)
+    )
+
+
+def _refuse_unknown(name: str, seen: set[str]) -> None:
+    if name in seen:
+        return  # it is there, but not finite: the points diverged
+    near = get_close_matches(name, sorted(seen), n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(sorted(seen))}"
+    raise ConfigError(Problem(f"no point has a metric {name!r}; {hint}", "metric"))
+
+
+def _result(view: View, run_dir: Path, metric: Metric, whole: bool, seen: set[str]) -> Result:
+    steps, values = read_series(run_dir, metric.name, None if whole else _TAIL_BYTES, seen)
+    if not values:
+        return Result(view, step=view.status.step)
+    used = values[-1:] if metric.is_evaluation else values[-metric.last :]
+    return Result(view, sum(used) / len(used), steps[-1], len(used), steps, values)
+
+
+def read_series(
+    run_dir: Path, metric: str, num_bytes: int | None, seen: set[str] | None = None
+) -> tuple[list[int], list[float]]:
+    """A metric of a run by step, as it stands after restarts; values that are not finite are left out.
+
+    Args:
+        run_dir: the run directory.
+        metric: its name.
+        num_bytes: read only so much of the end of the file; all of it where the metric is not found there.
+        seen: receives the names of all numeric metrics that were read.
+    """
+    for role in _FILES:
+        path = run_dir / "metrics" / f"{role}.jsonl"
+        for limit in (num_bytes, None) if num_bytes is not None else (None,):
+            rows = _rows(path, limit)
+            if seen is not None:
+                seen.update(key for row in rows[-50:] for key in row if key not in ("step", "time"))
+            last = next((row["step"] for row in reversed(rows) if not row.keys().isdisjoint(_STEP_KEYS)), None)
+            values = {row["step"]: row[metric] for row in rows if _is_number(row.get(metric))}
+            # steps above the newest row's belong to an earlier life that went back to a checkpoint
+            steps = sorted(step for step in values if last is None or step <= last)
+            if steps:
+                return steps, [float(values[step]) for step in steps]
+    return [], []
+
+
+def _rows(path: Path, num_bytes: int | None) -> list[dict[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - num_bytes) if num_bytes is not None else 0
+            file.seek(start)
+            lines = file.read().splitlines()
+    except OSError:  # no metrics yet
+        return []
+    rows = []
+    for line in lines[1:] if start else lines:
+        try:
+            row = json.loads(line)
+        except ValueError:  # torn by a killed writer
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def over_seeds(results: Iterable[Result], goal: Literal["max", "min"]) -> list[SeedGroup]:
+    """Means over seeds, best first; empty where no two points differ in their seed alone."""
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        if result.value is not None:
+            rest = {key: value for key, value in result.view.row.values.items() if key != "seed"}
+            groups[json.dumps(rest, sort_keys=True, default=str)].append(result)
+    if not any(len(members) > 1 for members in groups.values()):
+        return []
+    found = []
+    for key, members in groups.items():
+        values = [member.value for member in members if member.value is not None]
+        mean = sum(values) / len(values)
+        spread = sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
+        found.append(SeedGroup(json.loads(key), mean, math.sqrt(spread), len(values)))
+    return sorted(found, key=lambda group: -group.mean if goal == "max" else group.mean)

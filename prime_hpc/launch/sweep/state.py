@@ -1,0 +1,258 @@
+"""A sweep's directory: its points and what was sent, each file replaced in one rename. Called by all of this room and,
+inside a job, by `prime_hpc.launch.job`.
+
+    <output_dir>/<name>/
+      sweep.yaml      the sweep as it was last submitted, files and flags merged
+      points.jsonl    a line a point; its place is the point's index for ever, later submits only append
+      submits.jsonl   a line a job or array (written ahead: state `sending`), and a line a cancel
+      <point>/        the point's run directory
+      logs/           of the arrays' tasks
+      .arrays/N/      stands for the points from index N on, where Slurm's MaxArraySize does not reach them
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.launch.records import SUBMISSION_VARIABLE, new_token
+
+if TYPE_CHECKING:
+    from prime_hpc.launch.sweep.resolve import Point
+
+SWEEP_YAML = "sweep.yaml"
+POINTS = "points.jsonl"
+SUBMITS = "submits.jsonl"
+ARRAYS = ".arrays"
+BLOCK = "block.json"
+_ID_DIGITS = 8
+
+
+@dataclass(frozen=True)
+class PointRow:
+    """One line of `points.jsonl`."""
+
+    index: int
+    id: str
+    """The first digits of its hash; of a point without one its name."""
+    name: str
+    run_dir: str
+    """Relative to the sweep's directory."""
+    values: dict[str, Any]
+    hash: str | None
+    reason: str | None = None
+    """Why it cannot run as it is."""
+    current: bool = True
+    """Whether the sweep file as last submitted has it."""
+
+
+@dataclass(frozen=True)
+class SubmitRow:
+    """One line of `submits.jsonl`: a job, an array, or a cancel."""
+
+    token: str
+    kind: str
+    """array, job, local or cancel."""
+    state: str
+    """sending, sent or failed; of a cancel `sent`."""
+    time: float
+    points: list[int]
+    job_id: str | None = None
+    first: int = 0
+    """Array: the index of the point that task 0 would run."""
+    lane: int | None = None
+    error: str | None = None
+    pid: int = 0
+    """Of the command that sends it."""
+    host: str = ""
+
+
+@dataclass
+class Sweep:
+    """The directory, as an object. Reading never writes."""
+
+    dir: Path
+    rows: list[PointRow] = field(default_factory=list)
+    submits: list[SubmitRow] = field(default_factory=list)
+
+    @property
+    def current(self) -> list[PointRow]:
+        """Points that the sweep file has, by index."""
+        return [row for row in self.rows if row.current]
+
+    def run_dir(self, row: PointRow) -> Path:
+        """A point's run directory."""
+        return self.dir / row.run_dir
+
+    def last_submits(self) -> dict[int, SubmitRow]:
+        """Point index -> the last job that it was sent as."""
+        return {index: s for s in self.submits if s.kind != "cancel" for index in s.points}
+
+    def write_points(self) -> None:
+        """Replace `points.jsonl`. Raises ConfigError where the disk is full or not writable."""
+        _write_lines(self.dir / POINTS, [asdict(row) for row in self.rows])
+
+    def record(self, row: SubmitRow) -> None:
+        """Add a submit, or replace the one with its token, on disk before this returns."""
+        self.submits = [s for s in self.submits if s.token != row.token] + [row]
+        self.submits.sort(key=lambda s: s.time)
+        _write_lines(self.dir / SUBMITS, [asdict(s) for s in self.submits])
+
+    def update(self, row: SubmitRow, **changes: Any) -> SubmitRow:
+        """Record a submit with changes."""
+        changed = replace(row, **changes)
+        self.record(changed)
+        return changed
+
+    def array_of(self, first: int) -> Path:
+        """The directory that stands for the points from `first` on in a batch script; made if absent."""
+        if first == 0:
+            return self.dir
+        folder = self.dir / ARRAYS / str(first)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / BLOCK, json.dumps({"first": first}))
+        return folder
+
+
+def new_submit(kind: str, points: Sequence[int], **facts: Any) -> SubmitRow:
+    """A submit that is about to be sent, with a fresh token."""
+    import socket
+
+    return SubmitRow(
+        token=new_token(),
+        kind=kind,
+        state="sending",
+        time=time.time(),
+        points=list(points),
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        **facts,
+    )
+
+
+def read_sweep(sweep_dir: Path) -> Sweep:
+    """The state of a sweep; an empty one where nothing was submitted yet.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    rows = [PointRow(**row) for row in _read_lines(sweep_dir / POINTS)]
+    for index, row in enumerate(rows):
+        if row.index != index:
+            raise ConfigError(
+                f"{sweep_dir / POINTS}:{index + 1}: holds point {row.index}; the file was changed by hand"
+            )
+    return Sweep(sweep_dir, rows, [SubmitRow(**row) for row in _read_lines(sweep_dir / SUBMITS)])
+
+
+def point_run_dir(sweep_dir: Path, array_index: int, environ: Mapping[str, str] = os.environ) -> Path:
+    """The run directory of an array's task, prepared by `sweep submit`. Called in the job.
+
+    Args:
+        sweep_dir: as the batch script says: the sweep's directory, or one below its `.arrays`.
+        array_index: SLURM_ARRAY_TASK_ID.
+        environ: the job's; tells of which submission it is.
+
+    Raises:
+        ConfigError: there is no such point, or it was submitted again since.
+    """
+    sweep_dir = Path(sweep_dir)
+    first = 0
+    if (sweep_dir / BLOCK).exists():
+        first = int(json.loads((sweep_dir / BLOCK).read_text(encoding="utf-8"))["first"])
+        sweep_dir = sweep_dir.parent.parent
+    try:
+        lines = (sweep_dir / POINTS).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{sweep_dir / POINTS}: cannot be read: {error.strerror}; is it a sweep?") from error
+    index = first + array_index
+    if array_index < 0 or index >= len(lines):
+        raise ConfigError(f"{sweep_dir}: there is no point {index}: the sweep has {len(lines)}")
+    token = environ.get(SUBMISSION_VARIABLE, "").partition(" ")[0]
+    newest = read_sweep(sweep_dir).last_submits().get(index) if token else None
+    if newest is not None and newest.token != token:
+        raise ConfigError(
+            f"point {index} was submitted again, as job {newest.job_id or 'yet unknown'}: this job's submission had "
+            "been given up when sbatch answered too late; it ends here"
+        )
+    return sweep_dir / str(json.loads(lines[index])["run_dir"])
+
+
+def merge_points(sweep: Sweep, points: Sequence["Point"]) -> list[tuple[PointRow, "Point"]]:
+    """Bring the sweep's rows up to what its file says now; nothing is written.
+
+    A point that is known by its hash keeps index, name and directory. One that is new takes the place of an invalid or
+    never sent one of its name, else it is appended; where its name belongs to another experiment it gets another.
+
+    Returns:
+        the current points in the order of the file.
+    """
+    sent = {index for row in sweep.submits for index in row.points}
+    known = {row.hash: row for row in sweep.rows if row.hash is not None}
+    free = {row.name: row.index for row in sweep.rows if row.index not in sent}
+    owners = {row.name: row.index for row in sweep.rows if row.hash is not None}
+    wanted = {point.hash for point in points}
+    rows = [replace(row, current=False) for row in sweep.rows]
+    result = []
+    for point in points:
+        row = known.get(point.hash) if point.hash is not None else None
+        if row is None:
+            index = free.get(point.name, len(rows))
+            if index < len(rows) and rows[index].hash in wanted - {None}:
+                index = len(rows)  # that is another point of the file as it is now
+            name = point.name
+            if point.hash is not None and owners.setdefault(name, index) != index:
+                name = f"{name}-{point.hash[:_ID_DIGITS]}"
+            row = PointRow(index, "", name, name, {}, None)
+        row = replace(
+            row,
+            id=point.hash[:_ID_DIGITS] if point.hash else point.name,
+            values=point.values,
+            hash=point.hash,
+            reason=point.reason,
+            current=True,
+        )
+        rows[row.index : row.index + 1] = [row]
+        result.append((row, point))
+    sweep.rows = rows
+    return result
+
+
+def write_text(path: Path, text: str, private: bool = False) -> None:
+    """Replace a small file in one rename; `private`: readable by its owner alone.
+
+    Raises:
+        ConfigError: the disk is full or not writable.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o644)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    write_text(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ConfigError(f"{path}: damaged: {error}") from error

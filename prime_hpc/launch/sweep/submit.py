@@ -1,0 +1,176 @@
+"""`sweep submit` and `sweep resume`: what is missing or failed, prepared and sent; everything else is left alone.
+
+Called by the `sweep` verb. With Slurm the points go through `queue` (arrays, or lanes), without through `here`.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.files import dump_yaml
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.site import load_site
+from prime_hpc.launch.records import submitting
+from prime_hpc.launch.refusals import SlurmRefused
+from prime_hpc.launch.sweep.here import run_here
+from prime_hpc.launch.sweep.prepare import Job, jobs_of, refuse_bad, write_run_dirs
+from prime_hpc.launch.sweep.progress import RERUN, View, ask_strictly, look
+from prime_hpc.launch.sweep.queue import plan_parts, send_parts, settle
+from prime_hpc.launch.sweep.resolve import Base, Point, resolve_points
+from prime_hpc.launch.sweep.state import POINTS, SWEEP_YAML, PointRow, Sweep, merge_points, read_sweep, write_text
+
+OK, BAD_POINTS, SLURM_REFUSED = 0, 1, SlurmRefused.exit_code
+
+
+@dataclass
+class Report:
+    """What a submit did, or (dry run) would do."""
+
+    sweep: Sweep
+    views: list[View]
+    """The points as they were before."""
+    jobs: list[Job]
+    """Those that were sent."""
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    """Arrays and jobs: kind, points, job id, dependency."""
+    code: int = OK
+    warnings: list[str] = field(default_factory=list)
+    is_local: bool = False
+
+    @property
+    def invalid(self) -> list[PointRow]:
+        """Current points that cannot run."""
+        return [row for row in self.sweep.current if row.reason is not None]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "sweep": str(self.sweep.dir),
+            "points": len(self.sweep.current),
+            "sent": [job.row.name for job in self.jobs],
+            "parts": self.parts,
+            "invalid": [{"name": row.name, "values": row.values, "reason": row.reason} for row in self.invalid],
+            "left": dict(Counter(view.state for view in self.left)),
+            "exit_code": self.code,
+        }
+
+    @property
+    def left(self) -> list[View]:
+        """Points that were left as they are."""
+        sent = {job.row.index for job in self.jobs}
+        bad = {row.index for row in self.invalid}
+        return [view for view in self.views if view.row.index not in sent | bad]
+
+
+def submit_sweep(base: Base, *, states: Sequence[str] = RERUN, dry_run: bool = False) -> Report:
+    """Bring a sweep nearer to its end.
+
+    Args:
+        base: the sweep.
+        states: points in these are sent.
+        dry_run: write nothing, send nothing.
+
+    Raises:
+        ConfigError: every point is wrong in the same way, or the directory cannot be used.
+        SlurmRefused: Slurm refuses, or cannot be asked; points of parts that were sent before stay sent.
+    """
+    points = resolve_points(base)
+    _refuse_if_all_alike(points)
+    _refuse_foreign(base)
+    if dry_run:
+        return _submit(base, points, states, dry_run=True)
+    with submitting(base.sweep_dir):
+        return _submit(base, points, states, dry_run=False)
+
+
+def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_run: bool) -> Report:
+    sweep = read_sweep(base.sweep_dir)
+    if not dry_run:
+        settle(sweep)
+    pairs = merge_points(sweep, points)
+    views = look(sweep, ask=ask_strictly)
+    wanted = {view.row.index for view in views if view.state in (*states, "invalid")}
+    jobs = jobs_of(sweep, pairs, wanted)
+    site = load_site(_first_site(points))
+    jobs, findings = refuse_bad(sweep, jobs, site, touch=not dry_run)
+    report = Report(sweep, views, jobs, warnings=[*_warnings(sweep, points), *findings])
+    report.code = BAD_POINTS if report.invalid else OK
+    report.is_local = not _for_slurm(points)
+    file = base.spec.file
+    if report.is_local:
+        _run_local(base, report, site, dry_run=dry_run)
+        return report
+    parts = plan_parts(sweep, jobs, views, site, throttle=file.throttle, lanes=file.lanes)
+    report.parts = [part.as_dict() for part in parts]
+    if not dry_run:
+        _write(base, sweep, jobs, site)
+        report.parts = send_parts(sweep, parts, site)
+        if any(part["error"] for part in report.parts):
+            report.code = SLURM_REFUSED
+    return report
+
+
+def _run_local(base: Base, report: Report, site: SiteConfig, *, dry_run: bool) -> None:
+    throttle = base.spec.file.throttle or 1
+    report.parts = [{"kind": "local", "points": [job.row.index for job in report.jobs], "throttle": throttle}]
+    if dry_run:
+        return
+    _write(base, report.sweep, report.jobs, site)
+    if report.jobs:
+        print(
+            f"without Slurm: {len(report.jobs)} points run here, in the foreground, {throttle} at a time; Ctrl-C ends "
+            "them, `sweep resume` goes on",
+            file=sys.stderr,
+            flush=True,
+        )
+        report.code = run_here(report.sweep, [job.row for job in report.jobs], throttle) or report.code
+
+
+def _write(base: Base, sweep: Sweep, jobs: Sequence[Job], site: SiteConfig) -> None:
+    """The sweep's own files, then the run directories: a point's index is on disk before anything of it is."""
+    private = any(job.experiment.inference and job.experiment.inference.api_key for job in jobs)
+    write_text(sweep.dir / SWEEP_YAML, dump_yaml(base.stored()), private=private)
+    sweep.write_points()
+    (sweep.dir / "logs").mkdir(exist_ok=True)
+    write_run_dirs(sweep, jobs, site)
+
+
+def _refuse_if_all_alike(points: Sequence[Point]) -> None:
+    """A mistake that every point has is the base's, not theirs: nothing is sent, and it is said once.
+
+    Raises:
+        ConfigError: with the mistake.
+    """
+    reasons = {point.reason for point in points}
+    if None not in reasons and len(reasons) == 1:
+        raise ConfigError(Problem(f"all {len(points)} points are wrong: {reasons.pop()}"))
+
+
+def _refuse_foreign(base: Base) -> None:
+    if (base.sweep_dir / "run.yaml").exists() and not (base.sweep_dir / POINTS).exists():
+        raise ConfigError(Problem(f"{base.sweep_dir} holds a run: choose another name for the sweep", "name"))
+
+
+def _first_site(points: Sequence[Point]) -> str | None:
+    return next((point.loaded.experiment.slurm.site for point in points if point.loaded), None)
+
+
+def _for_slurm(points: Sequence[Point]) -> bool:
+    """Whether the points go to Slurm: as `submit` decides of a run, by the first that is valid."""
+    from prime_hpc.launch.submission import uses_slurm
+
+    first = next((point.loaded.experiment for point in points if point.loaded), None)
+    return first is not None and uses_slurm(first)
+
+
+def _warnings(sweep: Sweep, points: Sequence[Point]) -> list[str]:
+    found = list(dict.fromkeys(text for point in points if point.loaded for text in point.loaded.warnings))
+    old = len(sweep.rows) - len(sweep.current)
+    if old:
+        found.append(
+            f"{old} earlier points of {sweep.dir} are not in the sweep file (any more): they are left as they are"
+        )
+    return found

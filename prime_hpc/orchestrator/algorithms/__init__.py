@@ -1,0 +1,31 @@
+"""How the rewards of one group become advantages: one file an algorithm, found by `orchestrator.advantage.type`.
+
+`Scorer` runs the whole way: penalties and overlong handling, then the algorithm, then which rollouts train. `assemble`
+calls it for every group of a batch.
+
+To add an algorithm, write a file here with one function `(RewardGroup, AdvantageConfig) -> float64[G]` under
+`@register("name")`, import it below and add the name to `config.sections.orchestrator.AdvantageName`. Or keep it in
+your own package and state `orchestrator.advantage.type = module:function`; it is called as `function(group, **args)`
+with `orchestrator.advantage.args`. A class instead of a function is made once with those arguments and has
+`score_group(group)`, and, where it remembers anything, `state_dict()` and `load_state_dict(state)` in plain JSON.
+"""
+
+from prime_hpc.orchestrator.algorithms import grpo, max_rl, opo, rae, reinforce, rloo
+from prime_hpc.orchestrator.algorithms.base import Algorithm, RewardGroup, centered, get_algorithm, register
+from prime_hpc.orchestrator.algorithms.scorer import Scorer, Scores
+
+__all__ = [
+    "Algorithm",
+    "RewardGroup",
+    "Scorer",
+    "Scores",
+    "centered",
+    "get_algorithm",
+    "grpo",
+    "max_rl",
+    "opo",
+    "rae",
+    "register",
+    "reinforce",
+    "rloo",
+]

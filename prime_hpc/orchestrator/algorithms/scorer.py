@@ -1,0 +1,136 @@
+"""From the rollouts of one group to advantages and to which of them train. Called by `assemble`.
+
+rewards - penalties -> overlong handling -> algorithm -> advantages, finite or not at all
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from loguru import logger
+from numpy.typing import NDArray
+
+from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, get_algorithm
+from prime_hpc.orchestrator.algorithms.penalties import length_penalty, repetition_penalty, soft_overlong_penalty
+from prime_hpc.orchestrator.episodes import Episode
+from prime_hpc.orchestrator.errors import OrchestratorError
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What `Scorer.score` makes of G rollouts."""
+
+    rewards: FloatArray
+    """float64[G], penalties taken off."""
+    advantages: FloatArray
+    """float64[G], 0 where the rollout does not train."""
+    kept: NDArray[np.bool_]
+    """bool[G], rollouts that may train."""
+    problem: str = ""
+    """Why the group could not be scored; nothing of it trains then."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any rollout that may train has an advantage other than 0."""
+        return bool(np.any(self.advantages != 0.0))
+
+
+class Scorer:
+    """One configured algorithm, with whatever it remembers."""
+
+    def __init__(self, config: AdvantageConfig, *, max_tokens: int) -> None:
+        """
+        Args:
+            config: `orchestrator.advantage`.
+            max_tokens: `orchestrator.sampling.max_tokens`, the default limit of the soft overlong penalty.
+
+        Raises:
+            ConfigError: the algorithm is unknown or cannot be imported.
+        """
+        registered = get_algorithm(config.type)
+        self.min_group = registered.min_group
+        self._config, self._max_tokens = config, max_tokens
+        self._algorithm = registered.build(config)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm remembers, as plain JSON."""
+        state: dict[str, Any] = self._algorithm.state_dict() if hasattr(self._algorithm, "state_dict") else {}
+        assert isinstance(state, dict), f"{self._config.type}.state_dict() returned a {type(state).__name__}"
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave."""
+        if state and hasattr(self._algorithm, "load_state_dict"):
+            self._algorithm.load_state_dict(state)
+
+    def score(self, episodes: Sequence[Episode], *, env: str = "", position: int = 0) -> Scores:
+        """Advantages of one group's usable rollouts, in their order.
+
+        A group that the algorithm cannot score (too few rollouts left, advantages that are not finite) is named in
+        a warning and does not train.
+
+        Raises:
+            OrchestratorError: the algorithm itself fails; names it and the group.
+        """
+        num_tokens = np.array([e.num_sampled_tokens for e in episodes], dtype=np.int64)
+        truncated = np.array([e.result.truncated for e in episodes], dtype=bool)
+        rewards = self._shaped(episodes, num_tokens, truncated)
+        scored = ~truncated if self._config.overlong == "drop" else np.ones(len(episodes), dtype=bool)
+        kept = ~truncated if self._config.overlong in ("drop", "mask") else scored
+        if scored.sum() < self.min_group:  # as if those rollouts had failed; nothing is left to compare
+            return Scores(rewards, np.zeros_like(rewards), np.zeros_like(kept))
+        chosen = [e for e, use in zip(episodes, scored, strict=True) if use]
+        group = RewardGroup(rewards[scored], num_tokens[scored], env, position, chosen)
+        advantages = np.zeros_like(rewards)
+        advantages[scored] = self._score_group(group)
+        advantages[~kept] = 0.0
+        bad = ~np.isfinite(advantages)
+        if bad.any():
+            problem = (
+                f"{group.name}: {self._config.type} gives the advantages {_short(advantages)} for the rewards "
+                f"{_short(rewards)}"
+            )
+            logger.warning(f"{problem}; the group does not train")
+            return Scores(rewards, np.zeros_like(rewards), np.zeros_like(kept), problem)
+        return Scores(rewards, advantages, kept)
+
+    def _shaped(
+        self, episodes: Sequence[Episode], num_tokens: NDArray[np.int64], truncated: NDArray[np.bool_]
+    ) -> FloatArray:
+        config = self._config
+        rewards = np.array([e.result.reward for e in episodes], dtype=np.float64)
+        assert np.isfinite(rewards).all(), "an episode whose reward is not finite is not usable"
+        penalty = np.zeros_like(rewards)
+        if config.length is not None:
+            penalty += length_penalty(config.length, rewards, episodes)
+        if config.repetition is not None:
+            penalty += repetition_penalty(config.repetition, episodes)
+        if config.soft_overlong is not None:
+            penalty += soft_overlong_penalty(config.soft_overlong, num_tokens, self._max_tokens)
+        if config.overlong == "penalize":
+            penalty += config.overlong_penalty * truncated
+        return rewards - penalty
+
+    def _score_group(self, group: RewardGroup) -> FloatArray:
+        name = self._config.type
+        try:
+            with np.errstate(all="ignore"):  # what is not finite is looked at, and named, afterwards
+                advantages = np.asarray(self._algorithm.score_group(group), dtype=np.float64)
+        except Exception as error:
+            raise OrchestratorError(
+                f"orchestrator.advantage.type = {name} failed on {group.name}, rewards {_short(group.rewards)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if advantages.shape != group.rewards.shape:
+            raise OrchestratorError(
+                f"orchestrator.advantage.type = {name} returned shape {list(advantages.shape)} for {group.name}, which "
+                f"has {len(group.rewards)} rollouts"
+            )
+        return advantages
+
+
+def _short(values: FloatArray) -> str:
+    shown = ", ".join(f"{v:g}" for v in values[:8])
+    return f"[{shown}{', ...' if len(values) > 8 else ''}]"

@@ -1,0 +1,183 @@
+"""Rollouts as Parquet, one row a sequence, for analysis with pandas, DuckDB, Polars and the like.
+
+Called by `prime-hpc export`. Batches are read as they are stored, one after another, and written as one row group each:
+memory is that of a single batch. Needs pyarrow (the `export` extra).
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prime_hpc.store import files
+from prime_hpc.store.artifact import read_manifest
+from prime_hpc.store.batches import NOT_SAMPLED, RankBatch, read_rank_batch
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.layout import RunPaths
+
+COMPRESSIONS = ("zstd", "snappy", "gzip", "none")
+READ_DEADLINE_S = 2.0
+_PER_TOKEN = {
+    "token_ids": "int32",
+    "loss_mask": "bool",
+    "logprobs": "float32",
+    "versions": "int32",
+    "advantages": "float32",
+}
+_SCALARS = {
+    "step": "int32",
+    "policy_version": "int32",
+    "rank": "int32",
+    "micro_batch": "int32",
+    "sample_id": "int64",
+    "group_id": "int64",
+    "env": "string",
+    "reward": "float32",
+    "temperature": "float32",
+    "num_tokens": "int32",
+    "num_loss_tokens": "int32",
+    "lag_max": "int32",
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    num_steps: int
+    num_sequences: int
+    num_tokens: int
+    num_bytes: int
+
+
+def require_pyarrow() -> Any:
+    """The pyarrow module.
+
+    Raises:
+        StoreError: it is not installed; says how to get it.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise StoreError("export needs pyarrow: pip install 'prime-hpc[export]'") from error
+    return pyarrow
+
+
+def export_batches(
+    paths: RunPaths, steps: Sequence[int], output: Path, env_names: Sequence[str], *, compression: str = "zstd"
+) -> Exported:
+    """Write the sequences of some batches into one Parquet file, which appears whole or not at all.
+
+    Columns: step, policy_version (that the batch trains), rank, micro_batch, sample_id, group_id, env, reward,
+    temperature, num_tokens, num_loss_tokens, lag_max (versions between the oldest sampled token and policy_version; 0
+    where nothing was sampled), and the lists token_ids, loss_mask, logprobs, versions (-1: not sampled), advantages.
+
+    Args:
+        paths: the run.
+        steps: batches to write, in this order.
+        output: the file; replaced if it exists.
+        env_names: label of each environment, in the config's order.
+        compression: one of COMPRESSIONS.
+
+    Raises:
+        ArtifactError: a batch is not what its manifest says.
+        StoreError: no pyarrow, disk full.
+    """
+    arrow = require_pyarrow()
+    kinds = {name: getattr(arrow, "bool_" if kind == "bool" else kind)() for name, kind in _PER_TOKEN.items()}
+    schema = arrow.schema(
+        [
+            *((name, getattr(arrow, kind)()) for name, kind in _SCALARS.items()),
+            *((name, arrow.list_(kind)) for name, kind in kinds.items()),
+        ]
+    )
+    num_sequences = num_tokens = 0
+    with _appearing(output) as temporary:
+        codec = None if compression == "none" else compression
+        with arrow.parquet.ParquetWriter(temporary, schema, compression=codec) as writer:
+            for step in steps:
+                for rank, batch, version in _parts(paths, step):
+                    table = _table(arrow, schema, kinds, step, version, rank, batch, env_names)
+                    writer.write_table(table, row_group_size=max(table.num_rows, 1))
+                    num_sequences += batch.num_sequences
+                    num_tokens += batch.num_tokens
+    return Exported(output, len(steps), num_sequences, num_tokens, output.stat().st_size)
+
+
+@contextlib.contextmanager
+def _appearing(output: Path) -> Iterator[Path]:
+    """A temporary sibling that takes the name in one rename, or is removed."""
+    files.make_dir(output.parent)
+    temporary = output.with_name(f".tmp-{output.name}-{files.unique_suffix()}")
+    try:
+        with files.disk_errors(output):
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+        files.rename(temporary, output)
+        files.fsync_dir(output.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _parts(paths: RunPaths, step: int) -> Iterator[tuple[int, RankBatch, int]]:
+    """Rank, its part, and the version that batch `step` trains."""
+    directory = paths.rollouts_step(step)
+    manifest = read_manifest(directory, deadline_s=READ_DEADLINE_S)
+    for rank in range(int(manifest.meta["num_ranks"])):
+        yield rank, read_rank_batch(directory, rank, deadline_s=READ_DEADLINE_S), step - 1
+
+
+def _table(
+    arrow: Any,
+    schema: Any,
+    kinds: dict[str, Any],
+    step: int,
+    version: int,
+    rank: int,
+    batch: RankBatch,
+    env_names: Sequence[str],
+) -> Any:
+    offsets = batch.seq_offsets
+    lengths = np.diff(offsets)
+    count = batch.num_sequences
+    sampled = batch.versions != NOT_SAMPLED
+    oldest = _per_sequence(np.minimum, np.where(sampled, batch.versions, version), offsets, version)
+    columns: dict[str, Any] = {
+        "step": np.full(count, step, np.int32),
+        "policy_version": np.full(count, version, np.int32),
+        "rank": np.full(count, rank, np.int32),
+        "micro_batch": np.repeat(np.arange(batch.num_micro_batches, dtype=np.int32), np.diff(batch.micro_offsets)),
+        "sample_id": batch.sample_ids,
+        "group_id": batch.group_ids,
+        "env": [env_names[i] if 0 <= i < len(env_names) else str(i) for i in batch.env_ids],
+        "reward": batch.rewards,
+        "temperature": batch.temperatures,
+        "num_tokens": lengths.astype(np.int32),
+        "num_loss_tokens": _per_sequence(np.add, batch.loss_mask.astype(np.int32), offsets, 0),
+        "lag_max": (version - oldest).astype(np.int32),
+    }
+    bounds = arrow.array(offsets.astype(np.int32))
+    arrays = [arrow.array(columns[name], schema.field(name).type) for name in _SCALARS]
+    arrays += [
+        arrow.ListArray.from_arrays(bounds, arrow.array(getattr(batch, name), kinds[name])) for name in _PER_TOKEN
+    ]
+    return arrow.Table.from_arrays(arrays, schema=schema)
+
+
+def _per_sequence(
+    reduce: np.ufunc, values: npt.NDArray[Any], offsets: npt.NDArray[np.int64], empty: int
+) -> npt.NDArray[np.int32]:
+    """One value a sequence, `empty` where it has no token."""
+    result = np.full(len(offsets) - 1, empty, np.int32)
+    filled = np.diff(offsets) > 0
+    if filled.any():
+        result[filled] = reduce.reduceat(values, offsets[:-1][filled])
+    return result

@@ -1,0 +1,72 @@
+"""What a model is, as far as a checkpoint of it can be told apart from another model's: its shape and its tokenizer.
+
+The trainer writes `model_identity` into each checkpoint's manifest; `conflicts` compares it with the model that a run
+is about to train, in the supervisor before anything starts and in the trainer before anything is loaded.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+_SHAPE = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "num_experts",
+    "num_local_experts",
+)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+"""Files that decide which text a token id stands for; the first one found of a kind is enough."""
+
+
+def model_identity(folder: Path) -> dict[str, Any]:
+    """Architecture, shape and tokenizer sum of a Hugging Face model directory; {} where it has no readable config."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = config.get("text_config") or config
+        facts: dict[str, Any] = {"architecture": (config.get("architectures") or [config.get("model_type")])[0]}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    facts |= {key: text[key] for key in _SHAPE if text.get(key) is not None}
+    tokenizer = _tokenizer_sum(folder)
+    return facts | ({"tokenizer": tokenizer} if tokenizer else {})
+
+
+def _tokenizer_sum(folder: Path) -> str | None:
+    """Sum of what maps text to ids. Chat templates and special-token texts may change between attempts."""
+    whole = folder / "tokenizer.json"
+    if whole.exists():
+        try:
+            content = json.loads(whole.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        kept = {key: content.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
+        return xxhash.xxh3_64_hexdigest(json.dumps(kept, sort_keys=True).encode())
+    parts = [folder / name for name in _TOKENIZER_FILES if (folder / name).exists()]
+    if not parts:
+        return None
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part.read_bytes())
+    return digest.hexdigest()
+
+
+def conflicts(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """In which respects two identities contradict each other; a fact that one of them lacks is no contradiction."""
+    found = []
+    for key in saved.keys() & here.keys():
+        if saved[key] == here[key]:
+            continue
+        if key == "tokenizer":
+            found.append("another tokenizer (its token ids mean other text)")
+        else:
+            found.append(f"{key} was {saved[key]}, is {here[key]}")
+    return sorted(found)

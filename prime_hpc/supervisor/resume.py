@@ -1,0 +1,181 @@
+"""Where a life of the run goes on: the checkpoint it starts from, its own or another run's. Called by `begin`.
+
+What the config asks for (`ckpt.resume_step`) is obeyed once per submission: the lives that Slurm gives the job after
+that go on from the newest whole checkpoint, or a requeued job would fall back to the same step for ever.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+from loguru import logger
+
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.store import files
+from prime_hpc.store.adopt import adopt_checkpoint, adopt_weights, find_checkpoint, run_of
+from prime_hpc.store.artifact import ArtifactError, verify_artifact
+from prime_hpc.store.checkpoints import CheckpointInfo, newest_first, resolve_resume
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.identity import conflicts, model_identity
+from prime_hpc.store.layout import RunPaths
+
+KEY = "ckpt.resume_step"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint to go on from."""
+
+    info: CheckpointInfo
+    is_foreign: bool
+    """It lies with another run."""
+    was_asked: bool
+    """The config names it; otherwise it is just the newest one."""
+
+
+def choose_start(experiment: Experiment, paths: RunPaths, again: bool) -> Start | None:
+    """The checkpoint that this life goes on from; None: from the beginning.
+
+    Args:
+        experiment: the tree.
+        paths: the run.
+        again: whether the run has lived before.
+
+    Raises:
+        ConfigError: the checkpoint asked for does not exist, is broken, or is not of this model or kind of run.
+    """
+    asked = experiment.ckpt.resume_step if experiment.ckpt is not None else None
+    obeyed_at = _obeyed_at(paths, asked)
+    if asked is not None and obeyed_at is None:
+        return _asked(experiment, paths, asked)
+    if not again and obeyed_at is None:
+        return None
+    for info in newest_first(paths.checkpoints, deep=True):
+        lacking = _lacks(experiment, paths.root, info)
+        if lacking is None:
+            return Start(info, is_foreign=False, was_asked=False)
+        logger.warning(f"checkpoint of step {info.step} is skipped: {lacking}")
+    return _asked(experiment, paths, asked) if asked is not None else None
+
+
+def _asked(experiment: Experiment, paths: RunPaths, asked: int | str | Path) -> Start:
+    try:
+        if isinstance(asked, Path):
+            info = find_checkpoint(asked)
+        else:
+            info = resolve_resume(paths.checkpoints, "latest" if isinstance(asked, str) else asked)
+    except StoreError as error:
+        raise ConfigError(f"{KEY} = {asked}: {error}") from error
+    is_foreign = info.path.parent.resolve() != paths.checkpoints.resolve()
+    if info.step >= experiment.max_steps:
+        raise ConfigError(
+            f"{KEY} = {asked} is step {info.step}, but max_steps = {experiment.max_steps}: nothing is left to do; "
+            "raise --max-steps"
+        )
+    wrong = misfits(experiment, info)
+    if wrong:
+        raise ConfigError(f"{KEY} = {asked}: {info.path} cannot be resumed from: {'; '.join(wrong)}")
+    lacking = _lacks(experiment, _home(info, paths, is_foreign), info)
+    if lacking is not None:
+        raise ConfigError(f"{KEY} = {asked}: {info.path} cannot be resumed from: {lacking}")
+    return Start(info, is_foreign, was_asked=True)
+
+
+def misfits(experiment: Experiment, info: CheckpointInfo) -> list[str]:
+    """Why a checkpoint is not one of this experiment, as far as its manifest and small files tell; [] where it is.
+
+    Other numbers of ranks, nodes, rollouts of a prompt or prompts of a batch are no reason.
+    """
+    meta = info.manifest.meta
+    found = []
+    if meta.get("kind", experiment.kind) != experiment.kind:
+        cure = "start from its weights instead: --model.name RUN/weights/step_<n>"
+        found.append(f"it is of a run of kind {meta['kind']}, this is {experiment.kind} ({cure})")
+    elif experiment.kind == "rl" and info.orchestrator_state is None:
+        found.append("it holds no orchestrator state, so it is not of an RL run")
+    model = Path(experiment.model.name).expanduser()
+    if model.is_dir():  # a hub name is resolved by the trainer, which checks again
+        wrong = conflicts(meta.get("identity") or {}, model_identity(model))
+        found += [f"it is of another model than {experiment.model.name}: {', '.join(wrong)}"] if wrong else []
+    if not found and info.orchestrator_state is not None:
+        seed = _seed_of(info.orchestrator_state)
+        if seed is not None and seed != experiment.seed:
+            found.append(f"seed was {seed} and is {experiment.seed}: prompts would be skipped or repeated")
+    return found
+
+
+def _seed_of(state: Path) -> int | None:
+    content = json.loads(files.retry_read(state.read_bytes, deadline_s=5.0))
+    return (content.get("prompts") or {}).get("seed")
+
+
+def _home(info: CheckpointInfo, paths: RunPaths, is_foreign: bool) -> Path | None:
+    """The run directory that a checkpoint's weights lie in."""
+    return run_of(info) if is_foreign else paths.root
+
+
+def _lacks(experiment: Experiment, home: Path | None, info: CheckpointInfo) -> str | None:
+    """What of a checkpoint's other half is not there."""
+    if experiment.kind != "rl":
+        return None
+    if info.orchestrator_state is None:
+        return "it holds no orchestrator state"
+    if home is None:
+        return (
+            f"there is no run directory with weights version {info.step} around it, and engines could not serve it: "
+            "name the run directory, or a checkpoint that still lies in one"
+        )
+    try:
+        verify_artifact(RunPaths(home).weights_step(info.step), deadline_s=1.0)
+    except ArtifactError as error:
+        return f"its weights version is not whole, engines could not serve it ({error})"
+    return None
+
+
+def take_over(start: Start, experiment: Experiment, paths: RunPaths, incarnation: int) -> None:
+    """Make another run's checkpoint, and for RL its weights, this run's own.
+
+    Raises:
+        StoreError: disk full, or a file that is not what its manifest says.
+    """
+    info = start.info
+    if not start.is_foreign:
+        return
+    if experiment.kind == "rl":
+        home = run_of(info)
+        assert home is not None  # `choose_start` saw it
+        adopt_weights(RunPaths(home).weights_step(info.step), info.step, paths, incarnation)
+    adopt_checkpoint(info, paths, incarnation)
+
+
+def remember(experiment: Experiment, paths: RunPaths, start: Start | None) -> None:
+    """Note that what the config asks for was obeyed. After everything is in place."""
+    if start is None or not start.was_asked or experiment.ckpt is None:
+        return
+    row = {
+        "request": _request(paths, experiment.ckpt.resume_step),
+        "asked": str(experiment.ckpt.resume_step),
+        "step": start.info.step,
+        "from": str(start.info.path),
+    }
+    files.write_atomic(_record(paths), (json.dumps(row) + "\n").encode())
+
+
+def _obeyed_at(paths: RunPaths, asked: int | str | Path | None) -> int | None:
+    """The step that an earlier life of this submission began at on request."""
+    try:
+        row = json.loads(_record(paths).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return int(row["step"]) if asked is not None and row.get("request") == _request(paths, asked) else None
+
+
+def _record(paths: RunPaths) -> Path:
+    return paths.root / "resume.json"
+
+
+def _request(paths: RunPaths, asked: int | str | Path | None) -> str:
+    """Tells one submission from another: each writes its own lock file."""
+    lock = paths.lock_json.read_bytes() if paths.lock_json.exists() else b""
+    return xxhash.xxh3_64_hexdigest(lock + str(asked).encode())

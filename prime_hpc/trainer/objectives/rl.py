@@ -1,0 +1,101 @@
+"""One micro-batch's RL loss: the configured objective, its correction, its KL penalty, and what the log shows.
+
+    loss = sum_t w_t ( c_t l_t + coef KL_t )
+
+Called by `rl.py` through `engine.py` for every micro-batch; w are the weights of `normalize.py`.
+"""
+
+import torch
+
+from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.sections.trainer import KLConfig, LossConfig
+from prime_hpc.trainer.batches import MicroBatch
+from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, LossStats, Targets, get_objective
+from prime_hpc.trainer.objectives.correction import correction_factor
+from prime_hpc.trainer.objectives.kl import kl_estimate
+
+
+def normalization(config: LossConfig) -> str:
+    """`token`, `sequence` or `batch`: the configured one, or with `auto` that of the objective's paper."""
+    return get_objective(config.type).normalize if config.normalize == "auto" else config.normalize
+
+
+def requires_reference(config: LossConfig) -> bool:
+    """Whether micro-batches must carry the reference model's log-probabilities."""
+    return config.kl is not None and config.kl.target == "reference"
+
+
+def rl_loss(
+    config: LossConfig, micro: MicroBatch, logprobs: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, LossStats]:
+    """Loss (0-dim) and statistics of one micro-batch.
+
+    No targets: loss 0, still connected to the graph.
+
+    Args:
+        config: `trainer.loss`.
+        micro: sequences, advantages, log mu and, where the config asks for it, the reference's log-probabilities.
+        logprobs: float32 `[N]`, log pi, differentiable.
+        weights: float32 `[N]`.
+
+    Returns:
+        the loss and its statistics over targets: see `mismatch_stats`; `clipped` (by the objective), `corrected` (by
+        the correction), `kl_penalty` (the estimate, without coef).
+
+    Raises:
+        ConfigError: a KL to the reference is asked for, but the micro-batch has no reference log-probabilities.
+    """
+    objective, behaviour = get_objective(config.type), micro.behaviour_logprobs
+    targets = Targets(
+        logprobs=logprobs,
+        anchor=behaviour if config.correction is None else logprobs.detach(),
+        advantages=micro.advantages,
+        sequence=micro.sequence,
+        targets_of_sequence=micro.targets_of_sequence,
+    )
+    terms = objective.function(targets, config, objective.bounds(config))
+    stats = mismatch_stats(logprobs, behaviour)
+    stats.sums["clipped"] = terms.clipped.sum().float()
+    per_target = terms.loss
+    if config.correction is not None:
+        factor, outside = correction_factor(config.correction, targets, behaviour)
+        per_target = factor * per_target
+        stats.sums["corrected"] = outside.sum().float()
+    if config.kl is not None:
+        penalty = kl_estimate(logprobs, _kl_target(config.kl, micro), config.kl.estimator)
+        stats.sums["kl_penalty"] = penalty.detach().sum()
+        if config.kl.coef > 0:
+            per_target = per_target + config.kl.coef * penalty
+    return (weights * per_target).sum(), stats
+
+
+def _kl_target(config: KLConfig, micro: MicroBatch) -> torch.Tensor:
+    if config.target == "behaviour":
+        return micro.behaviour_logprobs
+    if micro.reference_logprobs is None:
+        raise ConfigError(
+            Problem(
+                "a KL to the reference model needs its log-probabilities, and this batch has none: let the trainer "
+                "hold the reference (trainer.loss.kl.model), or set target = behaviour",
+                "trainer.loss.kl.target",
+            )
+        )
+    return micro.reference_logprobs
+
+
+def mismatch_stats(logprobs: torch.Tensor, behaviour: torch.Tensor) -> LossStats:
+    """How far the trainer's log-probabilities are from the engine's, whatever the objective does about it.
+
+    Of d = log pi - log mu: sum and maximum of |d| and of the ratio rho = exp(d), and the sum of rho - 1 - d, whose mean
+    under mu estimates KL(mu || pi) without ever being negative (`kl`, the alarm's metric).
+    """
+    difference = logprobs.detach() - behaviour
+    bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio, gap = bounded.exp(), difference.abs()
+    empty = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
+    sums = {"logprob_diff": gap.sum(), "ratio": ratio.sum(), "kl": (ratio - 1 - bounded).sum()}
+    maxima = {
+        "logprob_diff_max": gap.max() if len(gap) else empty,
+        "ratio_max": ratio.max() if len(ratio) else empty,
+    }
+    return LossStats(sums, maxima)

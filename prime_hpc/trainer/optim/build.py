@@ -1,0 +1,58 @@
+"""From the config to an optimizer over a model's trainable parameters. Called by `session.py`."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from prime_hpc.config.sections.trainer import OptimConfig
+from prime_hpc.trainer.optim.muon import Muon
+from prime_hpc.trainer.optim.signsgd import SignSGD
+
+MUON_MOMENTUM = 0.95
+
+
+def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """The configured optimizer; matrices decay, vectors (norms, biases) do not.
+
+    All of them keep their state per parameter under its name, so that a checkpoint loads under any number of ranks.
+
+    Args:
+        module: the (sharded) model; frozen parameters are left out.
+        config: `trainer.optim`.
+    """
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in trainable if p.ndim >= 2], [p for p in trainable if p.ndim < 2]
+    if config.type == "muon":
+        tables = _token_tables(module)
+        hidden = [p for p in matrices if id(p) not in tables and p.ndim in (2, 3)]
+        others = [p for p in matrices if id(p) in tables or p.ndim > 3]
+        momentum = MUON_MOMENTUM if config.momentum is None else config.momentum
+        groups = [
+            {"params": hidden, "algorithm": "muon", "weight_decay": config.weight_decay},
+            {"params": others, "algorithm": "adamw", "weight_decay": config.weight_decay},
+            {"params": vectors, "algorithm": "adamw", "weight_decay": 0.0},
+        ]
+        return Muon(_used(groups), lr=config.lr, momentum=momentum, betas=config.betas, eps=config.eps)
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    if config.type == "signsgd":
+        return SignSGD(_used(groups), lr=config.lr, momentum=config.momentum or 0.0)
+    return torch.optim.AdamW(_used(groups), lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _used(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [group for group in groups if group["params"]]
+
+
+def _token_tables(module: nn.Module) -> set[int]:
+    """ids of the parameters with a row per token: embeddings and the output head, which are no linear maps between
+    hidden states (Muon's authors give them to AdamW)."""
+    found = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    for part in module.modules():
+        head = getattr(part, "get_output_embeddings", lambda: None)()
+        if isinstance(head, nn.Module):
+            found |= {id(p) for p in head.parameters()}
+    return found

@@ -1,0 +1,170 @@
+"""Muon: momentum, orthogonalised, for the hidden matrices; AdamW for everything else. Built by `build.py`.
+
+For a matrix W [rows, columns] with gradient G (Jordan et al. 2024; its scale and decay from arXiv 2502.16982, eq. 4):
+
+    M <- momentum M + (1 - momentum) G;      N = (1 - momentum) G + momentum M        (Nesterov)
+    O = U V^T of N = U S V^T, by five Newton-Schulz iterations
+    W <- (1 - lr decay) W - lr 0.2 sqrt(max(rows, columns)) O
+
+The factor gives updates AdamW's usual root mean square, so one learning rate serves both halves. A stack of matrices
+[experts, rows, columns] is orthogonalised matrix by matrix.
+
+Sharded parameters (FSDP2 DTensors): momentum stays sharded; orthogonalising needs whole matrices. As many matrices of
+one shape as there are ranks are exchanged at a time (all-to-all), each rank orthogonalises its share and the results
+go back: no work is done twice, and no more than one extra matrix of each is held. A stack that is sharded over its
+experts needs no exchange. On a mesh of several dimensions every rank gathers and computes the whole matrix.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim.adamw import adamw
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration: steepest at 0, so that small singular values come up in few steps."""
+ITERATIONS = 5
+UPDATE_RMS = 0.2
+_EPS = 1e-7
+
+
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """About U V^T of every matrix U S V^T, in the input's dtype.
+
+    Singular values end between 0.68 and 1.2, but those below a thousandth of the largest are not all the way up yet.
+    Computed in bfloat16 on a GPU, where float32 products would be slow, in float32 elsewhere. Zero matrices stay zero.
+
+    Args:
+        matrices: `[..., rows, columns]`.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_EPS)  # the largest singular value is at most 1
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Parameter groups say which half they belong to: `algorithm` is `muon` (2 or 3 dimensions) or `adamw`."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        """
+        Args:
+            groups: dictionaries with `params`, `algorithm`, `weight_decay`.
+            lr: of both halves.
+            momentum: of Muon.
+            betas, eps: of AdamW.
+        """
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update from the parameters' gradients. Collective where parameters are sharded."""
+        assert closure is None, "no closure: the engine computes gradients"
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if group["algorithm"] == "muon":
+                self._step_muon(parameters, group)
+            else:
+                self._step_adamw(parameters, group)
+
+    def _step_muon(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        for same in _by_layout(parameters):
+            for chunk in _chunks(same):
+                updates = _orthogonalize_all([self._momentum(p, group["momentum"]) for p in chunk])
+                for parameter, update in zip(chunk, updates, strict=True):
+                    scale = UPDATE_RMS * max(parameter.shape[-2:]) ** 0.5
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.sub_(update, alpha=group["lr"] * scale)
+
+    def _momentum(self, parameter: torch.Tensor, momentum: float) -> torch.Tensor:
+        state, grad = self.state[parameter], parameter.grad
+        assert grad is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        average = state["momentum_buffer"].lerp_(grad, 1 - momentum)
+        return grad.lerp(average, momentum)
+
+    def _step_adamw(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        states = [self.state[p] for p in parameters]
+        adamw(
+            parameters,
+            [p.grad for p in parameters if p.grad is not None],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _by_layout(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Parameters of one shape and one sharding together, in an order that every rank shares."""
+    found: dict[Any, list[torch.Tensor]] = {}
+    for p in parameters:
+        layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else ()
+        found.setdefault((tuple(p.shape), p.dtype, layout), []).append(p)
+    return list(found.values())
+
+
+def _chunks(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """As many at a time as there are ranks to share them."""
+    first = parameters[0]
+    size = first.device_mesh.size() if isinstance(first, DTensor) and first.device_mesh.ndim == 1 else 1
+    return [parameters[i : i + size] for i in range(0, len(parameters), size)]
+
+
+def _orthogonalize_all(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`orthogonalize` of each; sharded ones (all of one layout) come back with the sharding that they had."""
+    first = matrices[0]
+    if not isinstance(first, DTensor):
+        return [orthogonalize(m) for m in matrices]
+    mesh, placements = first.device_mesh, first.placements
+    if mesh.ndim > 1:
+        return [
+            distribute_tensor(orthogonalize(m.full_tensor()), mesh, placements, src_data_rank=None)  # type: ignore[attr-defined]
+            for m in matrices
+        ]
+    if first.ndim == 3 and placements == (Shard(0),):
+        return [_local(m) for m in matrices]
+    stacked = torch.stack(matrices)
+    kept = stacked.placements  # type: ignore[attr-defined]
+    whole = _local(stacked.redistribute(placements=[Shard(0)]))  # type: ignore[attr-defined]
+    return list(whole.redistribute(placements=kept).unbind(0))
+
+
+def _local(sharded: Any) -> Any:
+    """`orthogonalize` of a stack of which every rank holds some whole matrices."""
+    return DTensor.from_local(
+        orthogonalize(sharded.to_local()),
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )

@@ -1,0 +1,101 @@
+"""Other algorithms in a real orchestrator: what one remembers outlives it, NaN rewards are named, a user's own code."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from prime_hpc.orchestrator.algorithms import RewardGroup
+from prime_hpc.store.batches import remove_batches_after
+from tests.integration.test_orchestrator import log_of, server, tokenizer, tokenizer_dir  # noqa: F401 (fixtures)
+from tests.support.orchestrator_world import AdminServer, World, make_experiment
+
+pytestmark = pytest.mark.slow
+
+
+def half(group: RewardGroup, factor: float) -> np.ndarray:
+    """An algorithm of the user's own."""
+    return factor * (group.rewards - group.rewards.max())
+
+
+def test_moving_baselines_are_stored_with_each_batch_and_go_on(
+    tmp_path: Path,
+    tokenizer_dir: Path,  # noqa: F811
+    server: AdminServer,  # noqa: F811
+) -> None:
+    env = [{"id": "tests.support.trouble_taskset", "name": "trouble", "args": {"nan_every": 5}, "timeout_s": 20}]
+    advantage = {"type": "rae", "decay": 0.5}
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", env=env, advantage=advantage, top={"max_steps": 4})
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start(last=3)
+        world.wait_for_batch(3)
+        world.kill()
+        assert "(trouble, task " in log_of(world) and "reward 'length' is nan; it counts as failed" in log_of(world)
+        baselines = [world.state(step)["algorithm"]["trouble"] for step in (1, 2)]
+        assert baselines[0] != baselines[1]
+        remove_batches_after(world.paths, 2)
+        for version in (3, 4):
+            for file in world.paths.weights_step(version).glob("*"):
+                file.unlink()
+            if world.paths.weights_step(version).exists():
+                world.paths.weights_step(version).rmdir()
+        if not world.paths.weights_step(2).exists():
+            assert world.trainer is not None
+            world.trainer.publish(2)
+        world.hub.close()
+        world.hub = type(world.hub)()
+        world.start(resume=2, attempt=2)
+        assert world.wait() == 0, log_of(world)
+        world.check_batches(range(1, 5))
+        # The first rollout of batch 3 was scored against the baseline that batch 2 left.
+        after = world.state(3)["algorithm"]["trouble"]
+        assert after != baselines[1]
+        rewards = {
+            (int(s), float(a)): float(r)
+            for rank in world.ranks(3)
+            for s, a, r in zip(rank.sample_ids, _first_advantages(rank), rank.rewards, strict=True)
+        }
+        offsets = [r - a for (_, a), r in rewards.items()]
+        assert min(abs(o - baselines[1]) for o in offsets) < 1e-6
+
+
+def _first_advantages(rank: SimpleNamespace) -> np.ndarray:
+    found = []
+    for s in range(rank.num_sequences):
+        part = slice(int(rank.seq_offsets[s]), int(rank.seq_offsets[s + 1]))
+        found.append(rank.advantages[part][rank.loss_mask[part]][0])
+    return np.array(found)
+
+
+def test_own_algorithm_scores_every_group(
+    tmp_path: Path,
+    tokenizer_dir: Path,  # noqa: F811
+    server: AdminServer,  # noqa: F811
+) -> None:
+    name = f"{__name__}:half"
+    exp = make_experiment(
+        tokenizer_dir, tmp_path / "run", advantage={"type": name, "args": {"factor": 0.5}}, top={"max_steps": 2}
+    )
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        for rank in world.ranks(1):
+            assert (rank.advantages <= 0).all()
+            for s, advantage in enumerate(_first_advantages(rank)):
+                group = np.concatenate([r.rewards[r.group_ids == rank.group_ids[s]] for r in world.ranks(1)])
+                assert advantage == pytest.approx(0.5 * (rank.rewards[s] - group.max()), abs=1e-6)
+
+
+def test_own_algorithm_that_fails_ends_the_run_with_its_name(
+    tmp_path: Path,
+    tokenizer_dir: Path,  # noqa: F811
+    server: AdminServer,  # noqa: F811
+) -> None:
+    name = f"{__name__}:half"  # its argument is missing
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", advantage={"type": name}, top={"max_steps": 2})
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        assert world.wait() == 1
+        assert f"orchestrator.advantage.type = {name} failed on the group of prompt" in world.status()["error"]
+        assert "factor" in world.status()["error"]

@@ -1,0 +1,180 @@
+"""The real trainer with other objectives and optimizers: one rank against two, exact resume, refused steps, replay."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.observe.status import read_status
+from prime_hpc.store.batches import RankBatch, write_batch
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.weights import list_versions
+from prime_hpc.trainer.batches import redistribute
+from tests.integration.test_trainer import assert_done, environment, full_batch, run_trainer, weights, write_run
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.slow
+
+GSPO = {
+    "type": "gspo",
+    "clip_low": 0.5,
+    "clip_high": 0.5,
+    "kl": {"target": "reference", "estimator": "k3", "coef": 0.5},
+}
+CORRECTED = {"type": "dr_grpo", "correction": {"type": "mask", "low": 0.2, "high": 5.0}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def trainer(loss: dict, optim: str, **more: object) -> dict:
+    return {"loss": loss, "optim": {"type": optim, "lr": 2e-3}, "threads_per_rank": 1, "keep_weights": 9} | more
+
+
+def write_batches(paths: RunPaths, steps: range, num_ranks: int, change: object = None) -> None:
+    for step in steps:
+        whole = full_batch(step)
+        if callable(change):
+            whole = RankBatch(**{**whole.__dict__, **change(whole)})
+        write_batch(paths, step, [redistribute([whole], r, num_ranks) for r in range(num_ranks)], state={"step": step})
+
+
+def compare_rows(one: RunPaths, two: RunPaths, num_steps: int) -> list[dict]:
+    """The first steps' metrics of both runs are alike; returns those of `one`."""
+    rows = [read_metrics(p.metrics("trainer"))[:num_steps] for p in (one, two)]
+    for a_row, b_row in zip(*rows, strict=True):
+        for key in {"loss", "grad_norm", "ratio", "kl", "entropy", "clipped", "kl_penalty", "corrected"} & set(a_row):
+            assert a_row[key] == pytest.approx(b_row[key], rel=2e-3, abs=1e-6), key
+    return rows[0]
+
+
+def test_gspo_with_a_reference_and_muon_on_two_ranks_equal_one_and_resume(tmp_path: Path, model: Path) -> None:
+    config, saved = trainer(GSPO, "muon"), {"interval": 2}
+    one = write_run(tmp_path / "one", model, max_steps=3, trainer=config, ckpt=saved)
+    write_batches(one, range(1, 4), 1)
+    assert_done(run_trainer(one), one)
+    two = write_run(tmp_path / "two", model, max_steps=2, trainer=config, ckpt=saved)
+    write_batches(two, range(1, 4), 2)
+    assert_done(run_trainer(two, 2), two)
+    first, second = compare_rows(one, two, 2)
+    # the reference is the model that training began with
+    assert first["kl_penalty"] == pytest.approx(0.0, abs=1e-6) and second["kl_penalty"] > 1e-5
+    for name, tensor in weights(one, 2).items():
+        torch.testing.assert_close(weights(two, 2)[name], tensor, rtol=1e-4, atol=2e-5)
+
+    # From step 2 to 3 again: after the same ranks the same bits, after two ranks nearly so.
+    for run in (one, two):
+        later = write_run(tmp_path / f"after-{run.root.name}", model, max_steps=3, trainer=config, ckpt={})
+        write_batches(later, range(1, 4), 1)
+        shutil.copytree(run.checkpoint_step(2), later.checkpoint_step(2))
+        assert_done(run_trainer(later, PRIMEHPC_RESUME_STEP="2"), later)
+        for name, tensor in weights(one, 3).items():
+            exact = {"rtol": 0.0, "atol": 0.0} if run is one else {"rtol": 1e-4, "atol": 5e-5}
+            torch.testing.assert_close(weights(later, 3)[name], tensor, **exact)
+
+
+def test_masked_correction_and_sign_descent_resume_exactly_and_warn_once(tmp_path: Path, model: Path) -> None:
+    config = trainer(CORRECTED | {"mismatch": {"warn": 1e-3}}, "signsgd")
+    whole = write_run(tmp_path / "whole", model, max_steps=3, trainer=config, ckpt={"interval": 2})
+    write_batches(whole, range(1, 4), 1)
+    result = run_trainer(whole)
+    assert_done(result, whole)
+    assert (result.stderr + result.stdout).count("above trainer.loss.mismatch.warn") == 1
+    rows = read_metrics(whole.metrics("trainer"))
+    assert [r["mismatch_alarm"] for r in rows] == [1.0] * 3 and all(0 < r["corrected"] < 1 for r in rows)
+    later = write_run(tmp_path / "later", model, max_steps=3, trainer=config, ckpt={})
+    write_batches(later, range(1, 4), 1)
+    shutil.copytree(whole.checkpoint_step(2), later.checkpoint_step(2))
+    assert_done(run_trainer(later, PRIMEHPC_RESUME_STEP="2"), later)
+    a, b = weights(whole, 3), weights(later, 3)
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def replay(kept: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "prime_hpc.trainer.replay", str(kept)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_a_mismatch_above_the_limit_stops_before_publishing_and_is_kept(tmp_path: Path, model: Path) -> None:
+    config = trainer({"mismatch": {"warn": 1e-6, "stop": 1e-3}}, "adamw")
+    paths = write_run(tmp_path / "run", model, trainer=config)
+    write_batches(paths, range(1, 4), 2)
+    result = run_trainer(paths, 2)
+    assert result.returncode != 0
+    status = read_status(paths.logs(1, "trainer"))
+    assert status is not None and "MismatchError" in status["error"] and "mismatch.stop = 0.001" in status["error"]
+    assert list_versions(paths) == []
+    kept = paths.failed_step(1)
+    assert f"python -m prime_hpc.trainer.replay {kept}" in result.stderr + result.stdout
+    again = replay(kept)  # two ranks' batch on one rank
+    assert again.returncode == 1, again.stderr
+    assert "mismatch.stop" in again.stdout and "8 sequences with targets" in again.stdout
+    assert replay(paths.root).returncode == 2
+
+
+def test_labels_all_masked_leave_the_weights_as_they_are(tmp_path: Path, model: Path) -> None:
+    paths = write_run(tmp_path / "run", model, max_steps=1, trainer=trainer({"type": "gspo"}, "muon"))
+    write_batches(paths, range(1, 2), 2, lambda b: {"loss_mask": np.zeros_like(b.loss_mask)})
+    result = run_trainer(paths, 2)
+    assert_done(result, paths)
+    assert "every label is masked" in result.stderr + result.stdout
+    [row] = read_metrics(paths.metrics("trainer"))
+    assert row["loss"] == 0 and row["grad_norm"] == 0 and row["num_targets"] == 0
+    from safetensors.torch import load_file
+
+    base, mine = load_file(model / "model.safetensors"), weights(paths, 1)
+    assert all(torch.equal(base[k], mine[k]) for k in base)
+
+
+def test_a_rank_without_any_sequence_takes_part(tmp_path: Path, model: Path) -> None:
+    def first_only(batch: RankBatch) -> dict:
+        mask = batch.loss_mask.copy()
+        mask[batch.seq_offsets[3] :] = False
+        return {"loss_mask": mask}
+
+    one = write_run(tmp_path / "one", model, max_steps=1, trainer=trainer(GSPO, "adamw"))
+    write_batches(one, range(1, 2), 1, first_only)
+    assert_done(run_trainer(one), one)
+    two = write_run(tmp_path / "two", model, max_steps=1, trainer=trainer(GSPO, "adamw"))
+    whole = RankBatch(**{**full_batch(1).__dict__, **first_only(full_batch(1))})
+    write_batch(two, 1, [whole, RankBatch.empty(whole.num_micro_batches)], state={})
+    assert_done(run_trainer(two, 2), two)
+    [a_row], [b_row] = (read_metrics(p.metrics("trainer")) for p in (one, two))
+    for key in ("loss", "grad_norm", "num_targets", "kl"):
+        assert a_row[key] == pytest.approx(b_row[key], rel=1e-4, abs=1e-7), key
+    a, b = weights(one, 1), weights(two, 1)
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=2e-5)
+
+
+def test_nan_keeps_batch_and_weights_and_the_replay_says_where(tmp_path: Path, model: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    broken = make_tiny_model(tmp_path / "broken", seed=3)
+    tensors = load_file(broken / "model.safetensors")
+    used = int(full_batch(1).token_ids[int(full_batch(1).seq_offsets[2])])  # in the third sequence for sure
+    tensors["model.embed_tokens.weight"][used] = float("nan")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    paths = write_run(tmp_path / "nan", broken)
+    write_batches(paths, range(1, 2), 1)
+    assert run_trainer(paths).returncode != 0
+    assert list_versions(paths) == []
+    kept = paths.failed_step(1)
+    assert json.loads((kept / "rollouts" / "step_000001" / "manifest.json").read_text())["step"] == 1
+    again = replay(kept)
+    assert again.returncode == 1, again.stderr
+    assert "loss = nan" in again.stdout and "stopped before version 1" in again.stdout

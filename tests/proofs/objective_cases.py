@@ -1,0 +1,195 @@
+"""Random ragged batches, the objectives' settings that are proved, and our side of each comparison."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from prime_hpc.config.sections.trainer import CorrectionConfig, KLConfig, LossConfig
+from prime_hpc.store.batches import RankBatch
+from prime_hpc.trainer.batches import batch_facts, make_micro_batch
+from prime_hpc.trainer.objectives import normalization, rl_loss, sft_loss, target_weights
+from tests.proofs.reference import Sequence, Setting, kink_distance
+
+CONSTANT = 37
+"""`batch_tokens` of the cases normalised per batch."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: our config, the reference's setting."""
+
+    name: str
+    config: LossConfig
+    setting: Setting
+    token_advantages: bool = False
+    """Advantages differ within a sequence."""
+
+
+def _case(name: str, setting: Setting, *, token_advantages: bool = False, **config: object) -> Case:
+    kl, correction = setting.kl, setting.correction
+    tree = {"batch_tokens": CONSTANT} | config
+    if kl is not None:
+        tree["kl"] = KLConfig(target=kl[0], estimator=kl[1], coef=kl[2])
+    if correction is not None:
+        tree["correction"] = CorrectionConfig(
+            type=correction[0], level=correction[1], low=correction[2], high=correction[3]
+        )
+    return Case(name, LossConfig.model_validate(tree), setting, token_advantages)
+
+
+def cases() -> list[Case]:
+    """Every objective with its paper's settings and its options, normalisations, KL terms and corrections."""
+    s = Setting
+    found = [
+        _case("sft", s("sft")),
+        _case("aipo", s("aipo", delta=2.0), type="aipo", delta=2.0, token_advantages=True),
+        _case("reinforce", s("reinforce"), type="reinforce", token_advantages=True),
+        _case("ppo_clip", s("ppo_clip"), type="ppo_clip", token_advantages=True),
+        _case("ppo_clip high", s("ppo_clip", low=0.1, high=0.28), type="ppo_clip", clip_low=0.1, clip_high=0.28),
+        _case("ppo_clip dual", s("ppo_clip", dual=1.5), type="ppo_clip", dual_clip=1.5, token_advantages=True),
+        _case("grpo", s("grpo", normalize="sequence"), type="grpo"),
+        _case("dr_grpo", s("dr_grpo", normalize="batch", constant=CONSTANT), type="dr_grpo"),
+        _case("gspo", s("gspo", low=3e-4, high=4e-4, normalize="sequence"), type="gspo"),
+        _case(
+            "gspo wide",
+            s("gspo_token", low=0.1, high=0.2, normalize="sequence"),
+            type="gspo",
+            clip_low=0.1,
+            clip_high=0.2,
+            token_advantages=True,
+        ),
+        _case("cispo", s("cispo", low=1.0, high=4.0), type="cispo", token_advantages=True),
+        _case("cispo both", s("cispo", low=0.3, high=0.5), type="cispo", clip_low=0.3, clip_high=0.5),
+        _case("dppo tv", s("dppo"), type="dppo", token_advantages=True),
+        _case("dppo tv uneven", s("dppo", low=0.1, high=0.25), type="dppo", clip_low=0.1, clip_high=0.25),
+        _case("dppo kl", s("dppo", low=0.05, high=0.05, divergence="kl"), type="dppo", divergence="kl"),
+        _case("ipo", s("ipo", low=0.1, high=0.1), type="ipo", token_advantages=True),
+        _case("ipo uneven", s("ipo", low=0.05, high=0.2), type="ipo", clip_low=0.05, clip_high=0.2),
+    ]
+    for kind, low, high in (("grpo", 0.2, 0.2), ("gspo", 3e-4, 4e-4), ("aipo", 0.2, 0.2)):
+        for normalize in ("token", "sequence", "batch"):
+            setting = s(kind, low=low, high=high, normalize=normalize, constant=CONSTANT)
+            found.append(_case(f"{kind} / {normalize}", setting, type=kind, normalize=normalize))
+    for target in ("reference", "behaviour"):
+        for estimator in ("k1", "k2", "k3"):
+            setting = s("grpo", normalize="sequence", kl=(target, estimator, 0.3))
+            found.append(_case(f"grpo + {estimator} {target}", setting, type="grpo"))
+    found.append(_case("dppo + k2 behaviour", s("dppo", kl=("behaviour", "k2", 2e-3)), type="dppo"))
+    for kind in ("reinforce", "grpo", "gspo", "aipo", "cispo"):
+        for correction in ("truncate", "mask"):
+            for level in ("token", "sequence", "geometric"):
+                if kind != "reinforce" and level != "token":
+                    continue
+                low, high = (3e-4, 4e-4) if kind == "gspo" else (1.0, 4.0) if kind == "cispo" else (0.2, 0.2)
+                setting = s(
+                    "gspo_token" if kind == "gspo" else kind,
+                    low=low,
+                    high=high,
+                    normalize="sequence" if kind in ("grpo", "gspo") else "token",
+                    correction=(correction, level, 0.7, 1.4),
+                )
+                found.append(_case(f"{kind} + {correction} {level}", setting, type=kind))
+    return found
+
+
+def random_batch(case: Case, seed: int, lengths: list[int] | None = None) -> tuple[list[Sequence], np.ndarray]:
+    """A ragged batch and the policy's log-probabilities of all its tokens; never closer than 1e-4 to a kink."""
+    for attempt in range(100):
+        rng = np.random.default_rng([seed, attempt])
+        sizes = lengths if lengths is not None else rng.integers(1, 14, int(rng.integers(2, 9))).tolist()
+        batch, theta = _draw(rng, sizes, case.token_advantages)
+        if kink_distance(case.setting, batch, theta) > 1e-4:
+            return batch, theta
+    raise AssertionError(f"no batch away from the kinks of {case.name} in 100 draws")
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    """What a batch file would keep of them, as float64."""
+    return values.astype(np.float32).astype(np.float64)
+
+
+def _draw(rng: np.random.Generator, sizes: list[int], token_advantages: bool) -> tuple[list[Sequence], np.ndarray]:
+    theta = np.log(rng.uniform(0.02, 0.98, sum(sizes)))
+    batch, start = [], 0
+    for n in sizes:
+        index = np.arange(start, start + n)
+        start += n
+        # Some sequences are all but on-policy, some far off; a narrow clip needs the one, a wide one the other.
+        noise = rng.choice([2e-4, 0.02, 0.4, 1.2])
+        mu = np.minimum(theta[index] + rng.normal(0, noise, n), np.log(0.99))
+        style = rng.random()
+        trained = np.ones(n, bool) if style < 0.3 else np.zeros(n, bool) if style < 0.4 else rng.random(n) < 0.6
+        advantages = rng.normal(0, 1, n if token_advantages else 1) * np.ones(n)
+        reference = theta[index] + rng.normal(0, 0.5, n)
+        batch.append(Sequence(index, trained, _float32(mu), _float32(advantages), reference))
+    return batch, theta
+
+
+def pack(batch: list[Sequence], micro_batches: list[list[int]], *, garbage: int | None = None) -> RankBatch:
+    """One rank's arrays; a token's id is its place in theta. `garbage` seeds junk at the tokens that do not train."""
+    order = [batch[i] for micro in micro_batches for i in micro]
+    lengths = np.array([len(s.index) for s in order], dtype=np.int64)
+    total, num = int(lengths.sum()), len(order)
+
+    def joined(name: str, dtype: type) -> np.ndarray:
+        return np.concatenate([np.zeros(0), *(getattr(s, name) for s in order)]).astype(dtype)
+
+    mask, mu, advantages = joined("trained", bool), joined("mu", np.float32), joined("advantages", np.float32)
+    if garbage is not None:
+        rng = np.random.default_rng(garbage)
+        mu = np.where(mask, mu, rng.normal(0, 5, total)).astype(np.float32)
+        advantages = np.where(mask, advantages, rng.normal(0, 5, total)).astype(np.float32)
+    return RankBatch(
+        token_ids=joined("index", np.int32),
+        loss_mask=mask,
+        logprobs=mu,
+        versions=np.zeros(total, np.int32),
+        advantages=advantages,
+        seq_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        micro_offsets=np.concatenate([[0], np.cumsum([len(m) for m in micro_batches])]).astype(np.int64),
+        temperatures=np.ones(num, np.float32),
+        rewards=np.zeros(num, np.float32),
+        sample_ids=np.arange(num, dtype=np.int64),
+        group_ids=np.arange(num, dtype=np.int64),
+        env_ids=np.zeros(num, np.int32),
+    )
+
+
+def ours(
+    case: Case, ranks: list[RankBatch], batch: list[Sequence], theta: np.ndarray, dtype: torch.dtype = torch.float64
+) -> tuple[float, np.ndarray, dict[str, float]]:
+    """Loss, its gradient in theta, and the summed statistics, over all ranks and micro-batches as the engine does."""
+    policy = torch.tensor(theta, dtype=dtype, requires_grad=True)
+    reference = torch.zeros_like(policy, requires_grad=False)
+    for s in batch:
+        reference[torch.from_numpy(s.index)] = torch.from_numpy(s.reference).to(dtype)
+    facts = [batch_facts(rank, 1) for rank in ranks]
+    num_targets, num_sequences = sum(f.num_targets for f in facts), sum(f.num_trained_sequences for f in facts)
+    total = torch.zeros((), dtype=dtype)
+    sums: dict[str, float] = {}
+    for rank in ranks:
+        for i in range(rank.num_micro_batches):
+            micro = make_micro_batch(rank, i)
+            micro.behaviour_logprobs, micro.advantages = micro.behaviour_logprobs.to(dtype), micro.advantages.to(dtype)
+            micro.reference_logprobs = reference[micro.targets]
+            weights = target_weights(
+                micro.sequence,
+                micro.targets_of_sequence,
+                normalization(case.config),
+                num_targets,
+                num_sequences,
+                case.config.batch_tokens or 1,
+            )
+            logprobs = policy[micro.targets]
+            if case.setting.objective == "sft":
+                loss, stats = sft_loss(logprobs, weights)
+            else:
+                loss, stats = rl_loss(case.config, micro, logprobs, weights)
+            total = total + loss
+            for name, value in stats.sums.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+    if total.requires_grad:  # a loss that lost its graph has gradient 0
+        total.backward()
+    grad = policy.grad if policy.grad is not None else torch.zeros_like(policy)
+    return float(total.detach()), grad.double().numpy(), sums

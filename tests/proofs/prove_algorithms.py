@@ -1,0 +1,207 @@
+"""Algorithm x claim: advantages and penalties against the reference, and what a baseline must not change.
+
+`value`: against the reference. `order`: the same rollouts in another order. `shift`: a constant added to all rewards.
+`equal`: equal rewards give exact zeros. `mean`: advantages, weighed as the baseline weighs rewards, sum to 0.
+"""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from prime_hpc.config.sections.orchestrator import (
+    AdvantageConfig,
+    LengthPenaltyConfig,
+    RepetitionPenaltyConfig,
+    SoftOverlongConfig,
+)
+from prime_hpc.envs.samples import Sample
+from prime_hpc.orchestrator.algorithms import Scorer
+from prime_hpc.orchestrator.algorithms.penalties import length_penalty, repetition_penalty, soft_overlong_penalty
+from prime_hpc.orchestrator.episodes import Episode, to_episode
+from tests.proofs import Proof
+from tests.proofs import reference_algorithms as reference
+from tests.support.episodes import make_result
+
+BOUND = 1e-9
+"""Float64 against float64; only cancellation between rewards costs digits."""
+EXACT = 1e-300
+"""Nothing but 0 is below it."""
+
+REFERENCES: dict[str, Callable[..., list[float]]] = {
+    "grpo": reference.grpo,
+    "dr_grpo": reference.dr_grpo,
+    "grpo_no_std": reference.dr_grpo,
+    "rloo": reference.rloo,
+    "opo": reference.opo,
+    "max_rl": reference.max_rl,
+    "reinforce": reference.reinforce,
+    "none": reference.reinforce,
+}
+CENTERED = ("grpo", "dr_grpo", "grpo_no_std", "rloo", "opo", "max_rl")
+
+
+def episode(reward: float, runs: list[int], rng: np.random.Generator, truncated: bool = False) -> Episode:
+    """A rollout of several turns: for each a prompt of 1 to 5 tokens, then the given number of sampled ones."""
+    mask: list[bool] = []
+    for n in runs:
+        mask += [False] * int(rng.integers(1, 6)) + [True] * n
+    flags = np.array(mask)
+    sample = Sample(
+        token_ids=rng.integers(0, 4, len(mask)).astype(np.int32),
+        loss_mask=flags,
+        logprobs=np.where(flags, -1.0, 0.0).astype(np.float32),
+        versions=np.where(flags, 0, -1).astype(np.int32),
+        num_turns=len(runs),
+        reward=reward,
+        truncated=truncated,
+    )
+    result = make_result(samples=[sample], reward=reward)
+    return to_episode(type(result)(**{**result.__dict__, "truncated": truncated}), 10_000)
+
+
+def random_group(rng: np.random.Generator, *, positive: bool = False) -> list[Episode]:
+    """2 to 12 rollouts; rewards binary or real, never all equal."""
+    size = int(rng.integers(2, 13))
+    while True:
+        rewards = rng.integers(0, 2, size).astype(float) if rng.random() < 0.5 else rng.normal(0, 3, size)
+        rewards = np.abs(rewards) if positive else rewards
+        if np.ptp(rewards) > 1e-3:
+            break
+    turns = [rng.integers(1, 20, int(rng.integers(1, 4))).tolist() for _ in range(size)]
+    return [episode(float(r), t, rng) for r, t in zip(rewards, turns, strict=True)]
+
+
+def with_rewards(episodes: list[Episode], rewards: np.ndarray) -> list[Episode]:
+    """The same rollouts with other rewards."""
+    results = [
+        type(e.result)(**{**e.result.__dict__, "reward": float(r)}) for e, r in zip(episodes, rewards, strict=True)
+    ]
+    return [to_episode(result, 10_000) for result in results]
+
+
+def advantages(kind: str, episodes: list[Episode]) -> np.ndarray:
+    """Ours."""
+    return Scorer(AdvantageConfig(type=kind), max_tokens=100).score(episodes).advantages
+
+
+def _parts(episodes: list[Episode]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([e.result.reward for e in episodes]), np.array([e.num_sampled_tokens for e in episodes])
+
+
+def _error(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.abs(found - wanted).max() / max(1.0, np.abs(wanted).max()))
+
+
+def value_error(kind: str, rng: np.random.Generator) -> float:
+    """Against the reference."""
+    group = random_group(rng, positive=kind == "max_rl")
+    rewards, lengths = _parts(group)
+    return _error(advantages(kind, group), np.array(REFERENCES[kind](rewards.tolist(), lengths.tolist())))
+
+
+def order_error(kind: str, rng: np.random.Generator) -> float:
+    """Rollouts in another order get the same advantages."""
+    group = random_group(rng, positive=kind == "max_rl")
+    order = rng.permutation(len(group))
+    return _error(advantages(kind, [group[i] for i in order]), advantages(kind, group)[order])
+
+
+def shift_error(kind: str, rng: np.random.Generator) -> float:
+    """A constant on all rewards changes nothing."""
+    group = random_group(rng)
+    rewards, _ = _parts(group)
+    return _error(advantages(kind, with_rewards(group, rewards + rng.normal(0, 5))), advantages(kind, group))
+
+
+def equal_error(kind: str, rng: np.random.Generator) -> float:
+    """Equal rewards give exact zeros."""
+    group = random_group(rng)
+    same = with_rewards(group, np.full(len(group), rng.choice([0.0, 1.0, 0.1, -7.3, 1e6 + 0.1])))
+    return float(np.abs(advantages(kind, same)).max())
+
+
+def mean_error(kind: str, rng: np.random.Generator) -> float:
+    """The baseline is a mean: advantages sum to 0 under its weights."""
+    group = random_group(rng, positive=kind == "max_rl")
+    found, (_, lengths) = advantages(kind, group), _parts(group)
+    weights = lengths / lengths.sum() if kind == "opo" else np.full(len(group), 1 / len(group))
+    return abs(float(found @ weights)) / max(1.0, float(np.abs(found).max()))
+
+
+def rae_error(rng: np.random.Generator) -> float:
+    """Several groups of two environments in turn, through a saved state half-way."""
+    config = AdvantageConfig(type="rae", decay=0.9)
+    scorer, baselines, worst = Scorer(config, max_tokens=9), {"a": 0.0, "b": 0.0}, 0.0
+    for step in range(6):
+        if step == 3:
+            state, scorer = scorer.state_dict(), Scorer(config, max_tokens=9)
+            scorer.load_state_dict(state)
+        env, group = "ab"[int(rng.integers(2))], random_group(rng)
+        wanted, baselines[env] = reference.rae(_parts(group)[0].tolist(), baselines[env], 0.9)
+        worst = max(worst, _error(scorer.score(group, env=env).advantages, np.array(wanted)))
+    return worst
+
+
+def length_error(rng: np.random.Generator) -> float:
+    """The length penalty."""
+    group, by_success = random_group(rng), bool(rng.integers(2))
+    config = LengthPenaltyConfig(output=0.3, input=0.2, turns=0.1, by_success=by_success)
+    rewards, sampled = _parts(group)
+    inputs = [e.num_prompt_tokens for e in group]
+    turns = [sum(s.num_turns for s in e.result.samples) for e in group]
+    wanted = reference.length_penalty(
+        rewards.tolist(), [(0.3, sampled.tolist()), (0.2, inputs), (0.1, turns)], by_success
+    )
+    return _error(length_penalty(config, rewards, group), np.array(wanted))
+
+
+def repetition_error(rng: np.random.Generator) -> float:
+    """The repetition penalty."""
+    group, n = random_group(rng), int(rng.integers(1, 5))
+    wanted = []
+    for e in group:
+        [sample] = e.result.samples
+        runs: list[list[int]] = [[]]
+        for token, trained in zip(sample.token_ids.tolist(), sample.loss_mask.tolist(), strict=True):
+            if trained:
+                runs[-1].append(token)
+            else:
+                runs.append([])
+        wanted.append(0.5 * reference.repetition(runs, n))
+    return _error(repetition_penalty(RepetitionPenaltyConfig(ngram=n, coef=0.5), group), np.array(wanted))
+
+
+def overlong_error(rng: np.random.Generator) -> float:
+    """DAPO's soft overlong punishment."""
+    limit = int(rng.integers(2, 40))
+    cache = int(rng.integers(1, limit))
+    lengths = rng.integers(1, 60, 8)
+    config = SoftOverlongConfig(max_tokens=limit, buffer=cache, coef=1.0)
+    wanted = [reference.soft_overlong(int(n), limit, cache) for n in lengths]
+    return _error(soft_overlong_penalty(config, lengths, 999), np.array(wanted))
+
+
+CLAIMS: dict[str, tuple[Callable[[str, np.random.Generator], float], tuple[str, ...]]] = {
+    "value": (value_error, tuple(REFERENCES)),
+    "order": (order_error, tuple(REFERENCES)),
+    "shift": (shift_error, tuple(k for k in CENTERED if k != "max_rl")),
+    "equal": (equal_error, CENTERED),
+    "mean": (mean_error, CENTERED),
+}
+OTHERS: dict[str, Callable[[np.random.Generator], float]] = {
+    "rae": rae_error,
+    "length penalty": length_error,
+    "repetition penalty": repetition_error,
+    "soft overlong": overlong_error,
+}
+
+
+def prove(trials: int) -> Iterable[Proof]:
+    """Every algorithm against every claim that it makes, `trials` random groups each."""
+    for claim, (check, kinds) in CLAIMS.items():
+        for kind in kinds:
+            errors = [check(kind, np.random.default_rng(seed)) for seed in range(trials)]
+            yield Proof(kind, claim, trials, float(np.max(errors)), EXACT if claim == "equal" else BOUND)
+    for name, other in OTHERS.items():
+        errors = [other(np.random.default_rng(seed)) for seed in range(trials)]
+        yield Proof(name, "value", trials, float(np.max(errors)), BOUND)

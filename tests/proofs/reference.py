@@ -1,0 +1,198 @@
+"""Objectives in float64 numpy, one sequence and one token at a time, written from the papers. Imports none of ours.
+
+A policy is the vector of its log-probabilities `theta` of every token of the batch; `frozen` is the same vector where
+a formula stops the gradient. Finite differences move `theta` and keep `frozen`, so they give the gradient that the
+papers mean.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import exp, inf, log
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence of a batch; arrays over its tokens, the prompt included."""
+
+    index: NDArray[np.int64]
+    """Places of its tokens in `theta`."""
+    trained: NDArray[np.bool_]
+    """Loss mask."""
+    mu: Vector
+    """The sampling policy's log-probabilities."""
+    advantages: Vector
+    reference: Vector
+    """The reference model's log-probabilities."""
+
+    def targets(self) -> list[int]:
+        """Trained tokens but the first, which nothing predicts."""
+        return [t for t in range(1, len(self.index)) if self.trained[t]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An objective with its parameters, in the papers' letters where they have some."""
+
+    objective: str
+    delta: float = 8.0
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+    divergence: str = "tv"
+    normalize: str = "token"
+    constant: int = 1
+    kl: tuple[str, str, float] | None = None
+    """(reference | behaviour, k1 | k2 | k3, coefficient)"""
+    correction: tuple[str, str, float, float] | None = None
+    """(truncate | mask, token | sequence | geometric, low, high)"""
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return max(low, min(x, high))
+
+
+def surrogate(ratio: float, advantage: float, s: Setting) -> float:
+    """PPO's clipped objective of one token (to be maximised), with the dual clip where it is set."""
+    gain = min(ratio * advantage, clip(ratio, 1 - s.low, 1 + s.high) * advantage)
+    return max(gain, s.dual * advantage) if s.dual is not None and advantage < 0 else gain
+
+
+def bernoulli_kl(p: float, q: float) -> float:
+    return p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
+
+
+def token_gains(s: Setting, seq: Sequence, theta: Vector, frozen: Vector) -> dict[int, float]:
+    """What each target adds to the objective to be maximised, before any normalisation."""
+    gains = {}
+    targets = seq.targets()
+    for t in targets:
+        log_pi, log_pi_0, advantage = theta[seq.index[t]], frozen[seq.index[t]], seq.advantages[t]
+        # With an importance correction the ratio is to the trainer's own policy before the update.
+        log_old = log_pi_0 if s.correction is not None else seq.mu[t]
+        ratio = exp(log_pi - log_old)
+        if s.objective == "sft":
+            gains[t] = log_pi
+        elif s.objective == "reinforce":
+            gains[t] = advantage * log_pi
+        elif s.objective == "aipo":
+            gains[t] = min(exp(log_pi_0 - log_old), s.delta) * advantage * log_pi
+        elif s.objective in ("ppo_clip", "grpo", "dr_grpo"):
+            gains[t] = surrogate(ratio, advantage, s)
+        elif s.objective == "cispo":
+            gains[t] = clip(exp(log_pi_0 - log_old), 1 - s.low, 1 + s.high) * advantage * log_pi
+        elif s.objective == "dppo":
+            pi, mu = exp(log_pi), exp(log_old)
+            distance = bernoulli_kl(mu, pi) if s.divergence == "kl" else abs(pi - mu)
+            leaves = (advantage > 0 and ratio > 1 and distance > s.high) or (
+                advantage < 0 and ratio < 1 and distance > s.low
+            )
+            gains[t] = 0.0 if leaves else ratio * advantage
+        elif s.objective == "ipo":
+            moved = exp(log_pi) - exp(log_old)
+            gains[t] = 0.0 if moved > s.high or moved < -s.low else ratio * advantage
+        elif s.objective == "gspo":
+            log_s = sum(theta[seq.index[u]] - _old(s, seq, frozen, u) for u in targets) / len(targets)
+            gains[t] = surrogate(exp(log_s), advantage, s)
+        elif s.objective == "gspo_token":
+            log_s = sum(frozen[seq.index[u]] - _old(s, seq, frozen, u) for u in targets) / len(targets)
+            gains[t] = surrogate(exp(log_s) * exp(log_pi - log_pi_0), advantage, s)
+        else:
+            raise AssertionError(s.objective)
+    return gains
+
+
+def _old(s: Setting, seq: Sequence, frozen: Vector, t: int) -> float:
+    return frozen[seq.index[t]] if s.correction is not None else seq.mu[t]
+
+
+def correction_weight(s: Setting, seq: Sequence, frozen: Vector, t: int) -> float:
+    """min(c, high), or c inside [low, high] and 0 outside."""
+    if s.correction is None:
+        return 1.0
+    kind, level, low, high = s.correction
+    logs = {u: frozen[seq.index[u]] - seq.mu[u] for u in seq.targets()}
+    if level == "token":
+        c = exp(logs[t])
+    elif level == "sequence":
+        c = exp(sum(logs.values()))
+    else:
+        c = exp(sum(logs.values()) / len(logs))
+    return min(c, high) if kind == "truncate" else c if low <= c <= high else 0.0
+
+
+def kl_of_token(s: Setting, seq: Sequence, theta: Vector, t: int) -> float:
+    """Schulman's estimators of KL(pi || other)."""
+    assert s.kl is not None
+    which, estimator, _ = s.kl
+    log_other = seq.mu[t] if which == "behaviour" else seq.reference[t]
+    log_r = log_other - theta[seq.index[t]]
+    return {"k1": -log_r, "k2": log_r**2 / 2, "k3": exp(log_r) - 1 - log_r}[estimator]
+
+
+def token_losses(s: Setting, batch: list[Sequence], theta: Vector, frozen: Vector) -> Iterator[float]:
+    """Every target's share of the loss; they sum to the loss."""
+    counts = [len(seq.targets()) for seq in batch]
+    num_targets, num_sequences = sum(counts), sum(1 for n in counts if n)
+    for seq, count in zip(batch, counts, strict=True):
+        gains = token_gains(s, seq, theta, frozen)
+        for t in seq.targets():
+            value = -correction_weight(s, seq, frozen, t) * gains[t]
+            if s.kl is not None:
+                value += s.kl[2] * kl_of_token(s, seq, theta, t)
+            yield (
+                value
+                / {
+                    "token": num_targets,
+                    "sequence": count * num_sequences,
+                    "batch": num_sequences * s.constant,
+                }[s.normalize]
+            )
+
+
+def loss(s: Setting, batch: list[Sequence], theta: Vector, frozen: Vector) -> float:
+    return float(sum(token_losses(s, batch, theta, frozen)))
+
+
+def size(s: Setting, batch: list[Sequence], theta: Vector) -> float:
+    """Sum of the terms' absolute values: the scale against which a sum's error is relative."""
+    return float(sum(abs(x) for x in token_losses(s, batch, theta, theta)))
+
+
+def gradient(s: Setting, batch: list[Sequence], theta: Vector, h: float = 1e-5) -> Vector:
+    """Central differences of the loss in every log-probability."""
+    return central_differences(lambda moved: loss(s, batch, moved, theta), theta, h)
+
+
+def central_differences(function: Callable[[Vector], float], at: Vector, h: float) -> Vector:
+    found = np.zeros_like(at)
+    for i in range(len(at)):
+        up, down = at.copy(), at.copy()
+        up[i] += h
+        down[i] -= h
+        found[i] = (function(up) - function(down)) / (2 * h)
+    return found
+
+
+def kink_distance(s: Setting, batch: list[Sequence], theta: Vector) -> float:
+    """How far, in log-probability, the nearest target is from a place where its loss has a kink or a jump."""
+    nearest = inf
+    for seq in batch:
+        targets = seq.targets()
+        if not targets:
+            continue
+        logs = [theta[seq.index[t]] - _old(s, seq, theta, t) for t in targets]
+        if s.objective in ("gspo", "gspo_token"):
+            logs = [sum(logs) / len(logs)]
+        edges = [x for x in (1 - s.low, 1 + s.high, s.dual, s.delta) if x is not None and x > 0]
+        nearest = min([nearest, *(abs(x - log(edge)) for x in logs for edge in edges)])
+        if s.objective in ("dppo", "ipo"):
+            for t in targets:
+                pi, mu = exp(theta[seq.index[t]]), exp(seq.mu[t])
+                distance = bernoulli_kl(mu, pi) if s.divergence == "kl" else abs(pi - mu)
+                nearest = min(nearest, abs(distance - s.low), abs(distance - s.high), abs(pi - mu))
+    return nearest

@@ -1,0 +1,70 @@
+"""Advantages and penalties one rollout at a time, in plain Python, written from the papers. Imports none of ours."""
+
+from collections.abc import Sequence
+from math import sqrt
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def grpo(r: Sequence[float], lengths: Sequence[int], eps: float = 1e-6) -> list[float]:
+    """(r_i - mean) / (std + eps), the population's std."""
+    m = mean(r)
+    std = sqrt(mean([(x - m) ** 2 for x in r]))
+    return [(x - m) / (std + eps) for x in r]
+
+
+def dr_grpo(r: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """r_i - mean."""
+    return [x - mean(r) for x in r]
+
+
+def rloo(r: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """r_i - mean of the others."""
+    return [x - mean([y for j, y in enumerate(r) if j != i]) for i, x in enumerate(r)]
+
+
+def opo(r: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """r_i - sum l r / sum l."""
+    baseline = sum(n * x for n, x in zip(lengths, r, strict=True)) / sum(lengths)
+    return [x - baseline for x in r]
+
+
+def max_rl(r: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """(r_i - mean) / mean; nothing where nobody succeeds."""
+    m = mean(r)
+    return [(x - m) / m if m > 0 else 0.0 for x in r]
+
+
+def reinforce(r: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """r_i."""
+    return list(r)
+
+
+def rae(r: Sequence[float], baseline: float, decay: float) -> tuple[list[float], float]:
+    """r_i - b, then b <- decay b + (1 - decay) r_i; returns the new b, too."""
+    advantages = []
+    for x in r:
+        advantages.append(x - baseline)
+        baseline = decay * baseline + (1 - decay) * x
+    return advantages, baseline
+
+
+def length_penalty(r: Sequence[float], counts: Sequence[tuple[float, Sequence[int]]], by_success: bool) -> list[float]:
+    """Scale x sum over kinds of weight x count / the group's greatest count."""
+    scale = max(0.0, mean(r)) if by_success else 1.0
+    return [scale * sum(w * c[i] / max(1, max(c)) for w, c in counts) for i in range(len(r))]
+
+
+def repetition(runs: Sequence[Sequence[int]], n: int) -> float:
+    """1 - distinct n-grams / n-grams."""
+    grams = [tuple(run[i : i + n]) for run in runs for i in range(len(run) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def soft_overlong(length: int, limit: int, cache: int) -> float:
+    """DAPO's eq. 13 with its sign turned: what is taken off."""
+    if length <= limit - cache:
+        return 0.0
+    return (length - (limit - cache)) / cache if length <= limit else 1.0

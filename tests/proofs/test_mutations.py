@@ -1,0 +1,165 @@
+"""Proofs can fail: every objective, correction, KL and normalisation is broken on purpose, and a claim must not hold.
+
+A mutation is a change of one place of the source; the changed module runs in the real one's stead.
+"""
+
+import importlib
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prime_hpc.orchestrator.algorithms import base as algorithms
+from prime_hpc.orchestrator.algorithms import scorer
+from prime_hpc.trainer.objectives import base, rl
+from tests.proofs import objective_cases, prove_algorithms
+from tests.proofs.objective_cases import cases
+from tests.proofs.prove_objectives import PROPERTIES
+
+TRIALS = 40
+"""A mutation that shifts one threshold a little needs a token in between; the first few batches notice the others."""
+OBJECTIVES = "prime_hpc.trainer.objectives."
+ALGORITHMS = "prime_hpc.orchestrator.algorithms."
+
+MUTATIONS = [
+    # module, place, change, case that must notice, claim that must notice
+    ("aipo", "-ratio * targets", "ratio * targets", "aipo", "value"),
+    ("aipo", "max=min(", "min=min(", "aipo", "value"),
+    ("aipo", "math.log(config.delta)", "math.log(1 + config.delta)", "aipo", "gradient"),
+    ("aipo", "targets.logprobs.detach()", "targets.logprobs", "aipo", "gradient"),
+    ("reinforce", "-targets.advantages", "targets.advantages", "reinforce", "gradient"),
+    ("reinforce", "* targets.logprobs", "* targets.logprobs.exp()", "reinforce", "gradient"),
+    ("ppo_clip", "torch.minimum(free, inside)", "torch.maximum(free, inside)", "ppo_clip", "value"),
+    ("ppo_clip", "1 - bounds.low, 1 + bounds.high", "1 - bounds.high, 1 + bounds.low", "ppo_clip high", "gradient"),
+    ("ppo_clip", "torch.minimum(free, inside)", "inside", "ppo_clip", "gradient"),
+    ("ppo_clip", "Terms(-gain", "Terms(gain", "ppo_clip", "value"),
+    ("ppo_clip", "(advantages < 0) &", "(advantages > 0) &", "ppo_clip dual", "value"),
+    ("ppo_clip", "torch.where(bounded, floor, gain)", "gain", "ppo_clip dual", "value"),
+    ("grpo", "targets.log_ratio()", "-targets.log_ratio()", "grpo", "value"),
+    ("grpo", 'normalize="sequence"', 'normalize="token"', "grpo", "value"),
+    ("dr_grpo", 'normalize="batch"', 'normalize="sequence"', "dr_grpo", "value"),
+    ("dr_grpo", "targets.log_ratio()", "targets.log_ratio().detach()", "dr_grpo", "gradient"),
+    ("gspo", "sequence_mean", "sequence_sum", "gspo", "value"),
+    ("gspo", "Bounds(3e-4, 4e-4)", "Bounds(4e-4, 3e-4)", "gspo", "value"),
+    ("gspo", " + (targets.logprobs - targets.logprobs.detach())", "", "gspo", "gradient"),
+    ("gspo", "targets.logprobs - targets.anchor)[", "targets.anchor - targets.logprobs)[", "gspo wide", "value"),
+    ("cispo", "Bounds(1.0, 4.0)", "Bounds(0.5, 4.0)", "cispo", "value"),
+    ("cispo", "math.log(1 + bounds.high)", "math.log(bounds.high)", "cispo", "gradient"),
+    ("cispo", "difference.clamp(low, ", "difference.clamp(-99, ", "cispo both", "value"),
+    ("cispo", "-weight *", "weight *", "cispo", "value"),
+    ("cispo", "targets.logprobs.detach() -", "targets.logprobs -", "cispo", "gradient"),
+    ("dppo", "(advantages > 0) & rises", "(advantages > 0) & falls", "dppo tv", "value"),
+    ("dppo", "(divergence > bounds.low)", "(divergence > bounds.high)", "dppo tv uneven", "value"),
+    ("dppo", "zeros_like(gain), -gain", "zeros_like(gain), gain", "dppo tv", "value"),
+    ("dppo", "_binary_kl(log_mu, log_pi)", "_binary_kl(log_pi, log_mu)", "dppo kl", "value"),
+    ("dppo", "this + rest_mu", "this - rest_mu", "dppo kl", "value"),
+    ("dppo", "Bounds(0.05, 0.05)", "Bounds(0.2, 0.2)", "dppo kl", "value"),
+    ("ipo", "moved < -bounds.low", "moved < -bounds.high", "ipo uneven", "value"),
+    ("ipo", "(moved > bounds.high) | ", "", "ipo", "value"),
+    ("ipo", "zeros_like(gain), -gain", "zeros_like(gain), gain", "ipo", "value"),
+    ("sft", "-(weights", "(weights", "sft", "value"),
+    ("kl", "logprobs - other", "other - logprobs", "grpo + k1 reference", "value"),
+    ("kl", "square() / 2", "square()", "grpo + k2 behaviour", "gradient"),
+    ("kl", "expm1(-difference) + difference", "expm1(difference) - difference", "grpo + k3 reference", "value"),
+    ("correction", "ratio.clamp(max=config.high)", "ratio", "reinforce + truncate token", "value"),
+    ("correction", " | (ratio < config.low)", "", "reinforce + mask token", "value"),
+    (
+        "correction",
+        "torch.zeros_like(ratio), ratio)",
+        "torch.zeros_like(ratio), ratio / ratio)",
+        "grpo + mask token",
+        "value",
+    ),
+    ("correction", "logprobs.detach() - behaviour", "logprobs - behaviour", "aipo + truncate token", "gradient"),
+    ("correction", 'level == "geometric" else', 'level == "sequence" else', "reinforce + mask sequence", "value"),
+    ("rl", "if config.correction is None else logprobs.detach()", "", "grpo + truncate token", "value"),
+    ("rl", "config.kl.coef * penalty", "penalty", "grpo + k3 reference", "value"),
+    ("normalize", "1.0 / max(num_targets, 1)", "1.0 / max(len(sequence), 1)", "aipo", "split"),
+    ("normalize", "1.0 / max(num_targets, 1)", "1.0 / max(len(sequence), 1)", "aipo", "ranks"),
+    ("normalize", "max(num_sequences, 1))\n    if", "len(targets_of_sequence))\n    if", "grpo", "ranks"),
+    ("normalize", "(max(num_sequences, 1) * batch_tokens)", "batch_tokens", "dr_grpo", "value"),
+]
+ALGORITHM_MUTATIONS = [
+    ("grpo", "np.mean(delta**2)", "np.mean(np.abs(delta))", "grpo", "value"),
+    ("grpo", "return centered(group.rewards)", "return group.rewards", "dr_grpo", "shift"),
+    ("rloo", "size / (size - 1)", "1", "rloo", "value"),
+    ("opo", "weights=weights", "weights=None", "opo", "mean"),
+    ("opo", "if all_equal(group.rewards):", "if False:", "opo", "equal"),
+    ("max_rl", "/ mean if", "if", "max_rl", "value"),
+    ("reinforce", "group.rewards.copy()", "-group.rewards", "reinforce", "value"),
+    ("rae", "reward - baseline", "reward", "rae", ""),
+    ("rae", "self._decay * baseline +", "baseline +", "rae", ""),
+    ("rae", "{name: float(value) for name, value in state.items()}", "{}", "rae", ""),
+    ("penalties", "max(1, int(values.max()))", "max(1, int(values.sum()))", "length penalty", ""),
+    ("penalties", "max(0.0, float(rewards.mean()))", "1.0", "length penalty", ""),
+    ("penalties", "1.0 - len(np.unique(every, axis=0))", "len(np.unique(every, axis=0))", "repetition penalty", ""),
+    ("penalties", "limit - buffer)", "limit)", "soft overlong", ""),
+]
+
+
+@contextmanager
+def mutated(name: str, place: str, change: str) -> Iterator[types.ModuleType]:
+    """A module made from the changed source, registries as they were afterwards."""
+    original = importlib.import_module(name)
+    assert original.__file__ is not None
+    source = Path(original.__file__).read_text(encoding="utf-8")
+    assert source.count(place) >= 1, f"{name} does not hold {place!r} any more: mend the mutation"
+    registries: list[dict] = [base._REGISTRY, algorithms._REGISTRY]
+    saved = [dict(r) for r in registries]
+    module = types.ModuleType(name)
+    module.__file__ = original.__file__
+    for registry in registries:
+        registry.clear()
+    try:
+        exec(compile(source.replace(place, change), name, "exec"), module.__dict__)
+        for registry, before in zip(registries, saved, strict=True):
+            for key in before.keys() - registry.keys():
+                registry[key] = before[key]
+        yield module
+    finally:
+        for registry, before in zip(registries, saved, strict=True):
+            registry.clear()
+            registry.update(before)
+
+
+def stands_in(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType) -> None:
+    """What other modules imported by name from the real module comes from the changed one."""
+    changed = {k: v for k, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
+    users = [rl, objective_cases, scorer, prove_algorithms]
+    users += [importlib.import_module(OBJECTIVES + n) for n in ("grpo", "dr_grpo", "gspo")]
+    for user in users:
+        for key in changed.keys() & vars(user).keys():
+            monkeypatch.setattr(user, key, changed[key])
+
+
+@pytest.mark.parametrize(("module", "place", "change", "case", "claim"), MUTATIONS)
+def test_a_broken_objective_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, module: str, place: str, change: str, case: str, claim: str
+) -> None:
+    [subject] = [c for c in cases() if c.name == case]
+    check, bound = PROPERTIES[claim]
+    with mutated(OBJECTIVES + module, place, change) as broken:
+        stands_in(monkeypatch, broken)
+        assert any(not check(subject, seed) < bound for seed in range(TRIALS))
+    monkeypatch.undo()
+    assert max(check(subject, seed) for seed in range(2)) < bound
+
+
+@pytest.mark.parametrize(("module", "place", "change", "subject", "claim"), ALGORITHM_MUTATIONS)
+def test_a_broken_algorithm_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, module: str, place: str, change: str, subject: str, claim: str
+) -> None:
+    def holds(seed: int) -> bool:
+        rng = np.random.default_rng(seed)
+        check = prove_algorithms.CLAIMS[claim][0] if claim else None
+        error = check(subject, rng) if check else prove_algorithms.OTHERS[subject](rng)
+        return error < (prove_algorithms.BOUND if claim != "equal" else prove_algorithms.EXACT)
+
+    with mutated(ALGORITHMS + module, place, change) as broken:
+        stands_in(monkeypatch, broken)
+        assert not all(holds(seed) for seed in range(TRIALS))
+    monkeypatch.undo()
+    assert all(holds(seed) for seed in range(3))

@@ -1,0 +1,51 @@
+"""Fixtures of the tests on a real Slurm.
+
+The cluster is started once a session, by slurm/devcluster, which installs Slurm where it is missing (root on Debian);
+where it can be neither found nor installed, the tests are skipped and say why.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.slurm import SLURM_IS_MISSING, Cluster, ClusterError
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Markers of this folder."""
+    config.addinivalue_line("markers", "slurm: needs a real Slurm, which it starts")
+    config.addinivalue_line("markers", "netns: needs nodes with namespaces of their own (root)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever uses the cluster is marked."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slurm)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The session's cluster: 4 GPU nodes n1-n4 and 2 CPU-only nodes n5-n6, all idle when a test begins."""
+    try:
+        cluster = Cluster()
+    except ClusterError as error:
+        if error.code == SLURM_IS_MISSING:
+            pytest.skip(f"no Slurm: {error}")
+        raise
+    yield cluster
+    cluster.down()
+
+
+@pytest.fixture(autouse=True)
+def _whole_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test finds what another left: nodes without power, jobs that wait."""
+    if "cluster" not in request.fixturenames:
+        yield
+        return
+    cluster: Cluster = request.getfixturevalue("cluster")
+    if request.node.get_closest_marker("netns") and not cluster.netns:
+        pytest.skip("the nodes have no namespaces of their own here (not root, or a container without the right)")
+    cluster.heal()
+    yield
+    cluster.heal()

@@ -1,0 +1,225 @@
+"""Runs as Slurm jobs that live through what clusters do to jobs. Real `prime-hpc submit`, real Slurm, real trainers.
+
+The runs are small SFT ones on random data over two nodes (one FSDP2 rank each): up in seconds, and bit for bit
+repeatable, so that a run that was interrupted can be compared with one that was not. `test_rl_jobs` has the slow ones
+with inference servers.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from prime_hpc.supervisor.attempts import read_attempts
+from tests.support.runs import BIN, rows
+from tests.support.slurm import Cluster
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+NUM_STEPS = 40
+
+
+@pytest.fixture(scope="session")
+def experiment(cluster: Cluster) -> Path:
+    """A tiny SFT experiment over two nodes."""
+    folder = Path(cluster.shared) / "jobs"
+    folder.mkdir(exist_ok=True)
+    make_tiny_model(folder / "model")
+    tree = {
+        "kind": "sft",
+        "output_dir": str(folder / "out"),
+        "max_steps": NUM_STEPS,
+        "seq_len": 64,
+        "model": {"name": str(folder / "model"), "dtype": "float32"},
+        "ckpt": {"interval": 10},
+        "trainer": {"num_ranks": 2, "threads_per_rank": 1, "optim": {"lr": 1e-4}},
+        "sft": {"data": {"type": "fake", "batch_size": 4}},
+        "slurm": {
+            "site": "devcluster",
+            "gpus_per_node": 1,
+            "trainer": {"nodes": 2},
+            "cpus_per_task": 2,
+            "preflight": {"allreduce": False},
+            "survive": {"node_silence_s": 8, "fence_s": 15, "max_crashes": 1},
+        },
+    }
+    path = folder / "exp.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def submit(cluster: Cluster, experiment: Path, name: str, *flags: object) -> tuple[str, Path]:
+    """`prime-hpc submit`; returns the job's id and the run directory."""
+    done = prime_hpc(cluster, "submit", experiment, "--name", name, "--json", *flags)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["job_id"], experiment.parent / "out" / name
+
+
+def prime_hpc(cluster: Cluster, *words: object) -> "subprocess.CompletedProcess[str]":
+    return cluster.x([str(BIN / "prime-hpc"), *map(str, words)], timeout=60)
+
+
+def attempts(run_dir: Path) -> list[dict[str, Any]]:
+    return read_attempts(run_dir / "attempts.jsonl")
+
+
+def wait_for_step(cluster: Cluster, run_dir: Path, step: int) -> None:
+    """Until the run's newest attempt has done that step."""
+
+    def there() -> bool:
+        path = run_dir / "metrics" / "trainer.jsonl"
+        return path.exists() and max((row["step"] for row in rows(run_dir, "trainer")), default=0) >= step
+
+    cluster.wait_until(there, f"step {step} of {run_dir.name}", timeout=120)
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Loss by step; of a step that was done twice, the later one."""
+    return {row["step"]: row["loss"] for row in rows(run_dir, "trainer")}
+
+
+@pytest.fixture(scope="session")
+def undisturbed(cluster: Cluster, experiment: Path) -> Path:
+    """The run that the others are compared with."""
+    job, run_dir = submit(cluster, experiment, "undisturbed")
+    cluster.wait_state(job, "COMPLETED", timeout=120)
+    return run_dir
+
+
+def assert_finished(cluster: Cluster, job: str, run_dir: Path, undisturbed: Path) -> list[dict[str, Any]]:
+    """The job completed, with the undisturbed run's losses to the last bit. Returns its attempts."""
+    cluster.wait_state(job, "COMPLETED", timeout=200)
+    lives = attempts(run_dir)
+    assert lives[-1]["outcome"] == "completed", lives
+    assert losses(run_dir) == losses(undisturbed)
+    return lives
+
+
+def test_a_job_completes_and_frees_its_nodes(cluster: Cluster, undisturbed: Path) -> None:
+    cluster.wait_idle(timeout=10)
+    (life,) = attempts(undisturbed)
+    assert life["nodes"]["trainer"] == ["n1", "n2"]
+    assert (life["outcome"], life["saved_step"]) == ("completed", NUM_STEPS)
+    assert list(losses(undisturbed)) == list(range(1, NUM_STEPS + 1))
+    status = json.loads((undisturbed / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("ended", NUM_STEPS)
+
+
+def test_the_rendered_script_does_the_same_by_hand(cluster: Cluster, experiment: Path, undisturbed: Path) -> None:
+    done = prime_hpc(cluster, "render", experiment, "--name", "by hand")
+    assert done.returncode == 0, done.stderr
+    run_dir = experiment.parent / "out" / "by hand"
+    (run_dir / "logs").mkdir(parents=True)
+    job = cluster.sbatch(done.stdout)
+    (life,) = assert_finished(cluster, job, run_dir, undisturbed)
+    assert life["job_id"] == job
+
+
+def test_preempted_it_saves_and_comes_back(cluster: Cluster, experiment: Path, undisturbed: Path) -> None:
+    flags = ("--slurm.partition", "scavenge", "--ckpt.interval", 1000)
+    job, run_dir = submit(cluster, experiment, "preempted", *flags)
+    wait_for_step(cluster, run_dir, 5)
+    cluster.drill("preempt", "5")
+    first, last = assert_finished(cluster, job, run_dir, undisturbed)
+    assert (first["outcome"], first["cause"]) == ("preempted", "preempted by a job of higher priority")
+    assert first["saved_step"] >= 5, "there was time to save"
+    assert last["resume_step"] == first["saved_step"]
+
+
+def test_preempted_where_jobs_are_cancelled_a_successor_goes_on(
+    cluster: Cluster, experiment: Path, undisturbed: Path
+) -> None:
+    flags = ("--slurm.partition", "scavcancel", "--ckpt.interval", 1000)
+    job, run_dir = submit(cluster, experiment, "succeeded", *flags)
+    wait_for_step(cluster, run_dir, 5)
+    cluster.drill("preempt", "5")
+    cluster.wait_until(lambda: len(attempts(run_dir)) == 2, "the successor's attempt", timeout=120)
+    successor = attempts(run_dir)[-1]["job_id"]
+    assert successor != job
+    first, _ = assert_finished(cluster, successor, run_dir, undisturbed)
+    assert first["outcome"] == "preempted"
+    cluster.wait_until(lambda: not cluster.ask("squeue", "-h").strip(), "no successor is left behind", timeout=30)
+
+
+def test_a_lost_node_brings_it_back_on_others(cluster: Cluster, experiment: Path, undisturbed: Path) -> None:
+    job, run_dir = submit(cluster, experiment, "lost")
+    wait_for_step(cluster, run_dir, 12)
+    cluster.drill("power-off", "n2")
+    first, last = assert_finished(cluster, job, run_dir, undisturbed)
+    assert (first["outcome"], first["lost_nodes"]) == ("node_lost", ["n2"])
+    assert last["resume_step"] >= 10
+    assert "n2" not in last["nodes"]["trainer"]
+
+
+def test_the_time_limit_is_no_end(cluster: Cluster, experiment: Path) -> None:
+    flags = (
+        "--slurm.time",
+        "1:00",
+        "--slurm.survive.signal-lead-s",
+        20,
+        "--max-steps",
+        100_000,
+        "--ckpt.interval",
+        10_000,
+    )
+    job, run_dir = submit(cluster, experiment, "limited", *flags)
+    cluster.wait_until(lambda: len(attempts(run_dir)) == 2, "a second life", timeout=150)
+    first, second = attempts(run_dir)
+    assert (first["outcome"], first["next"]) == ("requeued", "requeue")
+    assert "time limit" in first["cause"]
+    assert second["resume_step"] == first["saved_step"] > 0
+    assert second["job_id"] == job
+    cancelled = prime_hpc(cluster, "cancel", "--now", run_dir)
+    assert cancelled.returncode == 0, cancelled.stderr
+
+
+def test_stop_saves_and_ends_and_resume_goes_on(cluster: Cluster, experiment: Path, undisturbed: Path) -> None:
+    job, run_dir = submit(cluster, experiment, "stopped", "--ckpt.interval", 1000)
+    wait_for_step(cluster, run_dir, 5)
+    done = prime_hpc(cluster, "cancel", run_dir)
+    assert done.returncode == 0, done.stderr
+    cluster.wait_idle(timeout=20)
+    (life,) = attempts(run_dir)
+    assert life["outcome"] == "stopped"
+    assert 5 <= life["saved_step"] < NUM_STEPS
+    again = prime_hpc(cluster, "resume", run_dir, "--json")
+    assert again.returncode == 0, again.stderr
+    assert_finished(cluster, json.loads(again.stdout)["job_id"], run_dir, undisturbed)
+    assert job
+
+
+def test_a_crash_is_tried_again_but_not_for_ever(cluster: Cluster, experiment: Path) -> None:
+    # `attn = flash` cannot work on CPU: every life fails, and none saves anything
+    job, run_dir = submit(cluster, experiment, "crashes", "--model.attn", "flash")
+    cluster.wait_state(job, "FAILED", timeout=150)
+    lives = attempts(run_dir)
+    assert [life["outcome"] for life in lives] == ["failed", "failed"], "max_crashes = 1: one more try"
+    assert [life["next"] for life in lives] == ["requeue", None]
+    assert "flash" in lives[0]["cause"]
+
+
+def test_the_controller_may_be_restarted_under_a_job(cluster: Cluster, experiment: Path, undisturbed: Path) -> None:
+    job, run_dir = submit(cluster, experiment, "controlled")
+    wait_for_step(cluster, run_dir, 3)
+    cluster.drill("kill-controller")
+    cluster.drill("start-controller")
+    assert len(assert_finished(cluster, job, run_dir, undisturbed)) == 1
+
+
+def test_a_task_a_rank_instead_of_torchrun(cluster: Cluster, experiment: Path, undisturbed: Path) -> None:
+    job, run_dir = submit(cluster, experiment, "srun-ranks", "--trainer.launcher", "srun")
+    assert_finished(cluster, job, run_dir, undisturbed)
+
+
+def test_what_preflight_finds_is_named_before_anything_starts(cluster: Cluster, experiment: Path) -> None:
+    elsewhere = experiment.parent / "full"  # the ledger of bad nodes is kept by output directory
+    flags = ("--output-dir", elsewhere, "--slurm.preflight.min-free-gib", 1e6, "--slurm.survive.max-crashes", 0)
+    job, _ = submit(cluster, experiment, "full", *flags)
+    cluster.wait_state(job, "FAILED", timeout=60)
+    (life,) = attempts(elsewhere / "full")
+    assert life["cause"].startswith("preflight: n1: ")
+    assert not (elsewhere / "full" / "logs" / "attempt_1" / "trainer").exists()

@@ -1,0 +1,231 @@
+"""Where a life goes on: asked for, newest, another run's; and every bad checkpoint is refused with its reason."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.store import adopt
+from prime_hpc.store.artifact import verify_artifact
+from prime_hpc.store.checkpoints import resolve_resume
+from prime_hpc.store.layout import RunPaths, list_steps
+from prime_hpc.supervisor.begin import begin_attempt
+from tests.support.checkpoints import SHARD, damage, make_checkpoint, make_weights
+
+MODEL = {"architectures": ["TinyForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
+
+
+def model_dir(folder: Path, tokenizer: str = "a", **changes: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODEL | changes))
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {tokenizer: 0}}, "added_tokens": []}))
+    return folder
+
+
+def experiment(tmp_path: Path, name: str = "x", **values: object) -> Experiment:
+    model = tmp_path / "model"
+    if not model.exists():
+        model_dir(model)
+    base = {
+        "output_dir": str(tmp_path),
+        "name": name,
+        "max_steps": 40,
+        "model": {"name": str(model)},
+        "orchestrator": {"env": [{"id": "reverse-text"}]},
+    }
+    exp = Experiment.model_validate({**base, **values})
+    exp.run_dir.mkdir(exist_ok=True)
+    return exp
+
+
+def life(exp: Experiment) -> int | None:
+    """One attempt that ends at once; the step that it went on from."""
+    attempt = begin_attempt(exp, exp.run_dir)
+    path = exp.run_dir / "attempts.jsonl"
+    path.write_text(path.read_text().replace('"ended": null', '"ended": 1.0'))
+    return attempt.resume_step
+
+
+def train(exp: Experiment, *steps: int, incarnation: int = 1) -> RunPaths:
+    """What a life that saved after these steps leaves behind."""
+    from prime_hpc.store.identity import model_identity
+
+    paths = RunPaths(exp.run_dir, exp.ckpt.path if exp.ckpt else None)
+    for step in steps:
+        if exp.kind == "rl":
+            make_weights(paths, step, incarnation)
+        meta = {"identity": model_identity(Path(exp.model.name))}
+        make_checkpoint(paths, step, kind=exp.kind, incarnation=incarnation, meta=meta)
+    return paths
+
+
+def checkpoints(exp: Experiment) -> list[int]:
+    return list_steps(exp.run_dir / "checkpoints", digits=0)
+
+
+def test_a_later_life_takes_the_newest_whole_one(tmp_path: Path) -> None:
+    exp = experiment(tmp_path, ckpt={})
+    assert life(exp) is None
+    paths = train(exp, 10, 20, 30)
+    damage(paths.checkpoint_step(30), "flip")  # sizes are right: only the sums tell
+    assert life(exp) == 20
+    assert checkpoints(exp) == [10, 20]
+    shutil.rmtree(paths.weights_step(20))
+    assert life(exp) == 10
+
+
+def test_a_checkpoint_saved_on_a_signal_is_found_though_checkpoints_are_off(tmp_path: Path) -> None:
+    exp = experiment(tmp_path)
+    assert life(exp) is None
+    train(exp, 7)
+    assert life(exp) == 7
+
+
+def test_a_request_is_obeyed_once_a_submission(tmp_path: Path) -> None:
+    exp = experiment(tmp_path, ckpt={"resume_step": 10})
+    train(experiment(tmp_path), 10, 20)
+    assert life(exp) == 10
+    assert checkpoints(exp) == [10]
+    train(exp, 15, 25)
+    assert life(exp) == 25  # the same job, requeued
+    (exp.run_dir / "lock.json").write_text('{"time": "later"}')  # submitted again
+    assert life(exp) == 10
+    assert checkpoints(exp) == [10]
+    damage(RunPaths(exp.run_dir).checkpoint_step(10), "truncate")
+    with pytest.raises(ConfigError, match="damaged"):
+        life(exp)
+
+
+def test_latest_and_minus_one(tmp_path: Path) -> None:
+    train(experiment(tmp_path), 10, 20)
+    assert life(experiment(tmp_path, ckpt={"resume_step": "latest"})) == 20
+    assert Experiment.model_validate({"ckpt": {"resume_step": -1}}).ckpt.resume_step == "latest"
+
+
+def test_nothing_left_to_do_and_steps_that_do_not_exist(tmp_path: Path) -> None:
+    train(experiment(tmp_path), 10, 20)
+    with pytest.raises(ConfigError, match=r"ckpt.resume_step = 7: .*no checkpoint of step 7 \(steps there: 10, 20\)"):
+        life(experiment(tmp_path, ckpt={"resume_step": 7}))
+    with pytest.raises(ConfigError, match="nothing is left to do; raise --max-steps"):
+        life(experiment(tmp_path, max_steps=20, ckpt={"resume_step": "latest"}))
+    assert checkpoints(experiment(tmp_path)) == [10, 20]
+
+
+@pytest.mark.parametrize("kind", ["truncate", "flip", "manifest", "missing", "format"])
+def test_bad_checkpoints_are_refused_or_skipped(tmp_path: Path, kind: str) -> None:
+    paths = train(experiment(tmp_path), 10, 20)
+    damage(paths.checkpoint_step(20), kind)
+    words = {"format": "manifest format 1, found format 99", "manifest": "a manifest, found No such file"}
+    with pytest.raises(
+        ConfigError, match=rf"step 20 is damaged: .*{words.get(kind, 'expected')}.*other whole ones: 10"
+    ):
+        life(experiment(tmp_path, ckpt={"resume_step": 20}))
+    assert life(experiment(tmp_path, ckpt={"resume_step": "latest"})) == 10
+
+
+@pytest.mark.parametrize("place", ["run", "checkpoints", "step"])
+def test_starts_from_another_run(tmp_path: Path, place: str) -> None:
+    other = experiment(tmp_path, "other")
+    source = train(other, 10, 20)
+    path = {"run": source.root, "checkpoints": source.checkpoints, "step": source.checkpoint_step(10)}[place]
+    step = 10 if place == "step" else 20
+    exp = experiment(tmp_path, "mine", ckpt={"resume_step": str(path)})
+    assert life(exp) == step
+    mine = RunPaths(exp.run_dir)
+    info = resolve_resume(mine.checkpoints, step)
+    assert info.manifest.incarnation == 1
+    assert info.manifest.meta["adopted_from"] == str(source.checkpoint_step(step))
+    assert json.loads(info.orchestrator_state.read_text())["step"] == step
+    assert verify_artifact(mine.weights_step(step), deep=True).version == step
+    assert (info.path / SHARD).stat().st_ino == (source.checkpoint_step(step) / SHARD).stat().st_ino
+    shutil.rmtree(source.root)  # from now on it is this run's own
+    assert life(exp) == step
+    train(exp, step + 5, incarnation=2)
+    assert life(exp) == step + 5
+
+
+def test_takes_copies_where_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = train(experiment(tmp_path, "other"), 10)
+
+    def refuse(*_: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(adopt.os, "link", refuse)
+    exp = experiment(tmp_path, "mine", ckpt={"resume_step": str(source.root)})
+    assert life(exp) == 10
+    mine = RunPaths(exp.run_dir).checkpoint_step(10) / SHARD
+    assert mine.read_bytes() == (source.checkpoint_step(10) / SHARD).read_bytes()
+    assert mine.stat().st_ino != (source.checkpoint_step(10) / SHARD).stat().st_ino
+
+
+def test_another_run_that_does_not_fit_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+    source = train(experiment(tmp_path, "other"), 10)
+    mine = experiment(tmp_path, "mine")
+    train(mine, 5, 30)
+    asked = {"resume_step": str(source.root)}
+
+    def refused(match: str, **values: object) -> None:
+        with pytest.raises(ConfigError, match=match):
+            life(experiment(tmp_path, "mine", ckpt=asked, **values))
+        assert checkpoints(mine) == [5, 30]
+
+    wider = model_dir(tmp_path / "wider", hidden_size=64)
+    refused("another model than .*hidden_size was 32, is 64", model={"name": str(wider)})
+    other_tokenizer = model_dir(tmp_path / "tokenizer", tokenizer="b")
+    refused("another tokenizer", model={"name": str(other_tokenizer)})
+    smaller = model_dir(tmp_path / "vocab", vocab_size=299)
+    refused("vocab_size was 300, is 299", model={"name": str(smaller)})
+    refused("seed was 0 and is 1", seed=1)
+    refused("it is of a run of kind rl, this is sft", kind="sft")
+    shutil.rmtree(source.weights_step(10))
+    refused("its weights version is not whole")
+    alone = tmp_path / "alone" / "step_10"
+    shutil.copytree(source.checkpoint_step(10), alone)
+    asked["resume_step"] = str(alone)
+    refused("name the run directory")
+    asked["resume_step"] = str(tmp_path / "nowhere")
+    refused("no such directory")
+    asked["resume_step"] = str(tmp_path / "model")
+    refused("neither a run directory")
+
+
+def test_other_ranks_and_group_sizes_are_accepted(tmp_path: Path) -> None:
+    source = train(experiment(tmp_path, "other"), 10)
+    exp = experiment(
+        tmp_path,
+        "mine",
+        ckpt={"resume_step": str(source.root)},
+        trainer={"num_ranks": 4},
+        orchestrator={"env": [{"id": "reverse-text"}], "rollouts_per_example": 4, "batch_size": 32},
+    )
+    assert life(exp) == 10
+
+
+def test_sft_needs_no_weights_and_no_orchestrator(tmp_path: Path) -> None:
+    source = train(experiment(tmp_path, "other", kind="sft"), 10)
+    exp = experiment(tmp_path, "mine", kind="sft", ckpt={"resume_step": str(source.root)})
+    assert life(exp) == 10
+    with pytest.raises(ConfigError, match="of kind sft, this is rl"):
+        life(experiment(tmp_path, "rl", ckpt={"resume_step": str(source.root)}))
+
+
+def test_a_checkpoint_directory_belongs_to_one_run(tmp_path: Path) -> None:
+    shared = tmp_path / "elsewhere"
+    first = experiment(tmp_path, "first", ckpt={"path": str(shared)})
+    assert life(first) is None
+    train(first, 10)
+    with pytest.raises(ConfigError, match="another run, .*first: choose another ckpt.path"):
+        life(experiment(tmp_path, "second", ckpt={"path": str(shared)}))
+    assert list_steps(shared, digits=0) == [10]
+    assert life(first) == 10
+    second = experiment(tmp_path, "second", ckpt={"resume_step": str(first.run_dir)})  # finds them where they lie
+    assert life(second) == 10
+    first.run_dir.rename(tmp_path / "moved")
+    assert life(experiment(tmp_path, "moved", ckpt={"path": str(shared)})) == 10
+    (shared / adopt.OWNER).unlink()
+    with pytest.raises(ConfigError, match="unknown origin"):
+        life(experiment(tmp_path, "third", ckpt={"path": str(shared)}))
+    with pytest.raises(ConfigError, match="unknown origin"):
+        life(experiment(tmp_path, "fourth", ckpt={"path": str(second.run_dir / "checkpoints")}))

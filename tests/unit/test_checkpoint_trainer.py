@@ -1,0 +1,255 @@
+"""The trainer's checkpoints in one process: what is saved is the state at the boundary, whatever comes after."""
+
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from prime_hpc.config.sections.common import CkptConfig, ModelConfig
+from prime_hpc.config.sections.trainer import TrainerConfig
+from prime_hpc.store import files
+from prime_hpc.store.artifact import StoreError
+from prime_hpc.store.batches import write_batch
+from prime_hpc.store.checkpoints import resolve_resume
+from prime_hpc.store.identity import model_identity
+from prime_hpc.store.layout import RunPaths, claim_incarnation, list_steps
+from prime_hpc.trainer import shards
+from prime_hpc.trainer.checkpoint import Checkpointer
+from prime_hpc.trainer.engine import Engine
+from prime_hpc.trainer.model import load_policy
+from prime_hpc.trainer.optim import build_optimizer
+from prime_hpc.trainer.rl import rl_objective
+from prime_hpc.trainer.staging import HostStage
+from tests.support.tiny_model import make_tiny_model, random_rank_batch
+
+CONFIG = TrainerConfig.model_validate({"optim": {"lr": 1e-2}})
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Trainer:
+    """A policy, its engine and its checkpointer."""
+
+    def __init__(self, model: Path, root: Path, trainer: TrainerConfig = CONFIG, **ckpt: Any) -> None:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        config = ModelConfig(name=str(model), dtype="float32")
+        self.policy = load_policy(
+            config, model, mesh, torch.device("cpu"), reshard_after_forward=True, chunk_tokens=512
+        )
+        self.optimizer = build_optimizer(self.policy, trainer.optim)
+        self.engine = Engine(
+            self.policy,
+            self.optimizer,
+            optim=trainer.optim,
+            scheduler=trainer.scheduler,
+            max_steps=100,
+            normalize="token",
+            reshard=True,
+            device=torch.device("cpu"),
+            peak_flops=1.0,
+        )
+        self.paths = RunPaths(root)
+        meta = {"kind": "rl", "identity": model_identity(model)}
+        self.checkpointer = Checkpointer(
+            self.policy, self.optimizer, self.paths, incarnation=0, meta=meta, config=CkptConfig(**ckpt)
+        )
+
+    def step(self, n: int) -> None:
+        batch = random_rank_batch([[20, 9], [15]], seed=n, step=n)
+        self.engine.train_step(n, batch, partial(rl_objective, CONFIG.loss))
+        if not self.paths.rollouts_step(n).exists():
+            write_batch(self.paths, n, [batch], state={"step": n})
+
+    def save(self, n: int) -> None:
+        self.checkpointer.save(n, progress={"num_samples": 3 * n}, batch_dir=self.paths.rollouts_step(n))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        named = shards.named_state(self.policy, self.optimizer)
+        return {name: shards.local_part(tensor).clone() for name, tensor in named.items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def stages(paths: RunPaths) -> list[str]:
+    return [name for name in files.list_dir(paths.checkpoints) if name.startswith(".")]
+
+
+def test_save_and_load_are_exact(group: None, model: Path, tmp_path: Path) -> None:
+    first = Trainer(model, tmp_path / "run")
+    first.step(1)
+    torch.manual_seed(7)
+    np.random.seed(8)
+    first.save(1)
+    expected, draws = first.state(), (torch.rand(3), np.random.rand(3))
+    second = Trainer(model, tmp_path / "run")
+    second.step(5)
+    info = resolve_resume(first.paths.checkpoints, "latest")
+    assert second.checkpointer.load(info) == {"step": 1, "num_samples": 3}
+    assert same(second.state(), expected)
+    assert torch.equal(torch.rand(3), draws[0]) and np.array_equal(np.random.rand(3), draws[1])
+    first.step(2)
+    second.step(2)
+    assert same(first.state(), second.state())
+    assert not stages(first.paths)
+
+
+@pytest.mark.parametrize("staging", ["memory", "disk"])
+def test_in_the_background_the_state_at_the_boundary_is_saved(
+    group: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: str
+) -> None:
+    """The copy begins only when the next update is asked for, which must wait for it; the disk lets nothing through
+    until two more steps are done."""
+    where = {"staging_dir": tmp_path / "local"} if staging == "disk" else {}
+    trainer = Trainer(model, tmp_path / "run", save_async=True, **where)
+    trainer.step(1)
+    trainer.checkpointer.prepare()
+    expected = trainer.state()
+    copy, update = HostStage.copy, trainer.engine._update
+    asked, go = threading.Event(), threading.Event()
+
+    def late_copy(*args: Any) -> None:
+        assert asked.wait(30)
+        time.sleep(0.05)
+        copy(*args)
+
+    def marked_update(*args: Any) -> None:
+        asked.set()
+        update(*args)
+
+    def slow_disk(operation: str, path: Path) -> None:
+        if operation == "fsync" and threading.current_thread().name == "save-1":
+            go.wait(30)
+
+    monkeypatch.setattr(HostStage, "copy", late_copy)
+    monkeypatch.setattr(trainer.engine, "_update", marked_update)
+    with files.observe_operations(slow_disk):
+        trainer.save(1)
+        assert trainer.checkpointer.in_flight == 1
+        trainer.step(2)
+        trainer.step(3)
+        assert not trainer.checkpointer.has_ended
+        assert list_steps(trainer.paths.checkpoints, digits=0) == []
+        go.set()
+        trainer.checkpointer.finish()
+    assert trainer.checkpointer.in_flight is None
+    figures = trainer.checkpointer.take_figures()
+    assert figures is not None and figures.step == 1 and figures.stall_s >= 0.05
+    again = Trainer(model, tmp_path / "run")
+    again.checkpointer.load(resolve_resume(trainer.paths.checkpoints, 1))
+    assert same(again.state(), expected) and not same(again.state(), trainer.state())
+    if staging == "disk":
+        assert list((tmp_path / "local").iterdir()) == []
+
+
+def test_one_save_at_a_time_and_each_is_its_own(group: None, model: Path, tmp_path: Path) -> None:
+    trainer = Trainer(model, tmp_path / "run", save_async=True, keep_last=2)
+    states = {}
+    for n in range(1, 5):
+        trainer.step(n)
+        trainer.save(n)
+        states[n] = trainer.state()
+    trainer.checkpointer.finish()
+    assert list_steps(trainer.paths.checkpoints, digits=0) == [3, 4]
+    for n in (3, 4):
+        again = Trainer(model, tmp_path / "run")
+        again.checkpointer.load(resolve_resume(trainer.paths.checkpoints, n))
+        assert same(again.state(), states[n])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("operation", ["create", "write", "fsync", "mkdir", "rename"])
+def test_a_full_disk_ends_the_save_with_its_reason(
+    group: None, model: Path, tmp_path: Path, is_async: bool, operation: str
+) -> None:
+    trainer = Trainer(model, tmp_path / "run", save_async=is_async)
+    trainer.step(1)
+
+    def full(seen: str, path: Path) -> None:
+        if seen == operation and "checkpoints" in path.parts:
+            raise OSError(28, "No space left on device", str(path))
+
+    with files.observe_operations(full), pytest.raises(StoreError, match="disk full"):
+        trainer.save(1)
+        trainer.step(2)
+        while not trainer.checkpointer.has_ended:
+            time.sleep(0.01)
+        trainer.checkpointer.settle()
+    assert list_steps(trainer.paths.checkpoints, digits=0) == [] and not stages(trainer.paths)
+    trainer.save(1)  # the disk has room again
+    trainer.checkpointer.finish()
+    assert list_steps(trainer.paths.checkpoints, digits=0) == [1]
+
+
+def test_an_older_life_cannot_commit_in_the_background(group: None, model: Path, tmp_path: Path) -> None:
+    trainer = Trainer(model, tmp_path / "run", save_async=True)
+    trainer.step(1)
+    claim_incarnation(trainer.paths)
+    trainer.save(1)
+    with pytest.raises(StoreError, match="incarnation 1 has begun"):
+        trainer.checkpointer.finish()
+    assert list_steps(trainer.paths.checkpoints, digits=0) == []
+
+
+def test_too_little_memory_is_said_before_the_first_save(
+    group: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(model, tmp_path / "run", save_async=True)
+    trainer.step(1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 << 24))
+    with pytest.raises(StoreError, match=r"needs .* GiB of host memory.*ckpt.staging_dir"):
+        trainer.checkpointer.prepare()
+
+
+def test_what_does_not_fit_is_refused_with_the_reason(group: None, model: Path, tmp_path: Path) -> None:
+    trainer = Trainer(model, tmp_path / "run")
+    trainer.step(1)
+    trainer.save(1)
+    info = resolve_resume(trainer.paths.checkpoints, 1)
+    untied = make_tiny_model(tmp_path / "untied", tied=False)
+    with pytest.raises(StoreError, match="tie_word_embeddings was True, is False"):
+        Trainer(untied, tmp_path / "other").checkpointer.load(info)
+    blind = Trainer(untied, tmp_path / "other")  # as when a checkpoint does not say what it is of
+    blind.checkpointer._meta = {}
+    with pytest.raises(StoreError, match=r"of another model: it lacks model.hf.lm_head.weight \(1 tensors differ\)"):
+        blind.checkpointer.load(info)
+    sign = TrainerConfig.model_validate({"optim": {"type": "signsgd", "lr": 1e-2}})
+    with pytest.raises(StoreError, match="another optimizer's state.*resume with the optimizer"):
+        Trainer(model, tmp_path / "other", sign).checkpointer.load(info)
+    sft = Trainer(model, tmp_path / "other")
+    sft.checkpointer._meta = {"kind": "sft"}
+    with pytest.raises(StoreError, match="of a rl run, this is sft"):
+        sft.checkpointer.load(info)
+
+
+@pytest.mark.parametrize("kind", ["muon", "signsgd"])
+def test_other_optimizers_are_exact_too(group: None, model: Path, tmp_path: Path, kind: str) -> None:
+    config = TrainerConfig.model_validate({"optim": {"type": kind, "lr": 1e-3, "momentum": 0.9}})
+    first = Trainer(model, tmp_path / "run", config, save_async=True)
+    first.step(1)
+    first.save(1)
+    first.checkpointer.finish()
+    second = Trainer(model, tmp_path / "run", config)
+    second.checkpointer.load(resolve_resume(first.paths.checkpoints, 1))
+    first.step(2)
+    second.step(2)
+    assert same(first.state(), second.state())

@@ -1,0 +1,314 @@
+"""Reading Slurm: what its commands say, and what is made of their failures."""
+
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_hpc.observe import slurm
+from prime_hpc.observe.slurm import (
+    JobInfo,
+    SlurmError,
+    clean_environment,
+    compress_hosts,
+    expand_hosts,
+    find_by_token,
+    fold,
+    fold_states,
+    history,
+    job,
+    jobs,
+    parse_duration,
+    parse_time,
+    run_slurm,
+    start_estimate,
+    token_of,
+)
+from tests.support.fake_slurm import FakeSlurm
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    fake = FakeSlurm(tmp_path)
+    fake.use(monkeypatch)
+    return fake
+
+
+def program(folder: Path, name: str, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command on PATH, as a shell script."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def stamp(after_s: float) -> str:
+    """A time of Slurm's, so long after now."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + after_s))
+
+
+def row(**fields: object) -> str:
+    """One line of squeue in the format that is asked for."""
+    values = {
+        "JobArrayID": "12",
+        "JobID": "12",
+        "HetJobID": "N/A",
+        "HetJobOffset": "N/A",
+        "State": "RUNNING",
+        "Reason": "None",
+        "NumNodes": "2",
+        "NodeList": "n[1-2]",
+        "StartTime": stamp(-18 * 60),
+        "EndTime": stamp(+42 * 60),
+        "TimeLeft": "42:00",
+        "RestartCnt": "1",
+        "Name": "a | b",
+        "Comment": "prime-hpc:abc mine",
+        **fields,
+    }
+    assert list(values) == list(slurm._FIELDS)
+    return "".join(f"{value}\x1f" for value in values.values())
+
+
+def say(tmp_path: Path, rows: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "answer").write_text("\n".join(rows) + "\n")
+    program(tmp_path, "squeue", f"cat '{tmp_path}/answer'", monkeypatch)
+
+
+def test_a_plain_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(tmp_path, [row()], monkeypatch)
+    info = job("12")
+    assert info is not None
+    assert (info.job_id, info.state, info.reason, info.nodes, info.num_nodes) == ("12", "RUNNING", "", "n[1-2]", 2)
+    assert (info.restarts, info.name, info.token) == (1, "a | b", "abc")
+    assert info.time_left_s is not None and 2400 < info.time_left_s <= 2520
+    assert info.end is not None and info.start is not None and 3599 <= info.end - info.start <= 3601
+    assert info.is_active and not info.is_pending and info.components == ()
+    assert job("13") is None
+
+
+def test_heterogeneous_jobs_are_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [
+        row(JobArrayID="21", JobID="21", HetJobID="20", HetJobOffset="1", NodeList="n7", NumNodes="1", TimeLeft="9:00"),
+        row(JobArrayID="20", JobID="20", HetJobID="20", HetJobOffset="0"),
+    ]
+    say(tmp_path, parts, monkeypatch)
+    info = jobs(["20"])["20"]
+    assert (info.job_id, info.nodes, info.num_nodes, info.time_left_s) == ("20", "n[1-2],n7", 3, 540.0)
+
+
+def test_a_preemption_with_a_grace_moves_the_end_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(tmp_path, [row(EndTime=stamp(10))], monkeypatch)
+    info = job("12")
+    assert info is not None and info.time_left_s is not None and info.time_left_s <= 10
+
+
+def test_components_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [
+        row(JobArrayID="21", JobID="21", HetJobID="20", HetJobOffset="1"),
+        row(JobArrayID="20", JobID="20", HetJobID="20", HetJobOffset="0"),
+    ]
+    say(tmp_path, parts, monkeypatch)
+    info = jobs(["20"])["20"]
+    assert [part.job_id for part in info.components] == ["20+0", "20+1"]
+
+
+def test_arrays_are_a_job_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row(JobArrayID="30_1", JobID="31"), row(JobArrayID="30_2", JobID="30", State="PENDING", NodeList="")]
+    say(tmp_path, rows, monkeypatch)
+    assert set(jobs(["30"])) == {"30_1", "30_2", "30"}  # 30 is also what its last task is called inside
+    assert set(jobs(["30_2"])) == {"30_2"}
+    assert jobs(["31"])["31"].job_id == "30_1"
+
+
+def test_a_line_break_in_somebodys_comment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(tmp_path, [row(Comment="a\nb"), row(JobArrayID="13", JobID="13")], monkeypatch)
+    found = jobs(["12", "13"])
+    assert found["12"].comment == "a\nb" and found["13"].token == "abc"
+
+
+def test_odd_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = row(State="PENDING", NodeList="", StartTime="N/A", EndTime="N/A", TimeLeft="UNLIMITED", Comment="(null)")
+    say(tmp_path, [odd], monkeypatch)
+    info = job("12")
+    assert info is not None and info.is_pending
+    assert (info.start, info.end, info.time_left_s, info.comment, info.token) == (None, None, None, "", None)
+
+
+def test_jobs_that_slurm_forgot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", monkeypatch)
+    assert jobs(["12"]) == {} and start_estimate("12") is None
+    assert jobs([]) == {}
+
+
+def test_tokens(fake: FakeSlurm) -> None:
+    for comment in ("prime-hpc:aa", "prime-hpc:aab", "other prime-hpc:aa", "prime-hpc:aa words", ""):
+        fake.add(comment=comment)
+    assert [info.job_id for info in find_by_token("aa")] == ["100", "103"]
+    assert token_of("prime-hpc") is None and token_of("prime-hpc:x y") == "x"
+
+
+@pytest.mark.parametrize(
+    ("states", "folded"),
+    [
+        (["RUNNING", "RUNNING"], "RUNNING"),
+        (["COMPLETED", "RUNNING"], "RUNNING"),
+        (["NODE_FAIL", "PENDING"], "PENDING"),
+        (["COMPLETING", "COMPLETED"], "COMPLETING"),
+        (["COMPLETED", "FAILED"], "FAILED"),
+        (["CANCELLED", "NODE_FAIL"], "NODE_FAIL"),
+        (["COMPLETED", "COMPLETED"], "COMPLETED"),
+        (["SOMETHING_NEW"], "SOMETHING_NEW"),
+    ],
+)
+def test_folded_states(states: list[str], folded: str) -> None:
+    assert fold_states(states) == folded
+
+
+def test_the_telling_reason_counts() -> None:
+    parts = [JobInfo("5+0", "PENDING", "Priority"), JobInfo("5+1", "PENDING", "PartitionConfig")]
+    assert fold(parts)["5"].reason == "PartitionConfig"
+
+
+# --- failures ---------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_command() -> None:
+    with pytest.raises(SlurmError, match="is not found on PATH.*load the site's Slurm module") as caught:
+        run_slurm(["no-such-squeue", "-h"])
+    assert caught.value.is_missing and caught.value.is_unreachable
+    assert (caught.value.code, caught.value.exit_code) == (None, 3)
+
+
+def test_a_hanging_command(fake: FakeSlurm) -> None:
+    fake.behave("squeue", hang="before")
+    with pytest.raises(SlurmError, match=r"`squeue -h .*timed out: no answer within 0.5 s.*scontrol ping") as caught:
+        jobs(["1"], timeout_s=0.5)
+    assert caught.value.is_unreachable and not caught.value.is_missing
+
+
+@pytest.mark.parametrize(
+    ("words", "unreachable", "advice"),
+    [
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", True, "controller is down"),
+        ("Socket timed out on send/recv operation", True, "controller is down"),
+        ("error: If munged is up, restart with --num-threads=10\nMunge encode failed", True, "munge does not answer"),
+        ("fatal: Could not establish a configuration source", True, "SLURM_CONF"),
+        ("Invalid partition name specified", False, ""),
+    ],
+)
+def test_what_a_failure_means(words: str, unreachable: bool, advice: str) -> None:
+    error = SlurmError(["squeue"], 1, words)
+    assert error.is_unreachable is unreachable and not error.is_missing
+    assert advice in str(error) and words.splitlines()[0] in str(error) and "exit status 1" in str(error)
+
+
+def test_no_accounting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1", monkeypatch)
+    assert history("12") == []
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert history("12") == []
+
+
+def test_accounting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lives = [
+        "12|PREEMPTED|0:15|2026-01-31T10:00:00|2026-01-31T11:00:00|n1|c",
+        "12|CANCELLED by 1000|0:0|2026-01-31T12:00:00|Unknown|None assigned|",
+    ]
+    (tmp_path / "answer").write_text("\n".join(lives).replace("|", "\x1f") + "\n")
+    program(tmp_path, "sacct", f"cat '{tmp_path}/answer'", monkeypatch)
+    first, second = history("12")
+    assert (first.state, first.exit_code, first.nodes, first.comment) == ("PREEMPTED", "0:15", "n1", "c")
+    assert (second.state, second.end, second.nodes) == ("CANCELLED", None, "")
+
+
+def test_the_environment_of_a_job_does_not_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = {"SLURM_JOB_ID": "1", "SLURM_CONF": "/c", "SRUN_X": "1", "SBATCH_X": "1", "SLURM_JWT": "j", "PATH": "p"}
+    assert clean_environment(inside) == {"SLURM_CONF": "/c", "SLURM_JWT": "j", "PATH": "p"}
+    program(tmp_path, "squeue", "env", monkeypatch)
+    monkeypatch.setenv("SQUEUE_FORMAT", "%i")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    said = run_slurm(["squeue"], extra={"PRIMEHPC_SUBMISSION": "t /d"})
+    assert "SQUEUE_FORMAT" not in said and "SLURM_TIME_FORMAT" not in said and "PRIMEHPC_SUBMISSION=t /d" in said
+
+
+def test_a_command_that_dies_with_its_caller(tmp_path: Path) -> None:
+    code = (
+        "import sys; from prime_hpc.observe.slurm import run_slurm\n"
+        f"run_slurm(['sh', '-c', 'echo $$ > {tmp_path}/pid.tmp; mv {tmp_path}/pid.tmp {tmp_path}/pid; exec sleep 60'],"
+        " dies_with_us=True)"
+    )
+    caller = subprocess.Popen([sys.executable, "-c", code])
+    began = time.monotonic()
+    while not (tmp_path / "pid").exists():
+        assert time.monotonic() - began < 30
+        time.sleep(0.02)
+    caller.kill()
+    caller.wait(timeout=10)
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    while status.exists() and ") Z " not in status.read_text():
+        assert time.monotonic() - began < 30
+        time.sleep(0.02)
+
+
+# --- forms ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1-02:03:04", 93784.0),
+        ("02:03:04", 7384.0),
+        ("3:04", 184.0),
+        ("5", 300.0),
+        ("1-2", 93600.0),
+        ("UNLIMITED", None),
+        ("NOT_SET", None),
+        ("", None),
+    ],
+)
+def test_durations(text: str, seconds: float | None) -> None:
+    assert parse_duration(text) == seconds
+
+
+def test_times() -> None:
+    assert parse_time("N/A") is None and parse_time("Unknown") is None
+    assert time.localtime(parse_time("2026-01-31T23:59:58"))[:6] == (2026, 1, 31, 23, 59, 58)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("", []),
+        ("n1", ["n1"]),
+        ("n[1-3,7],m", ["n1", "n2", "n3", "n7", "m"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("r[1-2]n[0-1]", ["r1n0", "r1n1", "r2n0", "r2n1"]),
+        ("a-b[1]-ib,c", ["a-b1-ib", "c"]),
+    ],
+)
+def test_host_lists(text: str, hosts: list[str]) -> None:
+    assert expand_hosts(text) == hosts
+    assert sorted(expand_hosts(compress_hosts(hosts))) == sorted(hosts)
+
+
+@pytest.mark.parametrize("text", ["n[1-", "n1]", "n[a-b]", "n[1,,2]"])
+def test_host_lists_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="not a host list"):
+        expand_hosts(text)
+
+
+def test_short_host_lists() -> None:
+    assert compress_hosts(f"n{i:04}" for i in range(1000)) == "n[0000-0999]"
+    assert compress_hosts(["n3", "n1", "n2", "n9"]) == "n[1-3,9]"
+
+
+@given(st.lists(st.from_regex(r"[a-z]{1,3}[0-9]{0,4}(-[a-z]{1,2})?", fullmatch=True), unique=True, max_size=30))
+def test_compress_and_expand_are_inverse(hosts: list[str]) -> None:
+    assert sorted(expand_hosts(compress_hosts(hosts))) == sorted(hosts)

@@ -1,0 +1,181 @@
+"""The submit record and its lock."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import ConfigError
+from prime_hpc.launch import records
+from prime_hpc.launch.command import command_tail
+from prime_hpc.launch.records import (
+    check_in,
+    open_record,
+    read_record,
+    submission_environment,
+    submitting,
+    write_record,
+)
+
+
+def opened(run_dir: Path, token: str = "t") -> dict[str, object]:
+    return open_record(run_dir, token=token, state="sending", command=["x"], layout="packed", cluster=None)
+
+
+def test_written_and_changed(tmp_path: Path) -> None:
+    assert read_record(tmp_path) is None
+    record = opened(tmp_path)
+    assert {"token", "state", "job_id", "time", "command", "layout", "cluster", "successor"} <= record.keys()
+    assert write_record(tmp_path, state="sent", job_id="12")["token"] == "t"
+    assert read_record(tmp_path) == record | {"state": "sent", "job_id": "12"}
+    opened(tmp_path, "u")
+    again = read_record(tmp_path)
+    assert again is not None and again["token"] == "u" and again["job_id"] is None
+    assert [p.name for p in tmp_path.iterdir()] == ["submit.json"], "no temporary file is left"
+
+
+def test_a_full_disk_leaves_the_old_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened(tmp_path)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_record(tmp_path, state="sent")
+    record = read_record(tmp_path)
+    assert record is not None and record["state"] == "sending"
+    assert [p.name for p in tmp_path.iterdir()] == ["submit.json"]
+
+
+def test_a_torn_record_counts_as_none(tmp_path: Path) -> None:
+    (tmp_path / "submit.json").write_text('{"token": ')
+    assert read_record(tmp_path) is None
+
+
+# --- the lock ---------------------------------------------------------------------------------------------------
+
+
+def holder(**fields: object) -> str:
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "id": "x"} | fields)
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    run_dir = tmp_path / "a" / "run"
+    with submitting(run_dir):
+        with pytest.raises(ConfigError, match="another submit of this run is under way"), submitting(run_dir):
+            pass
+        assert (run_dir / records.LOCK).exists()
+    with submitting(run_dir):
+        pass
+    assert list(run_dir.iterdir()) == []
+
+
+def dead_pid() -> int:
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("kind", ["dead process", "reused pid", "another host, long ago", "empty, long ago"])
+def test_a_dead_clients_lock_is_taken_over(tmp_path: Path, kind: str) -> None:
+    lock = tmp_path / records.LOCK
+    lock.write_text(
+        {
+            "dead process": holder(pid=dead_pid()),
+            "reused pid": holder(time=time.time() - 1e6),  # this process is younger than that lock
+            "another host, long ago": holder(host="elsewhere", time=time.time() - 1e6),
+            "empty, long ago": "",
+        }[kind]
+    )
+    os.utime(lock, (1, 1))
+    with submitting(tmp_path):
+        assert json.loads(lock.read_text())["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", [holder(host="elsewhere"), ""])
+def test_a_lock_that_may_be_alive_is_respected(tmp_path: Path, text: str) -> None:
+    (tmp_path / records.LOCK).write_text(text)
+    with pytest.raises(ConfigError, match="under way"), submitting(tmp_path):
+        pass
+
+
+def test_a_lock_that_cleaning_removed(tmp_path: Path) -> None:
+    with submitting(tmp_path):
+        (tmp_path / records.LOCK).unlink()
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="output_dir.*cannot be written"), submitting(tmp_path / "file" / "run"):
+        pass
+
+
+# --- the job ----------------------------------------------------------------------------------------------------
+
+
+def inside(run_dir: Path, token: str, job_id: str, **more: str) -> dict[str, str]:
+    return {**submission_environment(run_dir, token), "SLURM_JOB_ID": job_id, **more}
+
+
+def test_a_job_writes_down_its_id_when_the_answer_was_lost(tmp_path: Path) -> None:
+    opened(tmp_path)
+    assert check_in(tmp_path, inside(tmp_path, "t", "12")) is None
+    record = read_record(tmp_path)
+    assert record is not None and (record["state"], record["job_id"]) == ("sent", "12")
+
+
+def test_a_job_of_a_replaced_submission_may_not_run(tmp_path: Path) -> None:
+    opened(tmp_path, "new")
+    before = write_record(tmp_path, state="sent", job_id="13")
+    assert "submitted again, as job 13" in str(check_in(tmp_path, inside(tmp_path, "old", "12")))
+    assert read_record(tmp_path) == before
+
+
+def test_a_successor_becomes_the_job(tmp_path: Path) -> None:
+    opened(tmp_path)
+    write_record(tmp_path, state="sent", job_id="12", successor="13")
+    assert check_in(tmp_path, inside(tmp_path, "t", "13")) is None
+    record = read_record(tmp_path)
+    assert record is not None and (record["job_id"], record["successor"]) == ("13", None)
+
+
+def test_a_successor_with_a_token_of_its_own(tmp_path: Path) -> None:
+    opened(tmp_path)
+    write_record(tmp_path, state="sent", job_id="12_3", successor="40", successor_token="own")
+    assert check_in(tmp_path, inside(tmp_path, "own", "40")) is None
+    record = read_record(tmp_path)
+    assert record is not None and (record["token"], record["job_id"], record["successor"]) == ("own", "40", None)
+
+
+def test_who_is_not_asked(tmp_path: Path) -> None:
+    opened(tmp_path, "new")
+    elsewhere = tmp_path / "other"
+    assert check_in(tmp_path, {}) is None, "on this machine, or sent by hand"
+    assert check_in(tmp_path, inside(elsewhere, "old", "12")) is None, "a shell inside another run's job"
+    assert check_in(tmp_path, inside(tmp_path, "old", "12", SLURM_ARRAY_TASK_ID="1")) is None, "the sweep's matter"
+    assert check_in(elsewhere, inside(elsewhere, "old", "12")) is None, "no record"
+
+
+# --- what the script runs ---------------------------------------------------------------------------------------
+
+
+def test_files_become_absolute_and_values_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.yaml", "b.toml"):
+        (tmp_path / name).write_text("")
+    here = str(tmp_path)
+    assert command_tail(["a.yaml", "--name", "a.yaml", "--ckpt"]) == [f"{here}/a.yaml", "--name", "a.yaml", "--ckpt"]
+    assert command_tail(["--ckpt", "a.yaml"]) == ["--ckpt", f"{here}/a.yaml"]
+    assert command_tail(["@", "a.yaml", "--trainer", "@b.toml"]) == [
+        "@",
+        f"{here}/a.yaml",
+        "--trainer",
+        f"@{here}/b.toml",
+    ]
+    assert command_tail(["/x/a b.yaml", "--output-dir", "outputs"]) == ["/x/a b.yaml", "--output-dir", "outputs"]

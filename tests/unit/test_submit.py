@@ -1,0 +1,707 @@
+"""`submit`, `cancel` and `resume` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.config import ConfigError, Loaded, load_experiment
+from prime_hpc.launch import control, records, slurm, submission
+from prime_hpc.launch.control import cancel_run, load_to_resume
+from prime_hpc.launch.refusals import SlurmRefused
+from prime_hpc.launch.slurm import drop_successor, queue_successor, refuse_if_queued
+from prime_hpc.launch.submission import submit, unseen_by_others, uses_slurm
+from prime_hpc.supervisor.attempts import Attempt, write_attempt
+from tests.support.fake_slurm import FakeSlurm
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    fake = FakeSlurm(tmp_path)
+    fake.use(monkeypatch)
+    monkeypatch.setattr(slurm, "SETTLE_S", 0.0)
+    monkeypatch.setattr(control, "POLL_S", 0.05)
+    monkeypatch.setattr(control, "ASK_EVERY_S", 0.2)
+    monkeypatch.chdir(tmp_path)
+    return fake
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A supervised run that would fit one node."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"x" * 1000)
+    (tmp_path / "site.yaml").write_text(f"scratch: {tmp_path}\n")
+    path = tmp_path / "exp.yaml"
+    tree = {
+        "kind": "sft",
+        "name": "r",
+        "launch": "slurm",
+        "output_dir": str(tmp_path / "out"),
+        "model": {"name": str(model)},
+        "sft": {"data": {"type": "fake"}},
+        "ckpt": {"interval": 5},
+        "slurm": {"site": str(tmp_path / "site.yaml"), "time": "01:00:00", "partition": "gpu", "gpus_per_node": 1},
+    }
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def load(config: Path, *flags: str) -> Loaded:
+    return load_experiment([str(config), *flags], "submit")
+
+
+def run_dir(config: Path) -> Path:
+    return config.parent / "out" / "r"
+
+
+def ended(config: Path, outcome: str = "failed", **fields: Any) -> None:
+    """The run's directory as after an attempt."""
+    row = {"ended": time.time(), "outcome": outcome, "cause": "a test", "job_id": "100", **fields}
+    write_attempt(run_dir(config) / "attempts.jsonl", Attempt(1, 1, time.time() - 60, "first start", **row))
+
+
+def test_a_job_is_sent_with_all_that_belongs_to_it(
+    fake: FakeSlurm, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # from inside another job
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
+    assert submit(load(config)) == 0
+    (job,) = fake.jobs()
+    record = records.read_record(run_dir(config))
+    assert record is not None
+    assert (record["state"], record["job_id"], record["layout"]) == ("sent", job["id"], "packed")
+    assert record["cluster"] == "fake" and record["successor"] is None
+    assert job["comment"] == f"prime-hpc:{record['token']}" and job["name"] == "r"
+    assert job["script"] == str(run_dir(config) / "job.sbatch")
+    assert {"run.yaml", "site.yaml", "lock.json", "logs"} <= {p.name for p in run_dir(config).iterdir()}
+    inside = fake.environment_of(job["id"])
+    assert "SLURM_JOB_ID" not in inside and "SLURM_MEM_PER_CPU" not in inside
+    assert records.check_in(run_dir(config), {**inside, "SLURM_JOB_ID": job["id"]}) is None
+    out = capsys.readouterr().out
+    assert f"submitted as job {job['id']} (packed, 1 node): PENDING (Priority)" in out
+    assert "prime-hpc logs -f" in out and str(run_dir(config)) in out
+
+
+def test_json(fake: FakeSlurm, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit(load(config), as_json=True) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["job_id"] == fake.jobs()[0]["id"] and said["slurm_state"] == "PENDING"
+    assert said["reason"] == "Priority" and said["adopted"] is False
+
+
+def test_dry_run_asks_nobody_and_writes_nothing(
+    fake: FakeSlurm, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(p for p in config.parent.rglob("*"))
+    assert submit(load(config), dry_run=True) == 0
+    assert "#SBATCH --partition=gpu" in capsys.readouterr().out
+    assert fake.calls() == []
+    assert sorted(p for p in config.parent.rglob("*") if "fake-slurm" not in p.parts) == [
+        p for p in before if "fake-slurm" not in p.parts
+    ]
+
+
+def test_lint_errors_reach_no_queue(fake: FakeSlurm, config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"slurm.time.*PH305"):
+        submit(load(config, "--slurm.time", "0"))
+    assert fake.jobs() == [] and not run_dir(config).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "advice"),
+    [
+        ("sbatch: error: Batch job submission failed: Invalid partition name specified", "slurm.partition", "cpu, gpu"),
+        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "slurm", "fewer"),
+        (
+            "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+            "slurm.account",
+            "sacctmgr",
+        ),
+        (
+            "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or too long)",
+            "slurm.time",
+            "sinfo",
+        ),
+        ("sbatch: error: Invalid --mail-type specification", "slurm.mail_type", ""),
+        ("sbatch: unrecognized option '--foo=1'", "slurm.extra", "job.sbatch"),
+        ("sbatch: error: something quite new", "slurm", "something quite new"),
+    ],
+)
+def test_what_sbatch_refuses_is_said_and_leaves_the_way_free(
+    fake: FakeSlurm, config: Path, words: str, key: str, advice: str
+) -> None:
+    fake.behave("sbatch", code=1, stderr=words)
+    with pytest.raises(SlurmRefused) as caught:
+        submit(load(config))
+    (problem,) = caught.value.problems
+    assert caught.value.exit_code == 3 and problem.key == key and advice in problem.message
+    assert words.rpartition(": ")[2].split(" (")[0] in problem.message
+    record = records.read_record(run_dir(config))
+    assert record is not None and record["state"] == "failed" and record["error"]
+    fake.behave("sbatch")
+    assert submit(load(config)) == 0
+    assert len(fake.jobs()) == 1
+
+
+def test_het_refused() -> None:
+    error = slurm.refusal(slurm.SlurmError(["sbatch"], 1, "Requested operation not supported on this system"), "het")
+    assert error.problems[0].key == "slurm.layout" and "packed" in error.problems[0].message
+
+
+def test_no_sbatch(fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.remove("sbatch")
+    monkeypatch.setenv("PATH", str(fake.bin))
+    assert not uses_slurm(load(config, "--launch", "auto").experiment)
+    with pytest.raises(SlurmRefused, match="sbatch is not found on PATH.*--launch local"):
+        submit(load(config))
+
+
+def test_without_a_configuration_auto_stays_here(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auto = load(config, "--launch", "auto").experiment
+    assert uses_slurm(auto)
+    monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
+    monkeypatch.setattr(submission, "cluster_name", lambda environ: None)
+    fake.behave("sinfo", code=1, stderr="sinfo: fatal: Could not establish a configuration source")
+    assert not uses_slurm(auto)
+    fake.behave("sinfo")  # configless, found by DNS
+    assert uses_slurm(auto)
+
+
+def test_a_hanging_sbatch_that_took_the_job(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm.send, "__kwdefaults__", {**slurm.send.__kwdefaults__, "timeout_s": 1.0})
+    fake.behave("sbatch", hang="after")
+    assert submit(load(config)) == 0
+    (job,) = fake.jobs()
+    record = records.read_record(run_dir(config))
+    assert record is not None and record["job_id"] == job["id"] and record["state"] == "sent"
+    assert "answer was lost" in capsys.readouterr().err
+
+
+def test_a_hanging_sbatch_and_a_silent_controller_leave_it_open(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm.send, "__kwdefaults__", {**slurm.send.__kwdefaults__, "timeout_s": 1.0})
+    down = {"code": 1, "stderr": "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"}
+    fake.behave("sbatch", hang="after")
+    fake.behave("squeue", **down)
+    with pytest.raises(SlurmRefused, match="Whether the job was queued is not known: give the same command again"):
+        submit(load(config))
+    before = records.read_record(run_dir(config))
+    with pytest.raises(SlurmRefused, match="nothing was changed"):
+        submit(load(config))
+    assert records.read_record(run_dir(config)) == before
+    fake.behave("sbatch")
+    fake.behave("squeue")
+    capsys.readouterr()
+    assert submit(load(config)) == 0
+    assert len(fake.jobs()) == 1
+    assert "the earlier submit had reached Slurm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", ["Socket timed out on send/recv operation", "Zero Bytes were transmitted or received"]
+)
+def test_a_refusal_that_is_none(fake: FakeSlurm, config: Path, words: str) -> None:
+    """slurmctld accepted the job, and its answer to sbatch was lost on the way."""
+    from prime_hpc.observe.slurm import SlurmError
+
+    fake.behave("sbatch", say="")
+    assert submit(load(config)) == 0  # no job id in the answer either
+    assert len(fake.jobs()) == 1
+    assert SlurmError(["sbatch"], 1, f"sbatch: error: Batch job submission failed: {words}").is_unreachable
+
+
+def submit_in_a_process(config: Path, fake: FakeSlurm, *flags: str) -> "subprocess.Popen[str]":
+    """`prime-hpc submit` as a user types it."""
+    argv = [sys.executable, "-m", "prime_hpc.cli", "submit", str(config), *flags]
+    return subprocess.Popen(
+        argv, env=fake.environ, cwd=config.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(what: Callable[[], Any], timeout_s: float = 30.0) -> None:
+    began = time.monotonic()
+    while not what():
+        assert time.monotonic() - began < timeout_s, "it never happened"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("how", "jobs_at_kill"),
+    [({"hang": "before"}, 0), ({"hang": "after"}, 1), ({"late": 0.5}, 0)],
+    ids=["before sbatch's work", "after it", "the controller answers late"],
+)
+def test_killed_in_the_middle_of_submit(fake: FakeSlurm, config: Path, how: dict[str, Any], jobs_at_kill: int) -> None:
+    fake.behave("sbatch", **how)
+    client = submit_in_a_process(config, fake)
+    wait_for(lambda: fake.calls("sbatch") and len(fake.jobs()) >= jobs_at_kill)
+    record = records.read_record(run_dir(config))
+    assert record is not None and record["state"] == "sending" and record["job_id"] is None
+    client.send_signal(signal.SIGKILL)
+    client.communicate(timeout=30)
+    if "late" in how:
+        wait_for(fake.jobs)
+    fake.behave("sbatch")
+    assert submit(load(config)) == 0
+    (job,) = fake.jobs()
+    record = records.read_record(run_dir(config))
+    assert record is not None and record["state"] == "sent" and record["job_id"] == job["id"]
+    if jobs_at_kill:
+        assert len(fake.calls("sbatch")) == 1, "the job that was there was found, none was sent"
+
+
+def test_the_killed_clients_sbatch_dies_with_it(fake: FakeSlurm, config: Path) -> None:
+    fake.behave("sbatch", hang="before")
+    client = submit_in_a_process(config, fake)
+    wait_for(lambda: fake.calls("sbatch"))
+    import psutil
+
+    children = psutil.Process(client.pid).children(recursive=True)
+    assert children
+    client.send_signal(signal.SIGKILL)
+    client.communicate(timeout=30)
+    wait_for(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children))
+
+
+def test_a_job_that_arrives_later_than_all_patience_does_not_run(fake: FakeSlurm, config: Path) -> None:
+    """The one case in which two jobs can be in the queue: the older one ends at its first line."""
+    fake.behave("sbatch", late=3.0)
+    client = submit_in_a_process(config, fake)
+    wait_for(lambda: fake.calls("sbatch"))
+    client.send_signal(signal.SIGKILL)
+    client.communicate(timeout=30)
+    fake.behave("sbatch")
+    assert submit(load(config)) == 0
+    wait_for(lambda: len(fake.jobs()) == 2)
+    record = records.read_record(run_dir(config))
+    assert record is not None
+    for job in fake.jobs():
+        verdict = records.check_in(run_dir(config), {**job["environ"], "SLURM_JOB_ID": job["id"]})
+        assert (verdict is None) == (job["id"] == record["job_id"])
+        assert verdict is None or "submitted again" in verdict
+
+
+def submit_and_die_at(config: Path, point: int) -> bool:
+    """Submit in a process of its own that dies when it forces the nth file to disk; False: it was done before."""
+    child = os.fork()
+    if child == 0:
+        calls = 0
+        real = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(descriptor)
+
+        os.fsync = fsync
+        code = 1
+        try:
+            code = submit(load(config), as_json=True)
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def test_killed_at_every_write_of_submit(fake: FakeSlurm, config: Path) -> None:
+    import shutil
+
+    point = 1
+    while submit_and_die_at(config, point):
+        had = len(fake.jobs())
+        assert submit_again(config) == 0
+        (job,) = fake.jobs()
+        record = records.read_record(run_dir(config))
+        assert record is not None and (record["state"], record["job_id"]) == ("sent", job["id"])
+        assert had in (0, 1)
+        fake.forget(job["id"])
+        shutil.rmtree(run_dir(config))
+        point += 1
+    assert point > 8, "the record is written twice, the snapshot has five files"
+
+
+def submit_again(config: Path) -> int:
+    """The next submit of a run whose last one may have gone through or not."""
+    try:
+        return submit(load(config))
+    except ConfigError as error:
+        assert "this run is in Slurm as job" in str(error)
+        return 0
+
+
+def test_killed_before_the_record(fake: FakeSlurm, config: Path) -> None:
+    """A directory with a config and a dead client's lock, but no record."""
+    submit(load(config))
+    (run_dir(config) / "submit.json").unlink()
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    lock = {"host": os.uname().nodename, "pid": int(dead.stdout), "time": time.time(), "id": "x"}
+    (run_dir(config) / records.LOCK).write_text(json.dumps(lock))
+    fake.forget("100")
+    assert submit(load(config)) == 0
+    assert len(fake.jobs()) == 1 and not (run_dir(config) / records.LOCK).exists()
+
+
+def test_two_submits_at_once(fake: FakeSlurm, config: Path) -> None:
+    fake.behave("sbatch", hang="before", only_once=True)
+    client = submit_in_a_process(config, fake)
+    wait_for(lambda: fake.calls("sbatch"))
+    try:
+        with pytest.raises(ConfigError, match="another submit of this run is under way"):
+            submit(load(config))
+    finally:
+        client.kill()
+        client.communicate(timeout=30)
+    assert fake.jobs() == []
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING"])
+def test_the_same_name_twice(fake: FakeSlurm, config: Path, state: str) -> None:
+    submit(load(config))
+    fake.change("100", state=state, nodes="n1")
+    for flags in ([], ["--clean"], ["--ckpt.resume-step", "latest"]):
+        with pytest.raises(ConfigError, match=f"in Slurm as job 100, {state}.*prime-hpc cancel") as caught:
+            submit(load(config, *flags))
+        assert caught.value.exit_code == 2
+    assert len(fake.jobs()) == 1 and (run_dir(config) / "run.yaml").exists()
+
+
+def test_another_job_with_the_same_id_does_not_count(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change(
+        "100", comment="prime-hpc:of-another-run", state="RUNNING"
+    )  # slurmctld forgot ours, and used the id again
+    assert submit(load(config)) == 0
+    assert [job["id"] for job in fake.jobs()] == ["100", "101"]
+
+
+def test_after_its_end_a_run_is_resumed_or_deleted(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="FAILED")
+    ended(config)
+    with pytest.raises(ConfigError, match="already holds a run; resume it"):
+        submit(load(config))
+    assert submit(load(config, "--ckpt.resume-step", "latest")) == 0
+    fake.change("101", state="FAILED")
+    (run_dir(config) / "weights").mkdir()
+    assert submit(load(config, "--clean")) == 0
+    assert not (run_dir(config) / "weights").exists() and not (run_dir(config) / "attempts.jsonl").exists()
+
+
+def test_a_run_that_was_cancelled_while_it_waited_is_sent_again(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="CANCELLED")
+    assert submit(load(config)) == 0
+    assert len(fake.jobs()) == 2
+
+
+def test_a_finished_run_needs_no_slurm(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    ended(config, "completed")
+    fake.behave("squeue", code=1, stderr="Unable to contact slurm controller")
+    refuse_if_queued(run_dir(config))
+    with pytest.raises(ConfigError, match="already holds a run"):
+        submit(load(config))
+
+
+def test_a_foreground_run_is_refused_too(fake: FakeSlurm, config: Path) -> None:
+    from prime_hpc.launch.prepare import prepare_run
+
+    submit(load(config))
+    with pytest.raises(ConfigError, match="in Slurm as job 100"):
+        prepare_run(load(config, "--clean"))
+
+
+def test_following_a_job(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(submission, "FOLLOW_POLL_S", 0.02)
+    monkeypatch.setattr(submission, "ASK_EVERY_S", 0.1)
+    log = run_dir(config) / "logs" / "slurm-100.out"
+
+    def life() -> None:
+        wait_for((run_dir(config) / "submit.json").exists)
+        wait_for(lambda: len(fake.calls("squeue")) > 1)
+        fake.change("100", state="RUNNING", nodes="n1")
+        log.write_text("first words\n")
+        fake.behave("squeue", code=1, stderr="Unable to contact slurm controller")  # it restarts
+        with log.open("a") as file:
+            file.write("last words\n")
+        fake.behave("squeue")
+        fake.change("100", state="COMPLETED")
+
+    thread = threading.Thread(target=life)
+    thread.start()
+    assert submit(load(config), follow=True) == 0
+    thread.join()
+    out = capsys.readouterr().out
+    assert out.count("first words") == 1 and out.count("last words") == 1
+    assert "job 100 has ended: COMPLETED" in out
+    fake.change("100", state="FAILED")
+    assert submission.follow_job("100", log) == 1
+    fake.forget("100")
+    ended(config, "completed")
+    assert submission.follow_job("100", log) == 0, "Slurm forgot it; the run directory knows"
+
+
+def test_an_interrupted_follower_leaves_the_job_alone(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(log: Path, offset: int) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submission, "_copy", interrupt)
+    assert submit(load(config), follow=True) == 130
+    assert "job 100 goes on" in capsys.readouterr().out
+    assert fake.jobs()[0]["state"] == "PENDING"
+
+
+# --- successors -------------------------------------------------------------------------------------------------
+
+
+def test_a_successor_waits_from_the_beginning(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config, "--slurm.survive.how", "successor"))
+    first, second = fake.jobs()
+    record = records.read_record(run_dir(config))
+    assert record is not None and (record["job_id"], record["successor"]) == (first["id"], second["id"])
+    assert second["dependency"] == f"afternotok:{first['id']}" and second["comment"] == first["comment"]
+    assert "--kill-on-invalid-dep=yes" in fake.calls("sbatch")[1]
+    # the first ends ill; the second runs, and has the next one queued: once
+    fake.change(first["id"], state="TIMEOUT")
+    fake.change(second["id"], state="RUNNING", nodes="n1")
+    inside = {**second["environ"], "SLURM_JOB_ID": second["id"]}
+    assert records.check_in(run_dir(config), inside) is None
+    assert records.read_record(run_dir(config))["job_id"] == second["id"]  # type: ignore[index]
+    third = queue_successor(run_dir(config), second["id"])
+    assert queue_successor(run_dir(config), second["id"]) == third
+    assert [job["dependency"] for job in fake.jobs()][2:] == [f"afternotok:{second['id']}"]
+    assert drop_successor(run_dir(config)) == third
+    assert fake.jobs()[2]["state"] == "CANCELLED"
+
+
+def test_a_script_sent_by_hand_gets_a_successor_too(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    (run_dir(config) / "submit.json").unlink()
+    fake.change("100", comment="prime-hpc", state="RUNNING")
+    successor = queue_successor(run_dir(config), "100")
+    record = records.read_record(run_dir(config))
+    assert record is not None and record["successor"] == successor and record["job_id"] == "100"
+    assert queue_successor(run_dir(config), "100") == successor
+
+
+# --- cancel -----------------------------------------------------------------------------------------------------
+
+
+def cancel(config: Path, *, now: bool = False, timeout_s: float = 5.0) -> Any:
+    return cancel_run(run_dir(config), now=now, timeout_s=timeout_s, say=lambda text: None)
+
+
+def test_cancel_of_a_waiting_job_and_its_successor(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config, "--slurm.survive.how", "successor"))
+    result = cancel(config)
+    assert result.ended and result.outcome == "pending"
+    assert [job["state"] for job in fake.jobs()] == ["CANCELLED"] * 2
+    assert [call[1] for call in fake.calls("scancel")] == ["101", "100"], "the successor first: it would start"
+    assert not (run_dir(config) / "STOP").exists()
+
+
+def test_cancel_of_a_running_job_lets_it_save(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+
+    def supervisor() -> None:
+        wait_for((run_dir(config) / "STOP").exists)
+        (run_dir(config) / "STOP").unlink()
+        ended(config, "stopped", saved_step=15)
+        fake.change("100", state="COMPLETED")
+
+    thread = threading.Thread(target=supervisor)
+    thread.start()
+    result = cancel(config)
+    thread.join()
+    assert (result.outcome, result.note) == ("stopped", "saved at step 15 and ended")
+    assert fake.calls("scancel") == []
+
+
+def test_cancel_of_a_job_that_does_not_save(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+    result = cancel(config, timeout_s=1.5)
+    assert result.outcome == "cancelled" and fake.jobs()[0]["state"] == "CANCELLED"
+    assert not (run_dir(config) / "STOP").exists(), "it would stop the next life"
+
+
+def test_cancel_now(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+    assert cancel(config, now=True).outcome == "cancelled"
+    assert fake.calls("scancel") == [["scancel", "100"]]
+
+
+def test_cancel_never_ends_anothers_job(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", comment="prime-hpc:of-another-run")
+    result = cancel(config, now=True)
+    assert result.ended and result.outcome == "over"
+    assert fake.calls("scancel") == []
+
+
+def test_cancel_of_a_finished_run(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="COMPLETED")
+    ended(config, "completed")
+    result = cancel(config)
+    assert result.ended and "over already: completed" in result.note
+
+
+def test_cancel_of_a_job_whose_answer_was_lost(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    records.write_record(run_dir(config), state="sending", job_id=None)
+    assert cancel(config).outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
+
+
+SUPERVISOR = """
+import signal, sys, time
+from pathlib import Path
+from prime_hpc.supervisor.attempts import Attempt, write_attempt
+
+run_dir, obeys = Path(sys.argv[1]), sys.argv[2] == "obeys"
+attempt = Attempt(1, 1, time.time(), "first start")
+asked = []
+signal.signal(signal.SIGINT, lambda number, frame: asked.append("interrupted"))
+write_attempt(run_dir / "attempts.jsonl", attempt)
+while not asked:
+    time.sleep(0.02)
+    if obeys and (run_dir / "STOP").exists():
+        asked.append("stopped")
+attempt.ended, attempt.outcome, attempt.saved_step = time.time(), asked[0], 5 if asked[0] == "stopped" else None
+write_attempt(run_dir / "attempts.jsonl", attempt)
+"""
+
+
+@pytest.mark.parametrize(
+    ("obeys", "now", "outcome", "row"),
+    [
+        (True, False, "stopped", "stopped"),
+        (True, True, "cancelled", "interrupted"),
+        (False, False, "cancelled", "interrupted"),
+    ],
+)
+def test_cancel_of_a_run_on_this_machine(
+    fake: FakeSlurm, config: Path, obeys: bool, now: bool, outcome: str, row: str
+) -> None:
+    from prime_hpc.launch.runs import read_rows
+
+    run_dir(config).mkdir(parents=True)
+    (run_dir(config) / "run.yaml").write_text("")
+    words = [sys.executable, "-c", SUPERVISOR, str(run_dir(config)), "obeys" if obeys else "is deaf"]
+    supervisor = subprocess.Popen(words)
+    # waited for, since a zombie still counts as a process
+    reaper = threading.Thread(target=supervisor.wait)
+    reaper.start()
+    wait_for((run_dir(config) / "attempts.jsonl").exists)
+    result = cancel(config, now=now, timeout_s=0.5 if not obeys else 20.0)
+    reaper.join(timeout=30)
+    assert (result.ended, result.outcome) == (True, outcome)
+    assert read_rows(run_dir(config) / "attempts.jsonl")[-1]["outcome"] == row
+    assert not (run_dir(config) / "STOP").exists()
+    assert cancel(config).outcome == "over"
+    assert fake.calls() == []
+
+
+def test_cancel_with_slurm_down(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.behave("squeue", code=1, stderr="Unable to contact slurm controller (connect failure)")
+    with pytest.raises(SlurmRefused, match="the controller is down"):
+        cancel(config)
+
+
+# --- resume -----------------------------------------------------------------------------------------------------
+
+
+def test_resume_without_checkpoints(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config, "--no-ckpt"))
+    with pytest.raises(ConfigError, match="was run without checkpoints"):
+        load_to_resume(run_dir(config), [])
+    with pytest.raises(ConfigError, match=r"no whole checkpoint; start over.*--clean"):
+        load_to_resume(run_dir(config), ["--ckpt"])
+
+
+def test_resume_goes_on_where_the_run_was(
+    fake: FakeSlurm, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prime_hpc.store.checkpoints import CheckpointInfo
+
+    submit(load(config, "--clean", "--output-dir", "out"))
+    info = CheckpointInfo.__new__(CheckpointInfo)
+    object.__setattr__(info, "step", 10)
+    monkeypatch.setattr("prime_hpc.store.checkpoints.list_checkpoints", lambda root: [info])
+    monkeypatch.setattr("prime_hpc.store.checkpoints.resolve_resume", lambda root, asked: info)
+    fake.change("100", state="FAILED")
+    ended(config)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    loaded = load_to_resume(run_dir(config), ["--max-steps", "200"])
+    experiment = loaded.experiment
+    assert experiment.run_dir.resolve() == run_dir(config) and experiment.max_steps == 200
+    assert experiment.ckpt is not None and experiment.ckpt.resume_step == "latest" and not experiment.clean
+    assert Path.cwd() == tmp_path, "relative paths of the config count from where it was first submitted"
+    assert submit(loaded) == 0
+    assert fake.jobs()[1]["cwd"] == str(tmp_path)
+    with pytest.raises(ConfigError, match="goes on in its own directory"):
+        load_to_resume(run_dir(config), ["--name", "other"])
+    with pytest.raises(ConfigError, match="raise it"):
+        load_to_resume(run_dir(config), ["--max-steps", "10"])
+
+
+# --- the directory ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_system_of_one_host_is_noticed(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text("/dev/a / ext4 rw 0 0\nsrv:/x /home nfs4 rw 0 0\n/dev/b /home/my\\040disk xfs rw 0 0\n")
+    assert unseen_by_others(Path("/home/u/run"), 4, mounts) is None
+    assert unseen_by_others(Path("/data/run"), 1, mounts) is None
+    assert "on / (ext4)" in str(unseen_by_others(Path("/data/run"), 4, mounts))
+    assert "(xfs)" in str(unseen_by_others(Path("/home/my disk/run"), 4, mounts))
+
+
+def test_sites_defaults_in_the_environment_are_mentioned(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    assert submit(load(config)) == 0
+    assert "SBATCH_ACCOUNT" in capsys.readouterr().err
+    assert "SBATCH_ACCOUNT" not in fake.environment_of("100")
+
+
+def test_a_job_that_can_never_start_is_pointed_out(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = submission.jobs
+
+    def late(*args: Any) -> Any:
+        fake.change("100", reason="PartitionConfig")
+        return original(*args)
+
+    monkeypatch.setattr(submission, "jobs", late)
+    assert submit(load(config)) == 0
+    assert "cannot start it as it is (PartitionConfig)" in capsys.readouterr().err

@@ -1,0 +1,363 @@
+"""Points into the queue: arrays, lanes, resubmits, refusals, answers that never came. sbatch and squeue are stand-ins
+that fail on demand; the real ones are in tests/slurm.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import ConfigError, load_run
+from prime_hpc.config.site import read_site
+from prime_hpc.launch.refusals import SlurmRefused
+from prime_hpc.launch.sweep import queue
+from prime_hpc.launch.sweep.progress import RESUME
+from prime_hpc.launch.sweep.resolve import load_base, load_stored
+from prime_hpc.launch.sweep.state import point_run_dir, read_sweep
+from prime_hpc.launch.sweep.submit import Report, submit_sweep
+from prime_hpc.verbs.sweep import run
+from tests.support.fake_slurm import FakeSlurm
+
+AXES = "axes: {product: {trainer.optim.lr: [1e-5, 1e-4, 1e-3], seq_len: [32, 64]}}\n"
+RL = """
+kind: rl
+orchestrator: {batch_size: 16, rollouts_per_example: 4, sampling: {max_tokens: 16}, env: [{id: reverse-text}]}
+inference: {data_parallel_size: 1}
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    fake = FakeSlurm(tmp_path)
+    fake.use(monkeypatch)
+    monkeypatch.setattr(queue, "SETTLE_S", 0.2)
+    return fake
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"max_position_embeddings": 512, "model_type": "x"}')
+    (model / "model.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / "exp.yaml").write_text(
+        f"kind: sft\noutput_dir: {tmp_path / 'out'}\nmax_steps: 4\nseq_len: 64\n"
+        f"model: {{name: {model}, dtype: float32}}\nsft: {{data: {{type: fake, batch_size: 8}}}}\n"
+        "slurm: {partition: gpu, time: '10:00', cpus_per_task: 2, gpus_per_node: 0}\n"
+    )
+    return tmp_path
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "s.yaml"
+    path.write_text(f"experiment: exp.yaml\n{text}")
+    return path
+
+
+def submit(path: Path, *argv: str, **options: object) -> Report:
+    return submit_sweep(load_base(path, list(argv), {}), **options)  # type: ignore[arg-type]
+
+
+def ended(run_dir: Path, outcome: str, job_id: str) -> None:
+    row = {
+        "attempt": 1,
+        "began": time.time(),
+        "ended": time.time() + 1,
+        "outcome": outcome,
+        "job_id": job_id,
+        "host": "h",
+    }
+    (run_dir / "attempts.jsonl").write_text(json.dumps({**row, "pid": 1, "cause": "test"}) + "\n")
+
+
+def script(slurm: FakeSlurm, number: int = -1) -> str:
+    return Path(slurm.jobs()[number]["script"]).read_text()
+
+
+def test_packed_points_are_one_array_with_a_throttle(slurm: FakeSlurm, folder: Path) -> None:
+    report = submit(write(folder, AXES + "throttle: 2\n"))
+    (job,) = slurm.jobs()
+    assert (job["array"], job["name"], report.code) == ("0-5%2", "s", 0)
+    sweep = read_sweep(folder / "out" / "s")
+    assert [(s.state, s.job_id, s.points) for s in sweep.submits] == [("sent", job["id"], [0, 1, 2, 3, 4, 5])]
+    assert f"--point {sweep.dir} " in script(slurm)
+    for index, row in enumerate(sweep.rows):
+        run_dir = point_run_dir(sweep.dir, index, {})
+        experiment = load_run(run_dir)
+        assert (experiment.name, experiment.run_dir) == (row.name, run_dir)
+        assert experiment.seq_len == row.values["seq_len"]
+        assert read_site(run_dir).name == "generic"
+        assert (run_dir / "lock.json").exists() and (run_dir / "configs" / "trainer.toml").exists()
+        record = json.loads((run_dir / "submit.json").read_text())
+        assert (record["job_id"], record["token"]) == (f"{job['id']}_{index}", sweep.submits[0].token)
+    assert slurm.environment_of(job["id"])["PRIMEHPC_SUBMISSION"] == f"{sweep.submits[0].token} {sweep.dir}"
+    assert not (sweep.dir / "submit.json").exists()  # it is no run
+
+
+def test_a_second_submit_sends_what_is_missing_or_failed(slurm: FakeSlurm, folder: Path) -> None:
+    path = write(folder, AXES)
+    submit(path)
+    (first,) = slurm.jobs()
+    assert submit(path).jobs == []  # all wait
+    assert len(slurm.jobs()) == 1
+    slurm.forget(first["id"])
+    sweep = read_sweep(folder / "out" / "s")
+    for index, outcome in enumerate(["completed", "completed", "failed", "completed", "stopped", "completed"]):
+        ended(sweep.run_dir(sweep.rows[index]), outcome, f"{first['id']}_{index}")
+    assert [job.row.index for job in submit(path, dry_run=True).jobs] == [2]
+    assert len(slurm.jobs()) == 0
+    report = submit(write(folder, AXES.replace("64]", "64, 48]")))  # three new points too
+    assert [job.row.index for job in report.jobs] == [2, 6, 7, 8]
+    assert [view.state for view in report.left] == ["completed", "completed", "completed", "stopped", "completed"]
+    assert slurm.jobs()[0]["array"] == "2,6-8"
+
+
+def test_resume_sends_what_was_stopped_too_and_needs_no_file(slurm: FakeSlurm, folder: Path) -> None:
+    path = write(folder, AXES)
+    submit(path, "--max-steps", "3")
+    sweep = read_sweep(folder / "out" / "s")
+    job_id = slurm.jobs()[0]["id"]
+    slurm.forget(job_id)
+    for index, row in enumerate(sweep.rows):
+        ended(sweep.run_dir(row), "stopped" if index == 1 else "completed", f"{job_id}_{index}")
+    path.unlink()
+    (folder / "exp.yaml").unlink()
+    report = submit_sweep(load_stored(sweep.dir / "sweep.yaml"), states=RESUME)
+    assert [job.row.index for job in report.jobs] == [1]
+    assert load_run(sweep.run_dir(sweep.rows[1])).max_steps == 3
+    assert slurm.jobs()[0]["array"] == "1"
+
+
+def test_the_throttle_holds_over_submits(slurm: FakeSlurm, folder: Path) -> None:
+    submit(write(folder, "seeds: 2\nthrottle: 1\n"))
+    first = slurm.jobs()[0]["id"]
+    report = submit(write(folder, "seeds: 4\nthrottle: 1\n"))
+    assert [part["after"] for part in report.parts] == [[first]]
+    assert slurm.jobs()[1]["dependency"] == f"afterany:{first}"
+    submit(write(folder, "seeds: 5\n"))
+    assert slurm.jobs()[2]["dependency"] is None
+
+
+def test_own_dependency_is_kept(slurm: FakeSlurm, folder: Path) -> None:
+    submit(write(folder, "seeds: 1\nthrottle: 1\noverrides: {slurm.dependency: 'afterok:5'}"))
+    submit(write(folder, "seeds: 2\nthrottle: 1\noverrides: {slurm.dependency: 'afterok:5'}"))
+    assert [job["dependency"] for job in slurm.jobs()] == ["afterok:5", f"afterok:5,afterany:{slurm.jobs()[0]['id']}"]
+
+
+def test_points_whose_jobs_differ_are_arrays_of_their_own(slurm: FakeSlurm, folder: Path) -> None:
+    submit(write(folder, "axes: {product: {slurm.time: ['10:00', '20:00']}}\nseeds: 2\nthrottle: 2\n"))
+    first, second = slurm.jobs()
+    assert [(job["array"], job["dependency"]) for job in (first, second)] == [
+        ("0-1%2", None),
+        ("2-3%2", f"afterany:{first['id']}"),
+    ]
+
+
+def test_more_points_than_an_array_may_have(slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "MAX_ARRAY", 10)
+    submit(write(folder, "seeds: 25\nthrottle: 3\n"))
+    ids = [job["id"] for job in slurm.jobs()]
+    assert [(job["array"], job["dependency"]) for job in slurm.jobs()] == [
+        ("0-9%3", None),
+        ("0-9%3", f"afterany:{ids[0]}"),
+        ("0-4%3", f"afterany:{ids[1]}"),
+    ]
+    sweep = read_sweep(folder / "out" / "s")
+    script = (sweep.dir / "job.sbatch").read_text()  # of the last one
+    named = re.search(r"--point (\S+) ", script)
+    assert named is not None
+    assert point_run_dir(Path(named[1]), 2, {}) == sweep.run_dir(sweep.rows[22])
+    assert json.loads((sweep.dir / "seed22" / "submit.json").read_text())["job_id"] == f"{ids[2]}_2"
+    # a cluster that takes more now: tasks are counted from another point, the arrays from before stay right
+    (slurm.bin / "scontrol").write_text("#!/bin/sh\necho 'MaxArraySize            = 100001'\n")
+    submit(write(folder, "seeds: 27\n"))
+    assert slurm.jobs()[-1]["array"] == "25-26"
+
+
+def test_scattered_indices_stay_below_sbatchs_limit(
+    slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "_MAX_RANGES", 20)
+    path = write(folder, "seeds: 40\n")
+    submit(path)
+    (first,) = slurm.jobs()
+    assert first["array"] == "0-39"
+    slurm.forget(first["id"])
+    sweep = read_sweep(folder / "out" / "s")
+    for row in sweep.rows[::2]:
+        ended(sweep.run_dir(row), "completed", f"{first['id']}_{row.index}")
+    texts = [part["array"] for part in submit(path).parts]
+    assert max(map(len, texts)) <= 20
+    assert sorted(int(number) for text in texts for number in text.split(",")) == list(range(1, 40, 2))
+
+
+def test_het_points_go_into_lanes(slurm: FakeSlurm, folder: Path) -> None:
+    (folder / "site.yaml").write_text("name: test\nscratch: /\n")
+    het = f"layout: het, site: {folder / 'site.yaml'}"
+    text = (folder / "exp.yaml").read_text().replace("kind: sft\n", "").replace("gpus_per_node: 0", het)
+    (folder / "exp.yaml").write_text(text + RL)
+    report = submit(write(folder, "seeds: 5\nlanes: 2\n"))
+    ids = [job["id"] for job in slurm.jobs()]
+    assert [job["dependency"] for job in slurm.jobs()] == [None, None, *(f"afterany:{i}" for i in ids[:3])]
+    assert [part["lane"] for part in report.parts] == [0, 1, 0, 1, 0]
+    assert all(job["array"] is None and job["size"] == 2 for job in slurm.jobs())
+    sweep = read_sweep(folder / "out" / "s")
+    assert json.loads((sweep.dir / "seed3" / "submit.json").read_text())["job_id"] == ids[3]
+    # one lane is empty, the other's last job waits: a new point goes to the empty one, the next behind the tail
+    for index in (0, 1, 2, 4):
+        ended(sweep.run_dir(sweep.rows[index]), "completed", ids[index])
+        slurm.forget(ids[index])
+    submit(write(folder, "seeds: 7\nlanes: 2\n"))
+    assert [job["dependency"] for job in slurm.jobs()[1:]] == [None, f"afterany:{ids[3]}"]
+
+
+def test_a_bad_point_does_not_stop_the_others(slurm: FakeSlurm, folder: Path) -> None:
+    path = write(folder, "axes: {product: {seq_len: [32, 100000, 64], sft.data.batch_size: [8, 'x']}}")
+    report = submit(path)
+    assert report.code == 1
+    assert [job.row.values["seq_len"] for job in report.jobs] == [32, 64]
+    reasons = {row.name: str(row.reason) for row in report.invalid}
+    assert "beyond the model's" in reasons["seq_len100000-batch_size8"]
+    assert "expected an integer" in reasons["seq_len32-batch_sizex"]
+    assert slurm.jobs()[0]["array"] == "0,4"
+    fixed = write(folder, "axes: {product: {seq_len: [32, 100000, 64], sft.data.batch_size: [8, 4]}}")
+    assert [(job.row.index, job.row.name) for job in submit(fixed).jobs][:1] == [(6, "seq_len32-batch_size4")]
+
+
+def test_what_is_wrong_with_every_point_is_said_once_and_nothing_is_sent(slurm: FakeSlurm, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"all 3 points are wrong: .*micro_batch_tokens"):
+        submit(write(folder, "seeds: 3\noverrides: {trainer.micro_batch_tokens: 8}"))
+    assert not slurm.calls("sbatch")
+    assert not (folder / "out" / "s").exists()
+
+
+def test_dry_run_writes_nothing(slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["submit", str(write(folder, AXES + "throttle: 2")), "--dry-run"], "prime-hpc sweep") == 0
+    assert not (folder / "out").exists()
+    assert not slurm.calls("sbatch")
+    text = capsys.readouterr().out
+    assert "array: 6 points (0-5), 2 at a time" in text
+    assert "lr1e-05-seq_len32" in text
+
+
+def test_refused_by_slurm(slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(folder, AXES)
+    slurm.behave("sbatch", code=1, stderr="sbatch: error: Batch job submission failed: Invalid qos specification")
+    assert run(["submit", str(path)], "prime-hpc sweep") == 3
+    assert "slurm.qos" in capsys.readouterr().out
+    slurm.behave("sbatch")
+    assert run(["status", str(path)], "prime-hpc sweep") == 0
+    assert "6 failed" in capsys.readouterr().out
+    assert run(["submit", str(path)], "prime-hpc sweep") == 0
+    assert len(slurm.jobs()) == 1
+
+
+def test_a_refused_array_does_not_stop_the_others(slurm: FakeSlurm, folder: Path) -> None:
+    slurm.behave("sbatch", code=1, stderr="sbatch: error: Requested time limit is invalid", only_once=True)
+    report = submit(write(folder, "axes: {product: {slurm.time: ['10:00', '20:00', '30:00']}}\nthrottle: 1\n"))
+    assert [bool(part["error"]) for part in report.parts] == [True, False, False]
+    assert report.code == 3
+    first, second = slurm.jobs()
+    assert [first["dependency"], second["dependency"]] == [None, f"afterany:{first['id']}"]
+
+
+def test_after_some_refusals_the_rest_is_not_tried(slurm: FakeSlurm, folder: Path) -> None:
+    slurm.behave("sbatch", code=1, stderr="sbatch: error: Invalid account")
+    times = ", ".join(f"'{minutes}:00'" for minutes in range(10, 16))
+    report = submit(write(folder, f"axes: {{product: {{slurm.time: [{times}]}}}}\n"))
+    assert len(slurm.calls("sbatch")) == 3
+    assert "not tried" in report.parts[-1]["error"]
+
+
+def test_no_sbatch_where_slurm_is_asked_for(slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(slurm.bin))
+    slurm.remove("sbatch")
+    report = submit(write(folder, AXES), "--launch", "slurm")
+    assert report.code == 3
+    assert "not found" in report.parts[0]["error"]
+
+
+def test_lost_answer_of_an_array_that_arrived(slurm: FakeSlurm, folder: Path) -> None:
+    slurm.behave("sbatch", say="sbatch: an odd wrapper says nothing", only_once=True)
+    report = submit(write(folder, AXES))
+    (job,) = slurm.jobs()
+    assert [part["job_id"] for part in report.parts] == [job["id"]]
+    assert submit(write(folder, AXES)).jobs == []
+
+
+def test_controller_that_cannot_be_reached(slurm: FakeSlurm, folder: Path) -> None:
+    trouble = "Unable to contact slurm controller (connect failure)"
+    slurm.behave("sbatch", code=1, stderr=trouble)
+    path = write(folder, AXES)
+    with pytest.raises(SlurmRefused, match=r"Whether the array was queued is not known"):
+        submit(path)
+    slurm.behave("squeue", code=1, stderr=trouble)
+    with pytest.raises(SlurmRefused, match=r"an earlier submit was cut off.*nothing was changed"):
+        submit(path)
+    slurm.behave("sbatch")
+    slurm.behave("squeue")
+    assert len(submit(path).jobs) == 6
+    assert len(slurm.jobs()) == 1
+    slurm.behave("squeue", code=1, stderr=trouble)
+    with pytest.raises(SlurmRefused, match=r"whether they still run cannot be asked"):
+        submit(path)
+    assert len(slurm.jobs()) == 1
+
+
+def start(path: Path, environ: dict[str, str]) -> "subprocess.Popen[bytes]":
+    argv = [sys.executable, "-m", "prime_hpc.cli", "sweep", "submit", str(path)]
+    return subprocess.Popen(argv, env={**environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+@pytest.mark.parametrize("when", ["after", "before"])
+def test_a_submit_killed_in_the_middle_never_makes_two_arrays(slurm: FakeSlurm, folder: Path, when: str) -> None:
+    slurm.behave("sbatch", hang=when)
+    path = write(folder, AXES)
+    process = start(path, slurm.environ)
+    try:
+        deadline = time.monotonic() + 60
+        while not (slurm.calls("sbatch") and (when == "before" or slurm.jobs())):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    slurm.behave("sbatch")
+    sweep = read_sweep(folder / "out" / "s")
+    assert [s.state for s in sweep.submits] == ["sending"]
+    report = submit(path)
+    assert len(slurm.jobs()) == 1
+    assert len(report.jobs) == (0 if when == "after" else 6)
+    sweep = read_sweep(folder / "out" / "s")
+    assert [s.state for s in sweep.submits] == (["sent"] if when == "after" else ["failed", "sent"])
+    records = [json.loads((sweep.run_dir(row) / "submit.json").read_text()) for row in sweep.rows]
+    assert [record["job_id"] for record in records] == [f"{slurm.jobs()[0]['id']}_{i}" for i in range(6)]
+
+
+def test_two_submits_at_once(slurm: FakeSlurm, folder: Path) -> None:
+    slurm.behave("sbatch", hang="before")
+    path = write(folder, AXES)
+    process = start(path, slurm.environ)
+    try:
+        deadline = time.monotonic() + 60
+        while not slurm.calls("sbatch"):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        with pytest.raises(ConfigError, match="another submit .* is under way"):
+            submit(path)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def test_an_ordinary_run_is_not_taken_for_a_sweep(slurm: FakeSlurm, folder: Path) -> None:
+    (folder / "out" / "s").mkdir(parents=True)
+    (folder / "out" / "s" / "run.yaml").write_text("")
+    with pytest.raises(ConfigError, match="holds a run: choose another name"):
+        submit(write(folder, AXES))

@@ -1,0 +1,213 @@
+"""`tools/bench ckpt`: what a checkpoint costs a step, synchronous and in the background, paired in one run.
+
+One rank trains a small Qwen3 on CPU. Rounds alternate: a plain step; a step with a background save in flight from its
+beginning; a synchronous save; `dd conv=fsync` of as many random bytes, read from memory (/dev/shm), into the same
+directory. Every save is whole: sums, fsync, manifest, rename. The training leaves one core to the writer, as GPU nodes
+do.
+
+`blocking_share`: what a background save holds training up for, over what a synchronous one does. `step_ratio`: a step
+with a save in flight over one without. `speed_to_dd`: bytes a second of a synchronous save over dd's. Each is the
+median over rounds. The directory is a temporary one ($TMPDIR chooses the disk).
+"""
+
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+NUM_ROUNDS = 9
+TOKENS = 320
+VOCAB = 16_384
+DD_TIMEOUT_S = 300.0
+
+
+def save_model(folder: Path) -> int:
+    """A Qwen3 of about 40M parameters, few and large as those of real models; returns how many."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=TOKENS,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    return model.num_parameters()
+
+
+class Bench:
+    """Policy, engine, a synchronous and an asynchronous checkpointer of the same state."""
+
+    def __init__(self, model: Path, root: Path) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from prime_hpc.config.sections.common import CkptConfig, ModelConfig
+        from prime_hpc.config.sections.trainer import TrainerConfig
+        from prime_hpc.store.layout import RunPaths
+        from prime_hpc.trainer.batches import build_rank_batch
+        from prime_hpc.trainer.checkpoint import Checkpointer
+        from prime_hpc.trainer.engine import Engine
+        from prime_hpc.trainer.model import load_policy
+        from prime_hpc.trainer.optim import build_optimizer
+        from prime_hpc.trainer.rl import rl_objective
+
+        config = TrainerConfig.model_validate({"optim": {"lr": 1e-5}})
+        device = torch.device("cpu")
+        policy = load_policy(
+            ModelConfig(name=str(model), dtype="float32"),
+            model,
+            init_device_mesh("cpu", (1,)),
+            device,
+            reshard_after_forward=True,
+            chunk_tokens=2048,
+        )
+        optimizer = build_optimizer(policy, config.optim)
+        self.engine = Engine(
+            policy,
+            optimizer,
+            optim=config.optim,
+            scheduler=config.scheduler,
+            max_steps=10_000,
+            normalize="token",
+            reshard=True,
+            device=device,
+            peak_flops=1.0,
+        )
+        rng = np.random.default_rng(0)
+        ids = [rng.integers(0, VOCAB, TOKENS, dtype=np.int32)]
+        self.batch = build_rank_batch([[0]], ids, [np.ones(TOKENS, bool)], np.ones(1, np.float32))
+        self.objective = partial(rl_objective, config.loss)
+        self.paths = RunPaths(root)
+        make = partial(Checkpointer, policy, optimizer, self.paths, incarnation=0, meta={})
+        self.sync = make(config=CkptConfig(keep_last=1))
+        self.background = make(config=CkptConfig(keep_last=1, save_async=True))
+        self.count = 0
+
+    def step(self) -> float:
+        """One train step; seconds."""
+        self.count += 1
+        began = time.perf_counter()
+        self.engine.train_step(self.count, self.batch, self.objective)
+        return time.perf_counter() - began
+
+    def save(self, checkpointer: Any) -> None:
+        """Save the state after the last step."""
+        checkpointer.save(self.count, progress={}, batch_dir=None)
+
+
+def write_with_dd(size: int, folder: Path, source: Path) -> float:
+    """Bytes a second of dd with fsync."""
+    file = folder / "dd"
+    blocks = max(1, size >> 20)
+    if not source.exists():
+        source.write_bytes(np.random.default_rng(0).bytes(blocks << 20))
+    command = ["dd", f"if={source}", f"of={file}", "bs=1M", f"count={blocks}", "conv=fsync"]
+    began = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True, timeout=DD_TIMEOUT_S)
+    seconds = time.perf_counter() - began
+    file.unlink()
+    return (blocks << 20) / seconds
+
+
+def measure(bench: Bench, folder: Path, source: Path) -> dict[str, list[float]]:
+    """All rounds."""
+    rows: dict[str, list[float]] = {
+        key: [] for key in ("plain", "in_flight", "stall", "write", "sync", "speed", "dd", "covered")
+    }
+    bench.step()
+    bench.background.prepare()
+    for checkpointer in (bench.sync, bench.background):  # plans, first pages
+        bench.step()
+        bench.save(checkpointer)
+        checkpointer.finish()
+    for _ in range(NUM_ROUNDS):
+        rows["plain"].append(bench.step())
+        began = time.perf_counter()
+        bench.save(bench.background)
+        bench.step()
+        rows["in_flight"].append(time.perf_counter() - began)  # with what the save itself blocks
+        bench.background.finish()
+        figures = bench.background.take_figures()
+        rows["stall"].append(figures.stall_s)
+        rows["write"].append(figures.write_s)
+        rows["covered"].append(min(1.0, figures.write_s / rows["in_flight"][-1]))
+        bench.step()
+        bench.save(bench.sync)
+        figures = bench.sync.take_figures()
+        rows["sync"].append(figures.stall_s)
+        rows["speed"].append(figures.size / figures.stall_s)
+        rows["dd"].append(write_with_dd(figures.size, folder, source))
+        rows.setdefault("bytes", [figures.size])
+    return rows
+
+
+def run() -> dict[str, Any]:
+    """The figures."""
+    from loguru import logger
+
+    logger.disable("prime_hpc")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores - 1))
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        folder = Path(name)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            num_parameters = save_model(folder / "model")
+            rows = measure(Bench(folder / "model", folder / "run"), folder, Path(memory) / "source")
+        finally:
+            dist.destroy_process_group()
+    median = {key: statistics.median(values) for key, values in rows.items()}
+
+    def ratio(over: str, under: str) -> float:
+        return statistics.median(a / b for a, b in zip(rows[over], rows[under], strict=True))
+
+    return {
+        "blocking_share": ratio("stall", "sync"),
+        "step_ratio": ratio("in_flight", "plain"),
+        "speed_to_dd": ratio("speed", "dd"),
+        "num_parameters": num_parameters,
+        "bytes": int(median["bytes"]),
+        "step_s": median["plain"],
+        "step_s_in_flight": median["in_flight"],
+        "share_of_step_in_flight": median["covered"],
+        "stall_s": median["stall"],
+        "background_write_s": median["write"],
+        "sync_s": median["sync"],
+        "gb_per_s": median["speed"] / 1e9,
+        "dd_gb_per_s": median["dd"] / 1e9,
+        "num_rounds": NUM_ROUNDS,
+        "threads": max(1, cores - 1),
+        "cores": cores,
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    """The figures as lines."""
+    return "\n".join(
+        [
+            f"{result['num_parameters'] / 1e6:.0f}M parameters, {result['bytes'] / 1e6:.0f} MB a checkpoint, "
+            f"{result['threads']} of {result['cores']} cores train, {result['num_rounds']} rounds",
+            f"synchronous save  {result['sync_s']:.3f} s, {result['gb_per_s']:.2f} GB/s; dd with fsync "
+            f"{result['dd_gb_per_s']:.2f} GB/s: {result['speed_to_dd']:.2f} of dd",
+            f"background save   held training up for {result['stall_s'] * 1e3:.1f} ms: "
+            f"{result['blocking_share']:.1%} of a synchronous one; whole after {result['background_write_s']:.3f} s",
+            f"step              {result['step_s']:.3f} s plain, {result['step_s_in_flight']:.3f} s with a save in "
+            f"flight for {result['share_of_step_in_flight']:.0%} of it: ratio {result['step_ratio']:.3f}",
+        ]
+    )
