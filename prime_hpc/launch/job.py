@@ -60,15 +60,34 @@ def slurm_job(arguments: list[str]) -> int:
     from prime_hpc.supervisor.survive import EXIT_AGAIN, mode_of_run
 
     mode = mode_of_run(run_dir)
-    job_id = os.environ.get("SLURM_JOB_ID")
-    if mode == "successor" and job_id is not None:
-        from prime_hpc.launch.slurm import queue_successor
-
-        queue_successor(run_dir, job_id)
+    if mode == "successor":
+        _successor(run_dir, wanted=True)
     code = supervise(run_dir, in_job=True)
+    if mode == "successor" and code not in (
+        0,
+        EXIT_AGAIN,
+    ):  # it would start all the same: this end is none that is well
+        _successor(run_dir, wanted=False)
     if code != EXIT_AGAIN or mode == "successor":  # a result under an id that comes back would call it done
         _leave_result(run_dir, code)
     return code
+
+
+def _successor(run_dir: Path, *, wanted: bool) -> None:
+    """Queue the job that takes over should this one end ill, or take it out again. Slurm may refuse: the run goes on."""
+    from loguru import logger
+
+    from prime_hpc.launch.slurm import drop_successor, queue_successor
+    from prime_hpc.observe.slurm import SlurmError
+
+    try:
+        if wanted:
+            queue_successor(run_dir, os.environ["SLURM_JOB_ID"])
+        else:
+            drop_successor(run_dir)
+    except SlurmError as error:
+        what = "no successor waits behind this job" if wanted else "the successor may start"
+        logger.warning(f"{what}: {error}")
 
 
 def _prepare(run_dir: Path, argv: list[str]) -> None:

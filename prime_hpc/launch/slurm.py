@@ -271,6 +271,12 @@ def send(
         job_id = str(executor.submit(local_job, str(directory), {}).job_id)
     except SlurmError as error:
         job_id = _without_answer(directory, token, error, layout)
+    except KeyboardInterrupt:
+        _note(
+            "interrupted while sbatch was asked; whether the job was queued is not known: `prime-hpc cancel "
+            f"{directory}` takes it out, the same command again finds it"
+        )
+        raise
     except OSError as error:
         raise ConfigError(Problem(f"{directory} cannot be written: {error.strerror}", "output_dir")) from error
     write_record(directory, state="sent", job_id=job_id)

@@ -82,7 +82,7 @@ async def _until_stopped(exp: Experiment, context: RoleContext, bell: Doorbell, 
             loop.call_soon_threadsafe(request_stop, str(message.get("reason", "stop on the doorbell")))
 
     if os.environ.get(LED):  # there SIGTERM is Slurm's warning to the whole job; the supervisor decides
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda number, frame: None)  # not SIG_IGN: tools' processes would inherit that
     numbers = (signal.SIGINT,) if os.environ.get(LED) else (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
         loop.add_signal_handler(number, request_stop, signal.Signals(number).name)

@@ -73,6 +73,7 @@ class DoorbellHub:
         on_message: called with (topic, payload) for every message of a client, in the hub's thread: be quick.
         incarnation: messages of clients that state a lower one are dropped (a former life still running).
         advertise: host that clients shall use; default `host`, or this machine's name for 0.0.0.0.
+        secret: messages that do not state it are dropped: on a cluster's network anybody can reach the port.
 
     Raises:
         StoreError: the port is taken or the address is not this machine's.
@@ -86,6 +87,7 @@ class DoorbellHub:
         *,
         incarnation: int = 0,
         advertise: str | None = None,
+        secret: str | None = None,
     ) -> None:
         try:
             self._listener = socket.create_server((host, port), backlog=1024)
@@ -93,7 +95,9 @@ class DoorbellHub:
             raise StoreError(f"the doorbell cannot listen on {host}:{port}: {error.strerror or error}") from error
         self._listener.setblocking(False)
         default = socket.gethostname() if host in ("0.0.0.0", "") else host
-        self.address = f"{advertise or default}:{self._listener.getsockname()[1]}"
+        where = f"{advertise or default}:{self._listener.getsockname()[1]}"
+        self.address = where if secret is None else f"{secret}@{where}"
+        self._secret = secret
         self._on_message = on_message
         self._incarnation = incarnation
         self._id = uuid.uuid4().hex[:12]
@@ -213,6 +217,9 @@ class DoorbellHub:
         if not isinstance(topic, str) or not isinstance(payload, dict):
             peer.num_malformed += 1
             return
+        if self._secret is not None and message.get("secret") != self._secret:
+            logger.warning(f"doorbell: dropped a message on {topic} from a stranger")
+            return
         if isinstance(incarnation, int) and incarnation < self._incarnation:
             logger.debug(f"doorbell: dropped a message on {topic} of incarnation {incarnation}")
             return
@@ -232,13 +239,14 @@ class Doorbell:
     """One role's end of the doorbell: a daemon thread that connects, and connects again.
 
     Args:
-        address: "host:port" of the hub; None makes every call a silent no-op (a role started by hand).
+        address: "[secret@]host:port" of the hub; None makes every call a silent no-op (a role started by hand).
         role: who rings, for people.
         incarnation: life of the run, stated in every message; None: not stated.
     """
 
     def __init__(self, address: str | None, role: str, *, incarnation: int | None = None) -> None:
         self._address = parse_address(address) if address else None
+        self._secret = address.rpartition("@")[0] if address else ""
         self._role = role
         self._incarnation = incarnation
         self._changed = threading.Condition()
@@ -271,6 +279,8 @@ class Doorbell:
         if self._address is None or self._closing.is_set():
             return
         message = {"topic": topic, "payload": payload, "role": self._role, "incarnation": self._incarnation}
+        if self._secret:
+            message["secret"] = self._secret
         self._outgoing.append(encode(message))
         self._waker.wake()
 

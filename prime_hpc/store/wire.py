@@ -109,12 +109,12 @@ class Peer:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split "host:port".
+    """Split "host:port", or "secret@host:port".
 
     Raises:
         ValueError: not of that form.
     """
-    host, separator, port = address.rpartition(":")
+    host, separator, port = address.rpartition("@")[2].rpartition(":")
     if not separator or not host or not port.isdigit():
         raise ValueError(f"doorbell address {address!r}: must be host:port")
     return host.strip("[]"), int(port)

@@ -15,17 +15,21 @@ Messages, all on the doorbell:
     hub -> agents  "end/<label>" {life, grace_s};  "pulse" every few seconds
 """
 
+import contextlib
 import os
 import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from loguru import logger
 
 from prime_hpc.observe.context import LED, RoleContext
 from prime_hpc.store.doorbell import Doorbell
@@ -60,6 +64,48 @@ class Order:
     grace_s: float = 5.0
 
 
+class Output:
+    """The role's output and the agent's own, on its way to srun.
+
+    A step may outlive its srun, which gets Slurm's SIGTERM too: from then on everything goes to a file, and nobody dies
+    of a broken pipe in the middle of a save.
+    """
+
+    def __init__(self, fallback: Path) -> None:
+        self._fallback = fallback
+        self._descriptor = 1
+        self._lock = threading.Lock()
+
+    def say(self, text: str) -> None:
+        """One line of the agent's own."""
+        self.write((text + "\n").encode())
+
+    def write(self, data: bytes) -> None:
+        """Never raises: what cannot be written anywhere is lost."""
+        with self._lock, contextlib.suppress(OSError):
+            try:
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            except OSError:
+                if self._descriptor != 1:
+                    raise
+                self._fallback.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(self._fallback, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                os.write(self._descriptor, data)
+
+    def forward(self, source: int) -> threading.Thread:
+        """Copy a pipe until its end, in a thread of its own."""
+
+        def run() -> None:
+            while data := os.read(source, 1 << 16):
+                self.write(data)
+            os.close(source)
+
+        thread = threading.Thread(target=run, name="output", daemon=True)
+        thread.start()
+        return thread
+
+
 class Agent:
     """One node's (or one rank's) part of a step."""
 
@@ -76,6 +122,10 @@ class Agent:
         self._warned = False
         self._newer_life = False
         self._child: subprocess.Popen[bytes] | None = None
+        self._forwarding: threading.Thread | None = None
+        role = label.split("[")[0]
+        log_dir = self._paths.logs(self._context.attempt, role)
+        self._output = Output(log_dir / f"{label}_{self._host}_{self._local}.log")
         self._heard_at = time.monotonic()
         self._next_beat = self._next_hello = self._next_fence_look = 0.0
         self._grace_s = 5.0
@@ -102,6 +152,8 @@ class Agent:
                 self._read()
         finally:
             end_strays(os.getpid(), [], grace_s=1.0)
+            if self._forwarding is not None:
+                self._forwarding.join(timeout=2.0)
             self._say("exited", code=code)
             self._bell.close()
         return code if 0 <= code < 256 else 128 - code
@@ -169,14 +221,19 @@ class Agent:
         environment = {**self._environ, **{k: _fill(v, facts) for k, v in order.environment.items()}}
         environment[LED] = "1"
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._own_gpus(order))
-        print(f"[{self._host}] $ {' '.join(command)}", flush=True)
+        self._output.say(f"[{self._host}] $ {' '.join(command)}")
+        reader, writer = os.pipe()
         self._child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
+            stdout=writer,
+            stderr=writer,
             env=environment,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=_in_child,
         )
+        os.close(writer)
+        self._forwarding = self._output.forward(reader)
         self._say("started", child=self._child.pid)
 
     def _own_gpus(self, order: Order) -> list[str]:
@@ -203,17 +260,23 @@ class Agent:
             except FencedError as error:
                 return str(error), EXIT_FENCED
             except StoreError as error:  # the file system does not answer: the pulse still decides
-                print(f"[{self._host}] agent: {error}", file=sys.stderr, flush=True)
+                self._output.say(f"[{self._host}] agent: {error}")
         return None
 
     def _end(self, why: str, code: int) -> int:
-        print(f"[{self._host}] agent of {self._label}: {why}", flush=True)
+        self._output.say(f"[{self._host}] agent of {self._label}: {why}")
         if self._child is not None and self._child.poll() is None:
             killed = end_families([self._child.pid], self._grace_s, signal.SIGINT)
             if killed:
-                print(f"[{self._host}] agent of {self._label}: had to kill {len(killed)} processes", flush=True)
+                self._output.say(f"[{self._host}] agent of {self._label}: had to kill {len(killed)} processes")
             self._child.wait(timeout=10)
         return code
+
+
+def _in_child() -> None:
+    """Between fork and exec: dies with the agent, and is deaf to Slurm's SIGTERM until it has a handler of its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent()
 
 
 def _fill(text: str, facts: dict[str, str]) -> str:
@@ -233,6 +296,7 @@ def main() -> None:
         print("usage: python -m prime_hpc.supervisor.agent RUN_DIR LABEL LIFE", file=sys.stderr)
         sys.exit(2)
     run_dir, label, life = sys.argv[1:]
+    logger.remove()  # what matters is said over the doorbell and through `Output`
     sys.exit(Agent(Path(run_dir), label, int(life), dict(os.environ)).run())
 
 

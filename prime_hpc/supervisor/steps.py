@@ -31,6 +31,8 @@ _OF_NODES = (
 """sbatch options that a stand-in shares with the component whose node it replaces."""
 SCANCEL_TIMEOUT_S = 10.0
 SRUN_GRACE_S = 2.0
+WITHOUT_SRUN_S = 8.0
+"""Agents whose srun is gone are gone too once they have been silent for so long."""
 
 Hellos = Mapping[str, dict[str, Any]]
 """First words of the agents, by `host/local rank`."""
@@ -168,10 +170,16 @@ class StepRole(Role):
 
     @property
     def running(self) -> bool:
-        """Whether srun lives and no agent has reported the end of its part."""
-        if any(code != 0 for code in self._exits.values()):
+        """Whether its agents are at work; until they have spoken, whether srun lives.
+
+        Slurm's SIGTERM ends srun, but not the tasks, which may still be saving.
+        """
+        if any(code != 0 for code in self._exits.values()) or len(self._exits) == self._num_tasks > 0:
             return False
-        return super().running and len(self._exits) < self._num_tasks
+        if super().running:
+            return True
+        beats = list(self._beats.values())
+        return len(beats) == self._num_tasks > 0 and time.monotonic() - min(beats) < WITHOUT_SRUN_S
 
     @property
     def exit_code(self) -> int | None:

@@ -44,6 +44,10 @@ def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
     raise Terminated
 
 
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Unlike SIG_IGN it is not handed on to what this process starts."""
+
+
 def watch_sigterm(status: RoleStatus) -> None:
     """Make SIGTERM raise `Terminated` in the main thread, and end the process if that does not help in time.
 
@@ -66,7 +70,7 @@ def watch_sigterm(status: RoleStatus) -> None:
 
     threading.Thread(target=run, name="sigterm", daemon=True).start()
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _ignore)
     signal.signal(wanted, _on_sigterm)
 
 

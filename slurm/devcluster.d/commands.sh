@@ -71,7 +71,11 @@ down() { # [--clean]
     if [[ -r $RUN/cluster.env ]] && something_runs; then
         # shellcheck source=/dev/null
         source "$RUN/cluster.env"
-        ! alive slurmctld || cancel_all
+        if [[ ${1:-} == --clean ]]; then # nobody will read its state: not the seconds in which it would save that
+            end slurmctld KILL
+        elif alive slurmctld; then
+            cancel_all
+        fi
         end_all
         say "down ($DIR)"
     else
@@ -91,8 +95,9 @@ cancel_all() {
 }
 end_all() {
     local node name
+    end slurmctld # first: it would wait for nodes that are gone
     for node in $(nodes); do power_off "$node"; done
-    for name in slurmctld slurmdbd mariadbd munged; do end "$name"; done
+    for name in slurmdbd mariadbd munged; do end "$name"; done
     [[ $MODE != netns ]] || end_head
     rm -f "$RUN"/*.id "$RUN"/*.pid "$RUN"/*.socket*
 }

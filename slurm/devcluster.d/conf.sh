@@ -102,7 +102,8 @@ install() { # TOOL:PACKAGE ...: install the packages of the tools that are missi
     command -v apt-get >/dev/null || die 4 "missing: ${packages[*]} (Debian's names). Without apt-get nothing can be" \
         "installed from here: install Slurm and munge by this system's means, then run up again"
     [[ $UID == 0 ]] ||
-        die 4 "missing: ${packages[*]}. Run up once as root, or: sudo apt-get install --no-install-recommends ${packages[*]}"
+        die 4 "missing: ${packages[*]}. Run up once as root, or:" \
+            "sudo apt-get install --no-install-recommends ${packages[*]}"
     say "installing ${packages[*]} with apt"
     local _
     for _ in 1 2 3; do # another apt may be at work

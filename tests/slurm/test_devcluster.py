@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,6 +253,24 @@ def test_stale_pid_files_are_no_obstacle_and_strangers_are_left_alone(cluster: C
     stranger.wait()
 
 
+def test_a_test_session_that_is_killed_leaves_nothing(cluster: Cluster) -> None:
+    script = "from tests.support.slurm import Cluster; c = Cluster(num_nodes=1); print(c.state, flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=DEVCLUSTER.parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    state = Path(child.stdout.readline().strip())
+    assert devcluster("--dir", state, "x", "true").returncode == 0
+    child.kill()
+    child.communicate()
+    cluster.wait_until(lambda: not state.parent.exists(), "the guard's down")
+    assert leftovers(state) == []
+
+
 @pytest.mark.netns
 def test_a_shared_command_runs_on_every_node_before_its_slurmd(cluster: Cluster, folder: Path) -> None:
     view = cluster.shared / "view"
@@ -324,9 +343,7 @@ def test_scripts_are_clean() -> None:
     for script in scripts:
         assert subprocess.run(["bash", "-n", script], timeout=10).returncode == 0
     try:
-        done = subprocess.run(
-            ["shellcheck", "-x", *scripts], cwd=DEVCLUSTER.parent, capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run(["shellcheck", "-x", *scripts], capture_output=True, text=True, timeout=120)
     except FileNotFoundError:
         pytest.skip("shellcheck is not installed")
     assert done.returncode == 0, done.stdout

@@ -47,7 +47,7 @@ def folder(cluster: Cluster) -> Path:
 
 
 def write(path: Path, tree: dict[str, Any]) -> Path:
-    path.write_text(yaml.safe_dump(tree))
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
     return path
 
 
@@ -103,7 +103,7 @@ def test_array_of_six_two_at_a_time_and_the_failed_one_again(cluster: Cluster, f
     running: list[int] = []
 
     def look() -> None:
-        text = cluster.x(["squeue", "-h", "-r", "-t", "running,completing", "-j", job_id, "-o", "%i"]).stdout
+        text = cluster.x(["squeue", "-h", "-r", "-t", "running", "-j", job_id, "-o", "%i"]).stdout
         running.append(len(text.split()))
 
     found = wait(cluster, path, 600, look)

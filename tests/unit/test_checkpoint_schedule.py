@@ -1,6 +1,7 @@
 """`ckpt.interval = auto` with a clock of our own: when it saves, and what makes it change its mind."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def saves(schedule: SaveSchedule, clock: Clock, num_steps: int, step_s: float, s
 
 
 def gaps(saved: list[int]) -> set[int]:
-    return {b - a for a, b in zip(saved[1:], saved[2:], strict=False)}
+    return {b - a for a, b in pairwise(saved[1:])}
 
 
 def test_it_settles_at_the_best_interval() -> None:

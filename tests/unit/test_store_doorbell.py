@@ -181,7 +181,7 @@ def test_last_words_are_delivered_before_closing(hub):
     one = Doorbell(hub.address, "trainer")
     until(lambda: one.connected)
     for n in range(30):
-        one.ring("status", n=n, filler="x" * 100_000)  # more than a socket buffer
+        one.ring("served", n=n, filler="x" * 100_000)  # more than a socket buffer
     one.close()
     until(lambda: len(heard) == 30)
 
@@ -293,8 +293,8 @@ def test_without_an_address_everything_is_silent(bell):
 
 def test_rings_take_whatever_json_lacks(hub, bell):
     one = bell(hub.address)
-    one.ring("status", path=RunPaths, number=float("inf"))
-    assert "RunPaths" in one.wait("status", lambda m: True, WAIT_S)["path"]
+    one.ring("served", path=RunPaths, number=float("inf"))
+    assert "RunPaths" in one.wait("served", lambda m: True, WAIT_S)["path"]
 
 
 def test_bad_addresses(hub):
@@ -373,3 +373,21 @@ def test_wire_is_line_json(hub):
         line = raw.makefile("rb").readline()
     message = json.loads(line)
     assert (message["topic"], message["payload"]) == ("batch", {"step": 4})
+
+
+def test_strangers_are_not_heard() -> None:
+    heard: list[str] = []
+    hub = DoorbellHub(on_message=lambda topic, payload: heard.append(topic), secret="open sesame")
+    stranger = Doorbell(hub.address.split("@")[1], "stranger")
+    friend = Doorbell(hub.address, "friend")
+    try:
+        stranger.ring("stop", reason="mischief")
+        until(lambda: hub.num_clients == 2)
+        friend.ring("weights", version=1)
+        assert friend.wait("weights", lambda m: m["version"] == 1, WAIT_S)
+        assert heard == ["weights"]
+        assert hub.latest("stop") is None
+    finally:
+        stranger.close()
+        friend.close()
+        hub.close()

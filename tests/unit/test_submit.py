@@ -1,4 +1,4 @@
-"""`submit`, `cancel` and `resume` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
+"""`submit` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
 
 import json
 import os
@@ -7,68 +7,37 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prime_hpc.config import ConfigError, Loaded, load_experiment
-from prime_hpc.launch import control, records, slurm, submission
-from prime_hpc.launch.control import cancel_run, load_to_resume
+from prime_hpc.config import ConfigError
+from prime_hpc.launch import records, slurm, submission
 from prime_hpc.launch.refusals import SlurmRefused
-from prime_hpc.launch.slurm import drop_successor, queue_successor, refuse_if_queued
+from prime_hpc.launch.slurm import refuse_if_queued
 from prime_hpc.launch.submission import submit, unseen_by_others, uses_slurm
-from prime_hpc.supervisor.attempts import Attempt, write_attempt
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.submissions import (
+    cancel,
+    ended,
+    load,
+    run_dir,
+    submit_in_a_process,
+    use_fake_slurm,
+    wait_for,
+    write_config,
+)
 
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    fake = FakeSlurm(tmp_path)
-    fake.use(monkeypatch)
-    monkeypatch.setattr(slurm, "SETTLE_S", 0.0)
-    monkeypatch.setattr(control, "POLL_S", 0.05)
-    monkeypatch.setattr(control, "ASK_EVERY_S", 0.2)
-    monkeypatch.chdir(tmp_path)
-    return fake
+    return use_fake_slurm(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A supervised run that would fit one node."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"x" * 1000)
-    (tmp_path / "site.yaml").write_text(f"scratch: {tmp_path}\n")
-    path = tmp_path / "exp.yaml"
-    tree = {
-        "kind": "sft",
-        "name": "r",
-        "launch": "slurm",
-        "output_dir": str(tmp_path / "out"),
-        "model": {"name": str(model)},
-        "sft": {"data": {"type": "fake"}},
-        "ckpt": {"interval": 5},
-        "slurm": {"site": str(tmp_path / "site.yaml"), "time": "01:00:00", "partition": "gpu", "gpus_per_node": 1},
-    }
-    path.write_text(json.dumps(tree))
-    return path
-
-
-def load(config: Path, *flags: str) -> Loaded:
-    return load_experiment([str(config), *flags], "submit")
-
-
-def run_dir(config: Path) -> Path:
-    return config.parent / "out" / "r"
-
-
-def ended(config: Path, outcome: str = "failed", **fields: Any) -> None:
-    """The run's directory as after an attempt."""
-    row = {"ended": time.time(), "outcome": outcome, "cause": "a test", "job_id": "100", **fields}
-    write_attempt(run_dir(config) / "attempts.jsonl", Attempt(1, 1, time.time() - 60, "first start", **row))
+    return write_config(tmp_path)
 
 
 def test_a_job_is_sent_with_all_that_belongs_to_it(
@@ -226,21 +195,6 @@ def test_a_refusal_that_is_none(fake: FakeSlurm, config: Path, words: str) -> No
     assert SlurmError(["sbatch"], 1, f"sbatch: error: Batch job submission failed: {words}").is_unreachable
 
 
-def submit_in_a_process(config: Path, fake: FakeSlurm, *flags: str) -> "subprocess.Popen[str]":
-    """`prime-hpc submit` as a user types it."""
-    argv = [sys.executable, "-m", "prime_hpc.cli", "submit", str(config), *flags]
-    return subprocess.Popen(
-        argv, env=fake.environ, cwd=config.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def wait_for(what: Callable[[], Any], timeout_s: float = 30.0) -> None:
-    began = time.monotonic()
-    while not what():
-        assert time.monotonic() - began < timeout_s, "it never happened"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(
     ("how", "jobs_at_kill"),
     [({"hang": "before"}, 0), ({"hang": "after"}, 1), ({"late": 0.5}, 0)],
@@ -276,6 +230,16 @@ def test_the_killed_clients_sbatch_dies_with_it(fake: FakeSlurm, config: Path) -
     client.send_signal(signal.SIGKILL)
     client.communicate(timeout=30)
     wait_for(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children))
+
+
+def test_interrupted_while_sbatch_is_asked(fake: FakeSlurm, config: Path) -> None:
+    fake.behave("sbatch", hang="after")
+    client = submit_in_a_process(config, fake)
+    wait_for(fake.jobs)
+    client.send_signal(signal.SIGINT)
+    _, err = client.communicate(timeout=30)
+    assert client.returncode == 130 and "whether the job was queued is not known" in err
+    assert cancel(config).outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
 
 
 def test_a_job_that_arrives_later_than_all_patience_does_not_run(fake: FakeSlurm, config: Path) -> None:
@@ -471,205 +435,6 @@ def test_an_interrupted_follower_leaves_the_job_alone(
     assert submit(load(config), follow=True) == 130
     assert "job 100 goes on" in capsys.readouterr().out
     assert fake.jobs()[0]["state"] == "PENDING"
-
-
-# --- successors -------------------------------------------------------------------------------------------------
-
-
-def test_a_successor_waits_from_the_beginning(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config, "--slurm.survive.how", "successor"))
-    first, second = fake.jobs()
-    record = records.read_record(run_dir(config))
-    assert record is not None and (record["job_id"], record["successor"]) == (first["id"], second["id"])
-    assert second["dependency"] == f"afternotok:{first['id']}" and second["comment"] == first["comment"]
-    assert "--kill-on-invalid-dep=yes" in fake.calls("sbatch")[1]
-    # the first ends ill; the second runs, and has the next one queued: once
-    fake.change(first["id"], state="TIMEOUT")
-    fake.change(second["id"], state="RUNNING", nodes="n1")
-    inside = {**second["environ"], "SLURM_JOB_ID": second["id"]}
-    assert records.check_in(run_dir(config), inside) is None
-    assert records.read_record(run_dir(config))["job_id"] == second["id"]  # type: ignore[index]
-    third = queue_successor(run_dir(config), second["id"])
-    assert queue_successor(run_dir(config), second["id"]) == third
-    assert [job["dependency"] for job in fake.jobs()][2:] == [f"afternotok:{second['id']}"]
-    assert drop_successor(run_dir(config)) == third
-    assert fake.jobs()[2]["state"] == "CANCELLED"
-
-
-def test_a_script_sent_by_hand_gets_a_successor_too(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config))
-    (run_dir(config) / "submit.json").unlink()
-    fake.change("100", comment="prime-hpc", state="RUNNING")
-    successor = queue_successor(run_dir(config), "100")
-    record = records.read_record(run_dir(config))
-    assert record is not None and record["successor"] == successor and record["job_id"] == "100"
-    assert queue_successor(run_dir(config), "100") == successor
-
-
-# --- cancel -----------------------------------------------------------------------------------------------------
-
-
-def cancel(config: Path, *, now: bool = False, timeout_s: float = 5.0) -> Any:
-    return cancel_run(run_dir(config), now=now, timeout_s=timeout_s, say=lambda text: None)
-
-
-def test_cancel_of_a_waiting_job_and_its_successor(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config, "--slurm.survive.how", "successor"))
-    result = cancel(config)
-    assert result.ended and result.outcome == "pending"
-    assert [job["state"] for job in fake.jobs()] == ["CANCELLED"] * 2
-    assert [call[1] for call in fake.calls("scancel")] == ["101", "100"], "the successor first: it would start"
-    assert not (run_dir(config) / "STOP").exists()
-
-
-def test_cancel_of_a_running_job_lets_it_save(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config))
-    fake.change("100", state="RUNNING", nodes="n1")
-
-    def supervisor() -> None:
-        wait_for((run_dir(config) / "STOP").exists)
-        (run_dir(config) / "STOP").unlink()
-        ended(config, "stopped", saved_step=15)
-        fake.change("100", state="COMPLETED")
-
-    thread = threading.Thread(target=supervisor)
-    thread.start()
-    result = cancel(config)
-    thread.join()
-    assert (result.outcome, result.note) == ("stopped", "saved at step 15 and ended")
-    assert fake.calls("scancel") == []
-
-
-def test_cancel_of_a_job_that_does_not_save(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config))
-    fake.change("100", state="RUNNING", nodes="n1")
-    result = cancel(config, timeout_s=1.5)
-    assert result.outcome == "cancelled" and fake.jobs()[0]["state"] == "CANCELLED"
-    assert not (run_dir(config) / "STOP").exists(), "it would stop the next life"
-
-
-def test_cancel_now(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config))
-    fake.change("100", state="RUNNING", nodes="n1")
-    assert cancel(config, now=True).outcome == "cancelled"
-    assert fake.calls("scancel") == [["scancel", "100"]]
-
-
-def test_cancel_never_ends_anothers_job(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config))
-    fake.change("100", state="RUNNING", comment="prime-hpc:of-another-run")
-    result = cancel(config, now=True)
-    assert result.ended and result.outcome == "over"
-    assert fake.calls("scancel") == []
-
-
-def test_cancel_of_a_finished_run(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config))
-    fake.change("100", state="COMPLETED")
-    ended(config, "completed")
-    result = cancel(config)
-    assert result.ended and "over already: completed" in result.note
-
-
-def test_cancel_of_a_job_whose_answer_was_lost(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config))
-    records.write_record(run_dir(config), state="sending", job_id=None)
-    assert cancel(config).outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
-
-
-SUPERVISOR = """
-import signal, sys, time
-from pathlib import Path
-from prime_hpc.supervisor.attempts import Attempt, write_attempt
-
-run_dir, obeys = Path(sys.argv[1]), sys.argv[2] == "obeys"
-attempt = Attempt(1, 1, time.time(), "first start")
-asked = []
-signal.signal(signal.SIGINT, lambda number, frame: asked.append("interrupted"))
-write_attempt(run_dir / "attempts.jsonl", attempt)
-while not asked:
-    time.sleep(0.02)
-    if obeys and (run_dir / "STOP").exists():
-        asked.append("stopped")
-attempt.ended, attempt.outcome, attempt.saved_step = time.time(), asked[0], 5 if asked[0] == "stopped" else None
-write_attempt(run_dir / "attempts.jsonl", attempt)
-"""
-
-
-@pytest.mark.parametrize(
-    ("obeys", "now", "outcome", "row"),
-    [
-        (True, False, "stopped", "stopped"),
-        (True, True, "cancelled", "interrupted"),
-        (False, False, "cancelled", "interrupted"),
-    ],
-)
-def test_cancel_of_a_run_on_this_machine(
-    fake: FakeSlurm, config: Path, obeys: bool, now: bool, outcome: str, row: str
-) -> None:
-    from prime_hpc.launch.runs import read_rows
-
-    run_dir(config).mkdir(parents=True)
-    (run_dir(config) / "run.yaml").write_text("")
-    words = [sys.executable, "-c", SUPERVISOR, str(run_dir(config)), "obeys" if obeys else "is deaf"]
-    supervisor = subprocess.Popen(words)
-    # waited for, since a zombie still counts as a process
-    reaper = threading.Thread(target=supervisor.wait)
-    reaper.start()
-    wait_for((run_dir(config) / "attempts.jsonl").exists)
-    result = cancel(config, now=now, timeout_s=0.5 if not obeys else 20.0)
-    reaper.join(timeout=30)
-    assert (result.ended, result.outcome) == (True, outcome)
-    assert read_rows(run_dir(config) / "attempts.jsonl")[-1]["outcome"] == row
-    assert not (run_dir(config) / "STOP").exists()
-    assert cancel(config).outcome == "over"
-    assert fake.calls() == []
-
-
-def test_cancel_with_slurm_down(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config))
-    fake.behave("squeue", code=1, stderr="Unable to contact slurm controller (connect failure)")
-    with pytest.raises(SlurmRefused, match="the controller is down"):
-        cancel(config)
-
-
-# --- resume -----------------------------------------------------------------------------------------------------
-
-
-def test_resume_without_checkpoints(fake: FakeSlurm, config: Path) -> None:
-    submit(load(config, "--no-ckpt"))
-    with pytest.raises(ConfigError, match="was run without checkpoints"):
-        load_to_resume(run_dir(config), [])
-    with pytest.raises(ConfigError, match=r"no whole checkpoint; start over.*--clean"):
-        load_to_resume(run_dir(config), ["--ckpt"])
-
-
-def test_resume_goes_on_where_the_run_was(
-    fake: FakeSlurm, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from prime_hpc.store.checkpoints import CheckpointInfo
-
-    submit(load(config, "--clean", "--output-dir", "out"))
-    info = CheckpointInfo.__new__(CheckpointInfo)
-    object.__setattr__(info, "step", 10)
-    monkeypatch.setattr("prime_hpc.store.checkpoints.list_checkpoints", lambda root: [info])
-    monkeypatch.setattr("prime_hpc.store.checkpoints.resolve_resume", lambda root, asked: info)
-    fake.change("100", state="FAILED")
-    ended(config)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    loaded = load_to_resume(run_dir(config), ["--max-steps", "200"])
-    experiment = loaded.experiment
-    assert experiment.run_dir.resolve() == run_dir(config) and experiment.max_steps == 200
-    assert experiment.ckpt is not None and experiment.ckpt.resume_step == "latest" and not experiment.clean
-    assert Path.cwd() == tmp_path, "relative paths of the config count from where it was first submitted"
-    assert submit(loaded) == 0
-    assert fake.jobs()[1]["cwd"] == str(tmp_path)
-    with pytest.raises(ConfigError, match="goes on in its own directory"):
-        load_to_resume(run_dir(config), ["--name", "other"])
-    with pytest.raises(ConfigError, match="raise it"):
-        load_to_resume(run_dir(config), ["--max-steps", "10"])
 
 
 # --- the directory ----------------------------------------------------------------------------------------------

@@ -186,6 +186,17 @@ def test_a_submit_without_an_answer_is_not_taken_for_missing(sweep: Sweep) -> No
     assert (read.token, read.state, read.points) == (submit.token, "sending", [0])
 
 
+def test_a_torn_submit_line_is_left_out_and_the_next_one_stands(sweep: Sweep) -> None:
+    merged(sweep, point("a", "1" * 32))
+    sent(sweep, 0)
+    with (sweep.dir / "submits.jsonl").open("a") as file:
+        file.write('{"token": "x", "kin')
+    again = read_sweep(sweep.dir)
+    assert [s.job_id for s in again.submits] == ["7"]
+    sent(again, 0, job_id="8")
+    assert [s.job_id for s in read_sweep(sweep.dir).submits] == ["7", "8"]
+
+
 def test_a_cancel_before_the_last_submit_counts_no_more(sweep: Sweep) -> None:
     merged(sweep, point("a", "1" * 32))
     sent(sweep, 0)

@@ -1,10 +1,12 @@
-"""A sweep's directory: its points and what was sent, each file replaced in one rename. Called by all of this room and,
-inside a job, by `prime_hpc.launch.job`.
+"""A sweep's directory: its points and what was sent. Called by all of this room and, inside a job, by
+`prime_hpc.launch.job`.
 
     <output_dir>/<name>/
       sweep.yaml      the sweep as it was last submitted, files and flags merged
-      points.jsonl    a line a point; its place is the point's index for ever, later submits only append
-      submits.jsonl   a line a job or array (written ahead: state `sending`), and a line a cancel
+      points.jsonl    a line a point; its place is the point's index for ever, later submits only append. Replaced in
+                      one rename
+      submits.jsonl   what was sent: a line before sbatch (`sending`) and one after it; the last of a token counts.
+                      Only appended to
       <point>/        the point's run directory
       logs/           of the arrays' tasks
       .arrays/N/      stands for the points from index N on, where Slurm's MaxArraySize does not reach them
@@ -52,7 +54,7 @@ class PointRow:
 
 @dataclass(frozen=True)
 class SubmitRow:
-    """One line of `submits.jsonl`: a job, an array, or a cancel."""
+    """One entry of `submits.jsonl`: a job, an array, or a cancel."""
 
     token: str
     kind: str
@@ -98,9 +100,8 @@ class Sweep:
 
     def record(self, row: SubmitRow) -> None:
         """Add a submit, or replace the one with its token, on disk before this returns."""
-        self.submits = [s for s in self.submits if s.token != row.token] + [row]
-        self.submits.sort(key=lambda s: s.time)
-        _write_lines(self.dir / SUBMITS, [asdict(s) for s in self.submits])
+        self.submits = _folded([*self.submits, row])
+        _append_line(self.dir / SUBMITS, asdict(row))
 
     def update(self, row: SubmitRow, **changes: Any) -> SubmitRow:
         """Record a submit with changes."""
@@ -146,7 +147,8 @@ def read_sweep(sweep_dir: Path) -> Sweep:
             raise ConfigError(
                 f"{sweep_dir / POINTS}:{index + 1}: holds point {row.index}; the file was changed by hand"
             )
-    return Sweep(sweep_dir, rows, [SubmitRow(**row) for row in _read_lines(sweep_dir / SUBMITS)])
+    submits = _read_lines(sweep_dir / SUBMITS, may_be_torn=True)
+    return Sweep(sweep_dir, rows, _folded(SubmitRow(**row) for row in submits))
 
 
 def point_run_dir(sweep_dir: Path, array_index: int, environ: Mapping[str, str] = os.environ) -> Path:
@@ -245,14 +247,38 @@ def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _append_line(path: Path, row: dict[str, Any]) -> None:
+    """Add a line, on disk when this returns; a half line that a killed writer left stays one."""
+    try:
+        with path.open("a+b") as file:
+            if size := file.seek(0, os.SEEK_END):
+                file.seek(size - 1)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            file.write(json.dumps(row, default=str).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _folded(rows: Iterable[SubmitRow]) -> list[SubmitRow]:
+    """The last word about each submit, oldest first."""
+    return sorted({row.token: row for row in rows}.values(), key=lambda row: row.time)
+
+
+def _read_lines(path: Path, may_be_torn: bool = False) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise ConfigError(f"{path}: damaged: {error}") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if not may_be_torn:
+                raise ConfigError(f"{path}:{number}: damaged: {error}") from error
+    return rows

@@ -1,0 +1,94 @@
+"""Sweeps without Slurm, with real trainers: so many at a time in the foreground, a failed point again alone, Ctrl-C."""
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.support.runs import background, command, rows, wait_until
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, and an experiment on random data."""
+    path = tmp_path_factory.mktemp("sweep")
+    make_tiny_model(path / "model")
+    tree = {
+        "kind": "sft",
+        "launch": "local",
+        "output_dir": str(path / "out"),
+        "max_steps": 2,
+        "seq_len": 32,
+        "model": {"name": str(path / "model"), "dtype": "float32"},
+        "trainer": {"num_ranks": 1, "threads_per_rank": 1},
+        "sft": {"data": {"type": "fake", "batch_size": 2, "micro_batch_size": 2}},
+        "supervisor": {"grace_s": 2},
+    }
+    (path / "exp.yaml").write_text(yaml.safe_dump(tree))
+    return path
+
+
+def attempts(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
+
+
+def states(path: Path) -> dict[str, str]:
+    done = command("prime-hpc", "sweep", "status", path, "--json")
+    assert done.returncode == 0, done.stderr
+    return {point["name"]: point["state"] for point in json.loads(done.stdout)["points"]}
+
+
+def test_a_failed_point_stops_no_other_and_runs_again_alone(folder: Path) -> None:
+    path = folder / "seeds.yaml"
+    path.write_text("experiment: exp.yaml\nseeds: 3\nthrottle: 2\n")
+    home = folder / "out" / "seeds"
+    (home / "seed1").mkdir(parents=True)
+    (home / "seed1" / "metrics").write_text("in the way: the trainer can make no directory of this name")
+    done = command("prime-hpc", "sweep", "submit", path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "3 points run here, in the foreground, 2 at a time" in done.stderr
+    assert states(path) == {"seed0": "completed", "seed1": "failed", "seed2": "completed"}
+    first, second, third = (attempts(home / f"seed{seed}")[0] for seed in range(3))
+    assert first["began"] < second["ended"] and second["began"] < first["ended"]
+    assert third["began"] > min(first["ended"], second["ended"])
+    (home / "seed1" / "metrics").unlink()
+    again = command("prime-hpc", "sweep", "submit", path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "1 run; left alone: 2 completed" in again.stdout
+    assert [len(attempts(home / f"seed{seed}")) for seed in range(3)] == [1, 2, 1]
+
+
+def test_interrupt_ends_what_runs_and_resume_takes_the_rest(folder: Path) -> None:
+    path = folder / "long.yaml"
+    path.write_text("experiment: exp.yaml\nseeds: 2\noverrides: {max_steps: 1000000}\n")
+    run_dir = folder / "out" / "long" / "seed0"
+    with background("prime-hpc", "sweep", "submit", path, log=folder / "long.log") as process:
+        wait_until(lambda: len(rows(run_dir, "trainer")) > 2 or process.poll() is not None, 120, "the point trains")
+        supervisor = psutil.Process(attempts(run_dir)[0]["pid"])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130, (folder / "long.log").read_text()
+    assert not supervisor.is_running()
+    assert states(path) == {"seed0": "stopped", "seed1": "missing"}
+    for action, sent in (("submit", ["seed1"]), ("resume", ["seed0", "seed1"])):
+        done = command("prime-hpc", "sweep", action, path, "--dry-run", "--json")
+        assert json.loads(done.stdout)["sent"] == sent
+
+
+def test_cancel_from_another_shell_saves_and_starts_no_other(folder: Path) -> None:
+    path = folder / "stop.yaml"
+    path.write_text("experiment: exp.yaml\nseeds: 2\noverrides: {max_steps: 1000000, ckpt.interval: 1000000}\n")
+    run_dir = folder / "out" / "stop" / "seed0"
+    with background("prime-hpc", "sweep", "submit", path, log=folder / "stop.log") as process:
+        wait_until(lambda: len(rows(run_dir, "trainer")) > 2 or process.poll() is not None, 120, "the point trains")
+        done = command("prime-hpc", "sweep", "cancel", path)
+        assert done.returncode == 0, done.stderr
+        assert "1 saved and ended" in done.stdout
+        process.wait(timeout=30)
+    assert list((run_dir / "checkpoints").glob("step_*/manifest.json"))
+    assert states(path) == {"seed0": "stopped", "seed1": "stopped"}

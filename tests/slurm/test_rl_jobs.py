@@ -1,0 +1,116 @@
+"""RL as Slurm jobs: real vLLM servers and trainers on different nodes, het and packed, and what they survive."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from prime_hpc.supervisor.attempts import read_attempts
+from tests.support.runs import BIN, ROOT, command, rows, used_prompts
+from tests.support.slurm import Cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+START_S = 240
+
+
+@pytest.fixture(scope="session")
+def experiment(cluster: Cluster) -> Path:
+    """Reverse-text with a starter model: one trainer node, two servers of one engine each."""
+    folder = Path(cluster.shared) / "rl"
+    folder.mkdir()
+    made = command("python", ROOT / "tools" / "make-starter", folder / "starter")
+    assert made.returncode == 0, made.stderr
+    tree = {
+        "output_dir": str(folder / "out"),
+        "seq_len": 128,
+        "model": {"name": str(folder / "starter" / "model"), "dtype": "float32"},
+        "ckpt": {"interval": 5},
+        "trainer": {"threads_per_rank": 1, "micro_batch_tokens": 1024, "optim": {"lr": 1e-4}},
+        "orchestrator": {
+            "batch_size": 16,
+            "rollouts_per_example": 4,
+            "max_concurrent": 16,
+            "sampling": {"max_tokens": 16},
+            "env": [{"id": "reverse-text"}],
+        },
+        "inference": {"cpu_kv_cache_gib": 0.25, "data_parallel_size": 2, "server": {"port": 0}},
+        "slurm": {
+            "site": "devcluster",
+            "gpus_per_node": 1,
+            "cpus_per_task": 2,
+            "inference": {"nodes": 2},
+            "survive": {"node_silence_s": 12, "fence_s": 20, "replica_retry_s": 5},
+        },
+    }
+    path = folder / "exp.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def submit(cluster: Cluster, experiment: Path, name: str, *flags: object) -> tuple[str, Path]:
+    words = [str(BIN / "prime-hpc"), "submit", experiment, "--name", name, "--json", *map(str, flags)]
+    done = cluster.x(words, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["job_id"], experiment.parent / "out" / name
+
+
+def last_step(run_dir: Path) -> int:
+    path = run_dir / "metrics" / "trainer.jsonl"
+    return max((row["step"] for row in rows(run_dir, "trainer")), default=0) if path.exists() else 0
+
+
+def attempts(run_dir: Path) -> list[dict[str, Any]]:
+    return read_attempts(run_dir / "attempts.jsonl")
+
+
+def test_het_the_batch_host_lost_the_second_life_is_alone(cluster: Cluster, experiment: Path) -> None:
+    flags = ("--slurm.layout", "het", "--slurm.trainer.partition", "cpu", "--slurm.trainer.gpus-per-node", 0)
+    job, run_dir = submit(cluster, experiment, "het", *flags, "--max-steps", 60)
+    cluster.wait_until(lambda: last_step(run_dir) >= 6, "the first steps", timeout=START_S)
+    components = cluster.ask("squeue", "-h", "-o", "%i %P %N").splitlines()
+    assert sorted(line.split()[:2] for line in components) == [[f"{job}+0", "cpu"], [f"{job}+1", "gpu"]]
+    assert json.loads((run_dir / "submit.json").read_text())["layout"] == "het"
+
+    first = attempts(run_dir)[0]
+    (host,) = first["nodes"]["trainer"]
+    cluster.drill("power-off", host)
+    cluster.wait_state(job, "COMPLETED", timeout=START_S + 60)
+
+    first, second = attempts(run_dir)
+    assert (first["outcome"], first["lost_nodes"]) == ("node_lost", [host])
+    assert second["outcome"] == "completed"
+    assert second["incarnation"] > first["incarnation"]
+    assert second["nodes"]["trainer"] != first["nodes"]["trainer"]
+    # what the second life stands on was written before the cut; all that follows is its own, each prompt used once
+    assert second["resume_step"] in (5, 10, 15, 20, 25)
+    for step in range(second["resume_step"] + 1, 61):
+        manifest = json.loads((run_dir / "rollouts" / f"step_{step:06d}" / "manifest.json").read_text())
+        assert manifest["incarnation"] == second["incarnation"]
+    prompts = [position for step in range(1, 61) for position in used_prompts(run_dir, step)]
+    assert len(prompts) == len(set(prompts))
+
+
+def test_packed_an_inference_node_lost_for_good_the_trainer_goes_on(cluster: Cluster, experiment: Path) -> None:
+    flags = ("--slurm.layout", "packed", "--max-steps", 100_000, "--ckpt.interval", 50)
+    job, run_dir = submit(cluster, experiment, "packed", *flags)
+    cluster.wait_until(lambda: last_step(run_dir) >= 3, "the first steps", timeout=START_S)
+    (host,) = attempts(run_dir)[0]["nodes"]["inference[1]"]
+    cluster.drill("power-off", host)
+    before = last_step(run_dir)
+    cluster.wait_until(lambda: last_step(run_dir) >= before + 10, "the trainer goes on", timeout=90)
+    # another node is free: a job of its own takes the lost server's place
+    log = run_dir / "logs" / "supervisor.log"
+    cluster.wait_until(
+        lambda: "inference[1] is ready" in log.read_text().split("was lost")[-1], "the server is back", timeout=START_S
+    )
+    assert len(attempts(run_dir)) == 1, "all in one life"
+    cancelled = cluster.x([str(BIN / "prime-hpc"), "cancel", str(run_dir)], timeout=100)
+    assert cancelled.returncode == 0, cancelled.stderr
+    cluster.wait_until(lambda: not cluster.ask("squeue", "-h").strip(), "nothing is left in the queue", timeout=30)
+    (life,) = attempts(run_dir)
+    assert life["outcome"] == "stopped"
+    assert life["saved_step"] > before
+    assert job

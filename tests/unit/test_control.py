@@ -1,0 +1,222 @@
+"""Successors, `cancel` and `resume` against a Slurm that fails as it is told to (tests/support/fake_slurm.py)."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import ConfigError
+from prime_hpc.launch import records
+from prime_hpc.launch.control import load_to_resume
+from prime_hpc.launch.refusals import SlurmRefused
+from prime_hpc.launch.slurm import drop_successor, queue_successor
+from prime_hpc.launch.submission import submit
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.submissions import cancel, ended, load, run_dir, use_fake_slurm, wait_for, write_config
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    return use_fake_slurm(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+# --- successors -------------------------------------------------------------------------------------------------
+
+
+def test_a_successor_waits_from_the_beginning(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config, "--slurm.survive.how", "successor"))
+    first, second = fake.jobs()
+    record = records.read_record(run_dir(config))
+    assert record is not None and (record["job_id"], record["successor"]) == (first["id"], second["id"])
+    assert second["dependency"] == f"afternotok:{first['id']}" and second["comment"] == first["comment"]
+    assert "--kill-on-invalid-dep=yes" in fake.calls("sbatch")[1]
+    # the first ends ill; the second runs, and has the next one queued: once
+    fake.change(first["id"], state="TIMEOUT")
+    fake.change(second["id"], state="RUNNING", nodes="n1")
+    inside = {**second["environ"], "SLURM_JOB_ID": second["id"]}
+    assert records.check_in(run_dir(config), inside) is None
+    assert records.read_record(run_dir(config))["job_id"] == second["id"]  # type: ignore[index]
+    third = queue_successor(run_dir(config), second["id"])
+    assert queue_successor(run_dir(config), second["id"]) == third
+    assert [job["dependency"] for job in fake.jobs()][2:] == [f"afternotok:{second['id']}"]
+    assert drop_successor(run_dir(config)) == third
+    assert fake.jobs()[2]["state"] == "CANCELLED"
+
+
+def test_a_script_sent_by_hand_gets_a_successor_too(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    (run_dir(config) / "submit.json").unlink()
+    fake.change("100", comment="prime-hpc", state="RUNNING")
+    successor = queue_successor(run_dir(config), "100")
+    record = records.read_record(run_dir(config))
+    assert record is not None and record["successor"] == successor and record["job_id"] == "100"
+    assert queue_successor(run_dir(config), "100") == successor
+
+
+# --- cancel -----------------------------------------------------------------------------------------------------
+
+
+def test_cancel_of_a_waiting_job_and_its_successor(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config, "--slurm.survive.how", "successor"))
+    result = cancel(config)
+    assert result.ended and result.outcome == "pending"
+    assert [job["state"] for job in fake.jobs()] == ["CANCELLED"] * 2
+    assert [call[1] for call in fake.calls("scancel")] == ["101", "100"], "the successor first: it would start"
+    assert not (run_dir(config) / "STOP").exists()
+
+
+def test_cancel_of_a_running_job_lets_it_save(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+
+    def supervisor() -> None:
+        wait_for((run_dir(config) / "STOP").exists)
+        (run_dir(config) / "STOP").unlink()
+        ended(config, "stopped", saved_step=15)
+        fake.change("100", state="COMPLETED")
+
+    thread = threading.Thread(target=supervisor)
+    thread.start()
+    result = cancel(config)
+    thread.join()
+    assert (result.outcome, result.note) == ("stopped", "saved at step 15 and ended")
+    assert fake.calls("scancel") == []
+
+
+def test_cancel_of_a_job_that_does_not_save(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+    result = cancel(config, timeout_s=1.5)
+    assert result.outcome == "cancelled" and fake.jobs()[0]["state"] == "CANCELLED"
+    assert not (run_dir(config) / "STOP").exists(), "it would stop the next life"
+
+
+def test_cancel_now(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", nodes="n1")
+    assert cancel(config, now=True).outcome == "cancelled"
+    assert fake.calls("scancel") == [["scancel", "100"]]
+
+
+def test_cancel_never_ends_anothers_job(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="RUNNING", comment="prime-hpc:of-another-run")
+    result = cancel(config, now=True)
+    assert result.ended and result.outcome == "over"
+    assert fake.calls("scancel") == []
+
+
+def test_cancel_of_a_finished_run(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change("100", state="COMPLETED")
+    ended(config, "completed")
+    result = cancel(config)
+    assert result.ended and "over already: completed" in result.note
+
+
+def test_cancel_of_a_job_whose_answer_was_lost(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    records.write_record(run_dir(config), state="sending", job_id=None)
+    assert cancel(config).outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
+
+
+SUPERVISOR = """
+import signal, sys, time
+from pathlib import Path
+from prime_hpc.supervisor.attempts import Attempt, write_attempt
+
+run_dir, obeys = Path(sys.argv[1]), sys.argv[2] == "obeys"
+attempt = Attempt(1, 1, time.time(), "first start")
+asked = []
+signal.signal(signal.SIGINT, lambda number, frame: asked.append("interrupted"))
+write_attempt(run_dir / "attempts.jsonl", attempt)
+while not asked:
+    time.sleep(0.02)
+    if obeys and (run_dir / "STOP").exists():
+        asked.append("stopped")
+attempt.ended, attempt.outcome, attempt.saved_step = time.time(), asked[0], 5 if asked[0] == "stopped" else None
+write_attempt(run_dir / "attempts.jsonl", attempt)
+"""
+
+
+@pytest.mark.parametrize(
+    ("obeys", "now", "outcome", "row"),
+    [
+        (True, False, "stopped", "stopped"),
+        (True, True, "cancelled", "interrupted"),
+        (False, False, "cancelled", "interrupted"),
+    ],
+)
+def test_cancel_of_a_run_on_this_machine(
+    fake: FakeSlurm, config: Path, obeys: bool, now: bool, outcome: str, row: str
+) -> None:
+    from prime_hpc.launch.runs import read_rows
+
+    run_dir(config).mkdir(parents=True)
+    (run_dir(config) / "run.yaml").write_text("")
+    words = [sys.executable, "-c", SUPERVISOR, str(run_dir(config)), "obeys" if obeys else "is deaf"]
+    supervisor = subprocess.Popen(words)
+    # waited for, since a zombie still counts as a process
+    reaper = threading.Thread(target=supervisor.wait)
+    reaper.start()
+    wait_for((run_dir(config) / "attempts.jsonl").exists)
+    result = cancel(config, now=now, timeout_s=0.5 if not obeys else 20.0)
+    reaper.join(timeout=30)
+    assert (result.ended, result.outcome) == (True, outcome)
+    assert read_rows(run_dir(config) / "attempts.jsonl")[-1]["outcome"] == row
+    assert not (run_dir(config) / "STOP").exists()
+    assert cancel(config).outcome == "over"
+    assert fake.calls() == []
+
+
+def test_cancel_with_slurm_down(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.behave("squeue", code=1, stderr="Unable to contact slurm controller (connect failure)")
+    with pytest.raises(SlurmRefused, match="the controller is down"):
+        cancel(config)
+
+
+# --- resume -----------------------------------------------------------------------------------------------------
+
+
+def test_resume_without_checkpoints(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config, "--no-ckpt"))
+    with pytest.raises(ConfigError, match="was run without checkpoints"):
+        load_to_resume(run_dir(config), [])
+    with pytest.raises(ConfigError, match=r"no whole checkpoint; start over.*--clean"):
+        load_to_resume(run_dir(config), ["--ckpt"])
+
+
+def test_resume_goes_on_where_the_run_was(
+    fake: FakeSlurm, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prime_hpc.store.checkpoints import CheckpointInfo
+
+    submit(load(config, "--clean", "--output-dir", "out"))
+    info = CheckpointInfo.__new__(CheckpointInfo)
+    object.__setattr__(info, "step", 10)
+    monkeypatch.setattr("prime_hpc.store.checkpoints.list_checkpoints", lambda root: [info])
+    monkeypatch.setattr("prime_hpc.store.checkpoints.resolve_resume", lambda root, asked: info)
+    fake.change("100", state="FAILED")
+    ended(config)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    loaded = load_to_resume(run_dir(config), ["--max-steps", "200"])
+    experiment = loaded.experiment
+    assert experiment.run_dir.resolve() == run_dir(config) and experiment.max_steps == 200
+    assert experiment.ckpt is not None and experiment.ckpt.resume_step == "latest" and not experiment.clean
+    assert Path.cwd() == tmp_path, "relative paths of the config count from where it was first submitted"
+    assert submit(loaded) == 0
+    assert fake.jobs()[1]["cwd"] == str(tmp_path)
+    with pytest.raises(ConfigError, match="goes on in its own directory"):
+        load_to_resume(run_dir(config), ["--name", "other"])
+    with pytest.raises(ConfigError, match="raise it"):
+        load_to_resume(run_dir(config), ["--max-steps", "10"])
