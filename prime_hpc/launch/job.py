@@ -74,7 +74,7 @@ def slurm_job(arguments: list[str]) -> int:
 
 
 def _successor(run_dir: Path, *, wanted: bool) -> None:
-    """Queue the job that takes over should this one end ill, or take it out again. Slurm may refuse: the run goes on."""
+    """Queue the job that takes over should this one end ill, or take it out again; the run goes on if Slurm refuses."""
     from loguru import logger
 
     from prime_hpc.launch.slurm import drop_successor, queue_successor

@@ -110,7 +110,7 @@ def jobs_of(run_dir: Path) -> list[JobInfo]:
 
 def is_of_array(record: dict[str, Any]) -> bool:
     """Whether a record is of a task of a job array: a point of a sweep."""
-    return "_" in str(record.get("job_id"))
+    return "_" in str(record.get("job_id")) or bool(record.get("array"))
 
 
 def _sent_by_hand(run_dir: Path) -> list[JobInfo]:

@@ -110,7 +110,7 @@ def commit_checkpoint(
 
 
 def newest_first(root: Path, *, deep: bool = False) -> Iterator[CheckpointInfo]:
-    """Whole checkpoints below `root`, newest first, each checked when its turn comes; others are skipped with a warning.
+    """Whole checkpoints below `root`, newest first, each checked in its turn; others are skipped with a warning.
 
     Args:
         root: directory of `step_<n>` directories.

@@ -30,6 +30,8 @@ class Allocation:
     batch_host: str
     restarts: int
     """How often Slurm has started this job before."""
+    component_ids: tuple[str, ...] = ()
+    """Job id of each component of a het job, under which Slurm knows its steps."""
     ends_at: float | None = None
     """Epoch seconds of the time limit; None: unknown or unlimited."""
 
@@ -69,6 +71,7 @@ def read_allocation(environ: Mapping[str, str] = os.environ) -> Allocation | Non
         hosts=hosts,
         batch_host=environ.get("SLURMD_NODENAME") or hosts[0][0],
         restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
+        component_ids=tuple(environ.get(f"SLURM_JOB_ID_HET_GROUP_{i}", job_id) for i in range(size)),
         ends_at=_end_time(job_id, environ),
     )
 

@@ -21,7 +21,7 @@ from prime_hpc.supervisor.attempts import read_attempts, rewrite_row
 from prime_hpc.supervisor.begin import begin_attempt, run_paths
 from prime_hpc.supervisor.checkup import Checkup, nodes_to_avoid, remember
 from prime_hpc.supervisor.placement import place_slurm
-from prime_hpc.supervisor.postmortem import close_lost_lives
+from prime_hpc.supervisor.postmortem import cancel_stale_steps, close_lost_lives
 from prime_hpc.supervisor.roles import (
     RoleSpec,
     inference_spec,
@@ -34,6 +34,8 @@ from prime_hpc.supervisor.slurm_roles import slurm_specs, spare_hosts
 from prime_hpc.supervisor.steps import StepContext, StepSpec
 from prime_hpc.supervisor.supervise import Supervisor
 from prime_hpc.supervisor.survive import EXIT_AGAIN, FINAL, come_back, decide, mode_of_run
+
+OF_THE_BATCH_HOST = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
 def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tuple[list[RoleSpec], list[str]]:
@@ -122,8 +124,12 @@ def _prepare(
             srun_args=(*site.srun_args, *experiment.slurm.srun_args),
             container=site.container,
         )
+        for name in OF_THE_BATCH_HOST:  # a CPU-only component's steps would take them for their own
+            environment.pop(name, None)
         environment |= {**site.env, **experiment.slurm.env}
         attempt = begin_attempt(experiment, run_dir, job_id=allocation.job_id, restarts=allocation.restarts)
+        if allocation.restarts:
+            cancel_stale_steps(allocation)
         logger.info(f"job {allocation.job_id} ({placement.layout}): " + _where(specs))
         log_dir = run_dir / "logs" / f"attempt_{attempt.attempt}"
         own = [spec for spec in specs if isinstance(spec, StepSpec)]

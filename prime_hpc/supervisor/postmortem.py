@@ -11,12 +11,15 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config import ConfigError
-from prime_hpc.observe.slurm import SlurmError, history, jobs
+from prime_hpc.observe.slurm import SlurmError, history, jobs, run_slurm
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.supervisor.allocation import Allocation
 from prime_hpc.supervisor.attempts import is_held, read_attempts, rewrite_row
 from prime_hpc.supervisor.begin import newest_saved_step
 from prime_hpc.supervisor.inquest import lost_hosts
+
+ASK_TIMEOUT_S = 10.0
+STALE_TRIES = 20
 
 
 def close_lost_lives(run_dir: Path, paths: RunPaths, allocation: Allocation | None) -> list[str]:
@@ -50,6 +53,28 @@ def close_lost_lives(run_dir: Path, paths: RunPaths, allocation: Allocation | No
         )
         logger.warning(f"attempt {row['attempt']} ended without a word: {cause}")
     return lost
+
+
+def cancel_stale_steps(allocation: Allocation) -> None:
+    """End steps of an earlier life of this job before the first step of this one is started.
+
+    A het job that lost its batch host starts its first component anew beside the others' old steps; once a new step has
+    taken an old one's number, Slurm cannot reach the old one's tasks any more.
+    """
+    ids = sorted(set(allocation.component_ids) or {allocation.job_id})
+    for again in range(STALE_TRIES):
+        try:
+            table = run_slurm(["squeue", "-h", "-s", "-j", ",".join(ids), "-o", "%i"], timeout_s=ASK_TIMEOUT_S)
+            stale = [step for step in table.split() if step.rpartition(".")[2].isdigit()]
+            if not stale:
+                return
+            logger.warning(f"steps of an earlier life are still there: {', '.join(stale)}")
+            for step in stale if not again else ():
+                run_slurm(["scancel", step], timeout_s=ASK_TIMEOUT_S)
+        except SlurmError as error:  # agents of an old life fence themselves as well
+            logger.warning(f"whether steps of an earlier life are left is unknown: {error}")
+            return
+        time.sleep(1.0)
 
 
 def _refuse_if_running(run_dir: Path, row: dict[str, Any]) -> None:

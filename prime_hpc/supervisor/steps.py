@@ -259,6 +259,19 @@ class StepRole(Role):
         }
         return [host for host in self.hosts if host in silent]
 
+    def hosts_without_a_word(self, wait_s: float) -> list[str]:
+        """Hosts whose agents neither beat nor report their end within `wait_s`. Waits for so long at most.
+
+        A rank's "connection reset" comes before its dead peer's silence is long enough to be noticed.
+        """
+        began = time.monotonic()
+        while True:
+            beats = dict(self._beats)
+            quiet = {key.split("/")[0] for key, at in beats.items() if at <= began and key not in self._exits}
+            if not quiet or time.monotonic() - began > wait_s:
+                return [host for host in self.hosts if host in quiet]
+            time.sleep(0.1)
+
     def missing_hosts(self) -> list[str]:
         """Hosts whose agents have not said hello though the deadline is over."""
         if time.time() - self.started_at < HELLO_TIMEOUT_S:
@@ -307,5 +320,4 @@ class StepRole(Role):
         """Job id under which Slurm knows the step: a het component's own."""
         if not self._context.allocation.is_het:
             return str(hello["job_id"])
-        own = self._environment.get(f"SLURM_JOB_ID_HET_GROUP_{self.spec.component}")
-        return str(own or hello["job_id"])
+        return self._context.allocation.component_ids[self.spec.component]

@@ -17,7 +17,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.observe.console import Console
 from prime_hpc.observe.context import role_environment
 from prime_hpc.store.doorbell import DoorbellHub
-from prime_hpc.supervisor.agent import FENCE
+from prime_hpc.supervisor.agent import BEAT_S, FENCE
 from prime_hpc.supervisor.attempts import Attempt, write_attempt
 from prime_hpc.supervisor.begin import newest_saved_step, run_paths
 from prime_hpc.supervisor.checkup import Checkup
@@ -33,6 +33,8 @@ from prime_hpc.supervisor.steps import StepContext, StepRole, StepSpec
 TICK_S = 0.2
 PULSE_S = 2.0
 HEALTH_INTERVAL_S = 5.0
+LAST_WORD_S = 3 * BEAT_S
+"""When a role dies, its nodes that say nothing for so long are the reason."""
 UNWELL_LIMIT_S = 90.0
 """A server whose health route fails for so long is ended and started again."""
 HELD_UP_S = 5.0
@@ -324,6 +326,10 @@ class Supervisor:
         if self._stop is not None and (role.is_server or role.says("done")):
             role.state = "done"  # on the way out, nobody asks the servers any more
             return
+        if isinstance(role, StepRole) and not role.is_server:
+            lost = role.hosts_without_a_word(LAST_WORD_S)
+            if lost:
+                self._on_lost_nodes(role, lost)
         if isinstance(role, StepRole) and self._replicas.is_on_trial(role):
             role.kill()
             self._reaper.forget(role.pid)
@@ -339,6 +345,9 @@ class Supervisor:
             self._restart(role)
             return
         self._bury(role, cause)
+        if self._stop is not None:  # the true cause is what the end was asked for
+            request = self._stop[0]
+            raise Ended(request.code or 1, f"{request.reason}; nothing was saved: {cause}", request.outcome)
         raise Ended(1, cause)
 
     def _restart(self, role: Role) -> None:

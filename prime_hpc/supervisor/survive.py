@@ -118,12 +118,13 @@ def come_back(job_id: str, mode: Mode, num_nodes: int, exclude: Sequence[str] = 
     if mode == "successor":
         return True
     try:
+        job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=SCONTROL_TIMEOUT_S)
         run_slurm(["scontrol", "requeue", job_id], timeout_s=SCONTROL_TIMEOUT_S)
     except SlurmError as error:
         logger.error(f"job {job_id} could not be requeued: {error}")
         return False
     logger.info(f"job {job_id} is requeued")
-    if num_nodes:
+    if num_nodes > int(field(job, "NumNodes").partition("-")[0] or num_nodes):
         _update(job_id, f"NumNodes={num_nodes}")
     if exclude and _enough_without(job_id, exclude, num_nodes):
         _update(job_id, f"ExcNodeList={compress_hosts(list(exclude))}")

@@ -219,7 +219,7 @@ def test_a_failed_background_write_on_another_rank_ends_the_run(tmp_path: Path, 
 
 def test_sft_saves_on_request_and_stops_with_a_save(tmp_path: Path, model: Path) -> None:
     sft = {"data": {"type": "fake", "batch_size": 4, "seq_len": 32}}
-    ckpt = {"interval": 10_000, "save_async": True}
+    ckpt = {"interval": "auto", "save_async": True}
     paths = write_run(tmp_path / "sft", model, kind="sft", sft=sft, max_steps=100_000, ckpt=ckpt, trainer=TRAINER)
     with listening() as (hub, saved), running(paths, 2, hub) as process:
         wait_until(lambda: len(steps(paths)) >= 3, 120, "three steps")

@@ -147,7 +147,7 @@ def test_end_time() -> None:
 
 def controls(run_dir: Path, *, left_s: float | None = None, lead_s: float = 60, needs_s: float = 1.0) -> Controls:
     ends = None if left_s is None else time.time() + left_s
-    job = Allocation("7", (("n1",),), "n1", 0, ends)
+    job = Allocation("7", (("n1",),), "n1", 0, ends_at=ends)
     return Controls(run_dir, job if left_s is not None else None, lead_s, lambda: needs_s)
 
 

@@ -98,6 +98,17 @@ def test_task_finds_its_run_directory(sweep: Sweep) -> None:
         point_run_dir(sweep.dir / "p4", 0, {})
 
 
+def test_log_of_a_task_is_found_in_its_run_directory(sweep: Sweep) -> None:
+    merged(sweep, point("a", "1" * 32))
+    (sweep.dir / "a").mkdir()
+    (sweep.dir / "logs").mkdir()
+    (sweep.dir / "logs" / "slurm-7_0.out").write_text("text")
+    environ = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
+    for _ in ("first life", "second life"):
+        assert point_run_dir(sweep.dir, 0, environ) == sweep.dir / "a"
+    assert (sweep.dir / "a" / "logs" / "slurm-7_0.out").read_text() == "text"
+
+
 def test_task_of_a_submission_that_was_given_up_ends(sweep: Sweep) -> None:
     merged(sweep, point("a", "1" * 32), point("b", "2" * 32))
     late = new_submit("array", [0, 1])

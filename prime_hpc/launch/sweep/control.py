@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from prime_hpc.config.errors import Problem
 from prime_hpc.launch.control import GONE_TIMEOUT_S, STOP
-from prime_hpc.launch.records import LOCK, submitting
+from prime_hpc.launch.records import LOCK, read_record, submitting, write_record
 from prime_hpc.launch.refusals import SlurmRefused
 from prime_hpc.launch.render import index_ranges
 from prime_hpc.launch.slurm import ASK_TIMEOUT_S
@@ -108,7 +108,10 @@ def _cancel_here(sweep: Sweep, *, save: bool, timeout_s: float, say: Say) -> Can
 def _end(sweep: Sweep, live: Sequence[View], *, save: bool, timeout_s: float, say: Say) -> Cancelled:
     infos = _jobs_of(sweep, live)
     pending = [info for info in infos if info.is_pending]
-    _scancel(pending)  # first: nothing new begins meanwhile
+    _scancel(pending)  # first: nothing new begins meanwhile, no successor takes over
+    for view in live:
+        if (read_record(sweep.run_dir(view.row)) or {}).get("successor"):
+            write_record(sweep.run_dir(view.row), successor=None)
     waiting = {info.job_id for info in pending}
     running = [view for view in live if view.status.job_id not in waiting]
     ask = PatientAsk(ASK_EVERY_S)
@@ -147,10 +150,11 @@ def _counted(sweep: Sweep, running: Sequence[View], *, waiting: int, left: Seque
 
 
 def _jobs_of(sweep: Sweep, views: Sequence[View]) -> list[JobInfo]:
-    """The jobs of these points that carry a token of this sweep. Raises SlurmError."""
-    ids = {view.status.job_id for view in views if view.status.job_id}
-    tokens = {row.token for row in sweep.submits}
-    return [info for key, info in jobs(ids, ASK_TIMEOUT_S).items() if key in ids and info.token in tokens]
+    """The jobs of these points and their successors, if they carry a token of theirs. Raises SlurmError."""
+    records = [read_record(sweep.run_dir(view.row)) or {} for view in views]
+    ids = {str(i) for record in records for i in (record.get("job_id"), record.get("successor")) if i}
+    tokens = {row.token for row in sweep.submits} | {record.get("successor_token") for record in records}
+    return [info for key, info in jobs(ids, ASK_TIMEOUT_S).items() if key in ids and info.token in tokens - {None}]
 
 
 def _scancel(infos: Iterable[JobInfo]) -> None:

@@ -24,7 +24,7 @@ from prime_hpc.launch.render import ArrayPart, escape_pattern, index_ranges, ren
 from prime_hpc.launch.slurm import ASK_TIMEOUT_S, SETTLE_S, send
 from prime_hpc.launch.sweep.prepare import Job
 from prime_hpc.launch.sweep.progress import View
-from prime_hpc.launch.sweep.state import SubmitRow, Sweep, new_submit, write_text
+from prime_hpc.launch.sweep.state import SubmitRow, Sweep, log_name, new_submit, write_text
 from prime_hpc.observe.slurm import JobInfo, SlurmError, find_by_token, find_in_history, run_slurm
 from prime_hpc.supervisor.placement import Placement, place_slurm
 
@@ -302,7 +302,7 @@ def _send_array(sweep: Sweep, part: Part, text: str, token: str) -> str:
 
 
 def _array_part(sweep: Sweep, part: Part) -> ArrayPart:
-    pattern = f"{escape_pattern(str(sweep.dir / 'logs'))}/slurm-%A_%a.out"
+    pattern = f"{escape_pattern(str(sweep.dir / 'logs'))}/{log_name('%A', '%a')}"
     return ArrayPart(sweep.array_of(part.first), part.ids, part.throttle, pattern)
 
 

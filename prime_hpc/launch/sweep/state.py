@@ -16,6 +16,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,12 +153,14 @@ def read_sweep(sweep_dir: Path) -> Sweep:
 
 
 def point_run_dir(sweep_dir: Path, array_index: int, environ: Mapping[str, str] = os.environ) -> Path:
-    """The run directory of an array's task, prepared by `sweep submit`. Called in the job.
+    """The run directory of an array's task, prepared by `sweep submit`; the task's log is linked into it.
+
+    Called in the job.
 
     Args:
         sweep_dir: as the batch script says: the sweep's directory, or one below its `.arrays`.
         array_index: SLURM_ARRAY_TASK_ID.
-        environ: the job's; tells of which submission it is.
+        environ: the job's; tells of which submission it is, and the name of its log.
 
     Raises:
         ConfigError: there is no such point, or it was submitted again since.
@@ -181,7 +184,24 @@ def point_run_dir(sweep_dir: Path, array_index: int, environ: Mapping[str, str] 
             f"point {index} was submitted again, as job {newest.job_id or 'yet unknown'}: this job's submission had "
             "been given up when sbatch answered too late; it ends here"
         )
-    return sweep_dir / str(json.loads(lines[index])["run_dir"])
+    run_dir = sweep_dir / str(json.loads(lines[index])["run_dir"])
+    _link_log(run_dir, environ)
+    return run_dir
+
+
+def log_name(array: str, task: str) -> str:
+    """Name of a task's log in the sweep's `logs`, of ids or of Slurm's symbols for them."""
+    return f"slurm-{array}_{task}.out"
+
+
+def _link_log(run_dir: Path, environ: Mapping[str, str]) -> None:
+    """Let `prime-hpc logs POINT` find the job's log where those of single runs are."""
+    if "SLURM_ARRAY_JOB_ID" not in environ:
+        return
+    name = log_name(environ["SLURM_ARRAY_JOB_ID"], environ["SLURM_ARRAY_TASK_ID"])
+    with suppress(OSError):  # it is there from an earlier life; and no run fails for want of a link
+        (run_dir / "logs").mkdir(exist_ok=True)
+        (run_dir / "logs" / name).symlink_to(Path("..", "..", "logs", name))
 
 
 def merge_points(sweep: Sweep, points: Sequence["Point"]) -> list[tuple[PointRow, "Point"]]:
