@@ -15,6 +15,10 @@ from prime_hpc.supervisor.preflight.run import HostCheck, PreflightPlan, Report,
 from prime_hpc.supervisor.steps import StepContext, StepSpec
 
 
+NO_STEP = ("Unable to create step", "Unable to confirm allocation")
+"""srun's words when the controller refuses: no fault of a node."""
+
+
 class Checkup:
     """The checks of one attempt's nodes."""
 
@@ -65,6 +69,14 @@ class Checkup:
         for line in report.lines():
             (logger.info if report.ok else logger.error)(line)
         return report
+
+    def to_blame(self, report: Report) -> dict[str, str]:
+        """Bad nodes by cause; none of them where Slurm would not even make the step.
+
+        Slurm 22.05 refuses the steps of a job with GPUs ("Invalid generic resource") in the life after one that was
+        requeued while a node of it was dead; the life after that is well again.
+        """
+        return {node: why for node, why in report.bad.items() if not any(words in why for words in NO_STEP)}
 
     def _hosts(self) -> list[HostCheck]:
         """Every node of the allocation with what its roles need."""

@@ -146,9 +146,10 @@ class Supervisor:
         report = self._checkup.run(self._attempt.attempt, lambda: self._controls.poll() is not None, self._environment)
         self._obey()
         if not report.ok:
-            self._note_lost(list(report.bad))
+            blamed = self._checkup.to_blame(report)
+            self._note_lost(list(blamed))
             causes = [f"{node}: {why}" for node, why in report.bad.items()] + report.problems
-            raise Ended(1, f"preflight: {'; '.join(causes)}", "node_lost" if report.bad else "failed")
+            raise Ended(1, f"preflight: {'; '.join(causes)}", "node_lost" if blamed else "failed")
 
     def _start(self) -> None:
         facts = role_environment(

@@ -4,6 +4,7 @@
 (through `resolve_mode`) to say beforehand what will happen.
 """
 
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,6 +118,7 @@ def come_back(job_id: str, mode: Mode, num_nodes: int, exclude: Sequence[str] = 
     """
     if mode == "successor":
         return True
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the requeue's own; what follows takes a second or two
     try:
         job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=SCONTROL_TIMEOUT_S)
         run_slurm(["scontrol", "requeue", job_id], timeout_s=SCONTROL_TIMEOUT_S)

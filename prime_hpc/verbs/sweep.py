@@ -53,7 +53,7 @@ def _submit(argv: list[str], program: str) -> int:
     else:
         if flags:
             raise ConfigError(f"{word} is a sweep as it was submitted: to change keys ({flags[0]}) submit its file")
-        base = load_stored(find_sweep(word) / "sweep.yaml")
+        base = load_stored(find_sweep(word) / "sweep.yaml", enter=True)
     return _tell(submit_sweep(base, dry_run="--dry-run" in given), given, program)
 
 
@@ -65,7 +65,7 @@ def _resume(argv: list[str], program: str) -> int:
 
     rest, given, _ = take_flags(argv, ("--dry-run", "--json"))
     word, flags = _sweep_word(rest)
-    base = load_stored(find_sweep(word, flags) / "sweep.yaml")
+    base = load_stored(find_sweep(word, flags) / "sweep.yaml", enter=True)
     return _tell(submit_sweep(base, states=RESUME, dry_run="--dry-run" in given), given, program)
 
 

@@ -149,7 +149,8 @@ def test_a_lost_node_brings_it_back_on_others(cluster: Cluster, experiment: Path
     job, run_dir = submit(cluster, experiment, "lost")
     wait_for_step(cluster, run_dir, 12)
     cluster.drill("power-off", "n2")
-    first, last = assert_finished(cluster, job, run_dir, undisturbed)
+    lives = assert_finished(cluster, job, run_dir, undisturbed)
+    first, last = lives[0], lives[-1]  # Slurm 22.05 may refuse the steps of the life between: see supervisor.checkup
     assert (first["outcome"], first["lost_nodes"]) == ("node_lost", ["n2"])
     assert last["resume_step"] >= 10
     assert "n2" not in last["nodes"]["trainer"]

@@ -199,6 +199,19 @@ def test_what_is_stored_gives_the_same_points_without_the_files(write, tmp_path:
     assert before[3].loaded.experiment.wandb.name == before[3].name
 
 
+def test_a_stored_sweep_goes_on_where_it_was_submitted(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    base = load_base(write(AXES), ["--output-dir", "relative"], {})
+    base.sweep_dir.mkdir(parents=True)
+    (base.sweep_dir / "sweep.yaml").write_text(dump_yaml(base.stored()))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load_stored(base.sweep_dir / "sweep.yaml").sweep_dir == tmp_path / "relative" / "sweep"
+    assert Path.cwd() == tmp_path / "elsewhere"
+    assert load_stored(Path("..", "relative", "sweep", "sweep.yaml"), enter=True).sweep_dir == base.sweep_dir
+    assert Path.cwd() == tmp_path
+
+
 def test_stored_sweep_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is .* a sweep"):
         load_stored(tmp_path / "sweep.yaml")

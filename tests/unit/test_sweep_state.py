@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.config import ConfigError
+from prime_hpc.config import ConfigError, load_run, write_snapshot
+from prime_hpc.config.snapshot import share
 from prime_hpc.launch.evidence import Queue
 from prime_hpc.launch.sweep.progress import View, counted, look
 from prime_hpc.launch.sweep.resolve import Point, load_base, resolve_points
@@ -120,6 +121,21 @@ def test_task_of_a_submission_that_was_given_up_ends(sweep: Sweep) -> None:
         point_run_dir(sweep.dir, 0, environ)
     assert point_run_dir(sweep.dir, 1, environ) == sweep.dir / "b"
     assert point_run_dir(sweep.dir, 0, {"PRIMEHPC_SUBMISSION": f"{newer.token} {sweep.dir}"}) == sweep.dir / "a"
+
+
+def test_what_snapshots_share_changes_no_word_of_them(tmp_path: Path) -> None:
+    (tmp_path / "exp.yaml").write_text("inference: true\nckpt: true\norchestrator: {env: [{id: reverse-text}]}\n")
+    path = tmp_path / "s.yaml"
+    path.write_text("experiment: exp.yaml\naxes: {product: {trainer.optim.lr: [1.0e-5, 1], ckpt: [true, null]}}\n")
+    shared = share([])
+    for point in resolve_points(load_base(path, [], {})):
+        assert point.loaded is not None
+        experiment = point.loaded.experiment
+        write_snapshot(experiment, tmp_path / "shared", [], shared)
+        write_snapshot(experiment, tmp_path / "alone", [])
+        for name in ("run.yaml", "configs/trainer.toml", "configs/orchestrator.toml", "configs/inference.toml"):
+            assert (tmp_path / "shared" / name).read_text() == (tmp_path / "alone" / name).read_text()
+        assert load_run(tmp_path / "shared") == experiment
 
 
 def test_names_of_any_script_survive(sweep: Sweep) -> None:

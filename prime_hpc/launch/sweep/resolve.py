@@ -39,7 +39,7 @@ class Base:
         """What `sweep.yaml` keeps, from which `load_stored` makes the same again without the files it came from."""
         file = self.spec.file.model_dump(mode="json", exclude_unset=True, by_alias=True)
         file |= {"name": self.name, "experiment": str(self.spec.experiment.resolve())}
-        return {"sweep": file, "config": self.variants.stated}
+        return {"sweep": file, "config": self.variants.stated, "cwd": str(Path.cwd())}
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,13 @@ def load_base(path: Path, argv: list[str], environ: Mapping[str, str] = os.envir
     return _base(spec, variants, names[-1] if names else spec.file.name)
 
 
-def load_stored(sweep_yaml: Path) -> Base:
+def load_stored(sweep_yaml: Path, *, enter: bool = False) -> Base:
     """The base that `Base.stored` described.
+
+    Args:
+        sweep_yaml: the file.
+        enter: go to the directory from which the sweep was submitted, where it still is one: relative paths of the
+            experiment count from there.
 
     Raises:
         ConfigError: the file is missing or damaged.
@@ -102,6 +107,10 @@ def load_stored(sweep_yaml: Path) -> Base:
     data, lines = parse_yaml(text, str(sweep_yaml))
     if not isinstance(data.get("sweep"), dict) or not isinstance(data.get("config"), dict):
         raise ConfigError(f"{sweep_yaml} holds no `sweep` and `config`: not written by `sweep submit`")
+
+    if enter and isinstance(data.get("cwd"), str) and Path(data["cwd"]).is_dir():
+        sweep_yaml = sweep_yaml.resolve()
+        os.chdir(data["cwd"])
 
     def part(name: str) -> Document:
         return Document(str(sweep_yaml), data[name], {path[1:]: n for path, n in lines.items() if path[0] == name})

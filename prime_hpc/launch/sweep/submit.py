@@ -15,6 +15,7 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import load_site
 from prime_hpc.launch.records import submitting
 from prime_hpc.launch.refusals import SlurmRefused
+from prime_hpc.launch.submission import unseen_by_others, uses_slurm
 from prime_hpc.launch.sweep.here import run_here
 from prime_hpc.launch.sweep.prepare import Job, jobs_of, refuse_bad, write_run_dirs
 from prime_hpc.launch.sweep.progress import RERUN, View, ask_strictly, look
@@ -105,6 +106,9 @@ def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_r
         return report
     parts = plan_parts(sweep, jobs, views, site, throttle=file.throttle, lanes=file.lanes)
     report.parts = [part.as_dict() for part in parts]
+    num_nodes = max((part.placement.num_nodes for part in parts), default=0)
+    if not (site.scratch is not None and sweep.dir.is_relative_to(site.scratch)):
+        report.warnings += filter(None, [unseen_by_others(sweep.dir, num_nodes)])
     if not dry_run:
         _write(base, sweep, jobs, site)
         report.parts = send_parts(sweep, parts, site)
@@ -160,8 +164,6 @@ def _first_site(points: Sequence[Point]) -> str | None:
 
 def _for_slurm(points: Sequence[Point]) -> bool:
     """Whether the points go to Slurm: as `submit` decides of a run, by the first that is valid."""
-    from prime_hpc.launch.submission import uses_slurm
-
     first = next((point.loaded.experiment for point in points if point.loaded), None)
     return first is not None and uses_slurm(first)
 
