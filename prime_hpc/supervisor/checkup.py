@@ -14,7 +14,6 @@ from prime_hpc.supervisor.ledger import bad_nodes, ledger_path, record
 from prime_hpc.supervisor.preflight.run import HostCheck, PreflightPlan, Report, run_preflight
 from prime_hpc.supervisor.steps import StepContext, StepSpec
 
-
 NO_STEP = ("Unable to create step", "Unable to confirm allocation")
 """srun's words when the controller refuses: no fault of a node."""
 
