@@ -78,7 +78,7 @@ def test_unknown_key_of_a_component_file(tmp_path: Path) -> None:
         ("name: 3\n", 1, "name", "expected text, got 3"),
         ("name: a/b\n", 1, "name", "pattern"),
         ("inference_gpu_ids: {a: 1}\n", 1, "inference_gpu_ids", "expected a list (an integer) or null"),
-        ("ckpt:\n  resume_step: first\n", 2, "ckpt.resume_step", "expected an integer or latest or null, got 'first'"),
+        ("ckpt:\n  keep_last: first\n", 2, "ckpt.keep_last", "expected an integer or null, got 'first'"),
         ("trainer:\n  optim:\n    betas: [1, 2, 3]\n", 3, "trainer.optim.betas", "expected a list of 2 (a number)"),
         (
             "orchestrator:\n  client:\n    base_url: 5\n",

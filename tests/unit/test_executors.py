@@ -1,6 +1,7 @@
 """submitit's jobs over our scripts: what it reads back, with a Slurm that forgets, hangs and lies."""
 
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def test_from_waiting_to_the_result(fake: FakeSlurm, run_dir: Path, kind: Any, t
     assert job.submission().args == (str(run_dir), {})
     assert not job.done(force_check=True) and job.stdout() is None
     fake.change("100", state="RUNNING", nodes="n[1-2]")
+    time.sleep(0.01)  # submitit ignores a forced look within a millisecond of the last
     assert job.get_info()["NodeList"] == ("n[1-2],n[1-2]" if kind is HetSlurmExecutor else "n[1-2]")
     job.paths.stdout.write_text("hello\n")
     assert job.paths.stdout == run_dir / "logs" / "slurm-100.out" and job.stdout() == "hello\n"

@@ -176,6 +176,17 @@ def test_every_config_renders(path: Path, tmp_path: Path) -> None:
 def test_every_sweep_renders_as_an_array(path: Path, tmp_path: Path) -> None:
     base = path.parent / yaml.safe_load(path.read_text(encoding="utf-8"))["experiment"]
     one = load_experiment(["@", str(base)], "plan", environ={}).experiment
+    if one.slurm.layout == "het":
+        with pytest.raises(ConfigError, match="lanes"):
+            render_job(
+                place_slurm(one, GENERIC),
+                one,
+                GENERIC,
+                python=PYTHON,
+                command_tail=[],
+                array=ArrayPart(tmp_path, [0], 1, "x"),
+            )
+        return
     array = ArrayPart(tmp_path, [0, 1], 1, f"{escape_pattern(str(tmp_path))}/slurm-%A_%a.out")
     check_shell(
         render_job(place_slurm(one, GENERIC), one, GENERIC, python=PYTHON, command_tail=[], array=array), tmp_path

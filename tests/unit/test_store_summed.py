@@ -1,0 +1,85 @@
+"""Files written through two buffers: what is on disk is what was written, and the sum is its sum."""
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from prime_hpc.store import files, summed
+from prime_hpc.store.artifact import StoreError
+from prime_hpc.store.summed import BUFFER_BYTES, open_summed
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 5, 3 * BUFFER_BYTES])
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_bytes_and_sum(tmp_path: Path, size: int, place: str) -> None:
+    folder = tmp_path if place == "disk" or not Path("/dev/shm").is_dir() else Path("/dev/shm")  # no O_DIRECT there
+    path = folder / f"prime-hpc-summed-{os.getpid()}"
+    content = np.random.default_rng(size).bytes(size)
+    cuts = sorted({0, 1, size // 3, size // 2, size, *range(0, min(size, 5000), 617)} & set(range(size + 1)))
+    try:
+        with open_summed(path) as file:
+            for begin, end in zip(cuts, [*cuts[1:], size], strict=True):
+                assert file.tell() == begin
+                file.write(content[begin:end])
+            file.close()  # a serialiser's close does nothing
+        assert path.read_bytes() == content
+        assert file.entry == files.hash_file(path)
+        assert path.stat().st_mode & 0o777 == 0o644
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_torch_reads_back_what_it_wrote(tmp_path: Path) -> None:
+    tensors = [torch.randn(n) for n in (1, 1000, 3_000_001)]
+    offsets = []
+    with open_summed(tmp_path / "x") as file:
+        for tensor in tensors:
+            offsets.append(file.tell())
+            torch.save(tensor, file)
+    raw = (tmp_path / "x").read_bytes()
+    ends = [*offsets[1:], len(raw)]
+    for tensor, begin, end in zip(tensors, offsets, ends, strict=True):
+        (tmp_path / "one").write_bytes(raw[begin:end])
+        assert torch.equal(torch.load(tmp_path / "one"), tensor)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_full_disk_is_said_whoever_swallows_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    real = os.write
+
+    def full(fd: int, data: memoryview) -> int:
+        if len(data) >= 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data)
+
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match="disk full"):
+        patch.setattr(summed.os, "write", full)
+        with open_summed(tmp_path / "x") as file:
+            torch.save(torch.zeros(BUFFER_BYTES if large else 1000), file)
+
+
+def test_a_file_system_that_accepts_the_flag_and_refuses_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some do, for an alignment of their own; a short write means nearly full: both go on through the page cache."""
+    real, refused = os.write, []
+
+    def moody(fd: int, data: memoryview) -> int:
+        if len(refused) == 0:
+            refused.append(1)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, data[: len(data) // 2 + 1])
+
+    content = np.random.default_rng(0).bytes(2 * BUFFER_BYTES + 77)
+    monkeypatch.setattr(summed.os, "write", moody)
+    with open_summed(tmp_path / "x") as file:
+        file.write(content)
+    monkeypatch.undo()
+    assert refused and (tmp_path / "x").read_bytes() == content
+    assert file.entry == files.hash_file(tmp_path / "x")
