@@ -1,7 +1,7 @@
 """A large file that somebody else's serialiser (torch) writes in one pass: summed on the way, durable when it closes.
 
-Used by the trainer's checkpoints. Unlike `artifact.hash_files` it need not read the file again. Data passes through two
-buffers: while one is filled and summed, a thread writes the other. Where the file system can, it writes past the page
+Used by the trainer's checkpoints. Unlike `artifact.hash_files` it need not read the file again. Data passes through
+three buffers: while one is filled and summed, two threads write the others. Where the file system can, it writes past the page
 cache (O_DIRECT): a checkpoint is not read again soon, and gigabytes of dirty pages would hold up the fsyncs of all
 other files and take the memory bandwidth of the step that goes on meanwhile.
 """
@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,8 @@ import xxhash
 from prime_hpc.store import files
 from prime_hpc.store.files import FileEntry
 
-BUFFER_BYTES = 32 << 20
+NUM_WRITERS = 2
+BUFFER_BYTES = 16 << 20
 """Multiple of every block size in use."""
 _BLOCK = 4096
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -40,12 +42,13 @@ class SummedFile:
         self._fd = fd
         self._digest = xxhash.xxh3_64()
         self._size = 0
-        self._buffers: list[mmap.mmap] = []
-        self._current = 0
+        self._handed_over = 0
+        self._current: mmap.mmap | None = None
         self._filled = 0
-        self._is_direct: bool | None = None
-        self._writer: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
+        self._free: list[mmap.mmap] = []
+        self._is_direct = False
+        self._writers: ThreadPoolExecutor | None = None
+        self._pending: deque[tuple[Future[None], mmap.mmap]] = deque()
 
     def tell(self) -> int:
         """Bytes so far."""
@@ -56,10 +59,10 @@ class SummedFile:
         view = memoryview(data).cast("B")
         rest = view
         while len(rest):
-            if not self._buffers:
-                self._buffers = [mmap.mmap(-1, BUFFER_BYTES), mmap.mmap(-1, BUFFER_BYTES)]  # page-aligned
+            if self._current is None:
+                self._current = self._next_buffer()
             count = min(len(rest), BUFFER_BYTES - self._filled)
-            with memoryview(self._buffers[self._current]) as buffer:
+            with memoryview(self._current) as buffer:
                 buffer[self._filled : self._filled + count] = rest[:count]
             self._filled += count
             self._size += count
@@ -68,49 +71,54 @@ class SummedFile:
                 self._hand_over()
         return len(view)
 
+    def _next_buffer(self) -> mmap.mmap:
+        """An empty one: new, or that of the oldest write once it is done."""
+        if len(self._pending) == NUM_WRITERS:
+            self._wait_for_one()
+        return self._free.pop() if self._free else mmap.mmap(-1, BUFFER_BYTES)  # page-aligned
+
     def _hand_over(self) -> None:
-        """Sum the filled buffer, and give it to the writing thread once that is done with the other one."""
+        """Sum the current buffer and give it to a writing thread."""
         files._before("write", self.path)
-        with memoryview(self._buffers[self._current]) as whole, whole[: self._filled] as view:
-            self._digest.update(view)
-        self._wait()
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="write")
-        self._pending = self._writer.submit(self._write_out, self._buffers[self._current], self._filled)
-        self._current, self._filled = 1 - self._current, 0
-
-    def _wait(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            try:
-                pending.result()
-            except OSError as error:
-                self.failure = error
-                raise
-
-    def _write_out(self, buffer: mmap.mmap, count: int) -> None:
-        """In the writing thread."""
+        buffer, count = self._current, self._filled
+        assert buffer is not None
         with memoryview(buffer) as whole, whole[:count] as view:
-            if self._is_direct is None:
-                self._is_direct = count == BUFFER_BYTES and self._set_direct(True)
-            whole_blocks = count - count % _BLOCK if self._is_direct else 0
-            if whole_blocks:
-                self._write_direct(view[:whole_blocks])
-            if self._is_direct and whole_blocks < count:
-                self._set_direct(False)
-            _write_all(self._fd, view[whole_blocks:])
+            self._digest.update(view)
+        if self._writers is None:
+            self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="write")
+            self._is_direct = count == BUFFER_BYTES and self._set_direct(True)
+        if self._is_direct and count % _BLOCK:  # the file's end
+            self._write_cached()
+        self._pending.append((self._writers.submit(self._write_out, buffer, count, self._handed_over), buffer))
+        self._handed_over += count
+        self._current, self._filled = None, 0
 
-    def _write_direct(self, view: memoryview) -> None:
+    def _wait_for_one(self) -> None:
+        pending, buffer = self._pending.popleft()
         try:
-            written = os.write(self._fd, view)
+            pending.result()
         except OSError as error:
-            if error.errno not in _CANNOT:
-                raise
+            self.failure = error
+            raise
+        self._free.append(buffer)
+
+    def _write_cached(self) -> None:
+        """From now on through the page cache."""
+        while self._pending:
+            self._wait_for_one()
+        self._set_direct(False)
+        self._is_direct = False
+
+    def _write_out(self, buffer: mmap.mmap, count: int, offset: int) -> None:
+        """In a writing thread."""
+        with memoryview(buffer) as whole, whole[:count] as view:
             written = 0
-        if written < len(view):  # not aligned as this file system wants it, or nearly full: through the page cache
-            self._is_direct = False
-            self._set_direct(False)
-            _write_all(self._fd, view[written:])
+            while written < count:
+                try:
+                    written += os.pwrite(self._fd, view[written:], offset + written)
+                except OSError as error:
+                    if error.errno not in _CANNOT or not self._set_direct(False):
+                        raise
 
     def _set_direct(self, on: bool) -> bool:
         """Switch O_DIRECT; False where the file system does not know it."""
@@ -133,21 +141,16 @@ class SummedFile:
         """Make the content durable and take its sum."""
         if self._filled:
             self._hand_over()
-        self._wait()
+        while self._pending:
+            self._wait_for_one()
         files._before("fsync", self.path)
         os.fsync(self._fd)
         self.entry = FileEntry(self._size, self._digest.hexdigest())
 
     def release(self) -> None:
-        """Let the writing thread end and the buffers go."""
-        if self._writer is not None:
-            self._writer.shutdown(wait=True)
-        self._buffers = []
-
-
-def _write_all(fd: int, view: memoryview) -> None:
-    while len(view):
-        view = view[os.write(fd, view) :]
+        """Let the writing threads end."""
+        if self._writers is not None:
+            self._writers.shutdown(wait=True)
 
 
 @contextlib.contextmanager
