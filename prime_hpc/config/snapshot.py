@@ -38,7 +38,9 @@ class Shared:
     """What the snapshots of many like experiments have in common, made once: a sweep writes thousands."""
 
     lock: str
-    """Text of every `lock.json`."""
+    """Text of every `lock.json`; with the working tree's diff it can be a megabyte."""
+    lock_file: Path | None = None
+    """A file with this text on the same file system: linked instead of written again."""
     texts: dict[tuple[str, str, str], str] = field(default_factory=dict)
     """(role of a TOML, or `yaml`; top-level key; its value as JSON) -> its part of the file."""
 
@@ -70,14 +72,36 @@ def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: S
             target.unlink(missing_ok=True)  # of an earlier attempt: loading it would switch the section on
         else:
             _write_atomic(target, _dump_toml(view, component, shared.texts), private, sync)
-    _write_atomic(run_dir / LOCK_JSON, shared.lock, private=False, sync=sync)
+    if not _link(shared.lock_file, run_dir / LOCK_JSON):
+        _write_atomic(run_dir / LOCK_JSON, shared.lock, private=False, sync=sync)
     # last: a run directory with it is whole
     _write_atomic(run_dir / RUN_YAML, _dump_yaml(tree, shared.texts), private, sync)
 
 
-def share(command: list[str]) -> Shared:
-    """The lock, gathered once for all the snapshots that `command` writes."""
-    return Shared(json.dumps(gather_lock(command), indent=1) + "\n")
+def share(command: list[str], folder: Path | None = None) -> Shared:
+    """The lock, gathered once for all the snapshots that `command` writes.
+
+    Args:
+        command: the command line as it was typed.
+        folder: gets a `lock.json` of its own, to which those of the run directories are hard links.
+    """
+    lock = json.dumps(gather_lock(command), indent=1) + "\n"
+    if folder is None:
+        return Shared(lock)
+    _write_atomic(folder / LOCK_JSON, lock, private=False)
+    return Shared(lock, folder / LOCK_JSON)
+
+
+def _link(source: Path | None, target: Path) -> bool:
+    """Make `target` another name of `source`; False where that cannot be."""
+    if source is None:
+        return False
+    try:
+        target.unlink(missing_ok=True)  # of an earlier submit: never written through
+        os.link(source, target)
+    except OSError:  # the file system has no hard links, or no more of them for this file
+        return False
+    return True
 
 
 def load_run(run_dir: Path) -> Experiment:

@@ -10,15 +10,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.supervisor.mode import Mode, resolve_mode
 from prime_hpc.supervisor.options import JOB_WIDE, Options, split_names
 from prime_hpc.supervisor.placement import Component, Placement
-
-if TYPE_CHECKING:
-    from prime_hpc.supervisor.survive import Mode
 
 _LEAKING = (
     *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK"),
@@ -141,8 +138,6 @@ def survive_how(experiment: Experiment, site: SiteConfig, partition: str = "") -
         site: the cluster's profile.
         partition: of component 0, names separated by commas.
     """
-    from prime_hpc.supervisor.survive import resolve_mode  # late: it brings the log with it
-
     return resolve_mode(experiment.slurm, site, ",".join(split_names(partition)))
 
 

@@ -1,9 +1,9 @@
 """A large file that somebody else's serialiser (torch) writes in one pass: summed on the way, durable when it closes.
 
 Used by the trainer's checkpoints. Unlike `artifact.hash_files` it need not read the file again. Data passes through
-three buffers: while one is filled and summed, two threads write the others. Where the file system can, it writes past the page
-cache (O_DIRECT): a checkpoint is not read again soon, and gigabytes of dirty pages would hold up the fsyncs of all
-other files and take the memory bandwidth of the step that goes on meanwhile.
+three buffers: while one is filled and summed, two threads write the others. Where the file system can, it writes past
+the page cache (O_DIRECT): a checkpoint is not read again soon, and gigabytes of dirty pages would hold up the fsyncs of
+all other files and take the memory bandwidth of the step that goes on meanwhile.
 """
 
 import contextlib
@@ -17,6 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from prime_hpc.store import files
@@ -56,20 +58,19 @@ class SummedFile:
 
     def write(self, data: Any) -> int:
         """Append a buffer, all of it."""
-        view = memoryview(data).cast("B")
-        rest = view
+        rest: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8)  # numpy copies without the interpreter's lock
+        size = len(rest)
         while len(rest):
             if self._current is None:
                 self._current = self._next_buffer()
             count = min(len(rest), BUFFER_BYTES - self._filled)
-            with memoryview(self._current) as buffer:
-                buffer[self._filled : self._filled + count] = rest[:count]
+            np.frombuffer(self._current, np.uint8)[self._filled : self._filled + count] = rest[:count]
             self._filled += count
             self._size += count
             rest = rest[count:]
             if self._filled == BUFFER_BYTES:
                 self._hand_over()
-        return len(view)
+        return size
 
     def _next_buffer(self) -> mmap.mmap:
         """An empty one: new, or that of the oldest write once it is done."""
@@ -110,15 +111,18 @@ class SummedFile:
         self._is_direct = False
 
     def _write_out(self, buffer: mmap.mmap, count: int, offset: int) -> None:
-        """In a writing thread."""
+        """In a writing thread. After a short write, and where the file system wants another alignment, it goes on
+        through the page cache."""
         with memoryview(buffer) as whole, whole[:count] as view:
-            written = 0
+            written, may_refuse = 0, self._is_direct
             while written < count:
                 try:
                     written += os.pwrite(self._fd, view[written:], offset + written)
                 except OSError as error:
-                    if error.errno not in _CANNOT or not self._set_direct(False):
+                    if error.errno not in _CANNOT or not may_refuse:
                         raise
+                    may_refuse = False
+                    self._set_direct(False)
 
     def _set_direct(self, on: bool) -> bool:
         """Switch O_DIRECT; False where the file system does not know it."""

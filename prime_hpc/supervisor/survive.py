@@ -1,7 +1,7 @@
 """How a job comes back: one policy for time limits, preemption, lost nodes and crashes.
 
-`decide` is pure; `come_back` asks Slurm. Called by `main` after an attempt has ended and is written down, and by `plan`
-(through `resolve_mode`) to say beforehand what will happen.
+`decide` is pure; `come_back` asks Slurm. Called by `main` after an attempt has ended and is written down; `mode` says
+beforehand which way there is.
 """
 
 import signal
@@ -9,17 +9,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from loguru import logger
 
 from prime_hpc.config import load_run
-from prime_hpc.config.sections.slurm import SiteConfig, SlurmConfig, SurviveConfig
+from prime_hpc.config.sections.slurm import SurviveConfig
 from prime_hpc.config.site import read_site
 from prime_hpc.observe.slurm import SlurmError, compress_hosts, run_slurm
 from prime_hpc.supervisor.inquest import field
-
-Mode = Literal["requeue", "successor", "off"]
+from prime_hpc.supervisor.mode import Mode, resolve_mode
 
 EXIT_AGAIN = 75
 """EX_TEMPFAIL (sysexits.h): the job's exit code when a successor, queued with afternotok, is to take over."""
@@ -29,22 +28,6 @@ UPDATE_TRIES = 6
 FINAL = ("completed", "stopped", "interrupted")
 SLURMS_DOING = ("preempted",)
 """Outcomes that say nothing about the run itself: they never count as a life without progress."""
-
-
-def resolve_mode(config: SlurmConfig, site: SiteConfig, partition: str | None) -> Mode:
-    """What `slurm.survive.how` means here.
-
-    Args:
-        config: the experiment's Slurm section.
-        site: the cluster.
-        partition: of the batch component.
-    """
-    how = config.survive.how
-    if how != "auto":
-        return how
-    facts = [site.partitions.get(name) for name in (partition or "").split(",")]
-    cancels = any(part is not None and part.preempt == "cancel" for part in facts)
-    return "requeue" if site.requeue and not cancels else "successor"
 
 
 def mode_of_run(run_dir: Path) -> Mode:

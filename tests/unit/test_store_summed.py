@@ -51,15 +51,11 @@ def test_torch_reads_back_what_it_wrote(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_whoever_swallows_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
-    real = os.write
-
-    def full(fd: int, data: memoryview) -> int:
-        if len(data) >= 100:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(fd, data)
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(StoreError, match="disk full"):
-        patch.setattr(summed.os, "write", full)
+        patch.setattr(summed.os, "pwrite", full)
         with open_summed(tmp_path / "x") as file:
             torch.save(torch.zeros(BUFFER_BYTES if large else 1000), file)
 
@@ -68,18 +64,27 @@ def test_a_file_system_that_accepts_the_flag_and_refuses_the_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some do, for an alignment of their own; a short write means nearly full: both go on through the page cache."""
-    real, refused = os.write, []
+    real, refused = os.pwrite, []
 
-    def moody(fd: int, data: memoryview) -> int:
-        if len(refused) == 0:
-            refused.append(1)
+    def moody(fd: int, data: memoryview, offset: int) -> int:
+        if not refused:
+            refused.append(offset)
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real(fd, data[: len(data) // 2 + 1])
+        return real(fd, data[: len(data) // 2 + 1], offset)
 
-    content = np.random.default_rng(0).bytes(2 * BUFFER_BYTES + 77)
-    monkeypatch.setattr(summed.os, "write", moody)
+    content = np.random.default_rng(0).bytes(5 * BUFFER_BYTES + 77)
+    monkeypatch.setattr(summed.os, "pwrite", moody)
     with open_summed(tmp_path / "x") as file:
         file.write(content)
     monkeypatch.undo()
     assert refused and (tmp_path / "x").read_bytes() == content
     assert file.entry == files.hash_file(tmp_path / "x")
+
+
+def test_a_refusal_for_good_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(summed.os, "pwrite", refuse)
+    with pytest.raises(OSError, match="Invalid argument"), open_summed(tmp_path / "x") as file:
+        file.write(bytes(4 * BUFFER_BYTES))

@@ -10,7 +10,8 @@ from prime_hpc.config.sections.slurm import SiteConfig, SlurmConfig, SurviveConf
 from prime_hpc.supervisor.allocation import Allocation, parse_end_time, read_allocation
 from prime_hpc.supervisor.controls import SAVE, STOP, Controls
 from prime_hpc.supervisor.inquest import JobLog, parse_termination
-from prime_hpc.supervisor.survive import decide, lives_without_progress, resolve_mode
+from prime_hpc.supervisor.mode import resolve_mode
+from prime_hpc.supervisor.survive import decide, lives_without_progress
 
 JOB = (
     "JobId=15 JobName=x Priority=4294901745 JobState={state} Reason={reason} Dependency=(null) Requeue=1 "

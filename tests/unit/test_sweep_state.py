@@ -127,7 +127,7 @@ def test_what_snapshots_share_changes_no_word_of_them(tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text("inference: true\nckpt: true\norchestrator: {env: [{id: reverse-text}]}\n")
     path = tmp_path / "s.yaml"
     path.write_text("experiment: exp.yaml\naxes: {product: {trainer.optim.lr: [1.0e-5, 1], ckpt: [true, null]}}\n")
-    shared = share([])
+    shared = share([], tmp_path)
     for point in resolve_points(load_base(path, [], {})):
         assert point.loaded is not None
         experiment = point.loaded.experiment
@@ -136,6 +136,11 @@ def test_what_snapshots_share_changes_no_word_of_them(tmp_path: Path) -> None:
         for name in ("run.yaml", "configs/trainer.toml", "configs/orchestrator.toml", "configs/inference.toml"):
             assert (tmp_path / "shared" / name).read_text() == (tmp_path / "alone" / name).read_text()
         assert load_run(tmp_path / "shared") == experiment
+    lock = tmp_path / "shared" / "lock.json"
+    assert lock.samefile(tmp_path / "lock.json")
+    share([], tmp_path)  # a later submit: the earlier points keep theirs
+    assert not lock.samefile(tmp_path / "lock.json")
+    assert json.loads(lock.read_text())["command"] == []
 
 
 def test_names_of_any_script_survive(sweep: Sweep) -> None:

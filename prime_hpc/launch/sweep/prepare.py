@@ -94,8 +94,8 @@ def write_run_dirs(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig) -> None:
     """
     if not jobs:
         return
-    shared = share(sys.argv)
     try:
+        shared = share(sys.argv, sweep.dir)
         write_site(site, sweep.dir)
         _write(sweep, jobs[0], shared)  # alone: it fills what is shared
         with ThreadPoolExecutor(_THREADS) as pool:
