@@ -169,6 +169,8 @@ def _take(source: Path, target: Path, entry: FileEntry) -> None:
     try:
         os.link(source, target)
         return
+    except FileNotFoundError as error:
+        raise ArtifactError(source, "the file", "none any more (does its run still prune?)") from error
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise

@@ -160,6 +160,22 @@ def test_takes_copies_where_links_are_refused(tmp_path: Path, monkeypatch: pytes
     assert mine.stat().st_ino != (source.checkpoint_step(10) / SHARD).stat().st_ino
 
 
+def test_a_checkpoint_that_is_pruned_meanwhile_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = train(experiment(tmp_path, "other"), 10)
+    link = adopt.os.link
+
+    def prune_first(path: Path, target: Path) -> None:
+        if path.name == "__0_0.distcp":
+            shutil.rmtree(source.checkpoints)
+        link(path, target)
+
+    monkeypatch.setattr(adopt.os, "link", prune_first)
+    exp = experiment(tmp_path, "mine", ckpt={"resume_step": str(source.root)})
+    with pytest.raises(ConfigError, match="none any more"):
+        life(exp)
+    assert checkpoints(exp) == [] and not list((exp.run_dir / "checkpoints").glob(".stage*"))
+
+
 def test_another_run_that_does_not_fit_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
     source = train(experiment(tmp_path, "other"), 10)
     mine = experiment(tmp_path, "mine")
