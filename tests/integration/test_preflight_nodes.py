@@ -202,7 +202,7 @@ def test_old_files_of_another_attempt_do_not_count(tmp_path: Path) -> None:
 
 SPOILED = """
 import os, sys, time
-from prime_hpc.supervisor import allreduce
+from prime_hpc.supervisor.preflight import allreduce_node as allreduce
 allreduce.try_device = eval(sys.argv[1])
 allreduce.main(sys.argv[2:])
 """
@@ -212,7 +212,7 @@ def spoiled(device: str) -> dict[str, Callable[[list[str]], list[str]]]:
     """Host `b` tries its device in this way instead."""
 
     def change(argv: list[str]) -> list[str]:
-        return [sys.executable, "-c", SPOILED, device, *argv[3:]] if argv[2].endswith("allreduce") else argv
+        return [sys.executable, "-c", SPOILED, device, *argv[3:]] if argv[2].endswith("allreduce_node") else argv
 
     return {"b": change}
 
