@@ -154,9 +154,7 @@ class Checkpointer:
             StoreError: disk full, fenced, or other content has this name; also of a save still in flight.
         """
         began = time.perf_counter()
-        if self._save is not None:
-            logger.warning(f"the save of step {self._save.step} is still being written: waiting for it")
-            self.finish()
+        self.finish()
         if self._side is None:
             self._side = SideGroup(self._config.timeout_s)
         state = self._state()
@@ -168,7 +166,7 @@ class Checkpointer:
         save = _Save(step, meta, batch_dir, stage, final, began)
         if not self._config.save_async:
             self._write(save, plan, parts, None)
-            save.stall_s = save.ended - began
+            save.stall_s = time.perf_counter() - began
             self._record(save)
             return
         event = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
@@ -178,8 +176,6 @@ class Checkpointer:
         )
         self._save = save
         save.thread.start()
-        if not hasattr(self._optimizer, "register_step_pre_hook"):
-            self._staged.wait(self._config.timeout_s)
         save.stall_s += time.perf_counter() - began
 
     def prepare(self) -> None:

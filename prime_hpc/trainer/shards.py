@@ -154,7 +154,9 @@ def plan_shards(state: dict[str, torch.Tensor]) -> ShardPlan:
         plans = dcp.FileSystemWriter(".").prepare_global_plan(plans)
     own: list[Any] = [None]
     dist.scatter_object_list(own, plans)
-    return ShardPlan(planner, planner.finish_plan(own[0]), metadata)
+    plan = planner.finish_plan(own[0])
+    planner.state_dict = {}  # or it would keep these tensors for ever
+    return ShardPlan(planner, plan, metadata)
 
 
 def signature(state: Mapping[str, torch.Tensor]) -> tuple[tuple[str, tuple[int, ...], str], ...]:

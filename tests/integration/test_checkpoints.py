@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -215,6 +216,48 @@ def test_a_failed_background_write_on_another_rank_ends_the_run(tmp_path: Path, 
         assert "rank 1: " in reason  # also on rank 0, whose disk is well
     assert checkpoints(paths) == [] and len(steps(paths)) < 20
     assert not [p for p in paths.checkpoints.iterdir() if p.name.startswith(".stage")]
+
+
+def test_killed_while_a_save_is_in_flight(tmp_path: Path, model: Path) -> None:
+    """The half-written checkpoint is gone, the one before it and its weights are there, and the end is the same."""
+    settings: dict[str, Any] = {
+        "max_steps": 4,
+        "ckpt": {"interval": 1, "save_async": True, "keep_last": 1},
+        "trainer": TRAINER | {"keep_weights": 1},
+    }
+    whole = write_run(tmp_path / "whole", model, **settings)
+    write_batches(whole, range(1, 5), 1)
+    assert_done(run_trainer(whole), whole)
+
+    paths = write_run(tmp_path / "killed", model, **settings)
+
+    def live(number: int, step: int) -> int | None:
+        attempt = begin_attempt(load_run(paths.root), paths.root)
+        assert attempt.incarnation == number
+        paths.attempts.write_text(paths.attempts.read_text().replace('"ended": null', '"ended": 1.0'))
+        write_batches(paths, range(step, 5), 1, incarnation=number)
+        return attempt.resume_step
+
+    assert live(1, 1) is None
+    line = [word.replace("prime_hpc.trainer.main", "tests.support.faulty_trainer") for word in command(paths, 1)]
+    fault = environment(FAULT="0:create:checkpoints/.stage-step_3-:hang", PRIMEHPC_INCARNATION="1")
+    process = subprocess.Popen(line, env=fault, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: 4 in list_versions(paths), 120, "step 4 while step 3 is being saved")
+        time.sleep(1)  # what it prunes after publishing
+    finally:
+        process.kill()
+        process.wait()
+    assert checkpoints(paths) == [2]
+    assert list_versions(paths) == [2, 3, 4]  # keep_weights is 1: 3 belongs to a checkpoint that has no name yet
+    assert [p for p in paths.checkpoints.iterdir() if p.name.startswith(".stage")]
+    assert live(2, 3) == 2
+    assert not [p for p in paths.checkpoints.iterdir() if p.name.startswith(".")] and list_versions(paths) == [2]
+    result = run_trainer(paths, PRIMEHPC_RESUME_STEP="2", PRIMEHPC_INCARNATION="2")
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert checkpoints(paths) == [4]
+    a, b = tensors(whole, 4, tmp_path), tensors(paths, 4, tmp_path)
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def test_sft_saves_on_request_and_stops_with_a_save(tmp_path: Path, model: Path) -> None:

@@ -1,12 +1,14 @@
 """A trainer rank whose disk fails where the environment says.
 
-usage: FAULT="RANK:OPERATION:PART" python -m tests.support.faulty_trainer RUN_DIR
-On that rank every OPERATION (create, write, fsync, mkdir, rename) on a path with PART in it answers "disk full".
+usage: FAULT="RANK:OPERATION:PART[:hang]" python -m tests.support.faulty_trainer RUN_DIR
+On that rank every OPERATION (create, write, fsync, mkdir, rename) on a path with PART in it answers "disk full", or
+(hang) never answers.
 """
 
 import errno
 import os
 import sys
+import time
 from pathlib import Path
 
 from prime_hpc.store import files
@@ -14,10 +16,12 @@ from prime_hpc.trainer.main import main
 
 
 def run() -> int:
-    rank, operation, part = os.environ["FAULT"].split(":")
+    rank, operation, part, *how = os.environ["FAULT"].split(":")
 
     def fail(seen: str, path: Path) -> None:
         if seen == operation and part in path.as_posix() and os.environ.get("RANK", "0") == rank:
+            if how == ["hang"]:
+                time.sleep(600)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     with files.observe_operations(fail):
