@@ -112,7 +112,8 @@ class Saver:
             return
         if self.saved_step != step:
             if self.in_flight is not None:
-                logger.warning(f"the checkpoint of step {self.in_flight} is still being written: waiting for it")
+                if self._rank == 0:
+                    logger.warning(f"the checkpoint of step {self.in_flight} is still being written: waiting for it")
                 self.finish()
             self.checkpointer.save(step, progress=progress, batch_dir=batch_dir)
             self.saved_step = step

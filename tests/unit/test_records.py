@@ -98,9 +98,9 @@ def test_a_dead_clients_lock_is_taken_over(tmp_path: Path, kind: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", [holder(host="elsewhere"), ""])
-def test_a_lock_that_may_be_alive_is_respected(tmp_path: Path, text: str) -> None:
-    (tmp_path / records.LOCK).write_text(text)
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_lock_that_may_be_alive_is_respected(tmp_path: Path, is_empty: bool) -> None:
+    (tmp_path / records.LOCK).write_text("" if is_empty else holder(host="elsewhere"))
     with pytest.raises(ConfigError, match="under way"), submitting(tmp_path):
         pass
 

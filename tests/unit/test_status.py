@@ -22,6 +22,13 @@ from prime_hpc.observe.slurm import JobInfo
 NOW = time.time()
 
 
+@pytest.fixture(autouse=True)
+def _now() -> None:
+    """Ages count from the test's own beginning: pytest may have read this file half an hour before."""
+    global NOW
+    NOW = time.time()
+
+
 class Run:
     """A run directory as `submit` and the supervisor leave it."""
 
