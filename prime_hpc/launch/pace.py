@@ -4,12 +4,10 @@ Called by `plan` and `lint`, for what needs a time before anything ran: does a l
 is Slurm's warning early enough for a save?
 """
 
-import math
 from dataclasses import dataclass
 from statistics import median
 
 from prime_hpc.config import Experiment
-from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate import GIB, ModelFacts, checkpoint_gib
 from prime_hpc.launch.figures import tail_rows
 
@@ -55,9 +53,3 @@ def pace(experiment: Experiment, facts: ModelFacts | None, trainer_nodes: int = 
     seconds = size * GIB / (SAVE_BYTES_PER_NODE_S * trainer_nodes)
     source = f"{size:.1f} GiB at an assumed {SAVE_BYTES_PER_NODE_S / 1e6:.0f} MB/s a node"
     return Pace(step_s, step_from, max(LEAST_SAVE_S, seconds), source)
-
-
-def best_interval_s(save_s: float, num_nodes: int, site: SiteConfig) -> float | None:
-    """Young's interval between checkpoints, sqrt(2 x save x mean time between failures); None: nodes never fail."""
-    failures_per_s = site.failures_per_1000_node_days * num_nodes / 1000 / 86400
-    return math.sqrt(2 * save_s / failures_per_s) if failures_per_s else None

@@ -3,14 +3,16 @@
 Called by the `plan` verb and by `submit --dry-run`. Pure but for the model's config.json and an earlier life's metrics.
 """
 
+import math
 from typing import Any
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate import ModelFacts, engine_memory, read_model, trainer_gib
-from prime_hpc.launch.pace import Pace, best_interval_s, pace
+from prime_hpc.launch.pace import Pace, pace
 from prime_hpc.launch.plan_survive import survive_words
 from prime_hpc.launch.render import job_name, survive_how
+from prime_hpc.store.interval import best_interval_s, mtbf_s
 from prime_hpc.supervisor.options import format_time, known_partitions, resolve
 from prime_hpc.supervisor.placement import Placement, RoleGroup, across_nodes, choose_layout, place_slurm, placed_roles
 
@@ -80,12 +82,12 @@ def _group(experiment: Experiment, group: RoleGroup) -> dict[str, Any]:
 
 def _checkpoints(experiment: Experiment, site: SiteConfig, placement: Placement, speed: Pace) -> dict[str, Any]:
     ckpt = experiment.ckpt
-    best = best_interval_s(speed.save_s, placement.num_nodes, site)
+    best = best_interval_s(speed.save_s, mtbf_s(placement.num_nodes, site.failures_per_1000_node_days))
     return {
         "on": ckpt is not None,
         "interval": ckpt.interval if ckpt else None,
         "resume_step": None if ckpt is None or ckpt.resume_step is None else str(ckpt.resume_step),
-        "best_interval_s": None if best is None else round(best),
+        "best_interval_s": None if math.isinf(best) else round(best),
     }
 
 

@@ -12,7 +12,7 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import GENERIC
 from prime_hpc.launch.estimate import engine_memory, model_facts, read_model, stored_params, trainer_gib, vocab_fits
 from prime_hpc.launch.lint import CODES, Finding, is_for_slurm, lint, lint_errors
-from prime_hpc.launch.pace import best_interval_s, pace
+from prime_hpc.launch.pace import pace
 
 SITE: dict[str, Any] = {
     "name": "test",
@@ -319,14 +319,6 @@ def test_padded_vocabulary() -> None:
     assert vocab_fits(151936, 8)
     assert vocab_fits(50257, 8)  # padded to 50304
     assert not vocab_fits(50257, 5)
-
-
-def test_youngs_interval() -> None:
-    site = SiteConfig.model_validate(SITE)
-    best = best_interval_s(120, 32, site)
-    assert best is not None
-    assert best / 60 == pytest.approx(166, abs=1)  # the table of hpc facts: 120 s on 32 nodes
-    assert best_interval_s(120, 32, site.model_copy(update={"failures_per_1000_node_days": 0})) is None
 
 
 @pytest.fixture

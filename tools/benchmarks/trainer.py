@@ -109,8 +109,8 @@ def our_step(folder: Path, batch: Any) -> Callable[[], float]:
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.trainer import TrainerConfig
     from prime_hpc.trainer.engine import Engine
-    from prime_hpc.trainer.losses import LossStats
     from prime_hpc.trainer.model import load_policy
+    from prime_hpc.trainer.objectives import LossStats
     from prime_hpc.trainer.optim import build_optimizer
     from prime_hpc.trainer.rl import rl_objective
 
