@@ -61,14 +61,16 @@ def watch_sigterm(status: RoleStatus) -> None:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
-    def run() -> None:
+    def run(reader: socket.socket, _writer: socket.socket) -> None:
+        # Both are held for as long as this thread lives: the interpreter knows only the number of the writer's
+        # descriptor, and would write into whatever file got it next.
         while wanted not in reader.recv(64):
             continue
         time.sleep(TERM_GRACE_S)
         status.failed("ended by SIGTERM (while waiting for other ranks)")
         os._exit(1)
 
-    threading.Thread(target=run, name="sigterm", daemon=True).start()
+    threading.Thread(target=run, args=(reader, writer), name="sigterm", daemon=True).start()
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _ignore)
     signal.signal(wanted, _on_sigterm)
