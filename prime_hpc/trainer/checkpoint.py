@@ -107,16 +107,18 @@ class Checkpointer:
         incarnation: int,
         meta: Mapping[str, Any],
         config: CkptConfig | None = None,
+        slot: int = 0,
     ) -> None:
         """
         Args:
-            policy, optimizer: what is saved.
+            policy, optimizer: what is saved; of a policy with adapters, the one in `slot`.
             paths: the run (its `checkpoints` may lie elsewhere).
             incarnation: life of the run.
-            meta: plain JSON for the manifest; `identity` (see `store.identity`) and `kind` are compared by `load`.
+            meta: plain JSON for the manifest; `identity` (see `store.identity`), `kind` and `adapter` are compared
+                by `load`.
             config: None saves synchronously and keeps everything.
         """
-        self._policy, self._optimizer, self._paths = policy, optimizer, paths
+        self._policy, self._optimizer, self._paths, self._slot = policy, optimizer, paths, slot
         self._incarnation, self._meta = incarnation, dict(meta)
         self._config = config or CkptConfig()
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -211,7 +213,7 @@ class Checkpointer:
         return figures
 
     def _state(self) -> dict[str, torch.Tensor]:
-        return shards.named_state(self._policy, self._optimizer) | random_state(self._rank)
+        return shards.named_state(self._policy, self._optimizer, self._slot) | random_state(self._rank)
 
     def _plan_for(self, state: dict[str, torch.Tensor]) -> shards.ShardPlan:
         """The plan of who writes what; made again when tensors came or went, which they do on all ranks alike."""
@@ -390,7 +392,7 @@ class Checkpointer:
             problems.append("its manifest states no progress (written by an older prime-hpc?)")
         metadata = shards.read_metadata(info.trainer_dir)
         shards.create_optimizer_state(self._optimizer)
-        state = shards.named_state(self._policy, self._optimizer)
+        state = shards.named_state(self._policy, self._optimizer, self._slot)
         problems = problems or shards.differences(metadata, state)
         if problems or progress is None:
             raise StoreError(f"{info.path} cannot be resumed from: {'; '.join(problems)}")
@@ -406,6 +408,15 @@ class Checkpointer:
         kinds = meta.get("kind"), self._meta.get("kind")
         if None not in kinds and kinds[0] != kinds[1]:
             found.append(f"it is of a {kinds[0]} run, this is {kinds[1]}")
+        then, now = meta.get("adapter"), self._meta.get("adapter")
+        if (then is None) != (now is None):
+            found.append(
+                "it holds a whole model, this run trains an adapter (model.lora)"
+                if then is None
+                else "it holds an adapter, this run trains the whole model: state model.lora as then"
+            )
+        elif then is not None and now is not None:
+            found += [f"model.lora: {key} was {then[key]}, is {now[key]}" for key in now if then.get(key) != now[key]]
         return found
 
 

@@ -10,6 +10,7 @@ packed into micro-batches or spread over ranks.
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from prime_hpc.config.sections.trainer import MismatchConfig, OptimConfig, SchedulerConfig
 from prime_hpc.store.batches import RankBatch
 from prime_hpc.trainer.batches import BatchFacts, MicroBatch, batch_facts, make_micro_batch
+from prime_hpc.trainer.lora import use_slot, without_adapter
 from prime_hpc.trainer.model import Policy
 from prime_hpc.trainer.objectives import LossStats, target_weights
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
@@ -67,6 +69,7 @@ class Engine:
         batch_tokens: int = 1,
         mismatch: MismatchConfig | None = None,
         reference: Policy | None = None,
+        slot: int = 0,
     ) -> None:
         """
         Args:
@@ -81,7 +84,9 @@ class Engine:
             with_entropy: measure the policy's entropy at the targets.
             batch_tokens: constant of `normalize = batch`.
             mismatch: alarm on the metric `kl`; None: none.
-            reference: frozen, sharded model whose log-probabilities the objective needs.
+            reference: frozen, sharded model whose log-probabilities the objective needs; the policy itself: its base
+                model, where it has adapters.
+            slot: adapter that is trained, where the policy has any.
         """
         self.policy = policy
         self.optimizer = optimizer
@@ -92,7 +97,10 @@ class Engine:
         self._alarmed = False
         self._peak_flops, self._with_entropy = peak_flops, with_entropy
         self._flops = FlopsModel.of(policy.hf)
-        self._parameters = [p for p in policy.parameters() if p.requires_grad]
+        self._slot = slot
+        self._parameters: list[torch.Tensor] = [p for p in policy.parameters() if p.requires_grad]
+        if policy.adapters is not None:
+            self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def train_step(self, step: int, batch: RankBatch, objective: Objective) -> dict[str, float]:
         """Turn version step - 1 into version `step`. Collective.
@@ -116,7 +124,8 @@ class Engine:
         facts = batch_facts(batch, step)
         with self.timer("forward_backward"):
             num_targets, num_sequences = self._global_denominators(facts)
-            local = self._forward_backward(batch, objective, num_targets, num_sequences)
+            with self.adapted():
+                local = self._forward_backward(batch, objective, num_targets, num_sequences)
         with self.timer("optim"):
             metrics = self._reduce(step, facts, local)
             self._check_finite(step, batch, metrics)
@@ -128,6 +137,10 @@ class Engine:
                 if dist.get_rank() == 0:
                     logger.warning(f"step {step}: no token of the batch trains (every label is masked); weights stay")
         return metrics
+
+    def adapted(self) -> AbstractContextManager[None]:
+        """Context of forward and backward passes through this engine's adapter, if any. Collective."""
+        return use_slot(self.policy, self._slot) if self.policy.adapters is not None else nullcontext()
 
     def _global_denominators(self, facts: BatchFacts) -> tuple[int, int]:
         """Targets, and sequences that have any, over all ranks."""
@@ -175,7 +188,8 @@ class Engine:
     def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor:
         """float32[N], the frozen model's log-probabilities of the targets."""
         assert self._reference is not None
-        logprobs, _ = self._reference(micro)
+        with without_adapter(self._reference):
+            logprobs, _ = self._reference(micro)
         self._reference.reshard()  # type: ignore[operator]  # no backward pass comes that would do it
         return logprobs
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -27,6 +27,7 @@ from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.batches import MicroBatch
 from prime_hpc.trainer.logprobs import token_logprobs
+from prime_hpc.trainer.lora import Adapters, add_lora
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS_FILE = "model.safetensors"
@@ -34,6 +35,9 @@ SAFETENSORS_FILE = "model.safetensors"
 
 class Policy(nn.Module):
     """An HF causal LM that answers with log-probabilities of a micro-batch's targets instead of logits."""
+
+    adapters: Adapters | None = None
+    """With `model.lora`: what is trained instead of the model's own parameters. They are none of this module's."""
 
     def __init__(self, hf: Any, attn: str, chunk_tokens: int) -> None:
         super().__init__()
@@ -243,6 +247,7 @@ def load_policy(
     *,
     reshard_after_forward: bool,
     chunk_tokens: int,
+    num_slots: int = 1,
 ) -> Policy:
     """Build, shard and load the policy. Collective: all ranks of `mesh` call it.
 
@@ -253,9 +258,11 @@ def load_policy(
         device: this rank's device.
         reshard_after_forward: free gathered block parameters after the forward pass.
         chunk_tokens: rows of logits that exist at once.
+        num_slots: adapters at once, with `model.lora` (all zero until `lora.reset_slot` or a checkpoint fills them).
 
     Raises:
-        ValueError: no config, no weights, wrong shapes, a dtype or attention that cannot run here.
+        ValueError: no config, no weights, wrong shapes, a dtype or attention that cannot run here, a LoRA target that
+            matches nothing.
     """
     dtype = compute_dtype(config)
     attention.select_kernel(config.attn, device.type, dtype)
@@ -267,12 +274,21 @@ def load_policy(
     if missing:
         logger.info(f"{source} does not hold {missing[0]} by that name: loading through transformers on every rank")
         policy = Policy(_load_whole(source, config).eval(), config.attn, chunk_tokens)
+    if config.lora is not None:
+        add_lora(policy.hf, config.lora, dtype)
+    if missing:
         policy.to(device)
         _shard(policy, config, mesh, reshard_after_forward)
     else:
         _shard(policy, config, mesh, reshard_after_forward)
         _load_shards(policy, files, device)
+    if config.lora is not None:
+        everyone = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("adapters",))
+        policy.adapters = Adapters(policy.hf, config.lora, num_slots, everyone, device)
     if dist.get_rank() == 0:
         count = sum(p.numel() for p in policy.parameters())
         logger.info(f"{type(policy.hf).__name__}, {count:,} parameters, compute {dtype}, {mesh.size()} FSDP2 ranks")
+        if config.lora is not None and policy.adapters is not None:
+            count, modules = policy.adapters.num_parameters, policy.adapters.modules
+            logger.info(f"frozen; adapters of rank {config.lora.rank} in {len(modules)} modules: {count:,} parameters")
     return policy

@@ -1,6 +1,7 @@
 """Publishing a weight version, all ranks at once, as an artifact that Hugging Face and vLLM load as it is.
 
-Called by `rl.py` and `sft.py` after an optimizer step. Parameters are gathered one by one; parameter i stays with rank
+Called by `rl.py` and `sft.py` after an optimizer step. With `model.lora` a version is the adapter alone, see
+`lora.files.AdapterPublisher`. Else parameters are gathered one by one; parameter i stays with rank
 i mod world size, which writes its share as one safetensors shard. Rank 0 adds the index, config.json and the tokenizer
 of the source model, and commits.
 """
@@ -8,7 +9,7 @@ of the source model, and commits.
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,27 @@ from torch.distributed.tensor import DTensor
 from prime_hpc.store import files as store_files
 from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, hash_files, prepare_stage, stage_dir
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.trainer.lora.files import AdapterPublisher
 from prime_hpc.trainer.model import SAFETENSORS_FILE, SAFETENSORS_INDEX, Policy
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _SKIPPED = {"config.json", "manifest.json", ".gitattributes", "README.md"}
+
+
+class VersionPublisher(Protocol):
+    """Writes weight versions."""
+
+    def publish(self, version: int) -> Manifest | None:
+        """Write and commit `weights/step_<version>`; the manifest on rank 0. Collective."""
+
+
+def build_publisher(
+    policy: Policy, source: Path, paths: RunPaths, *, dtype: torch.dtype, incarnation: int, model_name: str
+) -> VersionPublisher:
+    """What fits the policy; arguments as `Publisher`'s."""
+    if policy.adapters is not None:
+        return AdapterPublisher(policy, source, paths, incarnation=incarnation, model_name=model_name)
+    return Publisher(policy, source, paths, dtype=dtype, incarnation=incarnation, model_name=model_name)
 
 
 class Publisher:

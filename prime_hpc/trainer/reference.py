@@ -13,7 +13,8 @@ from prime_hpc.trainer.objectives import requires_reference
 def load_reference(experiment: Experiment, policy: Policy, mesh: DeviceMesh, device: torch.device) -> Policy | None:
     """The sharded reference model, or None where the objective needs none. Collective.
 
-    It costs the memory of one more set of sharded weights; it has no gradients and no optimizer.
+    It costs the memory of one more set of sharded weights; it has no gradients and no optimizer. With adapters it is
+    the policy itself: the engine switches the adapter off.
 
     Raises:
         ConfigError: its vocabulary is not the policy's.
@@ -23,11 +24,13 @@ def load_reference(experiment: Experiment, policy: Policy, mesh: DeviceMesh, dev
     if experiment.kind != "rl" or config.kl is None or not requires_reference(config):
         return None
     name = config.kl.model or experiment.model.name
+    if policy.adapters is not None and name == experiment.model.name:
+        return policy
     if dist.get_rank() == 0:
         resolve_source(name)  # one download, then everyone finds the files
     dist.barrier()
     reference = load_policy(
-        experiment.model.model_copy(update={"name": name, "ac": None}),
+        experiment.model.model_copy(update={"name": name, "ac": None, "lora": None}),
         resolve_source(name),
         mesh,
         device,

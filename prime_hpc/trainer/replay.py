@@ -26,8 +26,10 @@ from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.trainer.batches import make_micro_batch, read_own_batch
 from prime_hpc.trainer.engine import Objective, StepRefused
+from prime_hpc.trainer.lora import load_slot
+from prime_hpc.trainer.lora.files import read_adapter
 from prime_hpc.trainer.model import compute_dtype
-from prime_hpc.trainer.publish import Publisher
+from prime_hpc.trainer.publish import build_publisher
 from prime_hpc.trainer.session import Session, build_session
 
 SHOWN = 10
@@ -46,7 +48,7 @@ def keep_for_replay(session: Session, error: StepRefused) -> None:
         files.discard(kept.root)
     parts: list[RankBatch | None] | None = [None] * session.world_size if session.rank == 0 else None
     dist.gather_object(error.batch, parts)
-    publisher = Publisher(
+    publisher = build_publisher(
         session.engine.policy,
         session.source,
         kept,
@@ -57,8 +59,10 @@ def keep_for_replay(session: Session, error: StepRefused) -> None:
     publisher.publish(step - 1)
     if parts is not None:
         write_batch(kept, step, [part for part in parts if part is not None], state={})
-        model = experiment.model.model_copy(update={"name": str(kept.weights_step(step - 1).resolve())})
-        write_snapshot(experiment.model_copy(update={"model": model}), kept.root, ["trainer.replay"])
+        if session.engine.policy.adapters is None:  # else the kept version is an adapter, see `main`
+            model = experiment.model.model_copy(update={"name": str(kept.weights_step(step - 1).resolve())})
+            experiment = experiment.model_copy(update={"model": model})
+        write_snapshot(experiment, kept.root, ["trainer.replay"])
         logger.error(
             f"batch {step} and weights version {step - 1} are kept in {kept.root}; compute the step again with: "
             f"python -m prime_hpc.trainer.replay {kept.root}"
@@ -85,6 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
     context = RoleContext.from_env("trainer", kept.root, index=dist.get_rank())
     doorbell = Doorbell(None, "replay", incarnation=0)
     session = build_session(experiment, context, device, doorbell, RoleStatus(context, doorbell))
+    if session.engine.policy.adapters is not None:
+        load_slot(session.engine.policy, 0, read_adapter(kept.weights_step(step - 1)))
     objective: Objective = sft_objective
     if experiment.kind == "rl":
         objective = partial(rl_objective, experiment.trainer.loss)
@@ -108,7 +114,7 @@ def sequence_lines(session: Session, batch: RankBatch) -> list[str]:
     rows: list[tuple[float, str]] = []
     for m in range(batch.num_micro_batches):
         micro = make_micro_batch(batch, m, session.device)
-        with session.engine.policy.packing(micro):
+        with session.engine.adapted(), session.engine.policy.packing(micro):
             logprobs, _ = session.engine.policy(micro)
         first = batch.micro_offsets[m]
         gap = (logprobs - micro.behaviour_logprobs).abs().cpu().numpy()

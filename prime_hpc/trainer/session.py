@@ -27,11 +27,13 @@ from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.weights import list_versions, prune_weights
 from prime_hpc.trainer.checkpoint import Checkpointer
 from prime_hpc.trainer.engine import Engine, Objective, StepRefused
+from prime_hpc.trainer.lora import reset_slot, slot_parameters
+from prime_hpc.trainer.lora.files import adapter_identity
 from prime_hpc.trainer.model import Policy, compute_dtype, load_policy, resolve_source
 from prime_hpc.trainer.objectives import normalization
 from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
 from prime_hpc.trainer.perf import peak_flops
-from prime_hpc.trainer.publish import Publisher
+from prime_hpc.trainer.publish import VersionPublisher, build_publisher
 from prime_hpc.trainer.reference import load_reference
 from prime_hpc.trainer.saving import Saver
 from prime_hpc.trainer.schedule import SaveSchedule, build_schedule
@@ -66,7 +68,7 @@ class Session:
     metrics: MetricsWriter | None
     """Rank 0 only."""
     engine: Engine
-    publisher: Publisher
+    publisher: VersionPublisher
     saver: Saver
     vocab_size: int
     source: Path
@@ -268,7 +270,11 @@ def build_session(
         reshard_after_forward=config.reshard_after_forward,
         chunk_tokens=config.logits_chunk_tokens,
     )
-    optimizer = build_optimizer(policy, config.optim)
+    adapter = None
+    if policy.adapters is not None:
+        reset_slot(policy, 0, experiment.seed)
+        adapter = slot_parameters(policy, 0)
+    optimizer = build_optimizer(policy, config.optim, adapter)
     is_rl = experiment.kind == "rl"
     engine = Engine(
         policy,
@@ -297,7 +303,7 @@ def build_session(
         status=status,
         metrics=_open_metrics(experiment, paths) if rank == 0 else None,
         engine=engine,
-        publisher=Publisher(policy, source, paths, dtype=dtype, incarnation=incarnation, model_name=name),
+        publisher=build_publisher(policy, source, paths, dtype=dtype, incarnation=incarnation, model_name=name),
         saver=_build_saver(experiment, context, paths, doorbell, policy, optimizer, source),
         vocab_size=policy.hf.config.get_text_config().vocab_size,
         source=source,
@@ -315,10 +321,13 @@ def _build_saver(
 ) -> Saver:
     rank, config = dist.get_rank(), experiment.ckpt
     meta = {"model": experiment.model.name, "kind": experiment.kind, "identity": model_identity(source)}
+    if policy.adapters is not None:
+        meta["adapter"] = adapter_identity(policy.adapters.config, source)
     checkpointer = Checkpointer(policy, optimizer, paths, incarnation=context.incarnation, meta=meta, config=config)
     schedule: SaveSchedule | None = None
     if rank == 0 and config is not None and config.interval == "auto":
-        num_bytes = 12 * sum(p.numel() for p in policy.parameters()) // dist.get_world_size()  # with Adam's moments
+        trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        num_bytes = 12 * trained // dist.get_world_size()  # with Adam's moments
         schedule = build_schedule(experiment, paths, num_bytes, time.monotonic, os.environ)
     return Saver(
         checkpointer,

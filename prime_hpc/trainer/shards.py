@@ -23,18 +23,25 @@ from torch.distributed.tensor import DTensor
 
 from prime_hpc.store.files import FileEntry
 from prime_hpc.store.summed import SummedFile, open_summed
+from prime_hpc.trainer.lora import slot_named_parameters
 from prime_hpc.trainer.model import Policy
 
 MODEL, OPTIMIZER = "model.", "optimizer.state."
 
 
-def named_state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def named_state(policy: Policy, optimizer: torch.optim.Optimizer, slot: int = 0) -> dict[str, torch.Tensor]:
     """Parameters, persistent buffers and the optimizer's tensors under the names that DCP gives them, detached.
 
-    The tensors are the live ones: loading into them is loading into the policy.
+    The tensors are the live ones: loading into them is loading into the policy. Of a policy with adapters they are
+    those of one slot, under names that do not say which; the frozen model is not among them.
     """
-    state = {f"{MODEL}hf.{name}": tensor.detach() for name, tensor in policy.named_weights()}
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in policy.named_parameters()}
+    if policy.adapters is not None:
+        trained = {f"lora.{name}": parameter for name, parameter in slot_named_parameters(policy, slot).items()}
+        state = {f"{MODEL}{name}": parameter.detach() for name, parameter in trained.items()}
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in trained.items()}
+    else:
+        state = {f"{MODEL}hf.{name}": tensor.detach() for name, tensor in policy.named_weights()}
+        names = {parameter: name for name, parameter in policy.named_parameters()}
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
             if isinstance(value, torch.Tensor):

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from prime_hpc.config.sections.base import Section
+from prime_hpc.config.sections.lora import LoraConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -30,6 +31,8 @@ class ModelConfig(Section):
     """torch.compile each transformer block of the trainer."""
     ac: ActivationCheckpointConfig | None = None
     """Activation checkpointing; off when absent."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters; off when absent: the whole model is trained."""
     trust_remote_code: bool = False
     """Run model code that ships with the weights."""
     renderer: str = "auto"

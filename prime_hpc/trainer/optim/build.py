@@ -1,5 +1,6 @@
 """From the config to an optimizer over a model's trainable parameters. Called by `session.py`."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from prime_hpc.trainer.optim.signsgd import SignSGD
 MUON_MOMENTUM = 0.95
 
 
-def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    module: nn.Module, config: OptimConfig, parameters: Iterable[nn.Parameter] | None = None
+) -> torch.optim.Optimizer:
     """The configured optimizer; matrices decay, vectors (norms, biases) do not.
 
     All of them keep their state per parameter under its name, so that a checkpoint loads under any number of ranks.
@@ -20,8 +23,9 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optim
     Args:
         module: the (sharded) model; frozen parameters are left out.
         config: `trainer.optim`.
+        parameters: to train instead of the module's own (an adapter's).
     """
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    trainable = [p for p in (module.parameters() if parameters is None else parameters) if p.requires_grad]
     matrices, vectors = [p for p in trainable if p.ndim >= 2], [p for p in trainable if p.ndim < 2]
     if config.type == "muon":
         tables = _token_tables(module)

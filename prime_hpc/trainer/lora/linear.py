@@ -1,0 +1,75 @@
+"""A linear map with a place for an adapter, and how a model gets them. Called by `model.py` before sharding."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from prime_hpc.config.sections.lora import LoraConfig, select_modules
+
+
+class LoraLinear(nn.Linear):
+    """W x + b, and + scale B (A x) while an adapter is in use.
+
+    A `[rank, in]` and B `[out, rank]` are whole tensors that `slots.use_slot` lends for the time of a step: they are no
+    parameters of this module, so FSDP neither gathers nor reduces them with the frozen weights.
+    """
+
+    lora_a: torch.Tensor | None = None
+    lora_b: torch.Tensor | None = None
+    lora_scale: float = 1.0
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear) -> "LoraLinear":
+        """The same map with the same parameters, under the same names."""
+        new = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        new.weight, new.bias = linear.weight, linear.bias
+        return new.train(linear.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`[..., in]` -> `[..., out]`, in the input's dtype; A x is scaled, which is the smallest of the products."""
+        output = functional.linear(input, self.weight, self.bias)
+        if self.lora_a is None or self.lora_b is None:
+            return output
+        low = functional.linear(input, self.lora_a.to(input.dtype)) * self.lora_scale
+        return output + functional.linear(low, self.lora_b.to(input.dtype))
+
+
+def add_lora(hf: Any, config: LoraConfig, dtype: torch.dtype) -> list[str]:
+    """Freeze a model and give its target modules a place for an adapter. Works on empty (meta) models.
+
+    Args:
+        hf: the unsharded model; changed in place, parameter names stay.
+        config: rank and targets.
+        dtype: of the frozen parameters: that of the computation, since no optimizer needs more.
+
+    Returns:
+        names of the adapted modules, in the model's order.
+
+    Raises:
+        ValueError: a target matches nothing, or the rank exceeds a target's dimensions.
+    """
+    linears = {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear)}
+    chosen = select_modules(config, list(linears))
+    tables = {id(hf.get_input_embeddings().weight), id(hf.get_output_embeddings().weight)}
+    for name in chosen:
+        linear = linears[name]
+        if id(linear.weight) in tables:
+            raise ValueError(
+                f"model.lora.target_modules: {name} is a token table, whose weight the loss uses directly; leave it out"
+            )
+        if config.rank > min(linear.in_features, linear.out_features):
+            raise ValueError(
+                f"model.lora.rank ({config.rank}) exceeds {name}, which is {linear.out_features} x "
+                f"{linear.in_features}: lower the rank or leave the module out"
+            )
+        parent, _, child = name.rpartition(".")
+        adapted = LoraLinear.adopt(linear)
+        adapted.lora_scale = config.scale
+        setattr(hf.get_submodule(parent), child, adapted)
+    hf.requires_grad_(False)
+    if dtype != torch.float32:
+        for parameter in hf.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return chosen

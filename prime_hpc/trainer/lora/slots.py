@@ -1,0 +1,294 @@
+"""The adapters of one model: sharded float32 parameters of every slot, whole tensors of the slot in use.
+
+    slot i, sharded:   A [rank, in / ranks]  B [out / ranks, rank]  of every module, on every rank
+         | one all-gather when `use_slot` begins
+    whole A and B in the linears: any number of micro-batches, forward and backward, no communication
+         | one reduce-scatter of their gradients when it ends
+    .grad of the sharded parameters -> the slot's optimizer
+
+Adapters are small (rank x (in + out) a module), so a step moves them twice in one piece each, instead of block by block
+and micro-batch by micro-batch as FSDP does with the weights. Slots that are not in use are not touched at all.
+
+Called by `model.py`, `engine.py`, `publish.py`, `shards.py` and `replay.py` through the functions at the end.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from prime_hpc.config.sections.lora import LoraConfig
+from prime_hpc.trainer.lora.linear import LoraLinear
+
+if TYPE_CHECKING:
+    from prime_hpc.trainer.model import Policy
+
+PREFIX = "base_model.model."
+"""Of a tensor's name in PEFT's format, before the module's."""
+_DIMS = {"lora_A": 1, "lora_B": 0}
+"""Dimension along which a tensor is sharded: never the rank's, which may be smaller than the number of ranks."""
+
+
+class _Piece:
+    """One matrix in the flat buffer of a slot: where this rank's (padded) shard lies, how wholes are put together."""
+
+    def __init__(self, name: str, shape: tuple[int, int], dim: int, offset: int, world_size: int) -> None:
+        self.name, self.shape, self.dim, self.offset = name, shape, dim, offset
+        self.width = -(-shape[dim] // world_size)  # rows (or columns) of a full shard, as torch.chunk has it
+        self.size = self.width * shape[1 - dim]
+
+    def local_shape(self, rank: int) -> tuple[int, int]:
+        """Shape of a rank's shard, without padding."""
+        own = max(0, min(self.width, self.shape[self.dim] - rank * self.width))
+        return (own, self.shape[1]) if self.dim == 0 else (self.shape[0], own)
+
+    def put(self, flat: torch.Tensor, shard: torch.Tensor) -> None:
+        """Write a shard into its place of one rank's flat buffer, the sharded dimension first."""
+        flat[self.offset : self.offset + shard.numel()] = shard.movedim(self.dim, 0).reshape(-1)
+
+    def take(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+        """The shard of `rank` in its flat buffer; a copy."""
+        rows, other = self.local_shape(rank)[self.dim], self.shape[1 - self.dim]
+        part = flat[self.offset : self.offset + rows * other].view(rows, other)
+        return part.movedim(0, self.dim).contiguous().clone()
+
+    def whole(self, table: torch.Tensor) -> torch.Tensor:
+        """The matrix from all ranks' flat buffers `[ranks, size]`."""
+        parts = table[:, self.offset : self.offset + self.size].reshape(-1, self.shape[1 - self.dim])
+        return parts[: self.shape[self.dim]].movedim(0, self.dim).contiguous()
+
+    def split(self, table: torch.Tensor, whole: torch.Tensor) -> None:
+        """The reverse of `whole`; padding stays as it is."""
+        rows = whole.movedim(self.dim, 0)
+        for rank in range(table.shape[0]):
+            part = rows[rank * self.width : (rank + 1) * self.width].reshape(-1)
+            table[rank, self.offset : self.offset + part.numel()] = part
+
+
+class Adapters:
+    """All slots of one model. Every method is collective over the mesh but where it says otherwise."""
+
+    def __init__(self, hf: Any, config: LoraConfig, num_slots: int, mesh: DeviceMesh, device: torch.device) -> None:
+        """Slots are zero, which is the base model, until `reset` or `load`. Not collective.
+
+        Args:
+            hf: model after `add_lora`, sharded or not.
+            config: the adapters' shape.
+            num_slots: adapters that there can be at once.
+            mesh: one-dimensional, over all ranks whose losses are summed.
+            device: this rank's.
+        """
+        self.config, self.num_slots = config, num_slots
+        self._mesh, self._device = mesh, device
+        self._rank, self._world_size = mesh.get_local_rank(), mesh.size()
+        self._linears = {name: m for name, m in hf.named_modules() if isinstance(m, LoraLinear)}
+        self._pieces: list[_Piece] = []
+        self._flat_size = 0
+        for name, linear in self._linears.items():
+            shapes = {"lora_A": (config.rank, linear.in_features), "lora_B": (linear.out_features, config.rank)}
+            for kind, shape in shapes.items():
+                piece = _Piece(f"{name}.{kind}", shape, _DIMS[kind], self._flat_size, self._world_size)
+                self._pieces.append(piece)
+                self._flat_size += piece.size
+        self._slots = [[self._empty(piece) for piece in self._pieces] for _ in range(num_slots)]
+        self._in_use: int | None = None
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the adapted modules."""
+        return list(self._linears)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of one slot, over all ranks."""
+        return sum(math.prod(piece.shape) for piece in self._pieces)
+
+    def named_parameters(self, slot: int) -> dict[str, torch.nn.Parameter]:
+        """`<module>.lora_A` and `<module>.lora_B` -> sharded parameter of a slot. Not collective."""
+        return {piece.name: p for piece, p in zip(self._pieces, self._slots[slot], strict=True)}
+
+    def reset(self, slot: int, seed: int) -> None:
+        """A uniform in +-1 / sqrt(in) (Kaiming with a = sqrt(5), as PEFT has it), B zero. Not collective: every rank
+        draws all of A and keeps its shard, so the result does not depend on their number."""
+        generator = torch.Generator().manual_seed(seed)
+        for piece, parameter in zip(self._pieces, self._slots[slot], strict=True):
+            whole = torch.zeros(piece.shape)
+            if piece.dim == _DIMS["lora_A"]:
+                bound = 1 / math.sqrt(piece.shape[1])
+                whole.uniform_(-bound, bound, generator=generator)
+            self._fill(piece, parameter, whole)
+
+    def load(self, slot: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fill a slot from whole tensors under PEFT's names. Not collective.
+
+        Raises:
+            ValueError: other names or shapes than this model's adapters have.
+        """
+        expected = {self.peft_name(piece.name): piece for piece in self._pieces}
+        absent, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+        if absent or extra:
+            parts = [f"lacks {absent[0]}"] if absent else []
+            parts += [f"holds {extra[0]}, which is not wanted here"] if extra else []
+            raise ValueError(f"another adapter: it {' and '.join(parts)} ({len(absent) + len(extra)} tensors differ)")
+        for name, piece in expected.items():
+            if tuple(tensors[name].shape) != piece.shape:
+                raise ValueError(f"another adapter: {name} is {list(tensors[name].shape)}, not {list(piece.shape)}")
+        for (name, piece), parameter in zip(expected.items(), self._slots[slot], strict=True):
+            self._fill(piece, parameter, tensors[name])
+
+    def weights(self, slot: int) -> dict[str, torch.Tensor]:
+        """Copies of a slot's whole float32 tensors on the CPU, under PEFT's names, on every rank."""
+        wholes = self._gather(slot)
+        return {self.peft_name(p.name): w.detach().clone().cpu() for p, w in zip(self._pieces, wholes, strict=True)}
+
+    @contextlib.contextmanager
+    def use(self, slot: int) -> Iterator[None]:
+        """Forward and backward passes in here go through this slot; at the end its parameters' `.grad` are the sums of
+        all passes over all ranks (added to what they hold). Under `no_grad` nothing is reduced. An exception inside
+        leaves the gradients as they were.
+        """
+        assert self._in_use is None, f"slot {self._in_use} is in use"
+        with_grad = torch.is_grad_enabled()
+        wholes = [whole.requires_grad_(with_grad) for whole in self._gather(slot)]
+        self._in_use = slot
+        try:
+            with self._lent(wholes):
+                yield
+            if with_grad:
+                self._reduce(slot, wholes)
+        finally:
+            self._in_use = None
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """The base model in here, also within `use`. Not collective."""
+        with self._lent([None] * len(self._pieces)):
+            yield
+
+    @staticmethod
+    def peft_name(name: str) -> str:
+        """A parameter's name in `adapter_model.safetensors`."""
+        return f"{PREFIX}{name}.weight"
+
+    @contextlib.contextmanager
+    def _lent(self, wholes: list[Any]) -> Iterator[None]:
+        """Tensors in the linears' hands, and afterwards what they had before."""
+        before = [(linear.lora_a, linear.lora_b) for linear in self._linears.values()]
+        pairs = zip(wholes[::2], wholes[1::2], strict=True)
+        for linear, pair in zip(self._linears.values(), pairs, strict=True):
+            linear.lora_a, linear.lora_b = pair
+        try:
+            yield
+        finally:
+            for linear, pair in zip(self._linears.values(), before, strict=True):
+                linear.lora_a, linear.lora_b = pair
+
+    def _empty(self, piece: _Piece) -> torch.nn.Parameter:
+        shard = torch.zeros(piece.local_shape(self._rank), device=self._device)
+        return torch.nn.Parameter(self._sharded(piece, shard))
+
+    def _sharded(self, piece: _Piece, shard: torch.Tensor) -> DTensor:
+        stride = (piece.shape[1], 1)
+        return DTensor.from_local(
+            shard,
+            self._mesh,
+            [Shard(piece.dim)],
+            run_check=False,
+            shape=torch.Size(piece.shape),
+            stride=stride,
+        )
+
+    @torch.no_grad()
+    def _fill(self, piece: _Piece, parameter: torch.nn.Parameter, whole: torch.Tensor) -> None:
+        own = whole.narrow(piece.dim, *self._own(piece))
+        _local(parameter).copy_(own)
+
+    def _own(self, piece: _Piece) -> tuple[int, int]:
+        """First row (or column) of this rank's shard, and how many."""
+        num = piece.local_shape(self._rank)[piece.dim]
+        return (self._rank * piece.width if num else 0), num
+
+    @torch.no_grad()
+    def _gather(self, slot: int) -> list[torch.Tensor]:
+        """Whole tensors of a slot; on one rank the parameters' own memory."""
+        shards = [_local(parameter) for parameter in self._slots[slot]]
+        if self._world_size == 1:
+            return [shard.detach() for shard in shards]
+        flat = torch.zeros(self._flat_size, device=self._device)
+        for piece, shard in zip(self._pieces, shards, strict=True):
+            piece.put(flat, shard)
+        table = torch.empty((self._world_size, self._flat_size), device=self._device)
+        dist.all_gather_into_tensor(table, flat[None], group=self._mesh.get_group())
+        return [piece.whole(table) for piece in self._pieces]
+
+    @torch.no_grad()
+    def _reduce(self, slot: int, wholes: list[torch.Tensor]) -> None:
+        """Sum the whole tensors' gradients over the ranks into the shards'."""
+        grads = [whole.grad if whole.grad is not None else torch.zeros_like(whole) for whole in wholes]
+        if self._world_size > 1:
+            table = torch.zeros((self._world_size, self._flat_size), device=self._device)
+            for piece, grad in zip(self._pieces, grads, strict=True):
+                piece.split(table, grad)
+            flat = torch.empty((1, self._flat_size), device=self._device)
+            dist.reduce_scatter_tensor(flat, table, group=self._mesh.get_group())
+            grads = [piece.take(flat[0], self._rank) for piece in self._pieces]
+        for piece, parameter, grad in zip(self._pieces, self._slots[slot], grads, strict=True):
+            if parameter.grad is None:
+                parameter.grad = self._sharded(piece, grad)
+            else:
+                _local(parameter.grad).add_(grad)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard; shares memory."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().detach()
+
+
+def _of(policy: "Policy") -> Adapters:
+    assert policy.adapters is not None, "the policy has no adapters: model.lora is off"
+    return policy.adapters
+
+
+def use_slot(policy: "Policy", slot: int) -> contextlib.AbstractContextManager[None]:
+    """Context of one step's forward and backward passes through a slot, see `Adapters.use`. Collective."""
+    return _of(policy).use(slot)
+
+
+def without_adapter(policy: "Policy") -> contextlib.AbstractContextManager[None]:
+    """Context in which the policy is the base model; nothing where it has no adapters."""
+    return policy.adapters.off() if policy.adapters is not None else contextlib.nullcontext()
+
+
+def slot_named_parameters(policy: "Policy", slot: int) -> dict[str, torch.nn.Parameter]:
+    """Sharded float32 parameters of a slot by name; names do not depend on the slot."""
+    return _of(policy).named_parameters(slot)
+
+
+def slot_parameters(policy: "Policy", slot: int) -> list[torch.nn.Parameter]:
+    """Sharded float32 parameters of a slot, for its optimizer."""
+    return list(_of(policy).named_parameters(slot).values())
+
+
+def reset_slot(policy: "Policy", slot: int, seed: int) -> None:
+    """Start a slot anew as the base model; the same for any number of ranks."""
+    _of(policy).reset(slot, seed)
+
+
+def slot_weights(policy: "Policy", slot: int) -> dict[str, torch.Tensor]:
+    """Whole tensors of a slot under PEFT's names, on every rank. Collective."""
+    return _of(policy).weights(slot)
+
+
+def load_slot(policy: "Policy", slot: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill a slot from whole tensors under PEFT's names.
+
+    Raises:
+        ValueError: they are another adapter's.
+    """
+    _of(policy).load(slot, tensors)

@@ -1,0 +1,76 @@
+"""A tiny policy with adapters, and what an adapter means written down directly: W + scale B A."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
+
+from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.config.sections.lora import LoraConfig
+from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
+from prime_hpc.trainer.engine import Engine
+from prime_hpc.trainer.lora import load_slot, slot_parameters
+from prime_hpc.trainer.lora.slots import PREFIX
+from prime_hpc.trainer.model import Policy, load_policy
+from prime_hpc.trainer.optim import build_optimizer
+from prime_hpc.trainer.rl import rl_objective
+
+
+def lora_policy(source: Path, num_slots: int = 1, lora: LoraConfig | None = None, **model: Any) -> Policy:
+    """Sharded over the default process group."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    config = ModelConfig(name=str(source), lora=lora or LoraConfig(rank=4, alpha=8), **({"dtype": "float32"} | model))
+    return load_policy(
+        config, source, mesh, torch.device("cpu"), reshard_after_forward=True, chunk_tokens=512, num_slots=num_slots
+    )
+
+
+def fill_randomly(policy: Policy, slot: int, seed: int) -> dict[str, torch.Tensor]:
+    """Both matrices of every module normal, so that neither gradient vanishes; the whole tensors under PEFT's names."""
+    assert policy.adapters is not None
+    generator = torch.Generator().manual_seed(seed)
+    named = policy.adapters.named_parameters(slot)
+    tensors = {f"{PREFIX}{n}.weight": torch.randn(p.shape, generator=generator) * 0.1 for n, p in named.items()}
+    load_slot(policy, slot, tensors)
+    return tensors
+
+
+def merged_model(source: Path, tensors: Mapping[str, torch.Tensor], scale: float, grad: bool = False) -> Any:
+    """transformers' own model whose weights are W + scale B A; with `grad`, a function of `tensors`."""
+    hf = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    merged = {}
+    for name in tensors:
+        if name.endswith("lora_A.weight"):
+            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+            a, b = tensors[name], tensors[name.replace("lora_A", "lora_B")]
+            merged[f"{module}.weight"] = hf.get_submodule(module).weight.detach() + scale * b @ a
+    if grad:
+        return partial(torch.func.functional_call, hf, merged)
+    hf.load_state_dict(merged, strict=False)
+    return hf
+
+
+def lora_engine(policy: Policy, slot: int = 0, kind: str = "adamw", **more: Any) -> Engine:
+    """An engine that trains one slot."""
+    optim = OptimConfig(type=kind, lr=1e-2)
+    return Engine(
+        policy,
+        build_optimizer(policy, optim, slot_parameters(policy, slot)),
+        optim=optim,
+        scheduler=SchedulerConfig(),
+        max_steps=100,
+        normalize="token",
+        reshard=True,
+        device=torch.device("cpu"),
+        peak_flops=1.0,
+        slot=slot,
+        **more,
+    )
+
+
+objective = partial(rl_objective, LossConfig())

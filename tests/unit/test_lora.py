@@ -1,0 +1,311 @@
+"""Adapters in one process: the numbers against the merged model, slots, files, checkpoints, refusals."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+
+from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.config.sections.lora import LoraConfig, select_modules
+from prime_hpc.config.sections.trainer import LossConfig
+from prime_hpc.store.artifact import StoreError
+from prime_hpc.store.batches import write_batch
+from prime_hpc.store.checkpoints import resolve_resume
+from prime_hpc.store.identity import model_identity, weights_fingerprint
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.trainer import shards
+from prime_hpc.trainer.batches import make_micro_batch
+from prime_hpc.trainer.checkpoint import Checkpointer
+from prime_hpc.trainer.lora import (
+    load_slot,
+    reset_slot,
+    slot_named_parameters,
+    slot_parameters,
+    slot_weights,
+    use_slot,
+    without_adapter,
+)
+from prime_hpc.trainer.lora.files import adapter_identity, read_adapter
+from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.publish import build_publisher
+from prime_hpc.trainer.rl import rl_objective
+from prime_hpc.trainer.sft import sft_objective
+from tests.support.lora import fill_randomly, lora_engine, lora_policy, merged_model, objective
+from tests.support.tiny_model import make_tiny_model, random_rank_batch
+
+BATCH = random_rank_batch([[20, 9], [15, 30]], seed=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def logprobs_of(policy: Policy) -> torch.Tensor:
+    """Log-probabilities of the batch's first micro-batch, float32 [N]."""
+    micro = make_micro_batch(BATCH, 0)
+    with policy.packing(micro):
+        return policy(micro)[0]
+
+
+def reference_logprobs(call: Any) -> torch.Tensor:
+    """The same from a transformers model (or a call of one), one sequence at a time."""
+    micro, rows, first = make_micro_batch(BATCH, 0), [], 0
+    for length in (20, 9):
+        ids = micro.input_ids[:, first : first + length]
+        rows.append(call(input_ids=ids).logits[0])
+        first += length
+    picked = torch.cat(rows)[micro.target_index] / micro.temperatures[:, None]
+    return picked.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_forward_equals_the_merged_model(model: Path, rslora: bool) -> None:
+    config = LoraConfig(rank=4, alpha=8, rslora=rslora)
+    assert config.scale == (4.0 if rslora else 2.0)
+    policy = lora_policy(model, lora=config)
+    tensors = fill_randomly(policy, 0, seed=1)
+    with torch.no_grad():
+        base = logprobs_of(policy)
+        with use_slot(policy, 0):
+            adapted = logprobs_of(policy)
+            with without_adapter(policy):
+                assert torch.equal(logprobs_of(policy), base)
+        expected = reference_logprobs(merged_model(model, tensors, config.scale))
+    torch.testing.assert_close(adapted, expected, rtol=0, atol=2e-5)
+    assert (adapted - base).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("ac", [None, {"freq": 1}])
+def test_gradients_equal_autograd_of_the_merged_weights(model: Path, ac: Any) -> None:
+    policy = lora_policy(model, num_slots=2, ac=ac)
+    tensors = {name: t.requires_grad_() for name, t in fill_randomly(policy, 1, seed=2).items()}
+    micro = make_micro_batch(BATCH, 0)
+    with use_slot(policy, 1), policy.packing(micro):
+        policy(micro)[0].sum().backward()
+    call = merged_model(model, tensors, 2.0, grad=True)
+    reference_logprobs(lambda **given: call((), given)).sum().backward()
+    for name, parameter in slot_named_parameters(policy, 1).items():
+        expected = tensors[f"base_model.model.{name}.weight"].grad
+        assert expected is not None and expected.abs().max() > 1e-3
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected, rtol=1e-4, atol=2e-5)  # type: ignore[union-attr]
+    assert all(p.grad is None for p in (*slot_parameters(policy, 0), *policy.parameters()))
+
+
+def test_slots_do_not_touch_each_other(model: Path) -> None:
+    policy = lora_policy(model, num_slots=3)
+    for slot in range(3):
+        reset_slot(policy, slot, seed=7)
+    frozen = {name: p.full_tensor().clone() for name, p in policy.named_parameters()}  # type: ignore[operator]
+    before = slot_weights(policy, 2)
+    engines = [lora_engine(policy, slot) for slot in (0, 1)]
+    for step in (1, 2):
+        for slot in (0, 1):
+            batch = random_rank_batch([[20, 9], [15]], seed=10 * slot + step, step=step)
+            engines[slot].train_step(step, batch, objective)
+    alone = lora_policy(model)
+    reset_slot(alone, 0, seed=7)
+    engine = lora_engine(alone)
+    for step in (1, 2):
+        engine.train_step(step, random_rank_batch([[20, 9], [15]], seed=10 + step, step=step), objective)
+    assert all(torch.equal(t, slot_weights(policy, 1)[n]) for n, t in slot_weights(alone, 0).items())
+    assert any(not torch.equal(t, slot_weights(policy, 0)[n]) for n, t in slot_weights(alone, 0).items())
+    assert all(torch.equal(t, slot_weights(policy, 2)[n]) for n, t in before.items())
+    assert all(torch.equal(p.full_tensor(), frozen[n]) for n, p in policy.named_parameters())  # type: ignore[operator]
+
+
+def test_a_fresh_slot_is_the_base_model(model: Path) -> None:
+    policy = lora_policy(model)
+    reset_slot(policy, 0, seed=1)
+    first = slot_weights(policy, 0)
+    reset_slot(policy, 0, seed=2)
+    second = slot_weights(policy, 0)
+    for name, tensor in first.items():
+        if "lora_B" in name:
+            assert not tensor.any()
+        else:
+            bound = tensor.shape[1] ** -0.5
+            assert 0.8 * bound < tensor.abs().max() <= bound and not torch.equal(tensor, second[name])
+    with torch.no_grad(), use_slot(policy, 0):
+        adapted = logprobs_of(policy)
+    with torch.no_grad():
+        assert torch.equal(logprobs_of(policy), adapted)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "signsgd"])
+def test_every_optimizer_trains_an_adapter(model: Path, kind: str) -> None:
+    policy = lora_policy(model)
+    reset_slot(policy, 0, seed=1)
+    engine = lora_engine(policy, kind=kind)
+    before = slot_weights(policy, 0)
+    metrics = [engine.train_step(step, BATCH, sft_objective) for step in (1, 2, 3)]
+    assert metrics[2]["loss"] < metrics[0]["loss"] and metrics[0]["grad_norm"] > 0
+    changed = {n.split(".")[-2] for n, t in slot_weights(policy, 0).items() if not torch.equal(t, before[n])}
+    assert changed == {"lora_A", "lora_B"}
+
+
+def test_the_kl_reference_is_the_model_without_its_adapter(model: Path) -> None:
+    policy = lora_policy(model)
+    fill_randomly(policy, 0, seed=4)
+    config = LossConfig.model_validate({"kl": {"coef": 0.1, "estimator": "k1"}})
+    metrics = lora_engine(policy, reference=policy).train_step(1, BATCH, partial(rl_objective, config))
+    base = lora_policy(model)
+    other = lora_policy(model)
+    fill_randomly(other, 0, seed=4)
+    twice = lora_engine(other, reference=base).train_step(1, BATCH, partial(rl_objective, config))
+    assert metrics == twice
+
+
+def test_bfloat16_freezes_the_base_in_bfloat16(model: Path) -> None:
+    policy = lora_policy(model, dtype="bfloat16")
+    reset_slot(policy, 0, seed=1)
+    assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in slot_parameters(policy, 0)} == {torch.float32}
+    engine = lora_engine(policy)
+    losses = [engine.train_step(step, BATCH, sft_objective)["loss"] for step in (1, 2)]
+    assert losses[1] < losses[0]
+
+
+def checkpointer(policy: Policy, engine: Any, root: Path, model: Path, slot: int = 0) -> Checkpointer:
+    assert policy.adapters is not None
+    meta = {"kind": "rl", "identity": model_identity(model), "adapter": adapter_identity(policy.adapters.config, model)}
+    return Checkpointer(policy, engine.optimizer, RunPaths(root), incarnation=0, meta=meta, slot=slot)
+
+
+def test_a_checkpoint_holds_the_adapter_alone_and_resumes_exactly(model: Path, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    policy = lora_policy(model, num_slots=2)
+    reset_slot(policy, 1, seed=1)
+    engine = lora_engine(policy, 1)
+    engine.train_step(1, BATCH, objective)
+    write_batch(paths, 1, [BATCH], state={})
+    saver = checkpointer(policy, engine, tmp_path, model, slot=1)
+    saver.save(1, progress={"num_samples": 4}, batch_dir=paths.rollouts_step(1))
+    info = resolve_resume(paths.checkpoints, "latest")
+    names = shards.read_metadata(info.trainer_dir).state_dict_metadata
+    assert not [n for n in names if "hf." in n] and len([n for n in names if n.startswith("model.")]) == 2 * 14
+    other = lora_policy(model)  # in another slot
+    again = lora_engine(other)
+    assert checkpointer(other, again, tmp_path, model).load(info) == {"step": 1, "num_samples": 4}
+    for train in (engine, again):
+        train.train_step(2, random_rank_batch([[30]], seed=2, step=2), objective)
+    assert all(torch.equal(t, slot_weights(other, 0)[n]) for n, t in slot_weights(policy, 1).items())
+
+
+def test_a_checkpoint_of_something_else_is_refused(model: Path, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    policy = lora_policy(model)
+    engine = lora_engine(policy)
+    write_batch(paths, 1, [BATCH], state={})
+    checkpointer(policy, engine, tmp_path, model).save(1, progress={}, batch_dir=paths.rollouts_step(1))
+    info = resolve_resume(paths.checkpoints, "latest")
+    wider = lora_policy(model, lora=LoraConfig(rank=8))
+    with pytest.raises(StoreError, match="model.lora: rank was 4, is 8"):
+        checkpointer(wider, lora_engine(wider), tmp_path, model).load(info)
+    cousin = make_tiny_model(tmp_path / "cousin", seed=1)
+    assert model_identity(cousin) == model_identity(model)
+    stranger = lora_policy(cousin)
+    with pytest.raises(StoreError, match="base weights was"):
+        checkpointer(stranger, lora_engine(stranger), tmp_path, cousin).load(info)
+    plain = Checkpointer(policy, engine.optimizer, paths, incarnation=0, meta={"kind": "rl"})
+    with pytest.raises(StoreError, match="it holds an adapter"):
+        plain.load(info)
+
+
+def test_a_version_is_a_peft_directory(model: Path, tmp_path: Path) -> None:
+    config = LoraConfig(rank=4, target_modules=["q_proj", r".*layers\.1\.mlp\..*"])
+    policy = lora_policy(model, lora=config)
+    tensors = fill_randomly(policy, 0, seed=5)
+    paths = RunPaths(tmp_path)
+    publisher = build_publisher(policy, model, paths, dtype=torch.float32, incarnation=0, model_name=str(model))
+    manifest = publisher.publish(3)
+    assert manifest is not None and manifest.version == 3 and manifest.meta["format"] == "lora"
+    folder = paths.weights_step(3)
+    written = json.loads((folder / "adapter_config.json").read_text())
+    assert written["r"] == 4 and written["base_model_name_or_path"] == str(model)
+    assert "model.layers.1.mlp.down_proj" in written["target_modules"] and len(written["target_modules"]) == 5
+    assert (folder / "tokenizer.json").exists() and not (folder / "config.json").exists()
+    stored = read_adapter(folder)
+    assert stored.keys() == tensors.keys() and all(torch.equal(stored[n], t) for n, t in tensors.items())
+    load_slot(policy, 0, {n: torch.zeros_like(t) for n, t in stored.items()})
+    load_slot(policy, 0, stored)
+    assert all(torch.equal(t, slot_weights(policy, 0)[n]) for n, t in stored.items())
+    with pytest.raises(ValueError, match=r"another adapter: it lacks base_model\.model\..*q_proj\.lora_A"):
+        load_slot(policy, 0, {n: t for n, t in stored.items() if "q_proj.lora_A" not in n})
+    with pytest.raises(ValueError, match="holds no adapter"):
+        read_adapter(model)
+
+
+def test_peft_itself_agrees(model: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    policy = lora_policy(
+        model, lora=LoraConfig(rank=4, rslora=True, target_modules=["q_proj", r".*layers\.1\.mlp\..*"])
+    )
+    fill_randomly(policy, 0, seed=6)
+    paths = RunPaths(tmp_path)
+    build_publisher(policy, model, paths, dtype=torch.float32, incarnation=0, model_name=str(model)).publish(1)
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(paths.weights_step(1)).eval()
+    with torch.no_grad(), use_slot(policy, 0):
+        torch.testing.assert_close(logprobs_of(policy), reference_logprobs(loaded), rtol=0, atol=2e-5)
+
+
+NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.c_fc", "lm_head"]
+
+
+def test_targets_by_name_and_by_expression() -> None:
+    assert select_modules(LoraConfig(target_modules=["q_proj"]), NAMES) == NAMES[:2]
+    assert select_modules(LoraConfig(target_modules=[r".*layers\.0\..*"]), NAMES) == [NAMES[0], NAMES[2]]
+    assert select_modules(LoraConfig(), NAMES) == NAMES[:2]  # the usual ones as far as there are any
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (["query"], r"query matches no linear module of the model; there are q_proj, c_fc$"),
+        (["q_proj", "query"], "query matches no linear module"),
+        ([".*"], "lm_head cannot have an adapter"),
+    ],
+)
+def test_targets_that_cannot_be(targets: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        select_modules(LoraConfig(target_modules=targets), NAMES)
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ({"target_modules": []}, "name at least one module"),
+        ({"target_modules": ["lm_head"]}, "lm_head cannot have an adapter"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens cannot have an adapter"),
+        ({"target_modules": ["q_(proj"]}, "neither a module's name nor a regular expression"),
+        ({"rank": 0}, "greater than or equal to 1"),
+        ({"alpha": 0}, "greater than 0"),
+    ],
+)
+def test_config_refuses(lora: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        ModelConfig.model_validate({"lora": lora})
+
+
+def test_a_rank_beyond_the_dimensions_is_refused(model: Path) -> None:
+    with pytest.raises(ValueError, match=r"model.lora.rank \(40\) exceeds model.layers.0.self_attn.q_proj"):
+        lora_policy(model, lora=LoraConfig(rank=40))
+
+
+def test_the_fingerprint_tells_weights_apart(model: Path, tmp_path: Path) -> None:
+    same, other = make_tiny_model(tmp_path / "same"), make_tiny_model(tmp_path / "other", seed=1)
+    assert weights_fingerprint(same) == weights_fingerprint(model) != weights_fingerprint(other)
+    assert weights_fingerprint(tmp_path) == ""
