@@ -14,6 +14,8 @@ from prime_hpc.envs.resolve import BUNDLED
 
 MIN_FREE_BYTES = 64 * 2**20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+_MASTER_AND_MOMENTS = 2 * 3
+"""A checkpoint over 16-bit weights: float32 master weights and both of Adam's moments."""
 
 
 def check(loaded: Loaded, role: str | None = None) -> None:
@@ -131,18 +133,36 @@ def _space(experiment: Experiment) -> list[Problem]:
                 "output_dir",
             )
         ]
-    return []
+    lack = _lack_on_osts(experiment)
+    return [Problem(f"{lack}; free some space or choose another directory", "output_dir")] if lack else []
+
+
+def _lack_on_osts(experiment: Experiment) -> str | None:
+    """On Lustre: whether one checkpoint's files find room on the single OSTs."""
+    from prime_hpc.store.lustre import lack_of_room
+
+    ckpt = experiment.ckpt
+    if ckpt is None:
+        return None
+    ranks = experiment.trainer.num_ranks
+    return lack_of_room(
+        ckpt.path or experiment.output_dir, ranks, _weights_bytes(experiment) * _MASTER_AND_MOMENTS // ranks
+    )
 
 
 def _bytes_kept(experiment: Experiment) -> int:
     """Weight versions kept, plus two checkpoints of float32 master weights and both Adam moments."""
+    weights = _weights_bytes(experiment)
+    versions = experiment.trainer.keep_weights + 2
+    return weights * versions + (weights * _MASTER_AND_MOMENTS * 2 if experiment.ckpt else 0)
+
+
+def _weights_bytes(experiment: Experiment) -> int:
+    """Of the model's weight files; 0 where it is not here."""
     folder = Path(experiment.model.name)
     if not folder.is_dir():
         return 0
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        weights = int(json.loads(index.read_text())["metadata"]["total_size"])
-    else:
-        weights = sum(p.stat().st_size for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
-    versions = experiment.trainer.keep_weights + 2
-    return weights * versions + (weights * 2 * 3 * 2 if experiment.ckpt else 0)
+        return int(json.loads(index.read_text())["metadata"]["total_size"])
+    return sum(p.stat().st_size for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES)

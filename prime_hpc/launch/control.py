@@ -243,6 +243,7 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
     first = (read_json(run_dir / LOCK_JSON) or {}).get("cwd")
     if first and Path(first).is_dir():
         os.chdir(first)
+    # where checkpoints are off, one that a signal asked for may lie there all the same: the supervisor finds it
     switch_on = ["--ckpt.resume-step=latest"] if before.ckpt is not None else []
     home = [f"--output-dir={run_dir.parent}", f"--name={run_dir.name}", "--no-clean"]
     loaded = load_experiment([str(run_dir / RUN_YAML), *switch_on, *home, *tail], "submit")
@@ -264,14 +265,12 @@ def _check_checkpoint(experiment: Experiment, run_dir: Path) -> None:
     from prime_hpc.supervisor.begin import run_paths
 
     again = f"start over with `prime-hpc submit {run_dir}/run.yaml --clean`"
-    if experiment.ckpt is None:
-        raise ConfigError(
-            Problem(f"{run_dir} was run without checkpoints: there is nothing to resume from; {again}", "ckpt")
-        )
     paths = run_paths(experiment, run_dir)
     if not list_checkpoints(paths.checkpoints):
-        raise ConfigError(Problem(f"{paths.checkpoints} holds no whole checkpoint; {again}", "ckpt.resume_step"))
-    asked = experiment.ckpt.resume_step
+        why = "holds no whole checkpoint"
+        why += "" if experiment.ckpt else " (the run has checkpoints off, and no signal or file asked for one)"
+        raise ConfigError(Problem(f"{paths.checkpoints} {why}; {again}", "ckpt.resume_step"))
+    asked = experiment.ckpt.resume_step if experiment.ckpt else "latest"
     if asked is None or isinstance(asked, Path):
         return
     try:

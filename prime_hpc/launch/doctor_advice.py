@@ -90,7 +90,8 @@ def _speed(found: Measured) -> Iterator[Finding]:
     yield Finding("fsync", "warn" if slow else "ok", text, remedy)
     text = f"{found.metadata_rate:,.0f} create + rename + unlink a second"
     slow = found.metadata_rate < SLOW_METADATA
-    remedy = "keep Triton's, torch's and Hugging Face's caches node-local (site profile: node_local)" if slow else ""
+    words = "keep software off it; compilers' caches are node-local anyway (/tmp, or the site's node_local)"
+    remedy = words if slow else ""
     yield Finding("metadata", "warn" if slow else "ok", text, remedy)
 
 

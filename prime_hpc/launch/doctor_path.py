@@ -23,6 +23,7 @@ from typing import Any
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.mounts import View, ViewLost
+from prime_hpc.store import lustre
 
 GIB = 2**30
 BLOCK = 8 << 20
@@ -30,7 +31,6 @@ MOST_BYTES = GIB
 FREE_SHARE = 0.05
 WRITE_S, READ_S, SMALL_S, WATCH_S = 2.0, 1.5, 1.0, 8.0
 POLL_S = 0.005
-LFS_TIMEOUT_S = 15.0
 
 
 @dataclass
@@ -134,55 +134,20 @@ def measure(path: Path, other: Callable[[str], View] | None = None, budget: floa
 
 
 def _describe(path: Path, found: Measured) -> None:
-    found.fs_type, found.source, found.options = mount_of(path)
+    found.fs_type, found.source, found.options = lustre.mount_of(path)
     stats = os.statvfs(path)
     found.free, found.total = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
     found.free_inodes = stats.f_favail if stats.f_files else None
-    if found.fs_type == "lustre" and shutil.which("lfs"):
-        found.stripe = _lfs("getstripe", "-d", str(path))
-        found.osts = parse_lfs_df(_lfs("df", str(path)) or "")
+    if lustre.has_lfs(path):
+        found.stripe = _stripe(path)
+        found.osts = {ost.name: ost.used_share for ost in lustre.osts(path)}
 
 
-def mount_of(path: Path, table: str | None = None) -> tuple[str, str, str]:
-    """Type, source and options of the file system that holds a path, from /proc/self/mountinfo."""
-    if table is None:
-        try:
-            table = Path("/proc/self/mountinfo").read_text()
-        except OSError:
-            return "unknown", "", ""
-    best: tuple[int, tuple[str, str, str]] = (-1, ("unknown", "", ""))
-    target = str(path.resolve())
-    for line in table.splitlines():
-        left, _, right = line.partition(" - ")
-        fields, rest = left.split(), right.split()
-        if len(fields) < 6 or len(rest) < 3:
-            continue
-        point = fields[4].replace("\\040", " ")
-        inside = target == point or target.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= best[0]:  # of two mounts at one point the later one is on top
-            best = len(point), (rest[0], rest[1].replace("\\040", " "), f"{fields[5]},{rest[2]}")
-    return best[1]
-
-
-def _lfs(*words: str) -> str | None:
+def _stripe(path: Path) -> str | None:
     try:
-        done = subprocess.run(
-            ["lfs", *words], stdin=subprocess.DEVNULL, capture_output=True, timeout=LFS_TIMEOUT_S, check=False
-        )
+        return lustre.lfs(["getstripe", "-d", str(path)])
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None
-
-
-def parse_lfs_df(text: str) -> dict[str, float]:
-    """Used share by OST from `lfs df` (1K-blocks): `NAME_UUID total used available use% mount[OST:n]`."""
-    shares = {}
-    for line in text.splitlines():
-        cells = line.split()
-        if len(cells) >= 6 and "[OST:" in line and cells[1].isdigit() and cells[3].isdigit():
-            total, left = int(cells[1]), int(cells[3])
-            shares[cells[0].removesuffix("_UUID")] = round(1 - left / total, 3) if total else 1.0
-    return shares
 
 
 def _stream(folder: Path, found: Measured, budget: float) -> None:

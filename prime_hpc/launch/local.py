@@ -126,17 +126,18 @@ def run_role(loaded: Loaded, role: str) -> int:
     from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
     from prime_hpc.launch.checks import check
     from prime_hpc.supervisor import ports
-    from prime_hpc.supervisor.roles import inference_spec, orchestrator_spec, trainer_spec, visible_gpus
+    from prime_hpc.supervisor.caches import node_caches
+    from prime_hpc.supervisor.roles import inference_spec, orchestrator_spec, own_gpus, trainer_spec, visible_gpus
 
     experiment = loaded.experiment
     check(loaded, role)
     run_dir = experiment.run_dir.resolve()
     own = run_dir / "roles" / role
     write(loaded, own)
-    gpus = visible_gpus(dict(os.environ))
+    gpus = own_gpus(experiment, role, visible_gpus(dict(os.environ)))
     if role == "trainer":
         (port,) = ports.choose(1, ports.run_base(run_dir))
-        spec = trainer_spec(experiment, run_dir, gpus[: experiment.trainer.num_ranks], port)
+        spec = trainer_spec(experiment, run_dir, gpus, port)
     elif role == "orchestrator":
         spec = orchestrator_spec(experiment, run_dir)
     else:
@@ -146,6 +147,7 @@ def run_role(loaded: Loaded, role: str) -> int:
             ports.require_free(server.port, server.host, "inference.server.port")
         port = server.port or ports.choose(1, ports.run_base(run_dir), server.host)[0]
         spec = inference_spec(experiment, run_dir, 0, port, gpus)
+    os.environ.update(node_caches(os.environ))
     os.environ.update(spec.environment, **{RUN_YAML_VARIABLE: str(own / "run.yaml")})
     sys.stdout.flush()
     os.execv(spec.command[0], spec.command)

@@ -28,9 +28,6 @@ _HANDED_ON = ("account", "qos", "reservation", "exclude", "mem", "time", "time-m
 """Options that sbatch hands on from one component of a het job to the next."""
 _TAKEN_BACK = ("reservation", "exclude")
 """Of those, what an empty value takes back; sbatch refuses it for `mem` and the times, and an account of no name."""
-_CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "VLLM_CACHE_ROOT": "vllm"}
-"""Compilers' caches: thousands of small files and locks, which shared file systems bear badly. Not HF_HOME: the
-models that were downloaded before the job are there."""
 _MAX_DIRECTIVE = 8000  # sbatch reads an argument into a buffer of 8192 bytes
 
 
@@ -224,9 +221,6 @@ def _setup(experiment: Experiment, site: SiteConfig) -> list[str]:
 
 def _environment(experiment: Experiment, site: SiteConfig) -> list[str]:
     exports: list[str] = []
-    if site.node_local:
-        exports.append("# compilers' caches on the node: a shared file system bears them badly")
-        exports += [f"export {name}={_expanding(f'{site.node_local}/{sub}')}" for name, sub in _CACHES.items()]
     if site.network_interface:
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             exports.append(f"export {name}={shlex.quote(site.network_interface)}")
@@ -237,12 +231,6 @@ def _environment(experiment: Experiment, site: SiteConfig) -> list[str]:
             raise ConfigError(Problem(f"the value of {name} holds a NUL byte", "slurm.env"))
         exports.append(f"export {name}={shlex.quote(value)}")
     return ["", *exports] if exports else []
-
-
-def _expanding(text: str) -> str:
-    """Quoted for the shell so that `$NAME` and `${NAME}` expand when the job starts, and nothing else happens."""
-    quoted = re.sub(r'(["\\`])|\$(?![A-Za-z_]|\{[A-Za-z_][A-Za-z0-9_]*\})', lambda m: "\\" + m[0], text)
-    return f'"{quoted}"'
 
 
 def _command(

@@ -104,7 +104,8 @@ class Console:
         return {"step": self._step, "max_steps": self._max_steps, name: values[-1] if values else None}
 
     def needs_s(self) -> float:
-        """What one more step and a save took at most lately, seconds."""
+        """What one more step and a save took at most lately, seconds: of a save all of it, also what went on in the
+        background, for at the end nothing else is waited for."""
         return max(self._times, default=0.0) + self._longest_save
 
     def close(self) -> None:
@@ -151,7 +152,7 @@ class Console:
         wait = row.get("time/wait", 0.0)
         save = row.get("time/checkpoint", 0.0)
         self._step = step
-        self._longest_save = max(self._longest_save, save)
+        self._longest_save = max(self._longest_save, save, row.get("ckpt/write_s", 0.0))
         self._seconds["waiting"] += wait
         self._seconds["saving"] += save
         self._seconds["useful"] += max(0.0, row["time/step"] - wait - save)

@@ -17,7 +17,7 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.store import files
+from prime_hpc.store import files, lustre
 from prime_hpc.store.errors import (
     ArtifactError,
     ArtifactExists,
@@ -62,8 +62,16 @@ def stage_dir(final: Path, incarnation: int = 0) -> Path:
     return final.with_name(f".stage-{final.name}-i{incarnation:04d}")
 
 
-def prepare_stage(final: Path, incarnation: int = 0, *, run: RunPaths | None = None) -> Path:
+def prepare_stage(
+    final: Path, incarnation: int = 0, *, run: RunPaths | None = None, file_bytes: int | None = None
+) -> Path:
     """Rank 0: an empty `stage_dir(final, incarnation)`; what an interrupted try left there is removed.
+
+    Args:
+        final: the artifact's name.
+        incarnation: life of the writer.
+        run: whose incarnations fence it; default: the run directory two levels up.
+        file_bytes: about the size of its largest file, for the stripes on Lustre.
 
     Raises:
         FencedError: a newer life has begun.
@@ -73,6 +81,8 @@ def prepare_stage(final: Path, incarnation: int = 0, *, run: RunPaths | None = N
     stage = stage_dir(final, incarnation)
     files.remove_tree(stage)
     files.make_dir(stage)
+    if file_bytes is not None:
+        lustre.set_stripes(stage, file_bytes)
     return stage
 
 

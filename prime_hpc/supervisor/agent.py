@@ -36,6 +36,7 @@ from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.layout import RunPaths, check_incarnation
 from prime_hpc.supervisor import ports
+from prime_hpc.supervisor.caches import node_caches
 from prime_hpc.supervisor.processes import become_subreaper, die_with_parent, end_families, end_strays
 
 BEAT_S = 2.0
@@ -218,7 +219,8 @@ class Agent:
         facts = {"node_rank": str(node_rank), "local_rank": str(self._local), "rank": str(rank)}
         template = order.commands[node_rank if len(order.commands) > 1 else 0]
         command = [_fill(token, facts) for token in template]
-        environment = {**self._environ, **{k: _fill(v, facts) for k, v in order.environment.items()}}
+        environment = {**self._environ, **node_caches(self._environ)}
+        environment |= {k: _fill(v, facts) for k, v in order.environment.items()}
         environment[LED] = "1"
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._own_gpus(order))
         self._output.say(f"[{self._host}] $ {' '.join(command)}")

@@ -19,6 +19,7 @@ from prime_hpc.supervisor import ports
 from prime_hpc.supervisor.allocation import Allocation, read_allocation
 from prime_hpc.supervisor.attempts import read_attempts, rewrite_row
 from prime_hpc.supervisor.begin import begin_attempt, run_paths
+from prime_hpc.supervisor.caches import NODE_LOCAL
 from prime_hpc.supervisor.checkup import Checkup, nodes_to_avoid, remember
 from prime_hpc.supervisor.placement import place_slurm
 from prime_hpc.supervisor.postmortem import cancel_stale_steps, close_lost_lives
@@ -127,6 +128,8 @@ def _prepare(
         for name in OF_THE_BATCH_HOST:  # a CPU-only component's steps would take them for their own
             environment.pop(name, None)
         environment |= {**site.env, **experiment.slurm.env}
+        if site.node_local:
+            environment.setdefault(NODE_LOCAL, site.node_local)
         attempt = begin_attempt(experiment, run_dir, job_id=allocation.job_id, restarts=allocation.restarts)
         if allocation.restarts:
             cancel_stale_steps(allocation)

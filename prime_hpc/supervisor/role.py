@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prime_hpc.observe.status import read_status
+from prime_hpc.supervisor.caches import node_caches
 from prime_hpc.supervisor.processes import family, send
 from prime_hpc.supervisor.roles import RoleSpec
 
@@ -132,7 +133,7 @@ class Role:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**self._environment, **self.spec.environment},
+                env={**self._environment, **node_caches(self._environment), **self.spec.environment},
                 start_new_session=True,  # a Ctrl-C at the terminal reaches the supervisor alone
             )
         self.state = "starting"

@@ -77,6 +77,39 @@ def split_gpus(experiment: Experiment, gpus: list[str]) -> tuple[list[list[str]]
     return groups, training[:need_trainer]
 
 
+def own_gpus(experiment: Experiment, role: str, gpus: list[str]) -> list[str]:
+    """GPUs of one role that is started by hand: those that its key names, else visible ones that the other side's key
+    does not name.
+
+    Args:
+        experiment: `trainer_gpu_ids` and `inference_gpu_ids` are obeyed.
+        role: `trainer`, `inference` (one server) or `orchestrator` (none).
+        gpus: the visible ones; none on a machine without.
+
+    Raises:
+        ConfigError: the key names too few.
+    """
+    if not gpus or role == "orchestrator":
+        return []
+    keys = {"trainer": experiment.trainer_gpu_ids, "inference": experiment.inference_gpu_ids}
+    own = keys.pop(role)
+    (others,) = keys.values()
+    inference = experiment.inference
+    need = experiment.trainer.num_ranks
+    if role == "inference":
+        assert inference is not None
+        need = inference.data_parallel_size_local or inference.data_parallel_size
+        need *= inference.tensor_parallel_size
+    if own is None:
+        return [gpu for gpu in gpus if gpu not in {str(i) for i in others or ()}][:need]
+    if len(own) < need:
+        raise ConfigError(
+            f"{role}_gpu_ids names {len(own)} GPUs, but {role} needs {need}: name more, or lower "
+            + ("trainer.num_ranks" if role == "trainer" else "inference.data_parallel_size")
+        )
+    return [str(i) for i in own[:need]]
+
+
 def trainer_spec(experiment: Experiment, run_dir: Path, gpus: list[str], rendezvous_port: int) -> RoleSpec:
     """torchrun with one process a rank."""
     trainer = experiment.trainer

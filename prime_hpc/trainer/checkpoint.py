@@ -29,6 +29,7 @@ from prime_hpc.store.artifact import FencedError, FileEntry, StoreError, prepare
 from prime_hpc.store.checkpoints import TRAINER, CheckpointInfo, commit_checkpoint, prune_checkpoints
 from prime_hpc.store.identity import conflicts
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.lustre import lack_of_room
 from prime_hpc.trainer import shards
 from prime_hpc.trainer.model import Policy
 from prime_hpc.trainer.random_state import random_state, set_random_state
@@ -322,7 +323,10 @@ class Checkpointer:
                 f"{save.final}: disk full: a checkpoint takes about {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB "
                 "are free: free space, choose another ckpt.path, or keep fewer (ckpt.keep_last)"
             )
-        prepare_stage(save.final, self._incarnation, run=self._paths)
+        lack = lack_of_room(save.final, self._world_size, num_bytes)
+        if lack is not None:
+            raise StoreError(f"{save.final}: {lack}: free space, or choose another ckpt.path")
+        prepare_stage(save.final, self._incarnation, run=self._paths, file_bytes=num_bytes)
         store_files.make_dir(save.stage / TRAINER)
 
     def _commit(self, save: _Save, plan: shards.ShardPlan, gathered: list[Any]) -> None:

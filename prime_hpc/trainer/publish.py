@@ -1,13 +1,15 @@
 """Publishing a weight version, all ranks at once, as an artifact that Hugging Face and vLLM load as it is.
 
 Called by `rl.py` and `sft.py` after an optimizer step. With `model.lora` a version is the adapter alone, see
-`lora.files.AdapterPublisher`. Else parameters are gathered one by one; parameter i stays with rank
-i mod world size, which writes its share as one safetensors shard. Rank 0 adds the index, config.json and the tokenizer
-of the source model, and commits.
+`lora.files.AdapterPublisher`. Else parameters are gathered one by one; each has one rank that writes it into its own
+safetensors shard while the next are gathered. Rank 0 adds the index, config.json and the tokenizer of the source model,
+and commits.
 """
 
+import contextlib
 import json
-import shutil
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,10 +18,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from prime_hpc.store import files as store_files
-from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, hash_files, prepare_stage, stage_dir
+from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, prepare_stage, stage_dir
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.trainer.lora.files import AdapterPublisher
 from prime_hpc.trainer.model import SAFETENSORS_FILE, SAFETENSORS_INDEX, Policy
+from prime_hpc.trainer.safetensors_file import TensorSpec, in_file_order, open_safetensors
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _SKIPPED = {"config.json", "manifest.json", ".gitattributes", "README.md"}
@@ -71,39 +74,52 @@ class Publisher:
         """
         final = self._paths.weights_step(version)
         stage = stage_dir(final, self._incarnation)
+        source_files: Future[dict[str, FileEntry]] | None = None
         try:
             if self._rank == 0:
-                prepare_stage(final, self._incarnation, run=self._paths)
+                prepare_stage(final, self._incarnation, run=self._paths, file_bytes=self._shard_bytes())
             dist.barrier()  # the stage exists
-            entries, names = self._write_shard(stage)
+            with ThreadPoolExecutor(1, thread_name_prefix="publish") as beside:
+                if self._rank == 0:
+                    source_files = beside.submit(self._copy_source_files, stage)
+                entries, names = self._write_shard(stage)
             gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
             dist.gather_object((entries, names), gathered)
-            if gathered is None:
+            if gathered is None or source_files is None:
                 return None
-            return self._commit(version, final, stage, gathered)
+            return self._commit(version, final, stage, gathered, source_files.result())
         except BaseException:
             if self._rank == 0:  # whatever ended this, nothing half-written stays behind
                 store_files.remove_tree(stage)
             raise
 
     def _write_shard(self, stage: Path) -> tuple[dict[str, FileEntry], dict[str, int]]:
-        """Write this rank's tensors; returns its file entries, and tensor name -> bytes."""
-        from safetensors.torch import save_file
-
-        named = self._policy.named_weights()
-        num_shards = min(self._world_size, len(named))
-        own: dict[str, torch.Tensor] = {}
-        for i, (name, tensor) in enumerate(named):
-            whole = self._gather(tensor)
-            if i % self._world_size == self._rank:
-                own[name] = whole.cpu().contiguous()
-        if not own:
-            return {}, {}
+        """Write this rank's tensors as they are gathered; returns its file entries, and tensor name -> bytes."""
+        tensors = dict(self._policy.named_weights())
+        order = in_file_order([self._spec(name, tensor) for name, tensor in tensors.items()])
+        owners = share_out([spec.nbytes for spec in order], self._world_size)
+        own = [spec for spec, owner in zip(order, owners, strict=True) if owner == self._rank]
+        num_shards = len(set(owners))
         file = SAFETENSORS_FILE
         if num_shards > 1:
             file = f"model-{self._rank + 1:05d}-of-{num_shards:05d}.safetensors"
-        save_file(own, stage / file, metadata={"format": "pt"})
-        return hash_files(stage, [file]), {name: t.numel() * t.element_size() for name, t in own.items()}
+        with open_safetensors(stage / file, own) if own else contextlib.nullcontext() as writer:
+            for spec, owner in zip(order, owners, strict=True):
+                whole = self._gather(tensors[spec.name])
+                if writer is not None and owner == self._rank:
+                    writer.add(whole)
+        if writer is None:
+            return {}, {}
+        assert writer.file.entry is not None
+        return {file: writer.file.entry}, {spec.name: spec.nbytes for spec in own}
+
+    def _shard_bytes(self) -> int:
+        """About the size of one shard."""
+        specs = [self._spec(name, tensor) for name, tensor in self._policy.named_weights()]
+        return sum(spec.nbytes for spec in specs) // self._world_size
+
+    def _spec(self, name: str, tensor: torch.Tensor) -> TensorSpec:
+        return TensorSpec(name, tuple(tensor.shape), self._dtype if tensor.is_floating_point() else tensor.dtype)
 
     @torch.no_grad()
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -114,18 +130,22 @@ class Publisher:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def _commit(
-        self, version: int, final: Path, stage: Path, shards: list[tuple[dict[str, FileEntry], dict[str, int]]]
+        self,
+        version: int,
+        final: Path,
+        stage: Path,
+        shards: list[tuple[dict[str, FileEntry], dict[str, int]]],
+        source_files: dict[str, FileEntry],
     ) -> Manifest:
         """Rank 0: everything besides the tensors, then the manifest and the rename."""
         entries = {name: entry for part, _ in shards for name, entry in part.items()}
-        extra = self._copy_source_files(stage)
         if len(entries) > 1:
             weight_map = {name: file for part, names in shards for file in part for name in names}
             total = sum(size for _, names in shards for size in names.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            (stage / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-            extra.append(SAFETENSORS_INDEX)
-        entries |= hash_files(stage, extra)
+            content = json.dumps(index, indent=1).encode()
+            entries[SAFETENSORS_INDEX] = store_files.write_file(stage / SAFETENSORS_INDEX, [content])
+        entries |= source_files
         manifest = Manifest(
             kind="weights",
             step=version,
@@ -137,15 +157,28 @@ class Publisher:
         )
         return commit_stage(stage, final, manifest, run=self._paths)
 
-    def _copy_source_files(self, stage: Path) -> list[str]:
-        """config.json with the published dtype, generation config, tokenizer, remote code; returns the names."""
+    def _copy_source_files(self, stage: Path) -> dict[str, FileEntry]:
+        """config.json with the published dtype, generation config, tokenizer, remote code; returns their entries."""
         config = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
-        (stage / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        names = ["config.json"]
+        content = (json.dumps(config, indent=2) + "\n").encode()
+        entries = {"config.json": store_files.write_file(stage / "config.json", [content])}
         for path in sorted(self._source.iterdir()):
             if path.is_file() and path.name not in _SKIPPED and not path.name.endswith(_WEIGHT_SUFFIXES):
-                shutil.copyfile(path, stage / path.name)
-                names.append(path.name)
-        return names
+                entries[path.name] = store_files.write_file(stage / path.name, [path.read_bytes()])
+        return entries
+
+
+def share_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """The rank that writes each tensor, so that all write about as much: each goes to the one with the least so far.
+
+    Ranks that get something come first.
+    """
+    load = [0] * num_ranks
+    owners = []
+    for size in sizes:
+        rank = load.index(min(load))
+        owners.append(rank)
+        load[rank] += max(size, 1)
+    return owners

@@ -188,10 +188,24 @@ def test_cancel_with_slurm_down(fake: FakeSlurm, config: Path) -> None:
 
 def test_resume_without_checkpoints(fake: FakeSlurm, config: Path) -> None:
     submit(load(config, "--no-ckpt"))
-    with pytest.raises(ConfigError, match="was run without checkpoints"):
+    with pytest.raises(ConfigError, match=r"no whole checkpoint \(the run has checkpoints off"):
         load_to_resume(run_dir(config), [])
     with pytest.raises(ConfigError, match=r"no whole checkpoint; start over.*--clean"):
         load_to_resume(run_dir(config), ["--ckpt"])
+
+
+def test_resume_finds_what_a_signal_saved_though_checkpoints_are_off(fake: FakeSlurm, config: Path) -> None:
+    from prime_hpc.store.layout import RunPaths
+    from tests.support.checkpoints import make_checkpoint
+
+    submit(load(config, "--no-ckpt"))
+    make_checkpoint(RunPaths(run_dir(config)), 10)
+    fake.change("100", state="FAILED")
+    ended(config)
+    loaded = load_to_resume(run_dir(config), ["--max-steps", "200"])
+    assert loaded.experiment.ckpt is None  # the supervisor takes the newest whole one
+    with pytest.raises(ConfigError, match="raise it"):
+        load_to_resume(run_dir(config), ["--max-steps", "10"])
 
 
 def test_resume_goes_on_where_the_run_was(

@@ -11,8 +11,9 @@ import pytest
 from prime_hpc.launch import doctor, doctor_path
 from prime_hpc.launch.doctor import Finding, check_caches, check_shared_memory, check_slurm, check_wandb, unmet
 from prime_hpc.launch.doctor_advice import advise
-from prime_hpc.launch.doctor_path import GIB, Measured, Visibility, measure, mount_of, parse_lfs_df
+from prime_hpc.launch.doctor_path import GIB, Measured, Visibility, measure
 from prime_hpc.launch.mounts import RemoteView, View, ViewLost
+from prime_hpc.store.lustre import mount_of, parse_lfs_df
 from prime_hpc.verbs import doctor as verb
 
 LFS_DF = """UUID                   1K-blocks        Used   Available Use% Mounted on
@@ -23,6 +24,7 @@ OST0002             : inactive device
 
 filesystem_summary:  20000000000 14600000000  5400000000  73% /scratch
 """
+OSTS = {ost.name: ost.used_share for ost in parse_lfs_df(LFS_DF)}
 
 
 def states(findings: list[Finding]) -> dict[str, str]:
@@ -199,7 +201,7 @@ def test_a_good_scratch_has_no_complaint() -> None:
         ({"fs_type": "tmpfs"}, "file system", "warn", "staging only"),
         ({"free": GIB}, "space", "warn", "keep-last"),
         ({"free_inodes": 10}, "inodes", "warn", "small files"),
-        ({"osts": parse_lfs_df(LFS_DF)}, "OSTs", "warn", "setstripe"),
+        ({"osts": OSTS}, "OSTs", "warn", "setstripe"),
         ({"stripe": "stripe_count: 1"}, "stripes", "warn", "setstripe"),
         ({"stripe": None}, "stripes", "warn", "client tools"),
         ({"write_rate": 1e6}, "throughput", "warn", "save-async"),
@@ -225,7 +227,7 @@ def test_what_another_node_does_not_see() -> None:
 
 
 def test_ost_shares() -> None:
-    assert parse_lfs_df(LFS_DF) == {"scratch-OST0000": 0.96, "scratch-OST0001": 0.5}
+    assert OSTS == {"scratch-OST0000": 0.96, "scratch-OST0001": 0.5}
 
 
 def test_the_mount_of_a_path(tmp_path: Path) -> None:

@@ -133,6 +133,15 @@ def test_console_joins_both_sides_of_a_step(tmp_path: Path, capsys: pytest.Captu
     assert console.seconds() == {"useful": 1.0, "waiting": 1.0, "saving": 0.0}
 
 
+def test_what_one_more_step_needs_counts_the_whole_of_a_background_save(tmp_path: Path) -> None:
+    console = Console(tmp_path, 40, kind="rl")
+    write_rows(tmp_path / "metrics" / "orchestrator.jsonl", [])
+    rows = [trainer_row(1) | {"time/checkpoint": 0.5}, trainer_row(2) | {"ckpt/write_s": 90.0, "time/checkpoint": 0.1}]
+    write_rows(tmp_path / "metrics" / "trainer.jsonl", rows)
+    console.tick({})
+    assert console.needs_s() >= 90.0
+
+
 def test_report_names_gain_and_samples(tmp_path: Path) -> None:
     write_rows(tmp_path / "metrics" / "trainer.jsonl", [trainer_row(s) for s in (1, 2)])
     rows = [

@@ -308,18 +308,6 @@ def test_bash_reads_back_every_variable(values: dict[str, str]) -> None:
     assert result.stdout.split(b"\0")[:-1] == [value.encode() for value in values.values()]
 
 
-def test_node_local_expands_variables_and_nothing_else() -> None:
-    site = {**SITE, "node_local": '/l/$USER/${SLURM_JOB_ID}/$(touch x)/`id`/"q"\\$5'}
-    script = render({**RL, "slurm": {"partition": "h100"}}, site)
-    body = script[script.index("set -euo") : script.index("exec ")]
-    environ = {"USER": "me", "SLURM_JOB_ID": "12", "PATH": os.environ["PATH"]}
-    shown = subprocess.run(
-        ["bash", "-c", body + '\nprintf %s "$TRITON_CACHE_DIR"'],
-        capture_output=True, text=True, env=environ, timeout=30, check=False,
-    )  # fmt: skip
-    assert shown.stdout == '/l/me/12/$(touch x)/`id`/"q"\\$5/triton', shown.stderr
-
-
 def test_the_command_survives_any_path() -> None:
     tree = {**RL, "output_dir": "/shared/a 'b' \"c\" $d é", "slurm": {"partition": "h100"}}
     script = render(tree, SITE, python="/opt/my env/python", command_tail=["/x y/exp.yaml", "--name", "it's"])

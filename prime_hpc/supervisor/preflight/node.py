@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.store import files
+from prime_hpc.store import files, lustre
 from prime_hpc.store.errors import StoreError
 from prime_hpc.supervisor.ports import is_free
 from prime_hpc.supervisor.preflight.gpu import gpu_facts
@@ -88,13 +88,16 @@ def _list(folder: Path) -> list[str]:
         return []  # stale handle, no permission: as good as not there; the deadline tells
 
 
-def node_facts(check: Mapping[str, Any], run_dir: Path, min_free_gib: float) -> dict[str, Any]:
+def node_facts(
+    check: Mapping[str, Any], run_dir: Path, min_free_gib: float, *, ask_osts: bool = False
+) -> dict[str, Any]:
     """Everything about this node that needs no other one.
 
     Args:
         check: `gpus_asked` and `ports` of this host.
         run_dir: where space is needed.
         min_free_gib: how much.
+        ask_osts: look at Lustre's single OSTs too; one node's word about them is enough.
 
     Returns:
         facts, with `problems` (the node must not be used) and `warnings`.
@@ -111,6 +114,8 @@ def node_facts(check: Mapping[str, Any], run_dir: Path, min_free_gib: float) -> 
             problems.append(f"{run_dir} has {free_gib:.2f} GiB free, {min_free_gib:g} GiB are needed")
     except OSError as error:
         problems.append(f"{run_dir} cannot be asked for its free space: {error.strerror}")
+    full = lustre.full_osts(run_dir) if ask_osts else None
+    warnings += [full] if full else []
     taken = [port for port in check["ports"] if not is_free(port, "")]
     if taken:
         problems.append(f"port {', '.join(map(str, taken))} is taken on it; end what listens there")
@@ -206,7 +211,7 @@ def check_node(spec: Mapping[str, Any], spec_path: Path, host: str, times: dict[
     folder, token = spec_path.parent, spec["token"]
     hosts = [check["host"] for check in spec["hosts"]]
     index = hosts.index(host)
-    facts = node_facts(spec["hosts"][index], Path(spec["run_dir"]), spec["min_free_gib"])
+    facts = node_facts(spec["hosts"][index], Path(spec["run_dir"]), spec["min_free_gib"], ask_osts=index == 0)
     times["wrote"] = time.time()
     say(host, "facts", facts=facts)
     mine = {"host": host, "token": token, "facts": facts, "times": times}

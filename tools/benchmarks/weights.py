@@ -1,0 +1,285 @@
+"""`tools/bench weights`: from a finished update until every engine serves it, against the raw bytes, paired in one run.
+
+Two FSDP2 ranks publish a random Qwen3 as a weight version (gather, sums, fsync, manifest, rename); a real vLLM server
+with two data-parallel engines loads it (checks, pause, load, label, resume) by the call that the orchestrator makes.
+The raw side of a round: `dd conv=fsync` of as many random bytes from memory (/dev/shm) into the same directory, then
+as many readers as engines read that file at once. Each ratio is the median over rounds; sides take turns in going
+first. Everything is on one machine: raw readers and engines both find the bytes in its page cache.
+
+The directory is a temporary one ($TMPDIR chooses the disk).
+"""
+
+import asyncio
+import multiprocessing
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+NUM_ROUNDS = 7
+NUM_RANKS = 2
+NUM_ENGINES = 2
+VOCAB = 16_384
+READY_S = 300.0
+COMMAND_TIMEOUT_S = 300.0
+
+
+def save_model(folder: Path) -> int:
+    """A float32 Qwen3 with tokenizer, its tensors as large as those of real small models; returns the parameters."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from tests.support.tiny_tokenizer import make_tokenizer
+
+    folder.mkdir(parents=True)
+    tokenizer = make_tokenizer(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def publish_on_request(rank: int, model: Path, root: Path, pipe: Connection) -> None:
+    """One trainer rank: publishes the version that it is told, answers with the seconds. None ends it."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from prime_hpc.config.sections.common import ModelConfig
+    from prime_hpc.store.layout import RunPaths
+    from prime_hpc.trainer.model import load_policy
+    from prime_hpc.trainer.publish import Publisher
+
+    store = dist.FileStore(str(root / "rendezvous"), NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    policy = load_policy(
+        ModelConfig(name=str(model), dtype="float32"),
+        model,
+        init_device_mesh("cpu", (NUM_RANKS,)),
+        torch.device("cpu"),
+        reshard_after_forward=True,
+        chunk_tokens=2048,
+    )
+    publisher = Publisher(policy, model, RunPaths(root), dtype=torch.float32, incarnation=0, model_name=str(model))
+    while (version := pipe.recv()) is not None:
+        dist.barrier()
+        began = time.perf_counter()
+        publisher.publish(version)
+        pipe.send(time.perf_counter() - began)
+    dist.destroy_process_group()
+
+
+@contextmanager
+def trainer(model: Path, root: Path) -> Iterator[Any]:
+    """The ranks; gives a function version -> seconds of rank 0, which commits."""
+    context = multiprocessing.get_context("fork")  # this module has no importable name; nothing computes here
+    pipes, ranks = [], []
+    for rank in range(NUM_RANKS):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=publish_on_request, args=(rank, model, root, theirs), daemon=True)
+        process.start()
+        pipes.append(ours)
+        ranks.append(process)
+
+    def publish(version: int) -> float:
+        for pipe in pipes:
+            pipe.send(version)
+        seconds = []
+        for pipe in pipes:
+            if not pipe.poll(COMMAND_TIMEOUT_S):
+                raise RuntimeError(f"version {version} was not published within {COMMAND_TIMEOUT_S:.0f} s")
+            seconds.append(pipe.recv())
+        return seconds[0]
+
+    try:
+        yield publish
+        for pipe in pipes:
+            pipe.send(None)
+        for process in ranks:
+            process.join(30)
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+
+
+@contextmanager
+def server(model: Path, root: Path) -> Iterator[str]:
+    """A vLLM server with its engines; gives its URL."""
+    import yaml
+
+    root.mkdir()
+    tree = {
+        "kind": "rl",
+        "name": root.name,
+        "seq_len": 256,
+        "model": {"name": str(model), "dtype": "float32"},
+        "orchestrator": {"sampling": {"max_tokens": 64}},
+        "inference": {"cpu_kv_cache_gib": 0.25, "data_parallel_size": NUM_ENGINES},
+    }
+    (root / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "prime_hpc.inference.main", str(root), "--port", str(port)]
+    with (root / "server.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_server_environment())
+    try:
+        yield f"http://127.0.0.1:{port}"
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended:\n{(root / 'server.log').read_text(errors='replace')[-3000:]}")
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _server_environment() -> dict[str, str]:
+    """Sockets need short paths: not below a long $TMPDIR."""
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "TMPDIR": "/tmp", "PYTHONPATH": path.rstrip(os.pathsep)}
+
+
+def raw_write(size: int, folder: Path, source: Path) -> float:
+    """Seconds of dd with fsync into `folder/raw`."""
+    began = time.perf_counter()
+    command = ["dd", f"if={source}", f"of={folder / 'raw'}", "bs=1M", f"count={size >> 20}", "conv=fsync"]
+    subprocess.run(command, check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
+    return time.perf_counter() - began
+
+
+def raw_read(folder: Path) -> float:
+    """Seconds until as many readers as engines have read `folder/raw`; removes it."""
+    began = time.perf_counter()
+    command = ["dd", f"if={folder / 'raw'}", "of=/dev/null", "bs=1M"]
+    readers = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(NUM_ENGINES)]
+    for reader in readers:
+        reader.wait(COMMAND_TIMEOUT_S)
+    seconds = time.perf_counter() - began
+    (folder / "raw").unlink()
+    return seconds
+
+
+async def measure(publish: Any, url: str, root: Path, folder: Path, memory: Path) -> dict[str, list[float]]:
+    """All rounds."""
+    import numpy as np
+
+    from prime_hpc.client.inference import InferenceClient
+    from prime_hpc.store.layout import RunPaths
+    from prime_hpc.store.manifest import read_manifest
+    from prime_hpc.store.weights import prune_weights
+
+    paths = RunPaths(root)
+    rows: dict[str, list[float]] = {}
+
+    def note(**values: float) -> None:
+        for key, value in values.items():
+            rows.setdefault(key, []).append(value)
+
+    async with InferenceClient(url, timeout_s=60) as client:
+        await client.wait_ready(READY_S)
+
+        async def ours(version: int) -> None:
+            publish_s = publish(version)
+            began = time.perf_counter()
+            answer = await client.update_weights(paths.weights_step(version), version)
+            load_s = time.perf_counter() - began
+            note(publish=publish_s, load=load_s, ours=publish_s + load_s, paused=answer["seconds"]["paused"])
+
+        await ours(1)  # warm-up: plans, first pages, first load
+        size = read_manifest(paths.weights_step(1)).total_size
+        source = memory / "source"
+        source.write_bytes(np.random.default_rng(0).bytes((size >> 20) << 20))
+
+        def raw() -> None:
+            write_s = raw_write(size, folder, source)
+            read_s = raw_read(folder)
+            note(raw_write=write_s, raw_read=read_s, raw=write_s + read_s)
+
+        raw()
+        rows.clear()
+        for number in range(NUM_ROUNDS):
+            if number % 2:
+                raw()
+            await ours(2 + number)
+            if not number % 2:
+                raw()
+            prune_weights(paths, 1)
+        if await client.policy_version() != 1 + NUM_ROUNDS:
+            raise RuntimeError("the server does not serve the version that was published last")
+    rows["bytes"] = [size]
+    return rows
+
+
+def run() -> dict[str, Any]:
+    """The figures."""
+    import torch
+    from loguru import logger
+
+    logger.disable("prime_hpc")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)  # processes are forked from this one
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        folder, root = Path(name), Path(name) / "run"
+        root.mkdir()
+        num_parameters = save_model(folder / "model")
+        with trainer(folder / "model", root) as publish, server(folder / "model", folder / "server") as url:
+            rows = asyncio.run(measure(publish, url, root, folder, Path(memory)))
+    ratios = [a / b for a, b in zip(rows["ours"], rows["raw"], strict=True)]
+    median = {key: statistics.median(values) for key, values in rows.items()}
+    return {
+        "ratio_to_raw": statistics.median(ratios),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "publish_to_raw_write": statistics.median(
+            a / b for a, b in zip(rows["publish"], rows["raw_write"], strict=True)
+        ),
+        "num_parameters": num_parameters,
+        "bytes": int(median["bytes"]),
+        **{f"{key}_s": median[key] for key in ("publish", "load", "paused", "ours", "raw_write", "raw_read", "raw")},
+        "num_ranks": NUM_RANKS,
+        "num_engines": NUM_ENGINES,
+        "num_rounds": NUM_ROUNDS,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    """The figures as lines."""
+    return "\n".join(
+        [
+            f"{result['num_parameters'] / 1e6:.0f}M parameters, {result['bytes'] / 1e6:.0f} MB a version, "
+            f"{result['num_ranks']} trainer ranks, {result['num_engines']} engines, {result['cores']} cores, "
+            f"{result['num_rounds']} rounds",
+            f"published {result['publish_s']:.3f} s + loaded {result['load_s']:.3f} s (paused {result['paused_s']:.3f} "
+            f"s) = {result['ours_s']:.3f} s",
+            f"raw: written {result['raw_write_s']:.3f} s + read {result['raw_read_s']:.3f} s = {result['raw_s']:.3f} s",
+            f"ratio {result['ratio_to_raw']:.2f} (rounds: {', '.join(f'{r:.2f}' for r in result['ratios'])}); "
+            f"publishing alone {result['publish_to_raw_write']:.2f} of the raw write",
+        ]
+    )
