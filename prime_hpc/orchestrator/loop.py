@@ -37,6 +37,7 @@ from prime_hpc.orchestrator.weights import Client, WeightSync
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.store.handover import HandoverServer
 from prime_hpc.store.layout import RunPaths
 
 TICK_S = 1.0
@@ -55,6 +56,7 @@ class Parts:
     urls: Sequence[str]
     clients: Sequence[Client]
     bell: Doorbell
+    handover: HandoverServer
     status: RoleStatus
     metrics: MetricsWriter
     samples: SampleLog
@@ -159,7 +161,8 @@ class Orchestrator:
         """Score, pack and commit batch `step` (in a thread: dispatch goes on), then ring."""
         manifest, scored = await asyncio.to_thread(self._assemble, step, groups, state)
         path = self.parts.paths.rollouts_step(step)
-        self.parts.bell.ring("batch", step=step, path=str(path), digest=manifest.digest)
+        source = self.parts.handover.offer(path)
+        self.parts.bell.ring("batch", step=step, path=str(path), digest=manifest.digest, source=source)
         return scored, manifest
 
     async def _finish(self) -> None:

@@ -30,6 +30,7 @@ from prime_hpc.orchestrator.metrics import SampleLog
 from prime_hpc.orchestrator.setup import load_resume_state, make_clients, make_pool, ready_timeout, server_urls
 from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.store.handover import HandoverServer
 from prime_hpc.store.layout import RunPaths
 
 ROLE = "orchestrator"
@@ -136,6 +137,8 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
         stack.callback(metrics.close)
         samples = SampleLog(paths.metrics("samples"), config.log_samples)
         stack.callback(samples.close)
+        handover = HandoverServer(bell)
+        stack.callback(handover.close)
         orchestrator = Orchestrator(
             exp,
             Parts(
@@ -145,6 +148,7 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
                 urls=urls,
                 clients=clients,
                 bell=bell,
+                handover=handover,
                 status=status,
                 metrics=metrics,
                 samples=samples,

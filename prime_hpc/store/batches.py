@@ -1,13 +1,14 @@
 """Training batches on disk: one safetensors file a data-parallel rank, memory-mapped by the rank that reads it.
 
 The orchestrator writes batch n with `write_batch`, together with its own state after batch n; trainer rank r reads
-`read_rank_batch(dir, r)`. A token costs 15 bytes (id 4, mask 1, log-probability 4, version 2, advantage 4), a
-sequence 24 to 36 more. Files are plain safetensors: `safetensors.numpy.load_file` reads them too.
+its file with `read_rank_batches`, handed over by the orchestrator (`store.handover`) or from disk. A token costs 15
+bytes (id 4, mask 1, log-probability 4, version 2, advantage 4), a sequence 24 to 36 more; positions count from 0 in
+each sequence and follow from its offsets. Files are plain safetensors: `safetensors.numpy.load_file` reads them too.
 """
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,7 +28,8 @@ from prime_hpc.store.artifact import (
     check_file,
     read_manifest,
 )
-from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
+from prime_hpc.store.handover import Handover
+from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps, parse_step
 
 STATE = "orchestrator.json"
 NOT_SAMPLED = -1
@@ -272,38 +274,63 @@ def _serialize(batch: RankBatch) -> Iterator[Any]:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def read_rank_batch(directory: Path, rank: int, *, deadline_s: float = 30.0, verify: bool = True) -> RankBatch:
-    """Map one rank's file of a batch; the large arrays are read-only views of it.
+def read_rank_batch(directory: Path, rank: int, *, deadline_s: float = files.VISIBLE_S) -> RankBatch:
+    """One rank's file of a batch, mapped; see `read_rank_batches`."""
+    return read_rank_batches(directory, lambda _: [rank], deadline_s=deadline_s)[0]
+
+
+def read_rank_batches(
+    directory: Path,
+    choose: Callable[[int], Sequence[int]],
+    *,
+    handover: Handover | None = None,
+    deadline_s: float = files.VISIBLE_S,
+) -> list[RankBatch]:
+    """The files of some ranks of a batch, their sums checked; the large arrays are read-only views of them.
 
     Args:
         directory: the batch's artifact.
-        rank: data-parallel rank.
-        deadline_s: keep trying this many seconds while the file is not (yet) what the manifest says.
-        verify: check the file's sum, which also brings it into the page cache.
+        choose: number of ranks that it was packed for -> ranks to read.
+        handover: the writer's socket, which is asked first.
+        deadline_s: keep trying this many seconds while a file is not (yet) what the manifest says.
 
     Raises:
         ArtifactError: names the file, what was expected and what was found.
         ValueError: the batch was packed for fewer ranks.
     """
-    name = _rank_name(rank)
-    path = directory / name
 
-    def read() -> RankBatch:
+    def names(manifest: Manifest) -> list[str]:
+        num_ranks = int(manifest.meta["num_ranks"])
+        chosen = choose(num_ranks)
+        for rank in chosen:
+            if rank >= num_ranks:
+                raise ValueError(f"{directory}: was packed for {num_ranks} ranks, there is no rank {rank}")
+        return [_rank_name(rank) for rank in chosen]
+
+    step = parse_step(directory.name)
+    fetched = handover.fetch(directory, step, names) if handover is not None and step is not None else None
+    if fetched is not None:
+        manifest, content = fetched
+        return [_deserialize(content[name], directory / name) for name in names(manifest)]
+
+    def read() -> list[RankBatch]:
         manifest = read_manifest(directory)
-        entry = manifest.files.get(name)
-        if entry is None:
-            num_ranks = manifest.meta.get("num_ranks")
-            raise ValueError(f"{directory}: was packed for {num_ranks} ranks, there is no rank {rank}")
-        check_file(path, entry, deep=verify)
-        return _deserialize(path, entry)
+        return [_map(directory / name, manifest.files[name]) for name in names(manifest)]
 
+    files.await_name(directory, deadline_s=deadline_s)
     return files.retry_read(read, deadline_s=deadline_s)
 
 
-def _deserialize(path: Path, entry: FileEntry) -> RankBatch:
+def _map(path: Path, entry: FileEntry) -> RankBatch:
+    check_file(path, entry, deep=True)  # which also brings it into the page cache
     raw: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, mode="r")
     if raw.nbytes != entry.size:
         raise ArtifactError(path, f"{entry.size} bytes", f"{raw.nbytes} bytes")
+    return _deserialize(raw, path)
+
+
+def _deserialize(raw: npt.NDArray[np.uint8], path: Path) -> RankBatch:
+    """The arrays of one file's content; `path` is for the error."""
     try:
         start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
         header = json.loads(raw[8:start].tobytes())
@@ -328,7 +355,7 @@ def _view(raw: npt.NDArray[np.uint8], start: int, spec: Mapping[str, Any]) -> np
     return np.frombuffer(raw, np.uint8)[start + begin : start + end].view(dtype)
 
 
-def read_state(directory: Path, *, deadline_s: float = 30.0) -> dict[str, Any]:
+def read_state(directory: Path, *, deadline_s: float = files.VISIBLE_S) -> dict[str, Any]:
     """The orchestrator's state after this batch.
 
     Raises:
@@ -343,6 +370,7 @@ def read_state(directory: Path, *, deadline_s: float = 30.0) -> dict[str, Any]:
         check_file(directory / STATE, entry, deep=True)
         return json.loads((directory / STATE).read_bytes())
 
+    files.await_name(directory, deadline_s=deadline_s)
     return files.retry_read(read, deadline_s=deadline_s)
 
 

@@ -259,6 +259,7 @@ class Doorbell:
         self._replays: deque[tuple[Payload, Callable[[Payload], None]]] = deque()
         self._closing = threading.Event()
         self._peer: Peer | None = None
+        self._own_host: str | None = None
         if self._address is not None:
             self._waker = _Waker()
             self._thread = threading.Thread(target=self._run, name=f"doorbell-{role}", daemon=True)
@@ -268,6 +269,21 @@ class Doorbell:
     def connected(self) -> bool:
         """Whether the hub can be reached now."""
         return self._peer is not None
+
+    @property
+    def secret(self) -> str:
+        """What strangers do not know; empty where the hub asks for none."""
+        return self._secret
+
+    @property
+    def hub_host(self) -> str | None:
+        """Host of the hub; None where there is none."""
+        return self._address[0] if self._address else None
+
+    @property
+    def own_host(self) -> str | None:
+        """Under which the hub's other clients reach this process; None until it has reached the hub itself."""
+        return self._own_host
 
     @property
     def closed(self) -> bool:
@@ -368,6 +384,8 @@ class Doorbell:
             if sock.getsockname() == sock.getpeername():  # nobody listens on this ephemeral port: TCP met itself
                 sock.close()
                 return None
+            here, there = sock.getsockname()[0], sock.getpeername()[0]
+            self._own_host = self._address[0] if here == there else here  # on the hub's machine: as the hub is known
             self._peer = Peer(sock)
         except OSError:  # the hub is not there yet, or is gone: listing takes over, and this is tried again
             return None

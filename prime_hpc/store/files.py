@@ -22,6 +22,8 @@ from prime_hpc.store.errors import ArtifactError, StoreError
 
 FILE_MODE = 0o644
 _CHUNK = 8 << 20
+VISIBLE_S = 90.0
+"""How long a finished file may stay unseen by another node: NFS clients believe a cached miss for up to 60 s."""
 _ALMOST_NOTHING = 64 << 10  # bytes free at which a writer's error without errno is taken for a full disk
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # A reader on a network file system meets these while a name is being replaced; they pass.
@@ -238,6 +240,22 @@ def list_dir(path: Path) -> list[str]:
         if error.errno in (errno.ENOENT, errno.ESTALE):
             return []
         raise
+
+
+def await_name(path: Path, *, deadline_s: float = VISIBLE_S) -> None:
+    """Wait until `path` is listed in its directory, 0.01 .. 0.5 s apart.
+
+    Looked up by name too early, a network client would remember the miss, for up to a minute; a listing leaves none.
+
+    Raises:
+        ArtifactError: it is not listed until the deadline.
+    """
+
+    def look() -> None:
+        if path.name not in list_dir(path.parent):
+            raise ArtifactError(path, f"this name in {path.parent} within {deadline_s:g} s", "none")
+
+    retry_read(look, deadline_s=deadline_s)
 
 
 def remove_tree(path: Path) -> None:

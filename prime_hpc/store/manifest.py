@@ -1,6 +1,7 @@
 """What an artifact says about itself, and whether it is true. Used through `prime_hpc.store.artifact`."""
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -133,12 +134,15 @@ def read_manifest(directory: Path, *, deadline_s: float = 0.0) -> Manifest:
     return files.retry_read(read, deadline_s=deadline_s)
 
 
-def verify_artifact(directory: Path, deep: bool = False, *, deadline_s: float = 0.0) -> Manifest:
+def verify_artifact(
+    directory: Path, deep: bool = False, *, names: Collection[str] | None = None, deadline_s: float = 0.0
+) -> Manifest:
     """Check an artifact against its manifest: sizes, and with `deep` the sum of every file.
 
     Args:
         directory: an artifact.
         deep: read everything.
+        names: check only these of its files; None: all.
         deadline_s: keep trying this many seconds (a network file system may show old sizes for a while).
 
     Raises:
@@ -148,7 +152,8 @@ def verify_artifact(directory: Path, deep: bool = False, *, deadline_s: float = 
     def check() -> Manifest:
         manifest = read_manifest(directory)
         for name, entry in manifest.files.items():
-            check_file(directory / name, entry, deep=deep)
+            if names is None or name in names:
+                check_file(directory / name, entry, deep=deep)
         return manifest
 
     return files.retry_read(check, deadline_s=deadline_s)

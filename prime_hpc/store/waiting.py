@@ -1,7 +1,7 @@
 """Waiting until an artifact is whole and visible on this node. Used through `prime_hpc.store.artifact`."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from prime_hpc.store.manifest import MANIFEST, Manifest, verify_artifact
 
 if TYPE_CHECKING:
     from prime_hpc.store.doorbell import Doorbell
+    from prime_hpc.store.handover import Handover
 
 _MAX_LISTING_PAUSE_S = 2.0
 _MAX_READ_PAUSE_S = 0.25
@@ -23,13 +24,16 @@ def wait_for_artifact(
     doorbell: "Doorbell | None" = None,
     topic: str | None = None,
     key: Mapping[str, int] | None = None,
+    names: Collection[str] | None = None,
+    handover: "Handover | None" = None,
     min_incarnation: int = 0,
     cancelled: Callable[[], bool] | None = None,
 ) -> Manifest:
     """Wait until an artifact is whole and visible here (sizes checked). One process waits, it tells the others.
 
     The name is not looked up before it was announced or listed: an NFS client would cache the miss for up to a
-    minute. Without an announcement the parent directory is listed, 0.02 .. 2 s apart.
+    minute. Without an announcement, and where an announced name is not visible yet, the parent directory is listed,
+    0.02 .. 2 s apart.
 
     Args:
         directory: the artifact's final name.
@@ -37,6 +41,8 @@ def wait_for_artifact(
         doorbell: announces; None or a silent one: listing only.
         topic: topic of the announcement.
         key: fields of the announcement that must have at least these values, e.g. `{"step": 3}`.
+        names: files whose sizes are checked; None: all.
+        handover: the writer's socket; where it hands out the manifest, the file system is not asked at all.
         min_incarnation: an artifact of an older life counts as not there (a late write of a fenced process).
         cancelled: asked at least every 0.25 s.
 
@@ -45,7 +51,7 @@ def wait_for_artifact(
         ArtifactError: it appeared, but until the deadline some file was not what the manifest says.
         WaitCancelled: `cancelled()` became true.
     """
-    wait = _Wait(directory, doorbell, topic, dict(key or {}), min_incarnation)
+    wait = _Wait(directory, doorbell, topic, dict(key or {}), names, handover, min_incarnation)
     start = time.monotonic()
     end = start + deadline_s
     listing_pause, read_pause, next_listing = 0.02, 0.01, start
@@ -53,7 +59,7 @@ def wait_for_artifact(
         if cancelled is not None and cancelled():
             raise WaitCancelled(f"stopped waiting for {directory}")
         now = time.monotonic()
-        if not wait.found and now >= next_listing:
+        if wait.should_list and now >= next_listing:
             wait.list_parent()
             next_listing = now + listing_pause
             listing_pause = min(listing_pause * 1.5, _MAX_LISTING_PAUSE_S)
@@ -73,12 +79,21 @@ class _Wait:
     """The state of one `wait_for_artifact`."""
 
     def __init__(
-        self, directory: Path, doorbell: "Doorbell | None", topic: str | None, key: dict[str, int], incarnation: int
+        self,
+        directory: Path,
+        doorbell: "Doorbell | None",
+        topic: str | None,
+        key: dict[str, int],
+        names: Collection[str] | None,
+        handover: "Handover | None",
+        incarnation: int,
     ) -> None:
         self.directory = directory
         self.doorbell = doorbell if topic is not None else None
         self.topic = topic or ""
         self.key = key
+        self.names = names
+        self.handover = handover
         self.min_incarnation = incarnation
         self.listed = False
         self.error: StoreError | None = None
@@ -91,6 +106,12 @@ class _Wait:
     @property
     def found(self) -> bool:
         return self.listed or self.announcement is not None
+
+    @property
+    def should_list(self) -> bool:
+        # Opening a directory makes an NFS client ask for its changes, and forget its cached misses where there are any:
+        # that helps too where an announced name is not visible yet.
+        return not self.listed and (self.announcement is None or self.error is not None)
 
     def _matches(self, message: Mapping[str, Any]) -> bool:
         # Steps and versions only grow, so a later announcement also says that the earlier artifact exists.
@@ -107,10 +128,12 @@ class _Wait:
             time.sleep(seconds)
 
     def read(self) -> Manifest | None:
-        if not self.found:
-            return None
         try:
-            manifest = verify_artifact(self.directory)
+            manifest = self._handed_over()
+            if manifest is None:
+                if not self.found:
+                    return None
+                manifest = verify_artifact(self.directory, names=self.names)
             if manifest.incarnation < self.min_incarnation:
                 raise ArtifactError(
                     self.directory / MANIFEST,
@@ -126,6 +149,13 @@ class _Wait:
             self.error = error
             return None
         return manifest
+
+    def _handed_over(self) -> Manifest | None:
+        """The manifest from the writer's own socket, where an announcement says that there is one."""
+        if self.handover is None or self.announcement is None or not self.key:
+            return None
+        fetched = self.handover.fetch(self.directory, next(iter(self.key.values())), lambda _: ())
+        return fetched[0] if fetched is not None else None
 
     def failure(self, deadline_s: float) -> StoreError:
         if self.error is not None:

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from prime_hpc.config.sections.trainer import FakeDataConfig
-from prime_hpc.store.artifact import read_manifest
-from prime_hpc.store.batches import NOT_SAMPLED, RankBatch, read_rank_batch
+from prime_hpc.store.batches import NOT_SAMPLED, RankBatch, read_rank_batches
+from prime_hpc.store.handover import Handover
 from prime_hpc.trainer.attention import Packing, plan_packing
 
 
@@ -184,16 +184,20 @@ def redistribute(batches: list[RankBatch], rank: int, world_size: int) -> RankBa
     return select_micro_batches(own[rank], per_rank)
 
 
-def read_own_batch(directory: Path, rank: int, world_size: int) -> RankBatch:
+def read_own_batch(directory: Path, rank: int, world_size: int, handover: Handover | None = None) -> RankBatch:
     """This rank's part of the batch in `directory`, also when it was packed for another number of ranks.
 
     Raises:
         ArtifactError: a file is not what its manifest says.
     """
-    num_ranks = int(read_manifest(directory, deadline_s=30).meta["num_ranks"])
-    if num_ranks == world_size:
-        return read_rank_batch(directory, rank)
-    return redistribute([read_rank_batch(directory, r) for r in range(num_ranks)], rank, world_size)
+    own: list[bool] = []
+
+    def choose(num_ranks: int) -> list[int]:
+        own[:] = [num_ranks == world_size]
+        return [rank] if own[0] else list(range(num_ranks))
+
+    batches = read_rank_batches(directory, choose, handover=handover)
+    return batches[0] if own[0] else redistribute(batches, rank, world_size)
 
 
 def pack_samples(lengths: NDArray[np.int64], num_ranks: int, budget: int) -> list[list[list[int]]]:

@@ -71,7 +71,7 @@ def _read_batch(session: Session, step: int) -> RankBatch:
     if fake is not None:
         seed = session.experiment.seed
         return fake_batch(fake, session.vocab_size, seed, step, session.rank, session.world_size)
-    return read_own_batch(session.paths.rollouts_step(step), session.rank, session.world_size)
+    return read_own_batch(session.paths.rollouts_step(step), session.rank, session.world_size, session.handover)
 
 
 def _next_signal(session: Session, step: int, num_samples: int) -> Signal:
@@ -108,6 +108,8 @@ def _look(session: Session, step: int, end: float) -> Signal:
             doorbell=session.doorbell,
             topic="batch",
             key={"step": step},
+            names=(),  # each rank checks its own file
+            handover=session.handover,
             min_incarnation=session.context.incarnation,
             cancelled=lambda: session.has_news,
         )

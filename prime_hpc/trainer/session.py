@@ -22,6 +22,7 @@ from prime_hpc.store.adopt import find_checkpoint
 from prime_hpc.store.batches import RankBatch, prune_batches
 from prime_hpc.store.checkpoints import CheckpointInfo, resolve_resume
 from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.store.handover import Handover
 from prime_hpc.store.identity import model_identity
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.weights import list_versions, prune_weights
@@ -64,6 +65,8 @@ class Session:
     world_size: int
     device: torch.device
     doorbell: Doorbell
+    handover: Handover
+    """Batches straight from the orchestrator."""
     status: RoleStatus
     metrics: MetricsWriter | None
     """Rank 0 only."""
@@ -300,6 +303,7 @@ def build_session(
         world_size=world_size,
         device=device,
         doorbell=doorbell,
+        handover=Handover(doorbell, "batch", "step"),
         status=status,
         metrics=_open_metrics(experiment, paths) if rank == 0 else None,
         engine=engine,

@@ -326,7 +326,9 @@ def test_an_announced_artifact_is_found_where_listings_are_stale(hub, bell, tmp_
     looked = []
     verify = waiting.verify_artifact
     monkeypatch.setattr(waiting.files, "list_dir", lambda path: [])
-    monkeypatch.setattr(waiting, "verify_artifact", lambda path: (looked.append(time.monotonic()), verify(path))[1])
+    monkeypatch.setattr(
+        waiting, "verify_artifact", lambda path, **_: (looked.append(time.monotonic()), verify(path))[1]
+    )
     announced = []
 
     def produce():
