@@ -152,8 +152,8 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     """Memory of one trainer GPU at its peak, by what it is for; None where the parameters cannot be counted.
 
     `state`: the rank's shard of master weights, gradients and optimizer state. `gathered`: whole blocks in the compute
-    type while they are used, and their gradients. `activations`: of one micro-batch. `logits`: one chunk and its
-    gradient. `context`: CUDA and NCCL.
+    type while they are used, and their gradients. `activations`: of one micro-batch. `logits`: one chunk, a
+    part of its exponentials, its gradient in the compute type. `context`: CUDA and NCCL.
     """
     if facts.num_params is None:
         return None
@@ -177,7 +177,7 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
         "state": state + reference,
         "gathered": gathered,
         "activations": activations,
-        "logits": chunk * facts.vocab_size * (4 + 4 + width),
+        "logits": chunk * facts.vocab_size * (4 + 1 + width),
     }
     return {name: value / GIB for name, value in parts.items()} | {"context": CONTEXT_GIB}
 

@@ -7,22 +7,59 @@ from typing import Any
 
 import torch
 
+ROW_BLOCKS = 8
+"""Parts in which a chunk's exponentials are made where nobody needs them all at once."""
+
 
 def _chunk_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor, softcap: float | None
+    out: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor,
+    softcap: float | None,
 ) -> torch.Tensor:
-    """float32 `[n, vocab]` logits of n hidden states, capped where the model caps, divided by the temperature."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    """Fill `out`, float32 `[n, vocab]`, with the logits of n hidden states, capped where the model caps, times scale.
+
+    All chunks share one buffer: on a CPU, fresh memory of this size costs several times the arithmetic on it.
+    """
+    if hidden.dtype == torch.float32 and bias is None:
+        torch.mm(hidden, weight.T, out=out)
+    else:
+        out.copy_(torch.nn.functional.linear(hidden, weight, bias))
     if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    return logits.mul_(scale[:, None])
+        out.div_(softcap).tanh_().mul_(softcap)
+    return out.mul_(scale[:, None])
+
+
+def _softmax_sums(
+    logits: torch.Tensor, top: torch.Tensor, *, with_entropy: bool, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over the vocabulary, `[n]` each, of e = exp(l - top) and, with entropy, of e (l - top).
+
+    The logits' memory is overwritten: by e where `keep` is set.
+    """
+    if not with_entropy:
+        return logits.sub_(top[:, None]).exp_().sum(dim=1), top
+    rows = max(1, -(-logits.shape[0] // ROW_BLOCKS))
+    scratch = torch.empty((rows, logits.shape[1]), dtype=logits.dtype, device=logits.device)
+    sums, moments = torch.empty_like(top), torch.empty_like(top)
+    for first in range(0, logits.shape[0], rows):
+        part = slice(first, min(first + rows, logits.shape[0]))
+        shifted = logits[part].sub_(top[part, None])
+        exps = torch.exp(shifted, out=scratch[: len(shifted)])
+        torch.sum(exps, dim=1, out=sums[part])
+        torch.sum(shifted.mul_(exps), dim=1, out=moments[part])
+        if keep:
+            shifted.copy_(exps)
+    return sums, moments
 
 
 class _TokenLogprobs(torch.autograd.Function):
     """Log-softmax at the targets through the LM head, without autograd ever holding `[N, vocab]`.
 
     One chunk (N <= chunk_tokens): the exponentials are kept and turned into the gradient in place.
-    More: each chunk's logits are computed again in the backward pass, and dropped.
+    More: each chunk's logits are computed again in the backward pass.
     """
 
     @staticmethod
@@ -41,25 +78,22 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(num, dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros(num if with_entropy else 0, dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty_like(logprobs)
+        keep = num <= chunk_tokens and softcap is None
         ctx.kept = None
+        buffer = logprobs.new_empty((min(num, chunk_tokens), weight.shape[0]))
         for start in range(0, num, chunk_tokens):
             part = slice(start, min(start + chunk_tokens, num))
-            logits = _chunk_logits(hidden[part], weight, bias, scale[part], softcap)
+            logits = _chunk_logits(buffer[: part.stop - start], hidden[part], weight, bias, scale[part], softcap)
             at_target = logits.gather(1, targets[part, None])[:, 0]
-            top = logits.amax(dim=1, keepdim=True)
+            top = logits.amax(dim=1)
+            sums, moments = _softmax_sums(logits, top, with_entropy=with_entropy, keep=keep)
+            log_sum = sums.log()
             if with_entropy:
-                exps = torch.exp(logits - top)
-                mean_logit = torch.linalg.vecdot(exps, logits)
-            else:
-                exps = logits.sub_(top).exp_()
-            sums = exps.sum(dim=1)
-            log_sum = top[:, 0] + sums.log()
-            if with_entropy:
-                entropy[part] = log_sum - mean_logit / sums
-            logprobs[part] = at_target - log_sum
-            log_sums[part] = log_sum
-            if num <= chunk_tokens and softcap is None:
-                ctx.kept = (exps, sums)
+                entropy[part] = log_sum - moments / sums
+            log_sums[part] = log_sum + top
+            logprobs[part] = at_target - log_sums[part]
+            if keep:
+                ctx.kept = (logits, sums)
         ctx.save_for_backward(hidden, weight, targets, scale, log_sums, *(() if bias is None else (bias,)))
         ctx.softcap, ctx.chunk_tokens = softcap, chunk_tokens
         ctx.mark_non_differentiable(entropy)
@@ -69,32 +103,35 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         hidden, weight, targets, scale, log_sums, *rest = ctx.saved_tensors
         bias = rest[0] if rest else None
-        num = hidden.shape[0]
+        num, chunk = hidden.shape[0], ctx.chunk_tokens
         grad_hidden = torch.empty_like(hidden)
-        many = num > ctx.chunk_tokens
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if many or not num else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if num > chunk or not num else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        for start in range(0, num, ctx.chunk_tokens):
-            part = slice(start, min(start + ctx.chunk_tokens, num))
-            rows = grad[part]
-            if ctx.kept is not None:
+        buffer = grad.new_empty((min(num, chunk), weight.shape[0])) if ctx.kept is None else None
+        for start in range(0, num, chunk):
+            part = slice(start, min(start + chunk, num))
+            rows = grad[part] * scale[part]  # the gradient that reaches the logits before scale
+            if buffer is None:
                 delta, sums = ctx.kept
                 ctx.kept = None
                 delta.mul_((-rows / sums)[:, None])
             else:
-                logits = _chunk_logits(hidden[part], weight, bias, scale[part], ctx.softcap)
-                delta = torch.exp(logits - log_sums[part, None]).mul_(-rows[:, None])
+                delta = _chunk_logits(buffer[: part.stop - start], hidden[part], weight, bias, scale[part], ctx.softcap)
+                slope = None if ctx.softcap is None else 1 - (delta / (scale[part, None] * ctx.softcap)).square()
+                delta.sub_(log_sums[part, None]).exp_().mul_(-rows[:, None])
             delta.scatter_add_(1, targets[part, None], rows[:, None])
             if ctx.softcap is not None:
-                capped = logits / (scale[part, None] * ctx.softcap)
-                delta.mul_(1 - capped.square())
-            delta.mul_(scale[part, None])
+                delta.mul_(slope)
             if grad_bias is not None:
                 grad_bias += delta.sum(dim=0)
             delta = delta.to(weight.dtype)
             torch.mm(delta, weight, out=grad_hidden[part])
-            chunk_weight = delta.T @ hidden[part]
-            grad_weight = chunk_weight if grad_weight is None else grad_weight.add_(chunk_weight)
+            if grad_weight is None:
+                grad_weight = delta.T @ hidden[part]
+            elif weight.dtype == torch.float32:
+                grad_weight.addmm_(delta.T, hidden[part])
+            else:
+                grad_weight.add_(delta.T @ hidden[part])
         assert grad_weight is not None
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None
@@ -109,7 +146,7 @@ def token_logprobs(
     bias: torch.Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    chunk_tokens: int = 2048,
+    chunk_tokens: int = 1024,
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p(target | hidden) under the softmax of the LM head at a temperature, in float32.

@@ -31,6 +31,8 @@ from prime_hpc.trainer.lora import Adapters, add_lora
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS_FILE = "model.safetensors"
+SMALL_LOGITS = 1 << 24
+"""So many logits (64 MiB) are no reason to work in chunks: a small vocabulary's are kept for the backward pass."""
 
 
 class Policy(nn.Module):
@@ -43,7 +45,7 @@ class Policy(nn.Module):
         super().__init__()
         self.hf = hf
         self._attn = attn
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = max(chunk_tokens, SMALL_LOGITS // hf.get_output_embeddings().weight.shape[0])
         config = hf.config.get_text_config()
         # The three ways in which transformers' causal LMs post-process their logits.
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)

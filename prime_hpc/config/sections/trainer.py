@@ -178,8 +178,8 @@ class TrainerConfig(Section):
     """RL objective."""
     data: TrainerDataConfig = TrainerDataConfig()
     """Batch source."""
-    logits_chunk_tokens: int = Field(2048, ge=1)
-    """Tokens whose logits exist at once (vocabulary-sized rows)."""
+    logits_chunk_tokens: int = Field(1024, ge=1)
+    """Tokens whose logits (vocabulary-sized rows) exist at once; more where those take less than 64 MiB."""
     dist_timeout_s: float = Field(600, gt=0)
     """Deadline of a collective."""
     batch_timeout_s: float = Field(1800, gt=0)
