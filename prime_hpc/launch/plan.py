@@ -9,6 +9,10 @@ import shutil
 from typing import Literal
 
 from prime_hpc.config import Experiment, Loaded
+from prime_hpc.config.site import load_site
+from prime_hpc.launch.estimate import read_model
+from prime_hpc.launch.interval import interval_facts, interval_lines
+from prime_hpc.launch.pace import pace
 
 
 def plan_text(loaded: Loaded) -> str:
@@ -84,4 +88,10 @@ def _checkpoints(experiment: Experiment) -> str:
         return "checkpoints  off (--ckpt switches them on)"
     where = experiment.ckpt.path or experiment.run_dir / "checkpoints"
     resume = f", resumes at {experiment.ckpt.resume_step}" if experiment.ckpt.resume_step is not None else ""
-    return f"checkpoints  every {experiment.ckpt.interval} steps in {where}{resume}"
+    speed = pace(experiment, read_model(experiment.model.name))
+    site = load_site(experiment.slurm.site)
+    facts = interval_facts(experiment, site, speed, 1, walltime_s=None, in_job=False)
+    interval = experiment.ckpt.interval
+    every = "as often as costs least" if interval == "auto" else f"every {interval} steps"
+    lines = interval_lines(interval, facts, {"step_s": speed.step_s, "step_from": speed.step_from})
+    return "\n".join([f"checkpoints  {every} in {where}{resume}", *(f"             {line}" for line in lines)])

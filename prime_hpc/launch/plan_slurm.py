@@ -3,17 +3,16 @@
 Called by the `plan` verb and by `submit --dry-run`. Pure but for the model's config.json and an earlier life's metrics.
 """
 
-import math
 from typing import Any
 
-from prime_hpc.config import Experiment
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate import ModelFacts, engine_memory, read_model, trainer_gib
+from prime_hpc.launch.interval import interval_facts, interval_lines
 from prime_hpc.launch.pace import Pace, pace
 from prime_hpc.launch.plan_survive import survive_words
 from prime_hpc.launch.render import job_name, survive_how
-from prime_hpc.store.interval import best_interval_s, mtbf_s
-from prime_hpc.supervisor.options import format_time, known_partitions, resolve
+from prime_hpc.supervisor.options import known_partitions, parse_time_s, resolve
 from prime_hpc.supervisor.placement import Placement, RoleGroup, across_nodes, choose_layout, place_slurm, placed_roles
 
 
@@ -53,7 +52,7 @@ def slurm_plan(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
         "model": _model(experiment, facts),
         "memory": _memory(experiment, site, facts),
         "pace": {"step_s": speed.step_s, "step_from": speed.step_from, "save_s": speed.save_s}
-        | {"save_from": speed.save_from, "startup_s": site.startup_s},
+        | {"stall_s": speed.stall_s, "save_from": speed.save_from, "startup_s": site.startup_s},
         "paths": {
             "run": str(run_dir),
             "script": str(run_dir / "job.sbatch"),
@@ -82,13 +81,22 @@ def _group(experiment: Experiment, group: RoleGroup) -> dict[str, Any]:
 
 def _checkpoints(experiment: Experiment, site: SiteConfig, placement: Placement, speed: Pace) -> dict[str, Any]:
     ckpt = experiment.ckpt
-    best = best_interval_s(speed.save_s, mtbf_s(placement.num_nodes, site.failures_per_1000_node_days))
+    limits = [_limit_s(component.options) for component in placement.components]
+    walltime_s = min((seconds for seconds in limits if seconds), default=None)
+    facts = interval_facts(experiment, site, speed, placement.num_nodes, walltime_s=walltime_s, in_job=True)
     return {
         "on": ckpt is not None,
         "interval": ckpt.interval if ckpt else None,
         "resume_step": None if ckpt is None or ckpt.resume_step is None else str(ckpt.resume_step),
-        "best_interval_s": None if math.isinf(best) else round(best),
+        **facts,
     }
+
+
+def _limit_s(options: dict[str, Any]) -> int | None:
+    try:
+        return parse_time_s(str(options["time"])) if "time" in options else None
+    except ConfigError:
+        return None  # lint has said so
 
 
 def _model(experiment: Experiment, facts: ModelFacts | None) -> dict[str, Any]:
@@ -245,17 +253,12 @@ def _checkpoint_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]
     if not ckpt["on"]:
         return ["checkpoints  OFF: a life that ends leaves nothing to come back to (--ckpt switches them on)"]
     resume = f", resumes at {ckpt['resume_step']}" if ckpt["resume_step"] else ""
-    lines = [
-        f"checkpoints  every {ckpt['interval']} steps{resume}; a save takes about {pace_['save_s']:.0f} s "
-        f"({pace_['save_from']})"
+    every = "as often as costs least" if ckpt["interval"] == "auto" else f"every {ckpt['interval']} steps"
+    return [
+        f"checkpoints  {every}{resume}; a save takes about {pace_['save_s']:.3g} s ({pace_['save_from']}) and holds "
+        f"training up for {pace_['stall_s']:.2g} s",
+        *(f"             {line}" for line in interval_lines(ckpt["interval"], ckpt, pace_)),
     ]
-    if ckpt["best_interval_s"] is not None:
-        steps = max(1, round(ckpt["best_interval_s"] / pace_["step_s"]))
-        lines.append(
-            f"             failures of {plan['num_nodes']} node(s) alone ask for one every "
-            f"{format_time(ckpt['best_interval_s'])}, {steps} steps of {pace_['step_s']:.0f} s ({pace_['step_from']})"
-        )
-    return lines
 
 
 def _finding_lines(findings: list[dict[str, Any]]) -> list[str]:

@@ -106,6 +106,8 @@ def test_plan_names_roles_and_launcher(tmp_path: Path, model: Path) -> None:
     assert "data parallel 2" in text
     assert "4 FSDP2 ranks" in text
     assert "LocalExecutor" in text
+    saving = plan_text(loaded(tmp_path, model, ckpt={"interval": "auto"}))
+    assert "checkpoints  as often as costs least" in saving and "expected loss" in saving
     attached = plan_text(loaded(tmp_path, model))
     assert "attached: http://127.0.0.1:8000/v1" in attached
 

@@ -56,6 +56,54 @@ def tree(model: Path, **values: Any) -> dict[str, Any]:
     return {**base, **values}
 
 
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_interval_with_its_expected_loss(model: Path, tmp_path: Path) -> None:
+    """Measured steps and saves, and the failures that this run and its neighbours had."""
+    out = tmp_path / "runs"
+    steps = [{"step": n, "loss": 0.1, "time/step": 30.0} for n in range(1, 5)]
+    steps[1] |= {"ckpt/write_s": 90.0, "ckpt/stall_s": 2.0, "time/checkpoint": 2.0}
+    write_rows(out / "x" / "metrics" / "trainer.jsonl", steps)
+    ckpt = {"interval": 10, "save_async": True}
+    plan, text = planned(model, output_dir=str(out), ckpt=ckpt)
+    found = plan["checkpoints"]
+    assert (plan["pace"]["save_s"], plan["pace"]["stall_s"]) == (90.0, 2.0)
+    nodes, rate = plan["num_nodes"], 6.5
+    mtbf = 1000 * 86400 / rate / nodes
+    assert found["mtbf_s"] == pytest.approx(mtbf, rel=1e-3)
+    # stall / interval, half an interval and what the write takes repeated, the restart
+    by_hand = 100 * (2 / 300 + (300 / 2 + 88 + found["restart_s"]) / mtbf)
+    assert found["set_loss_percent"] == pytest.approx(by_hand, abs=2e-3)
+    assert found["best_loss_percent"] <= found["set_loss_percent"]
+    assert f"expected loss {found['set_loss_percent']:.2f} %; Young/Daly: {found['best_loss_percent']:.2f} %" in text
+    assert "holds training up for 2 s" in text
+    auto, text = planned(model, output_dir=str(out), ckpt={**ckpt, "interval": "auto"})
+    assert auto["checkpoints"]["set_loss_percent"] == found["best_loss_percent"] and "every auto" not in text
+
+    # ten days in which a neighbour on as many nodes lost five: saves come more often
+    hosts = [f"n{i}" for i in range(nodes)]
+    lives = [
+        {"attempt": n, "job_id": "7", "began": n * 172_800.0, "ended": (n + 1) * 172_800.0, "outcome": "node_lost"}
+        | {"nodes": {"trainer": hosts}}
+        for n in range(5)
+    ]
+    write_rows(out / "neighbour" / "attempts.jsonl", lives)
+    worse, text = planned(model, output_dir=str(out), ckpt=ckpt)
+    assert worse["checkpoints"]["mtbf_s"] == pytest.approx((mtbf + 5 * 172_800) / 6, rel=1e-3)
+    assert worse["checkpoints"]["best_interval_s"] < found["best_interval_s"]
+    assert "5 in 10 days of 5 attempts" in text
+
+    # a notice too short for a step and a save makes every time limit a failure
+    short, text = planned(
+        model, output_dir=str(out), ckpt=ckpt,
+        slurm={"partition": "h100", "time": "12:00:00", "survive": {"signal_lead_s": 60}},
+    )  # fmt: skip
+    assert short["checkpoints"]["mtbf_s"] < 12 * 3600 and "its end counts too" in text
+
+
 def planned(model: Path, site: dict[str, Any] | None = None, **values: Any) -> tuple[dict[str, Any], str]:
     one = Experiment.model_validate(tree(model, **values))
     plan = slurm_plan(one, SiteConfig.model_validate({**SITE, **(site or {})}))
