@@ -93,6 +93,12 @@ class WeightSync:
         Raises OrchestratorError naming the server that is not ready by the deadline or refuses the version.
         """
         self.current = version
+        if version > 0:  # the trainer publishes it anew where it was not beside the checkpoint
+            try:
+                await asyncio.to_thread(self._wait_for_first, version)
+            except asyncio.CancelledError:
+                self._closing = True  # or the thread would wait on
+                raise
         await asyncio.gather(*(self._prepare_one(i, version) for i in range(len(self._clients))))
         await self._announce()
 
@@ -157,6 +163,19 @@ class WeightSync:
             hint = " (is it prime-hpc's own server?)" if error.status == 404 else ""
             raise OrchestratorError(f"inference server {url} cannot serve version {version}: {error}{hint}") from error
         self._table.mark_ready(index, version)
+
+    def _wait_for_first(self, version: int) -> None:
+        try:
+            wait_for_artifact(
+                self._paths.weights_step(version),
+                deadline_s=self._ready_timeout_s,
+                doorbell=self._bell,
+                topic="weights",
+                key={"version": version},
+                cancelled=lambda: self._closing,
+            )
+        except (ArtifactTimeout, ArtifactError) as error:
+            raise OrchestratorError(f"weights version {version}, from which the run goes on: {error}") from error
 
     async def _follow(self) -> None:
         while True:

@@ -52,10 +52,9 @@ def choose_start(experiment: Experiment, paths: RunPaths, again: bool) -> Start 
     if not again and obeyed_at is None:
         return None
     for info in newest_first(paths.checkpoints, deep=True):
-        lacking = _lacks(experiment, paths.root, info)
-        if lacking is None:
+        if experiment.kind != "rl" or info.orchestrator_state is not None:
             return Start(info, is_foreign=False, was_asked=False)
-        logger.warning(f"checkpoint of step {info.step} is skipped: {lacking}")
+        logger.warning(f"checkpoint of step {info.step} is skipped: it holds no orchestrator state")
     return _asked(experiment, paths, asked) if asked is not None else None
 
 
@@ -76,9 +75,6 @@ def _asked(experiment: Experiment, paths: RunPaths, asked: int | str | Path) -> 
     wrong = misfits(experiment, info)
     if wrong:
         raise ConfigError(f"{KEY} = {asked}: {info.path} cannot be resumed from: {'; '.join(wrong)}")
-    lacking = _lacks(experiment, _home(info, paths, is_foreign), info)
-    if lacking is not None:
-        raise ConfigError(f"{KEY} = {asked}: {info.path} cannot be resumed from: {lacking}")
     return Start(info, is_foreign, was_asked=True)
 
 
@@ -110,42 +106,37 @@ def _seed_of(state: Path) -> int | None:
     return (content.get("prompts") or {}).get("seed")
 
 
-def _home(info: CheckpointInfo, paths: RunPaths, is_foreign: bool) -> Path | None:
-    """The run directory that a checkpoint's weights lie in."""
-    return run_of(info) if is_foreign else paths.root
-
-
-def _lacks(experiment: Experiment, home: Path | None, info: CheckpointInfo) -> str | None:
-    """What of a checkpoint's other half is not there."""
-    if experiment.kind != "rl":
-        return None
-    if info.orchestrator_state is None:
-        return "it holds no orchestrator state"
+def _weights_of(info: CheckpointInfo) -> Path | None:
+    """The weights version that belongs to a checkpoint, where it still lies in its run and is whole."""
+    home = run_of(info)
     if home is None:
-        return (
-            f"there is no run directory with weights version {info.step} around it, and engines could not serve it: "
-            "name the run directory, or a checkpoint that still lies in one"
-        )
+        return None
+    weights = RunPaths(home).weights_step(info.step)
     try:
-        verify_artifact(RunPaths(home).weights_step(info.step), deadline_s=1.0)
+        verify_artifact(weights, deadline_s=1.0)
     except ArtifactError as error:
-        return f"its weights version is not whole, engines could not serve it ({error})"
-    return None
+        logger.warning(f"{info.path}: its weights version cannot be used, the trainer will publish it anew ({error})")
+        return None
+    return weights
 
 
 def take_over(start: Start, experiment: Experiment, paths: RunPaths, incarnation: int) -> None:
     """Make another run's checkpoint, and for RL its weights, this run's own.
 
+    Weights that are not beside the checkpoint, or not whole, are no loss: it holds the parameters, and the trainer
+    publishes the version again before anybody needs it.
+
     Raises:
         StoreError: disk full, or a file that is not what its manifest says.
     """
-    info = start.info
+    info, own = start.info, paths.weights_step(start.info.step)
+    weights = _weights_of(info) if experiment.kind == "rl" else None
+    if experiment.kind == "rl" and weights is None and own.exists():
+        files.discard(own)  # broken, or of the step that this run took itself before it starts from another's
     if not start.is_foreign:
         return
-    if experiment.kind == "rl":
-        home = run_of(info)
-        assert home is not None  # `choose_start` saw it
-        adopt_weights(RunPaths(home).weights_step(info.step), info.step, paths, incarnation)
+    if weights is not None:
+        adopt_weights(weights, info.step, paths, incarnation)
     adopt_checkpoint(info, paths, incarnation)
 
 

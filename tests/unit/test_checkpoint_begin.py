@@ -72,8 +72,20 @@ def test_a_later_life_takes_the_newest_whole_one(tmp_path: Path) -> None:
     damage(paths.checkpoint_step(30), "flip")  # sizes are right: only the sums tell
     assert life(exp) == 20
     assert checkpoints(exp) == [10, 20]
-    shutil.rmtree(paths.weights_step(20))
+    damage(paths.checkpoint_step(20), "flip")
     assert life(exp) == 10
+
+
+def test_weights_that_are_lost_are_no_loss(tmp_path: Path) -> None:
+    """The checkpoint holds the parameters: the trainer publishes the version again."""
+    exp = experiment(tmp_path, ckpt={})
+    assert life(exp) is None
+    paths = train(exp, 10, 20)
+    shutil.rmtree(paths.weights_step(20))
+    assert life(exp) == 20 and not paths.weights_step(20).exists()
+    make_weights(paths, 20, 2)
+    (paths.weights_step(20) / "model.safetensors").write_bytes(b"half")
+    assert life(exp) == 20 and not paths.weights_step(20).exists()  # half of one would be in the way
 
 
 def test_a_checkpoint_saved_on_a_signal_is_found_though_checkpoints_are_off(tmp_path: Path) -> None:
@@ -195,16 +207,23 @@ def test_another_run_that_does_not_fit_is_refused_and_nothing_is_touched(tmp_pat
     refused("vocab_size was 300, is 299", model={"name": str(smaller)})
     refused("seed was 0 and is 1", seed=1)
     refused("it is of a run of kind rl, this is sft", kind="sft")
-    shutil.rmtree(source.weights_step(10))
-    refused("its weights version is not whole")
-    alone = tmp_path / "alone" / "step_10"
-    shutil.copytree(source.checkpoint_step(10), alone)
-    asked["resume_step"] = str(alone)
-    refused("name the run directory")
     asked["resume_step"] = str(tmp_path / "nowhere")
     refused("no such directory")
     asked["resume_step"] = str(tmp_path / "model")
     refused("neither a run directory")
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_another_runs_checkpoint_without_its_weights(tmp_path: Path, alone: bool) -> None:
+    source = train(experiment(tmp_path, "other"), 10)
+    mine = train(experiment(tmp_path, "mine"), 10, incarnation=0)  # of its own step 10, which is another's now
+    shutil.rmtree(source.weights_step(10))
+    path = source.checkpoint_step(10)
+    if alone:
+        path = Path(shutil.copytree(path, tmp_path / "alone" / "step_10"))
+    assert life(experiment(tmp_path, "mine", ckpt={"resume_step": str(path)})) == 10
+    adopted = resolve_resume(mine.checkpoints, 10)
+    assert adopted.manifest.meta["adopted_from"] == str(path) and not mine.weights_step(10).exists()
 
 
 def test_other_ranks_and_group_sizes_are_accepted(tmp_path: Path) -> None:
