@@ -20,8 +20,13 @@ ALIASES: dict[str, tuple[Segments, ...]] = {
     "exp_id": (("name",),),
     "trainer_gpus": (("trainer", "num_ranks"),),
     "inference_gpus": (("inference", "data_parallel_size"),),
+    "model.cp": (("trainer", "parallel", "cp"),),
+    "trainer.model.cp": (("trainer", "parallel", "cp"),),
 }
 """Root flags with another name -> the keys that they set."""
+
+BARE = {"trainer.parallel.cp": "2"}
+"""Keys that are no switches, and what they mean when they stand alone on the command line."""
 
 RL_ALIASES: dict[str, tuple[Segments, ...]] = {"bench": (("trainer", "bench"), ("orchestrator", "bench"))}
 """Likewise, where the whole tree is the scope."""
@@ -197,6 +202,8 @@ class _Parser:
     def _take_value(self, node: Node | None) -> Any:
         """Consume the argument after a flag if it is the flag's value; a bare switch or section is true."""
         upcoming = self.argv[self.position] if self.position < len(self.argv) else "--"
+        if node is not None and node.dotted in BARE and not upcoming.isdigit():
+            return BARE[node.dotted]
         if not upcoming.startswith(("--", "@")) and (node is None or _takes(node, upcoming)):
             self.position += 1
             return upcoming

@@ -22,7 +22,7 @@ def groups(subject: Subject) -> Iterator[Finding]:
 def batch(subject: Subject) -> Iterator[Finding]:
     """Ranks without a sample compute on padding."""
     experiment = subject.experiment
-    ranks = experiment.trainer.num_ranks
+    ranks = experiment.trainer.layout.num_data_ranks
     if subject.is_rl:
         key, size = "orchestrator.batch_size", experiment.orchestrator.batch_size
     else:
@@ -32,7 +32,7 @@ def batch(subject: Subject) -> Iterator[Finding]:
             "PH202",
             "warning",
             key,
-            f"a batch of {size} samples leaves {ranks - size} of {ranks} trainer ranks without work in every step",
+            f"a batch of {size} samples leaves {ranks - size} of {ranks} data ranks without work in every step",
             f"a batch of at least {ranks}, or fewer trainer.num_ranks",
         )
     elif size % ranks and size < 4 * ranks:
@@ -40,7 +40,7 @@ def batch(subject: Subject) -> Iterator[Finding]:
             "PH202",
             "warning",
             key,
-            f"{size} samples do not divide over {ranks} ranks: some train {-(-size // ranks)} and the others wait",
+            f"{size} samples do not divide over {ranks} data ranks: some train {-(-size // ranks)} and the others wait",
             f"a multiple of {ranks}",
         )
 

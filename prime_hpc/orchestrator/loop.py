@@ -252,7 +252,7 @@ class Orchestrator:
             state = state | {"algorithm": algorithm}
         ranks = build_ranks(
             train_samples(scored),
-            num_ranks=self.exp.trainer.num_ranks,
+            num_ranks=self.exp.trainer.layout.num_data_ranks,
             micro_batch_tokens=self.exp.micro_batch_tokens,
             temperature=config.sampling.temperature,
         )

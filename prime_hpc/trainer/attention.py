@@ -22,6 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from prime_hpc.trainer.parallel.context import scatter_heads
 
 IMPLEMENTATION = "prime_hpc_packed"
 LENGTH_STEP = 16
@@ -269,22 +272,24 @@ def select_kernel(choice: str, device_type: str, dtype: torch.dtype) -> Kernel:
 
 
 class _Active:
-    """The packing of the micro-batch in work and the kernel choice; one at a time in a process."""
+    """The packing of the micro-batch in work, the kernel choice and the ranks that split the row; one at a time in a
+    process."""
 
     packing: Packing | None = None
     choice: str = "auto"
+    ranks: DeviceMesh | None = None
 
 
 @contextmanager
-def packing(plan: Packing, choice: str = "auto") -> Iterator[None]:
+def packing(plan: Packing, choice: str = "auto", ranks: DeviceMesh | None = None) -> Iterator[None]:
     """Make `plan` the packing of every attention call inside (keep it open over the backward pass too:
-    recomputed blocks attend again)."""
-    before = _Active.packing, _Active.choice
-    _Active.packing, _Active.choice = plan, choice
+    recomputed blocks attend again). `ranks`: the context-parallel ones, each with its share of the tokens."""
+    before = _Active.packing, _Active.choice, _Active.ranks
+    _Active.packing, _Active.choice, _Active.ranks = plan, choice, ranks
     try:
         yield
     finally:
-        _Active.packing, _Active.choice = before
+        _Active.packing, _Active.choice, _Active.ranks = before
 
 
 @torch.compiler.disable  # shapes differ in every row: compiled blocks leave attention out of their graph
@@ -301,24 +306,29 @@ def packed_attention_forward(
     """transformers' attention signature.
 
     Args:
-        query: `[1, H, T, D]`; key, value: `[1, KV, T, D]`.
+        query: `[1, H, T, D]`; key, value: `[1, KV, T, D]`; T / cp tokens where ranks split the row.
 
     Returns:
-        `[1, T, H, D]` and no attention weights.
+        `[1, T, H, D]` (T / cp) and no attention weights.
 
     Raises:
         ValueError: the model wants something that packed attention does not do.
     """
-    plan = _Active.packing
+    plan, ranks = _Active.packing, _Active.ranks
     assert plan is not None, "packed attention outside `with packing(...)`"
-    assert query.shape[0] == 1 and query.shape[2] == int(plan.lengths.sum()), (query.shape, plan.lengths.sum())
+    tokens = query.shape[2] * (1 if ranks is None else ranks.size())
+    assert query.shape[0] == 1 and tokens == int(plan.lengths.sum()), (query.shape, plan.lengths.sum())
     for unsupported in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(unsupported) is not None:
             raise ValueError(f"{type(module).__name__} uses attention {unsupported}, which packed attention lacks")
     q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
     kernel = select_kernel(_Active.choice, query.device.type, query.dtype)
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
-    return kernel(q, k, v, plan, scale, sliding_window)[None], None
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return kernel(q, k, v, plan, scale, sliding_window)
+
+    return (attend(q, k, v) if ranks is None else scatter_heads(attend, q, k, v, ranks))[None], None
 
 
 def register() -> str:

@@ -4,7 +4,7 @@ RL and SFT both train on `store.batches.RankBatch`: `rl.py` reads it from disk, 
 it. Called by `engine.py`, `rl.py`, `sft.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,8 @@ from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.store.batches import NOT_SAMPLED, RankBatch, read_rank_batches
 from prime_hpc.store.handover import Handover
 from prime_hpc.trainer.attention import Packing, plan_packing
+from prime_hpc.trainer.parallel import Parallel
+from prime_hpc.trainer.parallel.context import own_targets
 
 
 @dataclass
@@ -22,15 +24,18 @@ class MicroBatch:
     """One packed row of T tokens in S sequences with N targets (trained tokens).
 
     A target is predicted from the token before it, in the same sequence; a sequence's first token is never a target.
+    Under context parallelism a rank holds some of the tokens, and computes the targets that these predict; whatever
+    else is said of targets and sequences is of the whole row.
     """
 
     input_ids: torch.Tensor
-    """int64[1, T]"""
+    """int64[1, T], or this rank's T / cp tokens"""
     position_ids: torch.Tensor
-    """int64[1, T], counts from 0 in every sequence."""
+    """int64[1, T] (T / cp), counts from 0 in every sequence."""
     packing: Packing
+    """Of all T tokens."""
     target_index: torch.Tensor
-    """int64[N], the position whose hidden state predicts the target."""
+    """int64[N], the position (in `input_ids`) whose hidden state predicts the target, of the `own` ones."""
     targets: torch.Tensor
     """int64[N], the trained token ids."""
     sequence: torch.Tensor
@@ -47,6 +52,8 @@ class MicroBatch:
     """Real tokens: 0 for an empty micro-batch, which computes on one dummy token."""
     reference_logprobs: torch.Tensor | None = None
     """float32[N], the reference model's log-probabilities, where the objective needs them."""
+    own: slice = field(default_factory=lambda: slice(None))
+    """The targets that this rank computes; all of them where it has the whole row."""
 
     @property
     def num_targets(self) -> int:
@@ -66,11 +73,20 @@ def target_mask(batch: RankBatch) -> NDArray[np.bool_]:
     return batch.loss_mask & ~first_tokens(batch)
 
 
-def make_micro_batch(batch: RankBatch, index: int, device: torch.device | str = "cpu") -> MicroBatch:
+def make_micro_batch(
+    batch: RankBatch, index: int, device: torch.device | str = "cpu", parallel: Parallel | None = None
+) -> MicroBatch:
     """The `index`-th micro-batch of a rank batch as tensors.
 
     An empty one (no tokens) becomes one dummy token without a target: it goes through every layer, and so takes part
-    in FSDP's collectives, with a loss of exactly 0 and zero gradients.
+    in FSDP's collectives, with a loss of exactly 0 and zero gradients. Where ranks split the tokens, a last sequence
+    without targets fills the row up, so that they split evenly.
+
+    Args:
+        batch: this rank's part of the batch.
+        index: of the micro-batch.
+        device: of the tensors.
+        parallel: the layout; None: the whole row.
     """
     sequences, tokens = batch.sequences_of(index), batch.tokens_of(index)
     lengths = np.diff(batch.seq_offsets[sequences.start : sequences.stop + 1])
@@ -89,22 +105,31 @@ def make_micro_batch(batch: RankBatch, index: int, device: torch.device | str = 
     positions = np.arange(len(ids)) - starts[sequence_of]
     at = np.flatnonzero(mask & (positions > 0))
     sequence = sequence_of[at]
+    num_sequences, first, stop, own = len(lengths), 0, len(ids), slice(None)
+    if parallel is not None and parallel.row_multiple > 1:
+        fill = -len(ids) % parallel.row_multiple
+        ids, positions = np.append(ids, np.zeros(fill, np.int64)), np.append(positions, np.arange(fill))
+        lengths = np.append(lengths, fill) if fill else lengths
+        span = len(ids) // parallel.layout.cp
+        first, stop = parallel.cp_rank * span, (parallel.cp_rank + 1) * span
+        own = own_targets(at - 1, first, stop)
 
     def tensor(array: NDArray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
     return MicroBatch(
-        input_ids=tensor(ids)[None],
-        position_ids=tensor(positions)[None],
+        input_ids=tensor(ids[first:stop])[None],
+        position_ids=tensor(positions[first:stop])[None],
         packing=plan_packing(lengths, device),
-        target_index=tensor(at - 1),
+        target_index=tensor(at[own] - 1 - first),
         targets=tensor(ids[at]),
         sequence=tensor(sequence),
-        targets_of_sequence=tensor(np.bincount(sequence, minlength=len(lengths))),
+        targets_of_sequence=tensor(np.bincount(sequence, minlength=num_sequences)),
         temperatures=tensor(temperatures[sequence]),
         behaviour_logprobs=tensor(logprobs[at]),
         advantages=tensor(advantages[at]),
         num_tokens=num_tokens,
+        own=own,
     )
 
 

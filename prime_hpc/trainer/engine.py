@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from loguru import logger
-from torch.distributed.tensor import DTensor
 
 from prime_hpc.config.sections.trainer import MismatchConfig, OptimConfig, SchedulerConfig
 from prime_hpc.store.batches import RankBatch
@@ -25,6 +24,7 @@ from prime_hpc.trainer.lora import use_slot, without_adapter
 from prime_hpc.trainer.model import Policy
 from prime_hpc.trainer.objectives import LossStats, target_weights
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
+from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm, sum_over
 from prime_hpc.trainer.perf import FlopsModel, PhaseTimer
 
 Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, LossStats]]
@@ -97,6 +97,7 @@ class Engine:
         self._alarmed = False
         self._peak_flops, self._with_entropy = peak_flops, with_entropy
         self._flops = FlopsModel.of(policy.hf)
+        self._parallel = policy.parallel
         self._slot = slot
         self._parameters: list[torch.Tensor] = [p for p in policy.parameters() if p.requires_grad]
         if policy.adapters is not None:
@@ -143,9 +144,9 @@ class Engine:
         return use_slot(self.policy, self._slot) if self.policy.adapters is not None else nullcontext()
 
     def _global_denominators(self, facts: BatchFacts) -> tuple[int, int]:
-        """Targets, and sequences that have any, over all ranks."""
+        """Targets, and sequences that have any, over all parts of the batch."""
         counts = torch.tensor([facts.num_targets, facts.num_trained_sequences], device=self._device)
-        dist.all_reduce(counts)
+        dist.all_reduce(counts if self._parallel.leads else counts.zero_())
         num_targets, num_sequences = counts.tolist()
         return num_targets, num_sequences
 
@@ -160,7 +161,7 @@ class Engine:
             self.policy.set_requires_gradient_sync(last)  # type: ignore[operator]
             self.policy.set_is_last_backward(last)  # type: ignore[operator]
             self.policy.set_reshard_after_backward(last or self._reshard)  # type: ignore[operator]
-            micro = make_micro_batch(batch, i, self._device)
+            micro = make_micro_batch(batch, i, self._device, self._parallel)
             with self.policy.packing(micro):
                 if self._reference is not None:
                     micro.reference_logprobs = self._reference_logprobs(micro)
@@ -182,6 +183,8 @@ class Engine:
                 sums[name] = sums[name] + value if name in sums else value
             for name, value in stats.maxima.items():
                 maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+        if self._parallel.tp is not None:
+            sum_over([p for m in self.policy.partly_used for p in m.parameters()], self._parallel.tp)
         return sums, maxima
 
     @torch.no_grad()
@@ -193,28 +196,27 @@ class Engine:
         self._reference.reshard()  # type: ignore[operator]  # no backward pass comes that would do it
         return logprobs
 
-    def _squared_grad_norm(self) -> torch.Tensor:
-        """Sum of squares of this rank's gradient shards, float64 (every element lives on exactly one rank)."""
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        shards = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-        norms = torch._foreach_norm([s for s in shards if s.numel()])
-        return torch.stack(norms).double().square().sum()
-
     def _reduce(
         self, step: int, facts: BatchFacts, local: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
     ) -> dict[str, float]:
-        """Gather every rank's sums and maxima in one collective and make the step's metrics of them."""
+        """Gather every rank's sums and maxima in one collective and make the step's metrics of them.
+
+        Ranks that work on one part of the batch all have that part's sums: the first one's count.
+        """
         sums, maxima = local
         names = [*_SUMS, *sums, *maxima, "lag_max", "squared_grad_norm"]
         counted = torch.tensor([float(getattr(facts, k)) for k in _SUMS], dtype=torch.float64, device=self._device)
         measured = [v.double() for v in (*sums.values(), *maxima.values())]
-        tail = [torch.tensor(float(facts.lag_max), dtype=torch.float64, device=self._device), self._squared_grad_norm()]
+        tail = [torch.tensor(float(facts.lag_max), dtype=torch.float64, device=self._device)]
+        tail.append(squared_norm(self._parameters, self._device))
         row = torch.cat([counted, torch.stack(measured + tail)])
         table = torch.empty((dist.get_world_size(), len(names)), dtype=torch.float64, device=self._device)
         dist.all_gather_single(table, row[None])
-        columns = dict(zip(names, table.cpu().numpy().T, strict=True))
+        everyone = table.cpu().numpy()
+        columns = dict(zip(names, everyone[:: self._parallel.layout.ranks_per_part].T, strict=True))
         top = {k: float(np.max(columns[k])) for k in (*maxima, "lag_max")}
         total = {k: float(np.sum(v)) for k, v in columns.items() if k not in top}
+        total["squared_grad_norm"] = float(np.sum(everyone[:, -1]))
         return self._metrics(step, total, top)
 
     def _metrics(self, step: int, total: dict[str, float], top: dict[str, float]) -> dict[str, float]:
@@ -276,9 +278,7 @@ class Engine:
         """Clip by the global norm, step the optimizer at this step's learning rate."""
         limit = self._optim.max_norm
         if limit > 0 and metrics["grad_norm"] > limit:
-            grads = [p.grad for p in self._parameters if p.grad is not None]
-            shards = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-            torch._foreach_mul_(shards, limit / (metrics["grad_norm"] + 1e-6))
+            torch._foreach_mul_(local_gradients(self._parameters), limit / (metrics["grad_norm"] + 1e-6))
         set_learning_rate(self.optimizer, metrics["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad()

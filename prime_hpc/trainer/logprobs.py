@@ -3,12 +3,34 @@
 Called by `model.Policy`. All tensors here are flat over the N *targets* (trained tokens) of a micro-batch.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 ROW_BLOCKS = 8
 """Parts in which a chunk's exponentials are made where nobody needs them all at once."""
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's rows of an LM head that tensor-parallel ranks split; every rank has all hidden states."""
+
+    mesh: DeviceMesh
+    first: int
+    """Token id of the first row."""
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in place."""
+        dist.all_reduce(x, group=self.mesh.get_group())
+        return x
+
+    def maximum(self, x: torch.Tensor) -> torch.Tensor:
+        """The maximum over ranks, in place."""
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
+        return x
 
 
 def _chunk_logits(
@@ -55,11 +77,23 @@ def _softmax_sums(
     return sums, moments
 
 
+def _columns(targets: torch.Tensor, width: int, shard: VocabShard | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits' column of each target (any, where another rank has it), and whether this rank has it."""
+    if shard is None:
+        return targets, targets.new_ones(0, dtype=torch.bool)
+    column = targets - shard.first
+    own = (column >= 0) & (column < width)
+    return torch.where(own, column, 0), own
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Log-softmax at the targets through the LM head, without autograd ever holding `[N, vocab]`.
 
     One chunk (N <= chunk_tokens): the exponentials are kept and turned into the gradient in place.
     More: each chunk's logits are computed again in the backward pass.
+
+    Of a split head each rank computes its columns of the logits; only maxima, sums and the target's logit travel, and
+    in the backward pass the sum of the hidden states' gradients.
     """
 
     @staticmethod
@@ -73,20 +107,27 @@ class _TokenLogprobs(torch.autograd.Function):
         softcap: float | None,
         chunk_tokens: int,
         with_entropy: bool,
+        shard: VocabShard | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num = hidden.shape[0]
         logprobs = torch.empty(num, dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros(num if with_entropy else 0, dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty_like(logprobs)
+        column, own = _columns(targets, weight.shape[0], shard)
         keep = num <= chunk_tokens and softcap is None
         ctx.kept = None
         buffer = logprobs.new_empty((min(num, chunk_tokens), weight.shape[0]))
         for start in range(0, num, chunk_tokens):
             part = slice(start, min(start + chunk_tokens, num))
             logits = _chunk_logits(buffer[: part.stop - start], hidden[part], weight, bias, scale[part], softcap)
-            at_target = logits.gather(1, targets[part, None])[:, 0]
+            at_target = logits.gather(1, column[part, None])[:, 0]
             top = logits.amax(dim=1)
+            if shard is not None:
+                top = shard.maximum(top)
             sums, moments = _softmax_sums(logits, top, with_entropy=with_entropy, keep=keep)
+            if shard is not None:
+                at_target = torch.where(own[part], at_target, 0)
+                sums, moments, at_target = shard.total(torch.stack([sums, moments, at_target]))
             log_sum = sums.log()
             if with_entropy:
                 entropy[part] = log_sum - moments / sums
@@ -94,14 +135,14 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[part] = at_target - log_sums[part]
             if keep:
                 ctx.kept = (logits, sums)
-        ctx.save_for_backward(hidden, weight, targets, scale, log_sums, *(() if bias is None else (bias,)))
-        ctx.softcap, ctx.chunk_tokens = softcap, chunk_tokens
+        ctx.save_for_backward(hidden, weight, column, own, scale, log_sums, *(() if bias is None else (bias,)))
+        ctx.softcap, ctx.chunk_tokens, ctx.shard = softcap, chunk_tokens, shard
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
-        hidden, weight, targets, scale, log_sums, *rest = ctx.saved_tensors
+        hidden, weight, column, own, scale, log_sums, *rest = ctx.saved_tensors
         bias = rest[0] if rest else None
         num, chunk = hidden.shape[0], ctx.chunk_tokens
         grad_hidden = torch.empty_like(hidden)
@@ -119,7 +160,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 delta = _chunk_logits(buffer[: part.stop - start], hidden[part], weight, bias, scale[part], ctx.softcap)
                 slope = None if ctx.softcap is None else 1 - (delta / (scale[part, None] * ctx.softcap)).square()
                 delta.sub_(log_sums[part, None]).exp_().mul_(-rows[:, None])
-            delta.scatter_add_(1, targets[part, None], rows[:, None])
+            delta.scatter_add_(1, column[part, None], (rows if ctx.shard is None else rows * own[part])[:, None])
             if ctx.softcap is not None:
                 delta.mul_(slope)
             if grad_bias is not None:
@@ -134,7 +175,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight.add_(delta.T @ hidden[part])
         assert grad_weight is not None
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None
+        if ctx.shard is not None:
+            ctx.shard.total(grad_hidden)
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None, None
 
 
 def token_logprobs(
@@ -148,12 +191,13 @@ def token_logprobs(
     softcap: float | None = None,
     chunk_tokens: int = 1024,
     with_entropy: bool = False,
+    shard: VocabShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p(target | hidden) under the softmax of the LM head at a temperature, in float32.
 
     Args:
         hidden: `[N, D]` final hidden states, one for each target.
-        weight: `[V, D]` LM head.
+        weight: `[V, D]` LM head, or this rank's rows of it.
         targets: int64 `[N]`.
         temperatures: float32 `[N]`; 0 (greedy sampling) counts as 1.
         bias: `[V]` or None.
@@ -161,6 +205,7 @@ def token_logprobs(
         softcap: the model's logit soft-capping, or None.
         chunk_tokens: rows of float32 logits that exist at once, in the forward and the backward pass.
         with_entropy: also return the distributions' entropies.
+        shard: which rows `weight` (and `bias`) are, where tensor-parallel ranks split them. Collective then.
 
     Returns:
         float32 `[N]` log-probabilities, differentiable in hidden, weight and bias; float32 `[N]` entropies in nats
@@ -169,4 +214,4 @@ def token_logprobs(
     scale = logit_scale / torch.where(temperatures > 0, temperatures, torch.ones_like(temperatures))
     if softcap is not None:  # the model scales before it caps; the temperature divides after
         weight, scale = weight * logit_scale if logit_scale != 1.0 else weight, scale / logit_scale
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, scale, softcap, chunk_tokens, with_entropy)
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, scale, softcap, chunk_tokens, with_entropy, shard)

@@ -8,7 +8,6 @@ memory-mapped safetensors. Where the checkpoint's names are not the model's own 
 every rank loads the whole model through transformers and keeps its shard.
 """
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,19 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils.checkpoint import checkpoint
 
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.batches import MicroBatch
-from prime_hpc.trainer.logprobs import token_logprobs
+from prime_hpc.trainer.logprobs import VocabShard, token_logprobs
 from prime_hpc.trainer.lora import Adapters, add_lora
+from prime_hpc.trainer.parallel import Parallel
+from prime_hpc.trainer.parallel.context import gather_targets
+from prime_hpc.trainer.parallel.distribute import distribute
+from prime_hpc.trainer.parallel.tensor import local
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS_FILE = "model.safetensors"
@@ -41,9 +42,12 @@ class Policy(nn.Module):
     adapters: Adapters | None = None
     """With `model.lora`: what is trained instead of the model's own parameters. They are none of this module's."""
 
-    def __init__(self, hf: Any, attn: str, chunk_tokens: int) -> None:
+    def __init__(self, hf: Any, attn: str, chunk_tokens: int, parallel: Parallel) -> None:
         super().__init__()
         self.hf = hf
+        self.parallel = parallel
+        self.partly_used: list[nn.Module] = []
+        """Modules whose parameters' gradients are to be summed over tensor-parallel ranks."""
         self._attn = attn
         self._chunk_tokens = max(chunk_tokens, SMALL_LOGITS // hf.get_output_embeddings().weight.shape[0])
         config = hf.config.get_text_config()
@@ -56,22 +60,28 @@ class Policy(nn.Module):
         """Log-probabilities (float32 `[N]`) and entropies (`[N]` or `[0]`) of the N targets of one packed row."""
         output = self.hf.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
         hidden = output.last_hidden_state[0].index_select(0, batch.target_index)
-        head = self.hf.get_output_embeddings()
-        return token_logprobs(
+        head, tp, cp = self.hf.get_output_embeddings(), self.parallel.tp, self.parallel.cp
+        weight = local(head.weight)
+        logprobs, entropy = token_logprobs(
             hidden,
-            head.weight,
-            batch.targets,
-            batch.temperatures,
-            bias=head.bias,
+            weight,
+            batch.targets[batch.own],
+            batch.temperatures[batch.own],
+            bias=local(head.bias),
             logit_scale=self._logit_scale,
             softcap=self._softcap,
             chunk_tokens=self._chunk_tokens,
             with_entropy=with_entropy,
+            shard=None if tp is None else VocabShard(tp, tp.get_local_rank() * weight.shape[0]),
         )
+        if cp is None:
+            return logprobs, entropy
+        logprobs = gather_targets(logprobs, batch.own, batch.num_targets, cp)
+        return logprobs, gather_targets(entropy, batch.own, batch.num_targets, cp) if with_entropy else entropy
 
     def packing(self, batch: MicroBatch) -> Any:
         """Context in which the forward and backward pass of `batch` must run."""
-        return attention.packing(batch.packing, self._attn)
+        return attention.packing(batch.packing, self._attn, self.parallel.cp)
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
         """Names and tensors as a HF checkpoint holds them: parameters, tied ones once, and persistent buffers."""
@@ -114,22 +124,6 @@ def compute_dtype(config: ModelConfig) -> torch.dtype:
     if config.dtype == "float16":
         raise ValueError("model.dtype = float16 cannot train here (it needs loss scaling); use bfloat16 or float32")
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-
-
-def transformer_blocks(hf: Any) -> list[nn.Module]:
-    """The model's repeated blocks, each of which becomes one FSDP unit.
-
-    Raises:
-        ValueError: the model has no list of blocks.
-    """
-    lists: list[Any] = [m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-    if not lists:
-        raise ValueError(f"{type(hf).__name__} has no list of transformer blocks to shard")
-
-    def size(blocks: Any) -> int:
-        return sum(p.numel() for p in blocks.parameters())
-
-    return list(max(lists, key=size))
 
 
 def _build_empty(source: Path, config: ModelConfig) -> Any:
@@ -219,44 +213,22 @@ def _load_shards(policy: Policy, files: dict[str, Path], device: torch.device) -
                 _read_rows(handle, name, tensor)
 
 
-def _shard(policy: Policy, config: ModelConfig, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
-    """Apply recomputation, compilation and FSDP2 to each block, then FSDP2 to the rest."""
-    dtype = compute_dtype(config)
-    precision = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
-    )
-    for i, block in enumerate(transformer_blocks(policy.hf)):
-        if config.ac is not None and i % config.ac.freq == 0:
-            # Inside FSDP's hooks, so that the recomputation sees the gathered parameters, and without a wrapper
-            # module, so that parameter names stay those of the checkpoint.
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        if config.compile:
-            block.compile(dynamic=True)
-        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            # Losses carry the global denominator already: gradients are summed over ranks, not averaged.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
 def load_policy(
     config: ModelConfig,
     source: Path,
-    mesh: DeviceMesh,
+    parallel: Parallel,
     device: torch.device,
     *,
     reshard_after_forward: bool,
     chunk_tokens: int,
     num_slots: int = 1,
 ) -> Policy:
-    """Build, shard and load the policy. Collective: all ranks of `mesh` call it.
+    """Build, shard and load the policy. Collective.
 
     Args:
         config: the model section.
         source: local directory of the weights (see `resolve_source`).
-        mesh: one-dimensional device mesh over the trainer's ranks.
+        parallel: the layout of the trainer's ranks.
         device: this rank's device.
         reshard_after_forward: free gathered block parameters after the forward pass.
         chunk_tokens: rows of logits that exist at once.
@@ -270,26 +242,25 @@ def load_policy(
     attention.select_kernel(config.attn, device.type, dtype)
     hf = _build_empty(source, config)
     hf.eval()  # no dropout anywhere: log-probabilities must be those of the engine's policy
-    policy = Policy(hf, config.attn, chunk_tokens)
+    policy = Policy(hf, config.attn, chunk_tokens, parallel)
     files = checkpoint_files(source)
     missing = [name for name, _ in policy.named_weights() if name not in files]
     if missing:
         logger.info(f"{source} does not hold {missing[0]} by that name: loading through transformers on every rank")
-        policy = Policy(_load_whole(source, config).eval(), config.attn, chunk_tokens)
+        policy = Policy(_load_whole(source, config).eval(), config.attn, chunk_tokens, parallel)
     if config.lora is not None:
         add_lora(policy.hf, config.lora, dtype)
     if missing:
         policy.to(device)
-        _shard(policy, config, mesh, reshard_after_forward)
-    else:
-        _shard(policy, config, mesh, reshard_after_forward)
+    policy.partly_used = distribute(policy, policy.hf, config, parallel, dtype, reshard_after_forward)
+    if not missing:
         _load_shards(policy, files, device)
     if config.lora is not None:
         everyone = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("adapters",))
         policy.adapters = Adapters(policy.hf, config.lora, num_slots, everyone, device)
     if dist.get_rank() == 0:
         count = sum(p.numel() for p in policy.parameters())
-        logger.info(f"{type(policy.hf).__name__}, {count:,} parameters, compute {dtype}, {mesh.size()} FSDP2 ranks")
+        logger.info(f"{type(policy.hf).__name__}, {count:,} parameters, compute {dtype}, {parallel.layout.describe()}")
         if config.lora is not None and policy.adapters is not None:
             count, modules = policy.adapters.num_parameters, policy.adapters.modules
             logger.info(f"frozen; adapters of rank {config.lora.rank} in {len(modules)} modules: {count:,} parameters")

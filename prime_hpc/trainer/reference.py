@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.errors import ConfigError, Problem
@@ -10,7 +9,7 @@ from prime_hpc.trainer.model import Policy, load_policy, resolve_source
 from prime_hpc.trainer.objectives import requires_reference
 
 
-def load_reference(experiment: Experiment, policy: Policy, mesh: DeviceMesh, device: torch.device) -> Policy | None:
+def load_reference(experiment: Experiment, policy: Policy, device: torch.device) -> Policy | None:
     """The sharded reference model, or None where the objective needs none. Collective.
 
     It costs the memory of one more set of sharded weights; it has no gradients and no optimizer. With adapters it is
@@ -32,7 +31,7 @@ def load_reference(experiment: Experiment, policy: Policy, mesh: DeviceMesh, dev
     reference = load_policy(
         experiment.model.model_copy(update={"name": name, "ac": None, "lora": None}),
         resolve_source(name),
-        mesh,
+        policy.parallel,
         device,
         reshard_after_forward=True,
         chunk_tokens=experiment.trainer.logits_chunk_tokens,

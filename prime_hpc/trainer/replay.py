@@ -58,7 +58,8 @@ def keep_for_replay(session: Session, error: StepRefused) -> None:
     )
     publisher.publish(step - 1)
     if parts is not None:
-        write_batch(kept, step, [part for part in parts if part is not None], state={})
+        own = parts[:: session.parallel.layout.ranks_per_part]  # ranks that share a part of the batch hold it alike
+        write_batch(kept, step, [part for part in own if part is not None], state={})
         if session.engine.policy.adapters is None:  # else the kept version is an adapter, see `main`
             model = experiment.model.model_copy(update={"name": str(kept.weights_step(step - 1).resolve())})
             experiment = experiment.model_copy(update={"model": model})
@@ -94,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     objective: Objective = sft_objective
     if experiment.kind == "rl":
         objective = partial(rl_objective, experiment.trainer.loss)
-    batch = read_own_batch(kept.rollouts_step(step), session.rank, session.world_size)
+    batch = read_own_batch(kept.rollouts_step(step), *session.part)
     lines = sequence_lines(session, batch)
     try:
         metrics = session.engine.train_step(step, batch, objective)
@@ -113,7 +114,7 @@ def sequence_lines(session: Session, batch: RankBatch) -> list[str]:
     """A table of this rank's sequences: those with log-probabilities that are not finite first, then by mismatch."""
     rows: list[tuple[float, str]] = []
     for m in range(batch.num_micro_batches):
-        micro = make_micro_batch(batch, m, session.device)
+        micro = make_micro_batch(batch, m, session.device, session.parallel)
         with session.engine.adapted(), session.engine.policy.packing(micro):
             logprobs, _ = session.engine.policy(micro)
         first = batch.micro_offsets[m]

@@ -47,12 +47,12 @@ def plain(experiment: Experiment) -> Experiment:
 def batches_of(session: Session, source: RunPaths, progress: dict[str, int]) -> Callable[[int], RankBatch]:
     """Step -> this rank's batch, in the order of the steps after the one that `progress` is of."""
     if session.experiment.kind == "rl":
-        return lambda step: read_own_batch(source.rollouts_step(step), session.rank, session.world_size)
+        return lambda step: read_own_batch(source.rollouts_step(step), *session.part)
     from prime_hpc.trainer.sft import build_data
 
     data, size = build_data(session), session.experiment.sft.data.batch_size
     position, first = progress.get("num_samples", 0), progress.get("step", 0) + 1
-    return lambda step: data.batch(position + (step - first) * size, session.rank, session.world_size)
+    return lambda step: data.batch(position + (step - first) * size, *session.part)
 
 
 def objective_of(experiment: Experiment) -> Objective:

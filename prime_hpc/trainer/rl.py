@@ -70,8 +70,8 @@ def _read_batch(session: Session, step: int) -> RankBatch:
     fake = session.experiment.trainer.data.fake
     if fake is not None:
         seed = session.experiment.seed
-        return fake_batch(fake, session.vocab_size, seed, step, session.rank, session.world_size)
-    return read_own_batch(session.paths.rollouts_step(step), session.rank, session.world_size, session.handover)
+        return fake_batch(fake, session.vocab_size, seed, step, *session.part)
+    return read_own_batch(session.paths.rollouts_step(step), *session.part, session.handover)
 
 
 def _next_signal(session: Session, step: int, num_samples: int) -> Signal:

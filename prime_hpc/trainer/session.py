@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from loguru import logger
-from torch.distributed.device_mesh import init_device_mesh
 
 from prime_hpc.config import Experiment
 from prime_hpc.observe.context import RoleContext
@@ -33,6 +32,7 @@ from prime_hpc.trainer.lora.files import adapter_identity
 from prime_hpc.trainer.model import Policy, compute_dtype, load_policy, resolve_source
 from prime_hpc.trainer.objectives import normalization
 from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
+from prime_hpc.trainer.parallel import Parallel, build_parallel
 from prime_hpc.trainer.perf import peak_flops
 from prime_hpc.trainer.publish import VersionPublisher, build_publisher
 from prime_hpc.trainer.reference import load_reference
@@ -63,6 +63,8 @@ class Session:
     paths: RunPaths
     rank: int
     world_size: int
+    parallel: Parallel
+    """The ranks' layout: `data_rank` of `layout.num_data_ranks` parts of the batch is this rank's."""
     device: torch.device
     doorbell: Doorbell
     handover: Handover
@@ -77,6 +79,11 @@ class Session:
     source: Path
     """Directory of the model that training began with."""
     bench_rows: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of the batch this rank reads, and how many there are."""
+        return self.parallel.data_rank, self.parallel.layout.num_data_ranks
 
     @property
     def last_step(self) -> int:
@@ -264,11 +271,11 @@ def build_session(
     dist.barrier()
     source = resolve_source(experiment.model.name)
     dtype = compute_dtype(experiment.model)
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    parallel = build_parallel(config.parallel.layout(world_size), device)
     policy = load_policy(
         experiment.model,
         source,
-        mesh,
+        parallel,
         device,
         reshard_after_forward=config.reshard_after_forward,
         chunk_tokens=config.logits_chunk_tokens,
@@ -292,7 +299,7 @@ def build_session(
         with_entropy=is_rl,
         batch_tokens=config.loss.batch_tokens or experiment.seq_len,
         mismatch=config.loss.mismatch if is_rl else None,
-        reference=load_reference(experiment, policy, mesh, device),
+        reference=load_reference(experiment, policy, device),
     )
     name, incarnation = experiment.model.name, context.incarnation
     return Session(
@@ -301,6 +308,7 @@ def build_session(
         paths=paths,
         rank=rank,
         world_size=world_size,
+        parallel=parallel,
         device=device,
         doorbell=doorbell,
         handover=Handover(doorbell, "batch", "step"),

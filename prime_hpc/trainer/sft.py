@@ -66,7 +66,7 @@ def run_sft(session: Session) -> None:
         if not _goes_on(session, step - 1, position):
             return
         with session.engine.timer("data"):
-            batch = data.batch(position, session.rank, session.world_size)
+            batch = data.batch(position, *session.part)
         metrics = session.train_step(step, batch, sft_objective)
         position += batch_size
         interval = experiment.sft.save_interval

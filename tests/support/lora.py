@@ -7,26 +7,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.lora import LoraConfig
+from prime_hpc.config.sections.parallel import Layout
 from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
 from prime_hpc.trainer.engine import Engine
 from prime_hpc.trainer.lora import load_slot, slot_parameters
 from prime_hpc.trainer.lora.slots import PREFIX
 from prime_hpc.trainer.model import Policy, load_policy
 from prime_hpc.trainer.optim import build_optimizer
+from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.rl import rl_objective
 
 
 def lora_policy(source: Path, num_slots: int = 1, lora: LoraConfig | None = None, **model: Any) -> Policy:
     """Sharded over the default process group."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    parallel = build_parallel(Layout(dp_shard=dist.get_world_size()), "cpu")
     config = ModelConfig(name=str(source), lora=lora or LoraConfig(rank=4, alpha=8), **({"dtype": "float32"} | model))
     return load_policy(
-        config, source, mesh, torch.device("cpu"), reshard_after_forward=True, chunk_tokens=512, num_slots=num_slots
+        config, source, parallel, torch.device("cpu"), reshard_after_forward=True, chunk_tokens=512, num_slots=num_slots
     )
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from prime_hpc.config.sections.common import CkptConfig, ModelConfig
 from prime_hpc.config.sections.trainer import TrainerConfig
@@ -26,6 +25,7 @@ from prime_hpc.trainer.checkpoint import Checkpointer
 from prime_hpc.trainer.engine import Engine
 from prime_hpc.trainer.model import load_policy
 from prime_hpc.trainer.optim import build_optimizer
+from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.rl import rl_objective
 from prime_hpc.trainer.staging import HostStage
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
@@ -49,10 +49,10 @@ class Trainer:
     """A policy, its engine and its checkpointer."""
 
     def __init__(self, model: Path, root: Path, trainer: TrainerConfig = CONFIG, **ckpt: Any) -> None:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        parallel = build_parallel(trainer.layout, "cpu")
         config = ModelConfig(name=str(model), dtype="float32")
         self.policy = load_policy(
-            config, model, mesh, torch.device("cpu"), reshard_after_forward=True, chunk_tokens=512
+            config, model, parallel, torch.device("cpu"), reshard_after_forward=True, chunk_tokens=512
         )
         self.optimizer = build_optimizer(self.policy, trainer.optim)
         self.engine = Engine(

@@ -54,8 +54,6 @@ class Bench:
     """Policy, engine, a synchronous and an asynchronous checkpointer of the same state."""
 
     def __init__(self, model: Path, root: Path) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-
         from prime_hpc.config.sections.common import CkptConfig, ModelConfig
         from prime_hpc.config.sections.trainer import TrainerConfig
         from prime_hpc.store.layout import RunPaths
@@ -64,6 +62,7 @@ class Bench:
         from prime_hpc.trainer.engine import Engine
         from prime_hpc.trainer.model import load_policy
         from prime_hpc.trainer.optim import build_optimizer
+        from prime_hpc.trainer.parallel import build_parallel
         from prime_hpc.trainer.rl import rl_objective
 
         config = TrainerConfig.model_validate({"optim": {"lr": 1e-5}})
@@ -71,7 +70,7 @@ class Bench:
         policy = load_policy(
             ModelConfig(name=str(model), dtype="float32"),
             model,
-            init_device_mesh("cpu", (1,)),
+            build_parallel(config.layout, device),
             device,
             reshard_after_forward=True,
             chunk_tokens=2048,

@@ -104,14 +104,13 @@ def bare_step(folder: Path, batch: Any) -> Callable[[], float]:
 
 def our_step(folder: Path, batch: Any) -> Callable[[], float]:
     """This project's train step; returns its mean negative log-likelihood."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.trainer import TrainerConfig
     from prime_hpc.trainer.engine import Engine
     from prime_hpc.trainer.model import load_policy
     from prime_hpc.trainer.objectives import LossStats
     from prime_hpc.trainer.optim import build_optimizer
+    from prime_hpc.trainer.parallel import build_parallel
     from prime_hpc.trainer.rl import rl_objective
 
     device = torch.device("cpu")
@@ -119,7 +118,7 @@ def our_step(folder: Path, batch: Any) -> Callable[[], float]:
     policy = load_policy(
         ModelConfig(name=str(folder), dtype="float32"),
         folder,
-        init_device_mesh("cpu", (1,)),
+        build_parallel(config.layout, device),
         device,
         reshard_after_forward=config.reshard_after_forward,
         chunk_tokens=config.logits_chunk_tokens,

@@ -65,11 +65,12 @@ def publish_on_request(rank: int, model: Path, root: Path, pipe: Connection) -> 
     """One trainer rank: publishes the version that it is told, answers with the seconds. None ends it."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
     from prime_hpc.config.sections.common import ModelConfig
+    from prime_hpc.config.sections.parallel import Layout
     from prime_hpc.store.layout import RunPaths
     from prime_hpc.trainer.model import load_policy
+    from prime_hpc.trainer.parallel import build_parallel
     from prime_hpc.trainer.publish import Publisher
 
     store = dist.FileStore(str(root / "rendezvous"), NUM_RANKS)
@@ -77,7 +78,7 @@ def publish_on_request(rank: int, model: Path, root: Path, pipe: Connection) -> 
     policy = load_policy(
         ModelConfig(name=str(model), dtype="float32"),
         model,
-        init_device_mesh("cpu", (NUM_RANKS,)),
+        build_parallel(Layout(dp_shard=NUM_RANKS), "cpu"),
         torch.device("cpu"),
         reshard_after_forward=True,
         chunk_tokens=2048,

@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.names import known_or_import
+from prime_hpc.config.sections.parallel import Layout, ParallelConfig
 
 
 class OptimConfig(Section):
@@ -162,6 +163,8 @@ class TrainerConfig(Section):
 
     num_ranks: int = Field(1, ge=1)
     """Processes (GPUs) that train."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How they share the work; by default all shard one copy of the model (FSDP)."""
     launcher: Literal["torchrun", "srun"] = "torchrun"
     """Under Slurm: torchrun on each node, or one srun task a rank."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
@@ -190,3 +193,13 @@ class TrainerConfig(Section):
     """Free gathered parameters after each block's forward pass (FSDP2 full sharding)."""
     bench: bool = False
     """Run a few steps, print a table, end."""
+
+    @property
+    def layout(self) -> Layout:
+        """The ranks' layout."""
+        return self.parallel.layout(self.num_ranks)
+
+    @model_validator(mode="after")
+    def _lays_out(self) -> "TrainerConfig":
+        self.parallel.layout(self.num_ranks)
+        return self

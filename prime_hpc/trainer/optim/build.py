@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from prime_hpc.config.sections.trainer import OptimConfig
 from prime_hpc.trainer.optim.muon import Muon
@@ -48,7 +49,14 @@ def build_optimizer(
 
 
 def _used(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [group for group in groups if group["params"]]
+    """Groups that hold anything, divided by device mesh: one fused kernel takes parameters of one mesh."""
+    found = []
+    for group in groups:
+        by_mesh: dict[Any, list[Any]] = {}
+        for p in group["params"]:
+            by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+        found += [{**group, "params": params} for params in by_mesh.values()]
+    return found
 
 
 def _token_tables(module: nn.Module) -> set[int]:

@@ -12,14 +12,16 @@ The factor gives updates AdamW's usual root mean square, so one learning rate se
 Sharded parameters (FSDP2 DTensors): momentum stays sharded; orthogonalising needs whole matrices. As many matrices of
 one shape as there are ranks are exchanged at a time (all-to-all), each rank orthogonalises its share and the results
 go back: no work is done twice, and no more than one extra matrix of each is held. A stack that is sharded over its
-experts needs no exchange. On a mesh of several dimensions every rank gathers and computes the whole matrix.
+experts needs no exchange. On a mesh of several dimensions every rank gathers and computes the whole matrix, and keeps
+its part.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -144,18 +146,29 @@ def _orthogonalize_all(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
     first = matrices[0]
     if not isinstance(first, DTensor):
         return [orthogonalize(m) for m in matrices]
-    mesh, placements = first.device_mesh, first.placements
-    if mesh.ndim > 1:
-        return [
-            distribute_tensor(orthogonalize(m.full_tensor()), mesh, placements, src_data_rank=None)  # type: ignore[attr-defined]
-            for m in matrices
-        ]
-    if first.ndim == 3 and placements == (Shard(0),):
+    if first.ndim == 3 and all(p.is_replicate() or p.is_shard(0) for p in first.placements):
         return [_local(m) for m in matrices]
+    if first.device_mesh.ndim > 1:
+        return [_own_part(orthogonalize(m.full_tensor()), m) for m in matrices]  # type: ignore[attr-defined]
     stacked = torch.stack(matrices)
     kept = stacked.placements  # type: ignore[attr-defined]
     whole = _local(stacked.redistribute(placements=[Shard(0)]))  # type: ignore[attr-defined]
     return list(whole.redistribute(placements=kept).unbind(0))
+
+
+def _own_part(whole: torch.Tensor, sharded: Any) -> torch.Tensor:
+    """`whole`, sharded like `sharded`: no communication."""
+    mesh, placements = sharded.device_mesh, sharded.placements
+    shape, offset = compute_local_shape_and_global_offset(sharded.shape, mesh, placements)
+    part = whole[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))]
+    return DTensor.from_local(
+        part.reshape(shape).contiguous(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
 
 
 def _local(sharded: Any) -> Any:

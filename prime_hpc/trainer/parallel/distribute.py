@@ -1,0 +1,88 @@
+"""A model built without memory becomes this rank's part of it. Called by `model.load_policy`, before weights are read.
+
+Order: tensor and expert parallel put parameters onto their meshes; each block then gets recomputation, compilation and
+FSDP2; FSDP2 takes the rest. Losses carry the batch's global denominators: FSDP sums gradients and never averages.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.trainer.parallel.expert import split_experts
+from prime_hpc.trainer.parallel.mesh import Parallel
+from prime_hpc.trainer.parallel.tensor import split_tensors
+
+
+def transformer_blocks(hf: Any) -> list[nn.Module]:
+    """The model's repeated blocks, each of which becomes one FSDP unit.
+
+    Raises:
+        ValueError: the model has no list of blocks.
+    """
+    lists: list[Any] = [m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    if not lists:
+        raise ValueError(f"{type(hf).__name__} has no list of transformer blocks to shard")
+
+    def size(blocks: Any) -> int:
+        return sum(p.numel() for p in blocks.parameters())
+
+    return list(max(lists, key=size))
+
+
+def distribute(
+    policy: nn.Module, hf: Any, config: ModelConfig, parallel: Parallel, dtype: torch.dtype, reshard: bool
+) -> list[nn.Module]:
+    """Spread `policy` (with the HF model `hf` inside it) over the ranks. Collective.
+
+    Args:
+        policy: becomes the root FSDP module.
+        hf: its causal LM.
+        config: recomputation and compilation.
+        parallel: the layout.
+        dtype: of the forward and backward pass.
+        reshard: free gathered block parameters after the forward pass.
+
+    Returns:
+        modules whose gradients are to be summed over tensor-parallel ranks, see `tensor.split_tensors`.
+
+    Raises:
+        ValueError: the model cannot be split as the layout asks; says why.
+    """
+    partly_used = split_tensors(hf, parallel) if parallel.tp is not None else []
+    experts = split_experts(hf, parallel) if parallel.expert_fsdp is not None else []
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
+    )
+    for module in experts:
+        placement = functools.partial(_expert_dimension, ranks=parallel.layout.expert_shard)
+        fully_shard(
+            module, mesh=parallel.expert_fsdp, mp_policy=precision, reshard_after_forward=reshard,
+            shard_placement_fn=placement,
+        )  # fmt: skip
+    for i, block in enumerate(transformer_blocks(hf)):
+        if config.ac is not None and i % config.ac.freq == 0:
+            # Inside FSDP's hooks, so that the recomputation sees the gathered parameters, and without a wrapper
+            # module, so that parameter names stay those of the checkpoint.
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        if config.compile:
+            block.compile(dynamic=True)
+        fully_shard(block, mesh=parallel.fsdp, mp_policy=precision, reshard_after_forward=reshard)
+    fully_shard(policy, mesh=parallel.fsdp, mp_policy=precision, reshard_after_forward=False)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return partly_used
+
+
+def _expert_dimension(parameter: nn.Parameter, ranks: int) -> Shard | None:
+    """FSDP divides a rank's experts among `ranks`; where they are too few, the rows of each."""
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    few = own.shape[0] < ranks and own.ndim > 1 and own.shape[1] % ranks == 0
+    return Shard(1) if few else None

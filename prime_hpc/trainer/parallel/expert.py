@@ -1,0 +1,133 @@
+"""Expert parallel: the experts of a mixture-of-experts model split over the ranks of `ep`. Called by `distribute`.
+
+Each rank holds `num_experts / ep` experts and has tokens of its own. A token's hidden state goes to the ranks that hold
+its chosen experts (all-to-all), is computed there beside everybody else's, comes back, and is weighed and summed where
+it came from (GShard, arXiv 2006.16668, without capacity: no token is ever dropped). What the experts compute is the
+model's own code, given the local experts as if there were no others; the router is untouched.
+
+Under tensor parallelism all ranks of a `tp` group have the same tokens: each takes a share of them, and the results are
+joined again, so that here they are ranks like any other.
+
+Experts are what transformers fuses into `[experts, ..]` parameters (`use_experts_implementation`): Qwen3-MoE, Mixtral,
+DeepSeek-V3 and their like.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from prime_hpc.trainer.parallel.collectives import all_to_all, exchange, join_rows, split_rows
+from prime_hpc.trainer.parallel.mesh import Parallel
+
+
+def expert_modules(hf: Any) -> list[nn.Module]:
+    """The modules that hold fused experts; none in a dense model."""
+    return [m for m in hf.modules() if hasattr(m, "_is_expert_parallel") and hasattr(m, "num_experts")]
+
+
+def split_experts(hf: Any, parallel: Parallel) -> list[nn.Module]:
+    """Split the experts over `parallel.ep`, and their tokens over `parallel.tp`.
+
+    Returns:
+        the modules that FSDP must shard over `parallel.expert_fsdp`.
+
+    Raises:
+        ValueError: a dense model, or a number of experts that the ranks do not divide.
+    """
+    modules, width = expert_modules(hf), parallel.layout.ep
+    if width > 1 and not modules:
+        raise ValueError(f"trainer.parallel.ep = {width}: {type(hf).__name__} has no experts; set it to 1")
+    for module in modules:
+        num_experts: Any = module.num_experts
+        if num_experts % width:
+            raise ValueError(f"trainer.parallel.ep = {width} does not divide the model's {num_experts} experts")
+        if parallel.ep is not None:
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                part = parameter.detach().chunk(width)[parallel.ep.get_local_rank()].contiguous().clone()
+                own = DTensor.from_local(
+                    part, parallel.ep, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+                )
+                setattr(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+        module.forward = functools.partial(_forward, module, parallel.ep, parallel.tp)
+    return modules
+
+
+class LocalExperts:
+    """Looks like the experts' module with no other experts than this rank's."""
+
+    def __init__(self, module: nn.Module, num_experts: int) -> None:
+        self._module = module
+        self.num_experts = num_experts
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(self, name, parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+@torch.compiler.disable  # sizes differ with every row's routing
+def _forward(
+    module: nn.Module,
+    ep: DeviceMesh | None,
+    tp: DeviceMesh | None,
+    hidden: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """In the place of the module's own forward.
+
+    Args:
+        module: the experts.
+        ep, tp: meshes, or None.
+        hidden: `[tokens, D]`.
+        chosen: int64 `[tokens, k]`, experts of each token.
+        weights: `[tokens, k]`.
+
+    Returns:
+        `[tokens, D]`.
+    """
+    if tp is not None:
+        hidden, chosen, weights = split_rows(hidden, tp), split_rows(chosen, tp), split_rows(weights, tp)
+    if ep is None:
+        output = _compute(module, LocalExperts(module, _num_experts(module)), hidden, chosen, weights)
+    else:
+        output = _dispatch(module, ep, hidden, chosen, weights)
+    return output if tp is None else join_rows(output, tp)
+
+
+def _num_experts(module: nn.Module) -> int:
+    found: Any = module.num_experts
+    return int(found)
+
+
+def _compute(module: nn.Module, experts: LocalExperts, *inputs: torch.Tensor) -> torch.Tensor:
+    """The model's own code over `experts`."""
+    return type(module).forward(experts, *inputs)
+
+
+def _dispatch(
+    module: nn.Module, ep: DeviceMesh, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Tokens to their experts and back."""
+    tokens, k = chosen.shape
+    num_local = _num_experts(module) // ep.size()
+    order = torch.argsort(chosen.reshape(-1), stable=True)  # pairs of token and choice, by expert
+    counts = torch.bincount(chosen.reshape(-1), minlength=num_local * ep.size())
+    sent_of = counts.view(ep.size(), num_local)
+    received_of = exchange(sent_of, ep)  # [ranks, local experts], rows that each rank sends for each of ours
+    sent, received = sent_of.sum(1).tolist(), received_of.sum(1).tolist()
+    arrived = all_to_all(hidden[order // k], ep, sent, received)
+    expert = torch.arange(num_local, device=hidden.device).repeat(ep.size()).repeat_interleave(received_of.reshape(-1))
+    if len(expert) == 0:
+        # One row of zeros, so that all ranks compute gradients of all experts: FSDP communicates on all of them.
+        arrived, expert = hidden.new_zeros((1, hidden.shape[1])), expert.new_zeros(1)
+    ones = torch.ones((len(expert), 1), dtype=weights.dtype, device=weights.device)
+    computed = _compute(module, LocalExperts(module, num_local), arrived, expert[:, None], ones)
+    returned = all_to_all(computed[: sum(received)], ep, received, sent)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return (returned[back].view(tokens, k, -1) * weights[..., None]).sum(dim=1).to(hidden.dtype)

@@ -1,0 +1,55 @@
+"""Gradients of parameters that lie on different meshes: which are still to be summed, and their common norm.
+
+Called by `engine.py` after the last backward pass of a step. FSDP has summed over `fsdp` and `dp_replicate` by then.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What this rank holds of every gradient."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+
+
+@torch.no_grad()
+def sum_over(parameters: list[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Add up the gradients of parameters of which every rank of `mesh` saw a part of the work: one collective."""
+    grads = [g for g in local_gradients(parameters) if g.numel()]
+    if not grads:
+        return
+    flat = torch.cat([g.reshape(-1) for g in grads])
+    dist.all_reduce(flat, group=mesh.get_group())
+    for grad, whole in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(whole.view_as(grad))
+
+
+def num_holders(parameter: torch.Tensor) -> int:
+    """How many ranks hold each element of a parameter."""
+    world_size = dist.get_world_size()
+    if not isinstance(parameter, DTensor):
+        return world_size
+    mesh = parameter.device_mesh
+    return world_size // math.prod(mesh.size(i) for i, p in enumerate(parameter.placements) if not p.is_replicate())
+
+
+def squared_norm(parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """This rank's share of the squared norm of all gradients, float64: summed over all ranks every element counts
+    once, however many ranks hold it."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    by_holders: dict[int, list[torch.Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            by_holders.setdefault(num_holders(p), []).append(p)
+    for holders, held in by_holders.items():
+        shards = [g for g in local_gradients(held) if g.numel()]
+        if shards:
+            norms = torch.stack(torch._foreach_norm(shards))
+            total = total + norms.double().square().sum() / holders
+    return total

@@ -1,0 +1,245 @@
+"""One process of a world of gloo ranks that trains the same steps under one layout after the other.
+
+Started by `prove_layouts` through `torch.multiprocessing.spawn`, once a world size. Rank 0 of each world writes what it
+found into files; a world of one rank writes what the others are compared with.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from prime_hpc.config.sections.common import CkptConfig, ModelConfig
+from prime_hpc.config.sections.trainer import LossConfig, TrainerConfig
+from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.checkpoints import resolve_resume
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.trainer.batches import redistribute
+from prime_hpc.trainer.checkpoint import Checkpointer
+from prime_hpc.trainer.engine import Engine
+from prime_hpc.trainer.model import load_policy
+from prime_hpc.trainer.objectives import normalization
+from prime_hpc.trainer.optim import build_optimizer
+from prime_hpc.trainer.parallel import build_parallel
+from prime_hpc.trainer.publish import Publisher
+from prime_hpc.trainer.rl import rl_objective
+from tests.support.tiny_families import VOCAB
+from tests.support.tiny_model import random_rank_batch
+
+LENGTHS = [[20, 9], [15, 30, 1], [3], [41, 2], [17]]
+"""Five micro-batches, of lengths that no number of ranks divides: two parts get unequal numbers of them."""
+LOSSES = [
+    {"type": "aipo"},
+    {"type": "gspo", "kl": {"target": "behaviour", "coef": 0.1}},
+    {"type": "reinforce", "normalize": "sequence", "correction": {"level": "geometric"}},
+]
+"""Of steps 1, 2, 3: over tokens, over whole sequences, and with a factor that a whole sequence decides."""
+METRICS = ("loss", "entropy", "kl", "ratio", "clipped", "reward", "num_tokens", "num_targets", "lag_max")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model under one layout."""
+
+    family: str
+    parallel: dict[str, int]
+    optim: str = "adamw"
+    ac: bool = False
+    compile: bool = False
+    break_with: str | None = None
+    """Of `layout_breaks`: what is broken on purpose."""
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        dims = " ".join(f"{k.removeprefix('dp_')} {v}" for k, v in self.parallel.items() if v > 1) or "1 rank"
+        extra = [self.optim] if self.optim != "adamw" else []
+        extra += ["ac"] if self.ac else []
+        return " ".join([self.family, dims, *extra])
+
+
+def whole_batch(step: int) -> RankBatch:
+    """All parts of batch `step`, as one."""
+    batch = random_rank_batch(LENGTHS, seed=100 + step, vocab_size=VOCAB, step=step)
+    batch.logprobs[:] = np.where(batch.loss_mask, batch.logprobs / 2 - 2, 0)  # nearer to the policy: ratios count
+    return batch
+
+
+class World:
+    """Policy, optimizer and what the trainer does with them, under one layout."""
+
+    def __init__(self, case: Case, models: Path, out: Path) -> None:
+        self.case, self.source = case, models / case.family
+        self.trainer = TrainerConfig.model_validate(
+            # eps: the update stays a smooth function of gradients that are about zero
+            {
+                "optim": {"type": case.optim, "lr": 1e-2, "eps": 1e-3, "max_norm": 0.5, "weight_decay": 0.1},
+                "num_ranks": dist.get_world_size(),
+                "parallel": case.parallel,
+            }
+        )
+        self.parallel = build_parallel(self.trainer.layout, "cpu")
+        config = {"name": str(self.source), "dtype": "float32", "ac": {} if case.ac else None, "compile": case.compile}
+        self.policy = load_policy(
+            ModelConfig.model_validate(config),
+            self.source,
+            self.parallel,
+            torch.device("cpu"),
+            reshard_after_forward=True,
+            chunk_tokens=32,
+        )
+        self.optimizer = build_optimizer(self.policy, self.trainer.optim)
+        self.paths = RunPaths(out)
+        self.checkpointer = Checkpointer(
+            self.policy, self.optimizer, self.paths, incarnation=0, meta={"kind": "rl"}, config=CkptConfig()
+        )
+
+    def step(self, step: int) -> dict[str, float]:
+        """Metrics of one update."""
+        loss = LossConfig.model_validate(LOSSES[(step - 1) % len(LOSSES)])
+        engine = Engine(
+            self.policy,
+            self.optimizer,
+            optim=self.trainer.optim,
+            scheduler=self.trainer.scheduler,
+            max_steps=100,
+            normalize=normalization(loss),
+            reshard=True,
+            device=torch.device("cpu"),
+            peak_flops=1.0,
+        )
+        part = redistribute([whole_batch(step)], self.parallel.data_rank, self.parallel.layout.num_data_ranks)
+        return engine.train_step(step, part, partial(rl_objective, loss))
+
+    def publish(self, version: int) -> Path:
+        """The directory of the published weights."""
+        publisher = Publisher(
+            self.policy, self.source, self.paths, dtype=torch.float32, incarnation=0, model_name=self.case.family
+        )
+        publisher.publish(version)
+        dist.barrier()
+        return self.paths.weights_step(version)
+
+    def close(self) -> None:
+        """Nothing is kept."""
+        del self.policy, self.optimizer, self.checkpointer
+
+
+def read_weights(directory: Path) -> dict[str, np.ndarray]:
+    """Tensors of a published version, by name."""
+    from safetensors.numpy import load_file
+
+    return {k: v for file in sorted(directory.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def relative(found: float, expected: float) -> float:
+    """Error, relative from 1 on."""
+    return abs(found - expected) / max(1.0, abs(expected))
+
+
+def moved(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], before: dict[str, np.ndarray]) -> float:
+    """The greatest error of any weight, relative to how far the weights of its tensor moved at most."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    errors = [np.abs(found[k] - expected[k]).max() / max(np.abs(expected[k] - before[k]).max(), 1e-9) for k in expected]
+    return float(np.max(errors))
+
+
+def run_alone(case: Case, models: Path, out: Path, steps: int) -> None:
+    """World of one: `steps` updates; checkpoints, weights and metrics of all of them."""
+    world = World(case, models, out)
+    world.publish(0)
+    metrics = {}
+    for step in range(1, steps + 1):
+        metrics[step] = world.step(step)
+        world.publish(step)
+        world.checkpointer.save(step, progress={}, batch_dir=None)
+    (out / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+
+
+def compare(metrics: dict[str, float], wanted: dict[str, float]) -> dict[str, float]:
+    """Errors of one step's metrics."""
+    return {
+        "metrics": float(np.max([relative(metrics[k], wanted[k]) for k in METRICS if k in wanted])),
+        "grad norm": relative(metrics["grad_norm"] / wanted["grad_norm"], 1.0),
+    }
+
+
+def run_case(case: Case, models: Path, alone: Path, resume: Path, out: Path, steps: int) -> dict[str, float]:
+    """Errors of one layout against the run alone.
+
+    Args:
+        case: the layout.
+        models: folder of the families.
+        alone: output of `run_alone`.
+        resume: run directory of another layout, or of the run alone, with a checkpoint of step `steps - 1`.
+        out: run directory of this layout; its checkpoint of step `steps - 1` is for the next one.
+        steps: updates.
+    """
+    wanted = {int(k): v for k, v in json.loads((alone / "metrics.json").read_text(encoding="utf-8")).items()}
+    weights = [read_weights(RunPaths(alone).weights_step(v)) for v in range(steps + 1)]
+    world = World(case, models, out)
+    errors: dict[str, float] = {"loaded": moved(read_weights(world.publish(0)), weights[0], weights[1])}
+    for step in range(1, steps + 1):
+        for claim, error in compare(world.step(step), wanted[step]).items():
+            errors[claim] = float(np.max([errors.get(claim, 0.0), error]))
+        if step == steps - 1:
+            world.checkpointer.save(step, progress={}, batch_dir=None)
+    errors["weights"] = moved(read_weights(world.publish(steps)), weights[steps], weights[0])
+    world.close()
+    world = World(case, models, out)
+    world.checkpointer.load(resolve_resume(RunPaths(resume).checkpoints, steps - 1))
+    again = compare(world.step(steps), wanted[steps])
+    resumed = moved(read_weights(world.publish(steps + 1)), weights[steps], weights[steps - 1])
+    errors["resumed"] = float(np.max([resumed, *again.values()]))
+    return errors
+
+
+def work(rank: int, world_size: int, folder: str, cases: list[Case], resume: dict[str, str], steps: int) -> None:
+    """One rank's life. Rank 0 writes `world_<n>.json`: errors by case name."""
+    from tests.proofs.layout_breaks import broken
+
+    torch.set_num_threads(1)
+    root = Path(folder)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{root}/store_{world_size}_{len(cases)}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+    )
+    found: dict[str, Any] = {}
+    for i, case in enumerate(cases):
+        out = root / f"run_{world_size}_{i}"
+        if world_size == 1:
+            run_alone(case, root / "models", root / f"alone_{case.family}_{case.optim}", steps)
+            continue
+        alone = root / f"alone_{case.family}_{case.optim}"
+        before = Path(resume.get(f"{case.family}_{case.optim}", str(alone)))
+        with broken(case.break_with):
+            found[f"{case.name} {case.break_with or ''}".strip()] = run_case(
+                case, root / "models", alone, before, out, steps
+            )
+        if case.break_with is None:
+            resume[f"{case.family}_{case.optim}"] = str(out)
+    if rank == 0:
+        result = {"errors": found, "resume": resume}
+        (root / f"world_{world_size}.json").write_text(json.dumps(result), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def each_error(found: dict[str, dict[str, float]]) -> Iterator[tuple[str, str, float]]:
+    """(case, claim, error)."""
+    for name, errors in found.items():
+        for claim, error in errors.items():
+            yield name, claim, error
+
+
+Break = Callable[[], Iterator[None]]

@@ -1,0 +1,95 @@
+"""Layout x claim: training over 2 and 4 gloo ranks against one process, three updates of a tiny model.
+
+`loaded`: weights that were read shard by shard and published are those of the checkpoint, exactly; `metrics`: loss,
+entropy, KL, counts of every step; `grad norm`; `weights`: published after three updates, relative to how far they
+moved; `resumed`: the third step once more from the checkpoint that ANOTHER layout wrote after the second. All of it in
+float32: sums are taken in other orders, nothing else differs.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch.multiprocessing as mp
+
+from tests.proofs import Proof
+from tests.proofs.layout_world import LOSSES, Case, each_error, work
+from tests.support.tiny_families import make_family
+
+BOUND = 2e-4
+"""Float32: about 1e-6 a step in the gradients, which Adam's division amplifies."""
+EXACT = 1e-12
+FAMILIES = ("qwen3", "llama", "qwen3_moe")
+
+
+def layouts(family: str, world_size: int) -> list[dict[str, int]]:
+    """What is proved of a family over so many ranks."""
+    if world_size == 2:
+        every = [{"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}, {"cp": 2}]
+        return [*every, {"ep": 2}] if family == "qwen3_moe" else every
+    if family == "qwen3_moe":
+        return [
+            {"ep": 4},
+            {"dp_shard": 2, "tp": 2},
+            {"dp_shard": 2, "tp": 2, "ep": 2},
+            {"dp_shard": 2, "cp": 2, "ep": 2},
+            {"cp": 2, "tp": 2, "ep": 4},
+            {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+        ]
+    every = [
+        {"dp_shard": 4},
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"dp_shard": 2, "tp": 2},
+        {"dp_replicate": 2, "tp": 2},
+        {"dp_shard": 2, "cp": 2},
+        {"dp_replicate": 2, "cp": 2},
+    ]
+    # Qwen3's 4 key-value heads split over 4 ranks; Llama's 2 are repeated for 4 context-parallel ones
+    return [*every, {"tp": 4}, {"cp": 2, "tp": 2}] if family == "qwen3" else [*every, {"cp": 4}]
+
+
+def every_case(world_size: int) -> list[Case]:
+    """All layouts, and some with Muon and with recomputation."""
+    cases = [Case(family, layout) for family in FAMILIES for layout in layouts(family, world_size)]
+    if world_size == 4:
+        cases += [
+            Case("qwen3", {"dp_shard": 2, "tp": 2}, optim="muon"),
+            Case("qwen3_moe", {"dp_shard": 2, "cp": 2, "ep": 2}, optim="muon"),
+            Case("qwen3_moe", {"cp": 2, "tp": 2, "ep": 2}, ac=True),
+        ]
+    return cases
+
+
+def run_worlds(folder: Path, worlds: dict[int, list[Case]]) -> dict[str, dict[str, float]]:
+    """Train every case; errors by name."""
+    needed = dict.fromkeys((case.family, case.optim) for cases in worlds.values() for case in cases)
+    for family in {family for family, _ in needed}:
+        make_family(folder / "models" / family, family)
+    alone = [Case(family, {}, optim=optim) for family, optim in needed]
+    found: dict[str, dict[str, float]] = {}
+    resume: dict[str, str] = {}
+    for world_size, cases in {1: alone, **worlds}.items():
+        arguments = (world_size, str(folder), cases, resume, len(LOSSES))
+        mp.spawn(work, args=arguments, nprocs=world_size)  # type: ignore[no-untyped-call]
+        result = json.loads((folder / f"world_{world_size}.json").read_text(encoding="utf-8"))
+        found |= {f"{name} of {world_size}": errors for name, errors in result["errors"].items()}
+        resume = result["resume"]
+    return found
+
+
+def bound_of(claim: str) -> float:
+    """What an error must stay below."""
+    return EXACT if claim == "loaded" else BOUND
+
+
+def prove(trials: int) -> Iterable[Proof]:
+    """Every layout once, whatever `trials`."""
+    folder = Path(tempfile.mkdtemp(prefix="layouts"))
+    try:
+        found = run_worlds(folder, {n: every_case(n) for n in (2, 4)})
+    finally:
+        shutil.rmtree(folder)
+    for name, claim, error in each_error(found):
+        yield Proof(name, claim, len(LOSSES), error, bound_of(claim))
