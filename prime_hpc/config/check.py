@@ -86,6 +86,6 @@ def check_complete(experiment: Experiment, entrypoint: str, provenance: dict[str
             raise ConfigError(Problem(message, "orchestrator.env", origin_of(("orchestrator", "env"), provenance)))
     elif experiment.kind == "sft" and entrypoint in ("sft", "submit", "plan"):
         data = experiment.sft.data
-        if data.type == "jsonl" and data.path is None:
-            message = "no data: state the JSON-lines file, or `sft.data.type = fake`"
+        if data.type != "fake" and data.path is None and data.name is None:
+            message = "no data: state files, or a hub data set (sft.data.name), or `sft.data.type = fake`"
             raise ConfigError(Problem(message, "sft.data.path", origin_of(("sft", "data", "type"), provenance)))

@@ -74,7 +74,8 @@ class Experiment(Section):
     @property
     def micro_batch_tokens(self) -> int:
         """Token budget of one packed micro-batch."""
-        return self.trainer.micro_batch_tokens or self.seq_len
+        longest = self.sft.data.seq_len if self.kind == "sft" else None
+        return self.trainer.micro_batch_tokens or longest or self.seq_len
 
     @property
     def max_model_len(self) -> int:
@@ -105,9 +106,25 @@ class Experiment(Section):
                 f"orchestrator.sampling.max_tokens ({o.sampling.max_tokens}) cannot fit "
                 f"inference.max_model_len ({self.max_model_len}) together with a prompt"
             )
-        if self.micro_batch_tokens < self.seq_len:
+        if self.kind == "rl" and self.micro_batch_tokens < self.seq_len:
             raise ValueError(
                 f"trainer.micro_batch_tokens ({self.micro_batch_tokens}) is below seq_len ({self.seq_len}): "
                 "the longest sample would not fit"
             )
+        if self.kind == "sft":
+            self._sft_fits()
         return self
+
+    def _sft_fits(self) -> None:
+        data = self.sft.data
+        longest = data.seq_len or self.seq_len
+        if data.type != "fake" and longest > self.micro_batch_tokens:
+            raise ValueError(
+                f"sft.data.seq_len ({longest}) exceeds trainer.micro_batch_tokens ({self.micro_batch_tokens}): the "
+                "longest sample would not fit"
+            )
+        if data.batch_tokens is not None and data.batch_tokens < longest:
+            raise ValueError(
+                f"sft.data.batch_tokens ({data.batch_tokens}) is below sft.data.seq_len ({longest}): the longest "
+                "sample would not fit into a step"
+            )

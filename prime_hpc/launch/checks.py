@@ -11,6 +11,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.envs.resolve import BUNDLED
+from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
 
 MIN_FREE_BYTES = 64 * 2**20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
@@ -103,14 +104,22 @@ def _environments(experiment: Experiment) -> list[Problem]:
 
 
 def _data(experiment: Experiment) -> list[Problem]:
-    data = experiment.sft.data
-    if data.type == "fake":
-        return []
-    if data.path is None:
-        return [Problem("names no file; set it, or use data.type = fake", "sft.data.path")]
-    if not data.path.is_file():
-        return [Problem(f"{data.path} does not exist", "sft.data.path")]
-    return []
+    """The files of training and held-out rows exist."""
+    sft = experiment.sft
+    problems = []
+    for key, source in (("sft.data", sft.data), ("sft.eval", sft.eval_source)):
+        try:
+            if source is None:
+                continue
+            columns = first_columns(found := find_data(source))
+            if columns is not None and not has_columns(columns, source):
+                problems.append(Problem(f"{found.files[0]}: {missing_columns(columns, source)}", f"{key}.columns"))
+        except ValueError as error:
+            problems.append(Problem(str(error), f"{key}.path"))
+    template = sft.data.chat_template
+    if template not in ("auto", "none") and not Path(template).is_file():
+        problems.append(Problem(f"{template} does not exist (auto, none, or a file)", "sft.data.chat_template"))
+    return problems
 
 
 def _space(experiment: Experiment) -> list[Problem]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from prime_hpc.launch.lint_finding import Finding, Subject
+from prime_hpc.store.datafiles import find_data
 
 
 def groups(subject: Subject) -> Iterator[Finding]:
@@ -99,10 +100,15 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
 
 
 def data(subject: Subject) -> Iterator[Finding]:
-    """The file of supervised data."""
-    source = subject.experiment.sft.data
-    if not subject.is_rl and source.type == "jsonl" and source.path is not None and not source.path.is_file():
-        yield Finding("PH207", "warning", "sft.data.path", f"{source.path} is not there (yet)", "make it before submit")
+    """The files of supervised data."""
+    sft = subject.experiment.sft
+    for key, source in (("sft.data.path", sft.data), ("sft.eval.path", sft.eval_source)):
+        if subject.is_rl or source is None or not source.paths:
+            continue
+        try:
+            find_data(source)
+        except ValueError as error:
+            yield Finding("PH207", "warning", key, f"{error}: it is not there (yet)", "make it before submit")
 
 
 def checkpoints(subject: Subject) -> Iterator[Finding]:

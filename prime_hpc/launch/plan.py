@@ -48,6 +48,14 @@ def _is_rl(experiment: Experiment) -> bool:
     return experiment.kind == "rl"
 
 
+def _data(experiment: Experiment) -> str:
+    """The training data of SFT, and what is held out."""
+    data, held_out = experiment.sft.data, experiment.sft.eval
+    size = f"{data.batch_tokens} tokens" if data.batch_tokens else f"{data.batch_size} samples"
+    evaluation = f", held-out loss every {held_out.interval} steps" if held_out else ""
+    return f"{data.label}, {size} a step{evaluation}"
+
+
 def _roles(experiment: Experiment) -> list[str]:
     trainer = experiment.trainer
     threads = trainer.threads_per_rank or max(1, (os.cpu_count() or 1) // trainer.num_ranks)
@@ -58,7 +66,7 @@ def _roles(experiment: Experiment) -> list[str]:
     if not _is_rl(experiment):
         return [
             *lines,
-            f"data          {experiment.sft.data.path or 'fake'}, {experiment.sft.data.batch_size} samples a step",
+            f"data          {_data(experiment)}",
         ]
     orchestrator = experiment.orchestrator
     envs = ", ".join(env.name or env.id for env in orchestrator.env) or "none"

@@ -11,7 +11,8 @@ Exit codes: 0 done; 1 a step was refused (its row says why) or something failed.
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -44,15 +45,18 @@ def plain(experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"ckpt": None, "wandb": None, "trainer": trainer})
 
 
-def batches_of(session: Session, source: RunPaths, progress: dict[str, int]) -> Callable[[int], RankBatch]:
-    """Step -> this rank's batch, in the order of the steps after the one that `progress` is of."""
+@contextmanager
+def batches_of(session: Session, source: RunPaths, progress: dict[str, int]) -> Iterator[Callable[[int], RankBatch]]:
+    """Step -> this rank's batch; SFT's come in the order of the steps after the one that `progress` is of."""
     if session.experiment.kind == "rl":
-        return lambda step: read_own_batch(source.rollouts_step(step), *session.part)
-    from prime_hpc.trainer.sft import build_data
+        yield lambda step: read_own_batch(source.rollouts_step(step), *session.part)
+        return
+    from prime_hpc.trainer.data.build import build_data
 
-    data, size = build_data(session), session.experiment.sft.data.batch_size
-    position, first = progress.get("num_samples", 0), progress.get("step", 0) + 1
-    return lambda step: data.batch(position + (step - first) * size, *session.part)
+    data = build_data(session)
+    data.start(progress)
+    yield lambda step: data.next()[0]
+    data.close()
 
 
 def objective_of(experiment: Experiment) -> Objective:
@@ -72,17 +76,18 @@ def rerun(session: Session, source: RunPaths, start: int, stop: int, metrics: Me
     progress: dict[str, int] = {}
     if start:
         progress = session.saver.checkpointer.load(resolve_resume(source.checkpoints, start, deep=session.rank == 0))
-    batches, objective = batches_of(session, source, progress), objective_of(session.experiment)
-    for step in range(start + 1, stop + 1):
-        try:
-            values = session.engine.train_step(step, batches(step), objective)
-        except StepRefused as error:
-            logger.error(str(error))
+    objective = objective_of(session.experiment)
+    with batches_of(session, source, progress) as batch_of:
+        for step in range(start + 1, stop + 1):
+            try:
+                values = session.engine.train_step(step, batch_of(step), objective)
+            except StepRefused as error:
+                logger.error(str(error))
+                if metrics is not None:
+                    metrics.log(step, refused=str(error))
+                return False
             if metrics is not None:
-                metrics.log(step, refused=str(error))
-            return False
-        if metrics is not None:
-            metrics.log(step, **values)
+                metrics.log(step, **values)
     return True
 
 

@@ -1,6 +1,6 @@
-"""The SFT loop: the next samples, one train step, checkpoints, and at the end the weights.
+"""The SFT loop: the next samples, one train step, held-out loss, checkpoints, and at the end the weights.
 
-Called by `main.py`. Engine, publishing and checkpoints are those of RL.
+Called by `main.py`. Engine, publishing and checkpoints are those of RL; the data room is `data/`.
 """
 
 import time
@@ -10,9 +10,10 @@ from loguru import logger
 
 from prime_hpc.store.weights import list_versions
 from prime_hpc.trainer.batches import MicroBatch
+from prime_hpc.trainer.data.build import Progress, build_data
+from prime_hpc.trainer.held_out import HeldOut
 from prime_hpc.trainer.objectives import LossStats, sft_loss
 from prime_hpc.trainer.session import Session, Signal
-from prime_hpc.trainer.sft_data import ChatTokenizer, FakeSFTData, SFTData, load_samples
 
 _RL_ONLY = ("reward", "lag_mean", "lag_max")
 
@@ -22,64 +23,65 @@ def sft_objective(micro: MicroBatch, logprobs: torch.Tensor, weights: torch.Tens
     return sft_loss(logprobs, weights)
 
 
-def build_data(session: Session) -> SFTData | FakeSFTData:
-    """The data set of the config, tokenised.
+def run_sft(session: Session) -> None:
+    """Train until `max_steps`, or until the supervisor rings "stop"; returns when all saves are whole. Collective.
 
     Raises:
-        ValueError: no tokenizer, rows that cannot be trained on, a sequence length above the micro-batch budget.
+        SFTDataError: the data set cannot be trained on; names the row.
     """
-    experiment = session.experiment
-    config = experiment.sft.data
-    seq_len = config.seq_len or experiment.seq_len
-    if config.type == "fake":
-        return FakeSFTData(config, seed=experiment.seed, seq_len=seq_len, vocab_size=session.vocab_size)
-    if seq_len > experiment.micro_batch_tokens:
-        raise ValueError(
-            f"sft.data.seq_len ({seq_len}) exceeds trainer.micro_batch_tokens ({experiment.micro_batch_tokens})"
-        )
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(session.source, trust_remote_code=experiment.model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.name = {experiment.model.name}: no tokenizer in {session.source} ({error})") from error
-    chat = ChatTokenizer(tokenizer, enable_thinking=experiment.model.enable_thinking)
-    samples = load_samples(config, chat, seq_len)
-    if session.rank == 0:
-        trained = sum(int(s.loss_mask.sum()) for s in samples)
-        total = sum(len(s.token_ids) for s in samples)
-        logger.info(f"{config.path}: {len(samples):,} samples, {total:,} tokens, {trained:,} of them trained")
-    budget = experiment.micro_batch_tokens
-    return SFTData(samples, config, seed=experiment.seed, micro_batch_tokens=budget)
-
-
-def run_sft(session: Session) -> None:
-    """Train until `max_steps`, or until the supervisor rings "stop"; returns when all saves are whole. Collective."""
-    experiment = session.experiment
     data = build_data(session)
+    held_out = _held_out(session)
     start, progress = session.resume()
-    position = progress.get("num_samples", 0)
-    batch_size = experiment.sft.data.batch_size
+    progress = data.start(progress)
     session.status.ready(step=start, world_size=session.world_size)
+    if held_out is not None and start == 0:
+        _report_untrained(session, held_out)
     for step in range(start + 1, session.last_step + 1):
         started = time.perf_counter()
-        if not _goes_on(session, step - 1, position):
+        if not _goes_on(session, step - 1, progress):
+            data.close()
             return
         with session.engine.timer("data"):
-            batch = data.batch(position, *session.part)
-        metrics = session.train_step(step, batch, sft_objective)
-        position += batch_size
-        interval = experiment.sft.save_interval
-        if interval and step % interval == 0 and not experiment.trainer.bench:
+            batch, progress = data.next()
+        metrics = session.train_step(step, batch, sft_objective) | data.figures
+        _without_padding(metrics)
+        if held_out is not None and held_out.is_due(step):
+            with session.engine.timer("eval"):
+                metrics |= held_out.evaluate()
+        interval = session.experiment.sft.save_interval
+        if interval and step % interval == 0 and not session.experiment.trainer.bench:
             session.publish(step, prune=False)
         if session.save_is_due(step):
-            session.save(step, progress={"num_samples": position}, batch_dir=None)
+            session.save(step, progress=progress, batch_dir=None)
         session.report(step, {k: v for k, v in metrics.items() if k not in _RL_ONLY}, started)
+    data.close()
     session.finish_saves()
     _finish(session)
 
 
-def _goes_on(session: Session, step: int, position: int) -> bool:
+def _held_out(session: Session) -> HeldOut | None:
+    wanted = session.experiment.sft.eval is not None and not session.experiment.trainer.bench
+    return HeldOut(session) if wanted else None
+
+
+def _report_untrained(session: Session, held_out: HeldOut) -> None:
+    """The held-out loss of version 0."""
+    figures = held_out.evaluate()
+    if session.metrics is not None:
+        session.metrics.log(0, **figures)
+        logger.info(f"held-out loss {figures['eval/loss']:.4f} before the first step")
+
+
+def _without_padding(metrics: dict[str, float]) -> None:
+    """Tokens and FLOPs count what is real, not what only fills rows."""
+    filling = metrics.pop("data/num_pad", 0.0)
+    if filling:
+        metrics["data/pad_share"] = filling / metrics["num_tokens"]
+        metrics["step_flops"] *= 1 - metrics["data/pad_share"]
+        metrics["num_tokens"] -= filling
+
+
+def _goes_on(session: Session, step: int, progress: Progress) -> bool:
     """At the boundary after `step`: do what the supervisor asks for; False: the loop ends here. Collective."""
     while True:
         asked = session.requested() if session.rank == 0 else None
@@ -87,7 +89,7 @@ def _goes_on(session: Session, step: int, position: int) -> bool:
         if signal is Signal.GO:
             return True
         if signal is not Signal.STOP:
-            session.save(step, progress={"num_samples": position}, batch_dir=None)
+            session.save(step, progress=progress, batch_dir=None)
         if signal is not Signal.SAVE:
             session.finish_saves()
             if session.rank == 0:

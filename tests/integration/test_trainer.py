@@ -222,25 +222,3 @@ def wait_for_state(paths: RunPaths, state: str) -> None:
             return
         time.sleep(0.1)
     raise AssertionError(f"no state {state} within 60 s")
-
-
-def test_sft_lowers_the_loss_and_resumes_exactly(tmp_path: Path, model: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
-    rows = [{"prompt": f"reverse {w} {i % 3}", "completion": w[::-1]} for i, w in enumerate(words * 8)]
-    data.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    sft = {"data": {"path": str(data), "batch_size": 16}}
-    trainer = {"optim": {"lr": 5e-3}, "threads_per_rank": 1, "scheduler": {"type": "constant", "warmup_steps": 2}}
-    common = {"kind": "sft", "sft": sft, "trainer": trainer}
-    whole = write_run(tmp_path / "whole", model, max_steps=12, **common)
-    assert_done(run_trainer(whole), whole)
-    losses = [r["loss"] for r in read_metrics(whole.metrics("trainer"))]
-    assert losses[-1] < 0.5 * losses[0]
-    assert list_versions(whole) == [12]
-
-    halves = write_run(tmp_path / "halves", model, max_steps=7, ckpt={}, **common)
-    assert_done(run_trainer(halves), halves)
-    write_run(tmp_path / "halves", model, max_steps=12, ckpt={"resume_step": "latest"}, **common)
-    assert_done(run_trainer(halves), halves)
-    a, b = weights(whole, 12), weights(halves, 12)
-    assert all(torch.equal(a[name], b[name]) for name in a)

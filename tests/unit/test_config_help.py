@@ -38,7 +38,7 @@ def test_root_page_lists_every_flag() -> None:
             ["--trainer.optim.lr"],
         ),
         ("trainer", ["--optim.lr", "--data.fake", "--max-steps"], ["--server.port", "--trainer.optim.lr"]),
-        ("sft", ["--data.type jsonl|fake", "--optim.lr"], ["--batch-size INT"]),
+        ("sft", ["--data.type auto|jsonl|parquet|hub|fake", "--optim.lr"], ["--batch-size INT"]),
         ("orchestrator", ["--env.N.id", "--eval.interval", "--client.api-key-var"], ["--optim.lr"]),
     ],
 )

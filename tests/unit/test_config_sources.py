@@ -9,6 +9,7 @@ from prime_hpc.config.errors import Origin
 from prime_hpc.config.experiment import COMPONENTS
 from prime_hpc.config.schema import all_paths
 
+FAKE = ["--data.type", "fake"]
 ENV = ["--orchestrator.env", '[{"id": "reverse-text"}]']
 
 
@@ -250,6 +251,13 @@ def test_no_key_of_a_component_hides_a_shared_one() -> None:
         ("inference", ["--api-key", "secret", "--gpu-memory-utilization", "0.5", "--tensor-parallel-size", "4"]),
         ("inference", ["--data-parallel-address", "10.15.42.1", "--data-parallel-start-rank", "2", "--headless"]),
         ("sft", ["--data.type", "fake", "--bench", "--wandb.project", "p", "--wandb.name", "n"]),
+        (
+            "sft",
+            ["--data.seq-len", "4096", "--data.batch-size", "64", "--data.micro-batch-size", "2", *FAKE, "--bench"],
+        ),
+        ("sft", ["--data.type", "fake", "--data.length", "variable", "--max-steps", "20", "--ckpt"]),
+        ("sft", ["--data.path", "d.jsonl", "--data.seq-len", "4096"]),
+        ("sft", ["--data.name", "owner/name", "--data.columns", '{"prompt": "question"}', "--eval.interval", "5"]),
         ("sft", ["--data.path", "d.jsonl", "--max-steps", "40", "--ckpt.resume-step", "20", "--model.ac"]),
     ],
 )

@@ -1,24 +1,80 @@
-"""SFT's section: the data and its batch shape. Optimizer and ranks are the trainer's."""
+"""SFT's section: the data and its batch shape, held-out evaluation. Optimizer and ranks are the trainer's."""
 
+import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section
 
+COLUMNS = ("messages", "prompt", "completion", "tools")
+"""What a row may hold, by the product's names."""
 
-class SFTDataConfig(Section):
+
+class SFTSourceConfig(Section):
+    """Where rows come from."""
+
+    type: Literal["auto", "jsonl", "parquet", "hub", "fake"] = "auto"
+    """JSON lines, Parquet, a data set of the hub (or saved by `datasets`), random tokens; `auto` goes by the name."""
+    path: str | list[str] | None = None
+    """Files, patterns (`data/*.jsonl.gz`) or a directory: rows with `prompt` and `completion`, or with `messages` (and
+    `tools`). Files may be compressed (.gz, .zst)."""
+    name: str | None = None
+    """Data set of the hub, such as `owner/name`; needs the extra `prime-hpc[data]`."""
+    subset: str | None = None
+    """`name`: which of its configurations."""
+    split: str = "train"
+    """`name`: which of its splits."""
+    columns: dict[str, str] = {}
+    """The data's own names of the columns `messages`, `prompt`, `completion`, `tools`: `{prompt: question}`."""
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _from_here(cls, value: Any) -> Any:
+        """Paths are meant from where the command was typed; roles run elsewhere."""
+        if isinstance(value, list | tuple):
+            return [cls._from_here(item) for item in value]
+        return str(Path(value).expanduser().absolute()) if isinstance(value, str | os.PathLike) else value
+
+    @field_validator("columns")
+    @classmethod
+    def _known_columns(cls, value: dict[str, str]) -> dict[str, str]:
+        unknown = sorted(set(value) - set(COLUMNS))
+        if unknown:
+            raise ValueError(f"columns maps {', '.join(COLUMNS)} to the data's own names; it has {', '.join(unknown)}")
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "SFTSourceConfig":
+        if self.path is not None and self.name is not None:
+            raise ValueError("path and name are two sources: state one")
+        return self
+
+    @property
+    def paths(self) -> list[str]:
+        """`path` as a list."""
+        return [] if self.path is None else [self.path] if isinstance(self.path, str) else self.path
+
+    @property
+    def label(self) -> str:
+        """The source for people."""
+        return "fake" if self.type == "fake" else self.name or ", ".join(self.paths) or "none"
+
+
+class SFTDataConfig(SFTSourceConfig):
     """Prompt-completion or messages data for supervised fine-tuning."""
 
-    type: Literal["jsonl", "fake"] = "jsonl"
-    """A JSON-lines file, or random tokens."""
-    path: Path | None = None
-    """The JSON-lines file: rows with `prompt` and `completion`, or with `messages` (and `tools`)."""
     batch_size: int = Field(64, ge=1)
     """Samples a step, over all ranks."""
+    batch_tokens: int | None = Field(None, ge=2)
+    """Tokens a step at most, over all ranks, instead of `batch_size`: whole samples as long as they fit."""
+    pack: bool = True
+    """Pack samples to `micro_batch_tokens`; off: `micro_batch_size` rows of one sample each, with the same loss."""
+    pad_multiple: int | None = Field(None, ge=1)
+    """`pack` off: fill each row with masked padding to a multiple of so many tokens (`seq_len`: one fixed shape)."""
     micro_batch_size: int = Field(8, ge=1)
-    """Samples of one micro-batch of fake data (real data is packed to `micro_batch_tokens`)."""
+    """Samples of one micro-batch of fake data, or where `pack` is off (packing goes by `micro_batch_tokens`)."""
     length: Literal["fixed", "variable"] = "fixed"
     """Lengths of fake samples."""
     seq_len: int | None = Field(None, ge=2)
@@ -26,9 +82,54 @@ class SFTDataConfig(Section):
     shuffle: bool = True
     """Shuffle every epoch, by seed."""
     loss_roles: tuple[str, ...] = ("assistant",)
-    """Messages of these roles are trained on."""
+    """Messages of these roles are trained on; a message's own `train` (or `weight` 0 or 1) goes before it."""
+    loss_turns: Literal["all", "last"] = "all"
+    """Of the messages of `loss_roles`: all, or the conversation's last one only."""
+    split_turns: bool = False
+    """Make every trained message a sample of its own, with the history as the template shows it at that turn: for
+    templates that rewrite the past (Qwen3's drops earlier think sections)."""
+    chat_template: str = "auto"
+    """`auto`: the tokenizer's; `none`: prompt and completion are plain text; else a Jinja file."""
     overlong: Literal["error", "drop", "truncate"] = "drop"
-    """What happens to a sample longer than `seq_len`."""
+    """What happens to a sample longer than `seq_len`; counted in the metrics."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """What happens to a row that cannot be read or that the template refuses; skipped ones are counted."""
+    num_workers: int | None = Field(None, ge=0)
+    """Processes of each rank that read and tokenise ahead; 0: a thread. Default: 2 beside a GPU, else 0."""
+    prefetch: int = Field(2, ge=1)
+    """Batches made ahead."""
+    cache_dir: Path | None = None
+    """Where line indices and unpacked files are kept; default `<output_dir>/.sft-cache`."""
+    on_change: Literal["error", "restart"] = "error"
+    """What happens on resuming with other data or another order than the checkpoint's: `restart` begins an epoch."""
+
+    @field_validator("cache_dir")
+    @classmethod
+    def _cache_from_here(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser().absolute()
+
+    @model_validator(mode="after")
+    def _padding_needs_rows(self) -> "SFTDataConfig":
+        if self.pad_multiple is not None and self.pack:
+            raise ValueError("pad_multiple fills rows of one sample each: set pack = false, or leave it out")
+        return self
+
+
+class SFTEvalConfig(SFTSourceConfig):
+    """Loss on held-out rows; without a source of its own, another split of the training data set."""
+
+    split: str = "validation"
+    """`name`: which of its splits."""
+    interval: int = Field(50, ge=1)
+    """Every so many steps (and before the first and after the last)."""
+    num_rows: int | None = Field(None, ge=1)
+    """First rows only; default: all."""
+
+    @model_validator(mode="after")
+    def _real(self) -> "SFTEvalConfig":
+        if self.type == "fake":
+            raise ValueError("random tokens have no held-out loss: name rows with path or name")
+        return self
 
 
 class SFTConfig(Section):
@@ -36,5 +137,27 @@ class SFTConfig(Section):
 
     data: SFTDataConfig = SFTDataConfig()
     """The data."""
+    eval: SFTEvalConfig | None = None
+    """Held-out loss during training; off when absent."""
     save_interval: int | None = Field(None, ge=1)
     """Publish weights every so many steps besides the last."""
+
+    @property
+    def eval_source(self) -> SFTSourceConfig | None:
+        """Where the held-out rows come from."""
+        if self.eval is None:
+            return None
+        if self.eval.path is not None or self.eval.name is not None:
+            return self.eval
+        return self.data.model_copy(update={"split": self.eval.split})
+
+    @model_validator(mode="after")
+    def _held_out(self) -> "SFTConfig":
+        source = self.eval_source
+        if source is None or self.eval is None or self.eval.path is not None:
+            return self
+        if source.name is None:
+            raise ValueError("eval names no held-out rows: set eval.path (or eval.name)")
+        if (source.name, source.subset, source.split) == (self.data.name, self.data.subset, self.data.split):
+            raise ValueError(f"eval.split = {source.split} is what is trained on: name another split, or eval.path")
+        return self

@@ -1,0 +1,103 @@
+"""Which files a data set consists of, of what kind they are, and its columns. Called by `launch` and `trainer`."""
+
+import contextlib
+import glob
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from prime_hpc.config.sections.sft import SFTSourceConfig
+
+Kind = Literal["jsonl", "parquet", "hub", "fake"]
+_JSONL, _PARQUET = (".jsonl", ".json", ".ndjson"), (".parquet", ".pq")
+_PACKED = (".gz", ".zst")
+SAVED_BY_DATASETS = "state.json"
+"""Marks a directory that `datasets.Dataset.save_to_disk` wrote."""
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """A data set on disk; of the hub: no files."""
+
+    kind: Kind
+    files: list[Path]
+
+
+def find_data(source: SFTSourceConfig) -> DataFiles:
+    """The files, in the order of `path`, those of a pattern or a directory by name.
+
+    Raises:
+        ValueError: nothing is there, or the kind cannot be told; names the path and what to do.
+    """
+    if source.type == "fake":
+        return DataFiles("fake", [])
+    if source.name is not None:
+        return DataFiles("hub", [])
+    if not source.paths:
+        raise ValueError("names no file; set path (or name, of a hub data set), or use data.type = fake")
+    files: list[Path] = []
+    for path in source.paths:
+        found = _expand(path)
+        if not found:
+            raise ValueError(f"{path} {'matches no file' if glob.has_magic(path) else 'does not exist'}")
+        files += found
+    if source.type == "hub" or (files[0].is_dir() and (files[0] / SAVED_BY_DATASETS).exists()):
+        return DataFiles("hub", files)
+    kind: Kind = source.type if source.type != "auto" else _kind(files)
+    return DataFiles(kind, files)
+
+
+def _expand(path: str) -> list[Path]:
+    if glob.has_magic(path) and not Path(path).exists():
+        found = glob.glob(path, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+        return sorted(Path(p) for p in found if Path(p).is_file())
+    here = Path(path)
+    if not here.is_dir() or (here / SAVED_BY_DATASETS).exists():
+        return [here] if here.exists() else []
+    return sorted(p for p in here.rglob("*") if p.is_file() and plain_suffix(p) in (*_JSONL, *_PARQUET))
+
+
+def plain_suffix(path: Path) -> str:
+    """`.jsonl` of `a.jsonl.gz`."""
+    return Path(path.stem).suffix if path.suffix in _PACKED else path.suffix
+
+
+def is_packed(path: Path) -> bool:
+    """Whether a file is compressed as a whole."""
+    return path.suffix in _PACKED
+
+
+def _kind(files: list[Path]) -> Kind:
+    kinds: set[Kind] = {"parquet" if plain_suffix(path) in _PARQUET else "jsonl" for path in files}
+    if len(kinds) > 1:
+        raise ValueError("names JSON lines and Parquet together: state one kind of file")
+    return kinds.pop()
+
+
+def has_columns(names: Sequence[str], source: SFTSourceConfig) -> bool:
+    """Whether a row with these columns can be trained on."""
+    named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion")}
+    return named["messages"] in names or (named["prompt"] in names and named["completion"] in names)
+
+
+def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
+    """What to say where `has_columns` is false."""
+    named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion")}
+    have = ", ".join(sorted(map(str, names))) or "none"
+    return (
+        f"needs `{named['messages']}`, or `{named['prompt']}` and `{named['completion']}`; the columns are: {have}. "
+        'Map them with sft.data.columns, such as {"prompt": "question", "completion": "answer"}'
+    )
+
+
+def first_columns(found: DataFiles) -> list[str] | None:
+    """The keys of the first row, where that can be told by reading a little: plain JSON lines; else None."""
+    if found.kind != "jsonl" or is_packed(found.files[0]):
+        return None
+    with contextlib.suppress(OSError, ValueError), found.files[0].open("rb") as file:
+        row = json.loads(next((line for line in itertools.islice(file, 100) if line.strip()), b"null"))
+        return sorted(row) if isinstance(row, dict) else None
+    return None

@@ -1,0 +1,274 @@
+"""The training data of an SFT run, from its config. Called by `trainer/sft.py`, `trainer/held_out.py` and `rerun.py`.
+
+data = build_data(session)
+data.start(progress)              # of the checkpoint; {} at the beginning
+batch, progress = data.next()     # collective; `progress` goes into the checkpoint of this step
+data.close()
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from loguru import logger
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.sections.sft import SFTSourceConfig
+from prime_hpc.config.sections.trainer import FakeDataConfig
+from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.datafiles import find_data
+from prime_hpc.trainer.batches import fake_batch
+from prime_hpc.trainer.data.exchange import Exchange
+from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.prefetch import Prefetcher
+from prime_hpc.trainer.data.samples import RowCounts
+from prime_hpc.trainer.data.sources import Rows, fingerprint_of
+from prime_hpc.trainer.data.stream import BatchShape, Order, Position, SampleStream
+from prime_hpc.trainer.data.workers import Recipe, RowProcesses, RowReader
+
+if TYPE_CHECKING:
+    from prime_hpc.trainer.session import Session
+
+Progress = dict[str, int]
+_COUNTS = ("rows", "overlong", "truncated", "untrained", "bad")
+
+
+class TrainingData(Protocol):
+    """Batches in order."""
+
+    figures: dict[str, float]
+    """Metrics of the batch taken last."""
+
+    def start(self, progress: Mapping[str, int]) -> Progress:
+        """Go on where a checkpoint's progress says; what to save before a first step. Collective."""
+
+    def next(self) -> tuple[RankBatch, Progress]:
+        """This rank's part of the next step, and the progress after it. Collective."""
+
+    def close(self) -> None:
+        """At the same step on every rank; not needed after a failure."""
+
+
+class FakeData:
+    """Random tokens of the configured shape; a batch depends on its position alone."""
+
+    def __init__(self, session: "Session") -> None:
+        config = session.experiment.sft.data
+        self._shape = FakeDataConfig(
+            batch_size=config.batch_size,
+            seq_len=seq_len_of(session.experiment),
+            micro_batch_size=config.micro_batch_size,
+            length=config.length,
+        )
+        self._session = session
+        self._position = 0
+        self.figures: dict[str, float] = {}
+
+    def start(self, progress: Mapping[str, int]) -> Progress:
+        """The number of samples is the position."""
+        self._position = progress.get("num_samples", 0)
+        return {"num_samples": self._position}
+
+    def next(self) -> tuple[RankBatch, Progress]:
+        """The batch at the position."""
+        session = self._session
+        batch = fake_batch(
+            self._shape,
+            session.vocab_size,
+            session.experiment.seed,
+            self._position,
+            *session.part,
+        )
+        self._position += self._shape.batch_size
+        return batch, {"num_samples": self._position}
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class RealData:
+    """Rows of a data set, shuffled, tokenised and packed ahead."""
+
+    def __init__(self, session: "Session") -> None:
+        """Collective.
+
+        Raises:
+            SFTDataError: the data set, its tokenizer or its columns are not what they must be.
+        """
+        experiment = session.experiment
+        config = experiment.sft.data
+        self._config, self._timeout_s = config, experiment.trainer.batch_timeout_s
+        save_s = experiment.ckpt.timeout_s if experiment.ckpt else 0.0
+        self._exchange = Exchange(self._timeout_s + save_s)
+        recipe = recipe_of(experiment, config, session.source)
+        rows = open_together(recipe, self._exchange)
+        tokenizer = recipe.load_tokenizer()
+        self._fingerprint = fingerprint_of(rows.fingerprint, config.shuffle, experiment.seed)
+        self._num_rows = rows.num_rows
+        num_workers = config.num_workers
+        if num_workers is None:
+            num_workers = 2 if session.device.type == "cuda" else 0
+        self._reader: RowReader | RowProcesses
+        self._reader = RowProcesses(recipe, num_workers) if num_workers else RowReader(recipe, rows, tokenizer)
+        self._stream = SampleStream(
+            self._reader,
+            Order(rows.num_rows, seed=experiment.seed, shuffle=config.shuffle),
+            shape_of(experiment, tokenizer.pad_id),
+            self._exchange,
+            share=session.part[0],
+            num_shares=session.part[1],
+        )
+        self._prefetcher: Prefetcher | None = None
+        self.figures: dict[str, float] = {}
+        if session.rank == 0:
+            logger.info(f"{config.label}: {rows.num_rows:,} rows, template: {tokenizer.name}")
+
+    def start(self, progress: Mapping[str, int]) -> Progress:
+        """Begin to make batches from there on.
+
+        Raises:
+            SFTDataError: the checkpoint is of other data or another order, see `on_change`.
+        """
+        position = position_of(progress)
+        known = progress.get("data_fingerprint", self._fingerprint)
+        if known != self._fingerprint:
+            text = (
+                "the checkpoint was trained on other rows, or in another order (seed, shuffle), than "
+                f"{self._config.label} with its {self._num_rows:,} rows now"
+            )
+            if self._config.on_change == "error":
+                raise SFTDataError(
+                    f"{text}: its position means nothing here. To begin an epoch of the new data: "
+                    "sft.data.on_change = restart"
+                )
+            logger.warning(f"{text}: an epoch of the new data begins")
+            position = Position()
+        self._stream.start(position)
+        self._prefetcher = Prefetcher(self._stream, self._config.prefetch, self._timeout_s)
+        return self._progress(position)
+
+    def next(self) -> tuple[RankBatch, Progress]:
+        """The next batch, usually made already.
+
+        Raises:
+            SFTDataError: a row in it cannot be trained on.
+        """
+        assert self._prefetcher is not None
+        batch = self._prefetcher.take()
+        assert batch is not None  # the stream has no end
+        counts = batch.position.counts
+        named = {f"data/{k}": float(v) for k, v in zip(_COUNTS, counts.values(), strict=True) if k == "rows" or v}
+        self.figures = {
+            **named,
+            "data/epoch": batch.position.row / self._num_rows,
+            "data/fill": batch.fill,
+            "data/num_pad": float(batch.num_pad),
+        }
+        return batch.ranked, self._progress(batch.position)
+
+    def _progress(self, position: Position) -> Progress:
+        counts = dict(zip((f"data_{name}" for name in _COUNTS), position.counts.values(), strict=True))
+        return {
+            "num_samples": position.samples,
+            "data_row": position.row,
+            "data_sub": position.sub,
+            "data_fingerprint": self._fingerprint,
+            **counts,
+        }
+
+    def close(self) -> None:
+        """End the thread and the processes."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+        self._reader.close()
+
+
+def position_of(progress: Mapping[str, int]) -> Position:
+    """The stream position that a checkpoint holds; the beginning where it holds none."""
+    samples = progress.get("num_samples", 0)
+    counts = RowCounts(*(progress.get(f"data_{name}", 0) for name in _COUNTS))
+    return Position(progress.get("data_row", samples), progress.get("data_sub", 0), samples, counts)
+
+
+def seq_len_of(experiment: Experiment) -> int:
+    """Longest sample in tokens."""
+    return experiment.sft.data.seq_len or experiment.seq_len
+
+
+def recipe_of(experiment: Experiment, source: SFTSourceConfig, model: Path) -> Recipe:
+    """How rows of a source become samples.
+
+    Args:
+        experiment: the tree.
+        source: training or held-out rows.
+        model: directory of the tokenizer.
+
+    Raises:
+        SFTDataError: no file is there.
+    """
+    config = experiment.sft.data
+    try:
+        found = find_data(source)
+    except ValueError as error:
+        raise SFTDataError(f"sft data: {error}") from error
+    return Recipe(
+        source=source,
+        config=config,
+        found=found,
+        cache=config.cache_dir or experiment.output_dir.absolute() / ".sft-cache",
+        tokenizer=model,
+        trust_remote_code=experiment.model.trust_remote_code,
+        enable_thinking=experiment.model.enable_thinking,
+        seq_len=seq_len_of(experiment),
+    )
+
+
+def shape_of(experiment: Experiment, pad_id: int) -> BatchShape:
+    """The batch shape of the config."""
+    config = experiment.sft.data
+    return BatchShape(
+        batch_size=config.batch_size,
+        batch_tokens=config.batch_tokens,
+        micro_batch_tokens=experiment.micro_batch_tokens,
+        pack=config.pack,
+        rows=config.micro_batch_size,
+        pad_multiple=config.pad_multiple,
+        pad_id=pad_id,
+        mean_length=seq_len_of(experiment) / 2,
+    )
+
+
+def open_together(recipe: Recipe, exchange: Exchange) -> Rows:
+    """Open the rows: rank 0 makes what is missing, then the others open it. Collective.
+
+    Raises:
+        SFTDataError: the same on every rank.
+    """
+    rows: Rows | None = None
+    said: str | None = None
+    if exchange.rank == 0:
+        rows, said = _try_open(recipe)
+    said = exchange.gather(said)[0]
+    if said is None and rows is None:
+        rows, said = _try_open(recipe)
+    failures = [text for text in exchange.gather(said) if text is not None]
+    if failures or rows is None:
+        raise SFTDataError(failures[0])
+    return rows
+
+
+def _try_open(recipe: Recipe) -> tuple[Rows | None, str | None]:
+    try:
+        return recipe.open_rows(), None
+    except SFTDataError as error:
+        return None, str(error)
+
+
+def build_data(session: "Session") -> TrainingData:
+    """The data of the config. Collective.
+
+    Raises:
+        SFTDataError: see `RealData`.
+    """
+    fake = session.experiment.sft.data.type == "fake"
+    return FakeData(session) if fake else RealData(session)

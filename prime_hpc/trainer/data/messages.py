@@ -1,0 +1,165 @@
+"""A data set's row as a conversation: columns, roles, content parts, tool calls, and which messages are trained.
+
+Called by `samples.py`. A row holds `messages` (and optionally `tools`), or `prompt` and `completion`: two lists of
+messages, of which only the completion is trained, or two strings, which become a user and an assistant message (plain
+text where there is no chat template). Accepted besides the plain form, because data sets are written so:
+
+- content as a list of text parts; `messages`, `tools` or a call's arguments as a JSON string; no content beside calls;
+- `from`/`value` messages with the roles human, gpt, function;
+- `train: false` or `weight: 0` on a message: context only (`true`/1: trained, whatever its role);
+- message keys that are null.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
+from prime_hpc.store.datafiles import has_columns, missing_columns
+
+Message = dict[str, Any]
+_ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
+_FLAGS = ("train", "weight")
+
+
+class SFTDataError(ValueError):
+    """Data that cannot be trained on; the message names file and line, what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for a chat template."""
+
+    messages: list[Message]
+    tools: list[Any] | None
+    trained: tuple[bool, ...]
+    """Of each message."""
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """A prompt, and the completion that is trained, without a template."""
+
+    prompt: str
+    completion: str
+
+
+def parse_row(row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_template: bool) -> Conversation | PlainText:
+    """A row as what is tokenised.
+
+    Args:
+        row: the parsed JSON or Arrow row.
+        source: its column names.
+        config: which messages are trained.
+        has_template: whether conversations can be rendered.
+
+    Raises:
+        SFTDataError: columns are missing (names those it has), or a value is not what its column holds.
+    """
+    if not isinstance(row, dict):
+        raise SFTDataError(f"expected a JSON object, got {type(row).__name__}")
+    if not has_columns(list(row), source):
+        raise SFTDataError(missing_columns(list(row), source))
+    value = {column: row.get(source.columns.get(column, column)) for column in ("messages", "prompt", "completion")}
+    tools = _tools(row.get(source.columns.get("tools", "tools")))
+    if value["messages"]:
+        messages = _messages(value["messages"], "user")
+        first = 0
+    else:
+        prompt, completion = value["prompt"], value["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str) and not has_template:
+            return PlainText(prompt, completion)
+        context, answer = _messages(prompt, "user"), _messages(completion, "assistant")
+        messages, first = [*context, *answer], len(context)
+    if not has_template:
+        raise SFTDataError("a conversation needs a chat template, and there is none (sft.data.chat_template)")
+    trained = _trained(messages, first, config)
+    plain = [{k: v for k, v in message.items() if k not in _FLAGS} for message in messages]
+    return Conversation(plain, tools, trained)
+
+
+def _messages(value: Any, role: str) -> list[Message]:
+    """A column as messages; a string becomes one message of `role`, or is a list as JSON."""
+    if isinstance(value, str):
+        if value.startswith("[{"):
+            try:
+                return _messages(json.loads(value), role)
+            except json.JSONDecodeError:
+                pass  # text that happens to begin so
+        return [{"role": role, "content": value}]
+    if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
+        return [_message(m) for m in value]
+    raise SFTDataError(f"expected a string or a list of messages with `role` and `content`, got {value!r:.120}")
+
+
+def _message(raw: Message) -> Message:
+    message = {key: value for key, value in raw.items() if value is not None}
+    if "role" not in message and "from" in message:
+        message = {**message, "role": message.pop("from"), "content": message.pop("value", "")}
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise SFTDataError(f"expected a string or a list of messages with `role` and `content`, got {raw!r:.120}")
+    message["role"] = _ROLES.get(role, role)
+    message["content"] = _text(message.get("content", ""))
+    if "tool_calls" in message:
+        message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    return message
+
+
+def _text(content: Any) -> str:
+    """Content as text: a string, or a list of text parts."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        kinds = [part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content]
+        other = sorted({str(kind) for kind in kinds if kind != "text"})
+        if not other:
+            return "".join(part.get("text") or "" for part in content)
+        raise SFTDataError(f"content parts of type {', '.join(other)}: only text can be trained on")
+    raise SFTDataError(f"expected content as text or a list of text parts, got {content!r:.120}")
+
+
+def _call(call: Any) -> Any:
+    """A tool call as templates expect it: arguments as a mapping, as servers hand them over too."""
+    if not isinstance(call, dict):
+        raise SFTDataError(f"expected a tool call with a name and arguments, got {call!r:.120}")
+    function = call.get("function", call)
+    if not isinstance(function, dict) or "name" not in function:
+        raise SFTDataError(f"expected a tool call with a name and arguments, got {call!r:.120}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            pass  # a model's malformed call may be part of the data: the template shows it as it is
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _tools(value: Any) -> list[Any] | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except json.JSONDecodeError as error:
+            raise SFTDataError(f"`tools` is neither a list nor JSON ({error})") from error
+    if not value:
+        return None
+    if not isinstance(value, list):
+        raise SFTDataError(f"`tools` must be a list of tool definitions, got {value!r:.120}")
+    return value
+
+
+def _trained(messages: list[Message], first: int, config: SFTDataConfig) -> tuple[bool, ...]:
+    """Which messages are trained: their own flag, else their role; those before `first` never."""
+    flags = []
+    for i, message in enumerate(messages):
+        own = next((message[key] for key in _FLAGS if key in message), None)
+        if own is not None and own not in (0, 1):
+            raise SFTDataError(f"message {i + 1}: `train` or `weight` is {own!r}: only true, false, 0 and 1 are known")
+        flags.append(i >= first and (message["role"] in config.loss_roles if own is None else bool(own)))
+    if config.loss_turns == "last":
+        last = max((i for i, flag in enumerate(flags) if flag), default=-1)
+        flags = [i == last for i in range(len(flags))]
+    return tuple(flags)

@@ -1,0 +1,107 @@
+"""One row to its token-exact samples: parse, render, tokenise, cut to length. Called by `workers.py`."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
+from prime_hpc.trainer.data.messages import Conversation, PlainText, SFTDataError, parse_row
+from prime_hpc.trainer.data.template import ChatTokenizer
+
+
+@dataclass(frozen=True)
+class SFTSample:
+    """One tokenised conversation."""
+
+    token_ids: NDArray[np.int32]
+    """[L]"""
+    loss_mask: NDArray[np.bool_]
+    """[L]"""
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """What became of rows, and of the samples in them."""
+
+    rows: int = 0
+    overlong: int = 0
+    """Samples dropped for their length."""
+    truncated: int = 0
+    untrained: int = 0
+    """Samples without a token that would be trained: left out."""
+    bad: int = 0
+    """Rows skipped for an error."""
+
+    def __add__(self, other: "RowCounts") -> "RowCounts":
+        return RowCounts(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+
+    def values(self) -> tuple[int, int, int, int, int]:
+        """In the fields' order."""
+        return self.rows, self.overlong, self.truncated, self.untrained, self.bad
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What one row gives."""
+
+    samples: list[SFTSample]
+    counts: RowCounts
+    error: str | None = None
+    """Why it cannot be trained on."""
+
+
+class RowTokenizer:
+    """Rows to samples, as the config has it."""
+
+    def __init__(self, tokenizer: ChatTokenizer, source: SFTSourceConfig, config: SFTDataConfig, seq_len: int) -> None:
+        """
+        Args:
+            tokenizer: with its template.
+            source: column names.
+            config: what is trained and what happens to long samples.
+            seq_len: longest sample in tokens.
+        """
+        self._tokenizer, self._source, self._config, self._seq_len = tokenizer, source, config, seq_len
+
+    def row(self, row: Any) -> RowResult:
+        """One row's samples; with `bad_rows = skip`, an error is only counted."""
+        try:
+            return self._samples(row)
+        except SFTDataError as error:
+            if self._config.bad_rows == "skip":
+                return RowResult([], RowCounts(rows=1, bad=1))
+            return RowResult([], RowCounts(rows=1), str(error))
+
+    def _samples(self, row: Any) -> RowResult:
+        parsed = parse_row(row, self._source, self._config, self._tokenizer.has_template)
+        samples: list[SFTSample] = []
+        counts = RowCounts(rows=1)
+        for talk in self._talks(parsed):
+            plain = isinstance(talk, PlainText)
+            sample = SFTSample(*(self._tokenizer.plain(talk) if plain else self._tokenizer.conversation(talk)))
+            length = len(sample.token_ids)
+            if length > self._seq_len:
+                if self._config.overlong == "error":
+                    raise SFTDataError(
+                        f"{length} tokens, more than seq_len = {self._seq_len}; raise it, or set sft.data.overlong"
+                    )
+                if self._config.overlong == "drop":
+                    counts += RowCounts(overlong=1)
+                    continue
+                counts += RowCounts(truncated=1)
+                sample = SFTSample(sample.token_ids[: self._seq_len], sample.loss_mask[: self._seq_len])
+            if sample.loss_mask[1:].any():  # a first token has nothing it could be predicted from
+                samples.append(sample)
+            else:
+                counts += RowCounts(untrained=1)
+        return RowResult(samples, counts)
+
+    def _talks(self, parsed: Conversation | PlainText) -> list[Any]:
+        """The conversation itself, or with `split_turns` one for every trained message."""
+        if isinstance(parsed, PlainText) or not self._config.split_turns:
+            return [parsed]
+        ends = [i + 1 for i, trained in enumerate(parsed.trained) if trained]
+        only = lambda stop: tuple(i == stop - 1 for i in range(stop))  # noqa: E731
+        return [replace(parsed, messages=parsed.messages[:stop], trained=only(stop)) for stop in ends] or [parsed]

@@ -1,0 +1,375 @@
+"""Rows by number, wherever they lie: JSON lines by an index of offsets, Parquet and hub data sets memory-mapped.
+
+Called by `build.py`. Nothing is read whole: a row costs 8 bytes of (memory-mapped) index, and a rank reads the rows
+that it tokenises. What must be made once (line indices, unpacked files, Parquet as Arrow) goes into a cache directory
+under a name made of the file's path, size and time of change; rank 0 makes it, the others open it.
+
+    jsonl           <key>.npy     int64[rows + 1], where each line begins
+    jsonl.gz, .zst  <key>.jsonl   unpacked, then indexed
+    parquet         <key>.arrow   uncompressed Arrow with the columns that are used, 256 rows a batch; needs pyarrow
+    hub             the cache of `datasets` itself (HF_HOME)
+"""
+
+import gzip
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+from loguru import logger
+from numpy.typing import NDArray
+
+from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
+from prime_hpc.store import files
+from prime_hpc.store.datafiles import SAVED_BY_DATASETS, DataFiles, has_columns, is_packed, missing_columns
+from prime_hpc.trainer.data.messages import SFTDataError
+
+_BLOCK = 16 * 2**20
+_ARROW_ROWS = 256
+"""Rows of an Arrow batch: what is decoded to read one of them."""
+_OPEN_DEADLINE_S = 60.0
+
+
+class Rows(Protocol):
+    """Numbered rows. `row` may be called from one thread at a time."""
+
+    num_rows: int
+    fingerprint: int
+    """Changes when rows come, go or change their lengths."""
+
+    def row(self, index: int) -> Any:
+        """The parsed row. Raises SFTDataError."""
+
+    def where(self, index: int) -> str:
+        """File and line of a row, for people."""
+
+
+def fingerprint_of(*parts: Any) -> int:
+    """63 bits of what identifies something."""
+    return xxhash.xxh3_64_intdigest("\x00".join(map(str, parts)).encode()) >> 1
+
+
+def _cached(cache: Path, path: Path, *also: Any) -> Path:
+    """Where what is made of a file lies, without a suffix."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise SFTDataError(f"sft.data.path = {path}: {error.strerror or error}") from error
+    key = fingerprint_of(path.absolute(), stat.st_size, stat.st_mtime_ns, *also)
+    return cache / f"{path.name.split('.')[0]}-{key:016x}"
+
+
+class JsonLines:
+    """The non-empty lines of one file."""
+
+    def __init__(self, path: Path, cache: Path) -> None:
+        """
+        Args:
+            path: the file, possibly compressed.
+            cache: directory of indices; made here where it is missing.
+
+        Raises:
+            SFTDataError: the file cannot be read, or is a JSON array.
+        """
+        self._shown = path
+        self._path = _unpacked(path, cache) if is_packed(path) else path
+        index = _cached(cache, self._path).with_suffix(".npy")
+        if not index.exists():
+            _write_index(self._path, index)
+        self._starts = _open_array(index)
+        self.num_rows = len(self._starts) - 1
+        self.fingerprint = xxhash.xxh3_64_intdigest(np.ascontiguousarray(self._starts).data) >> 1
+        self._file: int | None = None
+
+    def row(self, index: int) -> Any:
+        """The parsed line."""
+        if self._file is None:
+            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        begin, end = int(self._starts[index]), int(self._starts[index + 1])
+        try:
+            return json.loads(os.pread(self._file, end - begin, begin))
+        except ValueError as error:  # not JSON, or not UTF-8
+            raise SFTDataError(f"not JSON ({error})") from error
+
+    def where(self, index: int) -> str:
+        """file:line; counts the lines before it, which only an error asks for."""
+        left, number = int(self._starts[index]), 1
+        with self._path.open("rb") as file:
+            while left > 0:
+                block = file.read(min(_BLOCK, left))
+                number, left = number + block.count(b"\n"), left - len(block)
+        return f"{self._shown}:{number}"
+
+
+def _open_array(path: Path) -> NDArray[np.int64]:
+    """Memory-mapped; patient with a file system that shows a new file late."""
+    return files.retry_read(lambda: np.load(path, mmap_mode="r"), deadline_s=_OPEN_DEADLINE_S)
+
+
+def _write_index(path: Path, target: Path) -> None:
+    """Offsets of the non-empty lines, and of the end."""
+    starts: list[NDArray[np.int64]] = []
+    with path.open("rb") as file:
+        first = file.read(4096).lstrip()[:1]
+        if first == b"[":
+            raise SFTDataError(
+                f"{path} is one JSON array; training data is one object a line: jq -c '.[]' {path.name} > rows.jsonl"
+            )
+        file.seek(0)
+        offset, pending = 0, 0  # of the block, and of the line that began last
+        while block := file.read(_BLOCK):
+            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + offset
+            begins = np.concatenate([[pending], ends[:-1] + 1]) if len(ends) else np.zeros(0, np.int64)
+            starts.append(_without_blank(begins, ends, file, offset, block))
+            pending = int(ends[-1]) + 1 if len(ends) else pending
+            offset += len(block)
+        if pending < offset:
+            file.seek(pending)
+            if file.read().strip():
+                starts.append(np.array([pending], np.int64))
+    starts.append(np.array([offset], np.int64))
+    _write_array(target, starts)
+
+
+def _write_array(target: Path, parts: list[NDArray[np.int64]]) -> None:
+    """One .npy file of several arrays, never joined in memory, in one rename."""
+    header = io.BytesIO()
+    shape = (sum(len(part) for part in parts),)
+    np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": shape})
+    files.make_dir(target.parent)
+    partial = target.with_name(f".tmp-{target.name}-{files.unique_suffix()}")
+    try:
+        files.write_file(partial, [header.getvalue(), *(np.ascontiguousarray(part, np.int64) for part in parts)])
+        files.rename(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _without_blank(
+    begins: NDArray[np.int64], ends: NDArray[np.int64], file: Any, offset: int, block: bytes
+) -> NDArray[np.int64]:
+    """The beginnings of lines that hold more than white space; long ones do."""
+    keep = np.ones(len(begins), bool)
+    for i in np.flatnonzero(ends - begins < 16):
+        begin, end = int(begins[i]) - offset, int(ends[i]) - offset
+        line = block[begin:end] if begin >= 0 else os.pread(file.fileno(), end - begin, int(begins[i]))
+        keep[i] = bool(line.strip())
+    return begins[keep]
+
+
+def _unpacked(path: Path, cache: Path) -> Path:
+    """The file's content as a plain file in the cache."""
+    target = _cached(cache, path).with_suffix(".jsonl")
+    if target.exists():
+        return target
+    logger.info(f"unpacking {path} into {target}")
+    files.make_dir(cache)
+    partial = target.with_name(f".tmp-{target.name}-{files.unique_suffix()}")
+    try:
+        with files.disk_errors(target), _opened(path) as packed, partial.open("wb") as plain:
+            shutil.copyfileobj(packed, plain, _BLOCK)
+        files.rename(partial, target)
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise SFTDataError(f"{path} is no whole gzip file ({error})") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def _opened(path: Path) -> Any:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    try:
+        import zstandard
+    except ImportError as error:
+        raise SFTDataError(
+            f"{path}: needs the package zstandard (pip install 'prime-hpc[data]'), or unpack it: zstd -d {path.name}"
+        ) from error
+    return zstandard.open(path, "rb")
+
+
+class ArrowRows:
+    """The rows of one Parquet file, unpacked once into memory-mapped Arrow."""
+
+    def __init__(self, path: Path, cache: Path, source: SFTSourceConfig) -> None:
+        """
+        Args:
+            path: the Parquet file.
+            cache: directory of the Arrow files.
+            source: column names.
+
+        Raises:
+            SFTDataError: no pyarrow, not Parquet, or without the expected columns (names those it has).
+        """
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise SFTDataError(f"{path}: Parquet needs pyarrow (pip install 'prime-hpc[data]')") from error
+        self._path = path
+        target = _cached(cache, path, _ARROW_ROWS, sorted(source.columns.items())).with_suffix(".arrow")
+        if not target.exists():
+            try:
+                with pq.ParquetFile(path) as parquet:
+                    _write_arrow(parquet, path, target, source)
+            except (pa.ArrowInvalid, OSError) as error:
+                raise SFTDataError(f"{path} cannot be read as Parquet ({error})") from error
+        self._reader = files.retry_read(
+            lambda: pa.ipc.open_file(pa.memory_map(str(target), "r")), deadline_s=_OPEN_DEADLINE_S
+        )
+        self._batch: tuple[int, Any] = (-1, None)
+        full = max(self._reader.num_record_batches - 1, 0) * _ARROW_ROWS
+        last = self._reader.num_record_batches - 1
+        self.num_rows = full + (self._reader.get_batch(last).num_rows if last >= 0 else 0)
+        self.fingerprint = fingerprint_of(self.num_rows, target.stat().st_size)
+
+    def row(self, index: int) -> Any:
+        """The row as plain Python, without the nulls that Arrow fills in."""
+        number, place = divmod(index, _ARROW_ROWS)
+        if self._batch[0] != number:
+            self._batch = (number, self._reader.get_batch(number))
+        return _without_nulls(self._batch[1].slice(place, 1).to_pylist()[0])
+
+    def where(self, index: int) -> str:
+        """file: row number, from 1."""
+        return f"{self._path}: row {index + 1}"
+
+
+def _write_arrow(parquet: Any, path: Path, target: Path, source: SFTSourceConfig) -> None:
+    """Row group by row group, so that one of them is in memory at a time."""
+    import pyarrow as pa
+
+    names = parquet.schema_arrow.names
+    if not has_columns(names, source):
+        raise SFTDataError(f"{path}: {missing_columns(names, source)}")
+    used = [name for name in names if name in {source.columns.get(c, c) for c in COLUMNS}]
+    schema = pa.schema([parquet.schema_arrow.field(name) for name in used])
+    logger.info(f"unpacking {path} ({', '.join(used)}) into {target}")
+    files.make_dir(target.parent)
+    partial = target.with_name(f".tmp-{target.name}-{files.unique_suffix()}")
+    try:
+        with files.disk_errors(target), pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            for batch in _evenly(parquet.iter_batches(batch_size=_ARROW_ROWS, columns=used), schema):
+                writer.write_batch(batch)
+        files.rename(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _evenly(batches: Iterator[Any], schema: Any) -> Iterator[Any]:
+    """Batches of exactly `_ARROW_ROWS` rows, the last one aside."""
+    import pyarrow as pa
+
+    pending = schema.empty_table()
+    for batch in batches:
+        pending = pa.concat_tables([pending, pa.Table.from_batches([batch]).cast(schema)])
+        while pending.num_rows >= _ARROW_ROWS:
+            yield from pending.slice(0, _ARROW_ROWS).combine_chunks().to_batches()
+            pending = pending.slice(_ARROW_ROWS)
+    if pending.num_rows:
+        yield from pending.combine_chunks().to_batches()
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives every message of a column the keys of all, null where they are absent."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+class HubRows:
+    """A data set of the hub (or one that `datasets` saved to disk), memory-mapped by `datasets`."""
+
+    def __init__(self, source: SFTSourceConfig, directory: Path | None) -> None:
+        """
+        Args:
+            source: name, subset, split, columns.
+            directory: of `save_to_disk`, instead of the hub.
+
+        Raises:
+            SFTDataError: no `datasets`, not to be had (offline?), or without the expected columns.
+        """
+        try:
+            import datasets
+        except ImportError as error:
+            raise SFTDataError(
+                f"sft.data.name = {source.name}: needs the package datasets (pip install 'prime-hpc[data]')"
+            ) from error
+        self._name = str(directory or source.name)
+        try:
+            loaded = (
+                datasets.load_from_disk(str(directory))
+                if directory is not None
+                else datasets.load_dataset(self._name, source.subset, split=source.split)
+            )
+        except Exception as error:
+            raise SFTDataError(
+                f"sft.data.name = {self._name} (subset {source.subset}, split {source.split}) is not to be had: "
+                f"{type(error).__name__}: {str(error)[:300]}. Without network (HF_HUB_OFFLINE, HF_DATASETS_OFFLINE) "
+                "only what is in HF_HOME can be used: load it there once, or name local files with sft.data.path"
+            ) from error
+        if isinstance(loaded, datasets.DatasetDict):
+            if source.split not in loaded:
+                raise SFTDataError(f"{self._name} has the splits {', '.join(loaded)}, not {source.split}")
+            loaded = loaded[source.split]
+        if not has_columns(loaded.column_names, source):
+            raise SFTDataError(f"{self._name}: {missing_columns(loaded.column_names, source)}")
+        self._data = loaded
+        self.num_rows = len(loaded)
+        self.fingerprint = fingerprint_of(self.num_rows, self._name, source.subset, source.split)
+
+    def row(self, index: int) -> Any:
+        """The row as plain Python."""
+        return _without_nulls(self._data[index])
+
+    def where(self, index: int) -> str:
+        """name: row number, from 1."""
+        return f"{self._name}: row {index + 1}"
+
+
+class Chain:
+    """Several sources after one another."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([part.num_rows for part in parts])
+        self.num_rows = int(self._ends[-1])
+        self.fingerprint = fingerprint_of(*(part.fingerprint for part in parts))
+
+    def _find(self, index: int) -> tuple[Rows, int]:
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        return self._parts[part], index - (int(self._ends[part - 1]) if part else 0)
+
+    def row(self, index: int) -> Any:
+        """The row of the part that holds it."""
+        part, own = self._find(index)
+        return part.row(own)
+
+    def where(self, index: int) -> str:
+        """The part's word."""
+        part, own = self._find(index)
+        return part.where(own)
+
+
+def open_rows(source: SFTSourceConfig, found: DataFiles, cache: Path) -> Rows:
+    """Open a data set; makes what is missing in the cache.
+
+    Raises:
+        SFTDataError: names the file and what is wrong.
+    """
+    if found.kind == "hub":
+        saved = found.files[0] if found.files and (found.files[0] / SAVED_BY_DATASETS).exists() else None
+        return HubRows(source, saved or (found.files[0] if found.files else None))
+    if found.kind == "parquet":
+        parts: list[Rows] = [ArrowRows(path, cache, source) for path in found.files]
+    else:
+        parts = [JsonLines(path, cache) for path in found.files]
+    rows = parts[0] if len(parts) == 1 else Chain(parts)
+    if not rows.num_rows:
+        raise SFTDataError(f"{source.label}: no row")
+    return rows

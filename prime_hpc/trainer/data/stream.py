@@ -1,0 +1,307 @@
+"""The endless, shuffled stream of samples, cut into steps, without ever holding the data set.
+
+Called by `build.py`, run by `prefetch.py` in a thread of every rank. A step's samples depend on the stream alone, not
+on the number of ranks; so do the rows between two positions:
+
+    epoch e = a permutation of the rows drawn from (seed, e)     8 bytes a row
+    round   = the next rows in that order, rank r reads and tokenises every world_size-th of them
+    gather  = lengths and errors of all (some bytes a row)
+    batch   = samples in stream order, `batch_size` of them or as many as fit `batch_tokens`, packed on all ranks alike
+    swap    = every sample's tokens go to the rank that trains it
+
+A position is (row, sub): rows before `row` are used up, and `sub` samples of that one. It is saved with a checkpoint;
+resuming tokenises from there on. Every row is used exactly once an epoch, whatever ends and resumes in between.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prime_hpc.store.batches import RankBatch
+from prime_hpc.trainer.batches import build_rank_batch, pack_samples
+from prime_hpc.trainer.data.exchange import Exchange
+from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.samples import RowCounts, RowResult, SFTSample
+
+Tokenise = Callable[[Sequence[int]], list[RowResult]]
+"""Row numbers -> what they give."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in the stream a step ends, and what was seen until there."""
+
+    row: int = 0
+    sub: int = 0
+    samples: int = 0
+    counts: RowCounts = field(default_factory=RowCounts)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of one step."""
+
+    ranked: RankBatch
+    """`sample_ids` are row numbers in the data set."""
+    position: Position
+    """After it."""
+    num_pad: int = 0
+    """Tokens of all ranks that only fill rows."""
+    fill: float = 1.0
+    """Real tokens of all ranks over the room of their micro-batches."""
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How samples become steps and micro-batches."""
+
+    batch_size: int
+    batch_tokens: int | None
+    micro_batch_tokens: int
+    pack: bool = True
+    rows: int = 1
+    """`pack` off: samples of one micro-batch."""
+    pad_multiple: int | None = None
+    pad_id: int = 0
+    mean_length: float = 512.0
+    """Guess before a length is known."""
+
+
+@dataclass
+class _Row:
+    """What all ranks know of a row that waits to be used."""
+
+    index: int
+    lengths: list[int]
+    counts: RowCounts
+    error: str | None
+    holder: int
+
+
+class Order:
+    """Row numbers by place in the stream."""
+
+    def __init__(self, num_rows: int, *, seed: int, shuffle: bool) -> None:
+        self.num_rows = num_rows
+        self._seed, self._shuffle = seed, shuffle
+        self._epoch, self._rows = -1, np.zeros(0, np.int64)
+
+    def row_at(self, place: int) -> int:
+        """The row at a place of the stream; places of one epoch are `num_rows` apart from the next one's."""
+        epoch, within = divmod(place, self.num_rows)
+        if not self._shuffle:
+            return within
+        if epoch != self._epoch:
+            self._rows = np.random.default_rng([self._seed, epoch]).permutation(self.num_rows)
+            self._epoch = epoch
+        return int(self._rows[within])
+
+
+class SampleStream:
+    """Batches in order, on every rank alike. `next` and `agree` are collective over the exchange's ranks."""
+
+    def __init__(
+        self,
+        tokenise: Tokenise,
+        order: Order,
+        shape: BatchShape,
+        exchange: Exchange,
+        *,
+        share: int,
+        num_shares: int,
+        last_row: int | None = None,
+    ) -> None:
+        """
+        Args:
+            tokenise: reads and tokenises rows.
+            order: of the rows.
+            shape: of a batch.
+            exchange: between the ranks.
+            share, num_shares: which data-parallel part this rank trains; ranks of one share get the same samples.
+            last_row: end after that many rows; None: never.
+        """
+        self._tokenise, self._order, self._shape, self._exchange = tokenise, order, shape, exchange
+        self._num_shares = num_shares
+        self._shares: list[int] = exchange.gather(share)
+        self._last_row = last_row
+        self.start(Position())
+
+    def start(self, position: Position) -> None:
+        """Go on from a position."""
+        self._position = position
+        self._next_row = position.row
+        self._waiting: deque[_Row] = deque()
+        self._held: dict[int, list[SFTSample]] = {}  # by place: the samples that this rank tokenised
+        self._mean_length = self._shape.mean_length
+        self._barren = 0
+
+    def agree(self, go_on: bool) -> bool:
+        """Whether every rank goes on."""
+        return self._exchange.all_agree(go_on)
+
+    def next(self) -> Batch | None:
+        """The next step's batch; None after `last_row`.
+
+        Raises:
+            SFTDataError: a row in it cannot be trained on, or a whole epoch gave no sample.
+        """
+        while (needed := self._needed()) > 0 and not self._is_read():
+            self._read_round(needed)
+        chosen = self._choose()
+        if not chosen:
+            return None
+        lengths = np.array([self._waiting[row].lengths[sub] for row, sub in chosen], dtype=np.int64)
+        batch = self._build(chosen, lengths)
+        self._advance(chosen)
+        return replace(batch, position=self._position)
+
+    def _is_read(self) -> bool:
+        """Whether the stream ends with what waits."""
+        return self._last_row is not None and self._next_row >= self._last_row
+
+    def _needed(self) -> int:
+        """How many rows to read at least before a batch is whole; 0: none, or an error comes first."""
+        shape, count, tokens = self._shape, 0, 0
+        for lengths in self._ahead():
+            if lengths is None:
+                return 0
+            count, tokens = count + len(lengths), tokens + sum(lengths)
+        if shape.batch_tokens is None:
+            return max(0, shape.batch_size - count)
+        return int((shape.batch_tokens - tokens) / self._mean_length) + 1 if tokens < shape.batch_tokens else 0
+
+    def _ahead(self) -> list[list[int] | None]:
+        """Lengths of the rows that wait, without what is used of the first; None where one is in error."""
+        rows = [None if row.error is not None else row.lengths for row in self._waiting]
+        if rows and rows[0] is not None:
+            rows[0] = rows[0][self._position.sub :]
+        return rows
+
+    def _read_round(self, needed: int) -> None:
+        """Tokenise the next rows together."""
+        stop = self._next_row + needed
+        if self._last_row is not None:
+            stop = min(stop, self._last_row)
+        rank, size = self._exchange.rank, self._exchange.world_size
+        own = range(self._next_row + rank, stop, size)
+        indices = [self._order.row_at(place) for place in own]
+        results = self._tokenise(indices)
+        for place, result in zip(own, results, strict=True):
+            self._held[place] = result.samples
+        told = [
+            (index, [len(s.token_ids) for s in result.samples], result.counts, result.error)
+            for index, result in zip(indices, results, strict=True)
+        ]
+        gathered = self._exchange.gather(told)
+        for place in range(self._next_row, stop):
+            holder, turn = (place - self._next_row) % size, (place - self._next_row) // size
+            index, lengths, counts, error = gathered[holder][turn]
+            self._waiting.append(_Row(index, lengths, counts, error, holder))
+            self._barren = 0 if lengths else self._barren + 1
+        self._next_row = stop
+        lengths = [n for row in self._waiting for n in row.lengths]
+        if lengths:
+            self._mean_length = max(1.0, sum(lengths) / len(lengths))
+        if self._barren >= self._order.num_rows and self._last_row is None:
+            seen = self._waiting[-1].counts if self._waiting else RowCounts()
+            raise SFTDataError(
+                f"no row of the data set can be trained on: {self._barren} in a row gave no sample (longer than "
+                f"seq_len, nothing of the roles of sft.data.loss_roles in them, or skipped; the last one: {seen})"
+            )
+
+    def _choose(self) -> list[tuple[int, int]]:
+        """(place in the queue, sample of that row) of the next batch."""
+        shape, tokens = self._shape, 0
+        chosen: list[tuple[int, int]] = []
+        for number, row in enumerate(self._waiting):
+            if row.error is not None:
+                if chosen and shape.batch_tokens is not None and tokens >= shape.batch_tokens:
+                    break
+                raise SFTDataError(row.error)
+            for sub in range(self._position.sub if number == 0 else 0, len(row.lengths)):
+                if shape.batch_tokens is not None:
+                    tokens += row.lengths[sub]
+                    if chosen and tokens > shape.batch_tokens:
+                        return chosen
+                elif len(chosen) == shape.batch_size:
+                    return chosen
+                chosen.append((number, sub))
+                if shape.batch_tokens is None and len(chosen) == shape.batch_size:
+                    return chosen
+        return chosen
+
+    def _assign(self, lengths: NDArray[np.int64]) -> list[list[list[int]]]:
+        """For each share its micro-batches, each a list of samples."""
+        if self._shape.pack:
+            return pack_samples(lengths, self._num_shares, self._shape.micro_batch_tokens)
+        longest_first = np.argsort(-lengths, kind="stable")  # rows of like length meet in one micro-step
+        shares = pack_samples(np.ones(len(lengths), np.int64), self._num_shares, self._shape.rows)
+        return [[[int(longest_first[i]) for i in micro] for micro in micros] for micros in shares]
+
+    def _padded(self, length: int) -> int:
+        multiple = self._shape.pad_multiple
+        return length if multiple is None else -(-length // multiple) * multiple
+
+    def _build(self, chosen: list[tuple[int, int]], lengths: NDArray[np.int64]) -> Batch:
+        """This rank's part of the batch."""
+        shares = self._assign(lengths)
+        share_of = {sample: share for share, micros in enumerate(shares) for micro in micros for sample in micro}
+        tokens = self._swap(chosen, lengths, share_of)
+        micros = shares[self._shares[self._exchange.rank]]
+        order = [sample for micro in micros for sample in micro]
+        place = {sample: i for i, sample in enumerate(order)}
+        ids, masks = [], []
+        for sample in order:
+            fill = self._padded(int(lengths[sample])) - int(lengths[sample])
+            ids.append(np.append(tokens[sample].token_ids, np.full(fill, self._shape.pad_id, np.int32)))
+            masks.append(np.append(tokens[sample].loss_mask, np.zeros(fill, bool)))
+        ranked = build_rank_batch([[place[s] for s in micro] for micro in micros], ids, masks)
+        rows = np.array([self._waiting[chosen[sample][0]].index for sample in order], dtype=np.int64)
+        ranked = replace(ranked, sample_ids=rows, group_ids=rows.copy())
+        total, padded = int(lengths.sum()), sum(self._padded(int(n)) for n in lengths)
+        room = len(shares) * len(shares[0]) * self._shape.micro_batch_tokens if self._shape.pack else padded
+        return Batch(ranked, self._position, padded - total, total / max(room, 1))
+
+    def _swap(
+        self, chosen: list[tuple[int, int]], lengths: NDArray[np.int64], share_of: dict[int, int]
+    ) -> dict[int, SFTSample]:
+        """The samples of this rank's share, from the ranks that tokenised them."""
+        exchange, first = self._exchange, self._next_row - len(self._waiting)
+        own_share = self._shares[exchange.rank]
+        sent: list[list[NDArray[np.uint8]]] = [[np.zeros(0, np.uint8)] for _ in range(self._num_shares)]
+        coming: list[list[int]] = [[] for _ in range(exchange.world_size)]
+        for i, (row, sub) in enumerate(chosen):
+            holder = self._waiting[row].holder
+            if holder == exchange.rank:
+                sample = self._held[first + row][sub]
+                sent[share_of[i]] += [sample.token_ids.view(np.uint8), sample.loss_mask.view(np.uint8)]
+            if share_of[i] == own_share:
+                coming[holder].append(i)
+        by_share = [np.concatenate(parts) for parts in sent]
+        sizes = [sum(5 * int(lengths[i]) for i in samples) for samples in coming]
+        received = exchange.swap([by_share[share] for share in self._shares], sizes)
+        samples: dict[int, SFTSample] = {}
+        for data, those in zip(received, coming, strict=True):
+            at = 0
+            for i in those:
+                middle = at + 4 * int(lengths[i])
+                end = middle + int(lengths[i])
+                samples[i] = SFTSample(data[at:middle].copy().view(np.int32), data[middle:end].view(bool))
+                at = end
+        return samples
+
+    def _advance(self, chosen: list[tuple[int, int]]) -> None:
+        """Forget what is used up."""
+        last, sub = chosen[-1]
+        position = self._position
+        row, counts = position.row, position.counts
+        used = last + 1 if sub + 1 == len(self._waiting[last].lengths) else last
+        left = 0 if used == last + 1 else sub + 1
+        first = self._next_row - len(self._waiting)
+        for place in range(first, first + used):
+            counts += self._waiting.popleft().counts
+            self._held.pop(place, None)
+        self._position = Position(row + used, left, position.samples + len(chosen), counts)

@@ -1,0 +1,214 @@
+"""Conversations to token ids and a loss mask through the tokenizer's chat template. Called by `samples.py`.
+
+Trained are a message's content and its end-of-turn token, never the header that the engine itself writes. This needs
+the *prefix property*: what the engine is shown at a turn (the messages before it and the header) and the conversation
+up to the turn's end must both be beginnings of the whole conversation's tokens. It is checked at every trained message;
+templates that rewrite the past (Qwen3's removes earlier think sections) are refused, with the place and the ways out.
+
+The whole conversation is tokenised once. A place in the text is a place in the tokens where a token begins there and
+the text since the last added token (which always stands alone) gives the same tokens when it ends there.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prime_hpc.trainer.data.messages import Conversation, Message, PlainText, SFTDataError
+
+_MARK = "\u241econtent\u241e"  # stands for a message's content to find where it begins; no data holds it
+_SHOWN = 12
+"""Tokens shown on either side of a break."""
+
+
+class ChatTokenizer:
+    """A Hugging Face tokenizer with its chat template, rendering conversation prefixes."""
+
+    def __init__(self, tokenizer: Any, *, enable_thinking: bool = False, chat_template: str = "auto") -> None:
+        """
+        Args:
+            tokenizer: a `PreTrainedTokenizer`.
+            enable_thinking: handed to the template, as the environments do.
+            chat_template: `auto`, `none` or a Jinja file, see `sft.data.chat_template`.
+
+        Raises:
+            SFTDataError: the file cannot be read.
+        """
+        self._tokenizer = tokenizer
+        self._enable_thinking = enable_thinking
+        self._template, self._origin = _read_template(tokenizer, chat_template)
+        self._added = set(tokenizer.get_added_vocab().values())
+        self._ends = {i for i in (tokenizer.eos_token_id, *tokenizer.all_special_ids) if i is not None}
+
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can be rendered at all."""
+        return bool(self._template)
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills rows; never trained, never seen by another."""
+        ids = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
+        return next(i for i in ids if i is not None)
+
+    @property
+    def name(self) -> str:
+        """Name of the template for messages to people."""
+        return self._origin
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, nothing added."""
+        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def render(self, messages: Sequence[Message], tools: Any, *, header: bool = False) -> str:
+        """Text of a conversation; `header` opens the assistant's next turn.
+
+        Raises:
+            SFTDataError: the template refuses these messages.
+        """
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=tools or None,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=header,
+                enable_thinking=self._enable_thinking,
+            )
+        except Exception as error:
+            raise SFTDataError(f"{self.name} refuses the messages: {error}") from error
+
+    def conversation(self, talk: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int32[L] of a conversation and bool[L], which of them are trained.
+
+        Raises:
+            SFTDataError: the prefix property does not hold at a trained message; says where the prefix breaks.
+        """
+        text = self.render(talk.messages, talk.tools)
+        tokens = _Tokens(self._tokenizer, text, self._added)
+        mask = np.zeros(len(tokens.ids), dtype=bool)
+        for start, stop in _turns(talk.messages):
+            if talk.trained[stop - 1]:
+                opened, closed = self._borders(talk, start, stop)
+                first, last = (self._place(tokens, border, talk, stop) for border in (opened, closed))
+                mask[first : self._end_of_turn(tokens.ids, first, last)] = True
+        return np.array(tokens.ids, dtype=np.int32), mask
+
+    def plain(self, text: PlainText) -> tuple[np.ndarray, np.ndarray]:
+        """Prompt and completion as plain text, ended by the end-of-sequence token where there is one."""
+        head, tail = self.encode(text.prompt), self.encode(text.completion)
+        if self._tokenizer.eos_token_id is not None:
+            tail = [*tail, self._tokenizer.eos_token_id]
+        return np.array(head + tail, dtype=np.int32), np.arange(len(head) + len(tail)) >= len(head)
+
+    def _borders(self, talk: Conversation, start: int, stop: int) -> tuple[str, str]:
+        """The rendered text up to where a piece's content begins, and up to its end."""
+        messages, role = talk.messages, talk.messages[stop - 1]["role"]
+        closed = self.render(messages[:stop], talk.tools)
+        if role == "assistant" and stop > 1:  # no template opens a turn of an empty conversation
+            return self.render(messages[: stop - 1], talk.tools, header=True), closed
+        at = next(i for i in range(start, stop) if messages[i]["role"] == role)
+        marked = [*messages[:at], {**messages[at], "content": _MARK}, *messages[at + 1 : stop]]
+        return self.render(marked, talk.tools).split(_MARK)[0], closed
+
+    def _place(self, tokens: "_Tokens", prefix: str, talk: Conversation, stop: int) -> int:
+        place = tokens.place(prefix)
+        if place is None:
+            raise SFTDataError(self._broken(tokens.ids, prefix, talk, stop))
+        return place
+
+    def _end_of_turn(self, ids: Sequence[int], first: int, last: int) -> int:
+        """End (exclusive) of a turn's trained tokens: after its last special token nothing is sampled."""
+        ends = (i for i in range(last - 1, first - 1, -1) if ids[i] in self._ends)
+        return next(ends, last - 1) + 1
+
+    def _broken(self, ids: list[int], prefix: str, talk: Conversation, stop: int) -> str:
+        """What to say where a prefix is none: the first message that breaks it, and both sides of the break."""
+        shorter, longer, message = self.encode(prefix), ids, stop
+        before = self.encode(self.render(talk.messages[:stop], talk.tools))
+        if before[: len(shorter)] == shorter:  # the turn itself is well formed, so a later message rewrites it
+            for _, end in (turn for turn in _turns(talk.messages) if turn[1] > stop):
+                after = self.encode(self.render(talk.messages[:end], talk.tools))
+                if after[: len(before)] != before:
+                    shorter, longer, message = before, after, end
+                    break
+                before = after
+        else:
+            longer = before
+        at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
+        shown = self._tokenizer.decode
+        return (
+            f"{self.name} breaks the prefix property at message {message} (token {at}): the tokens of the "
+            f"conversation so far must begin the tokens of the conversation with this message.\n"
+            f"  common beginning ends: ...{shown(shorter[max(0, at - _SHOWN) : at])!r}\n"
+            f"  before: {shown(shorter[at : at + _SHOWN])!r}...\n"
+            f"  after:  {shown(longer[at : at + _SHOWN])!r}...\n"
+            "Ways out: sft.data.split_turns = true (each trained turn a sample of its own, with the history as the "
+            "template shows it then), sft.data.loss_turns = last, a template that never rewrites earlier turns "
+            "(sft.data.chat_template), or model.enable_thinking to fit the data."
+        )
+
+
+def _read_template(tokenizer: Any, chosen: str) -> tuple[str | None, str]:
+    """The template, and its name for people."""
+    model = tokenizer.name_or_path or type(tokenizer).__name__
+    if chosen == "none":
+        return None, "no chat template"
+    if chosen == "auto":
+        own = getattr(tokenizer, "chat_template", None)
+        return (tokenizer.get_chat_template() if isinstance(own, dict) else own), f"the chat template of {model}"
+    try:
+        return Path(chosen).read_text(encoding="utf-8"), f"the chat template {chosen} (model {model})"
+    except (OSError, UnicodeDecodeError) as error:
+        raise SFTDataError(f"sft.data.chat_template = {chosen}: {error}") from error
+
+
+class _Tokens:
+    """A text's tokens, and where in them a beginning of the text ends."""
+
+    def __init__(self, tokenizer: Any, text: str, added: set[int]) -> None:
+        self._tokenizer, self._text, self._added = tokenizer, text, added
+        encoded = tokenizer(text, add_special_tokens=False, verbose=False)
+        self.ids: list[int] = encoded["input_ids"]
+        self._encoding: Any = encoded.encodings[0] if encoded.encodings else None
+
+    def place(self, prefix: str) -> int | None:
+        """How many of the tokens are those of `prefix`; None where its tokens are not their beginning."""
+        if not self._text.startswith(prefix):
+            return None
+        if len(prefix) == len(self._text):
+            return len(self.ids)
+        place = self._quick_place(prefix)
+        if place is not None:
+            return place
+        ids = self._encode(prefix)
+        return len(ids) if self.ids[: len(ids)] == ids else None
+
+    def _quick_place(self, prefix: str) -> int | None:
+        """The place where offsets and the last added token before it settle it; None: only encoding it all does."""
+        end = len(prefix)
+        place = self._encoding.char_to_token(end) if self._encoding is not None else None
+        if place is None or self._encoding.token_to_chars(place)[0] != end:
+            return None
+        anchor = next((i for i in range(place - 1, -1, -1) if self.ids[i] in self._added), -1)
+        begin = 0 if anchor < 0 else self._encoding.token_to_chars(anchor)[1]
+        return place if self._encode(prefix[begin:]) == self.ids[anchor + 1 : place] else None
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
+
+
+def _turns(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the pieces whose ends are prefixes that a template can render: single messages, but a leading
+    system message goes, as context, with its successor (some templates refuse it alone), and tool results of one turn
+    go together."""
+    start = 0
+    for i, message in enumerate(messages):
+        last = i == len(messages) - 1
+        if not last and message["role"] == "system" and i == 0:
+            continue
+        if not last and message["role"] == "tool" and messages[i + 1]["role"] == "tool":
+            continue
+        yield start, i + 1
+        start = i + 1

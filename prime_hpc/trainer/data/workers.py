@@ -1,0 +1,128 @@
+"""Reading and tokenising rows, here or in processes of their own. Called by `build.py`.
+
+A worker process opens the files itself and gets row numbers only; it ends with the rank that started it.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_hpc.config.sections.sft import SFTDataConfig, SFTSourceConfig
+from prime_hpc.store.datafiles import DataFiles
+from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.samples import RowCounts, RowResult, RowTokenizer
+from prime_hpc.trainer.data.sources import Rows, open_rows
+from prime_hpc.trainer.data.template import ChatTokenizer
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a process needs to turn row numbers into samples."""
+
+    source: SFTSourceConfig
+    config: SFTDataConfig
+    found: DataFiles
+    cache: Path
+    tokenizer: Path
+    trust_remote_code: bool
+    enable_thinking: bool
+    seq_len: int
+
+    def open_rows(self) -> Rows:
+        """The rows; makes what is missing in the cache.
+
+        Raises:
+            SFTDataError: names the file and what is wrong.
+        """
+        return open_rows(self.source, self.found, self.cache)
+
+    def load_tokenizer(self) -> ChatTokenizer:
+        """The model's tokenizer and the chosen template.
+
+        Raises:
+            SFTDataError: there is none.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, trust_remote_code=self.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise SFTDataError(f"no tokenizer in {self.tokenizer} ({error})") from error
+        return ChatTokenizer(tokenizer, enable_thinking=self.enable_thinking, chat_template=self.config.chat_template)
+
+
+class RowReader:
+    """Row numbers to samples in this process."""
+
+    def __init__(self, recipe: Recipe, rows: Rows | None = None, tokenizer: ChatTokenizer | None = None) -> None:
+        self._rows = rows or recipe.open_rows()
+        self._tokenizer = RowTokenizer(
+            tokenizer or recipe.load_tokenizer(), recipe.source, recipe.config, recipe.seq_len
+        )
+        self._skip = recipe.config.bad_rows == "skip"
+
+    def __call__(self, indices: Sequence[int]) -> list[RowResult]:
+        """What each row gives."""
+        return [self._one(index) for index in indices]
+
+    def _one(self, index: int) -> RowResult:
+        try:
+            result = self._tokenizer.row(self._rows.row(index))
+        except SFTDataError as error:  # the row cannot even be read
+            skipped = self._skip
+            result = RowResult([], RowCounts(rows=1, bad=int(skipped)), None if skipped else str(error))
+        if result.error is None:
+            return result
+        return RowResult([], result.counts, f"{self._rows.where(index)}: {result.error}")
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class RowProcesses:
+    """Row numbers to samples in several processes."""
+
+    def __init__(self, recipe: Recipe, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._pool = ProcessPoolExecutor(
+            num_workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(recipe,)
+        )
+
+    def __call__(self, indices: Sequence[int]) -> list[RowResult]:
+        """What each row gives."""
+        size = max(1, min(64, -(-len(indices) // (2 * self._num_workers))))
+        parts = [list(indices[i : i + size]) for i in range(0, len(indices), size)]
+        return [result for part in self._pool.map(_read, parts) for result in part]
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+_reader: RowReader | None = None
+
+
+def _begin(recipe: Recipe) -> None:
+    """In a worker: open the data, and end when the rank does, however it ends."""
+    global _reader
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the rank decides
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="watch-rank", daemon=True).start()
+    _reader = RowReader(recipe)
+
+
+def _read(indices: list[int]) -> list[RowResult]:
+    assert _reader is not None
+    return _reader(indices)

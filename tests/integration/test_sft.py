@@ -1,0 +1,104 @@
+"""SFT on CPU: the data room in real trainer processes, exact resumes, held-out loss, two ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.observe.status import read_status
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.weights import list_versions
+from tests.integration.test_trainer import assert_done, run_trainer, weights, write_run
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.slow
+STEPS, HALF = 12, 7
+TRAINER = {"optim": {"lr": 5e-3}, "threads_per_rank": 1, "scheduler": {"type": "constant", "warmup_steps": 2}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_tiny_model(tmp_path_factory.mktemp("sft") / "model").parent
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    rows: list[Any] = [{"prompt": f"reverse {w} {i % 3}", "completion": w[::-1]} for i, w in enumerate(words * 8)]
+    rows.insert(5, {"prompt": "b" * 100, "completion": "too long"})
+    rows.insert(9, {"messages": [{"role": "user", "content": "nothing to train here"}]})
+    (folder / "data.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    (folder / "held.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:15]), encoding="utf-8")
+    return folder
+
+
+def run(folder: Path, name: str, num_ranks: int = 1, *, data: dict[str, Any] | None = None, **changes: Any) -> RunPaths:
+    sft = {"data": {"path": str(folder / "data.jsonl"), "batch_size": 16} | (data or {})}
+    if changes.pop("held_out", False):
+        sft["eval"] = {"path": str(folder / "held.jsonl"), "interval": 5}
+    changes = {"kind": "sft", "sft": sft, "trainer": TRAINER, "max_steps": STEPS} | changes
+    paths = write_run(folder / name, folder / "model", **changes)
+    assert_done(run_trainer(paths, num_ranks), paths)
+    return paths
+
+
+def rows_of(paths: RunPaths) -> dict[int, dict[str, float]]:
+    return {row["step"]: row for row in read_metrics(paths.metrics("trainer"))}
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> RunPaths:
+    """An uninterrupted run with held-out evaluations."""
+    return run(folder, "whole", held_out=True)
+
+
+@pytest.fixture(scope="module")
+def half(folder: Path) -> RunPaths:
+    """The first steps, with a checkpoint; rows are tokenised in a process of their own."""
+    return run(folder, "half", max_steps=HALF, ckpt={}, data={"num_workers": 1})
+
+
+def test_the_loss_falls_on_held_out_rows_too(whole: RunPaths) -> None:
+    rows = rows_of(whole)
+    assert rows[STEPS]["loss"] < 0.5 * rows[1]["loss"]
+    assert [step for step in sorted(rows) if "eval/loss" in rows[step]] == [0, 5, 10, 12]
+    assert rows[12]["eval/loss"] < 0.5 * rows[0]["eval/loss"]
+    assert rows[12]["eval/perplexity"] < rows[0]["eval/perplexity"]
+    assert rows[1]["data/rows"] >= 16 and rows[12]["data/overlong"] >= 4 and rows[12]["data/untrained"] >= 4
+    assert rows[12]["data/epoch"] == pytest.approx((16 * 12) / 40, abs=0.3)
+    assert list_versions(whole) == [STEPS]
+
+
+def test_resumed_equals_uninterrupted_to_the_last_bit(folder: Path, whole: RunPaths, half: RunPaths) -> None:
+    resumed = run(folder, "resumed", ckpt={"resume_step": str(half.root)})
+    a, b = weights(whole, STEPS), weights(resumed, STEPS)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert rows_of(resumed)[STEPS]["data/rows"] == rows_of(whole)[STEPS]["data/rows"]
+
+
+def test_resumed_on_two_ranks_trains_the_same_samples(folder: Path, whole: RunPaths, half: RunPaths) -> None:
+    two = run(folder, "two", 2, held_out=True, ckpt={"resume_step": str(half.root)})
+    mine, theirs = rows_of(whole), rows_of(two)
+    for step in range(HALF + 1, STEPS + 1):
+        for key in ("loss", "grad_norm"):
+            assert theirs[step][key] == pytest.approx(mine[step][key], rel=1e-4), (step, key)
+        for key in ("num_tokens", "num_targets", "data/rows", "data/overlong"):
+            assert theirs[step][key] == mine[step][key], (step, key)
+    assert theirs[STEPS]["eval/loss"] == pytest.approx(mine[STEPS]["eval/loss"], rel=1e-4)
+    assert theirs[STEPS]["eval/num_tokens"] == mine[STEPS]["eval/num_tokens"]
+
+
+def test_padded_rows_train_the_same(folder: Path, whole: RunPaths) -> None:
+    data = {"pack": False, "micro_batch_size": 3, "pad_multiple": 16}
+    mine, theirs = rows_of(whole), rows_of(run(folder, "padded", data=data, max_steps=4))
+    for step in range(1, 5):
+        assert theirs[step]["loss"] == pytest.approx(mine[step]["loss"], rel=1e-4)
+        assert theirs[step]["num_tokens"] == mine[step]["num_tokens"] and theirs[step]["data/pad_share"] > 0
+
+
+def test_other_data_than_the_checkpoints_is_refused(folder: Path, half: RunPaths) -> None:
+    data = {"path": str(folder / "held.jsonl"), "batch_size": 4}
+    changes = {"kind": "sft", "sft": {"data": data}, "trainer": TRAINER, "ckpt": {"resume_step": str(half.root)}}
+    paths = write_run(folder / "other", folder / "model", max_steps=8, **changes)
+    assert run_trainer(paths).returncode == 1
+    status = read_status(paths.logs(1, "trainer"))
+    assert status is not None and "sft.data.on_change = restart" in status["error"]

@@ -1,0 +1,307 @@
+"""Which tokens SFT trains, and what it says about rows that it cannot train on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_hpc.config.sections.sft import SFTDataConfig
+from prime_hpc.trainer.data.messages import Conversation, SFTDataError
+from prime_hpc.trainer.data.samples import RowResult, RowTokenizer, SFTSample
+from prime_hpc.trainer.data.template import ChatTokenizer
+from tests.support.tiny_model import CHATML, STRIPPING
+from tests.support.tiny_tokenizer import make_tokenizer
+
+CONVERSATION = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "what is the name"},
+    {"role": "assistant", "content": "number"},
+    {"role": "tool", "content": "lower"},
+    {"role": "tool", "content": "higher"},
+    {"role": "assistant", "content": "add\nmultiply"},
+]
+THINKING = [
+    {"role": "user", "content": "add"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nname"},
+]
+QWEN3 = """
+{%- set ns = namespace(last_query=messages|length - 1, open=true) -%}
+{%- for message in messages[::-1] -%}
+{%- if ns.open and message.role == 'user' -%}
+{%- set ns.open = false -%}{%- set ns.last_query = messages|length - 1 - loop.index0 -%}
+{%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+{%- set content = message.content -%}
+{%- set thought = message.reasoning_content or '' -%}
+{%- if '</think>' in content -%}
+{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') -%}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
+{%- endif -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.role == 'assistant' and loop.index0 > ns.last_query and (loop.last or thought) -%}
+{{- '<think>\\n' + thought + '\\n</think>\\n\\n' -}}
+{%- endif -%}
+{{- content -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+{{- (call.function.arguments if call.function.arguments is string else call.function.arguments | tojson) -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if enable_thinking is false -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}
+{%- endif -%}
+"""
+"""What Qwen3's template does to think sections: kept after the last user message, added to the last turn, else cut."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def chat(tokenizer: Any) -> ChatTokenizer:
+    tokenizer.chat_template = CHATML
+    return ChatTokenizer(tokenizer)
+
+
+def result(row: Any, chat: ChatTokenizer, seq_len: int = 4096, **config: Any) -> RowResult:
+    data = SFTDataConfig(path="rows.jsonl", **config)
+    return RowTokenizer(chat, data, data, seq_len).row(row)
+
+
+def samples(row: Any, chat: ChatTokenizer, **config: Any) -> list[SFTSample]:
+    made = result(row, chat, **config)
+    assert made.error is None, made.error
+    return made.samples
+
+
+def sample(row: Any, chat: ChatTokenizer, **config: Any) -> SFTSample:
+    [one] = samples(row, chat, **config)
+    return one
+
+
+def refusal(row: Any, chat: ChatTokenizer, **config: Any) -> str:
+    error = result(row, chat, **config).error
+    assert error is not None
+    return error
+
+
+def trained_text(sample: SFTSample, tokenizer: Any) -> list[str]:
+    """The runs of trained tokens, decoded."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], sample.loss_mask, [False]])))
+    return [tokenizer.decode(sample.token_ids[a:b]) for a, b in edges.reshape(-1, 2)]
+
+
+def test_assistant_content_and_end_of_turn_are_trained_and_nothing_else(chat: ChatTokenizer, tokenizer: Any) -> None:
+    one = sample({"messages": CONVERSATION}, chat)
+    assert trained_text(one, tokenizer) == ["number<|im_end|>", "add\nmultiply<|im_end|>"]
+    text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    assert one.token_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert one.token_ids.dtype == np.int32 and one.loss_mask.dtype == bool
+
+
+def test_assistant_may_begin(chat: ChatTokenizer, tokenizer: Any) -> None:
+    talk = [{"role": "assistant", "content": "guess"}, {"role": "user", "content": "my"}]
+    assert trained_text(sample({"messages": talk}, chat), tokenizer) == ["guess<|im_end|>"]
+
+
+def test_other_roles_can_be_trained(chat: ChatTokenizer, tokenizer: Any) -> None:
+    one = sample({"messages": CONVERSATION}, chat, loss_roles=("user",))
+    assert trained_text(one, tokenizer) == ["what is the name<|im_end|>"]
+    one = sample({"messages": CONVERSATION}, chat, loss_roles=("tool",))
+    assert trained_text(one, tokenizer) == ["lower<|im_end|>\n<|im_start|>tool\nhigher<|im_end|>"]
+
+
+def test_single_messages_can_be_left_out_or_taken_in(chat: ChatTokenizer, tokenizer: Any) -> None:
+    for flag, off, on in (("train", False, True), ("weight", 0, 1.0)):
+        messages = [dict(m) for m in CONVERSATION]
+        messages[2][flag], messages[1][flag] = off, on
+        one = sample({"messages": messages}, chat)
+        assert trained_text(one, tokenizer) == ["what is the name<|im_end|>", "add\nmultiply<|im_end|>"]
+    messages[2]["weight"] = 0.5
+    assert "message 3: `train` or `weight` is 0.5" in refusal({"messages": messages}, chat)
+    one = sample({"messages": CONVERSATION}, chat, loss_turns="last")
+    assert trained_text(one, tokenizer) == ["add\nmultiply<|im_end|>"]
+
+
+def test_only_the_completion_is_trained(chat: ChatTokenizer, tokenizer: Any) -> None:
+    row: Any = {"prompt": CONVERSATION[:4], "completion": CONVERSATION[4:]}
+    assert trained_text(sample(row, chat), tokenizer) == ["add\nmultiply<|im_end|>"]
+    row = {"prompt": "my number", "completion": "higher"}
+    one = sample(row, chat)
+    assert trained_text(one, tokenizer) == ["higher<|im_end|>"]
+    assert tokenizer.decode(one.token_ids).startswith("<|im_start|>user\nmy number<|im_end|>")
+    row = {"question": "my number", "answer": "higher"}
+    same = sample(row, chat, columns={"prompt": "question", "completion": "answer"})
+    assert same.token_ids.tolist() == one.token_ids.tolist()
+
+
+def test_plain_text(tokenizer: Any, chat: ChatTokenizer) -> None:
+    row = {"prompt": "my ", "completion": "number"}
+    plain = ChatTokenizer(tokenizer, chat_template="none")
+    assert trained_text(sample(row, plain), tokenizer) == ["number<|im_end|>"]
+    assert tokenizer.decode(sample(row, plain).token_ids) == "my number<|im_end|>"
+    assert "needs a chat template" in refusal({"messages": CONVERSATION}, plain)
+    tokenizer.chat_template = None
+    assert not ChatTokenizer(tokenizer).has_template
+
+
+def test_template_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}")
+    chat = ChatTokenizer(tokenizer, chat_template=str(file))
+    row = {"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": "name"}]}
+    assert str(file) in chat.name
+    assert "prefix property" not in (result(row, chat).error or "")
+    with pytest.raises(SFTDataError, match=r"sft\.data\.chat_template = .*none\.jinja"):
+        ChatTokenizer(tokenizer, chat_template=str(tmp_path / "none.jinja"))
+
+
+def test_forms_that_data_sets_have(tokenizer: Any) -> None:
+    tokenizer.chat_template = QWEN3
+    chat = ChatTokenizer(tokenizer, enable_thinking=True)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2]}}}
+    calls = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "3", "reasoning_content": "so"},
+    ]
+    plain = sample({"messages": calls, "tools": [{"type": "function"}]}, chat)
+    assert trained_text(plain, tokenizer) == [
+        "<think>\nhm\n</think>\n\n\n<tool_call>\n"
+        '{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call><|im_end|>',
+        "<think>\nso\n</think>\n\n3<|im_end|>",
+    ]
+    in_text = {"type": "function", "function": {"name": "add", "arguments": '{"a":1,"b":[2]}'}}
+    other: list[Any] = [dict(m) for m in calls]
+    other[0]["content"] = [{"type": "text", "text": "a"}, {"type": "text", "text": "dd"}]
+    other[1] |= {"content": None, "tool_calls": [in_text], "name": None}
+    same = [sample({"messages": m}, chat) for m in (other, json.dumps(other))]
+    assert all(s.token_ids.tolist() == plain.token_ids.tolist() for s in same)
+    sharegpt = [{"from": "human", "value": "add"}, {"from": "gpt", "value": "name"}]
+    one = sample({"conversations": sharegpt}, chat, columns={"messages": "conversations"})
+    assert trained_text(one, tokenizer) == ["<think>\n\n</think>\n\nname<|im_end|>"]
+
+
+def test_template_that_rewrites_the_past_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = STRIPPING
+    chat = ChatTokenizer(tokenizer)
+    assert trained_text(sample({"messages": THINKING}, chat), tokenizer) == ["<think>\nhm\n</think>\n\nname<|im_end|>"]
+    message = refusal({"messages": THINKING * 2}, chat)
+    assert message.startswith("the chat template of")
+    assert "prefix property at message 3" in message and "<think>" in message and "name<|im_end|>" in message
+    assert "sft.data.split_turns" in message
+
+
+@pytest.mark.parametrize("template", [STRIPPING, QWEN3])
+def test_split_turns_are_what_the_template_shows_at_each_turn(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    chat = ChatTokenizer(tokenizer, enable_thinking=True)
+    talk = [
+        *THINKING,
+        {"role": "user", "content": "lower"},
+        {"role": "assistant", "content": "<think>\nso\n</think>\n\nmy"},
+    ]
+    assert "prefix property" in refusal({"messages": talk}, chat)
+    first, second = samples({"messages": talk}, chat, split_turns=True)
+    assert trained_text(first, tokenizer) == ["<think>\nhm\n</think>\n\nname<|im_end|>"]
+    assert trained_text(second, tokenizer) == ["<think>\nso\n</think>\n\nmy<|im_end|>"]
+    history = tokenizer.apply_chat_template(talk[:3], tokenize=False, add_generation_prompt=True, enable_thinking=True)
+    assert tokenizer.decode(second.token_ids).startswith(history) and "hm" not in history
+    only_last = sample({"messages": talk}, chat, loss_turns="last")
+    assert only_last.token_ids.tolist() == second.token_ids.tolist()
+
+
+def test_qwen3s_own_template_breaks_and_is_helped(tokenizer: Any) -> None:
+    trl = pytest.importorskip("trl", reason="brings Qwen3's chat template")
+    own = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
+    chat = ChatTokenizer(tokenizer, enable_thinking=True, chat_template=str(own))
+    message = refusal({"messages": THINKING * 2}, chat)
+    assert "qwen3.jinja" in message and "message 3" in message and "hm" in message
+    assert [trained_text(s, tokenizer) for s in samples({"messages": THINKING * 2}, chat, split_turns=True)] == [
+        ["<think>\nhm\n</think>\n\nname<|im_end|>"]
+    ] * 2
+
+
+def test_header_that_is_not_in_the_conversation_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML.replace("assistant\\n' -}}{%- endif", "assistant\\n<think>' -}}{%- endif")
+    message = refusal({"prompt": "my", "completion": "number"}, ChatTokenizer(tokenizer))
+    assert "prefix property at message 2" in message and "before: '<think>'" in message
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"question": "a", "answer": "b"}, ["`messages`", "answer, question", "sft.data.columns"]),
+        ({"messages": ["add"]}, ["list of messages"]),
+        ({"messages": [{"content": "add"}]}, ["`role` and `content`"]),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["image", "only text"]),
+        ({"messages": [{"role": "user", "content": 3}]}, ["content as text"]),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": ["x"]}]}, ["tool call with a name"]),
+        ({"messages": CONVERSATION, "tools": "[{"}, ["`tools`", "JSON"]),
+        ([1], ["JSON object"]),
+        ({"prompt": 3, "completion": "x"}, ["string or a list of messages"]),
+    ],
+)
+def test_bad_rows_are_named(chat: ChatTokenizer, row: Any, words: list[str]) -> None:
+    message = refusal(row, chat)
+    assert all(word in message for word in words)
+    skipped = result(row, chat, bad_rows="skip")
+    assert (skipped.error, skipped.samples, skipped.counts.bad) == (None, [], 1)
+
+
+def test_rows_without_anything_to_train_are_left_out_and_counted(chat: ChatTokenizer) -> None:
+    made = result({"messages": [{"role": "user", "content": "add"}]}, chat)
+    assert made.samples == [] and made.error is None and made.counts.untrained == 1
+
+
+def test_overlong_rows(chat: ChatTokenizer) -> None:
+    row = {"prompt": "a", "completion": "b" * 100}
+    assert result(row, chat, 60, overlong="drop").counts.overlong == 1
+    cut = result(row, chat, 60, overlong="truncate")
+    assert len(cut.samples[0].token_ids) == 60 and cut.counts.truncated == 1
+    assert "more than seq_len = 60" in (result(row, chat, 60, overlong="error").error or "")
+    nothing_left = result({"prompt": "b" * 100, "completion": "a"}, chat, 60, overlong="truncate").counts
+    assert (nothing_left.truncated, nothing_left.untrained) == (1, 1)
+
+
+texts = st.text(alphabet="ab \n<>|é\u3000", max_size=8)
+roles = st.sampled_from(["user", "assistant", "tool", "assistant"])
+talks = st.lists(st.tuples(roles, texts), min_size=1, max_size=6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(talk=talks, newline=st.sampled_from(["\\n", "", " "]))
+def test_masks_are_those_of_tokenising_every_prefix_by_itself(tokenizer: Any, talk: Any, newline: str) -> None:
+    """The definition, at the cost of a tokenisation a message: tokens of the header and of the closed turn."""
+    tokenizer.chat_template = CHATML.replace("<|im_end|>\\n", "<|im_end|>" + newline).replace(
+        "\\n' + (m", newline + "' + (m"
+    )
+    tokenizer.chat_template = tokenizer.chat_template.replace("assistant\\n", "assistant" + newline)
+    chat = ChatTokenizer(tokenizer)
+    messages = [{"role": role, "content": text} for role, text in [("user", "add"), *talk]]
+    trained = tuple(m["role"] == "assistant" for m in messages)
+    whole = chat.encode(chat.render(messages, None))
+    mask, broken = np.zeros(len(whole), bool), False
+    for i in np.flatnonzero(trained):
+        opened = chat.encode(chat.render(messages[:i], None, header=True))
+        closed = chat.encode(chat.render(messages[: i + 1], None))
+        broken |= whole[: len(opened)] != opened or whole[: len(closed)] != closed
+        ends = [j for j in range(len(opened), len(closed)) if closed[j] == tokenizer.eos_token_id]
+        mask[len(opened) : ends[-1] + 1 if ends else len(closed)] = True
+    try:
+        ids, found = chat.conversation(Conversation(messages, None, trained))
+    except SFTDataError as error:
+        assert broken and "prefix property" in str(error)
+        return
+    assert not broken and ids.tolist() == whole and np.array_equal(found, mask)

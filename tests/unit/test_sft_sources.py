@@ -1,0 +1,139 @@
+"""Rows by number out of JSON lines, compressed files, Parquet and data sets of `datasets`."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prime_hpc.config.sections.sft import SFTDataConfig
+from prime_hpc.store.datafiles import find_data
+from prime_hpc.trainer.data import sources
+from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.sources import Rows, open_rows
+
+
+def rows_of(count: int, first: int = 0) -> list[dict[str, Any]]:
+    return [{"prompt": f"p{i}", "completion": "é" * (i % 7)} for i in range(first, first + count)]
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode()
+
+
+def opened(cache: Path, **config: Any) -> Rows:
+    source = SFTDataConfig(**config)
+    return open_rows(source, find_data(source), cache)
+
+
+def read(rows: Rows) -> list[Any]:
+    return [rows.row(i) for i in range(rows.num_rows)]
+
+
+def test_lines_are_found_whatever_the_blocks_and_blank_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = rows_of(40)
+    text = b"\n \n" + lines(content[:20]) + b"\r\n\r\n\t\n" + lines(content[20:])
+    for block in (1, 7, 64, 2**20):
+        monkeypatch.setattr(sources, "_BLOCK", block)
+        for end in (b"", b"\n", b"\n \n"):
+            (tmp_path / "a.jsonl").write_bytes(text + end)
+            rows = opened(tmp_path / f"cache-{block}-{len(end)}", path=tmp_path / "a.jsonl")
+            assert read(rows) == content
+    assert rows.where(0) == f"{tmp_path / 'a.jsonl'}:3" and rows.where(20).endswith(":25")
+
+
+def test_many_files_compressed_or_not(tmp_path: Path) -> None:
+    data, cache = tmp_path / "data", tmp_path / "cache"
+    data.mkdir()
+    (data / "a.jsonl").write_bytes(lines(rows_of(3)))
+    (data / "b.jsonl.gz").write_bytes(gzip.compress(lines(rows_of(4, 3))))
+    wanted = rows_of(7)
+    for path in (data, data / "*.jsonl*", [data / "a.jsonl", data / "b.jsonl.gz"]):
+        rows = opened(cache, path=path)
+        assert read(rows) == wanted and rows.where(5) == f"{data / 'b.jsonl.gz'}:3"
+    assert len(list(cache.iterdir())) == 3  # two indices and what was unpacked, made once
+    zstandard = pytest.importorskip("zstandard")
+    (data / "c.jsonl.zst").write_bytes(zstandard.compress(lines(rows_of(2, 7))))
+    assert read(opened(cache, path=data)) == rows_of(9)
+
+
+def test_parquet_is_unpacked_once_and_read_by_row(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    content = [
+        {
+            "messages": [
+                {"role": "user", "content": f"q{i}"},
+                {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"a": i}}]},
+            ],
+            "number": i,
+        }
+        for i in range(600)
+    ]
+    pq.write_table(pa.Table.from_pylist(content), tmp_path / "a.parquet", row_group_size=130)
+    rows = opened(tmp_path / "cache", path=tmp_path / "a.parquet")
+    assert rows.num_rows == 600
+    for i in (599, 0, 255, 256, 130):
+        user, assistant = rows.row(i)["messages"]
+        assert user == {"role": "user", "content": f"q{i}"}  # without the null tool_calls that Arrow adds
+        assert assistant["tool_calls"] == [{"name": "add", "arguments": {"a": i}}]
+    made = next((tmp_path / "cache").glob("*.arrow")).stat()
+    again = opened(tmp_path / "cache", path=tmp_path / "a.parquet")
+    assert next((tmp_path / "cache").glob("*.arrow")).stat().st_ino == made.st_ino
+    assert again.fingerprint == rows.fingerprint and rows.where(4).endswith("a.parquet: row 5")
+    pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), tmp_path / "b.parquet")
+    with pytest.raises(SFTDataError, match=r"b\.parquet: needs `messages`.*answer, question"):
+        opened(tmp_path / "cache", path=tmp_path / "b.parquet")
+    (tmp_path / "c.parquet").write_bytes(b"no")
+    with pytest.raises(SFTDataError, match="cannot be read as Parquet"):
+        opened(tmp_path / "cache", path=tmp_path / "c.parquet")
+
+
+def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(rows_of(5)).save_to_disk(tmp_path / "saved")
+    assert read(opened(tmp_path / "cache", path=tmp_path / "saved")) == rows_of(5)
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "other")
+    with pytest.raises(SFTDataError, match="the columns are: text"):
+        opened(tmp_path / "cache", path=tmp_path / "other")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(SFTDataError, match=r"sft\.data\.name = nobody/nothing .* is not to be had.*Without network"):
+        opened(tmp_path / "cache", name="nobody/nothing")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path, words in ((tmp_path / "none.jsonl", "does not exist"), (tmp_path / "*.jsonl", "matches no file")):
+        with pytest.raises(ValueError, match=words):
+            find_data(SFTDataConfig(path=path))
+    with pytest.raises(ValueError, match="names no file"):
+        find_data(SFTDataConfig())
+    with pytest.raises(ValueError, match="two sources"):
+        SFTDataConfig(path="a.jsonl", name="owner/name")
+    (tmp_path / "array.json").write_text('[{"prompt": "a", "completion": "b"}]')
+    with pytest.raises(SFTDataError, match=r"one JSON array.*jq -c"):
+        opened(tmp_path / "cache", path=tmp_path / "array.json")
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt"', encoding="utf-8")
+    rows = opened(tmp_path / "cache", path=tmp_path / "broken.jsonl")
+    with pytest.raises(SFTDataError, match="not JSON"):
+        rows.row(1)
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(SFTDataError, match="no row"):
+        opened(tmp_path / "cache", path=tmp_path / "empty.jsonl")
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(lines(rows_of(500)))[:-20])
+    with pytest.raises(SFTDataError, match="no whole gzip file"):
+        opened(tmp_path / "cache", path=tmp_path / "torn.jsonl.gz")
+    assert not list((tmp_path / "cache").glob(".tmp-*"))
+
+
+def test_fingerprint_sees_rows_that_change(tmp_path: Path) -> None:
+    prints = []
+    for content in (rows_of(10), rows_of(10), rows_of(11), [*rows_of(9), {"prompt": "another", "completion": ""}]):
+        path = tmp_path / str(len(prints)) / "a.jsonl"
+        path.parent.mkdir()
+        path.write_bytes(lines(content))
+        prints.append(opened(tmp_path / "cache", path=path).fingerprint)
+    assert prints[0] == prints[1] and len(set(prints)) == 3
+    assert all(0 <= p < 2**63 for p in prints) and isinstance(prints[0], int | np.integer)

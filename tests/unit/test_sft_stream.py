@@ -1,0 +1,209 @@
+"""The stream of samples: every row once an epoch, the same steps for any number of ranks and from any position."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prime_hpc.trainer.data.exchange import Exchange
+from prime_hpc.trainer.data.messages import SFTDataError
+from prime_hpc.trainer.data.prefetch import Prefetcher
+from prime_hpc.trainer.data.samples import RowCounts, RowResult, SFTSample
+from prime_hpc.trainer.data.stream import Batch, BatchShape, Order, Position, SampleStream
+
+NUM_ROWS = 22
+SHAPE = BatchShape(batch_size=5, batch_tokens=None, micro_batch_tokens=16)
+
+
+class Peers:
+    """Several ranks of an exchange as threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier = size, threading.Barrier(size, timeout=20)
+        self.slots: list[Any] = [None] * size
+
+    def share(self, rank: int, value: Any) -> list[Any]:
+        self.slots[rank] = value
+        self.barrier.wait()
+        values = list(self.slots)
+        self.barrier.wait()
+        return values
+
+
+class ThreadExchange(Exchange):
+    """An exchange whose ranks are threads."""
+
+    def __init__(self, peers: Peers, rank: int) -> None:
+        self._peers, self.rank, self.world_size = peers, rank, peers.size
+
+    def gather(self, value: Any) -> list[Any]:
+        return self._peers.share(self.rank, value)
+
+    def all_agree(self, yes: bool) -> bool:
+        return all(self.gather(yes))
+
+    def swap(self, outgoing: Sequence[Any], incoming: Sequence[int]) -> list[Any]:
+        received = [sent[self.rank] for sent in self.gather(list(outgoing))]
+        assert [len(r) for r in received] == list(incoming)
+        return received
+
+
+def tokenise(indices: Sequence[int]) -> list[RowResult]:
+    """Row i gives i % 3 samples (none, one or two) of 3 .. 7 tokens that spell its number; row 17 is too long."""
+    results = []
+    for i in indices:
+        if i == 17:
+            results.append(RowResult([], RowCounts(rows=1, overlong=1)))
+            continue
+        made = [
+            SFTSample(np.full(3 + (i + s) % 5, 10 * i + s, np.int32), np.arange(3 + (i + s) % 5) > 0)
+            for s in range(i % 3)
+        ]
+        results.append(RowResult(made, RowCounts(rows=1)))
+    return results
+
+
+def one_stream(
+    shape: BatchShape = SHAPE, *, make: Any = tokenise, shuffle: bool = True, **options: Any
+) -> SampleStream:
+    order = Order(NUM_ROWS, seed=3, shuffle=shuffle)
+    options = {"share": 0, "num_shares": 1} | options
+    return SampleStream(make, order, shape, options.pop("exchange", None) or Exchange(10), **options)
+
+
+def tokens_of(batches: list[Batch]) -> list[list[int]]:
+    """The samples of a step, each as its tokens, whatever rank and micro-batch holds them."""
+    found = []
+    for batch in batches:
+        ranked = batch.ranked
+        for a, b in zip(ranked.seq_offsets[:-1], ranked.seq_offsets[1:], strict=True):
+            assert not ranked.loss_mask[a] and ranked.loss_mask[a + 1 : a + 3].all()
+            found.append(ranked.token_ids[a:b].tolist())
+    return sorted(found)
+
+
+def steps(count: int, num_ranks: int, shape: BatchShape = SHAPE, start: Position | None = None, shares: int = 0) -> Any:
+    """(samples of each step, position after each) over `num_ranks` threads."""
+    peers, made = Peers(num_ranks), [[] for _ in range(num_ranks)]  # type: ignore[var-annotated]
+    num_shares = shares or num_ranks
+
+    def run(rank: int) -> None:
+        stream = one_stream(shape, exchange=ThreadExchange(peers, rank), share=rank % num_shares, num_shares=num_shares)
+        stream.start(start or Position())
+        made[rank] = [stream.next() for _ in range(count)]
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert all(len(batches) == count for batches in made)
+    by_step = list(zip(*made, strict=True))
+    assert all(len({b.ranked.num_micro_batches for b in ranks}) == 1 for ranks in by_step)
+    assert all(len({b.position for b in ranks}) == 1 for ranks in by_step)
+    for ranks in by_step[: 1 if not shape.pack else None]:
+        for b in ranks if shape.pack else ():
+            sizes = [
+                b.ranked.tokens_of(m).stop - b.ranked.tokens_of(m).start for m in range(b.ranked.num_micro_batches)
+            ]
+            assert max(sizes, default=0) <= shape.micro_batch_tokens
+    return [tokens_of(list(ranks[:num_shares])) for ranks in by_step], [ranks[0].position for ranks in by_step]
+
+
+EPOCH = sorted(s.token_ids.tolist() for r in tokenise(range(NUM_ROWS)) for s in r.samples)
+
+
+def test_every_row_is_used_once_an_epoch() -> None:
+    samples, positions = steps(len(EPOCH), 1)  # as many steps of 5 as an epoch has samples: 5 epochs
+    flat = [s for step in samples for s in step]
+    assert sorted(flat) == sorted(5 * EPOCH) and len(EPOCH) % 5
+    within = flat[: len(EPOCH) // 5 * 5]
+    assert all(within.count(s) == 1 for s in within)
+    assert all(len(step) == 5 for step in samples) and samples[0] != samples[len(EPOCH) // 5 + 1]
+    assert positions[-1].samples == 5 * len(samples)
+    assert positions[-1].counts.rows == positions[-1].row and positions[-1].counts.overlong in (4, 5)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        SHAPE,
+        replace(SHAPE, pack=False),
+        replace(SHAPE, batch_tokens=31),
+    ],
+)
+def test_steps_are_the_same_for_any_number_of_ranks_and_from_any_position(shape: BatchShape) -> None:
+    samples, positions = steps(9, 1, shape)
+    for num_ranks in (2, 3):
+        assert steps(9, num_ranks, shape) == (samples, positions)
+    for done in (1, 4, 7):
+        rest = steps(9 - done, 2, shape, positions[done - 1])
+        assert rest == (samples[done:], positions[done:])
+    if shape.batch_tokens:
+        sizes = [sum(map(len, step)) for step in samples]
+        assert max(sizes) <= 31 and min(sizes) > 31 - 7
+
+
+def test_ranks_of_one_share_train_the_same() -> None:
+    """Four processes, two data-parallel shares: what tensor- or context-parallel ranks need."""
+    assert steps(4, 4, shares=2) == steps(4, 1)
+
+
+def test_rows_without_packing_hold_one_sample_and_may_be_filled() -> None:
+    shape = replace(SHAPE, pack=False, pad_multiple=8, pad_id=9)
+    plain, padded = one_stream(replace(SHAPE, pack=False)).next(), one_stream(shape).next()
+    assert plain is not None and padded is not None
+    assert set(np.diff(padded.ranked.seq_offsets)) == {8} and set(np.diff(padded.ranked.micro_offsets)) == {1}
+    assert padded.num_pad == padded.ranked.num_tokens - plain.ranked.num_tokens > 0
+    real = padded.ranked.loss_mask
+    assert padded.ranked.token_ids[real].tolist() == plain.ranked.token_ids[plain.ranked.loss_mask].tolist()
+    assert padded.fill == plain.ranked.num_tokens / padded.ranked.num_tokens and plain.fill == 1
+
+
+def test_one_pass_ends_with_what_is_left() -> None:
+    stream = one_stream(shuffle=False, last_row=8)
+    batches = []
+    while (batch := stream.next()) is not None:
+        batches.append(batch)
+    assert tokens_of(batches) == sorted(s.token_ids.tolist() for r in tokenise(range(8)) for s in r.samples)
+
+
+def test_a_bad_row_is_said_when_its_step_comes_not_before() -> None:
+    def make(indices: Sequence[int]) -> list[RowResult]:
+        bad = RowResult([], RowCounts(rows=1), "rows.jsonl:12: not JSON")
+        return [bad if i == 11 else r for i, r in zip(indices, tokenise(indices), strict=True)]
+
+    stream = one_stream(make=make, shuffle=False)
+    whole = one_stream(shuffle=False)
+    for _ in range(2):  # rows 0 .. 10 give 10 samples
+        got, wanted = stream.next(), whole.next()
+        assert got is not None and wanted is not None and tokens_of([got]) == tokens_of([wanted])
+    with pytest.raises(SFTDataError, match=r"rows\.jsonl:12"):
+        stream.next()
+
+
+def test_a_data_set_without_a_usable_row_is_an_error_not_an_endless_loop() -> None:
+    stream = one_stream(make=lambda rows: [RowResult([], RowCounts(rows=1, untrained=1)) for _ in rows])
+    with pytest.raises(SFTDataError, match=r"no row of the data set can be trained on.*untrained=1"):
+        stream.next()
+
+
+def test_made_ahead_is_the_same_and_ends() -> None:
+    direct, stream = one_stream(), one_stream()
+    ahead = Prefetcher(stream, depth=2, timeout_s=20)
+    for _ in range(6):
+        a, b = ahead.take(), direct.next()
+        assert a is not None and b is not None and tokens_of([a]) == tokens_of([b]) and a.position == b.position
+    ahead.close()
+    assert not [t for t in threading.enumerate() if t.name == "sft-data"]
+
+
+def test_errors_of_the_thread_arrive_where_batches_are_taken() -> None:
+    def broken(_: Sequence[int]) -> list[RowResult]:
+        raise OSError("disk on fire")
+
+    with pytest.raises(OSError, match="disk on fire"):
+        Prefetcher(one_stream(make=broken), depth=1, timeout_s=20).take()
