@@ -149,7 +149,7 @@ def render(result: dict[str, Any]) -> str:
             f"first batch after  {result['first_batch_s']:>10.3f} s, {result['first_batch_share_of_whole']:.1%} of "
             "the time that the whole file takes",
             f"fill               {result['fill']:>10.1%} of micro-batches of {MICRO_BATCH_TOKENS} tokens",
-            f"waiting            {result['wait_share']:>10.1%} of a step that takes {result['step_over_make']} times the "
-            "making of its batch",
+            f"waiting            {result['wait_share']:>10.1%} of a step that takes {result['step_over_make']} times "
+            "the making of its batch",
         ]
     )
