@@ -141,6 +141,18 @@ VERBS = {
         "sweep",
         False,
     ),
+    "runs": Verb(
+        "The runs below a run whose trainer trains many: runs add|list|remove|resume PARENT.",
+        "add PARENT CHILD.yaml [--KEY VALUE ...] | list PARENT | remove|resume PARENT ID",
+        (
+            ("--id ID", "add: the child's id (default: its name, or its file's)"),
+            ("--delete", "remove: delete its directory too"),
+            ("--timeout S", "remove: seconds to wait for its save (default 600)"),
+            ("--json", "print as JSON"),
+        ),
+        "runs",
+        False,
+    ),
     "diff": Verb(
         "What differs between two runs (config, code, packages, figures), or two files of figures.",
         "RUN_A RUN_B",

@@ -109,11 +109,17 @@ def load_run(run_dir: Path) -> Experiment:
 
     Raises ConfigError when it is missing or not valid.
     """
-    path = Path(os.environ.get(RUN_YAML_VARIABLE) or Path(run_dir) / RUN_YAML)
+    return read_experiment(Path(os.environ.get(RUN_YAML_VARIABLE) or Path(run_dir) / RUN_YAML))
+
+
+def read_experiment(path: Path) -> Experiment:
+    """Read one `run.yaml`. Raises ConfigError when it is missing or not valid."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; is {path.parent} a run directory?") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is no text: {error.reason} at byte {error.start}") from error
     values, lines = parse_yaml(text, str(path))
     provenance = {".".join(key): Origin("file", str(path), line) for key, line in lines.items()}
     problems: list[Problem] = []

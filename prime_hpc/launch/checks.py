@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+from prime_hpc.config.children import is_parent
 from prime_hpc.envs.resolve import BUNDLED
 from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
 
@@ -24,12 +25,17 @@ def check(loaded: Loaded, role: str | None = None) -> None:
     experiment = loaded.experiment
     problems = [
         *(_model(experiment) if role != "orchestrator" else []),
-        *(_environments(experiment) if experiment.kind == "rl" and role in (None, "orchestrator") else []),
+        *(_environments(experiment) if _samples(experiment, role) else []),
         *(_data(experiment) if experiment.kind == "sft" else []),
         *_space(experiment),
     ]
     if problems:
         raise ConfigError(Problem(p.message, p.key, loaded.provenance.get(p.key or "", p.origin)) for p in problems)
+
+
+def _samples(experiment: Experiment, role: str | None) -> bool:
+    """Whether this run itself collects rollouts: of a parent its runs do."""
+    return experiment.kind == "rl" and role in (None, "orchestrator") and not is_parent(experiment)
 
 
 def is_local_path(name: str) -> bool:

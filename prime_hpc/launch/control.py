@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+from prime_hpc.config.children import is_parent
 from prime_hpc.launch.command import command_tail
 from prime_hpc.launch.records import local_controller, read_record, write_record
 from prime_hpc.launch.refusals import SlurmRefused
@@ -264,6 +265,8 @@ def _check_checkpoint(experiment: Experiment, run_dir: Path) -> None:
     from prime_hpc.store.errors import StoreError
     from prime_hpc.supervisor.begin import run_paths
 
+    if is_parent(experiment):  # each of its runs has checkpoints of its own, or begins anew
+        return
     again = f"start over with `prime-hpc submit {run_dir}/run.yaml --clean`"
     paths = run_paths(experiment, run_dir)
     if not list_checkpoints(paths.checkpoints):

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, write_snapshot
+from prime_hpc.config.children import is_parent
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.records import LOCK
 from prime_hpc.supervisor.attempts import is_held, read_attempts
@@ -60,6 +61,8 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
             raise ConfigError(Problem(f"{run_dir} holds no run.yaml, so it is not deleted: not a run of ours", "clean"))
         _delete(run_dir)
         return
+    if is_parent(experiment):
+        return  # it goes on with the runs below it: those that are not over
     if experiment.ckpt is None or experiment.ckpt.resume_step is None:
         raise ConfigError(
             Problem(

@@ -14,6 +14,8 @@ ATTEMPT = "PRIMEHPC_ATTEMPT"
 INCARNATION = "PRIMEHPC_INCARNATION"
 RESUME_STEP = "PRIMEHPC_RESUME_STEP"
 INFERENCE_URLS = "PRIMEHPC_INFERENCE_URLS"
+RUN = "PRIMEHPC_RUN"
+"""Set for a role of one of several runs that share a doorbell: the run's id."""
 LED = "PRIMEHPC_LED"
 """Set by an agent: SIGTERM is Slurm's warning to the whole job and no order; the agent ends its role by SIGINT."""
 
@@ -30,6 +32,13 @@ class RoleContext:
     doorbell_address: str | None = None
     resume_step: int | None = None
     inference_urls: list[str] = field(default_factory=list)
+    run: str = ""
+    """Which of several runs of one trainer; "" where there is only one."""
+
+    @property
+    def doorbell_incarnation(self) -> int | None:
+        """What its messages state: a child's lives are counted apart from those of the hub."""
+        return None if self.run else self.incarnation
 
     @property
     def log_dir(self) -> Path:
@@ -52,6 +61,7 @@ class RoleContext:
             doorbell_address=environ.get(DOORBELL) or None,
             resume_step=int(resume) if resume else None,
             inference_urls=[u for u in urls.split(",") if u],
+            run=environ.get(RUN, ""),
         )
 
 
@@ -62,6 +72,7 @@ def role_environment(
     incarnation: int,
     resume_step: int | None,
     inference_urls: list[str],
+    run: str = "",
 ) -> dict[str, str]:
     """The environment variables from which `RoleContext.from_env` reads the same facts."""
     env = {
@@ -72,4 +83,6 @@ def role_environment(
     }
     if resume_step is not None:
         env[RESUME_STEP] = str(resume_step)
+    if run:
+        env[RUN] = run
     return env

@@ -30,6 +30,8 @@ _CONNECT_TIMEOUT_S = 2.0
 _MAX_QUEUED = 1000  # messages kept while the hub cannot be reached; older ones are dropped
 HUB_ONLY = frozenset({"status", "agent"})
 """Topics that are the hub's alone: thousands of processes report on themselves, and only the supervisor listens."""
+SHARED = frozenset({"stop", "save", "server", "pulse", "run"})
+"""Topics that mean everybody, also where several runs share a hub; all others are a run's own (see `Doorbell`)."""
 _HISTORY = 256  # messages that a waiter may still see though newer ones came in the same instant
 
 
@@ -223,7 +225,7 @@ class DoorbellHub:
         if isinstance(incarnation, int) and incarnation < self._incarnation:
             logger.debug(f"doorbell: dropped a message on {topic} of incarnation {incarnation}")
             return
-        if topic not in HUB_ONLY:
+        if topic.rpartition("/")[2] not in HUB_ONLY:
             self._broadcast(topic, payload)
         if self._on_message is not None:
             _call(self._on_message, topic, payload)
@@ -235,6 +237,11 @@ class DoorbellHub:
         peer.close()
 
 
+def _scoped(prefix: str, topic: str) -> str:
+    """A topic's name on the wire."""
+    return topic if topic in SHARED else f"{prefix}{topic}"
+
+
 class Doorbell:
     """One role's end of the doorbell: a daemon thread that connects, and connects again.
 
@@ -242,9 +249,12 @@ class Doorbell:
         address: "[secret@]host:port" of the hub; None makes every call a silent no-op (a role started by hand).
         role: who rings, for people.
         incarnation: life of the run, stated in every message; None: not stated.
+        run: one of several runs that share a hub: topics that are not `SHARED` are its own, "<run>/<topic>" on the
+            wire. "" means the hub's only run, or the parent of several.
     """
 
-    def __init__(self, address: str | None, role: str, *, incarnation: int | None = None) -> None:
+    def __init__(self, address: str | None, role: str, *, incarnation: int | None = None, run: str = "") -> None:
+        self._prefix = f"{run}/" if run else ""
         self._address = parse_address(address) if address else None
         self._secret = address.rpartition("@")[0] if address else ""
         self._role = role
@@ -294,7 +304,8 @@ class Doorbell:
         """Announce. Never raises, never blocks; kept while the hub cannot be reached."""
         if self._address is None or self._closing.is_set():
             return
-        message = {"topic": topic, "payload": payload, "role": self._role, "incarnation": self._incarnation}
+        name = self._own(topic)
+        message = {"topic": name, "payload": payload, "role": self._role, "incarnation": self._incarnation}
         if self._secret:
             message["secret"] = self._secret
         self._outgoing.append(encode(message))
@@ -303,8 +314,21 @@ class Doorbell:
     def latest(self, topic: str) -> Payload | None:
         """The last message of a topic that this process has received (its own come back to it as well)."""
         with self._changed:
-            message = self._latest.get(topic)
+            message = self._latest.get(self._own(topic))
         return dict(message) if message is not None else None
+
+    def _own(self, topic: str) -> str:
+        return _scoped(self._prefix, topic)
+
+    def of_run(self, run: str) -> "RunBell":
+        """The same connection, as one of several runs sees it."""
+        return RunBell(self, run)
+
+    def wait_for_any(self, timeout_s: float) -> None:
+        """Block until any message comes, at most `timeout_s` seconds."""
+        with self._changed:
+            seen = self._num_received
+            self._changed.wait_for(lambda: self._num_received != seen or self._closing.is_set(), timeout_s)
 
     def wait(self, topic: str, predicate: Callable[[Payload], bool], timeout_s: float) -> Payload | None:
         """Block until the latest or a coming message of `topic` satisfies `predicate`.
@@ -313,6 +337,7 @@ class Doorbell:
             The message; None after `timeout_s` seconds, or once the doorbell is closed.
         """
         end = time.monotonic() + timeout_s
+        topic = self._own(topic)
         with self._changed:
             latest = self._latest.get(topic)
             if latest is not None and predicate(latest):
@@ -336,6 +361,7 @@ class Doorbell:
         """
         if self._address is None:
             return
+        topic = self._own(topic)
         with self._changed:
             self._callbacks.append((topic, callback))
             latest = self._latest.get(topic)
@@ -443,3 +469,34 @@ class Doorbell:
             self._changed.notify_all()
         for callback in callbacks:
             _call(callback, dict(payload))
+
+
+class RunBell:
+    """One run's view of a doorbell that several runs of a process share (`Doorbell.of_run`)."""
+
+    def __init__(self, bell: Doorbell, run: str) -> None:
+        self._bell, self._prefix = bell, f"{run}/"
+
+    def _own(self, topic: str) -> str:
+        return _scoped(self._prefix, topic)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the doorbell behind it was closed."""
+        return self._bell.closed
+
+    def ring(self, topic: str, /, **payload: Any) -> None:
+        """Announce for this run."""
+        self._bell.ring(self._own(topic), **payload)
+
+    def latest(self, topic: str) -> Payload | None:
+        """The last message of this run's topic."""
+        return self._bell.latest(self._own(topic))
+
+    def wait(self, topic: str, predicate: Callable[[Payload], bool], timeout_s: float) -> Payload | None:
+        """As `Doorbell.wait`."""
+        return self._bell.wait(self._own(topic), predicate, timeout_s)
+
+
+Bell = Doorbell | RunBell
+"""What a role rings, whether its run is alone or one of several."""

@@ -5,17 +5,14 @@ Called by the supervisor before any role starts. It alone decides; roles are tol
 
 from pathlib import Path
 
-from loguru import logger
-
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.children import is_parent
 from prime_hpc.store.adopt import claim_root
-from prime_hpc.store.artifact import clean_stale_stages
-from prime_hpc.store.batches import remove_batches_after
-from prime_hpc.store.checkpoints import newest_first, remove_checkpoints_after
+from prime_hpc.store.checkpoints import newest_first
+from prime_hpc.store.children import list_children
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import RunPaths, claim_incarnation
-from prime_hpc.store.leases import clear_leases
-from prime_hpc.store.weights import remove_versions_after
+from prime_hpc.store.rewind import rewind
 from prime_hpc.supervisor.attempts import Attempt, begin, is_held, read_attempts
 from prime_hpc.supervisor.resume import choose_start, remember, take_over
 
@@ -26,7 +23,10 @@ def run_paths(experiment: Experiment, run_dir: Path) -> RunPaths:
 
 
 def newest_saved_step(paths: RunPaths) -> int | None:
-    """Step of the newest whole checkpoint, if any."""
+    """Step of the newest whole checkpoint, if any; of a run with runs below it, the sum of theirs."""
+    children = [newest_saved_step(RunPaths(paths.root / name)) for name in list_children(paths.root)]
+    if any(children):
+        return sum(step or 0 for step in children)
     return next((info.step for info in newest_first(paths.checkpoints)), None)
 
 
@@ -53,15 +53,17 @@ def begin_attempt(
     try:
         claim_root(paths, again=bool(earlier))
         incarnation = claim_incarnation(paths)
-        start = choose_start(experiment, paths, again=bool(earlier))
+        start = None if is_parent(experiment) else choose_start(experiment, paths, again=bool(earlier))
         step = start.info.step if start is not None else None
-        _rewind(paths, step or 0)
+        rewind(paths, step or 0)
         if start is not None:
             take_over(start, experiment, paths, incarnation)
             remember(experiment, paths, start)
     except StoreError as error:
         raise ConfigError(str(error)) from error
     why = "first start" if not earlier else f"resumes at step {step}" if step is not None else "starts over"
+    if is_parent(experiment) and earlier:
+        why = "goes on with its runs"
     if start is not None and start.is_foreign:
         why = f"starts from {start.info.path}"
     return begin(
@@ -72,21 +74,3 @@ def begin_attempt(
         job_id=job_id,
         restarts=restarts,
     )
-
-
-def _rewind(paths: RunPaths, step: int) -> None:
-    """Remove what comes after `step`, and the leftovers of earlier lives.
-
-    Checkpoints go first: killed half-way, no checkpoint is left whose weights are gone.
-    """
-    removed = {
-        "checkpoints": remove_checkpoints_after(paths.checkpoints, step),
-        "batches": remove_batches_after(paths, step),
-        "weights": remove_versions_after(paths, step),
-    }
-    for what, steps in removed.items():
-        if steps:
-            logger.info(f"removed {what} of {len(steps)} steps after step {step}")
-    for parent in (paths.checkpoints, paths.rollouts, paths.weights):
-        clean_stale_stages(parent)
-    clear_leases(paths)

@@ -11,6 +11,7 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment, load_run
+from prime_hpc.config.children import is_parent
 from prime_hpc.config.site import read_site
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
@@ -66,7 +67,8 @@ def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tup
             for replica, number in enumerate(numbers):
                 specs.append(inference_spec(experiment, run_dir, replica, number, serving[replica]))
                 urls.append(f"http://{host}:{number}/v1")
-        specs.append(orchestrator_spec(experiment, run_dir))
+        if not is_parent(experiment):  # each of its runs gets one when the trainer takes it up
+            specs.append(orchestrator_spec(experiment, run_dir))
     (rendezvous,) = ports.choose(1, base + used + 1)
     specs.append(trainer_spec(experiment, run_dir, training, rendezvous))
     return specs, urls

@@ -10,6 +10,7 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.children import is_parent
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.observe.context import INFERENCE_URLS
 from prime_hpc.supervisor.agent import Order
@@ -29,6 +30,8 @@ def slurm_specs(
     _check_nodes(placement, allocation)
     specs: list[StepSpec] = []
     for group in sorted(placement.groups, key=lambda g: ("inference", "trainer", "orchestrator").index(g.role)):
+        if group.role == "orchestrator" and is_parent(experiment):
+            continue  # each of its runs gets one, beside the supervisor, when the trainer takes it up
         nodes = allocation.hosts[group.component]
         if group.first_node + group.num_nodes > len(nodes):
             logger.warning(

@@ -14,6 +14,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config import Experiment
+from prime_hpc.config.children import is_parent
 from prime_hpc.observe.console import Console
 from prime_hpc.observe.context import role_environment
 from prime_hpc.store.doorbell import DoorbellHub
@@ -21,6 +22,7 @@ from prime_hpc.supervisor.agent import BEAT_S, FENCE
 from prime_hpc.supervisor.attempts import Attempt, write_attempt
 from prime_hpc.supervisor.begin import newest_saved_step, run_paths
 from prime_hpc.supervisor.checkup import Checkup
+from prime_hpc.supervisor.children import Children
 from prime_hpc.supervisor.controls import Controls, StopRequest
 from prime_hpc.supervisor.live import LiveStatus
 from prime_hpc.supervisor.processes import become_subreaper, end_families, end_strays
@@ -93,6 +95,7 @@ class Supervisor:
         self._last_tick = time.monotonic()
         self._ready_at: float | None = None
         self._saves_asked = 0
+        self._children: Children | None = None
         self._console = Console(run_dir, experiment.max_steps, kind=experiment.kind)
         self._controls = Controls(
             run_dir,
@@ -131,6 +134,8 @@ class Supervisor:
     def _on_message(self, topic: str, payload: dict[str, Any]) -> None:
         if topic == "status" and {"role", "index", "time", "state"} <= payload.keys():
             self._heard[payload["role"], payload["index"]] = payload
+        elif self._children is not None and (topic == "run" or "/" in topic):
+            self._children.hear(topic, payload)
         elif topic == "agent":
             for role in self._roles:
                 if isinstance(role, StepRole) and role.spec.label == payload.get("label"):
@@ -161,6 +166,9 @@ class Supervisor:
         )
         environment = {**self._environment, **facts, "PYTHONUNBUFFERED": "1"}
         environment[FENCE] = str(self._experiment.slurm.survive.fence_s)
+        if is_parent(self._experiment):
+            own = (self._paths.root, self._experiment, self._attempt, self._environment, self._hub.ring, self._reaper)
+            self._children = Children(*own)
         latest = self._paths.root / "logs" / "latest"
         latest.parent.mkdir(parents=True, exist_ok=True)
         latest.unlink(missing_ok=True)
@@ -192,6 +200,9 @@ class Supervisor:
             if role.state not in ("done", "away"):
                 self._look_at(role)
         self._replicas.bring_back(self._roles, self._restart)
+        if self._children is not None:
+            num_servers = sum(role.is_server for role in self._roles)
+            self._children.tick(self._known_urls(), num_servers, self._hub.address)
         waiting = {r.spec.label: time.time() - r.started_at for r in self._roles if r.state == "starting"}
         if not waiting and self._ready_at is None and self._stop is None:
             self._ready_at = time.time()
@@ -199,12 +210,13 @@ class Supervisor:
         self._console.tick(waiting)
         self._live.write(**self._facts())
         workers = [r for r in self._roles if r.spec.name != "inference"]
-        if all(r.state == "done" for r in workers):
+        if all(r.state == "done" for r in workers) and (self._children is None or self._children.is_idle):
             raise self._finished()
 
     def _finished(self) -> Ended:
         """All workers are done: with the work, or with what a stop asked for."""
-        if self._stop is None or (self._console.progress()["step"] or 0) >= self._experiment.max_steps:
+        is_over = self._children is None and (self._console.progress()["step"] or 0) >= self._experiment.max_steps
+        if self._stop is None or is_over:
             return Ended(0, "done")
         request = self._stop[0]
         return Ended(request.code, request.reason, request.outcome)
@@ -217,7 +229,7 @@ class Supervisor:
             "roles": {r.spec.label: r.state for r in self._roles},
             "nodes": self._attempt.nodes,
             "cause": self._stop[0].reason if self._stop else None,
-        }
+        } | ({"runs": self._children.facts(), "max_steps": None} if self._children is not None else {})
 
     def _forgive_own_delay(self) -> None:
         now = time.monotonic()
@@ -377,7 +389,10 @@ class Supervisor:
             self._wait_for_steps(grace + 3.0)
             for role in self._roles:
                 role.kill()
-        killed = end_families([role.pid for role in self._roles], grace)
+        families = [role.pid for role in self._roles] + (self._children.pids if self._children is not None else [])
+        killed = end_families(families, grace)
+        if self._children is not None:
+            self._children.end(ended.cause)
         for role in self._roles:
             role.reap()
         killed += end_strays(os.getpid(), [self._reaper.pid], grace_s=1.0)

@@ -18,6 +18,7 @@ CONFIGS = "yaml,yml,toml"
 _RUN_VERBS = ("status", "logs", "cancel", "resume", "diff", "preflight")
 _FILE_VERBS = ("submit", "plan", "render", "lint")
 _SUBCOMMANDS = {
+    "runs": ("add", "list", "remove", "resume"),
     "sweep": ("submit", "status", "results", "cancel", "resume"),
     "site": ("list", "show", "probe"),
     "completion": ("bash", "zsh", "fish"),
@@ -190,6 +191,8 @@ def _arguments(verb: str, before: list[str], environ: Mapping[str, str]) -> Offe
         return Offer([(name, "") for name in _SUBCOMMANDS[verb]])
     if verb == "site" and given[0] == "show":
         return Offer([(name, "") for name in _sites()])
+    if verb == "runs":
+        return Offer([(name, "") for name in run_names(environ)], files=True, dirs=True)
     if verb == "sweep":
         return Offer([(name, "") for name in _sweep_names(environ)], files=given[0] == "submit", dirs=True)
     if verb in ENTRYPOINTS or verb in _FILE_VERBS:

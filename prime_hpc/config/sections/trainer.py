@@ -191,6 +191,11 @@ class TrainerConfig(Section):
     """Newest weight versions kept on disk besides those a reader or a checkpoint needs."""
     reshard_after_forward: bool = True
     """Free gathered parameters after each block's forward pass (FSDP2 full sharding)."""
+    max_concurrent_runs: int = Field(1, ge=1)
+    """More than 1: one trainer for many runs, each a `run_<id>` directory below this run's (`prime-hpc runs add`) with
+    an adapter, optimizer, schedule, progress and orchestrator of its own; so many train at once, others wait."""
+    runs_idle_timeout_s: float = Field(300, ge=0)
+    """With `max_concurrent_runs`: end so long after the last run has ended."""
     bench: bool = False
     """Run a few steps, print a table, end."""
 

@@ -1,0 +1,223 @@
+"""The directories below a parent: whole, half-written, foreign, twice, deleted, waiting; no model and no ranks."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import ConfigError, Experiment, write_snapshot
+from prime_hpc.config.children import as_child, check_child
+from prime_hpc.config.snapshot import share
+from prime_hpc.store.artifact import ArtifactWriter
+from prime_hpc.store.children import STATE, ChildState, child_name, list_children, read_state
+from prime_hpc.store.layout import RunPaths, current_incarnation
+from prime_hpc.trainer.multi.roster import ENDED_LOOK_S, LOOK_S, SETTLE_S, Leave, Roster
+
+SHARED = share(["test"])
+
+
+class World:
+    """A parent directory with a roster of two slots and a clock."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.now = 0.0
+        tree = {
+            "output_dir": str(root.parent),
+            "name": root.name,
+            "seq_len": 64,
+            "model": {"name": "m"},
+            "orchestrator": {"sampling": {"max_tokens": 16}},
+            "trainer": {"max_concurrent_runs": 2},
+        }
+        self.parent = Experiment.model_validate(tree)
+        self.said: list[tuple[str, ChildState]] = []
+        self.roster = self.begin(1)
+
+    def begin(self, incarnation: int) -> Roster:
+        """A new trainer."""
+        said = lambda name, state: self.said.append((name, state))  # noqa: E731
+        self.roster = Roster(self.parent, self.root, incarnation, said, lambda: self.now)
+        return self.roster
+
+    def child(self, name: str, **changes: object) -> Path:
+        """A whole child."""
+        experiment = as_child(self.parent.model_copy(update=changes), self.root, name)
+        write_snapshot(experiment, self.root / name, ["test"], SHARED)
+        return self.root / name
+
+    def look(self, after: float = LOOK_S) -> list[Leave]:
+        """The roster's look after so many seconds."""
+        self.now += after
+        return self.roster.look()
+
+    def admit(self) -> str | None:
+        """Who is admitted next."""
+        admission = self.roster.admit()
+        if admission is None:
+            return None
+        self.roster.began(admission, 0, {})
+        return admission.name
+
+    def phase(self, name: str) -> str | None:
+        """What the child's directory says."""
+        state = read_state(self.root / name)
+        return None if state is None else state.phase
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    root = tmp_path / "parent"
+    root.mkdir()
+    return World(root)
+
+
+def test_slots_are_given_first_come_first_served_and_freed(world: World) -> None:
+    for name in ("run_b", "run_c"):
+        world.child(name)
+    world.look()
+    world.child("run_a")
+    world.look()
+    assert [world.admit(), world.admit(), world.admit()] == ["run_b", "run_c", None]
+    assert world.roster.training == ["run_b", "run_c"] and world.roster.waiting == ["run_a"]
+    assert [world.phase(n) for n in ("run_a", "run_b")] == ["waiting", "training"]
+    assert current_incarnation(RunPaths(world.root / "run_b")) == 1
+    world.roster.ended("run_b", "done", None)
+    assert world.admit() == "run_a" and world.roster.state("run_a").slot == 0
+    assert world.phase("run_b") == "done"
+    assert world.look() == [] and world.admit() is None  # what is done stays done
+
+
+def test_half_written_foreign_and_linked_directories_are_passed_over(world: World) -> None:
+    (world.root / "run_half").mkdir()
+    (world.root / "run_half" / "configs").mkdir()
+    (world.root / "runaway").mkdir()
+    (world.root / ".stage-run_x").mkdir()
+    world.child("run_a")
+    (world.root / "run_link").symlink_to(world.root / "run_a")
+    (world.root / "run_file").write_text("")
+    assert list_children(world.root) == ["run_a", "run_file", "run_half", "run_link"]
+    world.look()
+    assert [world.admit(), world.admit()] == ["run_a", None]
+    world.child("run_half")  # now whole
+    world.look()
+    assert world.admit() == "run_half"
+    assert not (world.root / "run_link" / "nothing").exists() and world.phase("run_a") == "training"
+
+
+def test_a_config_that_is_being_written_is_waited_for_and_a_wrong_one_fails_alone(world: World) -> None:
+    world.child("run_good")
+    bad = world.root / "run_bad"
+    bad.mkdir()
+    (bad / "run.yaml").write_text("trainer: {optim: {lr: much}}")
+    world.look()
+    assert world.phase("run_bad") is None
+    (bad / "run.yaml").write_text("trainer: [")
+    world.look(SETTLE_S)
+    assert world.phase("run_bad") is None  # it changed: wait again
+    world.look(SETTLE_S)
+    state = read_state(bad)
+    assert state is not None and state.phase == "failed" and "run.yaml" in (state.reason or "")
+    assert world.admit() == "run_good"
+    (bad / "run.yaml").unlink()
+    world.child("run_bad")
+    world.look(ENDED_LOOK_S)
+    assert world.admit() is None  # it failed: only `runs resume` brings it back
+    (bad / STATE).unlink()
+    world.look(ENDED_LOOK_S)
+    assert world.admit() == "run_bad"
+
+
+def test_a_copied_directory_is_not_the_same_run_twice(world: World) -> None:
+    path = world.child("run_a")
+    world.look()
+    assert world.admit() == "run_a"
+    shutil.copytree(path, world.root / "run_b")
+    world.look()
+    assert world.look(SETTLE_S) == []
+    state = read_state(world.root / "run_b")
+    assert state is not None and state.phase == "failed" and "copied" in (state.reason or "")
+    assert world.phase("run_a") == "training" and world.roster.training == ["run_a"]
+
+
+def test_deleted_or_replaced_while_training(world: World) -> None:
+    paths = [world.child("run_a"), world.child("run_b")]
+    world.look()
+    assert [world.admit(), world.admit()] == ["run_a", "run_b"]
+    shutil.rmtree(paths[0])
+    (leave,) = world.look()
+    assert (leave.name, leave.phase) == ("run_a", "removed")
+    world.roster.ended(leave.name, leave.phase, leave.reason)
+    assert not paths[0].exists() and world.roster.training == ["run_b"]
+    shutil.rmtree(paths[1])
+    world.child("run_b")  # the same id again, another run
+    (leave,) = world.look()
+    assert leave.name == "run_b"
+    world.roster.ended(leave.name, leave.phase, leave.reason)
+    world.look()
+    assert world.admit() == "run_b" and world.phase("run_b") == "training"
+
+
+def test_stop_file(world: World) -> None:
+    path = world.child("run_a")
+    world.look()
+    world.admit()
+    (path / "STOP").touch()
+    assert world.look() == [Leave("run_a", "stopped", "the file STOP was found", save=True)]
+    assert not (path / "STOP").exists() and world.look() == []
+
+
+def test_a_new_trainer_takes_up_what_the_old_one_left(world: World) -> None:
+    a, b = world.child("run_a", max_steps=7), world.child("run_b")
+    world.look()
+    assert [world.admit(), world.admit()] == ["run_a", "run_b"]
+    world.roster.ended("run_b", "stopped", "asked")
+    paths = RunPaths(a)
+    for step in (1, 2, 3):  # without a checkpoint these are of no use to a new life
+        with ArtifactWriter(
+            paths.weights_step(step), kind="weights", step=step, version=step, writer="t", incarnation=1
+        ) as writer:
+            writer.write("x", [b"1"])
+    world.begin(2)
+    world.look()
+    assert [world.admit(), world.admit()] == ["run_a", None]
+    assert not list(paths.weights.iterdir()) and current_incarnation(paths) == 2
+    state = read_state(a)
+    assert state is not None and (state.parent_incarnation, state.incarnation, state.max_steps) == (2, 2, 7)
+    assert world.phase("run_b") == "stopped" and b.exists()
+
+
+def test_what_a_child_shares_must_be_its_parents(world: World) -> None:
+    child = as_child(world.parent, world.root, "run_a")
+    check_child(world.parent, child)
+    own = {"seed": 3, "max_steps": 5, "async_level": 0, "seq_len": 32}
+    check_child(world.parent, child.model_copy(update=own))
+    other = child.model_copy(
+        update={
+            "seq_len": 128,
+            "model": child.model.model_copy(update={"name": "other"}),
+            "trainer": child.trainer.model_copy(update={"num_ranks": 4}),
+        }
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_child(world.parent, other)
+    assert {p.key for p in caught.value.problems} == {
+        "model.name",
+        "trainer.num_ranks",
+        "seq_len",
+        "trainer.micro_batch_tokens",
+    }
+    with pytest.raises(ConfigError, match="leave it out"):
+        check_child(world.parent, world.parent)
+
+
+def test_names() -> None:
+    assert child_name("a") == "run_a" and child_name("run_a.1-b") == "run_a.1-b"
+    assert [child_name(bad) for bad in ("", "run_", "../x", "a/b", "a b", ".a", "x" * 200)] == [None] * 7
+
+
+def test_a_broken_state_file_is_no_state(world: World) -> None:
+    path = world.child("run_a")
+    (path / STATE).write_text('{"phase": "do')
+    world.look()
+    assert world.admit() == "run_a"
