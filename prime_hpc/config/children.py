@@ -48,6 +48,10 @@ def check_child(parent: Experiment, child: Experiment) -> None:
     if child.max_model_len > parent.max_model_len:
         message = f"{child.seq_len} tokens are more than the engines' {parent.max_model_len}"
         problems.append(Problem(f"{message} (inference.max_model_len of the parent)", "seq_len"))
+    kl = child.trainer.loss.kl
+    if kl is not None and kl.model not in (None, parent.model.name):
+        message = f"{kl.model} would be one more model in memory: only the shared base model can be the reference"
+        problems.append(Problem(message, "trainer.loss.kl.model"))
     if child.ckpt is not None and child.ckpt.resume_step is not None:
         problems.append(
             Problem("a child always goes on from its own newest checkpoint: leave it out", "ckpt.resume_step")

@@ -106,6 +106,8 @@ class Experiment(Section):
                 f"orchestrator.sampling.max_tokens ({o.sampling.max_tokens}) cannot fit "
                 f"inference.max_model_len ({self.max_model_len}) together with a prompt"
             )
+        if self.trainer.max_concurrent_runs > 1:
+            self._can_train_many()
         if self.kind == "rl" and self.micro_batch_tokens < self.seq_len:
             raise ValueError(
                 f"trainer.micro_batch_tokens ({self.micro_batch_tokens}) is below seq_len ({self.seq_len}): "
@@ -128,3 +130,12 @@ class Experiment(Section):
                 f"sft.data.batch_tokens ({data.batch_tokens}) is below sft.data.seq_len ({longest}): the longest "
                 "sample would not fit into a step"
             )
+
+    def _can_train_many(self) -> None:
+        key = f"trainer.max_concurrent_runs = {self.trainer.max_concurrent_runs}"
+        if self.kind != "rl":
+            raise ValueError(f"{key}: only RL runs share a trainer, this is {self.kind}")
+        if self.model.lora is None:
+            raise ValueError(f"{key} needs model.lora: each run trains an adapter of its own in one frozen model")
+        if self.trainer.data.fake is not None or self.trainer.bench:
+            raise ValueError(f"{key}: its runs bring their own data, so leave trainer.data.fake and trainer.bench out")

@@ -485,6 +485,26 @@ class RunBell:
         """Whether the doorbell behind it was closed."""
         return self._bell.closed
 
+    @property
+    def connected(self) -> bool:
+        """Whether the hub can be reached now."""
+        return self._bell.connected
+
+    @property
+    def secret(self) -> str:
+        """As `Doorbell.secret`."""
+        return self._bell.secret
+
+    @property
+    def hub_host(self) -> str | None:
+        """As `Doorbell.hub_host`."""
+        return self._bell.hub_host
+
+    @property
+    def own_host(self) -> str | None:
+        """As `Doorbell.own_host`."""
+        return self._bell.own_host
+
     def ring(self, topic: str, /, **payload: Any) -> None:
         """Announce for this run."""
         self._bell.ring(self._own(topic), **payload)

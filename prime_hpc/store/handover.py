@@ -26,7 +26,7 @@ import numpy.typing as npt
 import xxhash
 from loguru import logger
 
-from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.store.doorbell import Bell
 from prime_hpc.store.errors import ArtifactError
 from prime_hpc.store.files import FileEntry
 from prime_hpc.store.manifest import MANIFEST, Manifest
@@ -56,7 +56,7 @@ class HandoverServer:
             listens. A doorbell without a hub: `offer` returns None, and readers read the files.
     """
 
-    def __init__(self, bell: Doorbell) -> None:
+    def __init__(self, bell: Bell) -> None:
         self._bell = bell
         self._offered: OrderedDict[str, Path] = OrderedDict()
         self._lock = threading.Lock()
@@ -141,7 +141,7 @@ class _Request(socketserver.StreamRequestHandler):
 class Handover:
     """A reader's end. Every method answers None where the short way does not work; then the files are read."""
 
-    def __init__(self, bell: Doorbell, topic: str, key: str) -> None:
+    def __init__(self, bell: Bell, topic: str, key: str) -> None:
         """
         Args:
             bell: hears the announcements.

@@ -10,7 +10,7 @@ from prime_hpc.store.errors import ArtifactError, ArtifactTimeout, StoreError, W
 from prime_hpc.store.manifest import MANIFEST, Manifest, verify_artifact
 
 if TYPE_CHECKING:
-    from prime_hpc.store.doorbell import Doorbell
+    from prime_hpc.store.doorbell import Bell
     from prime_hpc.store.handover import Handover
 
 _MAX_LISTING_PAUSE_S = 2.0
@@ -21,7 +21,7 @@ def wait_for_artifact(
     directory: Path,
     *,
     deadline_s: float,
-    doorbell: "Doorbell | None" = None,
+    doorbell: "Bell | None" = None,
     topic: str | None = None,
     key: Mapping[str, int] | None = None,
     names: Collection[str] | None = None,
@@ -75,13 +75,59 @@ def wait_for_artifact(
             wait.pause(max(0.0, min(next_listing - now, end - now, 0.25)))
 
 
+class ArtifactWatch:
+    """`wait_for_artifact` for somebody who waits for several: asked now and then, it never blocks.
+
+    Args are those of `wait_for_artifact`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        doorbell: "Bell | None" = None,
+        topic: str | None = None,
+        key: Mapping[str, int] | None = None,
+        names: Collection[str] | None = None,
+        handover: "Handover | None" = None,
+        min_incarnation: int = 0,
+    ) -> None:
+        self._wait = _Wait(directory, doorbell, topic, dict(key or {}), names, handover, min_incarnation)
+        self._next_listing, self._pause = 0.0, 0.02
+        self._manifest: Manifest | None = None
+        self.found_at: float | None = None
+        """When it was first announced or listed, `time.monotonic()`; it may not be whole yet."""
+
+    @property
+    def error(self) -> StoreError | None:
+        """Why it is not whole, when it was last looked at."""
+        return self._wait.error
+
+    def poll(self) -> Manifest | None:
+        """The manifest once the artifact is whole and visible here; None until then."""
+        if self._manifest is not None:
+            return self._manifest
+        now = time.monotonic()
+        if now >= self._next_listing:
+            if self._wait.should_list:
+                self._wait.list_parent()
+            self._pause = min(self._pause * 1.5, _MAX_LISTING_PAUSE_S)
+            self._next_listing = now + self._pause
+        elif self.found_at is not None and self._wait.error is not None:
+            return None  # broken: looked at again as seldom as listed
+        if self._wait.found and self.found_at is None:
+            self.found_at = now
+        self._manifest = self._wait.read()
+        return self._manifest
+
+
 class _Wait:
     """The state of one `wait_for_artifact`."""
 
     def __init__(
         self,
         directory: Path,
-        doorbell: "Doorbell | None",
+        doorbell: "Bell | None",
         topic: str | None,
         key: dict[str, int],
         names: Collection[str] | None,

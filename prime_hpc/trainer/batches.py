@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from prime_hpc.config.sections.trainer import FakeDataConfig
+from prime_hpc.store import files
 from prime_hpc.store.batches import NOT_SAMPLED, RankBatch, read_rank_batches
 from prime_hpc.store.handover import Handover
 from prime_hpc.trainer.attention import Packing, plan_packing
@@ -209,8 +210,21 @@ def redistribute(batches: list[RankBatch], rank: int, world_size: int) -> RankBa
     return select_micro_batches(own[rank], per_rank)
 
 
-def read_own_batch(directory: Path, rank: int, world_size: int, handover: Handover | None = None) -> RankBatch:
+def read_own_batch(
+    directory: Path,
+    rank: int,
+    world_size: int,
+    handover: Handover | None = None,
+    *,
+    deadline_s: float = files.VISIBLE_S,
+) -> RankBatch:
     """This rank's part of the batch in `directory`, also when it was packed for another number of ranks.
+
+    Args:
+        directory: the batch's artifact.
+        rank, world_size: of the trainer.
+        handover: the writer's socket, which is asked first.
+        deadline_s: keep trying this many seconds while a file is not what the manifest says.
 
     Raises:
         ArtifactError: a file is not what its manifest says.
@@ -221,8 +235,27 @@ def read_own_batch(directory: Path, rank: int, world_size: int, handover: Handov
         own[:] = [num_ranks == world_size]
         return [rank] if own[0] else list(range(num_ranks))
 
-    batches = read_rank_batches(directory, choose, handover=handover)
+    batches = read_rank_batches(directory, choose, handover=handover, deadline_s=deadline_s)
     return batches[0] if own[0] else redistribute(batches, rank, world_size)
+
+
+def refuse_untrainable(batch: RankBatch, vocab_size: int, budget: int) -> None:
+    """Raise a ValueError for what would end the process, and not only the step, in the forward pass.
+
+    Args:
+        batch: well-formed (`RankBatch.check`).
+        vocab_size: of the model.
+        budget: tokens of one micro-batch that the trainer has memory for.
+    """
+    ids = batch.token_ids
+    if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+        raise ValueError(f"token ids from {ids.min()} to {ids.max()}: the model has tokens 0 to {vocab_size - 1}")
+    if (batch.temperatures < 0).any():
+        raise ValueError(f"a temperature of {batch.temperatures.min():g}")
+    for i in range(batch.num_micro_batches):
+        tokens = batch.tokens_of(i)
+        if tokens.stop - tokens.start > budget:
+            raise ValueError(f"micro-batch {i} has {tokens.stop - tokens.start} tokens, more than {budget}")
 
 
 def pack_samples(lengths: NDArray[np.int64], num_ranks: int, budget: int) -> list[list[list[int]]]:

@@ -87,6 +87,12 @@ class SideGroup:
         dist.gather_object(value, gathered, dst=0, group=self._group)
         return gathered
 
+    def close(self) -> None:
+        """Nothing more is said over it."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value everywhere."""
         if self._group is None:
@@ -207,6 +213,12 @@ class Checkpointer:
             StoreError: it failed, or took longer than `ckpt.timeout_s`.
         """
         self._join(self._config.timeout_s)
+
+    def close(self) -> None:
+        """No more saves: give the side group back. Collective; nothing is in flight."""
+        if self._side is not None:
+            self._side.close()
+            self._side = None
 
     def take_figures(self) -> SaveFigures | None:
         """What the save that ended last cost; None when that was told before."""

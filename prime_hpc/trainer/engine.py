@@ -98,7 +98,7 @@ class Engine:
         self._peak_flops, self._with_entropy = peak_flops, with_entropy
         self._flops = FlopsModel.of(policy.hf)
         self._parallel = policy.parallel
-        self._slot = slot
+        self.slot = slot
         self._parameters: list[torch.Tensor] = [p for p in policy.parameters() if p.requires_grad]
         if policy.adapters is not None:
             self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -141,7 +141,7 @@ class Engine:
 
     def adapted(self) -> AbstractContextManager[None]:
         """Context of forward and backward passes through this engine's adapter, if any. Collective."""
-        return use_slot(self.policy, self._slot) if self.policy.adapters is not None else nullcontext()
+        return use_slot(self.policy, self.slot) if self.policy.adapters is not None else nullcontext()
 
     def _global_denominators(self, facts: BatchFacts) -> tuple[int, int]:
         """Targets, and sequences that have any, over all parts of the batch."""

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.config import Experiment, load_run
+from prime_hpc.config.children import is_parent
 from prime_hpc.observe.context import LED, RoleContext
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.status import RoleStatus
@@ -131,6 +132,13 @@ def train(experiment: Experiment, context: RoleContext, doorbell: Doorbell, stat
 
     device = start_process_group(experiment)
     seed_everything(experiment.seed, dist.get_rank())
+    if is_parent(experiment):
+        from prime_hpc.trainer.multi.loop import run_multi
+
+        run_multi(experiment, context, device, doorbell, status)
+        dist.barrier()
+        dist.destroy_process_group()
+        return
     session = build_session(experiment, context, device, doorbell, status)
     try:
         (run_rl if experiment.kind == "rl" else run_sft)(session)

@@ -36,11 +36,18 @@ class VersionPublisher(Protocol):
 
 
 def build_publisher(
-    policy: Policy, source: Path, paths: RunPaths, *, dtype: torch.dtype, incarnation: int, model_name: str
+    policy: Policy,
+    source: Path,
+    paths: RunPaths,
+    *,
+    dtype: torch.dtype,
+    incarnation: int,
+    model_name: str,
+    slot: int = 0,
 ) -> VersionPublisher:
-    """What fits the policy; arguments as `Publisher`'s."""
+    """What fits the policy; arguments as `Publisher`'s, and of a policy with adapters whose it is."""
     if policy.adapters is not None:
-        return AdapterPublisher(policy, source, paths, incarnation=incarnation, model_name=model_name)
+        return AdapterPublisher(policy, source, paths, incarnation=incarnation, model_name=model_name, slot=slot)
     return Publisher(policy, source, paths, dtype=dtype, incarnation=incarnation, model_name=model_name)
 
 

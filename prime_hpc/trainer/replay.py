@@ -55,6 +55,7 @@ def keep_for_replay(session: Session, error: StepRefused) -> None:
         dtype=compute_dtype(experiment.model),
         incarnation=0,
         model_name=experiment.model.name,
+        slot=session.engine.slot,
     )
     publisher.publish(step - 1)
     if parts is not None:

@@ -12,7 +12,7 @@ from typing import Protocol
 from loguru import logger
 
 from prime_hpc.config.sections.common import CkptConfig
-from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.store.doorbell import Bell
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.trainer.checkpoint import Checkpointer, SaveFigures
 from prime_hpc.trainer.schedule import SaveSchedule
@@ -32,7 +32,7 @@ class Saver:
         self,
         checkpointer: Checkpointer,
         paths: RunPaths,
-        doorbell: Doorbell,
+        doorbell: Bell,
         *,
         rank: int,
         world_size: int,

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,10 @@ from loguru import logger
 from prime_hpc.config import Experiment
 from prime_hpc.observe.context import RoleContext
 from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
-from prime_hpc.observe.status import RoleStatus
 from prime_hpc.store.adopt import find_checkpoint
 from prime_hpc.store.batches import RankBatch, prune_batches
 from prime_hpc.store.checkpoints import CheckpointInfo, resolve_resume
-from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.store.doorbell import Bell
 from prime_hpc.store.handover import Handover
 from prime_hpc.store.identity import model_identity
 from prime_hpc.store.layout import RunPaths
@@ -54,6 +54,16 @@ class Signal(IntEnum):
     """Save what is done and go on."""
 
 
+class Status(Protocol):
+    """What a session tells of its progress: a `RoleStatus`, or less."""
+
+    def ready(self, **info: Any) -> None:
+        """Start-up is over."""
+
+    def beat(self, step: int | None = None, **info: Any) -> None:
+        """A step is done."""
+
+
 @dataclass
 class Session:
     """One rank of the trainer."""
@@ -66,10 +76,10 @@ class Session:
     parallel: Parallel
     """The ranks' layout: `data_rank` of `layout.num_data_ranks` parts of the batch is this rank's."""
     device: torch.device
-    doorbell: Doorbell
+    doorbell: Bell
     handover: Handover
     """Batches straight from the orchestrator."""
-    status: RoleStatus
+    status: Status
     metrics: MetricsWriter | None
     """Rank 0 only."""
     engine: Engine
@@ -225,7 +235,8 @@ class Session:
             shown |= {k: values[k] for k in rl_keys if k in values}
         self.status.beat(step=step, **shown)
         line = " ".join(f"{k.removeprefix('time/')} {v:.4g}" for k, v in shown.items())
-        logger.info(f"step {step}/{self.experiment.max_steps} {line}")
+        name = f"{self.context.run} " if self.context.run else ""
+        logger.info(f"{name}step {step}/{self.experiment.max_steps} {line}")
 
     def bench_table(self) -> str:
         """The mean of the measured steps of a `bench` run, one line a figure."""
@@ -240,7 +251,7 @@ class Session:
             self.metrics.close()
 
 
-def _open_metrics(experiment: Experiment, paths: RunPaths) -> MetricsWriter:
+def _open_metrics(experiment: Experiment, paths: RunPaths, run: str = "") -> MetricsWriter:
     wandb = None
     if experiment.wandb is not None:
         wandb = wandb_arguments(
@@ -251,27 +262,39 @@ def _open_metrics(experiment: Experiment, paths: RunPaths) -> MetricsWriter:
             run_dir=paths.root,
             config=experiment.model_dump(mode="json"),
         )
+        if run:  # W&B's own default is one run a process
+            wandb["reinit"] = "create_new"
     return MetricsWriter(paths.metrics("trainer"), wandb)
 
 
-def build_session(
-    experiment: Experiment, context: RoleContext, device: torch.device, doorbell: Doorbell, status: RoleStatus
-) -> Session:
-    """Load the model and everything around it. Collective.
+@dataclass(frozen=True)
+class Base:
+    """What sessions share: the loaded model, and facts of this rank."""
+
+    policy: Policy
+    source: Path
+    """Directory of the model that training began with."""
+    device: torch.device
+    peak_flops: float
+
+
+def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) -> Base:
+    """Load the model. Collective.
+
+    Args:
+        experiment: names it.
+        device: this rank's.
+        num_slots: adapters at once, with `model.lora`.
 
     Raises:
-        ValueError: model, attention, schedule or dtype that cannot work; says which key to change.
+        ValueError: model, attention or dtype that cannot work; says which key to change.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    config, ckpt = experiment.trainer, experiment.ckpt
-    paths = RunPaths(context.run_dir, checkpoints_root=ckpt.path if ckpt else None)
-    learning_rate_factor(config.scheduler, experiment.max_steps, experiment.max_steps)  # refuse a bad schedule now
-    if rank == 0:
+    config = experiment.trainer
+    if dist.get_rank() == 0:
         resolve_source(experiment.model.name)  # one download, then everyone finds the files
     dist.barrier()
     source = resolve_source(experiment.model.name)
-    dtype = compute_dtype(experiment.model)
-    parallel = build_parallel(config.parallel.layout(world_size), device)
+    parallel = build_parallel(config.parallel.layout(dist.get_world_size()), device)
     policy = load_policy(
         experiment.model,
         source,
@@ -279,11 +302,48 @@ def build_session(
         device,
         reshard_after_forward=config.reshard_after_forward,
         chunk_tokens=config.logits_chunk_tokens,
+        num_slots=num_slots,
     )
+    return Base(policy, source, device, peak_flops(device, compute_dtype(experiment.model)))
+
+
+def build_session(
+    experiment: Experiment, context: RoleContext, device: torch.device, doorbell: Bell, status: Status
+) -> Session:
+    """Load the model and everything around it. Collective.
+
+    Raises:
+        ValueError: model, attention, schedule or dtype that cannot work; says which key to change.
+    """
+    check_schedule(experiment)
+    return open_session(load_base(experiment, device), experiment, context, doorbell, status)
+
+
+def check_schedule(experiment: Experiment) -> None:
+    """Raise a ValueError for a learning-rate schedule that does not fit into the run."""
+    learning_rate_factor(experiment.trainer.scheduler, experiment.max_steps, experiment.max_steps)
+
+
+def open_session(
+    base: Base, experiment: Experiment, context: RoleContext, doorbell: Bell, status: Status, slot: int = 0
+) -> Session:
+    """Everything around a loaded model. Collective where the objective needs another model.
+
+    Args:
+        base: from `load_base`.
+        experiment, context: the run.
+        doorbell, status: its own.
+        slot: adapter that it trains, with `model.lora`; it begins as the base model.
+
+    Raises:
+        ValueError: an objective or optimizer that cannot work.
+    """
+    rank, config, policy = dist.get_rank(), experiment.trainer, base.policy
+    paths = RunPaths(context.run_dir, checkpoints_root=experiment.ckpt.path if experiment.ckpt else None)
     adapter = None
     if policy.adapters is not None:
-        reset_slot(policy, 0, experiment.seed)
-        adapter = slot_parameters(policy, 0)
+        reset_slot(policy, slot, experiment.seed)
+        adapter = slot_parameters(policy, slot)
     optimizer = build_optimizer(policy, config.optim, adapter)
     is_rl = experiment.kind == "rl"
     engine = Engine(
@@ -294,31 +354,35 @@ def build_session(
         max_steps=experiment.max_steps,
         normalize=normalization(config.loss) if is_rl else "token",
         reshard=config.reshard_after_forward,
-        device=device,
-        peak_flops=peak_flops(device, dtype),
+        device=base.device,
+        peak_flops=base.peak_flops,
         with_entropy=is_rl,
         batch_tokens=config.loss.batch_tokens or experiment.seq_len,
         mismatch=config.loss.mismatch if is_rl else None,
-        reference=load_reference(experiment, policy, device),
+        reference=load_reference(experiment, policy, base.device),
+        slot=slot,
     )
-    name, incarnation = experiment.model.name, context.incarnation
+    name, incarnation, dtype = experiment.model.name, context.incarnation, compute_dtype(experiment.model)
+    publisher = build_publisher(
+        policy, base.source, paths, dtype=dtype, incarnation=incarnation, model_name=name, slot=slot
+    )
     return Session(
         experiment=experiment,
         context=context,
         paths=paths,
         rank=rank,
-        world_size=world_size,
-        parallel=parallel,
-        device=device,
+        world_size=dist.get_world_size(),
+        parallel=policy.parallel,
+        device=base.device,
         doorbell=doorbell,
         handover=Handover(doorbell, "batch", "step"),
         status=status,
-        metrics=_open_metrics(experiment, paths) if rank == 0 else None,
+        metrics=_open_metrics(experiment, paths, context.run) if rank == 0 else None,
         engine=engine,
-        publisher=build_publisher(policy, source, paths, dtype=dtype, incarnation=incarnation, model_name=name),
-        saver=_build_saver(experiment, context, paths, doorbell, policy, optimizer, source),
+        publisher=publisher,
+        saver=_build_saver(experiment, context, paths, doorbell, policy, optimizer, base.source, slot),
         vocab_size=policy.hf.config.get_text_config().vocab_size,
-        source=source,
+        source=base.source,
     )
 
 
@@ -326,16 +390,18 @@ def _build_saver(
     experiment: Experiment,
     context: RoleContext,
     paths: RunPaths,
-    doorbell: Doorbell,
+    doorbell: Bell,
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     source: Path,
+    slot: int,
 ) -> Saver:
     rank, config = dist.get_rank(), experiment.ckpt
     meta = {"model": experiment.model.name, "kind": experiment.kind, "identity": model_identity(source)}
     if policy.adapters is not None:
         meta["adapter"] = adapter_identity(policy.adapters.config, source)
-    checkpointer = Checkpointer(policy, optimizer, paths, incarnation=context.incarnation, meta=meta, config=config)
+    incarnation = context.incarnation
+    checkpointer = Checkpointer(policy, optimizer, paths, incarnation=incarnation, meta=meta, config=config, slot=slot)
     schedule: SaveSchedule | None = None
     if rank == 0 and config is not None and config.interval == "auto":
         trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])

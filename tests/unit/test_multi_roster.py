@@ -26,7 +26,7 @@ class World:
             "output_dir": str(root.parent),
             "name": root.name,
             "seq_len": 64,
-            "model": {"name": "m"},
+            "model": {"name": "m", "lora": {}},
             "orchestrator": {"sampling": {"max_tokens": 16}},
             "trainer": {"max_concurrent_runs": 2},
         }

@@ -8,6 +8,8 @@ from loguru import logger
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.children import check_child
 from prime_hpc.config.snapshot import RUN_YAML, read_experiment
+from prime_hpc.store import files
+from prime_hpc.store.artifact import ArtifactError, verify_artifact
 from prime_hpc.store.checkpoints import CheckpointInfo, newest_first
 from prime_hpc.store.layout import RunPaths, claim_incarnation
 from prime_hpc.store.rewind import rewind
@@ -25,6 +27,8 @@ class Admission:
     """Its life that begins."""
     resume: CheckpointInfo | None
     """Checkpoint that it goes on from."""
+    republish: bool
+    """Whether the version of that checkpoint is not on disk any more."""
 
     @property
     def is_done(self) -> bool:
@@ -56,8 +60,21 @@ def prepare(parent: Experiment, path: Path, slot: int) -> Admission:
     child, paths = read_child(parent, path), RunPaths(path)
     incarnation = claim_incarnation(paths)
     resume = next((info for info in newest_first(paths.checkpoints, deep=True) if _has_both_halves(info)), None)
-    rewind(paths, resume.step if resume is not None else 0)
-    return Admission(path.name, path, child, slot, incarnation, resume)
+    if incarnation > 1:  # what lies there before its first life was put there to be trained on
+        rewind(paths, resume.step if resume is not None else 0)
+    republish = resume is not None and not _is_whole(paths.weights_step(resume.step))
+    return Admission(path.name, path, child, slot, incarnation, resume, republish)
+
+
+def _is_whole(version: Path) -> bool:
+    """Whether a weights version can be served; a broken one is taken away."""
+    try:
+        verify_artifact(version, deadline_s=1.0)
+    except ArtifactError:
+        if version.exists():
+            files.discard(version)
+        return False
+    return True
 
 
 def _has_both_halves(info: CheckpointInfo) -> bool:

@@ -29,6 +29,8 @@ LOOK_S = 2.0
 """Between two looks at the parent's directory: one listing, and two small operations for each run that trains."""
 ENDED_LOOK_S = 15.0
 """The same for runs that ended: there may be many of them, and all that can happen is that one is resumed."""
+STATE_S = 2.0
+"""Progress is written into `state.json` no more often."""
 SETTLE_S = 5.0
 """A run.yaml that cannot be read counts as wrong when it has not changed for so long: it may be being written."""
 
@@ -226,8 +228,9 @@ class Roster:
 
     def trained(self, name: str, step: int, num_samples: int, num_tokens: int) -> None:
         """A step of a run is done."""
-        state = replace(self._states[name], step=step, num_samples=num_samples, num_tokens=num_tokens)
-        self._set(name, state)
+        before = self._states[name]
+        state = replace(before, step=step, num_samples=num_samples, num_tokens=num_tokens)
+        self._set(name, state, write=time.time() - before.time > STATE_S)
 
     def ended(self, name: str, phase: Phase, reason: str | None) -> None:
         """A run ended (or never began); its slot is free."""
@@ -243,11 +246,13 @@ class Roster:
         else:
             self._seen.setdefault(name, _Seen(self._clock()))
 
-    def _set(self, name: str, state: ChildState) -> None:
-        state = replace(state, parent_incarnation=self._incarnation, time=time.time())
+    def _set(self, name: str, state: ChildState, *, write: bool = True) -> None:
+        before = self._states.get(name)
+        written = before.time if before is not None and not write else time.time()
+        state = replace(state, parent_incarnation=self._incarnation, time=written)
         self._states[name] = state
         try:
-            if state.phase != "removed":
+            if write and state.phase != "removed":
                 write_state(self._dir / name, state)
         except (StoreError, OSError) as error:  # its directory is gone, or full: the doorbell still carries the word
             logger.warning(f"the state of {name} could not be written: {error}")

@@ -1,0 +1,310 @@
+"""The loop of a trainer that trains many runs: rank 0 looks, decides and tells; all ranks do the same.
+
+    every turn:  stop? > save asked? > a run has to leave? > a slot is free? > whose batch is next? > wait
+
+A turn is one order, broadcast from rank 0 (`Order`); micro-batches of two runs are never mixed, and no tensor of a run
+is touched in another's turn. What goes wrong with one run (its files, its config, a refused step, its orchestrator's
+death, its deadline) ends that run, its slot is free, and the next turn follows. Called by `trainer/main.py`.
+"""
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from prime_hpc.config import Experiment
+from prime_hpc.observe.context import RoleContext
+from prime_hpc.observe.metrics import MetricsWriter
+from prime_hpc.store.children import ChildState, write_state
+from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.waiting import ArtifactWatch
+from prime_hpc.trainer.engine import StepRefused
+from prime_hpc.trainer.multi.admit import Admission
+from prime_hpc.trainer.multi.child import Child, begin_child
+from prime_hpc.trainer.multi.fairness import FairQueue
+from prime_hpc.trainer.multi.roster import Leave, Roster
+from prime_hpc.trainer.multi.together import RunFailed
+from prime_hpc.trainer.session import Status, load_base
+
+TURN_S = 5.0
+"""Rank 0 speaks at least so often: the others wait in a collective, which has a deadline of its own."""
+PAUSE_S = 0.1
+"""Between two looks for batches; the doorbell usually ends it."""
+BROKEN_S = 20.0
+"""A batch that is there but not what its manifest says fails its run after so long."""
+OF_A_RUN = (RunFailed, StepRefused, StoreError)
+"""What ends one run; raised on all ranks alike."""
+
+
+class Kind(StrEnum):
+    """What a turn is."""
+
+    WAIT = "wait"
+    ADMIT = "admit"
+    TRAIN = "train"
+    SAVE = "save"
+    SETTLE = "settle"
+    """A save in the background has ended."""
+    LEAVE = "leave"
+    END = "end"
+
+
+@dataclass(frozen=True)
+class Order:
+    """Rank 0's word for one turn."""
+
+    kind: Kind
+    name: str = ""
+    admission: Admission | None = None
+    leave: Leave | None = None
+    save: bool = False
+    reason: str = ""
+
+
+@dataclass
+class _Watch:
+    """Rank 0: the next batch of a run, and since when it is waited for."""
+
+    batch: ArtifactWatch
+    since: float = field(default_factory=time.monotonic)
+
+
+class MultiTrainer:
+    """One rank's life with many runs."""
+
+    def __init__(
+        self, experiment: Experiment, context: RoleContext, device: torch.device, doorbell: Doorbell, status: Status
+    ) -> None:
+        """Load the model. Collective; raises what `session.load_base` does."""
+        num_slots = experiment.trainer.max_concurrent_runs
+        self._experiment, self._doorbell, self._status, self._device = experiment, doorbell, status, device
+        self._base = load_base(experiment, device, num_slots)
+        self._rank, self._paths = dist.get_rank(), RunPaths(context.run_dir)
+        self._children: dict[str, Child] = {}
+        self._watches: dict[str, _Watch] = {}
+        self._leaving: list[Leave] = []
+        self._queue = FairQueue(num_slots)
+        self._roster: Roster | None = None
+        self._metrics: MetricsWriter | None = None
+        self._num_steps, self._last_at = 0, time.perf_counter()
+        self._idle_since = time.monotonic()
+        if self._rank == 0:
+            self._roster = Roster(experiment, context.run_dir, context.incarnation, self._announce)
+            self._metrics = MetricsWriter(self._paths.metrics("trainer"))
+
+    def run(self) -> None:
+        """Turn after turn, until nothing is left to do or somebody says stop. Collective."""
+        self._status.ready(step=0, world_size=dist.get_world_size(), slots=self._experiment.trainer.max_concurrent_runs)
+        try:
+            while True:
+                order = self._tell(self._decide() if self._rank == 0 else None)
+                if order.kind is Kind.END:
+                    self._end(order)
+                    return
+                self._obey(order)
+        finally:
+            if self._metrics is not None:
+                self._metrics.close()
+
+    def _announce(self, name: str, state: ChildState) -> None:
+        self._doorbell.ring("run", name=name, phase=state.phase, step=state.step, incarnation=state.incarnation)
+
+    def _tell(self, order: Order | None) -> Order:
+        box: list[Any] = [order]
+        dist.broadcast_object_list(box, src=0, device=self._device)
+        return box[0]
+
+    # ------------------------------------------------------------------------------------------------ rank 0 decides
+
+    def _decide(self) -> Order:
+        """The next order; waits a little where there is none."""
+        end = time.monotonic() + TURN_S
+        while True:
+            order = self._look()
+            if order is not None:
+                return order
+            if time.monotonic() >= end:
+                return Order(Kind.WAIT)
+            self._doorbell.wait_for_any(PAUSE_S)
+
+    def _look(self) -> Order | None:
+        assert self._roster is not None
+        stop = self._doorbell.latest("stop")
+        if stop is not None:
+            return Order(Kind.END, save=bool(stop.get("save")), reason=str(stop.get("reason", "asked to")))
+        for name, child in self._children.items():
+            if child.session.saver.checkpointer.has_ended:
+                return Order(Kind.SETTLE, name)
+            if child.session.saver.is_asked:
+                child.session.saver.take_up()
+                return Order(Kind.SAVE, name)
+        self._leaving += self._roster.look()
+        self._leaving += [leave for leave in map(self._trouble, self._children) if leave is not None]
+        while self._leaving:
+            leave = self._leaving.pop(0)
+            if leave.name in self._children:
+                return Order(Kind.LEAVE, leave.name, leave=leave)
+        admission = self._roster.admit()
+        if admission is not None:
+            return Order(Kind.ADMIT, admission.name, admission=admission)
+        ready = {name for name, watch in self._watches.items() if watch.batch.poll() is not None}
+        chosen = self._queue.choose(ready)
+        if chosen is not None:
+            return Order(Kind.TRAIN, chosen)
+        return self._idle()
+
+    def _idle(self) -> Order | None:
+        """No run trains or waits: for how long?"""
+        assert self._roster is not None
+        if self._children or self._roster.waiting:
+            self._idle_since = time.monotonic()
+        limit = self._experiment.trainer.runs_idle_timeout_s
+        if time.monotonic() - self._idle_since < max(limit, PAUSE_S):
+            return None
+        self._roster.look(now=True)
+        if self._roster.waiting:
+            return None
+        return Order(Kind.END, reason=f"no run was left to train for trainer.runs_idle_timeout_s = {limit:g} s")
+
+    def _trouble(self, name: str) -> Leave | None:
+        """Why a run cannot go on, as far as others say or its clock tells."""
+        child, watch = self._children[name], self._watches[name]
+        word = child.session.doorbell.latest("orchestrator") or {}
+        if word.get("state") == "failed" and word.get("incarnation") == child.session.context.incarnation:
+            return Leave(name, "failed", str(word.get("reason")), save=True)
+        now, limit = time.monotonic(), child.session.experiment.trainer.batch_timeout_s
+        error, found_at = watch.batch.error, watch.batch.found_at
+        if error is not None and found_at is not None and now - found_at > min(BROKEN_S, limit):
+            return Leave(name, "failed", f"batch {child.step + 1} is broken: {error}", save=True)
+        if found_at is None and now - watch.since > limit:
+            reason = f"no batch {child.step + 1} within trainer.batch_timeout_s = {limit:g} s"
+            return Leave(name, "failed", reason, save=True)
+        return None
+
+    # ------------------------------------------------------------------------------------------------ all ranks obey
+
+    def _obey(self, order: Order) -> None:
+        """Do what rank 0 said. Errors of one run end that run; others are raised."""
+        try:
+            if order.kind is Kind.ADMIT:
+                self._admit(order)
+            elif order.kind is Kind.TRAIN:
+                self._train(order.name)
+            elif order.kind is Kind.SAVE:
+                self._children[order.name].save()
+            elif order.kind is Kind.SETTLE:
+                self._children[order.name].session.saver.settle()
+            elif order.leave is not None:
+                self._leave(order.leave)
+        except OF_A_RUN as error:
+            self._failed(order.name, error)
+        except Exception as error:
+            self._blame(order.name, error)
+            raise
+
+    def _admit(self, order: Order) -> None:
+        assert order.admission is not None
+        child = begin_child(self._base, order.admission, self._experiment.micro_batch_tokens, self._doorbell)
+        self._children[order.name] = child
+        if self._roster is not None:
+            logger.info(f"{order.name}: takes slot {order.admission.slot} at step {child.step}")
+            self._roster.began(order.admission, child.step, child.progress)
+            self._queue.add(order.name)
+            self._watches[order.name] = _Watch(child.next_batch())
+
+    def _train(self, name: str) -> None:
+        child = self._children[name]
+        started = time.perf_counter()
+        metrics = child.advance()
+        if self._roster is not None:
+            ready = {n for n, w in self._watches.items() if w.batch.poll() is not None}
+            self._queue.trained(name, metrics["num_tokens"], ready)
+            self._watches[name] = _Watch(child.next_batch())
+            self._roster.trained(name, child.step, child.num_samples, child.num_tokens)
+            self._report(child, metrics, started)
+        if child.is_done:
+            self._close(name, "done", None)
+
+    def _report(self, child: Child, metrics: dict[str, float], started: float) -> None:
+        """A row among the parent's own metrics: the trainer's share of time, and whose step it was."""
+        now = time.perf_counter()
+        self._num_steps += 1
+        row: dict[str, Any] = {"run": child.name, "run/step": child.step}
+        row |= {"run/max_steps": child.session.experiment.max_steps, "runs/training": len(self._children)}
+        row |= {"time/wait": round(started - self._last_at, 4), "time/step": round(now - self._last_at, 4)}
+        row["tokens_per_s"] = metrics["num_tokens"] / max(now - started, 1e-9)
+        kept = ("loss", "grad_norm", "lr", "reward", "kl", "ratio", "num_tokens", "num_sequences")
+        row |= {key: metrics[key] for key in kept if key in metrics}
+        self._last_at = now
+        assert self._metrics is not None
+        self._metrics.log(self._num_steps, **row)
+        self._status.beat(step=self._num_steps, run=child.name, run_step=child.step)
+
+    def _leave(self, leave: Leave) -> None:
+        if leave.save:
+            self._children[leave.name].save()
+        self._close(leave.name, leave.phase, leave.reason)
+
+    def _failed(self, name: str, error: BaseException) -> None:
+        if name in self._children:
+            self._close(name, "failed", str(error), error)
+        elif self._roster is not None:  # it could not even begin
+            self._roster.ended(name, "failed", str(error))
+
+    def _close(self, name: str, phase: Any, reason: str | None, error: BaseException | None = None) -> None:
+        """End a run and free its slot."""
+        trouble = self._children.pop(name).close(error)
+        if trouble is not None:
+            phase, reason = "failed", "; ".join(filter(None, [reason, trouble]))
+        if self._roster is not None:
+            self._watches.pop(name, None)
+            self._queue.remove(name)
+            self._roster.ended(name, phase, reason)
+
+    def _blame(self, name: str, error: BaseException) -> None:
+        """This rank cannot go on, in the turn of one run. Should that run be the reason, the next life leaves it out:
+        it is marked as failed by whoever saw it."""
+        if isinstance(error, RuntimeError | OSError) or name not in self._children:
+            return  # a lost rank, memory, the network: whose turn it was says nothing
+        child = self._children[name]
+        reason = f"it ended the trainer: rank {self._rank}: {type(error).__name__}: {error}"
+        state = ChildState(
+            "failed", reason, step=child.step, max_steps=child.session.experiment.max_steps, **child.progress
+        )
+        try:
+            write_state(child.session.paths.root, state)
+        except (StoreError, OSError) as failure:
+            logger.error(f"{name}: {reason}; and this could not be written: {failure}")
+
+    def _end(self, order: Order) -> None:
+        """The last turn. What still trains goes on in the trainer's next life."""
+        for name in list(self._children):
+            child, trouble = self._children[name], None
+            try:
+                if order.save:
+                    child.save()
+            except OF_A_RUN as error:
+                trouble = str(error)
+            trouble = child.close() or trouble
+            if trouble is not None and self._rank == 0:
+                logger.error(f"{name}: its checkpoint of step {child.step} was not saved: {trouble}")
+        if self._rank == 0:
+            steps = ", ".join(f"{name} at step {child.step}" for name, child in self._children.items()) or "none"
+            logger.info(f"stopping: {order.reason}; runs that were training: {steps}")
+
+
+def run_multi(
+    experiment: Experiment, context: RoleContext, device: torch.device, doorbell: Doorbell, status: Status
+) -> None:
+    """Train the runs below `context.run_dir` until there are none, or until told to stop. Collective.
+
+    Raises:
+        ValueError: the model cannot be loaded.
+    """
+    MultiTrainer(experiment, context, device, doorbell, status).run()
