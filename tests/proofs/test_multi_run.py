@@ -1,0 +1,35 @@
+"""The multi-run proof on two ranks, and that it notices when runs are not kept apart."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from prime_hpc.trainer.multi import child as child_module
+from prime_hpc.trainer.multi import loop
+from tests.proofs import prove_multi_run
+
+pytestmark = pytest.mark.slow
+
+
+def test_runs_together_are_bit_for_bit_what_they_are_alone() -> None:
+    errors = prove_multi_run.errors_of(2, 1)
+    assert errors == {claim: [0.0] for claim in prove_multi_run.CLAIMS}
+
+
+def in_one_slot(base: Any, admission: Any, *args: Any) -> Any:
+    """A trainer that gives every run the same adapter."""
+    return child_module.begin_child(base, replace(admission, slot=0), *args)
+
+
+def work_with_one_slot(*args: Any) -> None:
+    """A rank of that trainer."""
+    loop.begin_child = in_one_slot  # type: ignore[attr-defined]
+    prove_multi_run.work(*args)
+
+
+def test_the_proof_sees_runs_that_share_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn = prove_multi_run.mp.spawn
+    monkeypatch.setattr(prove_multi_run.mp, "spawn", lambda _, **kw: spawn(work_with_one_slot, **kw))
+    errors = prove_multi_run.errors_of(1, 1, ["together"])
+    assert errors["together"][0] > 1e-3
