@@ -21,6 +21,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.run_bell import RunBell, scoped
 from prime_hpc.store.wire import Peer, PeerGone, encode, parse_address
 
 Payload = dict[str, Any]
@@ -30,8 +31,6 @@ _CONNECT_TIMEOUT_S = 2.0
 _MAX_QUEUED = 1000  # messages kept while the hub cannot be reached; older ones are dropped
 HUB_ONLY = frozenset({"status", "agent"})
 """Topics that are the hub's alone: thousands of processes report on themselves, and only the supervisor listens."""
-SHARED = frozenset({"stop", "save", "server", "pulse", "run"})
-"""Topics that mean everybody, also where several runs share a hub; all others are a run's own (see `Doorbell`)."""
 _HISTORY = 256  # messages that a waiter may still see though newer ones came in the same instant
 
 
@@ -237,11 +236,6 @@ class DoorbellHub:
         peer.close()
 
 
-def _scoped(prefix: str, topic: str) -> str:
-    """A topic's name on the wire."""
-    return topic if topic in SHARED else f"{prefix}{topic}"
-
-
 class Doorbell:
     """One role's end of the doorbell: a daemon thread that connects, and connects again.
 
@@ -318,9 +312,9 @@ class Doorbell:
         return dict(message) if message is not None else None
 
     def _own(self, topic: str) -> str:
-        return _scoped(self._prefix, topic)
+        return scoped(self._prefix, topic)
 
-    def of_run(self, run: str) -> "RunBell":
+    def of_run(self, run: str) -> RunBell:
         """The same connection, as one of several runs sees it."""
         return RunBell(self, run)
 
@@ -469,53 +463,6 @@ class Doorbell:
             self._changed.notify_all()
         for callback in callbacks:
             _call(callback, dict(payload))
-
-
-class RunBell:
-    """One run's view of a doorbell that several runs of a process share (`Doorbell.of_run`)."""
-
-    def __init__(self, bell: Doorbell, run: str) -> None:
-        self._bell, self._prefix = bell, f"{run}/"
-
-    def _own(self, topic: str) -> str:
-        return _scoped(self._prefix, topic)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the doorbell behind it was closed."""
-        return self._bell.closed
-
-    @property
-    def connected(self) -> bool:
-        """Whether the hub can be reached now."""
-        return self._bell.connected
-
-    @property
-    def secret(self) -> str:
-        """As `Doorbell.secret`."""
-        return self._bell.secret
-
-    @property
-    def hub_host(self) -> str | None:
-        """As `Doorbell.hub_host`."""
-        return self._bell.hub_host
-
-    @property
-    def own_host(self) -> str | None:
-        """As `Doorbell.own_host`."""
-        return self._bell.own_host
-
-    def ring(self, topic: str, /, **payload: Any) -> None:
-        """Announce for this run."""
-        self._bell.ring(self._own(topic), **payload)
-
-    def latest(self, topic: str) -> Payload | None:
-        """The last message of this run's topic."""
-        return self._bell.latest(self._own(topic))
-
-    def wait(self, topic: str, predicate: Callable[[Payload], bool], timeout_s: float) -> Payload | None:
-        """As `Doorbell.wait`."""
-        return self._bell.wait(self._own(topic), predicate, timeout_s)
 
 
 Bell = Doorbell | RunBell
