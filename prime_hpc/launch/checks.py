@@ -27,6 +27,7 @@ def check(loaded: Loaded, role: str | None = None) -> None:
         *(_model(experiment) if role != "orchestrator" else []),
         *(_environments(experiment) if _samples(experiment, role) else []),
         *(_data(experiment) if experiment.kind == "sft" else []),
+        *_compression(experiment),
         *_space(experiment),
     ]
     if problems:
@@ -126,6 +127,14 @@ def _data(experiment: Experiment) -> list[Problem]:
     if template not in ("auto", "none") and not Path(template).is_file():
         problems.append(Problem(f"{template} does not exist (auto, none, or a file)", "sft.data.chat_template"))
     return problems
+
+
+def _compression(experiment: Experiment) -> list[Problem]:
+    from prime_hpc.store import zstd
+
+    if experiment.kind != "rl" or not experiment.orchestrator.compress_rollouts or zstd.is_there():
+        return []
+    return [Problem("needs pyarrow: pip install 'prime-hpc[export]'", "orchestrator.compress_rollouts")]
 
 
 def _space(experiment: Experiment) -> list[Problem]:

@@ -15,7 +15,7 @@ from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.sources import Split
 from prime_hpc.observe.context import RoleContext
 from prime_hpc.store.artifact import read_manifest
-from prime_hpc.store.batches import read_state
+from prime_hpc.store.batches import find_batch, read_state
 from prime_hpc.store.checkpoints import ORCHESTRATOR_STATE
 from prime_hpc.store.files import retry_read
 from prime_hpc.store.layout import RunPaths
@@ -83,7 +83,7 @@ def load_resume_state(paths: RunPaths, step: int) -> dict[str, Any]:
     checkpoint = paths.checkpoint_step(step)
     if checkpoint.exists() and ORCHESTRATOR_STATE in read_manifest(checkpoint).files:
         return retry_read(lambda: _read_json(checkpoint / ORCHESTRATOR_STATE), deadline_s=30.0)
-    return read_state(paths.rollouts_step(step))
+    return read_state(find_batch(paths, step))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ bytes (id 4, mask 1, log-probability 4, version 2, advantage 4), a sequence 24 t
 each sequence and follow from its offsets. Files are plain safetensors: `safetensors.numpy.load_file` reads them too.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,12 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from loguru import logger
 
-from prime_hpc.store import files
+from prime_hpc.store import files, zstd
 from prime_hpc.store.artifact import (
     MANIFEST,
     ArtifactError,
     ArtifactWriter,
-    FileEntry,
     Manifest,
     check_file,
     read_manifest,
@@ -32,6 +32,8 @@ from prime_hpc.store.handover import Handover
 from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps, parse_step
 
 STATE = "orchestrator.json"
+RAW = "raw_bytes"
+"""In the manifest of a packed batch: size of each rank's file before it was compressed."""
 NOT_SAMPLED = -1
 """Value of `RankBatch.versions` for tokens that no policy sampled (prompt, tool output)."""
 
@@ -315,18 +317,21 @@ def read_rank_batches(
 
     def read() -> list[RankBatch]:
         manifest = read_manifest(directory)
-        return [_map(directory / name, manifest.files[name]) for name in names(manifest)]
+        return [_map(directory, name, manifest) for name in names(manifest)]
 
     files.await_name(directory, deadline_s=deadline_s)
     return files.retry_read(read, deadline_s=deadline_s)
 
 
-def _map(path: Path, entry: FileEntry) -> RankBatch:
+def _map(directory: Path, name: str, manifest: Manifest) -> RankBatch:
+    size = manifest.meta.get(RAW, {}).get(name)
+    path = directory / (name if size is None else name + zstd.SUFFIX)
+    entry = manifest.files[path.name]
     check_file(path, entry, deep=True)  # which also brings it into the page cache
     raw: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, mode="r")
     if raw.nbytes != entry.size:
         raise ArtifactError(path, f"{entry.size} bytes", f"{raw.nbytes} bytes")
-    return _deserialize(raw, path)
+    return _deserialize(raw if size is None else np.frombuffer(zstd.decompress(raw, size), np.uint8), path)
 
 
 def _deserialize(raw: npt.NDArray[np.uint8], path: Path) -> RankBatch:
@@ -375,8 +380,23 @@ def read_state(directory: Path, *, deadline_s: float = files.VISIBLE_S) -> dict[
 
 
 def list_batches(paths: RunPaths) -> list[int]:
-    """Sorted steps whose batch is on disk."""
-    return list_steps(paths.rollouts)
+    """Sorted steps whose batch is on disk, plain or packed."""
+    return sorted({*list_steps(paths.rollouts), *list_steps(paths.packed_rollouts)})
+
+
+def find_batch(paths: RunPaths, step: int) -> Path:
+    """Directory of batch `step`: the plain one, unless only the packed one is there. For batches of the past alone:
+    who waits for one asks for `paths.rollouts_step`."""
+    if step in list_steps(paths.rollouts) or step not in list_steps(paths.packed_rollouts):
+        return paths.rollouts_step(step)
+    return paths.packed_step(step)
+
+
+def _discard(paths: RunPaths, step: int) -> None:
+    """Remove a batch wherever it is; another process may just be packing it."""
+    for directory in (paths.rollouts_step(step), paths.packed_step(step)):
+        with contextlib.suppress(FileNotFoundError):
+            files.discard(directory)
 
 
 def prune_batches(
@@ -406,7 +426,7 @@ def prune_batches(
     check_incarnation(paths, incarnation)
     removed = [step for step in list_batches(paths) if step <= trained - keep_last and step not in keep]
     for step in removed:
-        files.discard(paths.rollouts_step(step))
+        _discard(paths, step)
     return removed
 
 
@@ -418,7 +438,7 @@ def remove_batches_after(paths: RunPaths, step: int) -> list[int]:
     """
     removed = [n for n in list_batches(paths) if n > step]
     for n in reversed(removed):
-        files.discard(paths.rollouts_step(n))
+        _discard(paths, n)
     if removed:
         logger.info(f"removed batches {removed[0]}..{removed[-1]}, which come after step {step}")
     return removed

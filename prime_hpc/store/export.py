@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from prime_hpc.store import files
 from prime_hpc.store.artifact import read_manifest
-from prime_hpc.store.batches import NOT_SAMPLED, RankBatch, read_rank_batch
+from prime_hpc.store.batches import NOT_SAMPLED, RankBatch, find_batch, read_rank_batch
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import RunPaths
 
@@ -129,7 +129,7 @@ def _appearing(output: Path) -> Iterator[Path]:
 
 def _parts(paths: RunPaths, step: int) -> Iterator[tuple[int, RankBatch, int]]:
     """Rank, its part, and the version that batch `step` trains."""
-    directory = paths.rollouts_step(step)
+    directory = find_batch(paths, step)
     manifest = read_manifest(directory, deadline_s=READ_DEADLINE_S)
     for rank in range(int(manifest.meta["num_ranks"])):
         yield rank, read_rank_batch(directory, rank, deadline_s=READ_DEADLINE_S), step - 1

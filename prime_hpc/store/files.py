@@ -168,6 +168,11 @@ def create_exclusive(path: Path) -> bool:
         return True
 
 
+def hash_bytes(data: Any) -> FileEntry:
+    """Size and sum of a buffer."""
+    return FileEntry(memoryview(data).nbytes, xxhash.xxh3_64_hexdigest(data))
+
+
 def hash_file(path: Path) -> FileEntry:
     """Read a file once and return its size and sum."""
     digest = xxhash.xxh3_64()

@@ -54,6 +54,11 @@ class RunPaths:
         return self.root / "rollouts"
 
     @property
+    def packed_rollouts(self) -> Path:
+        """Batches that were trained on, compressed (`store/packed.py`)."""
+        return self.root / "rollouts_packed"
+
+    @property
     def weights(self) -> Path:
         """Weight versions."""
         return self.root / "weights"
@@ -84,6 +89,10 @@ class RunPaths:
     def rollouts_step(self, step: int) -> Path:
         """Directory of batch `step`."""
         return self.rollouts / f"step_{step:06d}"
+
+    def packed_step(self, step: int) -> Path:
+        """Directory of batch `step` once it is compressed."""
+        return self.packed_rollouts / f"step_{step:06d}"
 
     def weights_step(self, version: int) -> Path:
         """Directory of weight version `version`."""

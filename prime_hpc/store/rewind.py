@@ -29,6 +29,6 @@ def rewind(paths: RunPaths, step: int) -> None:
     for what, steps in removed.items():
         if steps:
             logger.info(f"{paths.root.name}: removed {what} of {len(steps)} steps after step {step}")
-    for parent in (paths.checkpoints, paths.rollouts, paths.weights):
+    for parent in (paths.checkpoints, paths.rollouts, paths.packed_rollouts, paths.weights):
         clean_stale_stages(parent)
     clear_leases(paths)

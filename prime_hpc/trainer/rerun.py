@@ -24,7 +24,7 @@ from prime_hpc.observe.context import RoleContext
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.status import RoleStatus
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batches import RankBatch, find_batch
 from prime_hpc.store.checkpoints import resolve_resume
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.layout import RunPaths
@@ -49,7 +49,7 @@ def plain(experiment: Experiment) -> Experiment:
 def batches_of(session: Session, source: RunPaths, progress: dict[str, int]) -> Iterator[Callable[[int], RankBatch]]:
     """Step -> this rank's batch; SFT's come in the order of the steps after the one that `progress` is of."""
     if session.experiment.kind == "rl":
-        yield lambda step: read_own_batch(source.rollouts_step(step), *session.part)
+        yield lambda step: read_own_batch(find_batch(source, step), *session.part)
         return
     from prime_hpc.trainer.data.build import build_data
 

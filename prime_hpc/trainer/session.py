@@ -24,6 +24,7 @@ from prime_hpc.store.doorbell import Bell
 from prime_hpc.store.handover import Handover
 from prime_hpc.store.identity import model_identity
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.packed import RolloutPacker
 from prime_hpc.store.weights import list_versions, prune_weights
 from prime_hpc.trainer.checkpoint import Checkpointer
 from prime_hpc.trainer.engine import Engine, Objective, StepRefused
@@ -88,6 +89,8 @@ class Session:
     vocab_size: int
     source: Path
     """Directory of the model that training began with."""
+    packer: RolloutPacker | None = None
+    """Rank 0 only, with `orchestrator.compress_rollouts`."""
     bench_rows: list[dict[str, float]] = field(default_factory=list)
 
     @property
@@ -189,11 +192,18 @@ class Session:
             raise
 
     def prune_rollouts(self, step: int) -> None:
-        """Rank 0: delete the batches that `orchestrator.keep_rollouts` gives up; all ranks have taken `step`."""
-        keep_last = self.experiment.orchestrator.keep_rollouts
-        if keep_last is not None and self.rank == 0:
-            keep = [step for step in (self.saver.in_flight,) if step is not None]
-            prune_batches(self.paths, keep_last, step, self.context.incarnation, keep=keep)
+        """Rank 0: delete the batches that `orchestrator.keep_rollouts` gives up, and have those that stay compressed
+        with `compress_rollouts`; all ranks have taken `step`."""
+        if self.rank != 0:
+            return
+        config = self.experiment.orchestrator
+        keep = [step for step in (self.saver.in_flight,) if step is not None]
+        if config.keep_rollouts is not None:
+            prune_batches(self.paths, config.keep_rollouts, step, self.context.incarnation, keep=keep)
+        if config.compress_rollouts and self.packer is None:
+            self.packer = RolloutPacker(self.paths, self.context.incarnation)
+        if self.packer is not None:
+            self.packer.up_to(step, keep)
 
     def save(self, step: int, *, progress: dict[str, int], batch_dir: Path | None) -> None:
         """Save a checkpoint, or begin to, unless this step's exists. Collective."""
@@ -247,6 +257,8 @@ class Session:
 
     def close(self) -> None:
         """Flush the metrics and hang up."""
+        if self.packer is not None:
+            self.packer.close()
         if self.metrics is not None:
             self.metrics.close()
 

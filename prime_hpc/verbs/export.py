@@ -19,13 +19,14 @@ def run(argv: list[str], program: str) -> int:
         raise ConfigError(f"name the run; usage: {USAGE}")
     from prime_hpc.config import load_run
     from prime_hpc.launch.runs import find_run
+    from prime_hpc.store.batches import list_batches
     from prime_hpc.store.errors import StoreError
     from prime_hpc.store.export import COMPRESSIONS, export_batches
-    from prime_hpc.store.layout import RunPaths, list_steps
+    from prime_hpc.store.layout import RunPaths
 
     run_dir = find_run(rest[0])
     paths = RunPaths(run_dir)
-    steps = _chosen(values.get("--steps"), list_steps(paths.rollouts), run_dir)
+    steps = _chosen(values.get("--steps"), list_batches(paths), run_dir)
     output = Path(values.get("--output") or run_dir / "rollouts.parquet")
     compression = values.get("--compression", "zstd")
     if compression not in COMPRESSIONS:

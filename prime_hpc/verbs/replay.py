@@ -96,8 +96,9 @@ def plan_replay(run_dir: Path, steps: str | None, start: int | None, num_ranks: 
         ConfigError: no such run, no batches, steps that were not recorded.
     """
     from prime_hpc.config import load_run
+    from prime_hpc.store.batches import list_batches
     from prime_hpc.store.checkpoints import newest_first
-    from prime_hpc.store.layout import RunPaths, list_steps
+    from prime_hpc.store.layout import RunPaths
 
     experiment = load_run(run_dir)
     paths = RunPaths(run_dir, experiment.ckpt.path if experiment.ckpt else None)
@@ -119,7 +120,7 @@ def plan_replay(run_dir: Path, steps: str | None, start: int | None, num_ranks: 
             f"{', '.join(map(str, sorted(whole))) or 'none'}; 0 is the base model)"
         )
     if experiment.kind == "rl":
-        there = set(list_steps(paths.rollouts))
+        there = set(list_batches(paths))
         missing = [step for step in range(start + 1, last + 1) if step not in there]
         if missing:
             raise ConfigError(f"{paths.rollouts}: batch {missing[0]} is gone ({len(missing)} missing); {_span(there)}")

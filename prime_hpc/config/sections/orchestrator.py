@@ -179,5 +179,7 @@ class OrchestratorConfig(Section):
     """Sample rollouts written to the metrics at each step."""
     keep_rollouts: int | None = Field(None, ge=1)
     """Newest batches kept on disk; default: all, which `replay` and `export` need."""
+    compress_rollouts: bool = False
+    """Compress batches (zstd) in the background once they were trained on; `replay` and `export` read both kinds."""
     bench: bool = False
     """Run a few steps without a trainer, print a table, end."""

@@ -1,0 +1,39 @@
+"""zstd frames through pyarrow's codec, for batches that were trained on (`store.packed`). Called by the store alone."""
+
+import importlib.util
+from typing import Any
+
+from prime_hpc.store.errors import StoreError
+
+LEVEL = 3
+SUFFIX = ".zst"
+
+
+def is_there() -> bool:
+    """Whether pyarrow is installed; it is not imported."""
+    return importlib.util.find_spec("pyarrow") is not None
+
+
+def compress(data: Any) -> memoryview:
+    """One frame, which the `zstd` command reads too. Runs without the interpreter's lock."""
+    return memoryview(_codec().compress(data))
+
+
+def decompress(data: Any, size: int) -> memoryview:
+    """The content of a frame.
+
+    Raises:
+        StoreError: it is none, or holds another number of bytes.
+    """
+    try:
+        return memoryview(_codec().decompress(data, decompressed_size=size))
+    except (OSError, ValueError) as error:
+        raise StoreError(f"not a zstd frame of {size} bytes ({error})") from error
+
+
+def _codec() -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise StoreError("compressed batches need pyarrow: pip install 'prime-hpc[export]'") from error
+    return pyarrow.Codec("zstd", compression_level=LEVEL)
