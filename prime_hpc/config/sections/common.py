@@ -16,6 +16,11 @@ class ActivationCheckpointConfig(Section):
 
     freq: int = Field(1, ge=1)
     """Every freq-th transformer block is recomputed."""
+    mode: Literal["full", "selective"] = "full"
+    """`full` keeps only a block's input; `selective` also the results of matrix products and attention, which cost most
+    to compute again."""
+    offload: bool = False
+    """Keep the recomputed blocks' inputs in host memory between the forward and the backward pass."""
 
 
 class ModelConfig(Section):

@@ -26,6 +26,8 @@ class OptimConfig(Section):
     """Momentum of `muon` (default 0.95) and of `signsgd` (default 0: no optimizer state)."""
     max_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 measures without clipping."""
+    offload: bool = False
+    """Keep the optimizer's state in host memory, on the GPU only while it is used."""
 
     @field_validator("betas")
     @classmethod

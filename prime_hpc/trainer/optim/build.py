@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from prime_hpc.config.sections.trainer import OptimConfig
+from prime_hpc.trainer.memory.optimizer_state import keep_in_host_memory
 from prime_hpc.trainer.optim.muon import Muon
 from prime_hpc.trainer.optim.signsgd import SignSGD
 
@@ -26,6 +27,13 @@ def build_optimizer(
         config: `trainer.optim`.
         parameters: to train instead of the module's own (an adapter's).
     """
+    optimizer = _build(module, config, parameters)
+    if config.offload:
+        keep_in_host_memory(optimizer)
+    return optimizer
+
+
+def _build(module: nn.Module, config: OptimConfig, parameters: Iterable[nn.Parameter] | None) -> torch.optim.Optimizer:
     trainable = [p for p in (module.parameters() if parameters is None else parameters) if p.requires_grad]
     matrices, vectors = [p for p in trainable if p.ndim >= 2], [p for p in trainable if p.ndim < 2]
     if config.type == "muon":

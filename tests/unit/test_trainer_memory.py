@@ -1,0 +1,138 @@
+"""What saves memory changes no number: recomputed and offloaded activations, optimizer state in host memory."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from prime_hpc.config.sections.common import ActivationCheckpointConfig  # noqa: E402
+from prime_hpc.trainer.memory.optimizer_state import keep_in_host_memory  # noqa: E402
+from prime_hpc.trainer.memory.recompute import HostCopy, kept_operators, recompute  # noqa: E402
+
+
+class Block(nn.Module):
+    """Attention and a gated feed-forward, called as transformers calls its blocks."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.mix, self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(width, 64), nn.Linear(64, width)
+
+    def forward(self, hidden, *, scale=1.0):
+        q, k, v = self.mix(nn.functional.rms_norm(hidden, (16,))).chunk(3, -1)
+        hidden = hidden + scale * nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return hidden + self.down(nn.functional.silu(self.up(hidden)))
+
+
+class Counter(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(blocks, x, count=False):
+    x = x.clone().requires_grad_()
+    counter = Counter()
+    with counter:
+        hidden = x
+        for block in blocks:
+            hidden = block(hidden, scale=0.5)
+        hidden.square().sum().backward()
+    return [x.grad, *(p.grad for block in blocks for p in block.parameters())], counter.counts
+
+
+MODES = [(mode, offload) for mode in ("full", "selective") for offload in (False, True)]
+
+
+@pytest.mark.parametrize(("mode", "offload"), MODES)
+def test_recomputed_blocks_have_the_same_gradients(mode, offload):
+    torch.manual_seed(0)
+    plain = [Block() for _ in range(3)]
+    saving = copy.deepcopy(plain)
+    for block in saving:
+        recompute(block, ActivationCheckpointConfig(mode=mode, offload=offload))
+    x = torch.randn(1, 2, 7, 16)
+    expected, before = gradients(plain, x)
+    found, after = gradients(saving, x)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert after["silu"] == 2 * before["silu"]  # cheap: computed again
+    if mode == "full":
+        assert after[attention] == 2 * before[attention] and after["addmm"] > before["addmm"]
+    else:
+        assert after[attention] == before[attention] and after["addmm"] == before["addmm"]
+
+
+def test_kept_operators_are_matrix_products_and_attention():
+    names = {operator.overloadpacket.__name__ for operator in kept_operators()}
+    assert {"mm", "addmm", "_scaled_dot_product_flash_attention_for_cpu"} <= names
+    assert "silu" not in names and "mul" not in names
+
+
+def test_an_offloaded_input_is_held_by_nobody_else():
+    import gc
+    import weakref
+
+    torch.manual_seed(0)
+    block = Block()
+    recompute(block, ActivationCheckpointConfig(offload=True))
+    x = torch.randn(1, 2, 7, 16, requires_grad=True)
+    middle = x * 2
+    reference = weakref.ref(middle)
+    out = block(middle)
+    del middle
+    gc.collect()
+    assert reference() is None
+    out.sum().backward()
+    assert x.grad is not None
+
+
+def test_a_host_copy_does_not_share_the_gradient_s_graph():
+    x = torch.randn(3, requires_grad=True)
+    restored = HostCopy(x * 1).restore()
+    assert restored.is_leaf and restored.requires_grad and torch.equal(restored, x)
+    assert not HostCopy(x.detach()).restore().requires_grad
+
+
+@pytest.mark.parametrize("kind", ["adamw", "signsgd", "muon"])
+def test_updates_by_buckets_equal_the_update_at_once(kind):
+    from prime_hpc.config.sections.trainer import OptimConfig
+    from prime_hpc.trainer.optim import build_optimizer
+
+    def train(offload):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+        momentum = 0.9 if kind == "signsgd" else None
+        config = OptimConfig(type=kind, lr=0.1, max_norm=0, momentum=momentum)
+        optimizer = build_optimizer(model, config)
+        moved = {"host": 0, "device": 0}
+        if offload:
+
+            def to_host(tensor):
+                moved["host"] += 1
+                return tensor.clone()
+
+            def to_device(tensor, device):
+                moved["device"] += 1
+                return tensor.clone()
+
+            keep_in_host_memory(optimizer, bucket_bytes=8 * 100, to_host=to_host, to_device=to_device)
+        for step in range(3):
+            (model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step)))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.parameters()), optimizer, moved
+
+    plain, _, _ = train(offload=False)
+    found, optimizer, moved = train(offload=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert [p for group in optimizer.param_groups for p in group["params"]]  # whole again after the step
+    assert moved["host"] > 0 and 0 < moved["device"] < moved["host"]  # the first step makes its state on the device
