@@ -167,10 +167,14 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     of_layer = tokens * (10 * facts.hidden + 3 * facts.intermediate + 4 * facts.num_heads * facts.head_dim) * width
     kept = experiment.model.ac
     recomputed = facts.num_layers // kept.freq if kept else 0
-    inputs = recomputed * tokens * facts.hidden * width
-    activations = (facts.num_layers - recomputed) * of_layer + inputs + (of_layer if recomputed else 0)
+    of_recomputed = 0 if kept is None or kept.offload else tokens * facts.hidden * width
+    if kept is not None and kept.mode == "selective":
+        of_recomputed += tokens * _product_widths(facts) * width
+    activations = (facts.num_layers - recomputed) * of_layer + recomputed * of_recomputed
+    activations += of_layer if recomputed else 0  # of the block that is computed again just now
     chunk = min(trainer.logits_chunk_tokens, tokens)
-    state = facts.num_params * state_bytes_per_param(experiment) / trainer.num_ranks
+    bytes_per_param = 8 if trainer.optim.offload else state_bytes_per_param(experiment)
+    state = facts.num_params * bytes_per_param / trainer.num_ranks
     loss_kl = getattr(trainer.loss, "kl", None)
     reference = facts.num_params * 4 / trainer.num_ranks if loss_kl and loss_kl.target == "reference" else 0
     parts = {
@@ -180,6 +184,12 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
         "logits": chunk * facts.vocab_size * (4 + 1 + width),
     }
     return {name: value / GIB for name, value in parts.items()} | {"context": CONTEXT_GIB}
+
+
+def _product_widths(facts: ModelFacts) -> int:
+    """Values of one token of one block that are results of matrix products or of attention."""
+    attention = 2 * facts.num_heads * facts.head_dim + 2 * facts.num_kv_heads * facts.head_dim
+    return attention + 2 * facts.intermediate + 2 * facts.hidden
 
 
 @dataclass(frozen=True)

@@ -136,3 +136,21 @@ def test_updates_by_buckets_equal_the_update_at_once(kind):
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     assert [p for group in optimizer.param_groups for p in group["params"]]  # whole again after the step
     assert moved["host"] > 0 and 0 < moved["device"] < moved["host"]  # the first step makes its state on the device
+
+
+def test_the_estimate_knows_what_saves_memory():
+    from prime_hpc.config import Experiment
+    from prime_hpc.launch.estimate import model_facts, trainer_gib
+
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+    facts = model_facts({**sizes, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151_936})
+
+    def gib(ac=None, optim=None):
+        tree = {"model": {"ac": ac}, "trainer": {"optim": optim or {}, "num_ranks": 8}, "seq_len": 16_384}
+        parts = trainer_gib(Experiment.model_validate(tree), facts)
+        return parts["activations"], parts["state"]
+
+    plain, full, full_offload = gib(), gib({}), gib({"offload": True})
+    selective = gib({"mode": "selective"})
+    assert full_offload[0] < full[0] < selective[0] < plain[0]
+    assert gib(optim={"offload": True})[1] == pytest.approx(plain[1] / 2)
