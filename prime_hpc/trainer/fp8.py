@@ -1,0 +1,98 @@
+"""Matrix products of the transformer blocks in 8-bit floating point (`model.fp8`).
+
+Called by `model.py`. Forward pass and the gradient to the input run in float8 e4m3 with one scale a row, computed from
+the row as it is (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv 2209.05433, per-tensor there; a row's
+own scale loses less to outliers). The gradient to the weight stays in the compute dtype: it sums over tokens and is
+what training is most sensitive to. Parameters, their gradients and the optimizer know nothing of it. The output head
+and routers stay in the compute dtype: log-probabilities are compared to the engine's.
+
+Runs on GPUs of compute capability 8.9 and above (Ada, Hopper, Blackwell); on CPU it is emulated, for tests.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+DTYPE = torch.float8_e4m3fn
+_LARGEST = torch.finfo(DTYPE).max
+_MULTIPLE = 16
+"""The kernels take dimensions that are multiples of this."""
+MIN_CAPABILITY = (8, 9)
+
+
+def quantize_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float8 `[rows, columns]` and float32 scales `[rows, 1]` of a matrix; values are float8 times scale."""
+    scale = tensor.abs().amax(dim=1, keepdim=True).float().clamp_min(1e-12) / _LARGEST
+    return (tensor.float() / scale).clamp(-_LARGEST, _LARGEST).to(DTYPE), scale
+
+
+def scaled_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`a @ b.T` in float8: a `[m, k]`, b `[n, k]`, result `[m, n]` in `dtype`."""
+    (left, left_scale), (right, right_scale) = quantize_rows(a), quantize_rows(b)
+    return torch._scaled_mm(left, right.t(), scale_a=left_scale, scale_b=right_scale.t(), out_dtype=dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """`x @ w.T`, the products as the file's docstring says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        flat = x.reshape(-1, x.shape[-1])
+        return scaled_product(flat, weight, x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = scaled_product(flat, weight.t().contiguous(), x.dtype).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            grad_weight = flat.t() @ x.reshape(-1, x.shape[-1])
+        return grad_x, grad_weight
+
+
+def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`torch.nn.functional.linear` with float8 products.
+
+    Args:
+        x: `[..., in_features]`.
+        weight: `[out_features, in_features]`, both multiples of 16.
+        bias: `[out_features]` or None.
+    """
+    out = _Linear.apply(x, weight)
+    return out if bias is None else out + bias
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse a GPU that has no float8 products.
+
+    Raises:
+        ValueError: its compute capability is below 8.9.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"model.fp8 needs a GPU of compute capability 8.9 or above; {name} has none: leave it out")
+
+
+def use_fp8(block: nn.Module) -> int:
+    """Make the linear layers of a transformer block multiply in float8; returns how many.
+
+    Left as they are: layers whose sizes the kernels do not take, and routers (they decide, and are small).
+    """
+    count = 0
+    for name, module in block.named_modules():
+        if type(module) is not nn.Linear or name.rpartition(".")[2] in ("gate", "router"):
+            continue
+        if module.in_features % _MULTIPLE or module.out_features % _MULTIPLE:
+            continue
+        module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+        count += 1
+    return count
+
+
+def _forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return fp8_linear(x, linear.weight, linear.bias)
