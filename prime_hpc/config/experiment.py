@@ -108,6 +108,8 @@ class Experiment(Section):
             )
         if self.trainer.max_concurrent_runs > 1:
             self._can_train_many()
+        if self.model.fp8:
+            self._can_use_fp8()
         if self.kind == "rl" and self.micro_batch_tokens < self.seq_len:
             raise ValueError(
                 f"trainer.micro_batch_tokens ({self.micro_batch_tokens}) is below seq_len ({self.seq_len}): "
@@ -130,6 +132,16 @@ class Experiment(Section):
                 f"sft.data.batch_tokens ({data.batch_tokens}) is below sft.data.seq_len ({longest}): the longest "
                 "sample would not fit into a step"
             )
+
+    def _can_use_fp8(self) -> None:
+        if self.model.dtype != "bfloat16":
+            raise ValueError(f"model.fp8 multiplies bfloat16 in float8; model.dtype is {self.model.dtype}")
+        for key, used in (
+            ("model.lora", self.model.lora is not None),
+            ("trainer.parallel.tp", self.trainer.layout.tp > 1),
+        ):
+            if used:
+                raise ValueError(f"model.fp8 does not go together with {key}: leave one of them out")
 
     def _can_train_many(self) -> None:
         key = f"trainer.max_concurrent_runs = {self.trainer.max_concurrent_runs}"

@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.batches import MicroBatch
+from prime_hpc.trainer.fp8 import check_device
 from prime_hpc.trainer.logprobs import VocabShard, token_logprobs
 from prime_hpc.trainer.lora import Adapters, add_lora
 from prime_hpc.trainer.parallel import Parallel
@@ -240,6 +241,8 @@ def load_policy(
     """
     dtype = compute_dtype(config)
     attention.select_kernel(config.attn, device.type, dtype)
+    if config.fp8:
+        check_device(device)
     hf = _build_empty(source, config)
     hf.eval()  # no dropout anywhere: log-probabilities must be those of the engine's policy
     policy = Policy(hf, config.attn, chunk_tokens, parallel)

@@ -154,3 +154,73 @@ def test_the_estimate_knows_what_saves_memory():
     selective = gib({"mode": "selective"})
     assert full_offload[0] < full[0] < selective[0] < plain[0]
     assert gib(optim={"offload": True})[1] == pytest.approx(plain[1] / 2)
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """(model section, optimizer section) -> weights after three RL steps on one rank, the last step's metrics."""
+    from functools import partial
+
+    import torch.distributed as dist
+
+    from prime_hpc.config.sections.common import ModelConfig
+    from prime_hpc.config.sections.parallel import Layout
+    from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
+    from prime_hpc.trainer.engine import Engine
+    from prime_hpc.trainer.model import load_policy
+    from prime_hpc.trainer.optim import build_optimizer
+    from prime_hpc.trainer.parallel import build_parallel
+    from prime_hpc.trainer.rl import rl_objective
+    from tests.support.tiny_model import make_tiny_model, random_rank_batch
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    cpu = torch.device("cpu")
+
+    def run(model, optim):
+        config = ModelConfig(name=str(folder), **({"dtype": "float32"} | model))
+        parallel = build_parallel(Layout(), "cpu")
+        policy = load_policy(config, folder, parallel, cpu, reshard_after_forward=True, chunk_tokens=512)
+        section = OptimConfig(lr=1e-2, **optim)
+        engine = Engine(
+            policy, build_optimizer(policy, section), optim=section, scheduler=SchedulerConfig(), max_steps=9,
+            normalize="token", reshard=True, device=cpu, peak_flops=1.0,
+        )  # fmt: skip
+        for step in (1, 2, 3):
+            batch = random_rank_batch([[20, 9], [15]], seed=step, step=step)
+            metrics = engine.train_step(step, batch, partial(rl_objective, LossConfig()))
+        return {name: tensor.full_tensor().detach() for name, tensor in policy.hf.named_parameters()}, metrics
+
+    yield run
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("optim", [{}, {"offload": True}], ids=["", "optim-offload"])
+@pytest.mark.parametrize("ac", [{}, {"mode": "selective"}, {"mode": "selective", "offload": True, "freq": 2}], ids=str)
+def test_a_policy_trains_to_the_same_weights(train, ac, optim):
+    plain, _ = train({}, {})
+    found, _ = train({"ac": ac}, optim)
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+
+
+def test_a_policy_trains_in_float8_near_bfloat16(train):
+    half, expected = train({"dtype": "bfloat16"}, {})
+    eighth, found = train({"dtype": "bfloat16", "fp8": True, "ac": {"mode": "selective"}}, {})
+    assert found["loss"] != expected["loss"] and found["loss"] == pytest.approx(expected["loss"], rel=0.2)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.2)
+    assert any(not torch.equal(half[name], eighth[name]) for name in half)
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"model": {"fp8": True, "dtype": "float32"}}, "bfloat16"),
+        ({"model": {"fp8": True, "lora": {}}}, "model.lora"),
+        ({"model": {"fp8": True}, "trainer": {"num_ranks": 2, "parallel": {"tp": 2}}}, "trainer.parallel.tp"),
+    ],
+)
+def test_where_float8_cannot_be_used(tree, words):
+    from prime_hpc.config import Experiment
+
+    with pytest.raises(ValueError, match=f"fp8.*{words}"):
+        Experiment.model_validate(tree)

@@ -38,6 +38,8 @@ class ModelConfig(Section):
     """Activation checkpointing; off when absent."""
     lora: LoraConfig | None = None
     """Low-rank adapters; off when absent: the whole model is trained."""
+    fp8: bool = False
+    """Multiply in float8 in the trainer's transformer blocks (GPUs of compute capability 8.9 and above)."""
     trust_remote_code: bool = False
     """Run model code that ships with the weights."""
     renderer: str = "auto"

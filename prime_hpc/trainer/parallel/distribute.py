@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
 
 from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.trainer.fp8 import use_fp8
+from prime_hpc.trainer.memory.recompute import recompute
 from prime_hpc.trainer.parallel.expert import split_experts
 from prime_hpc.trainer.parallel.mesh import Parallel
 from prime_hpc.trainer.parallel.tensor import split_tensors
@@ -66,10 +67,10 @@ def distribute(
             shard_placement_fn=placement,
         )  # fmt: skip
     for i, block in enumerate(transformer_blocks(hf)):
+        if config.fp8:
+            use_fp8(block)
         if config.ac is not None and i % config.ac.freq == 0:
-            # Inside FSDP's hooks, so that the recomputation sees the gathered parameters, and without a wrapper
-            # module, so that parameter names stay those of the checkpoint.
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            recompute(block, config.ac)
         if config.compile:
             block.compile(dynamic=True)
         fully_shard(block, mesh=parallel.fsdp, mp_policy=precision, reshard_after_forward=reshard)
