@@ -20,7 +20,7 @@ from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, wait_for_ar
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.leases import set_floor
-from prime_hpc.store.weights import latest_version
+from prime_hpc.store.weights import newest_of_life
 
 READER = "orchestrator"
 LISTING_PAUSE_S = (0.25, 2.0)
@@ -211,8 +211,8 @@ class WeightSync:
             announced = message.get("version")
             if isinstance(announced, int) and announced > self.current:
                 return announced
-            listed = await asyncio.to_thread(latest_version, self._paths)
-            if listed is not None and listed > self.current:
+            listed = await asyncio.to_thread(newest_of_life, self._paths, self.current, self._incarnation)
+            if listed is not None:
                 return listed
             await _wait_for_event(self._news, pause)
             pause = min(pause * 1.5, LISTING_PAUSE_S[1])

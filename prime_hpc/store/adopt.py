@@ -8,7 +8,6 @@ system allows it.
 
 import errno
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -167,7 +166,7 @@ def _adopt(source: Path, final: Path, manifest: Manifest, paths: RunPaths) -> No
 def _take(source: Path, target: Path, entry: FileEntry) -> None:
     """Hard link a file, or copy it where links are refused."""
     try:
-        os.link(source, target)
+        files.link(source, target)
         return
     except FileNotFoundError as error:
         raise ArtifactError(source, "the file", "none any more (does its run still prune?)") from error

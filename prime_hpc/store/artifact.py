@@ -45,6 +45,7 @@ __all__ = [
     "check_file",
     "clean_stale_stages",
     "commit_stage",
+    "discard",
     "hash_files",
     "prepare_stage",
     "read_manifest",
@@ -159,8 +160,30 @@ def _publish(stage: Path, final: Path, manifest: Manifest, run: RunPaths) -> Man
             f"{final}: replacing what incarnation {existing.incarnation} left (this is {manifest.incarnation})"
         )
         with contextlib.suppress(FileNotFoundError):
-            files.discard(final)
+            discard(run, final, manifest.incarnation)
     raise StoreError(f"{final}: other writers keep taking this name")
+
+
+def discard(run: RunPaths, path: Path, incarnation: int) -> None:
+    """Delete a committed artifact: out of sight in one rename, then file by file. Readers never see a half of it.
+
+    A process that was held up between its decision and the rename could take away what a newer life has made
+    meanwhile under the same name: whoever finds itself fenced after the rename puts it back.
+
+    Raises:
+        FencedError: a newer life has begun; nothing is deleted.
+        FileNotFoundError: it is not there.
+        StoreError: not writable, I/O error.
+    """
+    check_incarnation(run, incarnation)
+    trash = files.set_aside(path)
+    try:
+        check_incarnation(run, incarnation)
+    except FencedError:
+        with contextlib.suppress(OSError):  # made anew meanwhile: the new one stays
+            files.rename(trash, path)
+        raise
+    files.remove_tree(trash)
 
 
 def _existing(final: Path) -> Manifest:
@@ -265,6 +288,6 @@ def clean_stale_stages(parent: Path, before_incarnation: int | None = None) -> l
         if path.is_dir() and not path.is_symlink():
             files.remove_tree(path)
         else:
-            path.unlink(missing_ok=True)
+            files.remove_file(path)
         removed.append(name)
     return removed

@@ -26,6 +26,7 @@ from prime_hpc.store.artifact import (
     ArtifactWriter,
     Manifest,
     check_file,
+    discard,
     read_manifest,
 )
 from prime_hpc.store.handover import Handover
@@ -392,11 +393,11 @@ def find_batch(paths: RunPaths, step: int) -> Path:
     return paths.packed_step(step)
 
 
-def _discard(paths: RunPaths, step: int) -> None:
+def _discard(paths: RunPaths, step: int, incarnation: int) -> None:
     """Remove a batch wherever it is; another process may just be packing it."""
     for directory in (paths.rollouts_step(step), paths.packed_step(step)):
         with contextlib.suppress(FileNotFoundError):
-            files.discard(directory)
+            discard(paths, directory, incarnation)
 
 
 def prune_batches(
@@ -426,11 +427,11 @@ def prune_batches(
     check_incarnation(paths, incarnation)
     removed = [step for step in list_batches(paths) if step <= trained - keep_last and step not in keep]
     for step in removed:
-        _discard(paths, step)
+        _discard(paths, step, incarnation)
     return removed
 
 
-def remove_batches_after(paths: RunPaths, step: int) -> list[int]:
+def remove_batches_after(paths: RunPaths, step: int, incarnation: int = 0) -> list[int]:
     """Delete the batches of steps above `step`: a resumed run makes them anew. Supervisor only.
 
     Returns:
@@ -438,7 +439,7 @@ def remove_batches_after(paths: RunPaths, step: int) -> list[int]:
     """
     removed = [n for n in list_batches(paths) if n > step]
     for n in reversed(removed):
-        _discard(paths, n)
+        _discard(paths, n, incarnation)
     if removed:
         logger.info(f"removed batches {removed[0]}..{removed[-1]}, which come after step {step}")
     return removed

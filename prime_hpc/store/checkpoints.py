@@ -21,10 +21,11 @@ from prime_hpc.store.artifact import (
     StoreError,
     check_file,
     commit_stage,
+    discard,
     read_manifest,
     verify_artifact,
 )
-from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
+from prime_hpc.store.layout import RunPaths, check_incarnation, is_late, life_starts, list_steps
 from prime_hpc.store.manifest import MANIFEST
 
 TRAINER = "trainer"
@@ -193,8 +194,7 @@ def prune_checkpoints(
     removed = []
     for step in doomed:
         if _is_ours(paths.checkpoint_step(step)):
-            check_incarnation(paths, incarnation)  # one may take minutes to delete
-            files.discard(paths.checkpoint_step(step))
+            discard(paths, paths.checkpoint_step(step), incarnation)
             removed.append(step)
     if removed:
         logger.debug(f"removed checkpoints of steps {removed}")
@@ -203,10 +203,12 @@ def prune_checkpoints(
 
 def _oldest_of_newest_whole(paths: RunPaths, steps: list[int], keep_last: int) -> int | None:
     """The lowest of the newest `keep_last` steps whose checkpoint is whole; None where there are fewer."""
-    whole = 0
+    whole, starts = 0, life_starts(paths)
     for step in reversed(steps):
         try:
-            verify_artifact(paths.checkpoint_step(step), deadline_s=1.0)
+            manifest = verify_artifact(paths.checkpoint_step(step), deadline_s=1.0)
+            if is_late(step, manifest.incarnation, starts):
+                continue
         except ArtifactError as error:
             logger.warning(f"checkpoint of step {step} is not whole and does not count as kept: {error}")
             continue
@@ -220,7 +222,7 @@ def _is_ours(path: Path) -> bool:
     return MANIFEST in files.list_dir(path)
 
 
-def remove_checkpoints_after(root: Path, step: int) -> list[int]:
+def remove_checkpoints_after(paths: RunPaths, step: int, incarnation: int = 0) -> list[int]:
     """Delete checkpoints of steps above `step`, for a run that is resumed there. Supervisor only.
 
     What bears a checkpoint's name without a manifest is not deleted but set aside: it may be somebody else's, and
@@ -229,11 +231,11 @@ def remove_checkpoints_after(root: Path, step: int) -> list[int]:
     Returns:
         The steps that were removed.
     """
-    after = [n for n in list_steps(root, digits=0) if n > step]
+    after = [n for n in list_steps(paths.checkpoints, digits=0) if n > step]
     for n in reversed(after):
-        path = _named(root, n)
+        path = paths.checkpoint_step(n)
         if _is_ours(path):
-            files.discard(path)
+            discard(paths, path, incarnation)
         else:
             aside = path.with_name(f"{SET_ASIDE}{path.name}-{files.unique_suffix()}")
             files.rename(path, aside)

@@ -5,13 +5,14 @@ and so that a fault harness sees (and may interrupt) each operation: see `observ
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,9 @@ FILE_MODE = 0o644
 _CHUNK = 8 << 20
 VISIBLE_S = 90.0
 """How long a finished file may stay unseen by another node: NFS clients believe a cached miss for up to 60 s."""
+_MAX_UPDATES = 20  # writers racing for one small file; far above anything real
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_MAX_VIEWS = 512  # buffers of one writev, below every system's limit
 _ALMOST_NOTHING = 64 << 10  # bytes free at which a writer's error without errno is taken for a full disk
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # A reader on a network file system meets these while a name is being replaced; they pass.
@@ -46,7 +50,8 @@ class FileEntry:
 def observe_operations(observer: Observer) -> Iterator[None]:
     """Call `observer(operation, path)` before each changing operation; what it raises, the operation raises.
 
-    Operations: create, write, fsync, mkdir, rename, remove.
+    Operations: create, write, fsync, mkdir, link, rename, remove; and `torn` in the middle of a write (half of the
+    bytes are there) and of the removal of a tree (some of its files are gone).
     """
     _observers.append(observer)
     try:
@@ -100,9 +105,52 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise explained from error
 
 
-def _write_all(fd: int, buffer: memoryview) -> None:
-    while len(buffer):
-        buffer = buffer[os.write(fd, buffer[: 1 << 30]) :]
+def _write_all(fd: int, views: Sequence[memoryview], path: Path) -> None:
+    """Write byte buffers one after another, with few calls: on a network file system each is a message."""
+    _before("write", path)
+    if _observers:
+        views, rest = _halves(views)
+        _write_views(fd, views)
+        _before("torn", path)
+        views = rest
+    _write_views(fd, views)
+
+
+def _write_views(fd: int, views: Sequence[memoryview]) -> None:
+    left = [view for view in views if len(view)]
+    while left:
+        count = os.writev(fd, left[:_MAX_VIEWS])
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
+
+
+def _halves(views: Sequence[memoryview]) -> tuple[list[memoryview], list[memoryview]]:
+    """The first half of the bytes, and the others."""
+    room = sum(map(len, views)) // 2
+    first, second = [], []
+    for view in views:
+        first.append(view[:room])
+        second.append(view[room:])
+        room -= len(first[-1])
+    return first, second
+
+
+def _in_groups(chunks: Iterable[Any]) -> Iterator[list[memoryview]]:
+    """Byte views of the chunks that are not empty, about `_CHUNK` bytes at a time."""
+    group: list[memoryview] = []
+    size = 0
+    for chunk in chunks:
+        view = memoryview(chunk)
+        if view.nbytes:
+            group.append(view.cast("B"))
+            size += view.nbytes
+        if size >= _CHUNK or len(group) == _MAX_VIEWS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def write_file(path: Path, chunks: Iterable[Any], *, sync: bool = True) -> FileEntry:
@@ -122,15 +170,11 @@ def write_file(path: Path, chunks: Iterable[Any], *, sync: bool = True) -> FileE
         _before("create", path)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
         try:
-            for chunk in chunks:
-                view = memoryview(chunk)
-                if not view.nbytes:
-                    continue
-                view = view.cast("B")
-                _before("write", path)
-                _write_all(fd, view)
-                digest.update(view)
-                size += view.nbytes
+            for views in _in_groups(chunks):
+                _write_all(fd, views, path)
+                for view in views:
+                    digest.update(view)
+                    size += len(view)
             if sync:
                 _before("fsync", path)
                 os.fsync(fd)
@@ -139,20 +183,91 @@ def write_file(path: Path, chunks: Iterable[Any], *, sync: bool = True) -> FileE
     return FileEntry(size, digest.hexdigest())
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def replace_link(path: Path, target: str) -> None:
+    """Make `path` a symbolic link to `target`, in one rename where it was one to something else."""
+    temporary = path.with_name(f".tmp-{path.name}-{unique_suffix()}")
+    with disk_errors(path):
+        _before("link", path)
+        temporary.symlink_to(target)
+    try:
+        rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # never hides the reason
+            temporary.unlink()
+        raise
+
+
+def write_atomic(path: Path, data: bytes, *, sync: bool = True) -> None:
     """Replace a small file in one rename: readers see the old content or the new, never a part.
+
+    Args:
+        path: the file.
+        data: its new content.
+        sync: False only where losing the change on a power cut costs nothing.
 
     Raises:
         StoreError: disk full, not writable, I/O error.
     """
     temporary = path.with_name(f".tmp-{path.name}-{unique_suffix()}")
     try:
-        write_file(temporary, [data])
+        write_file(temporary, [data], sync=sync)
         rename(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
+    except BaseException:
+        with contextlib.suppress(OSError):  # never hides the reason
             temporary.unlink()
-    fsync_dir(path.parent)
+        raise
+    if sync:
+        fsync_dir(path.parent)
+
+
+def update_file(path: Path, update: Callable[[bytes], bytes]) -> None:
+    """Replace a small file by `update(its content)`, in one rename, without losing what another writer put there
+    meanwhile: the names are exchanged, and where the old content is not what was read, its update follows.
+
+    Where the file system cannot exchange names (NFS), the last writer wins.
+
+    Args:
+        path: the file; where there is none, `update` gets b"".
+        update: the same twice does no harm.
+
+    Raises:
+        StoreError: disk full, not writable, I/O error.
+    """
+    content = expected = path.read_bytes() if path.exists() else b""
+    for _ in range(_MAX_UPDATES):
+        new = update(content)
+        temporary = path.with_name(f".tmp-{path.name}-{unique_suffix()}")
+        try:
+            write_file(temporary, [new])
+            exchanged = path.exists() and exchange(temporary, path)
+            if not exchanged:
+                rename(temporary, path)
+                return
+            found = temporary.read_bytes()
+        finally:
+            with contextlib.suppress(OSError):  # never hides the reason
+                temporary.unlink()
+        fsync_dir(path.parent)
+        if found == expected:
+            return
+        content, expected = found, new
+    raise StoreError(f"{path}: other writers keep changing it")
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Two files take each other's names in one step (Linux, renameat2(2)); False where this cannot be done here."""
+    with disk_errors(second):
+        _before("rename", second)
+        try:
+            rename_at = ctypes.CDLL(None, use_errno=True).renameat2
+        except AttributeError:  # another C library
+            return False
+        if rename_at(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+            return True
+        number = ctypes.get_errno()
+        if number in (errno.EINVAL, errno.ENOSYS, errno.ENOENT, errno.EOPNOTSUPP):
+            return False
+        raise OSError(number, os.strerror(number), str(second))
 
 
 def create_exclusive(path: Path) -> bool:
@@ -272,14 +387,40 @@ def remove_tree(path: Path) -> None:
             raise info[1]
 
     with disk_errors(path):
+        if _observers:
+            for file in [p for p in path.rglob("*") if not p.is_dir()][::2]:
+                file.unlink(missing_ok=True)
+            _before("torn", path)
         shutil.rmtree(path, onerror=already_gone)
 
 
-def discard(path: Path) -> None:
-    """Take a committed directory out of sight in one rename, then delete it: no reader ever sees a half of it."""
+def remove_file(path: Path) -> None:
+    """Delete one file; that it is already gone does not matter."""
+    with disk_errors(path):
+        _before("remove", path)
+        path.unlink(missing_ok=True)
+
+
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name.
+
+    Raises:
+        OSError: as the system says; many file systems and mounts allow none.
+    """
+    _before("link", target)
+    os.link(source, target)
+
+
+def set_aside(path: Path) -> Path:
+    """Take a directory out of sight in one rename; returns its new name, which clean-ups know as rubbish."""
     trash = path.with_name(f".trash-{path.name}-{unique_suffix()}")
     rename(path, trash)
-    remove_tree(trash)
+    return trash
+
+
+def discard(path: Path) -> None:
+    """Take a directory that nobody else writes out of sight in one rename, then delete it."""
+    remove_tree(set_aside(path))
 
 
 def unique_suffix() -> str:

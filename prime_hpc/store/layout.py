@@ -5,6 +5,7 @@ start of each attempt; writers carry it and are refused once a newer one exists.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from prime_hpc.store.errors import FencedError
 
 _STEP = re.compile(r"step_(\d+)")
 _NUMBER = re.compile(r"\d+")
+_START = re.compile(r"(\d+)\.from_(\d+)")
 _MAX_CLAIMS = 1000  # lives racing for one number; far above anything real, so that a broken file system ends the loop
 
 
@@ -135,19 +137,57 @@ def current_incarnation(paths: RunPaths) -> int:
     return max((int(name) for name in files.list_dir(paths.incarnation) if _NUMBER.fullmatch(name)), default=0)
 
 
-def claim_incarnation(paths: RunPaths) -> int:
+def claim_incarnation(paths: RunPaths, after: int | None = None) -> int:
     """Begin a new life: takes the next number atomically (exclusive create, decided by the file server).
 
+    Args:
+        paths: the run.
+        after: the newest life when the caller looked at the run; what it decided then holds only if no other has
+            begun since. None: whichever number is next.
+
     Raises:
+        FencedError: another life has begun since `after`; nothing is changed, and it is not fenced.
         StoreError: the directory is not writable or the disk is full.
     """
     files.make_dir(paths.incarnation)
+    if after is not None:
+        if current_incarnation(paths) > after or not files.create_exclusive(paths.incarnation / f"{after + 1:06d}"):
+            raise FencedError(f"{paths.root}: another life of this run has begun at the same moment; it goes on alone")
+        files.fsync_dir(paths.incarnation)
+        return after + 1
     number = current_incarnation(paths) + 1
     for candidate in range(number, number + _MAX_CLAIMS):
         if files.create_exclusive(paths.incarnation / f"{candidate:06d}"):
             files.fsync_dir(paths.incarnation)
             return candidate
     raise FencedError(f"{paths.incarnation}: {_MAX_CLAIMS} numbers in a row were taken by others while claiming one")
+
+
+def record_start(paths: RunPaths, incarnation: int, step: int) -> None:
+    """Note durably that a life goes on from `step`, before it changes anything. Supervisor only.
+
+    Raises:
+        StoreError: the directory is not writable or the disk is full.
+    """
+    files.create_exclusive(paths.incarnation / f"{incarnation:06d}.from_{step}")
+    files.fsync_dir(paths.incarnation)
+
+
+def life_starts(paths: RunPaths) -> dict[int, int]:
+    """Incarnation -> the step that it went on from; lives that changed nothing are not in it."""
+    found = (_START.fullmatch(name) for name in files.list_dir(paths.incarnation))
+    return {int(match.group(1)): int(match.group(2)) for match in found if match is not None}
+
+
+def is_late(step: int, incarnation: int, starts: Mapping[int, int]) -> bool:
+    """Whether an artifact of `step` came after a newer life had begun below it: a fenced life's, which counts as not
+    there. What a later life began at or above was there when it began.
+
+    Args:
+        step, incarnation: of the artifact.
+        starts: from `life_starts`.
+    """
+    return any(life > incarnation and start < step for life, start in starts.items())
 
 
 def check_incarnation(paths: RunPaths, incarnation: int) -> None:

@@ -37,14 +37,14 @@ def set_floor(paths: RunPaths, reader: str, floor: int) -> None:
 
 def drop_lease(paths: RunPaths, reader: str) -> None:
     """The reader needs nothing any more. A lease that is not there is fine."""
-    _path(paths, reader).unlink(missing_ok=True)
+    files.remove_file(_path(paths, reader))
 
 
 def clear_leases(paths: RunPaths) -> None:
     """Forget all readers. The supervisor calls it before it starts the roles of an attempt: the old ones are dead."""
     for name in files.list_dir(paths.leases):
         if name.endswith(".json"):
-            (paths.leases / name).unlink(missing_ok=True)
+            files.remove_file(paths.leases / name)
 
 
 def min_floor(paths: RunPaths) -> int | None:

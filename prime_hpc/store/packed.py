@@ -13,7 +13,7 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.store import files, zstd
-from prime_hpc.store.artifact import ArtifactError, ArtifactWriter, verify_artifact
+from prime_hpc.store.artifact import ArtifactError, ArtifactWriter, discard, verify_artifact
 from prime_hpc.store.batches import RAW, STATE
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.layout import RunPaths, list_steps
@@ -59,7 +59,7 @@ def pack_batch(paths: RunPaths, step: int, incarnation: int = 0) -> tuple[int, i
                     raw[name] = entry.size
             writer.meta.update({**manifest.meta, RAW: raw})
     after = verify_artifact(final).total_size
-    files.discard(source)
+    discard(paths, source, incarnation)
     return manifest.total_size, after
 
 

@@ -121,9 +121,13 @@ class SummedFile:
         through the page cache."""
         with memoryview(buffer) as whole, whole[:count] as view:
             written, may_refuse = 0, self._is_direct
+            middle = count // 2 // _BLOCK * _BLOCK or count // 2 if files._observers else 0
             while written < count:
+                if middle and written >= middle:
+                    files._before("torn", self.path)
+                    middle = 0
                 try:
-                    written += os.pwrite(self._fd, view[written:], offset + written)
+                    written += os.pwrite(self._fd, view[written : middle or count], offset + written)
                 except OSError as error:
                     if error.errno not in _CANNOT or not may_refuse:
                         raise

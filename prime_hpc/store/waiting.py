@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.store import files
-from prime_hpc.store.errors import ArtifactError, ArtifactTimeout, StoreError, WaitCancelled
+from prime_hpc.store.errors import ArtifactError, ArtifactTimeout, FencedError, StoreError, WaitCancelled
 from prime_hpc.store.manifest import MANIFEST, Manifest, verify_artifact
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def wait_for_artifact(
         ArtifactTimeout: it never appeared; names what was awaited and for how long.
         ArtifactError: it appeared, but until the deadline some file was not what the manifest says.
         WaitCancelled: `cancelled()` became true.
+        FencedError: a newer life than `min_incarnation` wrote it: this one is over.
     """
     wait = _Wait(directory, doorbell, topic, dict(key or {}), names, handover, min_incarnation)
     start = time.monotonic()
@@ -194,6 +195,11 @@ class _Wait:
         except ArtifactError as error:
             self.error = error
             return None
+        if 0 < self.min_incarnation < manifest.incarnation:
+            raise FencedError(
+                f"{self.directory}: incarnation {manifest.incarnation} wrote it, this is incarnation "
+                f"{self.min_incarnation}; it may not go on"
+            )
         return manifest
 
     def _handed_over(self) -> Manifest | None:

@@ -9,9 +9,8 @@ from collections.abc import Collection
 
 from loguru import logger
 
-from prime_hpc.store import files
-from prime_hpc.store.artifact import ArtifactError, verify_artifact
-from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
+from prime_hpc.store.artifact import ArtifactError, discard, read_manifest, verify_artifact
+from prime_hpc.store.layout import RunPaths, check_incarnation, is_late, life_starts, list_steps
 from prime_hpc.store.leases import min_floor
 
 
@@ -23,6 +22,20 @@ def list_versions(paths: RunPaths) -> list[int]:
 def latest_version(paths: RunPaths) -> int | None:
     """The newest version on disk, None where there is none."""
     return max(list_versions(paths), default=None)
+
+
+def newest_of_life(paths: RunPaths, above: int, incarnation: int) -> int | None:
+    """The newest version above `above` that this life (or a newer one) has made; None where there is none.
+
+    A fenced life may have left a late one of a higher number, which nobody may wait for.
+    """
+    for version in reversed([v for v in list_versions(paths) if v > above]):
+        try:
+            if read_manifest(paths.weights_step(version)).incarnation >= incarnation:
+                return version
+        except ArtifactError as error:
+            logger.debug(f"weights version {version} cannot be read yet: {error}")
+    return None
 
 
 def prune_weights(paths: RunPaths, keep_last: int, incarnation: int = 0, *, keep: Collection[int] = ()) -> list[int]:
@@ -58,7 +71,7 @@ def prune_weights(paths: RunPaths, keep_last: int, incarnation: int = 0, *, keep
     limit = newest_kept if floor is None else min(newest_kept, floor)
     doomed = [v for v in versions if v < limit and v not in protected]
     for version in doomed:
-        files.discard(paths.weights_step(version))
+        discard(paths, paths.weights_step(version), incarnation)
     if doomed:
         logger.debug(f"removed weight versions {doomed}")
     return doomed
@@ -66,10 +79,12 @@ def prune_weights(paths: RunPaths, keep_last: int, incarnation: int = 0, *, keep
 
 def _oldest_of_newest_whole(paths: RunPaths, versions: list[int], keep_last: int) -> int | None:
     """The lowest of the newest `keep_last` versions that are whole; None where there are fewer."""
-    whole = 0
+    whole, starts = 0, life_starts(paths)
     for version in reversed(versions):
         try:
-            verify_artifact(paths.weights_step(version), deadline_s=1.0)
+            manifest = verify_artifact(paths.weights_step(version), deadline_s=1.0)
+            if is_late(version, manifest.incarnation, starts):
+                continue
         except ArtifactError as error:
             logger.warning(f"weights version {version} is not whole and does not count as kept: {error}")
             continue
@@ -79,7 +94,7 @@ def _oldest_of_newest_whole(paths: RunPaths, versions: list[int], keep_last: int
     return None
 
 
-def remove_versions_after(paths: RunPaths, version: int) -> list[int]:
+def remove_versions_after(paths: RunPaths, version: int, incarnation: int = 0) -> list[int]:
     """Delete the versions above `version`: a run resumed there makes them anew. Supervisor only.
 
     Returns:
@@ -87,5 +102,5 @@ def remove_versions_after(paths: RunPaths, version: int) -> list[int]:
     """
     removed = [v for v in list_versions(paths) if v > version]
     for v in reversed(removed):
-        files.discard(paths.weights_step(v))
+        discard(paths, paths.weights_step(v), incarnation)
     return removed

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.store import files
+
 
 @dataclass
 class Attempt:
@@ -43,32 +45,38 @@ class Attempt:
 
 def read_attempts(path: Path) -> list[dict[str, Any]]:
     """The attempts so far, the last word about each; a torn last line is left out."""
+    return _parse(path.read_bytes()) if path.exists() else []
+
+
+def _parse(content: bytes) -> list[dict[str, Any]]:
     rows: dict[int, dict[str, Any]] = {}
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            rows[row["attempt"]] = row
+    for line in content.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        rows[row["attempt"]] = row
     return [rows[key] for key in sorted(rows)]
 
 
 def write_attempt(path: Path, attempt: Attempt) -> None:
-    """Rewrite the file with this attempt's line added or replaced (temporary file and rename)."""
+    """Rewrite the file with this attempt's line added or replaced.
+
+    Raises:
+        StoreError: disk full, not writable.
+    """
     rewrite_row(path, asdict(attempt))
 
 
 def rewrite_row(path: Path, row: dict[str, Any]) -> None:
     """Add or replace the line of `row["attempt"]`."""
-    rows = {known["attempt"]: known for known in read_attempts(path)}
-    rows[row["attempt"]] = row
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(rows[key]) + "\n" for key in sorted(rows))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+
+    def add(content: bytes) -> bytes:
+        rows = {known["attempt"]: known for known in _parse(content)}
+        rows[row["attempt"]] = row
+        return "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)).encode()
+
+    files.update_file(path, add)
 
 
 def begin(
@@ -80,11 +88,27 @@ def begin(
     job_id: str | None,
     restarts: int | None = None,
 ) -> Attempt:
-    """Open the next attempt and write its line."""
+    """Open the next attempt and write its line.
+
+    Its number is that of a log directory which did not exist: two lives that begin at once never share one.
+
+    Raises:
+        StoreError: disk full, not writable.
+    """
     number = max((row["attempt"] for row in read_attempts(path)), default=0) + 1
+    while not _take(path.parent / "logs" / f"attempt_{number}"):
+        number += 1
     attempt = Attempt(number, incarnation, time.time(), why, job_id=job_id, resume_step=resume_step, restarts=restarts)
     write_attempt(path, attempt)
     return attempt
+
+
+def _take(log_dir: Path) -> bool:
+    try:
+        files.make_dir(log_dir, exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def is_held(row: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from prime_hpc.store.adopt import claim_root
 from prime_hpc.store.checkpoints import newest_first
 from prime_hpc.store.children import list_children
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.layout import RunPaths, claim_incarnation
+from prime_hpc.store.layout import RunPaths, claim_incarnation, current_incarnation, record_start
 from prime_hpc.store.rewind import rewind
 from prime_hpc.supervisor.attempts import Attempt, begin, is_held, read_attempts
 from prime_hpc.supervisor.resume import choose_start, remember, take_over
@@ -43,6 +43,7 @@ def begin_attempt(
         ConfigError: another process holds the run, or the checkpoint asked for does not exist or is broken.
     """
     paths = run_paths(experiment, run_dir)
+    newest = current_incarnation(paths)
     earlier = read_attempts(paths.attempts)
     for row in earlier:
         if is_held(row):
@@ -52,10 +53,11 @@ def begin_attempt(
             )
     try:
         claim_root(paths, again=bool(earlier))
-        incarnation = claim_incarnation(paths)
+        incarnation = claim_incarnation(paths, after=newest)
         start = None if is_parent(experiment) else choose_start(experiment, paths, again=bool(earlier))
         step = start.info.step if start is not None else None
-        rewind(paths, step or 0)
+        record_start(paths, incarnation, step or 0)
+        rewind(paths, step or 0, incarnation)
         if start is not None:
             take_over(start, experiment, paths, incarnation)
             remember(experiment, paths, start)

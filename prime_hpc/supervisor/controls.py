@@ -12,6 +12,7 @@ from types import FrameType
 
 from loguru import logger
 
+from prime_hpc.store import files
 from prime_hpc.supervisor.allocation import Allocation
 from prime_hpc.supervisor.inquest import JobLog, granted_until, why_terminated
 
@@ -135,10 +136,10 @@ class Controls:
             logger.warning(f"{self._run_dir} cannot be listed: {error}")
             return None
         if SAVE in names:
-            (self._run_dir / SAVE).unlink(missing_ok=True)
+            files.remove_file(self._run_dir / SAVE)
             self.num_saves += 1
         if STOP in names:
-            (self._run_dir / STOP).unlink(missing_ok=True)
+            files.remove_file(self._run_dir / STOP)
             return StopRequest("the file STOP was found", "stopped", 0, True, self._budget())
         return None
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.store import files
+from prime_hpc.store.errors import StoreError
+
 STATUS_JSON = "status.json"
 INTERVAL_S = 2.0
 
@@ -28,11 +31,9 @@ class LiveStatus:
             return
         self._next = time.monotonic() + INTERVAL_S
         row = {"time": time.time(), **self._constant, **values}
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            temporary.write_text(json.dumps(row), encoding="utf-8")
-            temporary.replace(self._path)
-        except OSError as error:
+            files.write_atomic(self._path, json.dumps(row).encode(), sync=False)
+        except (OSError, StoreError) as error:
             if not self._warned:
                 logger.warning(f"{self._path} could not be written: {error}")
             self._warned = True

@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 a role failed, 2 the config cannot run here, 75 the job co
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from loguru import logger
 
@@ -16,6 +17,7 @@ from prime_hpc.config.site import read_site
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.layout import RunPaths
 from prime_hpc.supervisor import ports
 from prime_hpc.supervisor.allocation import Allocation, read_allocation
 from prime_hpc.supervisor.attempts import read_attempts, rewrite_row
@@ -169,16 +171,24 @@ def _come_back(experiment: Experiment, run_dir: Path, allocation: Allocation, co
     if last["next"] == "slurm":
         return EXIT_AGAIN  # it is in the queue again already
     logger.info(f"the job comes back ({mode}): {decision.why}")
-    rewrite_row(paths.attempts, {**last, "next": mode})
+    _note(paths, {**last, "next": mode})
     exclude = experiment.slurm.survive.exclude_bad_nodes
     exclude = site.exclude_bad_nodes if exclude is None else exclude
     bad = nodes_to_avoid(experiment, last["lost_nodes"]) if exclude else []
     # of a het job no component can shrink, and each would need its own number
     num_nodes = 0 if allocation.is_het else place_slurm(experiment, site).num_nodes
     if not come_back(allocation.job_id, mode, num_nodes, bad):
-        rewrite_row(paths.attempts, {**last, "next": None})
+        _note(paths, {**last, "next": None})
         return code or 1
     return EXIT_AGAIN
+
+
+def _note(paths: RunPaths, row: dict[str, Any]) -> None:
+    """Change an attempt's line; a full disk is no reason not to come back."""
+    try:
+        rewrite_row(paths.attempts, row)
+    except (OSError, StoreError) as error:
+        logger.warning(f"{paths.attempts} could not be written: {error}")
 
 
 def _describe(experiment: Experiment, spec: RoleSpec) -> str:

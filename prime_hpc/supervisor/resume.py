@@ -7,6 +7,7 @@ that go on from the newest whole checkpoint, or a requeued job would fall back t
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import xxhash
 from loguru import logger
@@ -18,7 +19,7 @@ from prime_hpc.store.artifact import ArtifactError, verify_artifact
 from prime_hpc.store.checkpoints import CheckpointInfo, newest_first, resolve_resume
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.identity import conflicts, model_identity
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.layout import RunPaths, is_late, life_starts
 
 KEY = "ckpt.resume_step"
 
@@ -52,6 +53,10 @@ def choose_start(experiment: Experiment, paths: RunPaths, again: bool) -> Start 
     if not again and obeyed_at is None:
         return None
     for info in newest_first(paths.checkpoints, deep=True):
+        late = _is_of_a_fenced_life(paths, info)
+        if late is not None:
+            logger.warning(f"checkpoint of step {info.step} is skipped: {late}")
+            continue
         if experiment.kind != "rl" or info.orchestrator_state is not None:
             return Start(info, is_foreign=False, was_asked=False)
         logger.warning(f"checkpoint of step {info.step} is skipped: it holds no orchestrator state")
@@ -63,7 +68,7 @@ def _asked(experiment: Experiment, paths: RunPaths, asked: int | str | Path) -> 
         if isinstance(asked, Path):
             info = find_checkpoint(asked)
         else:
-            info = resolve_resume(paths.checkpoints, "latest" if isinstance(asked, str) else asked)
+            info = _own(paths, "latest" if isinstance(asked, str) else asked)
     except StoreError as error:
         raise ConfigError(f"{KEY} = {asked}: {error}") from error
     is_foreign = info.path.parent.resolve() != paths.checkpoints.resolve()
@@ -76,6 +81,32 @@ def _asked(experiment: Experiment, paths: RunPaths, asked: int | str | Path) -> 
     if wrong:
         raise ConfigError(f"{KEY} = {asked}: {info.path} cannot be resumed from: {'; '.join(wrong)}")
     return Start(info, is_foreign, was_asked=True)
+
+
+def _own(paths: RunPaths, which: Literal["latest"] | int) -> CheckpointInfo:
+    """The checkpoint of this run that is meant.
+
+    Raises:
+        StoreError: there is none, it is broken, or a fenced life wrote it.
+    """
+    info = resolve_resume(paths.checkpoints, which)
+    why = _is_of_a_fenced_life(paths, info)
+    if why is None:
+        return info
+    if which != "latest":
+        raise StoreError(f"checkpoint of step {info.step}: {why}")
+    for other in newest_first(paths.checkpoints, deep=True):
+        if _is_of_a_fenced_life(paths, other) is None:
+            return other
+    raise StoreError(f"{paths.checkpoints}: no whole checkpoint to resume from ({why})")
+
+
+def _is_of_a_fenced_life(paths: RunPaths, info: CheckpointInfo) -> str | None:
+    """Why a checkpoint of this run does not belong to what it has done since; None where it does."""
+    life = info.manifest.incarnation
+    if is_late(info.step, life, life_starts(paths)):
+        return f"life {life} wrote it after a newer life had begun below step {info.step}"
+    return None
 
 
 def misfits(experiment: Experiment, info: CheckpointInfo) -> list[str]:

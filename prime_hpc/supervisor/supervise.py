@@ -4,6 +4,7 @@ The same object on a laptop, under submitit's LocalExecutor and as a Slurm job's
 Called by `prime_hpc.supervisor.main`.
 """
 
+import contextlib
 import os
 import secrets
 import time
@@ -17,8 +18,11 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.children import is_parent
 from prime_hpc.observe.console import Console
 from prime_hpc.observe.context import role_environment
+from prime_hpc.store import files
 from prime_hpc.store.doorbell import DoorbellHub
-from prime_hpc.supervisor.agent import BEAT_S, FENCE
+from prime_hpc.store.errors import FencedError, StoreError
+from prime_hpc.store.layout import check_incarnation
+from prime_hpc.supervisor.agent import BEAT_S, FENCE, FENCE_LOOK_S
 from prime_hpc.supervisor.attempts import Attempt, write_attempt
 from prime_hpc.supervisor.begin import newest_saved_step, run_paths
 from prime_hpc.supervisor.checkup import Checkup
@@ -92,6 +96,8 @@ class Supervisor:
         self._stop: tuple[StopRequest, float] | None = None
         self._next_health: dict[str, float] = {}
         self._next_pulse = 0.0
+        self._next_fence_look = 0.0
+        self._is_fenced = False
         self._last_tick = time.monotonic()
         self._ready_at: float | None = None
         self._saves_asked = 0
@@ -122,7 +128,7 @@ class Supervisor:
                 time.sleep(TICK_S)
         except Ended as end:
             ended = end
-        except OSError as error:  # a full disk under the logs, a process table that is full
+        except (OSError, StoreError) as error:  # a full disk under the logs, a process table that is full
             ended = Ended(1, f"the supervisor could not go on: {error}")
         finally:
             self._end(ended)
@@ -170,9 +176,8 @@ class Supervisor:
             own = (self._paths.root, self._experiment, self._attempt, self._environment, self._hub.ring, self._reaper)
             self._children = Children(*own)
         latest = self._paths.root / "logs" / "latest"
-        latest.parent.mkdir(parents=True, exist_ok=True)
-        latest.unlink(missing_ok=True)
-        latest.symlink_to(f"attempt_{self._attempt.attempt}")
+        files.make_dir(latest.parent)
+        files.replace_link(latest, f"attempt_{self._attempt.attempt}")
         for spec in self._specs:
             role = self._make_role(spec, environment)
             self._roles.append(role)  # before it starts: its agents may speak at once
@@ -195,6 +200,7 @@ class Supervisor:
     def _tick(self) -> None:
         self._forgive_own_delay()
         self._pulse()
+        self._end_if_fenced()
         self._obey()
         for role in self._roles:
             if role.state not in ("done", "away"):
@@ -244,6 +250,20 @@ class Supervisor:
         if now >= self._next_pulse:
             self._next_pulse = now + PULSE_S
             self._hub.ring("pulse", time=time.time())
+
+    def _end_if_fenced(self) -> None:
+        """A newer life of the run has begun elsewhere: this one may change nothing any more, and must not go on."""
+        now = time.monotonic()
+        if now < self._next_fence_look:
+            return
+        self._next_fence_look = now + FENCE_LOOK_S
+        try:
+            check_incarnation(self._paths, self._attempt.incarnation)
+        except FencedError as error:
+            self._is_fenced = True
+            raise Ended(1, str(error)) from error
+        except OSError as error:  # the file system does not answer: whoever writes will see
+            logger.warning(f"{self._paths.incarnation} cannot be listed: {error}")
 
     def _obey(self) -> None:
         """Signals, the files SAVE and STOP, the time limit."""
@@ -409,6 +429,11 @@ class Supervisor:
             time.sleep(0.1)
 
     def _write_down(self, ended: Ended) -> None:
+        self._next_fence_look = 0.0
+        with contextlib.suppress(Ended):
+            self._end_if_fenced()
+        if self._is_fenced:  # the newer life has written this one's end, and the files are its own
+            return
         now = time.time()
         attempt = self._attempt
         attempt.ended, attempt.exit_code, attempt.cause, attempt.outcome = now, ended.code, ended.cause, ended.outcome
@@ -422,5 +447,5 @@ class Supervisor:
         self._live.write(now=True, **{**self._facts(), "state": "ended", "cause": ended.cause})
         try:
             write_attempt(self._paths.attempts, attempt)
-        except OSError as error:
+        except (OSError, StoreError) as error:
             logger.warning(f"{self._paths.attempts} could not be written: {error}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.store import adopt
+from prime_hpc.store import adopt, files
 from prime_hpc.store.artifact import verify_artifact
 from prime_hpc.store.checkpoints import resolve_resume
 from prime_hpc.store.layout import RunPaths, list_steps
@@ -164,7 +164,7 @@ def test_takes_copies_where_links_are_refused(tmp_path: Path, monkeypatch: pytes
     def refuse(*_: object) -> None:
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr(adopt.os, "link", refuse)
+    monkeypatch.setattr(files.os, "link", refuse)
     exp = experiment(tmp_path, "mine", ckpt={"resume_step": str(source.root)})
     assert life(exp) == 10
     mine = RunPaths(exp.run_dir).checkpoint_step(10) / SHARD
@@ -174,14 +174,14 @@ def test_takes_copies_where_links_are_refused(tmp_path: Path, monkeypatch: pytes
 
 def test_a_checkpoint_that_is_pruned_meanwhile_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = train(experiment(tmp_path, "other"), 10)
-    link = adopt.os.link
+    link = files.os.link
 
     def prune_first(path: Path, target: Path) -> None:
         if path.name == "__0_0.distcp":
             shutil.rmtree(source.checkpoints)
         link(path, target)
 
-    monkeypatch.setattr(adopt.os, "link", prune_first)
+    monkeypatch.setattr(files.os, "link", prune_first)
     exp = experiment(tmp_path, "mine", ckpt={"resume_step": str(source.root)})
     with pytest.raises(ConfigError, match="none any more"):
         life(exp)

@@ -74,7 +74,7 @@ def test_foreign_directories_are_never_deleted(paths: RunPaths) -> None:
     assert (foreign / "trainer.pt").exists()
     later = paths.checkpoint_step(9)
     foreign.rename(later)
-    assert remove_checkpoints_after(paths.checkpoints, 4) == [6, 9]
+    assert remove_checkpoints_after(paths, 4) == [6, 9]
     (aside,) = paths.checkpoints.glob("set-aside-step_9-*")
     assert (aside / "trainer.pt").read_text() == "somebody's"
     assert there(paths) == []

@@ -142,7 +142,7 @@ def test_checkpoint_holds_both_halves(paths):
     assert checkpoint(paths, 20, with_batch=False).step == 20
     assert resolve_resume(paths.checkpoints, "latest").orchestrator_state is None
     assert [c.step for c in list_checkpoints(paths.checkpoints)] == [10, 20]
-    assert remove_checkpoints_after(paths.checkpoints, 10) == [20]
+    assert remove_checkpoints_after(paths, 10) == [20]
 
 
 def test_checkpoint_without_trainer_files_is_refused(paths):

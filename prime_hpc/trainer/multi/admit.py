@@ -11,7 +11,7 @@ from prime_hpc.config.snapshot import RUN_YAML, read_experiment
 from prime_hpc.store import files
 from prime_hpc.store.artifact import ArtifactError, verify_artifact
 from prime_hpc.store.checkpoints import CheckpointInfo, newest_first
-from prime_hpc.store.layout import RunPaths, claim_incarnation
+from prime_hpc.store.layout import RunPaths, claim_incarnation, record_start
 from prime_hpc.store.rewind import rewind
 
 
@@ -61,7 +61,9 @@ def prepare(parent: Experiment, path: Path, slot: int) -> Admission:
     incarnation = claim_incarnation(paths)
     resume = next((info for info in newest_first(paths.checkpoints, deep=True) if _has_both_halves(info)), None)
     if incarnation > 1:  # what lies there before its first life was put there to be trained on
-        rewind(paths, resume.step if resume is not None else 0)
+        step = resume.step if resume is not None else 0
+        record_start(paths, incarnation, step)
+        rewind(paths, step, incarnation)
     republish = resume is not None and not _is_whole(paths.weights_step(resume.step))
     return Admission(path.name, path, child, slot, incarnation, resume, republish)
 

@@ -1,0 +1,162 @@
+"""`python -m MODULE` without its seconds of imports: the process forks instead of starting an interpreter anew.
+
+`install` replaces `subprocess.Popen` in a process that has imported everything a run needs (torch, transformers,
+verifiers). Children that would run `sys.executable -m MODULE ...` become forks of it: real processes with their own
+pid, session, environment, descriptors and signals, children of the process that started them, ended and waited for as
+always. The product's code is untouched and knows nothing of it. Everything else is started as usual.
+
+Used by the fault harness alone (`tools/faults`), never inside pytest's own process.
+"""
+
+import contextlib
+import gc
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from loguru import logger
+
+from tests.faults import inject
+
+PRELOAD = [
+    "anyio._backends._asyncio",
+    "httpcore",
+    "matplotlib.pyplot",
+    "prime_hpc.cli",
+    "prime_hpc.launch.local",
+    "prime_hpc.supervisor.main",
+    "prime_hpc.supervisor.reaper",
+    "prime_hpc.orchestrator.main",
+    "prime_hpc.envs.engine",
+    "prime_hpc.envs.harness",
+    "prime_hpc.envs.tasksets.reverse_text",
+    "prime_hpc.trainer.main",
+    "prime_hpc.trainer.replay",
+    "prime_hpc.trainer.rl",
+    "prime_hpc.trainer.sft",
+    "renderers",
+    "safetensors.torch",
+    "tests.support.scripted_server",
+    "torch.distributed.run",
+    "torch.distributed.checkpoint.format_utils",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.optim",
+    "transformers.generation.configuration_utils",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "verifiers.v1.utils.loaders",
+    "yaml",
+]
+"""What the processes of a run spend their first seconds on."""
+_FLAGS = ("-u", "-B", "-I", "-E", "-s", "-S")
+
+
+def module_of(args: Sequence[Any]) -> list[str] | None:
+    """`[MODULE, argument, ...]` where the command is this interpreter with `-m MODULE`, else None."""
+    words = [os.fspath(word) for word in args]
+    if not words or words[0] != sys.executable:
+        return None
+    rest = words[1:]
+    while rest and rest[0] in _FLAGS:
+        rest = rest[1:]
+    return rest[1:] if len(rest) > 1 and rest[0] == "-m" else None
+
+
+class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """`subprocess.Popen` whose Python children are forks."""
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
+        """As in CPython 3.11; only the exec is left out."""
+        command = module_of(args) if not isinstance(args, str | bytes) else None
+        if command is None:
+            super()._execute_child(args, executable, preexec_fn, *rest)  # type: ignore[misc]
+            return
+        _close_fds, _pass_fds, cwd, env, _info, _flags, _shell, p2cread, p2cwrite, c2pread, c2pwrite = rest[:11]
+        errread, errwrite, _signals, _gid, _gids, _uid, _umask, new_session, _group = rest[11:]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(command, env, cwd, new_session, preexec_fn, (p2cread, c2pwrite, errwrite))
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Import everything, then fork from now on."""
+    import importlib
+
+    for name in PRELOAD:
+        importlib.import_module(name)
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    subprocess_handler.Popen = ForkingPopen
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    # For a log line it inspects the whole stack and every module, thousands of them here: 3 s of CPU a start.
+    dynamic_rendezvous.get_method_name = lambda depth=2: "rendezvous"
+    gc.collect()
+    gc.freeze()  # or every collection in every child would copy the pages of what is shared
+
+
+def _become(
+    command: list[str], env: Any, cwd: Any, new_session: bool, preexec_fn: Any, ends: tuple[int, int, int]
+) -> None:
+    """In the child: what exec would have made new, then the module as `__main__`. Never returns."""
+    code = 1
+    try:
+        if new_session:
+            os.setsid()
+        logger.remove()  # the parent's sinks, before their descriptors get other owners
+        _replace_descriptors(ends)
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if cwd is not None:
+            os.chdir(cwd)
+        if env is not None:
+            os.environ.clear()
+            os.environ.update({os.fsdecode(k): os.fsdecode(v) for k, v in env.items()})
+        if preexec_fn is not None:
+            preexec_fn()
+        module, sys.argv = command[0], ["-m", *command[1:]]
+        inject.begin(module)
+        sys.modules.pop(module, None)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - the child's outermost frame: what an interpreter does
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+_KEPT: list[Any] = []
+"""The parent's streams: collected, they would close descriptors that are others' by now."""
+
+
+def _replace_descriptors(ends: tuple[int, int, int]) -> None:
+    """Standard input, output and error as the parent wants them; everything else is closed."""
+    copies = [os.dup(end) if end != -1 else -1 for end in ends]
+    for number, copy in enumerate(copies):
+        if copy != -1:
+            os.dup2(copy, number)
+    os.closerange(3, 1024)
+    _KEPT.extend([sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__])
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

@@ -1,0 +1,167 @@
+"""What goes wrong in one process of a run, and where: read from the environment by the harness's own entry, not by
+prime_hpc.
+
+`FAULTS` is a `Plan` as JSON. Every process of the life is told the same plan; the role that it names carries it out at
+the n-th time that it does this operation on this path. Roles: supervisor (with the command `rl` around it),
+orchestrator, rank0, rank1; torchrun and the reaper change no file.
+
+Called by `fork` in each child, and by `site/sitecustomize.py` in processes that are really started anew.
+"""
+
+import errno
+import functools
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FAULTS = "FAULTS"
+ROLES = ("supervisor", "orchestrator", "rank0", "rank1")
+_WRITER = re.compile(r"-[A-Za-z0-9.]+-\d+-[0-9a-f]{8}(?=/|$)")
+_LIFE = re.compile(r"-i\d{4}(?=-|/|$)")
+WITHOUT_SPACE = ("create", "write", "torn", "fsync", "mkdir")
+"""Operations that a full disk refuses; it still renames and removes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One fault, or a record of where there could be one."""
+
+    scratch: str
+    """Directory of the life: pids, the record, the mark `reached`."""
+    run_dir: str
+    role: str = ""
+    """Who; empty: only record."""
+    operation: str = ""
+    path: str = ""
+    """Normalised, see `normal`."""
+    number: int = 1
+    """Which time."""
+    how: str = "kill"
+    """`kill` this process; `kill-all`; `stop` this process and all others (SIGSTOP); ENOSPC, EDQUOT or EIO from then
+    on; `once:ENOSPC` and so on only there."""
+    host: str = ""
+    """Name of the machine that this life's supervisor believes to be on; empty: the real one."""
+
+    def environment(self) -> dict[str, str]:
+        """What a process of the life is told."""
+        return {FAULTS: json.dumps(asdict(self))}
+
+
+def normal(path: Path, run_dir: str) -> str:
+    """A path below the run directory without what differs between lives and writers."""
+    text = os.path.relpath(path, run_dir)
+    return _LIFE.sub("-i*", _WRITER.sub("-*", text))
+
+
+def role_of(module: str) -> str:
+    """The role that `python -m module` plays."""
+    if module in ("tests.faults.entry", "prime_hpc.supervisor.main"):
+        return "supervisor"
+    if module == "prime_hpc.trainer.main":
+        return f"rank{os.environ.get('RANK', '0')}"
+    return {"prime_hpc.orchestrator.main": "orchestrator", "torch.distributed.run": "torchrun"}.get(module, "other")
+
+
+def begin(module: str) -> None:
+    """Take part in the plan, if there is one."""
+    from prime_hpc.store import files
+    from prime_hpc.supervisor import attempts
+
+    files._observers.clear()  # a fork's parent's own
+    text = os.environ.get(FAULTS)
+    if text is None:
+        return
+    plan = Plan(**json.loads(text))
+    pids = Path(plan.scratch) / "pids"
+    (pids / str(os.getpid())).write_text(role_of(module))
+    if plan.host and role_of(module) == "supervisor":
+        attempts.Attempt = functools.partial(attempts.Attempt, host=plan.host)  # type: ignore[misc,assignment]
+    if (Path(plan.scratch) / "all").exists():  # forked while all were being ended
+        os.kill(os.getpid(), signal.SIGKILL)
+    Fault(plan, role_of(module)).arm()
+
+
+class Fault:
+    """The plan in one process."""
+
+    def __init__(self, plan: Plan, role: str) -> None:
+        self._plan, self._role = plan, role
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
+        self._broken = False
+        self._record = -1
+        if not plan.role:
+            name = Path(plan.scratch) / f"record.{role}"
+            self._record = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def arm(self) -> None:
+        """Watch this process's operations until it ends."""
+        from prime_hpc.store import files
+
+        if self._role == self._plan.role or not self._plan.role:
+            files._observers.append(self.observe)
+
+    def observe(self, operation: str, path: Path) -> None:
+        """An operation is about to happen (`torn`: a write is half done)."""
+        plan = self._plan
+        where = normal(path, plan.run_dir)
+        with self._lock:
+            self._counts[operation, where] += 1
+            number = self._counts[operation, where]
+        if self._record >= 0:
+            os.write(self._record, (json.dumps([operation, where, number]) + "\n").encode())
+            return
+        kind = plan.how.removeprefix("once:")
+        if self._broken:
+            self._refuse(kind, operation, path)
+        if (operation, where, number) == (plan.operation, plan.path, plan.number):
+            (Path(plan.scratch) / "reached").touch()
+            if plan.how in ("kill", "kill-all", "stop"):
+                self._strike(plan.how)
+            else:
+                self._broken = not plan.how.startswith("once:")
+                self._refuse(kind, operation, path)
+
+    def _refuse(self, kind: str, operation: str, path: Path) -> None:
+        if kind == "EIO" or operation in WITHOUT_SPACE:
+            number = getattr(errno, kind)
+            raise OSError(number, os.strerror(number), str(path))
+
+    def _strike(self, how: str) -> None:
+        number = signal.SIGSTOP if how == "stop" else signal.SIGKILL
+        scratch = Path(self._plan.scratch)
+        if how != "kill":
+            (scratch / "all").touch()
+            strike_all(scratch, number)
+        os.kill(os.getpid(), number)
+        if number == signal.SIGKILL:
+            time.sleep(60)  # a signal to oneself comes at the next chance
+
+
+def strike_all(scratch: Path, number: int) -> None:
+    """Signal every process of the life but this one."""
+    for pid in living(scratch):
+        if pid != os.getpid():
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+def living(scratch: Path) -> list[int]:
+    """Processes of the life that are there and no zombies."""
+    found = []
+    for entry in (scratch / "pids").iterdir():
+        try:
+            state = Path(f"/proc/{entry.name}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state not in "ZX":
+            found.append(int(entry.name))
+    return found

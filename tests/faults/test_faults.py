@@ -1,0 +1,34 @@
+"""The short form of `tools/faults`: a few points of every way in which a run can break. The full sweep is the tool's.
+
+In a process of its own: the harness replaces `subprocess.Popen` and forks.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HOWS = "kill,kill-all,stop,twins,ENOSPC"
+SAMPLE = 10
+
+
+@pytest.mark.slow
+def test_a_run_broken_in_every_way_loses_nothing(tmp_path: Path) -> None:
+    flags = ["--how", HOWS, "--roles", "orchestrator,rank0,rank1", "--sample", str(SAMPLE), "--profiles", "async"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "faults"), "--json", *flags, "--keep", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=290,
+    )
+    assert done.stdout, done.stderr[-3000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    wrong = {key: figures[key] for key in ("skipped", "duplicated", "mismatches", "broken", "failed")}
+    assert not any(wrong.values()), f"{wrong}\n{done.stderr[-6000:]}"
+    assert done.returncode == 0 and figures["bad_points"] == []
+    assert figures["kill_points"] >= 3 and figures["two_lives"] >= 2 and figures["error_points"] >= 1
+    assert figures["never_reached"] <= 2

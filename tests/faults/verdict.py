@@ -1,0 +1,160 @@
+"""What must be true of a run directory after a run that was interrupted and brought back. Called by `sweep`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.orchestrator.assemble import EPISODE_BITS
+from prime_hpc.store.artifact import MANIFEST, read_manifest, verify_artifact
+from prime_hpc.store.batches import RankBatch, read_rank_batch, read_state
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.layout import RunPaths, life_starts, list_steps
+from prime_hpc.supervisor.attempts import read_attempts
+from tests.faults.oracle import WORLD_SIZE, Oracle
+from tests.faults.world import GROUP, PROMPTS, STEPS
+
+
+@dataclass
+class Verdict:
+    """What is wrong with a run; everything empty: nothing."""
+
+    skipped: list[int] = field(default_factory=list)
+    """Positions of the prompt stream that no batch holds, and which nobody remembers as still to do."""
+    duplicated: list[int] = field(default_factory=list)
+    """Positions in more than one batch, or in one and still to do."""
+    mismatches: list[str] = field(default_factory=list)
+    """Where the final state is not that of the uninterrupted run on the same batches."""
+    broken: list[str] = field(default_factory=list)
+    """Artifacts that fail their manifest, temporary names that are left, retention that does not hold."""
+    failed: list[str] = field(default_factory=list)
+    """A life that did not end as it should."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all is well."""
+        return not any(vars(self).values())
+
+    def words(self) -> list[str]:
+        """All findings, one a line."""
+        return [f"{kind}: {item}" for kind, items in vars(self).items() for item in items]
+
+
+def rollouts_of(paths: RunPaths) -> dict[int, set[bytes]]:
+    """Prompt position -> the token sequences that were trained on for it, of all batches."""
+    found: dict[int, set[bytes]] = {}
+    for step in list_steps(paths.rollouts):
+        for rank in range(WORLD_SIZE):
+            batch = read_rank_batch(paths.rollouts_step(step), rank)
+            for index, group in enumerate(batch.group_ids.tolist()):
+                found.setdefault(group, set()).add(_tokens(batch, index))
+    return found
+
+
+def _tokens(batch: RankBatch, index: int) -> bytes:
+    span = slice(int(batch.seq_offsets[index]), int(batch.seq_offsets[index + 1]))
+    return batch.token_ids[span].tobytes() + batch.logprobs[span].tobytes()
+
+
+def judge(run_dir: Path, reference: dict[int, set[bytes]], oracle: Oracle, ckpt: dict[str, Any]) -> Verdict:
+    """Check a finished run.
+
+    Args:
+        run_dir: its directory.
+        reference: `rollouts_of` an uninterrupted run with the same server.
+        oracle: knows the state that it should have.
+        ckpt: its checkpoint section.
+    """
+    paths, verdict = RunPaths(run_dir), Verdict()
+    try:
+        _judge_prompts(paths, verdict)
+        _judge_rollouts(paths, reference, verdict)
+        _judge_artifacts(paths, verdict)
+        if not verdict.broken:
+            verdict.mismatches += oracle.differences(run_dir, STEPS)
+    except (StoreError, OSError, ValueError) as error:
+        verdict.broken.append(f"{type(error).__name__}: {error}")
+    _judge_retention(paths, ckpt, verdict)
+    _judge_leftovers(run_dir, verdict)
+    _judge_attempts(paths, verdict)
+    return verdict
+
+
+def _judge_prompts(paths: RunPaths, verdict: Verdict) -> None:
+    """Every position below the cursor is in exactly one batch, dropped once, or still to do."""
+    seen: list[int] = []
+    state: dict[str, Any] = {}
+    for step in range(1, STEPS + 1):
+        state = read_state(paths.rollouts_step(step))
+        if len(state["used"]) != PROMPTS:
+            verdict.failed.append(f"batch {step} holds {len(state['used'])} prompts")
+        seen += [*state["used"], *state["dropped"]]
+    seen += [position for position, *_ in state["prompts"]["pending"]]
+    verdict.duplicated += sorted({position for position in seen if seen.count(position) > 1})
+    verdict.skipped += sorted(set(range(state["prompts"]["cursor"])) - set(seen))
+    beyond = [position for position in seen if position >= state["prompts"]["cursor"]]
+    verdict.failed += [f"prompt {position} lies beyond the stream's cursor" for position in beyond]
+
+
+def _judge_rollouts(paths: RunPaths, reference: dict[int, set[bytes]], verdict: Verdict) -> None:
+    """What a batch says that it used is what its ranks hold, once, and each sequence is one of its prompt's."""
+    for step in range(1, STEPS + 1):
+        used = set(read_state(paths.rollouts_step(step))["used"])
+        samples: list[int] = []
+        for rank in range(WORLD_SIZE):
+            batch = read_rank_batch(paths.rollouts_step(step), rank)
+            samples += batch.sample_ids.tolist()
+            for index, group in enumerate(batch.group_ids.tolist()):
+                if group not in used or group != batch.sample_ids[index] >> EPISODE_BITS:
+                    verdict.mismatches.append(f"batch {step} holds a rollout of prompt {group}, which it did not use")
+                elif group in reference and _tokens(batch, index) not in reference[group]:
+                    verdict.mismatches.append(f"batch {step}: a rollout of prompt {group} is another prompt's")
+        if len(samples) != len(set(samples)) or len(samples) > PROMPTS * GROUP:
+            verdict.duplicated += sorted({s >> EPISODE_BITS for s in samples if samples.count(s) > 1})
+
+
+def _judge_artifacts(paths: RunPaths, verdict: Verdict) -> None:
+    for parent, digits in ((paths.rollouts, 6), (paths.weights, 6), (paths.checkpoints, 0)):
+        for step in list_steps(parent, digits):
+            name = f"step_{step:0{digits}d}"
+            try:
+                verify_artifact(parent / name, deep=True)
+            except StoreError as error:
+                verdict.broken.append(str(error))
+
+
+def _judge_retention(paths: RunPaths, ckpt: dict[str, Any], verdict: Verdict) -> None:
+    """What is kept is what the config says, and what that needs."""
+    checkpoints, weights = list_steps(paths.checkpoints, 0), list_steps(paths.weights)
+    keep = ckpt.get("keep_last")
+    if STEPS not in checkpoints or (keep is not None and len(checkpoints) > keep):
+        verdict.broken.append(f"checkpoints of steps {checkpoints} are kept, keep_last is {keep}")
+    if STEPS not in weights or not set(checkpoints) <= set(weights):
+        verdict.broken.append(f"weights {weights} do not hold all of the checkpoints' {checkpoints}")
+    if list_steps(paths.rollouts) != list(range(1, STEPS + 1)):
+        verdict.broken.append(f"batches {list_steps(paths.rollouts)} are there")
+
+
+def _judge_leftovers(run_dir: Path, verdict: Verdict) -> None:
+    """Temporary names anywhere but in the logs; in an artifact the manifest decides (`.metadata` is DCP's)."""
+    names = [p for p in run_dir.rglob(".*") if "logs" not in p.relative_to(run_dir).parts]
+    hidden = [p for p in names if not _is_named(p, run_dir)]
+    outer = [p for p in hidden if not any(parent in hidden for parent in p.parents)]
+    verdict.broken += [f"left behind: {path.relative_to(run_dir)}" for path in outer]
+
+
+def _is_named(path: Path, run_dir: Path) -> bool:
+    """Whether it is a file of a whole artifact."""
+    for parent in path.relative_to(run_dir).parents:
+        if (run_dir / parent / MANIFEST).exists() and not parent.name.startswith("."):
+            return path.relative_to(run_dir / parent).as_posix() in read_manifest(run_dir / parent).files
+    return False
+
+
+def _judge_attempts(paths: RunPaths, verdict: Verdict) -> None:
+    rows = read_attempts(paths.attempts)
+    lives, begun = {row["incarnation"] for row in rows}, set(life_starts(paths))
+    if lives != begun:
+        verdict.failed.append(f"attempts of lives {sorted(lives)} are written down, {sorted(begun)} have begun")
+    if not rows or rows[-1]["outcome"] != "completed":
+        verdict.failed.append(f"the last attempt is {rows[-1]['outcome'] if rows else 'not written down'}")
+    verdict.failed += [f"attempt {row['attempt']} has no end" for row in rows if row["ended"] is None]
