@@ -101,7 +101,7 @@ class RunPaths:
         return self.weights / f"step_{version:06d}"
 
     def failed_step(self, step: int) -> Path:
-        """What is kept of a step that was refused: a run directory of its own (`trainer/replay.py`)."""
+        """What is kept of a step that was refused: a run directory of its own (`trainer/replay`)."""
         return self.root / "failed" / f"step_{step:06d}"
 
     def checkpoint_step(self, step: int) -> Path:

@@ -125,7 +125,7 @@ def seed_everything(seed: int, rank: int) -> None:
 def train(experiment: Experiment, context: RoleContext, doorbell: Doorbell, status: RoleStatus) -> None:
     """One rank's whole life between start-up and status `done`."""
     from prime_hpc.trainer.engine import StepRefused
-    from prime_hpc.trainer.replay import keep_for_replay
+    from prime_hpc.trainer.replay.keep import keep_for_replay
     from prime_hpc.trainer.rl import run_rl
     from prime_hpc.trainer.session import build_session
     from prime_hpc.trainer.sft import run_sft

@@ -1,5 +1,7 @@
 """`prime-hpc replay RUN`: train again on the stored batches and compare the losses with the recorded ones.
 
+Of `RUN/failed/step_<n>`, which a refused step leaves behind, it computes that step again and lists its worst sequences.
+
 Shows that a run can be reproduced to the last bit on the same machine, and lets one look into a bad step at leisure:
 no inference is needed, and the run is not touched.
 
@@ -53,9 +55,10 @@ def run(argv: list[str], program: str) -> int:
         raise ConfigError(f"name the run; usage: {USAGE}")
     from prime_hpc.launch.runs import find_run
 
-    what = plan_replay(
-        find_run(rest[0]), values.get("--steps"), _number(values, "--from", 0), _number(values, "--ranks", 1)
-    )
+    run_dir = find_run(rest[0])
+    if run_dir.resolve().parent.name == "failed":
+        return _kept_step(run_dir.resolve(), _number(values, "--ranks", 1))
+    what = plan_replay(run_dir, values.get("--steps"), _number(values, "--from", 0), _number(values, "--ranks", 1))
     timeout_s = float(_number(values, "--timeout", 1) or TIMEOUT_S)
     as_json = "--json" in given
     with _scratch(values.get("--keep")) as scratch:
@@ -72,6 +75,16 @@ def run(argv: list[str], program: str) -> int:
         print(f"{program}: the trainer ended with code {code}; the end of its log:\n{log}", file=sys.stderr)
         return 1
     return 0 if result["equal"] else 1
+
+
+def _kept_step(kept: Path, num_ranks: int | None) -> int:
+    """Compute a refused step again, in the foreground; its exit code."""
+    from prime_hpc.config import load_run
+
+    experiment = load_run(kept)
+    ranks = num_ranks or experiment.trainer.num_ranks
+    what = Replay(kept, 0, 0, 0, ranks, experiment.trainer.threads_per_rank, experiment.trainer_gpu_ids)
+    return subprocess.run([*_trainer(what), str(kept)], env=_environment(what), check=False).returncode
 
 
 def _number(values: dict[str, str], flag: str, least: int) -> int | None:
@@ -230,20 +243,27 @@ class _scratch:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _execute(what: Replay, scratch: Path, timeout_s: float, *, quiet: bool) -> tuple[int, str]:
-    """Run the trainer; returns its exit code and the end of its log."""
+def _trainer(what: Replay) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={what.num_ranks}"]
-    command = [sys.executable, *(torchrun if what.num_ranks > 1 else []), "-m", "prime_hpc.trainer.rerun"]
-    command += [str(what.run_dir), str(scratch), "--after", str(what.start), "--until", str(what.last)]
+    return [sys.executable, *(torchrun if what.num_ranks > 1 else []), "-m", "prime_hpc.trainer.replay"]
+
+
+def _environment(what: Replay) -> dict[str, str]:
     threads = what.threads or max(1, (os.cpu_count() or 1) // what.num_ranks)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if what.gpus is not None and "CUDA_VISIBLE_DEVICES" not in os.environ:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, what.gpus))
-    log = scratch / "rerun.log"
+    return environment
+
+
+def _execute(what: Replay, scratch: Path, timeout_s: float, *, quiet: bool) -> tuple[int, str]:
+    """Run the trainer; returns its exit code and the end of its log."""
+    command = [*_trainer(what), str(what.run_dir), str(scratch), "--after", str(what.start), "--until", str(what.last)]
+    log = scratch / "replay.log"
     end = time.monotonic() + timeout_s
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command, stdout=file, stderr=subprocess.STDOUT, env=_environment(what), start_new_session=True
         )
     try:
         shown = _progress(scratch, quiet)

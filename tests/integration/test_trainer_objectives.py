@@ -98,9 +98,12 @@ def test_masked_correction_and_sign_descent_resume_exactly_and_warn_once(tmp_pat
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
+PRIME_HPC = "import sys; from prime_hpc.cli import main; sys.exit(main())"
+
+
 def replay(kept: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "prime_hpc.trainer.replay", str(kept)],
+        [sys.executable, "-c", PRIME_HPC, "replay", str(kept), "--ranks", "1"],
         env=environment(),
         capture_output=True,
         text=True,
@@ -119,11 +122,12 @@ def test_a_mismatch_above_the_limit_stops_before_publishing_and_is_kept(tmp_path
     assert status is not None and "MismatchError" in status["error"] and "mismatch.stop = 0.001" in status["error"]
     assert list_versions(paths) == []
     kept = paths.failed_step(1)
-    assert f"python -m prime_hpc.trainer.replay {kept}" in result.stderr + result.stdout
+    assert f"prime-hpc replay {kept}" in result.stderr + result.stdout
     again = replay(kept)  # two ranks' batch on one rank
     assert again.returncode == 1, again.stderr
     assert "mismatch.stop" in again.stdout and "8 sequences with targets" in again.stdout
-    assert replay(paths.root).returncode == 2
+    other = [sys.executable, "-m", "prime_hpc.trainer.replay", str(paths.root)]
+    assert subprocess.run(other, env=environment(), capture_output=True, timeout=200, check=False).returncode == 2
 
 
 def test_labels_all_masked_leave_the_weights_as_they_are(tmp_path: Path, model: Path) -> None:

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-NUM_ROUNDS = 7
+NUM_ROUNDS = 5
 NUM_RANKS = 2
 NUM_ENGINES = 2
 VOCAB = 16_384
@@ -175,15 +175,19 @@ def raw_write(size: int, folder: Path, source: Path) -> float:
 
 
 def raw_read(folder: Path) -> float:
-    """Seconds until as many readers as engines have read `folder/raw`; removes it."""
+    """Seconds until as many readers as engines have read `folder/raw`."""
     began = time.perf_counter()
     command = ["dd", f"if={folder / 'raw'}", "of=/dev/null", "bs=1M"]
     readers = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(NUM_ENGINES)]
     for reader in readers:
         reader.wait(COMMAND_TIMEOUT_S)
-    seconds = time.perf_counter() - began
-    (folder / "raw").unlink()
-    return seconds
+    return time.perf_counter() - began
+
+
+def settle(folder: Path) -> None:
+    """Let the file system end what it owes (write-back, and the discards of deleted files): else the side that comes
+    next pays for it."""
+    subprocess.run(["sync", "-f", str(folder)], check=True, timeout=COMMAND_TIMEOUT_S)
 
 
 async def measure(publish: Any, url: str, root: Path, folder: Path, memory: Path) -> dict[str, list[float]]:
@@ -206,6 +210,7 @@ async def measure(publish: Any, url: str, root: Path, folder: Path, memory: Path
         await client.wait_ready(READY_S)
 
         async def ours(version: int) -> None:
+            settle(folder)
             publish_s = publish(version)
             began = time.perf_counter()
             answer = await client.update_weights(paths.weights_step(version), version)
@@ -218,11 +223,13 @@ async def measure(publish: Any, url: str, root: Path, folder: Path, memory: Path
         source.write_bytes(np.random.default_rng(0).bytes((size >> 20) << 20))
 
         def raw() -> None:
+            settle(folder)
             write_s = raw_write(size, folder, source)
             read_s = raw_read(folder)
             note(raw_write=write_s, raw_read=read_s, raw=write_s + read_s)
 
         raw()
+        (folder / "raw").unlink()
         rows.clear()
         for number in range(NUM_ROUNDS):
             if number % 2:
@@ -231,6 +238,7 @@ async def measure(publish: Any, url: str, root: Path, folder: Path, memory: Path
             if not number % 2:
                 raw()
             prune_weights(paths, 1)
+            (folder / "raw").unlink()
         if await client.policy_version() != 1 + NUM_ROUNDS:
             raise RuntimeError("the server does not serve the version that was published last")
     rows["bytes"] = [size]

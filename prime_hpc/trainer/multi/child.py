@@ -24,7 +24,7 @@ from prime_hpc.trainer.engine import Objective, StepRefused
 from prime_hpc.trainer.lora import slot_parameters
 from prime_hpc.trainer.multi.admit import Admission
 from prime_hpc.trainer.multi.together import RunFailed, together
-from prime_hpc.trainer.replay import keep_for_replay
+from prime_hpc.trainer.replay.keep import keep_for_replay
 from prime_hpc.trainer.rl import rl_objective
 from prime_hpc.trainer.session import Base, Session, check_schedule, open_session
 
