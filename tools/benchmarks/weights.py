@@ -86,15 +86,15 @@ def publish_on_request(rank: int, model: Path, root: Path, pipe: Connection) -> 
     publisher = Publisher(policy, model, RunPaths(root), dtype=torch.float32, incarnation=0, model_name=str(model))
     while (version := pipe.recv()) is not None:
         dist.barrier()
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         publisher.publish(version)
-        pipe.send(time.perf_counter() - began)
+        pipe.send((time.perf_counter() - began, time.process_time() - worked))
     dist.destroy_process_group()
 
 
 @contextmanager
 def trainer(model: Path, root: Path) -> Iterator[Any]:
-    """The ranks; gives a function version -> seconds of rank 0, which commits."""
+    """The ranks; gives a function version -> seconds of rank 0, which commits, and core-seconds of all."""
     context = multiprocessing.get_context("fork")  # this module has no importable name; nothing computes here
     pipes, ranks = [], []
     for rank in range(NUM_RANKS):
@@ -104,7 +104,7 @@ def trainer(model: Path, root: Path) -> Iterator[Any]:
         pipes.append(ours)
         ranks.append(process)
 
-    def publish(version: int) -> float:
+    def publish(version: int) -> tuple[float, float]:
         for pipe in pipes:
             pipe.send(version)
         seconds = []
@@ -112,7 +112,7 @@ def trainer(model: Path, root: Path) -> Iterator[Any]:
             if not pipe.poll(COMMAND_TIMEOUT_S):
                 raise RuntimeError(f"version {version} was not published within {COMMAND_TIMEOUT_S:.0f} s")
             seconds.append(pipe.recv())
-        return seconds[0]
+        return seconds[0][0], sum(cpu for _, cpu in seconds)
 
     try:
         yield publish
@@ -211,11 +211,12 @@ async def measure(publish: Any, url: str, root: Path, folder: Path, memory: Path
 
         async def ours(version: int) -> None:
             settle(folder)
-            publish_s = publish(version)
+            publish_s, publish_cpu_s = publish(version)
             began = time.perf_counter()
             answer = await client.update_weights(paths.weights_step(version), version)
             load_s = time.perf_counter() - began
             note(publish=publish_s, load=load_s, ours=publish_s + load_s, paused=answer["seconds"]["paused"])
+            note(publish_cpu=publish_cpu_s)
 
         await ours(1)  # warm-up: plans, first pages, first load
         size = read_manifest(paths.weights_step(1)).total_size
@@ -270,7 +271,10 @@ def run() -> dict[str, Any]:
         ),
         "num_parameters": num_parameters,
         "bytes": int(median["bytes"]),
-        **{f"{key}_s": median[key] for key in ("publish", "load", "paused", "ours", "raw_write", "raw_read", "raw")},
+        **{
+            f"{key}_s": median[key]
+            for key in ("publish", "publish_cpu", "load", "paused", "ours", "raw_write", "raw_read", "raw")
+        },
         "num_ranks": NUM_RANKS,
         "num_engines": NUM_ENGINES,
         "num_rounds": NUM_ROUNDS,
@@ -285,8 +289,8 @@ def render(result: dict[str, Any]) -> str:
             f"{result['num_parameters'] / 1e6:.0f}M parameters, {result['bytes'] / 1e6:.0f} MB a version, "
             f"{result['num_ranks']} trainer ranks, {result['num_engines']} engines, {result['cores']} cores, "
             f"{result['num_rounds']} rounds",
-            f"published {result['publish_s']:.3f} s + loaded {result['load_s']:.3f} s (paused {result['paused_s']:.3f} "
-            f"s) = {result['ours_s']:.3f} s",
+            f"published {result['publish_s']:.3f} s ({result['publish_cpu_s']:.2f} core-seconds of all ranks) + loaded "
+            f"{result['load_s']:.3f} s (paused {result['paused_s']:.3f} s) = {result['ours_s']:.3f} s",
             f"raw: written {result['raw_write_s']:.3f} s + read {result['raw_read_s']:.3f} s = {result['raw_s']:.3f} s",
             f"ratio {result['ratio_to_raw']:.2f} (rounds: {', '.join(f'{r:.2f}' for r in result['ratios'])}); "
             f"publishing alone {result['publish_to_raw_write']:.2f} of the raw write",
