@@ -70,7 +70,7 @@ class Rank:
         from prime_hpc.trainer import shards
         from prime_hpc.trainer.main import seed_everything
         from prime_hpc.trainer.random_state import random_state
-        from prime_hpc.trainer.rerun import objective_of, plain
+        from prime_hpc.trainer.replay.again import objective_of, plain
         from prime_hpc.trainer.session import build_session
 
         torch.set_num_threads(1)
