@@ -110,6 +110,12 @@ class Experiment(Section):
             self._can_train_many()
         if self.model.fp8:
             self._can_use_fp8()
+        for key in ("tp", "ep"):
+            if self.model.lora is not None and getattr(self.trainer.parallel, key) > 1:
+                raise ValueError(
+                    f"trainer.parallel.{key} ({getattr(self.trainer.parallel, key)}) would split what model.lora "
+                    "adapts whole: set it to 1 (dp_shard spreads the weights over ranks, cp the tokens)"
+                )
         if self.kind == "rl" and self.micro_batch_tokens < self.seq_len:
             raise ValueError(
                 f"trainer.micro_batch_tokens ({self.micro_batch_tokens}) is below seq_len ({self.seq_len}): "

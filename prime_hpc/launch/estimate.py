@@ -48,6 +48,9 @@ class ModelFacts:
     """Numbers in the KV cache for one token of one layer."""
     tied: bool
     """Whether the output head is the embedding."""
+    num_experts: int = 0
+    """0: a dense model."""
+    rope_type: str = "default"
 
 
 def find_config(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
@@ -94,7 +97,8 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         vocab = int(config["vocab_size"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or hidden // heads)
-        experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        experts = int(next((config[name] for name in names if config.get(name)), 0))
         width = int((config.get("moe_intermediate_size") if experts else None) or config.get("intermediate_size") or 0)
         active = max(1, int(config.get("num_experts_per_tok") or 1)) if experts else 1
         context = config.get("max_position_embeddings")
@@ -109,8 +113,14 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         num_params = layers * (attention + mlp + 2 * hidden) + hidden + vocab * hidden * (1 if tied else 2)
     return ModelFacts(
         num_params, hidden, width * active, layers, heads, kv_heads, head_dim, vocab,
-        context if isinstance(context, int) else None, kv_values, tied,
+        context if isinstance(context, int) else None, kv_values, tied, experts, _rope_type(config),
     )  # fmt: skip
+
+
+def _rope_type(config: Mapping[str, Any]) -> str:
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    found = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
+    return str(found or "default")
 
 
 def stored_params(folder: Path) -> int | None:
@@ -157,14 +167,17 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     """
     if facts.num_params is None:
         return None
-    trainer, width = experiment.trainer, _WIDTH[experiment.model.dtype]
-    tokens = experiment.micro_batch_tokens
+    trainer, width, layout = experiment.trainer, _WIDTH[experiment.model.dtype], experiment.trainer.layout
+    tokens = experiment.micro_batch_tokens // layout.cp
+    split = layout.ep if facts.num_experts else layout.tp  # of a block's parameters before FSDP gathers them
     embeddings = facts.vocab_size * facts.hidden * (1 if facts.tied else 2)
     block = max(0, facts.num_params - embeddings) // max(1, facts.num_layers)
     # the root (embeddings, head) and two blocks (one prefetched), plus one block's gradients in float32
-    whole = facts.num_params if not trainer.reshard_after_forward else embeddings + 2 * block
-    gathered = whole * width + block * 4 if trainer.num_ranks > 1 else block * 4
-    of_layer = tokens * (10 * facts.hidden + 3 * facts.intermediate + 4 * facts.num_heads * facts.head_dim) * width
+    blocks = facts.num_params - embeddings if not trainer.reshard_after_forward else 2 * block
+    whole = embeddings / layout.tp + blocks / split
+    gathered = whole * width + block / split * 4 if trainer.num_ranks > 1 else block * 4
+    inner = (3 * facts.intermediate + 4 * facts.num_heads * facts.head_dim) / layout.tp
+    of_layer = tokens * (10 * facts.hidden + inner) * width
     kept = experiment.model.ac
     recomputed = facts.num_layers // kept.freq if kept else 0
     of_recomputed = 0 if kept is None or kept.offload else tokens * facts.hidden * width
@@ -174,9 +187,10 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     activations += of_layer if recomputed else 0  # of the block that is computed again just now
     chunk = min(trainer.logits_chunk_tokens, tokens)
     bytes_per_param = 8 if trainer.optim.offload else state_bytes_per_param(experiment)
-    state = facts.num_params * bytes_per_param / trainer.num_ranks
+    shares = trainer.num_ranks // layout.dp_replicate
+    state = facts.num_params * bytes_per_param / shares
     loss_kl = getattr(trainer.loss, "kl", None)
-    reference = facts.num_params * 4 / trainer.num_ranks if loss_kl and loss_kl.target == "reference" else 0
+    reference = facts.num_params * 4 / shares if loss_kl and loss_kl.target == "reference" else 0
     parts = {
         "state": state + reference,
         "gathered": gathered,

@@ -60,8 +60,8 @@ def _roles(experiment: Experiment) -> list[str]:
     trainer = experiment.trainer
     threads = trainer.threads_per_rank or max(1, (os.cpu_count() or 1) // trainer.num_ranks)
     lines = [
-        f"trainer       torchrun, {trainer.num_ranks} FSDP2 ranks, {threads} threads a rank on CPU, micro-batches of "
-        f"{experiment.micro_batch_tokens} tokens"
+        f"trainer       torchrun, {trainer.num_ranks} FSDP2 ranks{trainer.layout.suffix}, {threads} threads a rank on "
+        f"CPU, micro-batches of {experiment.micro_batch_tokens} tokens"
     ]
     if not _is_rl(experiment):
         return [

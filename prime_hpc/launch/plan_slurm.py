@@ -3,6 +3,7 @@
 Called by the `plan` verb and by `submit --dry-run`. Pure but for the model's config.json and an earlier life's metrics.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment
@@ -74,6 +75,7 @@ def _group(experiment: Experiment, group: RoleGroup) -> dict[str, Any]:
     }
     if group.role == "trainer":
         values |= {"ranks_per_node": group.processes_per_node, "launcher": experiment.trainer.launcher}
+        values |= {"parallel": asdict(experiment.trainer.layout)}
     elif group.role == "inference":
         values |= {"engines_per_node": group.processes_per_node, "data_parallel_size": group.dp_size}
     return values
@@ -196,7 +198,8 @@ def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
         )
     trainer = next(role for role in plan["roles"] if role["role"] == "trainer")
     lines.append(
-        f"trainer       {trainer['launcher']}, {experiment.trainer.num_ranks} FSDP2 ranks on "
+        f"trainer       {trainer['launcher']}, {experiment.trainer.num_ranks} FSDP2 ranks"
+        f"{experiment.trainer.layout.suffix} on "
         f"{_span([trainer], trainer['nodes'])}, {trainer['ranks_per_node']} a node; {_gpus([trainer])}; "
         f"micro-batches of {experiment.micro_batch_tokens} tokens"
     )

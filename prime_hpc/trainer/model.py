@@ -1,14 +1,13 @@
 """The policy under FSDP2: any Hugging Face causal LM, sharded, with packed attention and chunked log-probabilities.
 
-Called by `setup.py`. Master parameters and optimizer state are float32; the forward and backward pass run in
+Called by `session.py`. Master parameters and optimizer state are float32; the forward and backward pass run in
 `model.dtype`; gradients are reduced in float32.
 
 Loading: the model is built without memory (meta device), sharded, and every rank reads only its own rows from the
-memory-mapped safetensors. Where the checkpoint's names are not the model's own (transformers renames or fuses them),
-every rank loads the whole model through transformers and keeps its shard.
+memory-mapped safetensors (`stored.py`). Where the checkpoint's names are of a kind that only transformers knows, every
+rank loads the whole model through it and keeps its shard.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ import torch.distributed as dist
 from loguru import logger
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.trainer import attention
@@ -30,9 +27,8 @@ from prime_hpc.trainer.parallel import Parallel
 from prime_hpc.trainer.parallel.context import gather_targets
 from prime_hpc.trainer.parallel.distribute import distribute
 from prime_hpc.trainer.parallel.tensor import local
+from prime_hpc.trainer.stored import checkpoint_files, pieces, read_tensors
 
-SAFETENSORS_INDEX = "model.safetensors.index.json"
-SAFETENSORS_FILE = "model.safetensors"
 SMALL_LOGITS = 1 << 24
 """So many logits (64 MiB) are no reason to work in chunks: a small vocabulary's are kept for the backward pass."""
 
@@ -167,51 +163,11 @@ def _load_whole(source: Path, config: ModelConfig) -> Any:
     return hf
 
 
-def checkpoint_files(source: Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file of a HF checkpoint; {} where it has no safetensors."""
-    from safetensors import safe_open
-
-    index = source / SAFETENSORS_INDEX
-    if index.exists():
-        return {k: source / v for k, v in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
-    single = source / SAFETENSORS_FILE
-    if not single.exists():
-        return {}
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
-
-
-def _read_rows(handle: Any, name: str, tensor: torch.Tensor) -> None:
-    """Fill a (sharded) tensor with its own rows of a stored one.
-
-    Raises:
-        ValueError: the stored tensor has another shape.
-    """
-    stored = handle.get_slice(name)
-    if list(stored.get_shape()) != list(tensor.shape):
-        raise ValueError(f"{name}: the checkpoint holds {stored.get_shape()}, the config says {list(tensor.shape)}")
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(stored[...])
-        return
-    local = tensor.to_local()
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if local.numel():
-        local.copy_(stored[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))])
-
-
 @torch.no_grad()
 def _load_shards(policy: Policy, files: dict[str, Path], device: torch.device) -> None:
     """Give the empty, sharded parameters memory and read every rank's rows."""
-    from safetensors import safe_open
-
     policy._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in policy.named_weights():
-        by_file.setdefault(files[name], []).append((name, tensor.detach()))
-    for path, tensors in by_file.items():
-        with safe_open(path, framework="pt") as handle:
-            for name, tensor in tensors:
-                _read_rows(handle, name, tensor)
+    read_tensors({name: tensor.detach() for name, tensor in policy.named_weights()}, files)
 
 
 def load_policy(
@@ -247,7 +203,7 @@ def load_policy(
     hf.eval()  # no dropout anywhere: log-probabilities must be those of the engine's policy
     policy = Policy(hf, config.attn, chunk_tokens, parallel)
     files = checkpoint_files(source)
-    missing = [name for name, _ in policy.named_weights() if name not in files]
+    missing = [name for name, tensor in policy.named_weights() if not pieces(name, tensor.shape, files)]
     if missing:
         logger.info(f"{source} does not hold {missing[0]} by that name: loading through transformers on every rank")
         policy = Policy(_load_whole(source, config).eval(), config.attn, chunk_tokens, parallel)

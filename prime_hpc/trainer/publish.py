@@ -21,8 +21,9 @@ from prime_hpc.store import files as store_files
 from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, prepare_stage, stage_dir
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.trainer.lora.files import AdapterPublisher
-from prime_hpc.trainer.model import SAFETENSORS_FILE, SAFETENSORS_INDEX, Policy
+from prime_hpc.trainer.model import Policy
 from prime_hpc.trainer.safetensors_file import TensorSpec, in_file_order, open_safetensors
+from prime_hpc.trainer.stored import SAFETENSORS_FILE, SAFETENSORS_INDEX, Piece, checkpoint_files, pieces
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _SKIPPED = {"config.json", "manifest.json", ".gitattributes", "README.md"}
@@ -69,6 +70,8 @@ class Publisher:
         self._policy, self._source, self._paths = policy, source, paths
         self._dtype, self._incarnation, self._model_name = dtype, incarnation, model_name
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        files = checkpoint_files(source)  # under these names the tensors came, and under these they leave
+        self._pieces = {name: pieces(name, t.shape, files) or [Piece(name)] for name, t in policy.named_weights()}
 
     def publish(self, version: int) -> Manifest | None:
         """Write and commit `weights/step_<version>`.
@@ -105,7 +108,9 @@ class Publisher:
         tensors = dict(self._policy.named_weights())
         order = in_file_order([self._spec(name, tensor) for name, tensor in tensors.items()])
         owners = share_out([spec.nbytes for spec in order], self._world_size)
-        own = [spec for spec, owner in zip(order, owners, strict=True) if owner == self._rank]
+        own = [
+            part for spec, owner in zip(order, owners, strict=True) if owner == self._rank for part in self._parts(spec)
+        ]
         num_shards = len(set(owners))
         file = SAFETENSORS_FILE
         if num_shards > 1:
@@ -114,7 +119,8 @@ class Publisher:
             for spec, owner in zip(order, owners, strict=True):
                 whole = self._gather(tensors[spec.name])
                 if writer is not None and owner == self._rank:
-                    writer.add(whole)
+                    for piece in self._pieces[spec.name]:
+                        writer.add(piece.of(whole))
         if writer is None:
             return {}, {}
         assert writer.file.entry is not None
@@ -127,6 +133,10 @@ class Publisher:
 
     def _spec(self, name: str, tensor: torch.Tensor) -> TensorSpec:
         return TensorSpec(name, tuple(tensor.shape), self._dtype if tensor.is_floating_point() else tensor.dtype)
+
+    def _parts(self, spec: TensorSpec) -> list[TensorSpec]:
+        """The tensors as which one of the model's is written."""
+        return [TensorSpec(piece.name, piece.shape(spec.shape), spec.dtype) for piece in self._pieces[spec.name]]
 
     @torch.no_grad()
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:

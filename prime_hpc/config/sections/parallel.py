@@ -62,6 +62,11 @@ class Layout:
         used = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) > 1] or ["dp_shard 1"]
         return " x ".join(used) + (f", ep {self.ep}" if self.ep > 1 else "")
 
+    @property
+    def suffix(self) -> str:
+        """`describe` in brackets; nothing where all ranks do is share one copy (plain FSDP)."""
+        return "" if self.dp_shard == self.world_size and self.ep == 1 else f" ({self.describe()})"
+
 
 class ParallelConfig(Section):
     """How the ranks share the work; `dp_replicate x dp_shard x cp x tp` is `trainer.num_ranks`."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.trainer.fp8 import use_fp8
 from prime_hpc.trainer.memory.recompute import recompute
+from prime_hpc.trainer.parallel.context import repeats
 from prime_hpc.trainer.parallel.expert import split_experts
 from prime_hpc.trainer.parallel.mesh import Parallel
 from prime_hpc.trainer.parallel.tensor import split_tensors
@@ -55,6 +56,8 @@ def distribute(
     Raises:
         ValueError: the model cannot be split as the layout asks; says why.
     """
+    if parallel.cp is not None:
+        _check_heads(hf, parallel)
     partly_used = split_tensors(hf, parallel) if parallel.tp is not None else []
     experts = split_experts(hf, parallel) if parallel.expert_fsdp is not None else []
     precision = MixedPrecisionPolicy(
@@ -80,6 +83,18 @@ def distribute(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return partly_used
+
+
+def _check_heads(hf: Any, parallel: Parallel) -> None:
+    config, tp, cp = hf.config.get_text_config(), parallel.layout.tp, parallel.layout.cp
+    heads = config.num_attention_heads
+    repeats(heads // tp, (getattr(config, "num_key_value_heads", None) or heads) // tp, cp)
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if rope in ("dynamic", "longrope"):
+        raise ValueError(
+            f"trainer.parallel.cp = {cp}: the model's rotary embedding ({rope}) depends on the longest position that a "
+            "rank sees, which is not the row's; set it to 1"
+        )
 
 
 def _expert_dimension(parameter: nn.Parameter, ranks: int) -> Shard | None:
