@@ -7,6 +7,8 @@ from unittest.mock import patch
 
 import torch
 
+from prime_hpc.trainer.parallel.collectives import exchange
+
 
 @contextmanager
 def broken(name: str | None) -> Iterator[None]:
@@ -22,9 +24,29 @@ def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x
 
 
+def _own_only(x: torch.Tensor, own: slice, num: int, _: Any) -> torch.Tensor:
+    whole = x.new_zeros(num)
+    whole[own] = x
+    return whole
+
+
+def _twice(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return 2 * grad[ctx.own], None, None, None
+
+
+def _nothing_back(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return 0 * exchange(grad, ctx.mesh, ctx.received, ctx.sent), None, None, None
+
+
 BREAKS: dict[str, tuple[str, str, Any]] = {
-    "no sum after split rows": ("parallel.tensor", "leave_parallel", _same),
-    "no sum where gradients leave split columns": ("parallel.tensor", "enter_parallel", _same),
-    "norms of a head see their own heads only": ("engine", "sum_over", lambda *_: None),
-    "gradient norm counts what several ranks hold": ("parallel.gradients", "num_holders", lambda _: 1),
+    "split rows are not summed": ("parallel.tensor", "leave_parallel", _same),
+    "gradients that leave split columns are not summed": ("parallel.tensor", "enter_parallel", _same),
+    "norms of a head learn from one rank's heads": ("engine", "sum_over", lambda *_: None),
+    "probabilities are of one rank's tokens": ("logprobs.VocabShard", "total", lambda self, x: x),
+    "the norm counts what two ranks hold twice": ("parallel.gradients", "num_holders", lambda _: 1),
+    "parts of the batch are counted once a rank": ("parallel.mesh.Parallel", "leads", property(lambda self: True)),
+    "sequences are judged by one rank's tokens": ("model", "gather_targets", _own_only),
+    "every rank's gradient is of all targets": ("parallel.context._Gather", "backward", staticmethod(_twice)),
+    "no gradient comes back from experts": ("parallel.collectives._AllToAll", "backward", staticmethod(_nothing_back)),
 }
+"""Mistake -> module (and class) below `prime_hpc.trainer`, name in it, what takes its place."""

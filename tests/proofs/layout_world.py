@@ -1,11 +1,11 @@
 """One process of a world of gloo ranks that trains the same steps under one layout after the other.
 
-Started by `prove_layouts` through `torch.multiprocessing.spawn`, once a world size. Rank 0 of each world writes what it
+Started by `prove_layouts` through `torch.multiprocessing`, once a world size. Rank 0 of each world writes what it
 found into files; a world of one rank writes what the others are compared with.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -62,7 +62,8 @@ class Case:
         dims = " ".join(f"{k.removeprefix('dp_')} {v}" for k, v in self.parallel.items() if v > 1) or "1 rank"
         extra = [self.optim] if self.optim != "adamw" else []
         extra += ["ac"] if self.ac else []
-        return " ".join([self.family, dims, *extra])
+        broken = [f"({self.break_with})"] if self.break_with else []
+        return " ".join([self.family, dims, *extra, *broken])
 
 
 def whole_batch(step: int) -> RankBatch:
@@ -95,6 +96,7 @@ class World:
             reshard_after_forward=True,
             chunk_tokens=32,
         )
+        self.policy._chunk_tokens = 32  # several chunks of logits, small as the vocabulary is
         self.optimizer = build_optimizer(self.policy, self.trainer.optim)
         self.paths = RunPaths(out)
         self.checkpointer = Checkpointer(
@@ -185,14 +187,18 @@ def run_case(case: Case, models: Path, alone: Path, resume: Path, out: Path, ste
     wanted = {int(k): v for k, v in json.loads((alone / "metrics.json").read_text(encoding="utf-8")).items()}
     weights = [read_weights(RunPaths(alone).weights_step(v)) for v in range(steps + 1)]
     world = World(case, models, out)
-    errors: dict[str, float] = {"loaded": moved(read_weights(world.publish(0)), weights[0], weights[1])}
+    errors: dict[str, float] = {}
+    if case.break_with is None:
+        errors["loaded"] = moved(read_weights(world.publish(0)), weights[0], weights[1])
     for step in range(1, steps + 1):
         for claim, error in compare(world.step(step), wanted[step]).items():
             errors[claim] = float(np.max([errors.get(claim, 0.0), error]))
-        if step == steps - 1:
+        if step == steps - 1 and case.break_with is None:
             world.checkpointer.save(step, progress={}, batch_dir=None)
     errors["weights"] = moved(read_weights(world.publish(steps)), weights[steps], weights[0])
     world.close()
+    if case.break_with is not None:
+        return errors
     world = World(case, models, out)
     world.checkpointer.load(resolve_resume(RunPaths(resume).checkpoints, steps - 1))
     again = compare(world.step(steps), wanted[steps])
@@ -223,9 +229,7 @@ def work(rank: int, world_size: int, folder: str, cases: list[Case], resume: dic
         alone = root / f"alone_{case.family}_{case.optim}"
         before = Path(resume.get(f"{case.family}_{case.optim}", str(alone)))
         with broken(case.break_with):
-            found[f"{case.name} {case.break_with or ''}".strip()] = run_case(
-                case, root / "models", alone, before, out, steps
-            )
+            found[case.name] = run_case(case, root / "models", alone, before, out, steps)
         if case.break_with is None:
             resume[f"{case.family}_{case.optim}"] = str(out)
     if rank == 0:
@@ -240,6 +244,3 @@ def each_error(found: dict[str, dict[str, float]]) -> Iterator[tuple[str, str, f
     for name, errors in found.items():
         for claim, error in errors.items():
             yield name, claim, error
-
-
-Break = Callable[[], Iterator[None]]

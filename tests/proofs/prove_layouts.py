@@ -7,6 +7,7 @@ float32: sums are taken in other orders, nothing else differs.
 """
 
 import json
+import multiprocessing
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ BOUND = 2e-4
 """Float32: about 1e-6 a step in the gradients, which Adam's division amplifies."""
 EXACT = 1e-12
 FAMILIES = ("qwen3", "llama", "qwen3_moe")
+MODELING = [f"transformers.models.{name}.modeling_{name}" for name in FAMILIES]
 
 
 def layouts(family: str, world_size: int) -> list[dict[str, int]]:
@@ -67,12 +69,14 @@ def run_worlds(folder: Path, worlds: dict[int, list[Case]]) -> dict[str, dict[st
     needed = dict.fromkeys((case.family, case.optim) for cases in worlds.values() for case in cases)
     for family in {family for family, _ in needed}:
         make_family(folder / "models" / family, family)
+    # Importing torch and transformers costs a process more than all it does here: one does it, and is forked.
+    multiprocessing.set_forkserver_preload(["tests.proofs.layout_world", *MODELING])
     alone = [Case(family, {}, optim=optim) for family, optim in needed]
     found: dict[str, dict[str, float]] = {}
     resume: dict[str, str] = {}
     for world_size, cases in {1: alone, **worlds}.items():
         arguments = (world_size, str(folder), cases, resume, len(LOSSES))
-        mp.spawn(work, args=arguments, nprocs=world_size)  # type: ignore[no-untyped-call]
+        mp.start_processes(work, args=arguments, nprocs=world_size, start_method="forkserver")
         result = json.loads((folder / f"world_{world_size}.json").read_text(encoding="utf-8"))
         found |= {f"{name} of {world_size}": errors for name, errors in result["errors"].items()}
         resume = result["resume"]

@@ -5,6 +5,7 @@ FSDP2; FSDP2 takes the rest. Losses carry the batch's global denominators: FSDP 
 """
 
 import functools
+import logging
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ def distribute(
     """
     if parallel.cp is not None:
         _check_heads(hf, parallel)
+    if parallel.tp is not None:  # it advises against gathering over two dimensions: publishing does, once a version
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     partly_used = split_tensors(hf, parallel) if parallel.tp is not None else []
     experts = split_experts(hf, parallel) if parallel.expert_fsdp is not None else []
     precision = MixedPrecisionPolicy(

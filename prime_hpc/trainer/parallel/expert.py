@@ -123,8 +123,9 @@ def _dispatch(
     arrived = all_to_all(hidden[order // k], ep, sent, received)
     expert = torch.arange(num_local, device=hidden.device).repeat(ep.size()).repeat_interleave(received_of.reshape(-1))
     if len(expert) == 0:
-        # One row of zeros, so that all ranks compute gradients of all experts: FSDP communicates on all of them.
-        arrived, expert = hidden.new_zeros((1, hidden.shape[1])), expert.new_zeros(1)
+        # One row of zeros beside the none that came, so that every rank has gradients of all its experts, and of what
+        # came: their backward passes communicate.
+        arrived, expert = torch.cat([arrived, hidden.new_zeros((1, hidden.shape[1]))]), expert.new_zeros(1)
     ones = torch.ones((len(expert), 1), dtype=weights.dtype, device=weights.device)
     computed = _compute(module, LocalExperts(module, num_local), arrived, expert[:, None], ones)
     returned = all_to_all(computed[: sum(received)], ep, received, sent)
