@@ -158,7 +158,7 @@ def _adopt(source: Path, final: Path, manifest: Manifest, paths: RunPaths) -> No
                 future.result()
         commit_stage(stage, final, manifest, run=paths)
     except BaseException:
-        files.remove_tree(stage)
+        files.clear_away(stage)
         raise
     logger.info(f"took over {source} as {final}")
 

@@ -247,13 +247,7 @@ class ArtifactWriter:
                 raise explained from error
         finally:
             if self.manifest is None:
-                self._remove_stage()
-
-    def _remove_stage(self) -> None:
-        try:
-            files.remove_tree(self.path)
-        except (OSError, StoreError) as error:  # never hides the reason why the artifact failed
-            logger.warning(f"{self.path}: could not be removed ({error}); the next attempt's clean-up will")
+                files.clear_away(self.path)
 
     def _commit(self) -> Manifest:
         rest = [name for name in _walk(self.path) if name not in self._entries]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
+from loguru import logger
 
 from prime_hpc.store.errors import ArtifactError, StoreError
 
@@ -380,18 +381,26 @@ def await_name(path: Path, *, deadline_s: float = VISIBLE_S) -> None:
 
 def remove_tree(path: Path) -> None:
     """Delete a directory tree; names that are already gone do not matter."""
-    _before("remove", path)
 
     def already_gone(function: object, name: str, info: tuple[type[BaseException], BaseException, object]) -> None:
         if not isinstance(info[1], FileNotFoundError):
             raise info[1]
 
     with disk_errors(path):
+        _before("remove", path)
         if _observers:
             for file in [p for p in path.rglob("*") if not p.is_dir()][::2]:
                 file.unlink(missing_ok=True)
             _before("torn", path)
         shutil.rmtree(path, onerror=already_gone)
+
+
+def clear_away(path: Path) -> None:
+    """Remove what a failed try left. Never hides the reason why it failed: where this fails too, it is only logged."""
+    try:
+        remove_tree(path)
+    except (OSError, StoreError) as error:
+        logger.warning(f"{path}: could not be removed ({error}); the next attempt's clean-up will")
 
 
 def remove_file(path: Path) -> None:

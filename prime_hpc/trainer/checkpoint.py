@@ -307,17 +307,10 @@ class Checkpointer:
                 raise StoreError(verdict)
         except BaseException:
             if self._rank == 0:
-                self._remove_stage(save)
+                store_files.clear_away(save.stage)
             raise
         if self._rank == 0:
             self.prune()
-
-    def _remove_stage(self, save: _Save) -> None:
-        """Whatever ended the save, nothing half-written stays behind."""
-        try:
-            store_files.remove_tree(save.stage)
-        except (OSError, StoreError) as error:  # never hides the reason
-            logger.warning(f"{save.stage} could not be removed ({error}); the next attempt's clean-up will")
 
     def _try(self, action: Callable[[], None]) -> str | None:
         """Why an action of rank 0 failed, for all ranks; None where it did not."""

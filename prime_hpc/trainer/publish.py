@@ -100,7 +100,7 @@ class Publisher:
             return self._commit(version, final, stage, gathered, source_files.result())
         except BaseException:
             if self._rank == 0:  # whatever ended this, nothing half-written stays behind
-                store_files.remove_tree(stage)
+                store_files.clear_away(stage)
             raise
 
     def _write_shard(self, stage: Path) -> tuple[dict[str, FileEntry], dict[str, int]]:

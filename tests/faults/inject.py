@@ -111,6 +111,8 @@ class Fault:
         """An operation is about to happen (`torn`: a write is half done)."""
         plan = self._plan
         where = normal(path, plan.run_dir)
+        if where.removeprefix(".tmp-").startswith("status.json"):  # every few seconds: how often, the machine decides
+            return
         with self._lock:
             self._counts[operation, where] += 1
             number = self._counts[operation, where]

@@ -1,6 +1,7 @@
 """Many faults with a few workers: forks them, hands out the points, gathers and counts the results."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -17,8 +18,15 @@ from tests.faults.world import World
 POLL_S = 0.2
 
 
-def run_jobs(points: Sequence[Point], reference: Reference, root: Path, model: Path, jobs: int) -> list[dict[str, Any]]:
+def run_jobs(
+    points: Sequence[Point], reference: Reference, root: Path, model: Path, jobs: int, minutes: float | None = None
+) -> list[dict[str, Any]]:
     """Try every point; progress on standard error. Returns `Result.as_json` of each, in the order in which they ended.
+
+    Args:
+        points, reference, root, model: what and where.
+        jobs: workers.
+        minutes: begin no point after so long.
 
     Raises:
         RuntimeError: a worker died.
@@ -31,23 +39,26 @@ def run_jobs(points: Sequence[Point], reference: Reference, root: Path, model: P
     out = root / "results.jsonl"
     out.touch()
     workers = []
+    until = time.monotonic() + 60 * minutes if minutes is not None else math.inf
     for number in range(jobs):
         pid = os.fork()
         if pid == 0:
-            _work(points, reference, root / f"worker{number}", model, reader, out)
+            _work(points, reference, root / f"worker{number}", model, reader, out, until)
         workers.append(pid)
     os.close(reader)
     return _gather(workers, out, len(points))
 
 
-def _work(points: Sequence[Point], reference: Reference, root: Path, model: Path, reader: int, out: Path) -> None:
+def _work(
+    points: Sequence[Point], reference: Reference, root: Path, model: Path, reader: int, out: Path, until: float
+) -> None:
     """A worker's life. Never returns."""
     code = 1
     try:
         world = World(root, model)
         sweep = Sweep(world, reference)
         try:
-            while token := os.read(reader, 4):
+            while time.monotonic() < until and (token := os.read(reader, 4)):
                 point = points[int.from_bytes(token, "little")]
                 _append(out, _how(point)(sweep, point))
         finally:
@@ -113,6 +124,7 @@ def summary(rows: Sequence[dict[str, Any]], points: Sequence[Point], seconds: fl
         "kill_points": len(kills),
         "two_lives": len(pairs),
         "error_points": len(reached) - len(kills) - len(pairs),
+        "not_tried": len(points) - len(rows),
         "never_reached": len(rows) - len(reached),
         "skipped": kinds["skipped"],
         "duplicated": kinds["duplicated"],

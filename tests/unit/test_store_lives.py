@@ -1,12 +1,13 @@
 """A life that was held up and goes on after a newer one began: what it took is put back, what it left is not there."""
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.store import files
-from prime_hpc.store.artifact import FencedError, discard, prepare_stage, verify_artifact
+from prime_hpc.store.artifact import FencedError, StoreError, discard, prepare_stage, verify_artifact
 from prime_hpc.store.batches import RankBatch, write_batch
 from prime_hpc.store.checkpoints import prune_checkpoints
 from prime_hpc.store.layout import (
@@ -187,3 +188,19 @@ def test_an_update_that_was_held_up_loses_no_other_writers_line(tmp_path: Path) 
             rewrite_row(path, {"attempt": 1, "ended": 3.0})
         assert [(row["attempt"], row["ended"]) for row in read_attempts(path)] == [(1, 3.0), (2, 5.0)], operation
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_disk_that_fails_at_the_clean_up_too_hides_no_reason(tmp_path: Path) -> None:
+    stage = tmp_path / ".stage-step_000001-i0001"
+    stage.mkdir()
+
+    def fail(operation: str, path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with files.observe_operations(fail):
+        with pytest.raises(StoreError, match="I/O error"):
+            files.remove_tree(stage)
+        files.clear_away(stage)
+    assert stage.exists()
+    files.clear_away(stage)
+    assert not stage.exists()
