@@ -8,7 +8,7 @@ from prime_hpc.orchestrator.assemble import EPISODE_BITS
 from prime_hpc.store.artifact import MANIFEST, read_manifest, verify_artifact
 from prime_hpc.store.batches import RankBatch, read_rank_batch, read_state
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.layout import RunPaths, life_starts, list_steps
+from prime_hpc.store.layout import RunPaths, list_steps
 from prime_hpc.supervisor.attempts import read_attempts
 from tests.faults.oracle import WORLD_SIZE, Oracle
 from tests.faults.world import GROUP, PROMPTS, STEPS
@@ -152,9 +152,9 @@ def _is_named(path: Path, run_dir: Path) -> bool:
 
 def _judge_attempts(paths: RunPaths, verdict: Verdict) -> None:
     rows = read_attempts(paths.attempts)
-    lives, begun = {row["incarnation"] for row in rows}, set(life_starts(paths))
-    if lives != begun:
-        verdict.failed.append(f"attempts of lives {sorted(lives)} are written down, {sorted(begun)} have begun")
+    written = {row["attempt"] for row in rows}
+    started = {int(path.parent.name.removeprefix("attempt_")) for path in paths.root.glob("logs/attempt_*/trainer")}
+    verdict.failed += [f"attempt {number} started roles and is not written down" for number in started - written]
     if not rows or rows[-1]["outcome"] != "completed":
         verdict.failed.append(f"the last attempt is {rows[-1]['outcome'] if rows else 'not written down'}")
     verdict.failed += [f"attempt {row['attempt']} has no end" for row in rows if row["ended"] is None]
