@@ -53,6 +53,8 @@ PRELOAD = [
     "yaml",
 ]
 """What the processes of a run spend their first seconds on."""
+NEVER_FORKED = "prime_hpc.inference"
+"""vLLM and its engines are started as ever."""
 _FLAGS = ("-u", "-B", "-I", "-E", "-s", "-S")
 
 
@@ -64,7 +66,9 @@ def module_of(args: Sequence[Any]) -> list[str] | None:
     rest = words[1:]
     while rest and rest[0] in _FLAGS:
         rest = rest[1:]
-    return rest[1:] if len(rest) > 1 and rest[0] == "-m" else None
+    if len(rest) < 2 or rest[0] != "-m" or rest[1].startswith(NEVER_FORKED):
+        return None
+    return rest[1:]
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]

@@ -14,7 +14,7 @@ from prime_hpc.store.layout import RunPaths
 from tests.faults.inject import ROLES, Plan
 from tests.faults.oracle import Oracle
 from tests.faults.verdict import Verdict, judge, rollouts_of
-from tests.faults.world import LIFE_TIMEOUT_S, PROFILES, Life, World, read_record
+from tests.faults.world import PROFILES, REAL_ENGINE, Life, World, read_record
 
 MAX_LIVES = 4
 ERRORS = ("ENOSPC", "EDQUOT", "EIO")
@@ -73,7 +73,8 @@ def record(root: Path, model: Path, profiles: Iterable[str]) -> Reference:
     """Run each profile once without faults; its own state must be right as well."""
     reference = Reference()
     sweep: Sweep | None = None
-    world = World(root, model)
+    profiles = list(profiles)
+    world = World(root, model, REAL_ENGINE in profiles)
     try:
         for profile in profiles:
             life = world.begin(f"whole-{profile}", PROFILES[profile], Plan("", ""))
@@ -81,7 +82,8 @@ def record(root: Path, model: Path, profiles: Iterable[str]) -> Reference:
             assert code == 0, life.tail()
             reference.operations[profile] = read_record(life.scratch)
             reference.run_dir = run_dir = root / f"whole-{profile}"
-            for position, sequences in rollouts_of(RunPaths(run_dir)).items():
+            known = {} if profile == REAL_ENGINE else rollouts_of(RunPaths(run_dir))  # an engine samples anew
+            for position, sequences in known.items():
                 reference.rollouts.setdefault(position, set()).update(sequences)
             sweep = sweep or Sweep(world, reference)
             verdict = judge(run_dir, reference.rollouts, sweep.oracle, PROFILES[profile])
@@ -139,7 +141,7 @@ class Sweep:
             verdict = found
         except subprocess.TimeoutExpired:
             reached = lives[0].reached
-            verdict.failed.append(f"life {len(lives)} did not end within {LIFE_TIMEOUT_S:.0f} s")
+            verdict.failed.append(f"life {len(lives)} did not end within {lives[-1].timeout_s:.0f} s")
         finally:
             for life in lives:
                 life.end()

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,15 @@ from tests.faults.inject import Plan
 STEPS = 6
 PROMPTS = 3
 GROUP = 2
-LIFE_TIMEOUT_S = 120.0
+LIFE_TIMEOUT_S = 240.0
 PROFILES: dict[str, dict[str, Any]] = {
     "sync": {"interval": 2, "keep_last": 1},
     "async": {"interval": 2, "keep_last": 1, "save_async": True},
+    "vllm": {"interval": 2, "keep_last": 1},
 }
-"""`ckpt` of the run that is killed."""
+"""`ckpt` of the run that is killed. `vllm` is served by a real engine, which each life starts anew."""
+REAL_ENGINE = "vllm"
+ENGINE_TIMEOUT_S = 900.0
 NOTHING = Plan("", "", role="nobody")
 
 
@@ -43,20 +46,20 @@ class Life:
     process: "subprocess.Popen[bytes]"
     scratch: Path
     log: Path
-    began: float = field(default_factory=time.monotonic)
+    timeout_s: float = LIFE_TIMEOUT_S
 
     @property
     def reached(self) -> bool:
         """Whether the planned fault happened."""
         return (self.scratch / "reached").exists()
 
-    def wait(self, timeout_s: float = LIFE_TIMEOUT_S) -> int:
+    def wait(self) -> int:
         """The exit code of `rl`.
 
         Raises:
             subprocess.TimeoutExpired: it does not end.
         """
-        return self.process.wait(timeout_s)
+        return self.process.wait(self.timeout_s)
 
     def wait_for_all(self, timeout_s: float) -> list[int]:
         """Processes of the life that are still there after `timeout_s`."""
@@ -80,8 +83,9 @@ class Life:
 class World:
     """Where one worker's runs live."""
 
-    def __init__(self, root: Path, model: Path) -> None:
-        self.root, self.model = root, model
+    def __init__(self, root: Path, model: Path, real_engine: bool = False) -> None:
+        """`real_engine`: the run starts its own vLLM; otherwise it attaches to the scripted server."""
+        self.root, self.model, self._real_engine = root, model, real_engine
         root.mkdir(parents=True, exist_ok=True)
         self._lives = 0
         address = root / "server"
@@ -104,7 +108,7 @@ class World:
 
     def config(self, name: str, ckpt: dict[str, Any]) -> Path:
         """Write the experiment as a user would."""
-        tree = {
+        tree: dict[str, Any] = {
             "name": name,
             "output_dir": str(self.root),
             "max_steps": STEPS,
@@ -126,6 +130,9 @@ class World:
                 "weights_timeout_s": 60,
             },
         }
+        if self._real_engine:
+            tree["inference"] = {"cpu_kv_cache_gib": 0.25, "max_model_len": 96, "server": {"port": 0}}
+            del tree["orchestrator"]["client"]
         path = self.root / f"{name}.yaml"
         path.write_text(yaml.safe_dump(tree))
         return path
@@ -153,7 +160,7 @@ class World:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return Life(process, scratch, log)
+        return Life(process, scratch, log, ENGINE_TIMEOUT_S if self._real_engine else LIFE_TIMEOUT_S)
 
     def begin(self, name: str, ckpt: dict[str, Any], plan: Plan | None = None, **facts: str) -> Life:
         """`rl @ NAME.yaml`."""
