@@ -16,7 +16,7 @@ from loguru import logger
 from prime_hpc.client.inference import InferenceError
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.servers import ServerTable
-from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, wait_for_artifact
+from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, StoreError, wait_for_artifact
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.leases import set_floor
@@ -103,7 +103,8 @@ class WeightSync:
         await self._announce()
 
     async def run(self) -> None:
-        """Follow versions and watch servers until cancelled. Raises OrchestratorError when a server refuses one."""
+        """Follow versions and watch servers until cancelled. Raises OrchestratorError when a server refuses one,
+        FencedError when a newer life publishes them."""
         loop = asyncio.get_running_loop()
 
         def rang(_: dict[str, Any]) -> None:
@@ -116,7 +117,7 @@ class WeightSync:
                 tasks.create_task(self._follow(), name="follow-weights")
                 tasks.create_task(self._bring_back_forever(), name="bring-back-servers")
                 tasks.create_task(self._check_forever(), name="check-servers")
-        except* OrchestratorError as group:
+        except* (OrchestratorError, StoreError) as group:
             raise group.exceptions[0] from None
         finally:
             self._closing = True
