@@ -12,6 +12,7 @@ from typing import Any
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.launch.runs import ATTEMPTS, read_json, read_rows
+from prime_hpc.observe.bench import read_figures
 
 _OF_THE_DIRECTORY = ("name", "output_dir")
 """Keys that say where a run is: the two directories are named anyway."""
@@ -112,6 +113,7 @@ def run_figures(run: Path) -> dict[str, float | None]:
     figures["engine tokens/s (median)"] = _median(rollouts, "tokens/sampled_per_second")
     figures["lag, versions (mean)"] = _mean(_values(rollouts, "lag/mean"))
     figures |= _times(read_rows(run / ATTEMPTS))
+    figures |= read_figures(run)
     return {key: value for key, value in figures.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""`orchestrator.bench`: a few batches without a trainer, then a table of what rollouts cost. Used by `main`."""
+"""`orchestrator.bench`: a few batches without a trainer, then what rollouts cost. Used by `main` and `loop`."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -6,11 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from prime_hpc.config import Experiment
+from prime_hpc.observe.bench import build_report, mean_of, peak_rss_gib, phases_of
+from prime_hpc.store.batches import RankBatch
 from prime_hpc.store.layout import RunPaths
 
 NUM_BATCHES = 4
-"""The first one warms up and is not in the table's mean."""
+"""The first one warms up and is not in the means."""
 
 
 def bench_experiment(exp: Experiment) -> Experiment:
@@ -27,18 +31,45 @@ def bench_paths(run_dir: Path) -> Iterator[RunPaths]:
         yield RunPaths(Path(folder))
 
 
-def bench_table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line a batch and their mean without the first."""
+def batch_shape(ranks: Sequence[RankBatch]) -> list[dict[str, list[int]]]:
+    """What the trainer's bench needs to make a batch like this one: see `trainer.fake.RankShape`."""
+    return [
+        {
+            "lengths": np.diff(rank.seq_offsets).tolist(),
+            "trained": [
+                int(rank.loss_mask[a:b].sum())
+                for a, b in zip(rank.seq_offsets[:-1].tolist(), rank.seq_offsets[1:].tolist(), strict=True)
+            ],
+            "micro_offsets": rank.micro_offsets.tolist(),
+        }
+        for rank in ranks
+    ]
+
+
+def bench_report(
+    exp: Experiment, rows: Sequence[dict[str, Any]], shape: list[dict[str, list[int]]], incarnation: int
+) -> dict[str, Any]:
+    """The results of a bench; see `observe.bench`. `shape` is the last batch's."""
     columns = {
-        "seconds": "time/step",
+        "s/step": "time/step",
         "rollouts/s": "episodes/per_second",
-        "tokens/s": "tokens/sampled_per_second",
+        "sampled tokens/s": "tokens/sampled_per_second",
         "tokens/rollout": "completion/tokens_mean",
+        "batch tokens": "batch/tokens",
         "reward": "reward/mean",
     }
-    measured = rows[1:] or rows
-    mean = {key: sum(row[key] for row in measured) / len(measured) for key in columns.values()}
-    lines = ["batch   " + "".join(f"{name:>16}" for name in columns)]
-    named = [(str(i + 1), row) for i, row in enumerate(rows)] + [("mean", mean)]
-    lines += [f"{name:<8}" + "".join(f"{row[key]:>16.3f}" for key in columns.values()) for name, row in named]
-    return "\n".join(lines)
+    config = exp.orchestrator
+    return build_report(
+        "orchestrator",
+        kind=exp.kind,
+        setting={
+            "batch": f"{exp.num_prompts} prompts x {config.rollouts_per_example}",
+            "environments": ", ".join(env.id for env in config.env),
+            "in flight at most": config.max_concurrent,
+        },
+        figures={name: mean_of(rows, key) for name, key in columns.items()} | {"memory, GiB": peak_rss_gib()},
+        phases=phases_of(rows, skip=("time/step",)),
+        rows=rows,
+        shape=shape,
+        incarnation=incarnation,
+    )

@@ -24,6 +24,7 @@ from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.status import RoleStatus
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.assemble import ScoredGroup, build_ranks, score_groups, train_samples
+from prime_hpc.orchestrator.bench import batch_shape
 from prime_hpc.orchestrator.dispatch import Dispatcher, Job, Lane
 from prime_hpc.orchestrator.episodes import to_episode
 from prime_hpc.orchestrator.errors import OrchestratorError
@@ -75,6 +76,8 @@ class Orchestrator:
         self.exp, self.parts, self.start_step = exp, parts, start_step
         self.last_step = exp.max_steps
         self.rows: list[dict[str, Any]] = []
+        self.shape: list[dict[str, list[int]]] = []
+        """Of a bench: what the last batch looked like."""
         sources = [SourceInfo(s.name, s.ratio, s.num_tasks) for s in parts.train_pool.sources]
         self.env_names = [source.name for source in sources]
         self.stream = PromptStream(sources, exp.seed)
@@ -256,6 +259,8 @@ class Orchestrator:
             micro_batch_tokens=self.exp.micro_batch_tokens,
             temperature=config.sampling.temperature,
         )
+        if config.bench:
+            self.shape = batch_shape(ranks)
         row = batch_metrics(scored, self.env_names, step)
         meta = {key: row[key] for key in ("reward/mean", "reward/std", "lag/mean", "lag/max", "groups/trained")}
         manifest = write_batch(

@@ -19,11 +19,12 @@ from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment, load_run
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.observe.bench import table, write_report
 from prime_hpc.observe.context import LED, RoleContext
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
 from prime_hpc.observe.status import RoleStatus
-from prime_hpc.orchestrator.bench import bench_experiment, bench_paths, bench_table
+from prime_hpc.orchestrator.bench import bench_experiment, bench_paths, bench_report
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.loop import Orchestrator, Parts
 from prime_hpc.orchestrator.metrics import SampleLog
@@ -161,7 +162,9 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
         logger.info(_greeting(exp, urls, start_step, orchestrator))
         await orchestrator.run()
         if config.bench:
-            print(bench_table(orchestrator.rows), flush=True)
+            report = bench_report(exp, orchestrator.rows, orchestrator.shape, context.incarnation)
+            write_report(context.run_dir, report)
+            logger.info("\n" + table(report))
 
 
 def _greeting(exp: Experiment, urls: list[str], start_step: int, orchestrator: Orchestrator) -> str:

@@ -14,6 +14,7 @@ from loguru import logger
 from prime_hpc.config import ConfigError, Experiment, load_run
 from prime_hpc.config.children import is_parent
 from prime_hpc.config.site import read_site
+from prime_hpc.observe.bench import tables as bench_tables
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
 from prime_hpc.store.errors import StoreError
@@ -97,7 +98,8 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     code = supervisor.run()
-    for line in write_report(run_dir, experiment.name, experiment.kind):
+    is_bench = experiment.trainer.bench or experiment.orchestrator.bench
+    for line in bench_tables(run_dir) if is_bench else write_report(run_dir, experiment.name, experiment.kind):
         logger.info(line)
     return code if allocation is None else _come_back(experiment, run_dir, allocation, code)
 

@@ -82,6 +82,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         for part, flops in PEAK_BF16_FLOPS.items():
             if part in name:
                 return flops
+    return measured_peak_flops(device, dtype)
+
+
+def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a matrix product of a size that suits the device."""
     return measure_matmul_flops(device, dtype, size=512 if device.type == "cpu" else 8192)
 
 

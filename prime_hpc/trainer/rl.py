@@ -15,7 +15,9 @@ from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.store.artifact import wait_for_artifact
 from prime_hpc.store.batches import RankBatch
 from prime_hpc.store.errors import ArtifactTimeout, WaitCancelled
-from prime_hpc.trainer.batches import MicroBatch, fake_batch, read_own_batch
+from prime_hpc.trainer.batches import MicroBatch, read_own_batch
+from prime_hpc.trainer.bench import finish_bench
+from prime_hpc.trainer.fake import fake_source
 from prime_hpc.trainer.objectives import LossStats, rl_loss
 from prime_hpc.trainer.session import Session, Signal
 
@@ -38,19 +40,19 @@ def run_rl(session: Session) -> None:
         NonFiniteError: NaN in a step (see `engine.py`).
     """
     experiment = session.experiment
-    fake = experiment.trainer.data.fake
     start, progress = session.resume()
     num_samples = progress.get("num_samples", 0)
     objective = partial(rl_objective, experiment.trainer.loss)
     session.status.ready(step=start, world_size=session.world_size)
+    fake = fake_source(session)
     for step in range(start + 1, session.last_step + 1):
         started = time.perf_counter()
         with session.engine.timer("wait"):
-            signal = _next_signal(session, step, num_samples)
+            signal = _next_signal(session, step, num_samples, is_fake=fake is not None)
         if signal is not Signal.GO:
             _stop(session, step - 1, signal, num_samples)
             return
-        batch = _read_batch(session, step)
+        batch = fake(step) if fake is not None else _read_batch(session, step)
         metrics = session.train_step(step, batch, objective)
         num_samples += int(metrics["num_sequences"])
         if fake is None:
@@ -61,20 +63,16 @@ def run_rl(session: Session) -> None:
             session.prune_rollouts(step)
         session.report(step, metrics, started)
     session.finish_saves()
-    if experiment.trainer.bench and session.rank == 0:
-        logger.info(session.bench_table())
+    if experiment.trainer.bench:
+        finish_bench(session)
 
 
 def _read_batch(session: Session, step: int) -> RankBatch:
-    """This rank's part of batch `step`, from disk or random."""
-    fake = session.experiment.trainer.data.fake
-    if fake is not None:
-        seed = session.experiment.seed
-        return fake_batch(fake, session.vocab_size, seed, step, *session.part)
+    """This rank's part of batch `step`."""
     return read_own_batch(session.paths.rollouts_step(step), *session.part, session.handover)
 
 
-def _next_signal(session: Session, step: int, num_samples: int) -> Signal:
+def _next_signal(session: Session, step: int, num_samples: int, *, is_fake: bool) -> Signal:
     """At the boundary before `step`: stop, or go on with batch `step`; saves in between where asked to. Collective.
 
     A stop comes first, even where the batch is there. The others wait in short broadcasts, so that the wait may be
@@ -85,7 +83,7 @@ def _next_signal(session: Session, step: int, num_samples: int) -> Signal:
     """
     end = time.monotonic() + session.experiment.trainer.batch_timeout_s
     while True:
-        signal = _look(session, step, end) if session.rank == 0 else Signal.WAIT
+        signal = _look(session, step, end, is_fake=is_fake) if session.rank == 0 else Signal.WAIT
         signal = session.agree(signal)
         if signal is Signal.SAVE:
             _save(session, step - 1, num_samples)
@@ -93,12 +91,12 @@ def _next_signal(session: Session, step: int, num_samples: int) -> Signal:
             return signal
 
 
-def _look(session: Session, step: int, end: float) -> Signal:
+def _look(session: Session, step: int, end: float, *, is_fake: bool) -> Signal:
     """Rank 0: what was asked for, else wait a little for batch `step`."""
     asked = session.requested()
     if asked is not None:
         return asked
-    if session.experiment.trainer.data.fake is not None:
+    if is_fake:
         return Signal.GO
     remaining = end - time.monotonic()
     try:
@@ -127,7 +125,7 @@ def _look(session: Session, step: int, end: float) -> Signal:
 
 def _save(session: Session, step: int, num_samples: int) -> None:
     """Checkpoint `step` together with the orchestrator's state of batch `step`."""
-    if session.experiment.trainer.data.fake is None:
+    if session.experiment.trainer.data.fake is None and not session.experiment.trainer.bench:
         session.save(step, progress={"num_samples": num_samples}, batch_dir=session.paths.rollouts_step(step))
 
 

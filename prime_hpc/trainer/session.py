@@ -92,6 +92,9 @@ class Session:
     packer: RolloutPacker | None = None
     """Rank 0 only, with `orchestrator.compress_rollouts`."""
     bench_rows: list[dict[str, float]] = field(default_factory=list)
+    """Of a `bench` run: every step's figures."""
+    bench_setting: dict[str, str] = field(default_factory=dict)
+    """Of a `bench` run: what it trains on."""
 
     @property
     def part(self) -> tuple[int, int]:
@@ -233,7 +236,8 @@ class Session:
         values = {**metrics, **self.engine.throughput(metrics, training), "time/step": round(elapsed, 4), **times}
         values["tokens_per_s_overall"] = metrics["num_tokens"] / max(elapsed, 1e-9)
         values |= self.saver.take_figures()
-        self.bench_rows.append(values)
+        if self.experiment.trainer.bench:
+            self.bench_rows.append(values)
         if self.metrics is None:
             return
         self.metrics.log(step, **values)
@@ -247,13 +251,6 @@ class Session:
         line = " ".join(f"{k.removeprefix('time/')} {v:.4g}" for k, v in shown.items())
         name = f"{self.context.run} " if self.context.run else ""
         logger.info(f"{name}step {step}/{self.experiment.max_steps} {line}")
-
-    def bench_table(self) -> str:
-        """The mean of the measured steps of a `bench` run, one line a figure."""
-        rows = self.bench_rows[1:] or self.bench_rows
-        keys = ["tokens_per_s", "mfu", "num_tokens", *[k for k in rows[0] if k.startswith("time/")]]
-        lines = [f"{k:<24} {sum(r.get(k, 0.0) for r in rows) / len(rows):>14.4f}" for k in keys]
-        return f"trainer bench, mean of {len(rows)} steps, {self.world_size} ranks\n" + "\n".join(lines)
 
     def close(self) -> None:
         """Flush the metrics and hang up."""

@@ -10,6 +10,7 @@ from loguru import logger
 
 from prime_hpc.store.weights import list_versions
 from prime_hpc.trainer.batches import MicroBatch
+from prime_hpc.trainer.bench import finish_bench
 from prime_hpc.trainer.data.build import Progress, build_data
 from prime_hpc.trainer.held_out import HeldOut
 from prime_hpc.trainer.objectives import LossStats, sft_loss
@@ -51,7 +52,7 @@ def run_sft(session: Session) -> None:
         interval = session.experiment.sft.save_interval
         if interval and step % interval == 0 and not session.experiment.trainer.bench:
             session.publish(step, prune=False)
-        if session.save_is_due(step):
+        if not session.experiment.trainer.bench and session.save_is_due(step):
             session.save(step, progress=progress, batch_dir=None)
         session.report(step, {k: v for k, v in metrics.items() if k not in _RL_ONLY}, started)
     data.close()
@@ -101,8 +102,7 @@ def _goes_on(session: Session, step: int, progress: Progress) -> bool:
 def _finish(session: Session) -> None:
     """Publish the last version unless it is there; a bench run prints its table instead."""
     if session.experiment.trainer.bench:
-        if session.rank == 0:
-            logger.info(session.bench_table())
+        finish_bench(session)
         return
     last = session.experiment.max_steps
     missing = session.rank == 0 and last not in list_versions(session.paths)

@@ -220,7 +220,6 @@ def resident_bytes(key: str) -> int:
 
 def head_child(way: str, num_targets: int) -> None:
     """In the child process: one forward and backward pass; prints the figures."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     function = {"whole": whole_logits, "chunked": chunked}[way]
     small = head_inputs(4)
     (function(*small[:4]) * small[4]).sum().backward()  # imports and thread pools are not the pass's memory
@@ -280,7 +279,6 @@ def compare_heads() -> dict[str, Any]:
 
 def run() -> dict[str, Any]:
     """Both parts; `ratio` is the smallest of the objectives'."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     objectives = {name: compare(name) for name in OBJECTIVES}
     return {
         "ratio": min(row["ratio"] for row in objectives.values()),

@@ -1,9 +1,13 @@
-"""`tools/bench trainer`: the trainer's step against a bare PyTorch loop on the same packed rows, paired in one run.
+"""`tools/bench trainer`: the trainer's step against a bare PyTorch loop and against TRL's trainers, paired in one run.
 
 Bare: the Hugging Face model with its own attention (packed rows masked from `position_ids`, as transformers does it),
 its own loss, backward, AdamW; tensors prepared beforehand, nothing of this project. Ours: the whole train step from
 the store's arrays: FSDP2, packed attention, AIPO with its statistics and entropy, gradient norm and clipping, metrics.
 Both in one process, float32, steps alternating; `ratio_to_bare` is the median over pairs of bare / ours seconds.
+
+TRL (extra `bench`): SFTTrainer and GRPOTrainer on the same model and ragged samples, as many a step; see
+`_trl_train.py` for what is counted. TRL pads by default (`ratio_to_trl_sft`, `ratio_to_trl_grpo`: medians over pairs);
+its packing, which SFTTrainer offers, and other micro-batch sizes are measured as well.
 """
 
 import contextlib
@@ -20,12 +24,25 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from _trl_train import Alternation, Samples, train_grpo, train_sft
 
 NUM_PAIRS = 5
 ROWS = 4
 ROW_TOKENS = 1024
 VOCAB = 512
 LEARNING_RATE = 1e-4
+NUM_SAMPLES = 32
+GROUP_SIZE = 8
+PROMPT_TOKENS = 24
+TRL_SFT = {
+    # name -> what SFTTrainer makes a step of
+    "padding": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": NUM_SAMPLES // 8},
+    "packing": {"per_device_train_batch_size": 1, "packing": True, "max_length": ROW_TOKENS},
+}
+TRL_GRPO = {
+    "whole batch": {"per_device_train_batch_size": NUM_SAMPLES},
+    "micro-batches of 8": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": NUM_SAMPLES // 8},
+}
 
 
 def ragged_lengths(rng: np.random.Generator) -> list[list[int]]:
@@ -102,8 +119,8 @@ def bare_step(folder: Path, batch: Any) -> Callable[[], float]:
     return step
 
 
-def our_step(folder: Path, batch: Any) -> Callable[[], float]:
-    """This project's train step; returns its mean negative log-likelihood."""
+def our_step(folder: Path, batch: Any, kind: str = "rl") -> Callable[[], float]:
+    """This project's train step of either kind; returns its mean negative log-likelihood."""
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.trainer import TrainerConfig
     from prime_hpc.trainer.engine import Engine
@@ -112,6 +129,7 @@ def our_step(folder: Path, batch: Any) -> Callable[[], float]:
     from prime_hpc.trainer.optim import build_optimizer
     from prime_hpc.trainer.parallel import build_parallel
     from prime_hpc.trainer.rl import rl_objective
+    from prime_hpc.trainer.sft import sft_objective
 
     device = torch.device("cpu")
     config = TrainerConfig.model_validate({"optim": {"lr": LEARNING_RATE}})
@@ -125,7 +143,7 @@ def our_step(folder: Path, batch: Any) -> Callable[[], float]:
     )
     engine = Engine(
         policy,
-        build_optimizer(policy.parameters(), config.optim),
+        build_optimizer(policy, config.optim),
         optim=config.optim,
         scheduler=config.scheduler,
         max_steps=1000,
@@ -133,10 +151,14 @@ def our_step(folder: Path, batch: Any) -> Callable[[], float]:
         reshard=config.reshard_after_forward,
         device=device,
         peak_flops=1.0,
+        with_entropy=kind == "rl",
     )
 
     def objective(micro: Any, logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-        loss, stats = rl_objective(config.loss, micro, logprobs, weights)
+        if kind == "sft":
+            loss, stats = sft_objective(micro, logprobs, weights)
+        else:
+            loss, stats = rl_objective(config.loss, micro, logprobs, weights)
         stats.sums["nll"] = -logprobs.detach().sum()
         return loss, stats
 
@@ -170,6 +192,64 @@ def measure(name: str, folder: Path, rows: list[list[int]]) -> dict[str, Any]:
     }
 
 
+def ragged_samples(rng: np.random.Generator) -> Samples:
+    """Prompts of one length with log-normal completions (median about 90 tokens), in groups with random rewards."""
+    lengths = np.clip(rng.lognormal(4.5, 0.7, NUM_SAMPLES), 8, ROW_TOKENS - PROMPT_TOKENS).astype(int)
+    return Samples(
+        token_ids=[rng.integers(3, VOCAB, PROMPT_TOKENS + n).tolist() for n in lengths],
+        prompt_lengths=[PROMPT_TOKENS] * NUM_SAMPLES,
+        logprobs=[rng.normal(-6.2, 0.1, n).tolist() for n in lengths],
+        rewards=rng.random(NUM_SAMPLES).tolist(),
+    )
+
+
+def our_batch(samples: Samples, kind: str) -> Any:
+    """The samples as this project packs them; SFT trains every token, RL the completions."""
+    from prime_hpc.trainer.batches import build_rank_batch, pack_samples
+
+    ids = [np.array(row, np.int32) for row in samples.token_ids]
+    first = [0 if kind == "sft" else n for n in samples.prompt_lengths]
+    masks = [np.arange(len(row)) >= n for row, n in zip(ids, first, strict=True)]
+    (micro,) = pack_samples(np.array([len(row) for row in ids]), 1, ROWS * ROW_TOKENS)
+    rewards = np.array(samples.rewards, np.float32).reshape(-1, GROUP_SIZE)
+    return build_rank_batch(micro, ids, masks, (rewards - rewards.mean(1, keepdims=True)).ravel())
+
+
+def against_trl(folder: Path, scratch: Path) -> dict[str, dict[str, Any]]:
+    """Every variant of both TRL trainers, each with our steps between its own."""
+    samples = ragged_samples(np.random.default_rng(2))
+    longest, tokens = max(map(len, samples.token_ids)), sum(map(len, samples.token_ids))
+    steps = {kind: our_step(folder, our_batch(samples, kind), kind) for kind in ("sft", "grpo")}
+    for step in steps.values():
+        step()
+    common = {"learning_rate": LEARNING_RATE}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, options in TRL_SFT.items():
+        if options.get("packing"):  # a packed row is one sample to it: as many rows as the tokens fill
+            options = options | {"gradient_accumulation_steps": -(-tokens // ROW_TOKENS)}
+        done = train_sft(folder, samples, NUM_PAIRS + 1, steps["sft"], scratch, **common, **options)
+        rows[f"SFTTrainer, {name}"] = summary(done, tokens)
+    limits = {"num_generations": GROUP_SIZE, "max_completion_length": longest, "beta": 0.0, "temperature": 1.0}
+    for name, options in TRL_GRPO.items():
+        done = train_grpo(folder, samples, NUM_PAIRS + 1, steps["grpo"], scratch, **common, **limits, **options)
+        rows[f"GRPOTrainer, {name}"] = summary(done, tokens)
+    return rows
+
+
+def summary(done: Alternation, num_tokens: int) -> dict[str, Any]:
+    """Medians over the pairs after the first, which warms up."""
+    trl, ours = done.trl_seconds[1:], done.our_seconds[1:]
+    ratios = [a / b for a, b in zip(trl, ours, strict=True)]
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "tokens_per_s": num_tokens / statistics.median(ours),
+        "trl_tokens_per_s": num_tokens / statistics.median(trl),
+        "num_tokens": num_tokens,
+    }
+
+
 @contextlib.contextmanager
 def process_group() -> Any:
     """A process group of one."""
@@ -181,42 +261,58 @@ def process_group() -> Any:
 
 
 def run() -> dict[str, Any]:
-    """Both workloads; `ratio_to_bare` is that of the ragged rows."""
+    """All workloads; `ratio_to_bare` is that of the ragged rows, `ratio_to_trl_*` those to TRL as it comes."""
     from loguru import logger
+
+    from prime_hpc.starter.tokenizer import build_tokenizer
 
     logger.disable("prime_hpc")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     ragged = ragged_lengths(np.random.default_rng(0))
-    with tempfile.TemporaryDirectory() as folder, process_group():
-        num_parameters = save_model(Path(folder))
-        part = partial(measure, folder=Path(folder))
+    with tempfile.TemporaryDirectory() as made, process_group():
+        folder = Path(made) / "model"
+        num_parameters = save_model(folder)
+        build_tokenizer(ROW_TOKENS).save_pretrained(folder)
+        part = partial(measure, folder=folder)
         workloads = [
             part("ragged samples, packed", rows=ragged),
             part("one sequence a row", rows=[[ROW_TOKENS]] * ROWS),
         ]
+        trl = against_trl(folder, Path(made) / "trl")
     return {
         "ratio_to_bare": workloads[0]["ratio_to_bare"],
+        "ratio_to_trl_sft": trl["SFTTrainer, padding"]["ratio"],
+        "ratio_to_trl_grpo": min(row["ratio"] for name, row in trl.items() if name.startswith("GRPO")),
         "tokens_per_s": workloads[0]["tokens_per_s"],
         "bare_tokens_per_s": workloads[0]["bare_tokens_per_s"],
         "num_parameters": num_parameters,
         "num_threads": torch.get_num_threads(),
         "num_pairs": NUM_PAIRS,
         "workloads": workloads,
+        "trl": trl,
     }
 
 
 def render(result: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """The figures as two tables."""
     size = result["num_parameters"] / 1e6
     lines = [
         f"Qwen3 of {size:.1f}M parameters, {ROWS} rows of {ROW_TOKENS} tokens a step, {result['num_threads']} threads, "
         f"{result['num_pairs']} pairs",
-        f"{'workload':<26}{'samples':>8}{'bare tok/s':>12}{'ours tok/s':>12}{'ours/bare':>11}{'min .. max':>16}",
+        f"{'workload':<32}{'samples':>8}{'bare tok/s':>12}{'ours tok/s':>12}{'ours/bare':>11}{'min .. max':>16}",
     ]
     for row in result["workloads"]:
         spread = f"{row['ratio_min']:.2f} .. {row['ratio_max']:.2f}"
         lines.append(
-            f"{row['workload']:<26}{row['num_sequences']:>8}{row['bare_tokens_per_s']:>12,.0f}"
+            f"{row['workload']:<32}{row['num_sequences']:>8}{row['bare_tokens_per_s']:>12,.0f}"
             f"{row['tokens_per_s']:>12,.0f}{row['ratio_to_bare']:>11.3f}{spread:>16}"
+        )
+    lines.append(f"{'':<32}{'samples':>8}{'TRL tok/s':>12}{'ours tok/s':>12}{'ours/TRL':>11}{'min .. max':>16}")
+    for name, row in result["trl"].items():
+        spread = f"{row['ratio_min']:.2f} .. {row['ratio_max']:.2f}"
+        lines.append(
+            f"{name:<32}{NUM_SAMPLES:>8}{row['trl_tokens_per_s']:>12,.0f}{row['tokens_per_s']:>12,.0f}"
+            f"{row['ratio']:>11.3f}{spread:>16}"
         )
     return "\n".join(lines)

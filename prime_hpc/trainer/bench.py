@@ -1,0 +1,63 @@
+"""The end of a trainer's `--bench`, RL or SFT: its figures, as a table and as `<run>/bench/trainer.json`.
+
+Called by `rl.py` and `sft.py` after the last step. The document's form is `observe.bench`'s.
+"""
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from prime_hpc.observe.bench import build_report, mean_of, peak_rss_gib, phases_of, table, write_report
+from prime_hpc.trainer.model import compute_dtype
+from prime_hpc.trainer.perf import measured_peak_flops
+from prime_hpc.trainer.session import Session
+
+_TRAINING = ("time/forward_backward", "time/optim")
+
+
+def finish_bench(session: Session) -> None:
+    """Write and print the results. Collective.
+
+    `tokens/s` and `mfu` are of forward, backward and optimizer, over all ranks; `mfu of measured` takes the FLOP/s of a
+    matrix product on these devices, measured on all ranks at once, for the peak. `memory`: the largest rank's.
+    """
+    device, experiment, rows = session.device, session.experiment, session.bench_rows
+    dtype = compute_dtype(experiment.model)
+    if device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated(device) / 2**30
+    else:
+        memory = peak_rss_gib()
+    largest = torch.tensor(memory, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.barrier()
+    peak = torch.tensor(measured_peak_flops(device, dtype), dtype=torch.float64, device=device)
+    dist.all_reduce(peak)
+    if session.rank != 0 or not rows:
+        return
+    training = sum(mean_of(rows, key) for key in _TRAINING)
+    report = build_report(
+        "trainer",
+        kind=experiment.kind,
+        setting={
+            "model": experiment.model.name,
+            "ranks": session.world_size,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "threads": torch.get_num_threads(),
+            "dtype": experiment.model.dtype,
+            **session.bench_setting,
+        },
+        figures={
+            "s/step": mean_of(rows, "time/step"),
+            "tokens/step": mean_of(rows, "num_tokens"),
+            "tokens/s": mean_of(rows, "tokens_per_s"),
+            "tokens/s overall": mean_of(rows, "tokens_per_s_overall"),
+            "mfu": mean_of(rows, "mfu"),
+            "mfu of measured": mean_of(rows, "step_flops") / max(training, 1e-9) / float(peak),
+            "measured TFLOP/s": float(peak) / 1e12,
+            "memory, GiB": float(largest),
+        },
+        phases=phases_of(rows, skip=("time/step",)),
+        rows=rows,
+    )
+    write_report(session.paths.root, report)
+    logger.info("\n" + table(report))
