@@ -70,6 +70,8 @@ def fake_source(session: Session) -> FakeSource | None:
         return None
     if config is None and experiment.orchestrator.bench:
         shapes = _await_shapes(session)
+        if not shapes:  # told to stop while it waited: the loop sees that before it asks for a batch
+            return lambda step: RankBatch.empty(1)
         own = shapes[part % len(shapes)]
         session.bench_setting["data"] = f"shaped like the orchestrator's batch: {len(own.lengths)} sequences a rank"
         return lambda step: own.batch(vocab, seed, step, part)
@@ -79,7 +81,7 @@ def fake_source(session: Session) -> FakeSource | None:
 
 
 def _await_shapes(session: Session) -> list[RankShape]:
-    """The shape of the last batch of the orchestrator's bench. Collective: rank 0 looks, the others are told."""
+    """The shape of the last batch of the orchestrator's bench; [] after a stop. Collective: rank 0 looks."""
     end = time.monotonic() + session.experiment.trainer.batch_timeout_s
     box: list[Any] = [None]
     while True:
@@ -96,6 +98,8 @@ def _look(session: Session, end: float) -> list[dict[str, Any]] | None:
     if report is not None and report.get("incarnation") == session.context.incarnation:
         shape: list[dict[str, Any]] = report["shape"]
         return shape
+    if session.doorbell.latest("stop") is not None:
+        return []
     if time.monotonic() > end:
         limit = session.experiment.trainer.batch_timeout_s
         raise ArtifactTimeout(f"no result of the orchestrator's bench within trainer.batch_timeout_s = {limit:g} s")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from prime_hpc.observe.bench import read_report
 from prime_hpc.store.leases import min_floor
 from tests.support.orchestrator_world import AdminServer, World, make_experiment, read_samples, varied_reply
 from tests.support.tiny_tokenizer import make_tokenizer
@@ -232,5 +233,8 @@ def test_a_bench_needs_no_trainer_and_leaves_nothing_behind(
         world.start(last=-1)
         assert world.wait() == 0, log_of(world)
         assert "rollouts/s" in log_of(world)
+        report = read_report(world.paths.root, "orchestrator")
+        assert report is not None and report["figures"]["rollouts/s"] > 0
+        assert len(report["shape"][0]["lengths"]) == exp.orchestrator.batch_size
         assert not world.paths.rollouts.exists()
         assert not list(world.paths.root.glob(".bench-*"))

@@ -1,0 +1,93 @@
+"""`--bench` of the trainer in real processes: RL on a given shape and on the orchestrator's, SFT on fake rows."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.launch.diff import run_figures
+from prime_hpc.observe.bench import build_report, read_report, write_report
+from prime_hpc.orchestrator.bench import batch_shape, bench_report
+from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.trainer.batches import build_rank_batch
+from prime_hpc.trainer.fake import RankShape
+from tests.integration.test_trainer import assert_done, run_trainer, write_run
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("bench") / "model")
+
+
+def bench(folder: Path, model: Path, num_ranks: int = 1, **changes: Any) -> tuple[RunPaths, dict[str, Any]]:
+    paths = write_run(folder / "run", model, **changes)
+    assert_done(run_trainer(paths, num_ranks), paths)
+    report = read_report(paths.root, "trainer")
+    assert report is not None
+    assert not paths.weights.exists() and not paths.checkpoints.exists()  # a bench publishes and saves nothing
+    return paths, report
+
+
+def test_fake_rl_batches(tmp_path: Path, model: Path) -> None:
+    fake = {"batch_size": 8, "seq_len": 16, "micro_batch_size": 2}
+    trainer = {"bench": True, "data": {"fake": fake}, "threads_per_rank": 1}
+    paths, report = bench(tmp_path, model, trainer=trainer, max_steps=3, ckpt={"interval": 1})
+    figures = report["figures"]
+    assert (report["num_warm"], report["num_steps"], len(report["steps"])) == (1, 2, 3)
+    assert figures["tokens/step"] == 8 * 16
+    training = report["phases"]["forward_backward"] + report["phases"]["optim"]
+    assert 0 < training <= figures["s/step"]
+    assert figures["tokens/s overall"] <= figures["tokens/s"]
+    assert figures["memory, GiB"] > 0.05 and 0 < figures["mfu of measured"] < 1.5
+    assert run_figures(paths.root)["bench trainer: tokens/s"] == figures["tokens/s"]
+
+
+def test_sft_rows(tmp_path: Path, model: Path) -> None:
+    data = {"type": "fake", "batch_size": 4, "seq_len": 12, "length": "variable"}
+    trainer = {"bench": True, "threads_per_rank": 1}
+    _, report = bench(tmp_path, model, kind="sft", sft={"data": data}, trainer=trainer, max_steps=2)
+    assert report["kind"] == "sft" and 4 * 3 <= report["figures"]["tokens/step"] <= 4 * 12
+    assert "reward" not in report["steps"][0]
+
+
+def orchestrator_batch() -> list[RankBatch]:
+    """Two ranks with ragged sequences, one of them empty of trained tokens."""
+    ranks = []
+    for lengths, prompts, micro in (([9, 5, 7], [3, 5, 2], [[0, 1], [2]]), ([6], [1], [[0], []])):
+        ids = [np.arange(n, dtype=np.int32) for n in lengths]
+        masks = [np.arange(n) >= p for n, p in zip(lengths, prompts, strict=True)]
+        ranks.append(build_rank_batch(micro, ids, masks))
+    return ranks
+
+
+def test_the_orchestrators_shape(tmp_path: Path, model: Path) -> None:
+    """Both halves of `rl --bench`: what the orchestrator's bench wrote is what the trainer's bench trains on."""
+    ranks = orchestrator_batch()
+    changes = {"trainer": {"bench": True, "num_ranks": 2, "threads_per_rank": 1}, "max_steps": 2}
+    experiment = Experiment.model_validate({**changes, "orchestrator": {"bench": True, "env": [{"id": "x"}]}})
+    write_report(tmp_path / "run", bench_report(experiment, [], batch_shape(ranks), incarnation=0))
+    _, report = bench(tmp_path, model, 2, orchestrator={"bench": True}, **changes)
+    assert report["figures"]["tokens/step"] == sum(rank.num_tokens for rank in ranks) == 27
+    assert report["steps"][0]["num_targets"] == 6 + 0 + 5 + 5
+    assert "orchestrator" in report["setting"]["data"]
+
+
+def test_a_shape_makes_the_same_batch_again() -> None:
+    (shape, _) = (RankShape(**rank) for rank in batch_shape(orchestrator_batch()))
+    one, again, other = shape.batch(50, 0, 1, 0), shape.batch(50, 0, 1, 0), shape.batch(50, 0, 2, 0)
+    assert np.array_equal(one.token_ids, again.token_ids) and not np.array_equal(one.token_ids, other.token_ids)
+    assert np.array_equal(one.seq_offsets, orchestrator_batch()[0].seq_offsets)
+    assert np.array_equal(one.loss_mask, orchestrator_batch()[0].loss_mask)
+    assert one.num_micro_batches == 2
+
+
+def test_a_report_of_another_schema_is_none(tmp_path: Path) -> None:
+    report = build_report("trainer", kind="rl", setting={}, figures={}, phases={}, rows=[])
+    write_report(tmp_path, report | {"schema": 0})
+    assert read_report(tmp_path, "trainer") is None and read_report(tmp_path, "orchestrator") is None
