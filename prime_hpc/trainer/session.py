@@ -355,6 +355,7 @@ def open_session(
         adapter = slot_parameters(policy, slot)
     optimizer = build_optimizer(policy, config.optim, adapter)
     is_rl = experiment.kind == "rl"
+    is_random = config.bench or config.data.fake is not None  # no engine sampled such batches
     engine = Engine(
         policy,
         optimizer,
@@ -367,7 +368,7 @@ def open_session(
         peak_flops=base.peak_flops,
         with_entropy=is_rl,
         batch_tokens=config.loss.batch_tokens or experiment.seq_len,
-        mismatch=config.loss.mismatch if is_rl else None,
+        mismatch=config.loss.mismatch if is_rl and not is_random else None,
         reference=load_reference(experiment, policy, base.device),
         slot=slot,
     )
