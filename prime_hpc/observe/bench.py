@@ -28,10 +28,18 @@ def bench_path(run_dir: Path, role: str) -> Path:
     return run_dir / FOLDER / f"{role}.json"
 
 
-def mean_of(rows: Sequence[Mapping[str, float]], key: str) -> float:
-    """Mean of one column over the measured rows; 0 where they lack it."""
+def mean_of(rows: Sequence[Mapping[str, float]], key: str, weight: str | None = None) -> float:
+    """Mean of one column over the measured rows; 0 where they lack it.
+
+    Args:
+        rows: every step's.
+        key: the column.
+        weight: the column by which rows count; that of the seconds makes a mean of rates what all steps came to.
+    """
     measured = rows[NUM_WARM:] or rows
-    return sum(float(row.get(key, 0.0)) for row in measured) / max(len(measured), 1)
+    weights = [1.0 if weight is None else float(row.get(weight, 0.0)) for row in measured]
+    total = sum(w * float(row.get(key, 0.0)) for w, row in zip(weights, measured, strict=True))
+    return total / sum(weights) if sum(weights) > 0 else 0.0
 
 
 def phases_of(rows: Sequence[Mapping[str, float]], skip: Sequence[str] = ()) -> dict[str, float]:

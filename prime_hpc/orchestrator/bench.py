@@ -59,6 +59,7 @@ def bench_report(
         "reward": "reward/mean",
     }
     config = exp.orchestrator
+    seconds = {name: "time/step" for name in ("rollouts/s", "sampled tokens/s")}
     return build_report(
         "orchestrator",
         kind=exp.kind,
@@ -67,7 +68,8 @@ def bench_report(
             "environments": ", ".join(env.id for env in config.env),
             "in flight at most": config.max_concurrent,
         },
-        figures={name: mean_of(rows, key) for name, key in columns.items()} | {"memory, GiB": peak_rss_gib()},
+        figures={name: mean_of(rows, key, seconds.get(name)) for name, key in columns.items()}
+        | {"memory, GiB": peak_rss_gib()},
         phases=phases_of(rows, skip=("time/step",)),
         rows=rows,
         shape=shape,

@@ -49,9 +49,9 @@ def finish_bench(session: Session) -> None:
         figures={
             "s/step": mean_of(rows, "time/step"),
             "tokens/step": mean_of(rows, "num_tokens"),
-            "tokens/s": mean_of(rows, "tokens_per_s"),
-            "tokens/s overall": mean_of(rows, "tokens_per_s_overall"),
-            "mfu": mean_of(rows, "mfu"),
+            "tokens/s": mean_of(rows, "num_tokens") / max(training, 1e-9),
+            "tokens/s overall": mean_of(rows, "tokens_per_s_overall", "time/step"),
+            "mfu": mean_of(rows, "mfu", "time/forward_backward"),
             "mfu of measured": mean_of(rows, "step_flops") / max(training, 1e-9) / float(peak),
             "measured TFLOP/s": float(peak) / 1e12,
             "memory, GiB": float(largest),

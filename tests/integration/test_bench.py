@@ -8,7 +8,7 @@ import pytest
 
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.launch.diff import run_figures
-from prime_hpc.observe.bench import build_report, read_report, write_report
+from prime_hpc.observe.bench import build_report, mean_of, read_report, write_report
 from prime_hpc.orchestrator.bench import batch_shape, bench_report
 from prime_hpc.store.batches import RankBatch
 from prime_hpc.store.layout import RunPaths
@@ -85,6 +85,12 @@ def test_a_shape_makes_the_same_batch_again() -> None:
     assert np.array_equal(one.seq_offsets, orchestrator_batch()[0].seq_offsets)
     assert np.array_equal(one.loss_mask, orchestrator_batch()[0].loss_mask)
     assert one.num_micro_batches == 2
+
+
+def test_means_of_rates_count_the_seconds() -> None:
+    rows = [{"rate": 99.0, "s": 9.0}, {"rate": 10.0, "s": 1.0}, {"rate": 1.0, "s": 2.0}]
+    assert mean_of(rows, "s") == 1.5 and mean_of(rows, "rate", "s") == pytest.approx(12 / 3)
+    assert mean_of(rows[:1], "rate") == 99 and mean_of(rows, "none", "none") == 0
 
 
 def test_a_report_of_another_schema_is_none(tmp_path: Path) -> None:
