@@ -59,7 +59,8 @@ def bench_report(
         "reward": "reward/mean",
     }
     config = exp.orchestrator
-    seconds = {name: "time/step" for name in ("rollouts/s", "sampled tokens/s")}
+    by_seconds = dict.fromkeys(("rollouts/s", "sampled tokens/s"), "time/step")
+    figures = {name: mean_of(rows, key, by_seconds.get(name)) for name, key in columns.items()}
     return build_report(
         "orchestrator",
         kind=exp.kind,
@@ -68,8 +69,7 @@ def bench_report(
             "environments": ", ".join(env.id for env in config.env),
             "in flight at most": config.max_concurrent,
         },
-        figures={name: mean_of(rows, key, seconds.get(name)) for name, key in columns.items()}
-        | {"memory, GiB": peak_rss_gib()},
+        figures=figures | {"memory, GiB": peak_rss_gib()},
         phases=phases_of(rows, skip=("time/step",)),
         rows=rows,
         shape=shape,
