@@ -3,19 +3,23 @@
 Reads headers only (a few kilobytes a file), so a version of any size is checked in milliseconds.
 """
 
+import contextlib
 import json
 import struct
 from pathlib import Path
 
 from prime_hpc.store.artifact import ArtifactError, verify_artifact
+from prime_hpc.store.files import await_name
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 LM_HEAD = "lm_head.weight"
 
+NAME_VISIBLE_S = 10.0
+"""How long a shared file system may take to show this node the name that another one just gave a version."""
 VISIBLE_S = 2.0
-"""How long a shared file system may take to show this node what another one just renamed into place."""
+"""How long it may take to show what is below that name: all of it is older than the name."""
 
 Signature = dict[str, tuple[int, ...]]
 """Tensor name to shape."""
@@ -70,6 +74,9 @@ def check_version(path: Path, version: int, expected: Signature | None, tied: bo
         BadVersionError: what is wrong, and with which file or tensor.
     """
     try:
+        if path.parent.is_dir():  # by a listing: a look-up that comes too early would be remembered as a miss
+            with contextlib.suppress(ArtifactError):  # what is wrong is said below
+                await_name(path, deadline_s=NAME_VISIBLE_S)
         manifest = verify_artifact(path, deadline_s=VISIBLE_S)
     except (ArtifactError, OSError) as error:
         raise BadVersionError(f"{path} is not a complete weight version: {error}") from error

@@ -16,10 +16,16 @@ from loguru import logger
 from prime_hpc.observe.context import RoleContext
 
 STATUS_FILE = "status.json"
+FILE_EVERY_S = 60.0
+"""How old the file may become while heartbeats go over the doorbell."""
 
 
 class Ringer(Protocol):
-    """The one method of `store.doorbell.Doorbell` that status needs (observe imports no room)."""
+    """What status needs of `store.doorbell.Doorbell` (observe imports no room)."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether somebody hears it now."""
 
     def ring(self, topic: str, /, **payload: Any) -> None:
         """Announce `payload` under `topic`."""
@@ -39,6 +45,8 @@ class RoleStatus:
         self._path = status_path(context.log_dir, context.index)
         self._lock = threading.Lock()
         self._stopped = threading.Event()
+        self._written = 0.0
+        self._has_place = False
         self._row: dict[str, Any] = {
             "role": context.role,
             "index": context.index,
@@ -49,6 +57,7 @@ class RoleStatus:
             "incarnation": context.incarnation,
             "info": {},
             "error": None,
+            "count": 0,
         }
 
     def starting(self) -> None:
@@ -84,21 +93,43 @@ class RoleStatus:
 
         def run() -> None:
             while not self._stopped.wait(interval_s):
-                self._report()
+                self.heartbeat()
 
         threading.Thread(target=run, name="heartbeat", daemon=True).start()
 
-    def _report(self, **changes: Any) -> None:
+    def heartbeat(self) -> None:
+        """Say that the process lives, and nothing new.
+
+        Over the doorbell where it is up: the files of hundreds of ranks every few seconds would be most of what a run
+        asks of the file system. The file follows once a minute.
+        """
+        self._report(is_news=False)
+
+    def _report(self, is_news: bool = True, **changes: Any) -> None:
         with self._lock:
             self._row.update(changes)
+            self._row["count"] += 1  # tells which word is newer also where the clock is set back
             row = {**self._row, "time": time.time()}
+            if not is_news and self._may_skip_file():
+                self._ring(row)
+                return
+            self._written = time.monotonic()
             try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                if not self._has_place:
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    self._has_place = True
                 temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
                 temporary.write_text(json.dumps(row), encoding="utf-8")
                 temporary.replace(self._path)
             except OSError as error:  # a full disk must not silence the role: the doorbell still carries its word
                 logger.warning(f"status file {self._path} could not be written: {error}")
+        self._ring(row)
+
+    def _may_skip_file(self) -> bool:
+        is_heard = self._doorbell is not None and self._doorbell.connected
+        return is_heard and time.monotonic() < self._written + FILE_EVERY_S
+
+    def _ring(self, row: dict[str, Any]) -> None:
         if self._doorbell is not None:
             self._doorbell.ring("status", **row)
 

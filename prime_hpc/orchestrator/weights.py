@@ -173,6 +173,7 @@ class WeightSync:
                 doorbell=self._bell,
                 topic="weights",
                 key={"version": version},
+                names=(),  # each engine checks all files before it loads them
                 cancelled=lambda: self._closing,
             )
         except (ArtifactTimeout, ArtifactError) as error:
@@ -199,6 +200,7 @@ class WeightSync:
             doorbell=self._bell,
             topic="weights",
             key={"version": version},
+            names=(),  # each engine checks all files before it loads them
             min_incarnation=self._incarnation,
             cancelled=lambda: self._closing,
         )

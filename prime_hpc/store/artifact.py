@@ -9,6 +9,7 @@ every rank writes into `stage_dir(...)` and sums its own files with `hash_files`
 
 import contextlib
 import errno
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -54,6 +55,10 @@ __all__ = [
     "wait_for_artifact",
 ]
 
+SET_ASIDE = "set-aside-"
+"""Prefix of what bore an artifact's name and was none."""
+IN_THE_WAY_S = files.VISIBLE_S
+"""How long to look for the manifest of what is in the way before it is called somebody else's."""
 _HIDDEN = (".stage-", ".trash-", ".tmp-")
 _STAGE_INCARNATION = re.compile(r"\.stage-.*?-i(\d+)(?:-|$)")
 
@@ -80,7 +85,9 @@ def prepare_stage(
     """
     check_incarnation(run or RunPaths(final.parent.parent), incarnation)
     stage = stage_dir(final, incarnation)
-    files.remove_tree(stage)
+    if stage.exists():
+        with contextlib.suppress(FileNotFoundError):  # another node's clean-up was first
+            files.discard(stage)
     files.make_dir(stage)
     if file_bytes is not None:
         lustre.set_stripes(stage, file_bytes)
@@ -143,6 +150,9 @@ def _publish(stage: Path, final: Path, manifest: Manifest, run: RunPaths) -> Man
         try:
             files.rename(stage, final)
         except OSError as error:
+            if error.errno == errno.ENOENT:  # a newer life cleaned up after this one
+                check_incarnation(run, manifest.incarnation)
+                raise StoreError(f"{stage}: was removed while it was written: does another life of the run?") from error
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
         else:
@@ -168,17 +178,24 @@ def discard(run: RunPaths, path: Path, incarnation: int) -> None:
     """Delete a committed artifact: out of sight in one rename, then file by file. Readers never see a half of it.
 
     A process that was held up between its decision and the rename could take away what a newer life has made
-    meanwhile under the same name: whoever finds itself fenced after the rename puts it back.
+    meanwhile under the same name: whoever finds itself fenced after the rename puts it back. And a node may see a
+    directory late: so what was taken away is looked at too before it is deleted. That it is gone already does not
+    matter.
 
     Raises:
         FencedError: a newer life has begun; nothing is deleted.
-        FileNotFoundError: it is not there.
         StoreError: not writable, I/O error.
     """
     check_incarnation(run, incarnation)
-    trash = files.set_aside(path)
+    try:
+        trash = files.set_aside(path)
+    except FileNotFoundError:  # this node still saw it
+        return
     try:
         check_incarnation(run, incarnation)
+        newer = _newer_than(incarnation, trash)
+        if newer is not None:
+            raise FencedError(f"{path}: belongs to incarnation {newer}, this process to {incarnation}: it must end")
     except FencedError:
         with contextlib.suppress(OSError):  # made anew meanwhile: the new one stays
             files.rename(trash, path)
@@ -186,9 +203,38 @@ def discard(run: RunPaths, path: Path, incarnation: int) -> None:
     files.remove_tree(trash)
 
 
-def _existing(final: Path) -> Manifest:
+def is_artifact(path: Path) -> bool:
+    """Whether a directory holds a manifest. Whatever else bears an artifact's name is somebody else's."""
+    return not path.is_symlink() and MANIFEST in files.list_dir(path)
+
+
+def clear_name(run: RunPaths, path: Path, incarnation: int) -> None:
+    """Make an artifact's name free: `discard`, but what is no artifact is set aside, not deleted.
+
+    It may be somebody else's, and would be in the way of what a resumed run writes.
+    """
+    if is_artifact(path):
+        discard(run, path, incarnation)
+        return
+    aside = path.with_name(f"{SET_ASIDE}{path.name}-{files.unique_suffix()}")
+    with contextlib.suppress(FileNotFoundError):
+        files.rename(path, aside)
+        logger.warning(f"{path} holds no manifest: no artifact of ours; set aside as {aside.name}")
+
+
+def _newer_than(incarnation: int, directory: Path) -> int | None:
+    """The incarnation that wrote an artifact where that is a newer one."""
     try:
-        return files.retry_read(lambda: read_manifest(final), deadline_s=2.0)
+        found = read_manifest(directory).incarnation
+    except ArtifactError:
+        return None  # damaged: nobody can use it
+    return found if found > incarnation else None
+
+
+def _existing(final: Path) -> Manifest:
+    """What bears a name that the file server says is taken; this node may see that late."""
+    try:
+        return files.retry_read(lambda: read_manifest(final), deadline_s=IN_THE_WAY_S)
     except (ArtifactError, OSError) as error:
         raise ArtifactExists(f"{final}: something that is no whole artifact is in the way ({error})") from error
 
@@ -257,8 +303,15 @@ class ArtifactWriter:
 
 
 def _walk(directory: Path) -> list[str]:
-    """Relative posix names of all files below a directory."""
-    return sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if not p.is_dir())
+    """Relative posix names of all files below a directory, by listings alone: no file is asked for."""
+    names: list[str] = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                names += [f"{entry.name}/{name}" for name in _walk(directory / entry.name)]
+            else:
+                names.append(entry.name)
+    return sorted(names)
 
 
 def clean_stale_stages(parent: Path, before_incarnation: int | None = None) -> list[str]:

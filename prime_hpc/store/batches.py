@@ -6,7 +6,6 @@ bytes (id 4, mask 1, log-probability 4, version 2, advantage 4), a sequence 24 t
 each sequence and follow from its offsets. Files are plain safetensors: `safetensors.numpy.load_file` reads them too.
 """
 
-import contextlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,7 +25,9 @@ from prime_hpc.store.artifact import (
     ArtifactWriter,
     Manifest,
     check_file,
+    clear_name,
     discard,
+    is_artifact,
     read_manifest,
 )
 from prime_hpc.store.handover import Handover
@@ -190,7 +191,7 @@ def write_batch(
     ) as writer:
         writer.meta.update(full_meta)
         with ThreadPoolExecutor(min(_MAX_WRITERS, len(ranks))) as pool:
-            written = [pool.submit(writer.write, _rank_name(r), _serialize(batch)) for r, batch in enumerate(ranks)]
+            written = [pool.submit(writer.write, _rank_name(r), encode_rank(batch)) for r, batch in enumerate(ranks)]
             for future in written:
                 future.result()
         writer.write(STATE, [state_bytes])
@@ -250,8 +251,8 @@ def _to_lags(versions: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.uint16], i
     return np.where(sampled, newest - versions, _LAG_NONE).astype(np.uint16), newest
 
 
-def _serialize(batch: RankBatch) -> Iterator[Any]:
-    """The buffers of one safetensors file: header, then the arrays, widest dtype first so that each is aligned."""
+def encode_rank(batch: RankBatch) -> Iterator[Any]:
+    """The buffers of one rank's safetensors file: header, then the arrays, widest first so that each is aligned."""
     lags, newest = _to_lags(batch.versions)
     arrays = {name: _narrow(np.ascontiguousarray(getattr(batch, name))) for name in _DTYPES if name != "versions"}
     arrays["lags"] = lags
@@ -314,7 +315,7 @@ def read_rank_batches(
     fetched = handover.fetch(directory, step, names) if handover is not None and step is not None else None
     if fetched is not None:
         manifest, content = fetched
-        return [_deserialize(content[name], directory / name) for name in names(manifest)]
+        return [decode_rank(content[name], directory / name) for name in names(manifest)]
 
     def read() -> list[RankBatch]:
         manifest = read_manifest(directory)
@@ -332,11 +333,15 @@ def _map(directory: Path, name: str, manifest: Manifest) -> RankBatch:
     raw: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, mode="r")
     if raw.nbytes != entry.size:
         raise ArtifactError(path, f"{entry.size} bytes", f"{raw.nbytes} bytes")
-    return _deserialize(raw if size is None else np.frombuffer(zstd.decompress(raw, size), np.uint8), path)
+    return decode_rank(raw if size is None else np.frombuffer(zstd.decompress(raw, size), np.uint8), path)
 
 
-def _deserialize(raw: npt.NDArray[np.uint8], path: Path) -> RankBatch:
-    """The arrays of one file's content; `path` is for the error."""
+def decode_rank(raw: npt.NDArray[np.uint8], path: Path) -> RankBatch:
+    """The arrays of one file's content, uint8[size]; `path` is for the error.
+
+    Raises:
+        ArtifactError: it is none.
+    """
     try:
         start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
         header = json.loads(raw[8:start].tobytes())
@@ -394,9 +399,9 @@ def find_batch(paths: RunPaths, step: int) -> Path:
 
 
 def _discard(paths: RunPaths, step: int, incarnation: int) -> None:
-    """Remove a batch wherever it is; another process may just be packing it."""
+    """Remove a batch wherever it is; another process may just be packing it. What is no artifact stays."""
     for directory in (paths.rollouts_step(step), paths.packed_step(step)):
-        with contextlib.suppress(FileNotFoundError):
+        if is_artifact(directory):
             discard(paths, directory, incarnation)
 
 
@@ -439,7 +444,8 @@ def remove_batches_after(paths: RunPaths, step: int, incarnation: int = 0) -> li
     """
     removed = [n for n in list_batches(paths) if n > step]
     for n in reversed(removed):
-        _discard(paths, n, incarnation)
+        for directory in (paths.rollouts_step(n), paths.packed_step(n)):
+            clear_name(paths, directory, incarnation)
     if removed:
         logger.info(f"removed batches {removed[0]}..{removed[-1]}, which come after step {step}")
     return removed

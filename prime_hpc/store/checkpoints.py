@@ -20,19 +20,18 @@ from prime_hpc.store.artifact import (
     Manifest,
     StoreError,
     check_file,
+    clear_name,
     commit_stage,
     discard,
+    is_artifact,
     read_manifest,
     verify_artifact,
 )
 from prime_hpc.store.layout import RunPaths, check_incarnation, is_late, life_starts, list_steps
-from prime_hpc.store.manifest import MANIFEST
 
 TRAINER = "trainer"
 ORCHESTRATOR_STATE = "orchestrator/state.json"
 KIND = "checkpoint"
-SET_ASIDE = "set-aside-"
-"""Prefix of a directory that bore a checkpoint's name and was none."""
 _HASH_THREADS = 8
 
 
@@ -193,7 +192,7 @@ def prune_checkpoints(
     doomed = [step for step in steps if step < oldest_kept and not (keep_interval and step % keep_interval == 0)]
     removed = []
     for step in doomed:
-        if _is_ours(paths.checkpoint_step(step)):
+        if is_artifact(paths.checkpoint_step(step)):
             discard(paths, paths.checkpoint_step(step), incarnation)
             removed.append(step)
     if removed:
@@ -218,10 +217,6 @@ def _oldest_of_newest_whole(paths: RunPaths, steps: list[int], keep_last: int) -
     return None
 
 
-def _is_ours(path: Path) -> bool:
-    return MANIFEST in files.list_dir(path)
-
-
 def remove_checkpoints_after(paths: RunPaths, step: int, incarnation: int = 0) -> list[int]:
     """Delete checkpoints of steps above `step`, for a run that is resumed there. Supervisor only.
 
@@ -233,13 +228,7 @@ def remove_checkpoints_after(paths: RunPaths, step: int, incarnation: int = 0) -
     """
     after = [n for n in list_steps(paths.checkpoints, digits=0) if n > step]
     for n in reversed(after):
-        path = paths.checkpoint_step(n)
-        if _is_ours(path):
-            discard(paths, path, incarnation)
-        else:
-            aside = path.with_name(f"{SET_ASIDE}{path.name}-{files.unique_suffix()}")
-            files.rename(path, aside)
-            logger.warning(f"{path} holds no manifest: no checkpoint of ours; set aside as {aside.name}")
+        clear_name(paths, paths.checkpoint_step(n), incarnation)
     return after
 
 

@@ -31,6 +31,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _MAX_VIEWS = 512  # buffers of one writev, below every system's limit
 _ALMOST_NOTHING = 64 << 10  # bytes free at which a writer's error without errno is taken for a full disk
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOT_YET = (errno.ENOTEMPTY, errno.ESTALE, errno.EBUSY)
+_LONGEST_REMOVAL_PAUSE_S = 0.7
 # A reader on a network file system meets these while a name is being replaced; they pass.
 _TRANSIENT = (errno.ESTALE, errno.ENOENT, errno.EIO)
 
@@ -344,6 +346,28 @@ def make_dir(path: Path, *, exist_ok: bool = True) -> None:
             path.mkdir(parents=True, exist_ok=exist_ok)
         except NotADirectoryError as error:
             raise StoreError(f"{path}: a part of this path is a file, not a directory") from error
+        except FileExistsError:
+            if not exist_ok:
+                raise
+            _await_dir(path)
+
+
+def _await_dir(path: Path) -> None:
+    """The server has this name, and this node sees no directory: another node's, not visible yet, or a file.
+
+    Raises:
+        StoreError: a file is in the way, or it stays unseen.
+    """
+
+    def look() -> None:
+        if path.name not in list_dir(path.parent):
+            raise ArtifactError(path, "a directory", "a name that this node does not see yet")
+        if not path.is_dir():
+            raise ArtifactError(
+                path, "a directory", "a file" if path.exists() else "a name that cannot be looked up yet"
+            )
+
+    retry_read(look, deadline_s=0.0 if path.exists() else VISIBLE_S)
 
 
 def rename(source: Path, target: Path) -> None:
@@ -354,11 +378,11 @@ def rename(source: Path, target: Path) -> None:
 
 
 def list_dir(path: Path) -> list[str]:
-    """Names in a directory, unsorted; [] where it does not exist (or is just being replaced)."""
+    """Names in a directory, unsorted; [] where it does not exist (or is just being replaced), or is none."""
     try:
         return [entry.name for entry in path.iterdir()]
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ESTALE):
+        if error.errno in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR):
             return []
         raise
 
@@ -380,19 +404,35 @@ def await_name(path: Path, *, deadline_s: float = VISIBLE_S) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory tree; names that are already gone do not matter."""
+    """Delete a directory tree; names that are already gone do not matter.
+
+    What cannot be deleted yet is left for the next clean-up, with a warning: a file that this node does not see, or one
+    that is open somewhere (NFS keeps it as `.nfs...`, and the directory stays "not empty").
+    """
 
     def already_gone(function: object, name: str, info: tuple[type[BaseException], BaseException, object]) -> None:
         if not isinstance(info[1], FileNotFoundError):
             raise info[1]
 
+    pause = 0.02
     with disk_errors(path):
         _before("remove", path)
         if _observers:
             for file in [p for p in path.rglob("*") if not p.is_dir()][::2]:
                 file.unlink(missing_ok=True)
             _before("torn", path)
-        shutil.rmtree(path, onerror=already_gone)
+        while True:
+            try:
+                shutil.rmtree(path, onerror=already_gone)
+                return
+            except OSError as error:
+                if error.errno not in _NOT_YET:
+                    raise
+                if pause > _LONGEST_REMOVAL_PAUSE_S:
+                    logger.warning(f"{path} cannot be deleted yet ({error.strerror}); the next clean-up will")
+                    return
+            time.sleep(pause)
+            pause *= 2
 
 
 def clear_away(path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from loguru import logger
 
-from prime_hpc.store.artifact import ArtifactError, discard, read_manifest, verify_artifact
+from prime_hpc.store.artifact import ArtifactError, clear_name, discard, is_artifact, read_manifest, verify_artifact
 from prime_hpc.store.layout import RunPaths, check_incarnation, is_late, life_starts, list_steps
 from prime_hpc.store.leases import min_floor
 
@@ -69,7 +69,8 @@ def prune_weights(paths: RunPaths, keep_last: int, incarnation: int = 0, *, keep
     # checkpoint protects too much rather than too little.
     protected = set(list_steps(paths.checkpoints, digits=0)) | set(keep)
     limit = newest_kept if floor is None else min(newest_kept, floor)
-    doomed = [v for v in versions if v < limit and v not in protected]
+    candidates = [v for v in versions if v < limit and v not in protected]
+    doomed = [v for v in candidates if is_artifact(paths.weights_step(v))]
     for version in doomed:
         discard(paths, paths.weights_step(version), incarnation)
     if doomed:
@@ -102,5 +103,5 @@ def remove_versions_after(paths: RunPaths, version: int, incarnation: int = 0) -
     """
     removed = [v for v in list_versions(paths) if v > version]
     for v in reversed(removed):
-        discard(paths, paths.weights_step(v), incarnation)
+        clear_name(paths, paths.weights_step(v), incarnation)
     return removed

@@ -24,6 +24,7 @@ class Attempt:
     why: str
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
+    process: str | None = field(default_factory=lambda: process_token(os.getpid()))
     job_id: str | None = None
     resume_step: int | None = None
     ended: float | None = None
@@ -117,7 +118,22 @@ def is_held(row: dict[str, Any]) -> bool:
 
     if row["ended"] is not None or row["host"] != socket.gethostname():
         return False
+    if row.get("process"):
+        return process_token(row["pid"]) == row["process"]
     try:
         return psutil.Process(row["pid"]).create_time() <= row["began"] + 1
     except psutil.NoSuchProcess:
         return False
+
+
+def process_token(pid: int) -> str | None:
+    """Tells a process from a later one with the same number, also where the clock was set; None: it is gone.
+
+    The boot's id and the start in ticks since then (proc(5), field 22 of stat).
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return f"{boot}:{fields[19]}"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.children import is_parent
+from prime_hpc.store import files
 from prime_hpc.store.adopt import claim_root
 from prime_hpc.store.checkpoints import newest_first
 from prime_hpc.store.children import list_children
@@ -61,6 +62,8 @@ def begin_attempt(
         if start is not None:
             take_over(start, experiment, paths, incarnation)
             remember(experiment, paths, start)
+        if experiment.kind == "rl" and not is_parent(experiment):
+            _make_places(paths)
     except StoreError as error:
         raise ConfigError(str(error)) from error
     why = "first start" if not earlier else f"resumes at step {step}" if step is not None else "starts over"
@@ -76,3 +79,9 @@ def begin_attempt(
         job_id=job_id,
         restarts=restarts,
     )
+
+
+def _make_places(paths: RunPaths) -> None:
+    """The directories in which roles of different nodes meet, before any of them could look for one too early."""
+    for directory in (paths.rollouts, paths.weights, paths.leases, paths.metrics("trainer").parent):
+        files.make_dir(directory)

@@ -162,8 +162,8 @@ class Children:
         elif role.state == "starting":
             if role.says("ready"):
                 role.state, role.was_ready = "ready", True
-                logger.info(f"the orchestrator of {name} is ready after {time.time() - role.started_at:.0f} s")
-            elif time.time() - role.started_at > role.spec.start_timeout_s:
+                logger.info(f"the orchestrator of {name} is ready after {time.monotonic() - role.started:.0f} s")
+            elif time.monotonic() - role.started > role.spec.start_timeout_s:
                 self._died(name, f"its orchestrator was not ready within {role.spec.start_timeout_s:.0f} s")
         elif role.silent_s() > self._experiment.supervisor.heartbeat_timeout_s:
             self._died(name, f"its orchestrator gave no sign of life for {role.silent_s():.0f} s")

@@ -78,6 +78,6 @@ class Replicas:
     def _welcome(self, role: StepRole) -> None:
         """A stand-in has got its node: from now on it is held to the deadlines of a start."""
         if role.has_arrived:
-            role.state, role.started_at = "starting", time.time()
+            role.state, role.started = "starting", time.monotonic()
             self._due.pop(role.spec.label, None)
             logger.info(f"{role.spec.label} has got node {', '.join(role.hosts)} as a job of its own")

@@ -59,7 +59,12 @@ class Role:
         self.state: State = "starting"
         self.restarts = 0
         self.was_ready = False
-        self.started_at = 0.0
+        self.started = 0.0
+        """`time.monotonic()` of the last start: the clock on the wall may be set meanwhile, or differ between nodes."""
+        self._before: dict[int, list[dict[str, Any]]] = {}
+        """What each process's place said before the last start: words of a former life."""
+        self._words: dict[int, tuple[Any, float]] = {}
+        """The last word of each process, and when it was noticed."""
         self._environment = environment
         self._command: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
@@ -124,6 +129,8 @@ class Role:
 
     def _launch(self, command: list[str]) -> None:
         self._command = command
+        self._words = {}
+        self._before = {index: self._read_words(index) for index in self._indices}
         self.log_dir.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as log:
             log.write(f"$ {' '.join(command)}\n".encode())
@@ -137,17 +144,31 @@ class Role:
                 start_new_session=True,  # a Ctrl-C at the terminal reaches the supervisor alone
             )
         self.state = "starting"
-        self.started_at = time.time()
+        self.started = time.monotonic()
         self._healthy_at = time.monotonic()
 
     def statuses(self) -> list[dict[str, Any]]:
         """What the role's processes last said of themselves in this life."""
         newest = []
-        for index in range(self.spec.index, self.spec.index + self.spec.num_processes):
-            words = (read_status(self.log_dir, index), self._heard.get((self.spec.name, index)))
-            rows = [row for row in words if row is not None and row["time"] >= self.started_at]
-            newest += sorted(rows, key=lambda row: row["time"])[-1:]
+        for index in self._indices:
+            rows = [row for row in self._read_words(index) if row not in self._before.get(index, [])]
+            if not rows:
+                continue
+            word = max(rows, key=lambda row: row.get("count", 0))
+            newest.append(word)
+            mark = (word.get("count"), word["time"], word["state"])
+            if index not in self._words or self._words[index][0] != mark:
+                self._words[index] = mark, time.monotonic()
         return newest
+
+    @property
+    def _indices(self) -> range:
+        return range(self.spec.index, self.spec.index + self.spec.num_processes)
+
+    def _read_words(self, index: int) -> list[dict[str, Any]]:
+        """What a process has said of itself, in its file and on the doorbell."""
+        words = (read_status(self.log_dir, index), self._heard.get((self.spec.name, index)))
+        return [word for word in words if word is not None]
 
     def says(self, state: str) -> bool:
         """Whether all of the role's processes report this state (`done` counts as `ready` too)."""
@@ -157,8 +178,8 @@ class Role:
 
     def silent_s(self) -> float:
         """Seconds since the oldest last word of the role's processes (since its start where none came)."""
-        rows = self.statuses()
-        return time.time() - min((row["time"] for row in rows), default=self.started_at)
+        self.statuses()
+        return time.monotonic() - min((noticed for _, noticed in self._words.values()), default=self.started)
 
     def healthy(self, timeout_s: float = 2.0) -> bool:
         """Whether the server answers its health route; True for roles without one."""

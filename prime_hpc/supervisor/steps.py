@@ -274,7 +274,7 @@ class StepRole(Role):
 
     def missing_hosts(self) -> list[str]:
         """Hosts whose agents have not said hello though the deadline is over."""
-        if time.time() - self.started_at < HELLO_TIMEOUT_S:
+        if time.monotonic() - self.started < HELLO_TIMEOUT_S:
             return []
         spoken = {key.split("/")[0] for key in list(self._hellos)}
         return [host for host in self.hosts if host not in spoken]

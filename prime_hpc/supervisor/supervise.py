@@ -188,6 +188,7 @@ class Supervisor:
 
     def _make_role(self, spec: RoleSpec, environment: dict[str, str]) -> Role:
         log_dir = self._paths.logs(self._attempt.attempt, spec.name)
+        log_dir.mkdir(parents=True, exist_ok=True)  # here, once: not by a role's processes on many nodes
         if isinstance(spec, StepSpec):
             assert self._steps is not None
             self._attempt.nodes[spec.label] = list(spec.hosts)
@@ -209,7 +210,7 @@ class Supervisor:
         if self._children is not None:
             num_servers = sum(role.is_server for role in self._roles)
             self._children.tick(self._known_urls(), num_servers, self._hub.address)
-        waiting = {r.spec.label: time.time() - r.started_at for r in self._roles if r.state == "starting"}
+        waiting = {r.spec.label: time.monotonic() - r.started for r in self._roles if r.state == "starting"}
         if not waiting and self._ready_at is None and self._stop is None:
             self._ready_at = time.time()
             logger.info(f"all roles are ready after {self._ready_at - self._attempt.began:.0f} s")
@@ -308,8 +309,8 @@ class Supervisor:
         elif role.state == "starting":
             if self._is_ready(role):
                 role.state, role.was_ready = "ready", True
-                logger.info(f"{role.spec.label} is ready after {time.time() - role.started_at:.0f} s")
-            elif time.time() - role.started_at > role.spec.start_timeout_s:
+                logger.info(f"{role.spec.label} is ready after {time.monotonic() - role.started:.0f} s")
+            elif time.monotonic() - role.started > role.spec.start_timeout_s:
                 self._on_death(role, f"{role.spec.label} was not ready within {role.spec.start_timeout_s:.0f} s")
         elif role.is_server:
             self._check_health(role)

@@ -290,6 +290,8 @@ class Checkpointer:
             results: list[Any] = []
             if failure is None:
                 try:
+                    for directory in (save.stage, save.stage / TRAINER):  # rank 0's node made them
+                        store_files.await_name(directory)
                     entries, results = plan.write(save.stage / TRAINER, parts)
                 except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, then it is raised
                     failure = error

@@ -8,6 +8,7 @@ and commits.
 
 import contextlib
 import json
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -89,6 +90,7 @@ class Publisher:
             if self._rank == 0:
                 prepare_stage(final, self._incarnation, run=self._paths, file_bytes=self._shard_bytes())
             dist.barrier()  # the stage exists
+            self._await_stage(stage)
             with ThreadPoolExecutor(1, thread_name_prefix="publish") as beside:
                 if self._rank == 0:
                     source_files = beside.submit(self._copy_source_files, stage)
@@ -102,6 +104,14 @@ class Publisher:
             if self._rank == 0:  # whatever ended this, nothing half-written stays behind
                 store_files.clear_away(stage)
             raise
+
+    def _await_stage(self, stage: Path) -> None:
+        """Until the stage is visible on every node: one rank a node looks. Collective."""
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
+        if local_size < self._world_size:
+            if self._rank != 0 and os.environ.get("LOCAL_RANK", "0") == "0":
+                store_files.await_name(stage)
+            dist.barrier()
 
     def _write_shard(self, stage: Path) -> tuple[dict[str, FileEntry], dict[str, int]]:
         """Write this rank's tensors as they are gathered; returns its file entries, and tensor name -> bytes."""

@@ -52,6 +52,8 @@ def test_status_is_read_back_and_rung(tmp_path: Path) -> None:
     rung: list[tuple[str, dict]] = []
 
     class Bell:
+        connected = True
+
         def ring(self, topic: str, /, **payload: object) -> None:
             rung.append((topic, payload))
 

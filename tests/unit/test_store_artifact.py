@@ -13,7 +13,7 @@ import time
 import pytest
 from safetensors.numpy import save_file
 
-from prime_hpc.store import files
+from prime_hpc.store import artifact, files
 from prime_hpc.store.artifact import (
     MANIFEST,
     ArtifactError,
@@ -270,7 +270,8 @@ def test_same_content_again_is_accepted_other_content_refused(paths):
 
 
 @pytest.mark.parametrize("foreign", ["file", "directory"])
-def test_foreign_things_in_the_way_are_not_touched(paths, foreign):
+def test_foreign_things_in_the_way_are_not_touched(paths, foreign, monkeypatch):
+    monkeypatch.setattr(artifact, "IN_THE_WAY_S", 0.1)
     final = paths.weights_step(1)
     if foreign == "file":
         final.parent.mkdir(parents=True)

@@ -1,6 +1,7 @@
 """The two ends of a batch's way, as processes of their own, and batches of any size. For `latency` and `wire`."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,23 @@ class Case:
     has_handover: bool
 
 
-def make_rank(seed: int, num_tokens: int = RANK_TOKENS, length: int = 1024) -> RankBatch:
-    """Random sequences of `length` tokens in one micro-batch."""
+def make_rank(seed: int) -> RankBatch:
+    """Sequences of 1,024 random tokens."""
+    return make_rank_of([1024] * (RANK_TOKENS // 1024), seed)
+
+
+def make_rank_of(lengths: Sequence[int], seed: int) -> RankBatch:
+    """Random sequences of these lengths in one micro-batch, 80 % of the tokens trained."""
     rng = np.random.default_rng(seed)
-    num = num_tokens // length
+    num_tokens, num = sum(lengths), len(lengths)
     mask = rng.random(num_tokens) < 0.8
     return RankBatch(
         token_ids=rng.integers(0, 150_000, num_tokens, dtype=np.int32),
         loss_mask=mask,
         logprobs=np.where(mask, -rng.random(num_tokens), 0).astype(np.float32),
-        versions=np.where(mask, 7, -1).astype(np.int32),
+        versions=np.where(mask, rng.integers(5, 8, num_tokens), -1).astype(np.int32),
         advantages=rng.standard_normal(num_tokens).astype(np.float32),
-        seq_offsets=np.arange(num + 1, dtype=np.int64) * length,
+        seq_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         micro_offsets=np.array([0, num], np.int64),
         temperatures=np.ones(num, np.float32),
         rewards=rng.random(num).astype(np.float32),

@@ -105,7 +105,7 @@ class World:
         self._real = SimpleNamespace(
             open=os.open, stat=os.stat, lstat=os.lstat, listdir=os.listdir, rename=os.rename, mkdir=os.mkdir,
             unlink=os.unlink, rmdir=os.rmdir, link=os.link, write=os.write, fsync=os.fsync, scandir=os.scandir,
-            close=os.close, io_open=io.open,
+            close=os.close, writev=os.writev, io_open=io.open,
         )  # fmt: skip
         self._writers: dict[int, Client] = {}
 
@@ -121,8 +121,12 @@ class World:
 
     def settle(self) -> None:
         """Everybody sees everything."""
-        for client in self.clients.values():
-            self._follow(self.server, client.root, deep=True)
+        for name in self.clients:
+            self.settle_one(name)
+
+    def settle_one(self, name: str) -> None:
+        """One node sees everything."""
+        self._follow(self.server, self.clients[name].root, deep=True)
 
     def show(self) -> None:
         """One client sees one directory as it is on the server, or nearly."""
@@ -253,6 +257,14 @@ class World:
             raise Killed(client.name)
         return self._real.write(fd, data)
 
+    def _writev(self, fd: int, views: Any) -> int:
+        client = self._writers.get(fd)
+        if client is not None and client.before_change():
+            whole = b"".join(views)
+            self._real.write(fd, whole[: len(whole) // 2])
+            raise Killed(client.name)
+        return self._real.writev(fd, views)
+
     def _fsync(self, fd: int) -> None:
         client = self._writers.pop(fd, None)
         if client is not None and client.before_change():
@@ -331,6 +343,7 @@ class World:
             for call, replacement in (
                 ("open", self._open),
                 ("write", self._write),
+                ("writev", self._writev),
                 ("fsync", self._fsync),
                 ("close", self._close),
             ):
