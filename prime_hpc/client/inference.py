@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -122,12 +123,23 @@ class InferenceClient:
         """Names under which the server serves the policy."""
         return [row["id"] for row in (await self._call("GET", "/v1/models"))["data"]]
 
-    async def policy_version(self) -> int:
-        """The version that samples now (0: the base model)."""
-        return int((await self._call("GET", "/policy_version"))["version"])
+    async def policy_version(self, name: str = POLICY) -> int:
+        """The version that samples now under a model name (0: the base model).
 
-    async def update_weights(self, path: Path | str, version: int) -> dict[str, Any]:
+        Raises:
+            InferenceError: status 404: no adapter has this name.
+        """
+        return int((await self._call("GET", "/policy_version" + _named(name)))["version"])
+
+    async def adapter_versions(self) -> dict[str, int]:
+        """Model name -> version of every adapter that is served."""
+        return (await self._call("GET", "/policy_version"))["adapters"]
+
+    async def update_weights(self, path: Path | str, version: int, name: str = POLICY) -> dict[str, Any]:
         """Load version `version` from `path`, keeping requests in flight; the same again is a no-op.
+
+        An adapter is served under the model name `name`, beside those of other names; its requests in flight end with
+        the version that they began with.
 
         Returns:
             The server's answer: `version`, `path`, `changed`, seconds of each phase.
@@ -135,12 +147,12 @@ class InferenceClient:
         Raises:
             InferenceError: refused (status 4xx: the engine goes on as it was) or failed.
         """
-        body = {"path": str(path), "version": version}
+        body = {"path": str(path), "version": version} | ({} if name == POLICY else {"name": name})
         return await self._call("POST", "/update_weights", body, timeout=self._update_timeout_s)
 
-    async def reload_weights(self) -> dict[str, Any]:
-        """Go back to the base model (version 0)."""
-        return await self._call("POST", "/reload_weights", timeout=self._update_timeout_s)
+    async def reload_weights(self, name: str = POLICY) -> dict[str, Any]:
+        """Go back to the base model (version 0); an adapter of another name is unloaded."""
+        return await self._call("POST", "/reload_weights" + _named(name), timeout=self._update_timeout_s)
 
     async def generate(
         self, token_ids: Sequence[int] | np.ndarray, sampling: Mapping[str, Any], model: str = POLICY
@@ -177,6 +189,10 @@ class InferenceClient:
         if response.status_code >= 400:
             raise InferenceError(f"{what}: {response.status_code} {_reason(response)}", response.status_code)
         return response.json()
+
+
+def _named(name: str) -> str:
+    return "" if name == POLICY else f"?name={quote(name)}"
 
 
 def _reason(response: httpx.Response) -> str:

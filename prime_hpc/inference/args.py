@@ -22,6 +22,13 @@ REPLICA_SEED_STRIDE = 10_007
 
 GIB = 1 << 30
 
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM has room; a smaller adapter is padded."""
+MAX_VERSIONS_AT_ONCE = 4
+"""Of one adapter in one batch of the engine: each costs GPU memory, requests of further ones wait."""
+SPARE_ADAPTERS = 4
+"""Versions beyond those that stay loaded in host memory while requests still use them."""
+
 OWNED = {
     "model": "model.name",
     "dtype": "model.dtype",
@@ -42,6 +49,8 @@ OWNED = {
     "kv_cache_memory_bytes": "inference.cpu_kv_cache_gib",
     "max_num_seqs": "inference.max_num_seqs",
     "enforce_eager": "inference.enforce_eager",
+    "enable_lora": "model.lora",
+    "max_lora_rank": "model.lora.rank",
 }
 """vLLM arguments that the tree states elsewhere, and where."""
 
@@ -104,7 +113,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         "enforce_eager": config.enforce_eager if config.enforce_eager is not None else device == "cpu",
         "headless": config.headless or None,
     }
-    options |= _parallel_options(config)
+    options |= _parallel_options(config) | _adapter_options(experiment)
     if device == "cpu":
         options |= {"kv_cache_memory_bytes": round(config.cpu_kv_cache_gib * GIB), **CPU_DEFAULTS}
         if config.tensor_parallel_size == 1:
@@ -162,6 +171,20 @@ def _parallel_options(config: InferenceConfig) -> dict[str, Any]:
             "data_parallel_start_rank": config.data_parallel_start_rank,
         }
     return options
+
+
+def _adapter_options(experiment: Experiment, num_names: int = 1) -> dict[str, Any]:
+    """Room for the adapters of `num_names` runs, each in the versions that may sample at once."""
+    lora = experiment.model.lora
+    if lora is None or experiment.kind != "rl":
+        return {}
+    at_once = num_names * min(experiment.async_level + 1, MAX_VERSIONS_AT_ONCE)
+    return {
+        "enable_lora": True,
+        "max_lora_rank": next(rank for rank in VLLM_RANKS if rank >= lora.rank),
+        "max_loras": max(2, at_once),
+        "max_cpu_loras": max(2, at_once) + num_names + SPARE_ADAPTERS,
+    }
 
 
 def _check_pass_through(extra: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Reads headers only (a few kilobytes a file), so a version of any size is checked
 
 import contextlib
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -15,6 +16,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 LM_HEAD = "lm_head.weight"
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+_PEFT = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 NAME_VISIBLE_S = 10.0
 """How long a shared file system may take to show this node the name that another one just gave a version."""
@@ -73,6 +77,51 @@ def check_version(path: Path, version: int, expected: Signature | None, tied: bo
     Raises:
         BadVersionError: what is wrong, and with which file or tensor.
     """
+    _verify(path, version)
+    found = read_signature(path)
+    if expected is not None:
+        _compare(found, expected, tied, path)
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a version is an adapter in PEFT's format instead of a whole model."""
+    return (path / ADAPTER_CONFIG).is_file()
+
+
+def check_adapter(path: Path, version: int, expected: Signature | None, max_rank: int) -> None:
+    """Refuse an adapter that is incomplete or belongs to another model.
+
+    Args:
+        path: its folder.
+        version: number that the caller gives it; the manifest must agree where it names one.
+        expected: the base model's signature; None skips the comparison.
+        max_rank: largest rank that the engines have room for.
+
+    Raises:
+        BadVersionError: what is wrong, and with which file or tensor.
+    """
+    _verify(path, version)
+    if not (path / ADAPTER).is_file():
+        raise BadVersionError(f"{path / ADAPTER} is missing")
+    for name, entry in _read_header(path / ADAPTER).items():
+        if name == "__metadata__":
+            continue
+        matched, shape = _PEFT.fullmatch(name), tuple(entry["shape"])
+        if matched is None or len(shape) != 2:
+            raise BadVersionError(f"{path}: {name} {list(shape)} is no matrix of a LoRA adapter")
+        rank, outer, dim = (shape[0], shape[1], 1) if matched[2] == "A" else (shape[1], shape[0], 0)
+        if rank > max_rank:
+            raise BadVersionError(f"{path} has rank {rank}, the server was started for {max_rank} (model.lora.rank)")
+        if expected is None:
+            continue
+        base = expected.get(f"{matched[1]}.weight")
+        if base is None or len(base) != 2:
+            raise BadVersionError(f"{path} is not this model's: it adapts {matched[1]}, which the model does not have")
+        if base[dim] != outer:
+            raise BadVersionError(f"{path}: {name} has shape {list(shape)}, the model's {matched[1]} is {list(base)}")
+
+
+def _verify(path: Path, version: int) -> None:
     try:
         if path.parent.is_dir():  # by a listing: a look-up that comes too early would be remembered as a miss
             with contextlib.suppress(ArtifactError):  # what is wrong is said below
@@ -82,9 +131,6 @@ def check_version(path: Path, version: int, expected: Signature | None, tied: bo
         raise BadVersionError(f"{path} is not a complete weight version: {error}") from error
     if manifest.version is not None and manifest.version != version:
         raise BadVersionError(f"{path} holds version {manifest.version}, not {version}")
-    found = read_signature(path)
-    if expected is not None:
-        _compare(found, expected, tied, path)
 
 
 def _compare(found: Signature, expected: Signature, tied: bool, path: Path) -> None:

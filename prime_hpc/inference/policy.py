@@ -7,7 +7,7 @@ One `PolicyService` lives in the API process; `routes` calls it. An update goes:
 
 Up to the pause a bad version is refused and nothing has changed. Kept requests lose their key-value cache and are
 prefilled again with the new weights, so tokens before the change belong to the old version, tokens after it to the
-new one, exactly; vLLM reports the boundary in `weight_versions`.
+new one, exactly; vLLM reports the boundary in `weight_versions`. Adapters go another way, see `adapters`.
 """
 
 import asyncio
@@ -19,7 +19,16 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from prime_hpc.inference.checkpoint import BadVersionError, Signature, check_version, read_signature, weight_files
+from prime_hpc.inference.adapters import AdapterService
+from prime_hpc.inference.args import POLICY
+from prime_hpc.inference.checkpoint import (
+    BadVersionError,
+    Signature,
+    check_version,
+    is_adapter,
+    read_signature,
+    weight_files,
+)
 
 logger = init_logger(__name__)
 
@@ -35,11 +44,14 @@ class PolicyFailedError(RuntimeError):
 class PolicyService:
     """The served version. Updates are serialised; the same update again is a no-op."""
 
-    def __init__(self, engine: AsyncLLM, base_path: Path | None, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self, engine: AsyncLLM, models: Any, base_path: Path | None, on_failure: Callable[[str], None]
+    ) -> None:
         """Make the service; call `start` before serving.
 
         Args:
             engine: vLLM's client of all engines behind this server.
+            models: vLLM's registry of served models.
             base_path: folder of the base model's safetensors; None where it has none on this node.
             on_failure: called once, with the reason, when the engines cannot be trusted any more.
         """
@@ -48,6 +60,7 @@ class PolicyService:
         self._on_failure = on_failure
         self._tied = bool(engine.model_config.hf_text_config.tie_word_embeddings)
         self._base_signature: Signature | None = None
+        self.adapters = AdapterService(engine, models, lambda: self._base_signature)
         self._lock = asyncio.Lock()
         self._failure: str | None = None
         self.version = BASE_VERSION
@@ -59,8 +72,21 @@ class PolicyService:
             self._base_signature = await asyncio.to_thread(read_signature, self._base_path)
         await self._engine.update_weight_version(str(BASE_VERSION))
 
-    async def update(self, path: str, version: int) -> dict[str, Any]:
+    def served(self, name: str) -> tuple[int, str]:
+        """Version and folder that sample under a model name.
+
+        Raises:
+            BadVersionError: nothing is served under it.
+        """
+        found = self.adapters.served(name)
+        if found is None and name != POLICY:
+            raise BadVersionError(f"no adapter is served as {name}; there are {sorted(self.adapters.versions())}")
+        return found or (self.version, self.path)
+
+    async def update(self, path: str, version: int, name: str = POLICY) -> dict[str, Any]:
         """Load `version` from `path` into every engine, keeping requests in flight.
+
+        A whole model replaces the base model; an adapter gets the model name `name`.
 
         Raises:
             BadVersionError: refused; the engines go on as they were.
@@ -72,20 +98,33 @@ class PolicyService:
         if version == BASE_VERSION:
             raise BadVersionError(f"version {BASE_VERSION} is the base model: use /reload_weights")
         async with self._lock:
+            if self.adapters.served(name) == (version, path):
+                return {"version": version, "path": path, "changed": False}
+            if await asyncio.to_thread(is_adapter, folder):
+                seconds = await self.adapters.update(name, folder, version)
+                rounded = {key: round(value, 4) for key, value in seconds.items()}
+                return {"version": version, "path": path, "changed": True, "seconds": rounded}
+            if name != POLICY:
+                raise BadVersionError(f"{path} is a whole model: it can only be served as {POLICY}")
+            if self.adapters.is_enabled:
+                raise BadVersionError(f"{path} is a whole model, and this server serves adapters (model.lora is set)")
             if (version, path) == (self.version, self.path):
                 return self._answer(changed=False)
             start = time.perf_counter()
             await asyncio.to_thread(check_version, folder, version, self._base_signature, self._tied)
             return await self._load(folder, version, time.perf_counter() - start)
 
-    async def reload(self) -> dict[str, Any]:
-        """Go back to the base model.
+    async def reload(self, name: str = POLICY) -> dict[str, Any]:
+        """Go back to the base model; other names of adapters are not served any more.
 
         Raises:
             BadVersionError: the base model has no safetensors on this node.
             PolicyFailedError: as `update`.
         """
         async with self._lock:
+            if name != POLICY or self.adapters.is_enabled:
+                changed = await self.adapters.drop(name)
+                return {"version": BASE_VERSION, "path": self.path, "changed": changed}
             if self.version == BASE_VERSION:
                 return self._answer(changed=False)
             if self._base_path is None:

@@ -4,12 +4,12 @@ vLLM's key check guards `/v1` and `/inference` alone, so these routes check the 
 """
 
 import secrets
-from typing import Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from prime_hpc.inference.args import POLICY
 from prime_hpc.inference.checkpoint import BadVersionError
 from prime_hpc.inference.policy import PolicyFailedError, PolicyService
 
@@ -23,6 +23,8 @@ class UpdateRequest(BaseModel):
     """Absolute folder of the version on a file system that the server sees."""
     version: int = Field(ge=0)
     """Policy version; every token sampled from now on carries it."""
+    name: str = POLICY
+    """Model name under which an adapter is served."""
 
 
 def check_key(request: Request) -> None:
@@ -50,7 +52,7 @@ def _policy(request: Request) -> PolicyService:
 async def update_weights(body: UpdateRequest, request: Request) -> JSONResponse:
     """Load a version into every engine; 400 with a reason where it is refused (the engines go on unharmed)."""
     try:
-        return JSONResponse(await _policy(request).update(body.path, body.version))
+        return JSONResponse(await _policy(request).update(body.path, body.version, body.name))
     except BadVersionError as error:
         return JSONResponse({"error": str(error)}, status_code=400)
     except PolicyFailedError as error:
@@ -58,10 +60,10 @@ async def update_weights(body: UpdateRequest, request: Request) -> JSONResponse:
 
 
 @router.post("/reload_weights")
-async def reload_weights(request: Request) -> JSONResponse:
-    """Back to the base model, version 0."""
+async def reload_weights(request: Request, name: str = POLICY) -> JSONResponse:
+    """Back to the base model, version 0; an adapter of another name is unloaded."""
     try:
-        return JSONResponse(await _policy(request).reload())
+        return JSONResponse(await _policy(request).reload(name))
     except BadVersionError as error:
         return JSONResponse({"error": str(error)}, status_code=409)
     except PolicyFailedError as error:
@@ -69,7 +71,11 @@ async def reload_weights(request: Request) -> JSONResponse:
 
 
 @router.get("/policy_version")
-async def policy_version(request: Request) -> dict[str, Any]:
-    """The version that samples now."""
+async def policy_version(request: Request, name: str = POLICY) -> JSONResponse:
+    """The version that samples now under a model name, and all adapters' versions by name."""
     policy = _policy(request)
-    return {"version": policy.version, "path": policy.path}
+    try:
+        version, path = policy.served(name)
+    except BadVersionError as error:
+        return JSONResponse({"error": str(error)}, status_code=404)
+    return JSONResponse({"version": version, "path": path, "adapters": policy.adapters.versions()})

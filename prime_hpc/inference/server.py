@@ -129,7 +129,7 @@ async def build(args: argparse.Namespace, engine: AsyncLLM, ended: "_End") -> tu
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
-    policy = PolicyService(engine, base_weights(args.model), ended.fail)
+    policy = PolicyService(engine, app.state.openai_serving_models, base_weights(args.model), ended.fail)
     await policy.start()
     app.state.policy = policy
     app.state.serving_tokens = tokens.PolicyTokens(

@@ -84,14 +84,19 @@ class ServerProcess:
     """`python -m prime_hpc.inference.main` in its own session, with its own temporary folder."""
 
     def __init__(
-        self, run_dir: Path, model: Path, inference: Mapping[str, Any] | None = None, port: int | None = None
+        self,
+        run_dir: Path,
+        model: Path,
+        inference: Mapping[str, Any] | None = None,
+        port: int | None = None,
+        lora: Mapping[str, Any] | None = None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         tree = {
             "kind": "rl",
             "name": run_dir.name,
             "seq_len": 512,
-            "model": {"name": str(model), "dtype": "float32"},
+            "model": {"name": str(model), "dtype": "float32", **({} if lora is None else {"lora": dict(lora)})},
             "orchestrator": {"sampling": {"max_tokens": 256}},
             "inference": {"cpu_kv_cache_gib": 0.25, **(inference or {})},
         }
