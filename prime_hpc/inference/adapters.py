@@ -84,8 +84,7 @@ class AdapterService:
         Raises:
             BadVersionError: refused; everything goes on as it was.
         """
-        if self._config is None:
-            raise BadVersionError(f"{folder} is an adapter, and this server serves none: set model.lora")
+        assert self._config is not None
         start = time.perf_counter()
         await asyncio.to_thread(check_adapter, folder, version, self._base(), self._config.max_lora_rank)
         checked = time.perf_counter()

@@ -17,7 +17,6 @@ SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 LM_HEAD = "lm_head.weight"
 ADAPTER = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 _PEFT = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 NAME_VISIBLE_S = 10.0
@@ -78,14 +77,11 @@ def check_version(path: Path, version: int, expected: Signature | None, tied: bo
         BadVersionError: what is wrong, and with which file or tensor.
     """
     _verify(path, version)
+    if (path / ADAPTER).is_file():
+        raise BadVersionError(f"{path} is an adapter, and this server serves none (model.lora is not set)")
     found = read_signature(path)
     if expected is not None:
         _compare(found, expected, tied, path)
-
-
-def is_adapter(path: Path) -> bool:
-    """Whether a version is an adapter in PEFT's format instead of a whole model."""
-    return (path / ADAPTER_CONFIG).is_file()
 
 
 def check_adapter(path: Path, version: int, expected: Signature | None, max_rank: int) -> None:
@@ -102,7 +98,7 @@ def check_adapter(path: Path, version: int, expected: Signature | None, max_rank
     """
     _verify(path, version)
     if not (path / ADAPTER).is_file():
-        raise BadVersionError(f"{path / ADAPTER} is missing")
+        raise BadVersionError(f"{path} holds no adapter ({ADAPTER}), and this server serves adapters (model.lora)")
     for name, entry in _read_header(path / ADAPTER).items():
         if name == "__metadata__":
             continue

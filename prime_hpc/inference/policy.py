@@ -25,7 +25,6 @@ from prime_hpc.inference.checkpoint import (
     BadVersionError,
     Signature,
     check_version,
-    is_adapter,
     read_signature,
     weight_files,
 )
@@ -70,6 +69,7 @@ class PolicyService:
         """Label the base model's tokens with version 0 (vLLM's own label is `default`)."""
         if self._base_path is not None:
             self._base_signature = await asyncio.to_thread(read_signature, self._base_path)
+        await self._on_every_worker("policy_start")
         await self._engine.update_weight_version(str(BASE_VERSION))
 
     def served(self, name: str) -> tuple[int, str]:
@@ -100,14 +100,12 @@ class PolicyService:
         async with self._lock:
             if self.adapters.served(name) == (version, path):
                 return {"version": version, "path": path, "changed": False}
-            if await asyncio.to_thread(is_adapter, folder):
+            if self.adapters.is_enabled:
                 seconds = await self.adapters.update(name, folder, version)
                 rounded = {key: round(value, 4) for key, value in seconds.items()}
                 return {"version": version, "path": path, "changed": True, "seconds": rounded}
             if name != POLICY:
-                raise BadVersionError(f"{path} is a whole model: it can only be served as {POLICY}")
-            if self.adapters.is_enabled:
-                raise BadVersionError(f"{path} is a whole model, and this server serves adapters (model.lora is set)")
+                raise BadVersionError(f"{name}: this server serves no adapters (model.lora is not set)")
             if (version, path) == (self.version, self.path):
                 return self._answer(changed=False)
             start = time.perf_counter()

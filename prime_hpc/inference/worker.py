@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
+from prime_hpc.inference import cpu_lora
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -31,6 +33,13 @@ class PolicyWorker:
         rank: int
 
         def reload_weights(self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None: ...
+
+    def policy_start(self) -> None:
+        """Before anything is served: mend what vLLM gets wrong on CPU."""
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu() and self.vllm_config.lora_config is not None:
+            cpu_lora.install()
 
     def policy_open(self, files: list[str]) -> dict[str, Any]:
         """Open the files of the next version (memory-mapped: a node reads each byte once for all its workers).

@@ -55,7 +55,9 @@ def _model(experiment: Experiment) -> list[Problem]:
         return [Problem(f"{name} holds no config.json: not a Hugging Face model directory", "model.name")]
     if not any(p.suffix in _WEIGHT_SUFFIXES for p in folder.iterdir()):
         return [Problem(f"{name} holds a config but no weights (*.safetensors)", "model.name")]
-    return _context(experiment, folder)
+    from prime_hpc.launch.adapters import adapter_problems  # it builds on `is_local_path`
+
+    return [*_context(experiment, folder), *adapter_problems(experiment)]
 
 
 def _context(experiment: Experiment, folder: Path) -> list[Problem]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import Experiment
+from prime_hpc.config.sections.lora import matches
 from prime_hpc.launch.checks import is_local_path
 
 GIB = 2**30
@@ -125,7 +126,13 @@ def _rope_type(config: Mapping[str, Any]) -> str:
 
 def stored_params(folder: Path) -> int | None:
     """Number of values in a directory's safetensors files, from their headers; None where there are none."""
-    total = 0
+    shapes = stored_shapes(folder)
+    return sum(math.prod(shape) for shape in shapes.values()) if shapes else None
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
+    """Name -> shape of the tensors in a directory's safetensors files; None where they cannot be read, or are none."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in folder.glob("*.safetensors"):
         try:
             with path.open("rb") as file:
@@ -133,10 +140,23 @@ def stored_params(folder: Path) -> int | None:
                 if size > _MAX_HEADER:
                     return None
                 header = json.loads(file.read(size))
-            total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+            shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
             return None  # half-written, or no safetensors at all
-    return total or None
+    return shapes or None
+
+
+def adapter_params(experiment: Experiment, facts: ModelFacts) -> int:
+    """Parameters of one adapter of `model.lora`, from the usual projections' shapes; 0 where it is off."""
+    lora = experiment.model.lora
+    if lora is None:
+        return 0
+    hidden, wide = facts.hidden, facts.intermediate
+    heads, kv_heads = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    widths = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
+    widths |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), wide)
+    chosen = [n for n in widths if any(matches(t, f"model.layers.0.{n}") for t in lora.target_modules)]
+    return lora.rank * facts.num_layers * sum(hidden + widths[name] for name in chosen or widths)
 
 
 def vocab_fits(vocab_size: int, width: int) -> bool:
@@ -155,15 +175,18 @@ def checkpoint_gib(experiment: Experiment, facts: ModelFacts) -> float | None:
     """One checkpoint of the trainer: master weights and optimizer state, no gradients."""
     if facts.num_params is None:
         return None
-    return facts.num_params * (state_bytes_per_param(experiment) - 4) / GIB
+    trained = adapter_params(experiment, facts) or facts.num_params
+    return trained * (state_bytes_per_param(experiment) - 4) / GIB
 
 
 def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] | None:
     """Memory of one trainer GPU at its peak, by what it is for; None where the parameters cannot be counted.
 
-    `state`: the rank's shard of master weights, gradients and optimizer state. `gathered`: whole blocks in the compute
-    type while they are used, and their gradients. `activations`: of one micro-batch. `logits`: one chunk, a
-    part of its exponentials, its gradient in the compute type. `context`: CUDA and NCCL.
+    `state`: the rank's shard of master weights, gradients and optimizer state; with `model.lora` that of the frozen
+    model in the compute type and of the adapter, of which every rank also holds a whole copy and its gradient.
+    `gathered`: whole blocks in the compute type while they are used, and their gradients. `activations`: of one
+    micro-batch. `logits`: one chunk, a part of its exponentials, its gradient in the compute type. `context`: CUDA and
+    NCCL.
     """
     if facts.num_params is None:
         return None
@@ -175,7 +198,9 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     # the root (embeddings, head) and two blocks (one prefetched), plus one block's gradients in float32
     blocks = facts.num_params - embeddings if not trainer.reshard_after_forward else 2 * block
     whole = embeddings / layout.tp + blocks / split
-    gathered = whole * width + block / split * 4 if trainer.num_ranks > 1 else block * 4
+    adapter = adapter_params(experiment, facts)
+    gradients = 0 if adapter else block * 4
+    gathered = whole * width + gradients / split if trainer.num_ranks > 1 else gradients
     inner = (3 * facts.intermediate + 4 * facts.num_heads * facts.head_dim) / layout.tp
     of_layer = tokens * (10 * facts.hidden + inner) * width
     kept = experiment.model.ac
@@ -189,8 +214,11 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     bytes_per_param = 8 if trainer.optim.offload else state_bytes_per_param(experiment)
     shares = trainer.num_ranks // layout.dp_replicate
     state = facts.num_params * bytes_per_param / shares
+    if adapter:
+        state = facts.num_params * width / shares + adapter * (bytes_per_param / trainer.num_ranks + 8)
     loss_kl = getattr(trainer.loss, "kl", None)
-    reference = facts.num_params * 4 / shares if loss_kl and loss_kl.target == "reference" else 0
+    needs_reference = loss_kl and loss_kl.target == "reference" and not (adapter and loss_kl.model is None)
+    reference = facts.num_params * 4 / shares if needs_reference else 0
     parts = {
         "state": state + reference,
         "gathered": gathered,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from prime_hpc.launch.adapters import adapter_problems
 from prime_hpc.launch.checks import is_local_path
 from prime_hpc.launch.estimate import engine_memory, find_config, trainer_gib, vocab_fits
 from prime_hpc.launch.lint_finding import Finding, Subject
@@ -148,4 +149,10 @@ def engines(subject: Subject) -> Iterator[Finding]:
     )
 
 
-CHECKS = (known, precision, tensor_parallel, context, trainer_memory, engines)
+def adapters(subject: Subject) -> Iterator[Finding]:
+    """Targets and rank of `model.lora` against the shapes of the stored weights."""
+    for problem in adapter_problems(subject.experiment):
+        yield Finding("PH113", "error", problem.key, problem.message, "")
+
+
+CHECKS = (known, precision, adapters, tensor_parallel, context, trainer_memory, engines)

@@ -121,18 +121,19 @@ def test_the_trainer_says_the_same(world: World) -> None:
 
 
 def test_requests_in_flight_end_with_their_version(world: World) -> None:
-    async def work(client: InferenceClient) -> list[Generation]:
+    async def work(client: InferenceClient) -> tuple[list[Generation], Generation]:
         await client.update_weights(world.versions[1], 1)
-        early = asyncio.create_task(client.generate(PROMPTS[1], {**GREEDY, "max_tokens": 300}))
-        await asyncio.sleep(0.2)
+        early = [asyncio.create_task(client.generate(p, {**GREEDY, "max_tokens": 480})) for p in PROMPTS * 2]
+        await client.generate(PROMPTS[0], {**GREEDY, "max_tokens": 2})  # sent last: the others are under way
         await client.update_weights(world.versions[2], 2)
-        assert not early.done()
+        assert not all(task.done() for task in early), "the update fell behind every request: the test is blind"
         late = await client.generate(PROMPTS[1], GREEDY)
-        return [await early, late]
+        return list(await asyncio.gather(*early)), late
 
     early, late = world.run(work)
-    assert len(early.token_ids) == 300 and early.finish_reason == "length"
-    assert_sampled_by(world.merged[1], 1, PROMPTS[1], early)
+    for prompt, generation in zip(PROMPTS * 2, early, strict=True):
+        assert len(generation.token_ids) == 480 and generation.finish_reason == "length"
+        assert_sampled_by(world.merged[1], 1, prompt, generation)
     assert_sampled_by(world.merged[2], 2, PROMPTS[1], late)
 
 
@@ -140,16 +141,18 @@ def test_several_names_and_the_base_in_one_batch(world: World) -> None:
     async def work(client: InferenceClient) -> list[Generation]:
         await client.update_weights(world.versions[2], 2)
         await client.update_weights(world.versions[3], 3, name="run_b")
-        assert await client.adapter_versions() == {"policy": 2, "run_b": 3}
+        await client.update_weights(world.versions[1], 1, name="run_c")  # as many as the engine has places
+        assert await client.adapter_versions() == {"policy": 2, "run_b": 3, "run_c": 1}
         assert await client.policy_version("run_b") == 3
-        names = ["policy", "run_b", str(world.base)] * 3
+        names = ["policy", "run_b", "run_c", str(world.base)] * 3
         return list(await asyncio.gather(*[client.generate(LONG, GREEDY, model=name) for name in names]))
 
-    for generation, version in zip(world.run(work), [2, 3, 0] * 3, strict=True):
+    for generation, version in zip(world.run(work), [2, 3, 1, 0] * 3, strict=True):
         assert_sampled_by(world.merged[version], version, LONG, generation)
 
     async def unload(client: InferenceClient) -> None:
         assert (await client.reload_weights("run_b"))["changed"]
+        assert (await client.reload_weights("run_c"))["changed"]
         with pytest.raises(InferenceError, match="run_b") as caught:
             await client.generate(LONG, GREEDY, model="run_b")
         assert caught.value.status == 404
@@ -193,7 +196,7 @@ def test_refusals_leave_everything_as_it_was(world: World, tmp_path: Path) -> No
     shutil.copytree(world.versions[3], broken)
     (broken / "adapter_model.safetensors").write_bytes(b"x" * 100)
     cases = [
-        (whole, 7, "this server serves adapters"),
+        (whole, 7, "and this server serves adapters"),
         (paths.weights_step(8), 8, "has shape"),
         (paths.weights_step(9), 9, r"rank 16, the server was started for 8 \(model.lora.rank\)"),
         (broken, 3, "not a complete weight version"),

@@ -1,6 +1,7 @@
 """Adapters in one process: the numbers against the merged model, slots, files, checkpoints, refusals."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.lora import LoraConfig, select_modules
@@ -24,6 +27,7 @@ from prime_hpc.trainer.batches import make_micro_batch
 from prime_hpc.trainer.checkpoint import Checkpointer
 from prime_hpc.trainer.lora import (
     load_slot,
+    merge,
     reset_slot,
     slot_named_parameters,
     slot_parameters,
@@ -309,3 +313,27 @@ def test_the_fingerprint_tells_weights_apart(model: Path, tmp_path: Path) -> Non
     same, other = make_tiny_model(tmp_path / "same"), make_tiny_model(tmp_path / "other", seed=1)
     assert weights_fingerprint(same) == weights_fingerprint(model) != weights_fingerprint(other)
     assert weights_fingerprint(tmp_path) == ""
+
+
+def test_the_merged_model(model: Path, tmp_path: Path) -> None:
+    policy = lora_policy(model)
+    tensors = fill_randomly(policy, 0, seed=8)
+    paths = RunPaths(tmp_path)
+    build_publisher(policy, model, paths, dtype=torch.float32, incarnation=0, model_name=str(model)).publish(1)
+    adapter, output = paths.weights_step(1), tmp_path / "merged"
+    assert merge.main([str(adapter), str(model), str(output)]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(output)
+    expected = merged_model(model, tensors, 2.0).state_dict()
+    for name, tensor in loaded.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+    assert (output / "tokenizer.json").exists() and not (output / "adapter_config.json").exists()
+    assert merge.main([str(adapter), str(model), str(output)]) == 2  # it exists
+    assert merge.merge(adapter, model, tmp_path / "half", torch.bfloat16) == 14
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+    shallow = tmp_path / "shallow"
+    shutil.copytree(model, shallow)
+    kept = {n: t for n, t in load_file(model / "model.safetensors").items() if "layers.1." not in n}
+    save_file(kept, shallow / "model.safetensors")
+    with pytest.raises(ValueError, match=r"is not this adapter's base model: it has no model\.layers\.1\."):
+        merge.merge(adapter, shallow, tmp_path / "no")
+    assert not (tmp_path / "no").exists() and not list(tmp_path.glob(".tmp-*"))
