@@ -223,7 +223,7 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
         "state": state + reference,
         "gathered": gathered,
         "activations": activations,
-        "logits": chunk * facts.vocab_size * (4 + 1 + width),
+        "logits": chunk * facts.vocab_size * (4 + 1 + width) / layout.tp,
     }
     return {name: value / GIB for name, value in parts.items()} | {"context": CONTEXT_GIB}
 

@@ -51,7 +51,7 @@ class Case:
     family: str
     parallel: dict[str, int]
     optim: str = "adamw"
-    ac: bool = False
+    ac: str | None = None
     compile: bool = False
     break_with: str | None = None
     """Of `layout_breaks`: what is broken on purpose."""
@@ -61,7 +61,7 @@ class Case:
         """For the table."""
         dims = " ".join(f"{k.removeprefix('dp_')} {v}" for k, v in self.parallel.items() if v > 1) or "1 rank"
         extra = [self.optim] if self.optim != "adamw" else []
-        extra += ["ac"] if self.ac else []
+        extra += [f"ac {self.ac}"] if self.ac else []
         broken = [f"({self.break_with})"] if self.break_with else []
         return " ".join([self.family, dims, *extra, *broken])
 
@@ -87,7 +87,8 @@ class World:
             }
         )
         self.parallel = build_parallel(self.trainer.layout, "cpu")
-        config = {"name": str(self.source), "dtype": "float32", "ac": {} if case.ac else None, "compile": case.compile}
+        ac = {"mode": case.ac} if case.ac else None
+        config = {"name": str(self.source), "dtype": "float32", "ac": ac, "compile": case.compile}
         self.policy = load_policy(
             ModelConfig.model_validate(config),
             self.source,

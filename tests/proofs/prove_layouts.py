@@ -59,7 +59,8 @@ def every_case(world_size: int) -> list[Case]:
         cases += [
             Case("qwen3", {"dp_shard": 2, "tp": 2}, optim="muon"),
             Case("qwen3_moe", {"dp_shard": 2, "cp": 2, "ep": 2}, optim="muon"),
-            Case("qwen3_moe", {"cp": 2, "tp": 2, "ep": 2}, ac=True),
+            Case("qwen3_moe", {"cp": 2, "tp": 2, "ep": 2}, ac="full"),
+            Case("qwen3_moe", {"dp_shard": 2, "tp": 2, "ep": 2}, ac="selective"),
         ]
     return cases
 

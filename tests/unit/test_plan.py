@@ -136,6 +136,14 @@ def test_json_is_the_same_plan(model: Path) -> None:
     assert plan["memory"]["gpu_gib"] == {"trainer": 80, "inference": 80}
 
 
+def test_the_layout_of_the_ranks(model: Path) -> None:
+    plan, text = planned(model, trainer={"num_ranks": 16, "parallel": {"tp": 4, "cp": 2}})
+    trainer = next(role for role in plan["roles"] if role["role"] == "trainer")
+    assert trainer["parallel"] == {"dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 4, "ep": 1}
+    assert "16 FSDP2 ranks (dp_shard 2 x cp 2 x tp 4) on " in text
+    assert "FSDP2 ranks on " in planned(model)[1]
+
+
 def test_without_checkpoints_it_warns(model: Path) -> None:
     plan, text = planned(model, ckpt=None)
     assert "checkpoints  OFF: a life that ends leaves nothing to come back to" in text
