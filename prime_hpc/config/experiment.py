@@ -83,6 +83,11 @@ class Experiment(Section):
         return (self.inference.max_model_len if self.inference else None) or self.seq_len
 
     @property
+    def samples(self) -> bool:
+        """Whether the run samples from engines: RL always, SFT for evaluations in environments."""
+        return self.kind == "rl" or self.orchestrator.eval is not None
+
+    @property
     def num_prompts(self) -> int:
         """Groups of one batch."""
         return self.orchestrator.batch_size // self.orchestrator.rollouts_per_example
@@ -126,7 +131,14 @@ class Experiment(Section):
         return self
 
     def _sft_fits(self) -> None:
-        data = self.sft.data
+        data, evaluation = self.sft.data, self.orchestrator.eval
+        if evaluation is not None and not evaluation.env:
+            raise ValueError("orchestrator.eval names no environment to evaluate on: set orchestrator.eval.env")
+        if evaluation is not None and evaluation.sampling.max_tokens >= self.max_model_len:
+            raise ValueError(
+                f"orchestrator.eval.sampling.max_tokens ({evaluation.sampling.max_tokens}) cannot fit "
+                f"inference.max_model_len ({self.max_model_len}) together with a prompt"
+            )
         longest = data.seq_len or self.seq_len
         if data.type != "fake" and longest > self.micro_batch_tokens:
             raise ValueError(

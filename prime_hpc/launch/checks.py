@@ -35,8 +35,8 @@ def check(loaded: Loaded, role: str | None = None) -> None:
 
 
 def _samples(experiment: Experiment, role: str | None) -> bool:
-    """Whether this run itself collects rollouts: of a parent its runs do."""
-    return experiment.kind == "rl" and role in (None, "orchestrator") and not is_parent(experiment)
+    """Whether this run itself plays episodes: of a parent its runs do."""
+    return experiment.samples and role in (None, "orchestrator") and not is_parent(experiment)
 
 
 def is_local_path(name: str) -> bool:
@@ -66,7 +66,7 @@ def _context(experiment: Experiment, folder: Path) -> list[Problem]:
         limit = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
     except (ValueError, AttributeError):
         return [Problem(f"{folder / 'config.json'} is not a JSON object", "model.name")]
-    wanted = max(experiment.seq_len, experiment.max_model_len) if experiment.kind == "rl" else experiment.seq_len
+    wanted = max(experiment.seq_len, experiment.max_model_len) if experiment.samples else experiment.seq_len
     if isinstance(limit, int) and wanted > limit:
         return [Problem(f"{wanted} tokens are beyond the model's max_position_embeddings = {limit}", "seq_len")]
     return []
@@ -94,10 +94,11 @@ def _installed(identifier: str) -> bool:
 def _environments(experiment: Experiment) -> list[Problem]:
     orchestrator = experiment.orchestrator
     problems = []
-    if not orchestrator.env:
+    if experiment.kind == "rl" and not orchestrator.env:
         problems.append(Problem("no environment is named; add one, e.g. `- id: reverse-text`", "orchestrator.env"))
     held_out = orchestrator.eval.env if orchestrator.eval else []
-    for key, envs in (("orchestrator.env", orchestrator.env), ("orchestrator.eval.env", held_out)):
+    trained = orchestrator.env if experiment.kind == "rl" else []
+    for key, envs in (("orchestrator.env", trained), ("orchestrator.eval.env", held_out)):
         for index, env in enumerate(envs):
             if not _installed(env.id):
                 near = get_close_matches(env.id, BUNDLED, n=1, cutoff=0.5)

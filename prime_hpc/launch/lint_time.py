@@ -137,7 +137,7 @@ def lives(subject: Subject) -> Iterator[Finding]:
 
 def _server_deadline(subject: Subject) -> float:
     inference = subject.experiment.inference
-    return inference.ready_timeout_s if subject.is_rl and inference is not None else 0.0
+    return inference.ready_timeout_s if subject.experiment.samples and inference is not None else 0.0
 
 
 def coming_back(subject: Subject) -> Iterator[Finding]:

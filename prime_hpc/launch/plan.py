@@ -48,7 +48,21 @@ def _is_rl(experiment: Experiment) -> bool:
     return experiment.kind == "rl"
 
 
-def _data(experiment: Experiment) -> str:
+def evaluation_lines(experiment: Experiment) -> list[str]:
+    """The engines and the process that evaluate an SFT run in environments."""
+    evaluation = experiment.orchestrator.eval
+    if evaluation is None:
+        return []
+    envs = ", ".join(env.name or env.id for env in evaluation.env)
+    servers = experiment.inference.num_replicas if experiment.inference else 0
+    where = f"{servers} vLLM server(s)" if servers else f"attached: {attached_urls(experiment)}"
+    return [
+        f"inference     {where}",
+        f"orchestrator  evaluates on {envs} every {evaluation.interval} steps, {evaluation.num_examples} tasks each",
+    ]
+
+
+def data_line(experiment: Experiment) -> str:
     """The training data of SFT, and what is held out."""
     data, held_out = experiment.sft.data, experiment.sft.eval
     size = f"{data.batch_tokens} tokens" if data.batch_tokens else f"{data.batch_size} samples"
@@ -64,10 +78,7 @@ def _roles(experiment: Experiment) -> list[str]:
         f"CPU, micro-batches of {experiment.micro_batch_tokens} tokens"
     ]
     if not _is_rl(experiment):
-        return [
-            *lines,
-            f"data          {_data(experiment)}",
-        ]
+        return [*evaluation_lines(experiment), *lines, f"data          {data_line(experiment)}"]
     orchestrator = experiment.orchestrator
     envs = ", ".join(env.name or env.id for env in orchestrator.env) or "none"
     lines.insert(

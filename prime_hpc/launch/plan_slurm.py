@@ -184,7 +184,7 @@ def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
             span += " (one vLLM group)"
         where = _span(servers, len(nodes))
         lines.append(f"inference     {len(servers)} vLLM server(s) on {where}, {how}{span}; {_gpus(servers)}")
-    elif plan["kind"] == "rl":
+    elif experiment.samples:
         from prime_hpc.launch.plan import attached_urls
 
         lines.append(f"inference     attached: {attached_urls(experiment)}")
@@ -197,6 +197,10 @@ def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
             f"environments: {envs}"
         )
     trainer = next(role for role in plan["roles"] if role["role"] == "trainer")
+    if plan["kind"] == "sft":
+        from prime_hpc.launch.plan import data_line, evaluation_lines
+
+        lines += [*evaluation_lines(experiment)[1:], f"data          {data_line(experiment)}"]
     lines.append(
         f"trainer       {trainer['launcher']}, {experiment.trainer.num_ranks} FSDP2 ranks"
         f"{experiment.trainer.layout.suffix} on "

@@ -38,7 +38,7 @@ def survive_words(experiment: Experiment, site: SiteConfig, placement: Placement
     if how != "off":
         idle, lives = survive.max_crashes + 1, survive.max_lives
         words["crash"] += f"; not after {idle} lives in a row that saved nothing new, nor after {lives} lives"
-    if experiment.kind == "sft" or experiment.inference is None:
+    if not experiment.samples or experiment.inference is None:
         del words["lost inference node"]
     if (site.exclude_bad_nodes if survive.exclude_bad_nodes is None else survive.exclude_bad_nodes) and how != "off":
         words["bad node"] = f"left out of the next life; forgotten after {survive.ledger_days:g} days"

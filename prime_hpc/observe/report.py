@@ -34,12 +34,17 @@ def write_report(run_dir: Path, name: str, kind: Literal["rl", "sft"]) -> list[s
     orchestrator = read_metrics(run_dir / "metrics" / "orchestrator.jsonl")
     if not trainer:
         return [f"{name}: no step was completed; logs are in {run_dir / 'logs' / 'latest'}"]
-    lines = [f"{name}: {len({row['step'] for row in trainer})} steps, run directory {run_dir}"]
+    lines = [f"{name}: {len({row['step'] for row in trainer if row['step']})} steps, run directory {run_dir}"]
     if kind == "rl":
         lines += _rl_summary(run_dir, orchestrator, trainer)
     else:
         steps, losses = _series(trainer, "loss")
-        lines.append(f"loss {losses[0]:.4f} at step {steps[0]} -> {losses[-1]:.4f} at step {steps[-1]}")
+        if losses:
+            lines.append(f"loss {losses[0]:.4f} at step {steps[0]} -> {losses[-1]:.4f} at step {steps[-1]}")
+        of, held_out = _series(trainer, "eval/loss")
+        if held_out:
+            lines.append(f"held-out loss {held_out[0]:.4f} (version {of[0]}) -> {held_out[-1]:.4f} (version {of[-1]})")
+        lines += _eval_lines(run_dir)
     try:
         lines.append(f"picture: {draw(run_dir, name, kind, trainer, orchestrator)}")
     except (ImportError, OSError, ValueError, RuntimeError) as error:
@@ -52,18 +57,22 @@ def _rl_summary(run_dir: Path, orchestrator: list[dict[str, Any]], trainer: list
     steps, rewards = _series(orchestrator, "reward/mean")
     if rewards:
         lines.append(f"training reward {rewards[0]:.3f} at step {steps[0]} -> {rewards[-1]:.3f} at step {steps[-1]}")
-    for env, (versions, values) in eval_series(run_dir).items():
-        gain = values[-1] - values[0]
-        lines.append(
-            f"held-out mean reward of {env}: {values[0]:.3f} (version {versions[0]}) -> "
-            f"{values[-1]:.3f} (version {versions[-1]}), gain {gain:+.3f}"
-        )
+    lines += _eval_lines(run_dir)
     _, lags = _series(orchestrator, "lag/mean")
     _, ratios = _series(trainer, "ratio")
     if lags and ratios:
         mean = sum(ratios) / len(ratios)
         lines.append(f"mean lag {sum(lags) / len(lags):.2f} versions, mean importance ratio {mean:.4f}")
     return lines + _samples(run_dir)
+
+
+def _eval_lines(run_dir: Path) -> list[str]:
+    """The first and the last held-out reward of every environment."""
+    return [
+        f"held-out mean reward of {env}: {values[0]:.3f} (version {versions[0]}) -> "
+        f"{values[-1]:.3f} (version {versions[-1]}), gain {values[-1] - values[0]:+.3f}"
+        for env, (versions, values) in eval_series(run_dir).items()
+    ]
 
 
 def _samples(run_dir: Path) -> list[str]:

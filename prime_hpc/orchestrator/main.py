@@ -26,6 +26,7 @@ from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
 from prime_hpc.observe.status import RoleStatus
 from prime_hpc.orchestrator.bench import bench_experiment, bench_paths, bench_report
 from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.eval_loop import EvalLoop
 from prime_hpc.orchestrator.loop import Orchestrator, Parts
 from prime_hpc.orchestrator.metrics import SampleLog
 from prime_hpc.orchestrator.setup import load_resume_state, make_clients, make_pool, ready_timeout, server_urls
@@ -119,7 +120,7 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
     """Build the parts, run the loop, take everything down again."""
     real_paths = RunPaths(context.run_dir, exp.ckpt.path.resolve() if exp.ckpt and exp.ckpt.path else None)
     start_step = context.resume_step or 0
-    state = load_resume_state(real_paths, start_step) if start_step else None
+    state = load_resume_state(real_paths, start_step) if start_step and exp.kind == "rl" else None
     if exp.orchestrator.bench:
         exp = bench_experiment(exp)
     config = exp.orchestrator
@@ -129,7 +130,10 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
         clients = make_clients(exp, urls)
         for client in clients:
             stack.push_async_callback(client.aclose)
-        train_pool = await stack.enter_async_context(make_pool(exp, urls, config.env, config.sampling, "train"))
+        train_pool = None
+        if exp.kind == "rl":
+            pool = make_pool(exp, urls, config.env, config.sampling, "train")
+            train_pool = await stack.enter_async_context(pool)
         eval_pool = None
         if config.eval is not None:
             pool = make_pool(exp, urls, config.eval.env or config.env, config.eval.sampling, "eval")
@@ -140,25 +144,24 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
         stack.callback(samples.close)
         handover = HandoverServer(bell)
         stack.callback(handover.close)
-        orchestrator = Orchestrator(
-            exp,
-            Parts(
-                paths=paths,
-                train_pool=train_pool,
-                eval_pool=eval_pool,
-                urls=urls,
-                clients=clients,
-                bell=bell,
-                handover=handover,
-                status=status,
-                metrics=metrics,
-                samples=samples,
-                incarnation=0 if config.bench else context.incarnation,
-                ready_timeout_s=ready_timeout(exp),
-            ),
-            start_step=start_step,
-            state=state,
+        parts = Parts(
+            paths=paths,
+            train_pool=train_pool,
+            eval_pool=eval_pool,
+            urls=urls,
+            clients=clients,
+            bell=bell,
+            handover=handover,
+            status=status,
+            metrics=metrics,
+            samples=samples,
+            incarnation=0 if config.bench else context.incarnation,
+            ready_timeout_s=ready_timeout(exp),
         )
+        if exp.kind == "sft":
+            await EvalLoop(exp, parts, start_step=start_step).run()
+            return
+        orchestrator = Orchestrator(exp, parts, start_step=start_step, state=state)
         logger.info(_greeting(exp, urls, start_step, orchestrator))
         await orchestrator.run()
         if config.bench:

@@ -122,6 +122,15 @@ class WeightSync:
         finally:
             self._closing = True
 
+    async def keep(self) -> None:
+        """Watch servers until cancelled, at the version that `prepare` gave them. Raises as `run`."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._bring_back_forever(), name="bring-back-servers")
+                tasks.create_task(self._check_forever(), name="check-servers")
+        except* OrchestratorError as group:
+            raise group.exceptions[0] from None
+
     def report_error(self, index: int) -> None:
         """An episode failed because of this server: nothing is sent to it until it was looked at."""
         if self._table.mark_suspect(index, time.monotonic()):

@@ -55,7 +55,7 @@ def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tup
     specs: list[RoleSpec] = []
     urls: list[str] = []
     used = 0
-    if experiment.kind == "rl":
+    if experiment.samples:
         if experiment.inference is not None:
             server = experiment.inference.server
             count = experiment.inference.num_replicas
@@ -144,7 +144,7 @@ def _prepare(
         own = [spec for spec in specs if isinstance(spec, StepSpec)]
         checkup = Checkup(experiment, steps, own, log_dir) if experiment.slurm.preflight.enabled else None
     inference = experiment.inference
-    if experiment.kind == "rl" and inference is not None and inference.api_key:
+    if experiment.samples and inference is not None and inference.api_key:
         environment[experiment.orchestrator.client.api_key_var] = inference.api_key
     logger.info(
         f"run {run_dir}: attempt {attempt.attempt}, incarnation {attempt.incarnation} ({attempt.why}); "

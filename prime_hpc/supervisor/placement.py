@@ -103,7 +103,7 @@ def place_slurm(experiment: Experiment, site: SiteConfig) -> Placement:
 
 def placed_roles(experiment: Experiment) -> list[SlurmRole]:
     """Roles that take nodes of their own kind: the trainer, and the servers where the run starts any."""
-    serves = experiment.kind == "rl" and experiment.inference is not None
+    serves = experiment.samples and experiment.inference is not None
     return ["trainer", "inference"] if serves else ["trainer"]
 
 
@@ -115,7 +115,7 @@ def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["pa
     """
     slurm = experiment.slurm
     asked = [resolve(role, experiment, site) for role in placed_roles(experiment)]
-    if slurm.orchestrator is not None and experiment.kind == "rl":
+    if slurm.orchestrator is not None and experiment.samples:
         asked.append(resolve("orchestrator", experiment, site))
     if len(asked) == 1:
         return "packed", "one role group"
@@ -170,7 +170,7 @@ def _place_packed(experiment: Experiment, site: SiteConfig) -> Placement:
             servers = _servers(experiment, asked["inference"])
             groups += _inference(experiment, servers, 0, used, gpus)
             used += servers.num_nodes
-    if experiment.kind == "sft":
+    if not experiment.samples:
         groups = [group for group in groups if group.role == "trainer"]
     total = used + slurm.spare_nodes
     return Placement("packed", (Component(0, "all", total, options),), tuple(groups), tuple(range(used, total)))

@@ -52,7 +52,7 @@ def split_gpus(experiment: Experiment, gpus: list[str]) -> tuple[list[list[str]]
     Raises:
         ConfigError: the node has fewer GPUs than the roles need.
     """
-    inference = experiment.inference if experiment.kind == "rl" else None
+    inference = experiment.inference if experiment.samples else None
     replicas = inference.num_replicas if inference else 0
     local = (inference.data_parallel_size_local or inference.data_parallel_size) if inference else 0
     per_replica = local * (inference.tensor_parallel_size if inference else 0)

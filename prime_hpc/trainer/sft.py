@@ -8,10 +8,11 @@ import time
 import torch
 from loguru import logger
 
+from prime_hpc.store.leases import min_floor
 from prime_hpc.store.weights import list_versions
 from prime_hpc.trainer.batches import MicroBatch
 from prime_hpc.trainer.bench import finish_bench
-from prime_hpc.trainer.data.build import Progress, build_data
+from prime_hpc.trainer.data.build import Progress, build_data, without_padding
 from prime_hpc.trainer.held_out import HeldOut
 from prime_hpc.trainer.objectives import LossStats, sft_loss
 from prime_hpc.trainer.session import Session, Signal
@@ -45,19 +46,31 @@ def run_sft(session: Session) -> None:
         with session.engine.timer("data"):
             batch, progress = data.next()
         metrics = session.train_step(step, batch, sft_objective) | data.figures
-        _without_padding(metrics)
+        without_padding(metrics)
         if held_out is not None and held_out.is_due(step):
             with session.engine.timer("eval"):
                 metrics |= held_out.evaluate()
-        interval = session.experiment.sft.save_interval
-        if interval and step % interval == 0 and not session.experiment.trainer.bench:
-            session.publish(step, prune=False)
+        if _is_published(session, step):
+            session.publish(step, prune=_may_prune(session))
         if not session.experiment.trainer.bench and session.save_is_due(step):
             session.save(step, progress=progress, batch_dir=None)
         session.report(step, {k: v for k, v in metrics.items() if k not in _RL_ONLY}, started)
     data.close()
     session.finish_saves()
     _finish(session)
+
+
+def _is_published(session: Session, step: int) -> bool:
+    """Whether version `step` is written before the end: on request, or because engines evaluate it."""
+    experiment = session.experiment
+    evaluation = experiment.orchestrator.eval
+    intervals = (experiment.sft.save_interval, evaluation.interval if evaluation is not None else None)
+    return not experiment.trainer.bench and any(every and step % every == 0 for every in intervals)
+
+
+def _may_prune(session: Session) -> bool:
+    """Whether older versions may go: those that engines wait for to evaluate, once they have said what they need."""
+    return session.experiment.sft.save_interval is None and min_floor(session.paths) is not None
 
 
 def _held_out(session: Session) -> HeldOut | None:
@@ -71,15 +84,6 @@ def _report_untrained(session: Session, held_out: HeldOut) -> None:
     if session.metrics is not None:
         session.metrics.log(0, **figures)
         logger.info(f"held-out loss {figures['eval/loss']:.4f} before the first step")
-
-
-def _without_padding(metrics: dict[str, float]) -> None:
-    """Tokens and FLOPs count what is real, not what only fills rows."""
-    filling = metrics.pop("data/num_pad", 0.0)
-    if filling:
-        metrics["data/pad_share"] = filling / metrics["num_tokens"]
-        metrics["step_flops"] *= 1 - metrics["data/pad_share"]
-        metrics["num_tokens"] -= filling
 
 
 def _goes_on(session: Session, step: int, progress: Progress) -> bool:

@@ -272,3 +272,12 @@ def build_data(session: "Session") -> TrainingData:
     """
     fake = session.experiment.sft.data.type == "fake"
     return FakeData(session) if fake else RealData(session)
+
+
+def without_padding(metrics: dict[str, float]) -> None:
+    """Tokens and FLOPs count what is real, not what only fills rows."""
+    filling = metrics.pop("data/num_pad", 0.0)
+    if filling:
+        metrics["data/pad_share"] = filling / metrics["num_tokens"]
+        metrics["step_flops"] *= 1 - metrics["data/pad_share"]
+        metrics["num_tokens"] -= filling

@@ -22,12 +22,16 @@ from prime_hpc.store.checkpoints import resolve_resume
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.trainer.batches import read_own_batch
+from prime_hpc.trainer.data.build import without_padding
 from prime_hpc.trainer.engine import Objective, StepRefused
 from prime_hpc.trainer.lora import load_slot
 from prime_hpc.trainer.lora.files import read_adapter
 from prime_hpc.trainer.main import seed_everything, start_process_group
 from prime_hpc.trainer.replay.sequences import sequence_lines
 from prime_hpc.trainer.session import Session, build_session
+
+Given = tuple[RankBatch, dict[str, float]]
+"""A rank's batch, and what its step's metrics say of the data."""
 
 
 @contextmanager
@@ -54,16 +58,16 @@ def plain(experiment: Experiment) -> Experiment:
 
 
 @contextmanager
-def batches_of(session: Session, source: RunPaths, progress: dict[str, int]) -> Iterator[Callable[[int], RankBatch]]:
-    """Step -> this rank's batch; SFT's come in the order of the steps after the one that `progress` is of."""
+def batches_of(session: Session, source: RunPaths, progress: dict[str, int]) -> Iterator[Callable[[int], Given]]:
+    """Step -> this rank's batch and figures; SFT's come in order, from the step after the one `progress` is of."""
     if session.experiment.kind == "rl":
-        yield lambda step: read_own_batch(find_batch(source, step), *session.part)
+        yield lambda step: (read_own_batch(find_batch(source, step), *session.part), {})
         return
     from prime_hpc.trainer.data.build import build_data
 
     data = build_data(session)
     data.start(progress)
-    yield lambda step: data.next()[0]
+    yield lambda step: (data.next()[0], data.figures)
     data.close()
 
 
@@ -88,7 +92,9 @@ def train_again(session: Session, source: RunPaths, start: int, stop: int, metri
     with batches_of(session, source, progress) as batch_of:
         for step in range(start + 1, stop + 1):
             try:
-                values = session.engine.train_step(step, batch_of(step), objective)
+                batch, figures = batch_of(step)
+                values = session.engine.train_step(step, batch, objective) | figures
+                without_padding(values)
             except StepRefused as error:
                 logger.error(str(error))
                 if metrics is not None:
