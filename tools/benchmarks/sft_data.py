@@ -4,6 +4,7 @@ On generated multi-turn conversations with a small byte-pair tokenizer, on one r
 
 - `whole`: read the file and tokenise every row before the first step, as trainers without streaming do;
 - `stream`: the data room as a run uses it, in its thread, taken as fast as it can;
+- `per_prefix`: the same rows, tokenising every beginning of a conversation anew to find its turns' places;
 - `first_batch`: time from opening the file to the first batch, for both;
 - `wait`: share of a step spent waiting when a step takes as long as `step_over_make` times the making of a batch
   (the step is a pause, as a device's work is to the host).
@@ -17,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
-NUM_ROWS = 6000
+NUM_ROWS = 1600
+NUM_PREFIX_ROWS = 160
+NUM_STEPS = 20
 BATCH = 64
 MICRO_BATCH_TOKENS = 4096
 STEP_OVER_MAKE = 1.5
@@ -65,6 +68,19 @@ def write_rows(path: Path) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
+def time_per_prefix(path: Path, tokenizer: Any) -> float:
+    """Seconds for the first rows, the straightforward way."""
+    with path.open() as file:
+        rows = [json.loads(line)["messages"] for _, line in zip(range(NUM_PREFIX_ROWS), file, strict=False)]
+    began = time.perf_counter()
+    for messages in rows:
+        for i, message in enumerate(messages):
+            tokenizer.encode(tokenizer.render(messages[: i + 1], None))
+            if message["role"] == "assistant":
+                tokenizer.encode(tokenizer.render(messages[:i], None, header=True))
+    return time.perf_counter() - began
+
+
 def run() -> dict[str, Any]:
     """All figures; seconds, samples a second, shares."""
     from prime_hpc.config.sections.sft import SFTDataConfig
@@ -91,6 +107,8 @@ def run() -> dict[str, Any]:
         tokens = sum(len(s.token_ids) for r in results for s in r.samples)
         size = (folder / "rows.jsonl").stat().st_size
 
+        per_prefix_s = time_per_prefix(folder / "rows.jsonl", tokenizer) / NUM_PREFIX_ROWS
+
         def begin() -> Prefetcher:
             rows = recipe.open_rows()
             shape = BatchShape(BATCH, None, MICRO_BATCH_TOKENS)
@@ -115,7 +133,7 @@ def run() -> dict[str, Any]:
         stream = begin()
         stream.take()
         waits = []
-        for _ in range(30):
+        for _ in range(NUM_STEPS):
             time.sleep(STEP_OVER_MAKE * make_s)
             began = time.perf_counter()
             stream.take()
@@ -129,12 +147,14 @@ def run() -> dict[str, Any]:
         "whole_samples_per_s": NUM_ROWS / whole_s,
         "stream_samples_per_s": done / stream_s,
         "stream_tokens_per_s": done / stream_s * tokens / NUM_ROWS,
+        "per_prefix_samples_per_s": 1 / per_prefix_s,
+        "whole_over_per_prefix": NUM_ROWS / whole_s * per_prefix_s,
         "stream_over_whole": (done / stream_s) / (NUM_ROWS / whole_s),
         "first_batch_s": first_s,
         "first_batch_share_of_whole": first_s / whole_s,
         "fill": float(np.mean(fills)),
         "step_over_make": STEP_OVER_MAKE,
-        "wait_share": sum(waits) / (30 * STEP_OVER_MAKE * make_s + sum(waits)),
+        "wait_share": sum(waits) / (NUM_STEPS * STEP_OVER_MAKE * make_s + sum(waits)),
     }
 
 
@@ -144,8 +164,10 @@ def render(result: dict[str, Any]) -> str:
         [
             f"{result['num_rows']:,} conversations of {result['mean_tokens']:.0f} tokens, {BATCH} a step",
             f"whole file first   {result['whole_samples_per_s']:>10.0f} samples/s",
+            f"prefix by prefix   {result['per_prefix_samples_per_s']:>10.0f} samples/s, the former is "
+            f"{result['whole_over_per_prefix']:.1f} times that",
             f"streamed, packed   {result['stream_samples_per_s']:>10.0f} samples/s "
-            f"({result['stream_tokens_per_s']:,.0f} tokens/s), {result['stream_over_whole']:.2f} of the former",
+            f"({result['stream_tokens_per_s']:,.0f} tokens/s), {result['stream_over_whole']:.2f} of the whole file",
             f"first batch after  {result['first_batch_s']:>10.3f} s, {result['first_batch_share_of_whole']:.1%} of "
             "the time that the whole file takes",
             f"fill               {result['fill']:>10.1%} of micro-batches of {MICRO_BATCH_TOKENS} tokens",

@@ -1,0 +1,106 @@
+"""What SFT's keys accept, and what is refused before anything starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.config import ConfigError, Experiment, load_experiment
+from prime_hpc.config.sources import Loaded
+from prime_hpc.launch.checks import check
+from prime_hpc.launch.plan import data_line
+
+FAKE = {"type": "fake"}
+
+
+def load(argv: list[str], entrypoint: str) -> Loaded:
+    return load_experiment(argv, entrypoint, {})
+
+
+def sft(**data: Any) -> Experiment:
+    return Experiment.model_validate({"kind": "sft", "seq_len": 64, "sft": {"data": data}})
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "0.00001"])
+def test_a_learning_rate_in_any_notation_is_a_number(tmp_path: Path, text: str) -> None:
+    quoted = tmp_path / "a.yaml"
+    quoted.write_text(f'kind: sft\nsft: {{data: {{type: fake}}}}\ntrainer: {{optim: {{lr: "{text}"}}}}\n')
+    bare = tmp_path / "b.yaml"  # YAML 1.1 reads 1e-5 as text
+    bare.write_text(quoted.read_text().replace('"', ""))
+    toml = tmp_path / "c.toml"
+    toml.write_text(f'kind = "sft"\n[sft.data]\ntype = "fake"\n[trainer.optim]\nlr = "{text}"\n')
+    for argv in (["@", str(quoted)], ["@", str(bare)], ["@", str(toml)], ["--data.type", "fake", "--optim.lr", text]):
+        assert load(argv, "sft").experiment.trainer.optim.lr == 1e-5
+
+
+def test_a_learning_rate_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("kind: sft\nsft: {data: {type: fake}}\ntrainer: {optim: {lr: fast}}\n")
+    with pytest.raises(ConfigError, match=r"a\.yaml:3.*trainer\.optim\.lr.*expected a number, got 'fast'"):
+        load(["@", str(path)], "sft")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"path": "a.jsonl", "name": "owner/set"}, "two sources"),
+        ({"path": "a.jsonl", "pad_multiple": 8}, "set pack = false"),
+        ({"path": "a.jsonl", "batch_tokens": 32}, r"sft\.data\.batch_tokens \(32\) is below sft\.data\.seq_len \(64\)"),
+        ({"path": "a.jsonl", "columns": {"question": "q"}}, "maps messages, prompt, completion, tools"),
+        ({"path": "a.jsonl", "loss_turns": "first"}, "all"),
+    ],
+)
+def test_keys_that_contradict_each_other(data: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        sft(**data)
+
+
+def test_the_budget_follows_the_longest_sample_unless_it_is_stated() -> None:
+    assert sft(path="a.jsonl", seq_len=256).micro_batch_tokens == 256
+    with pytest.raises(ValueError, match="exceeds trainer.micro_batch_tokens"):
+        Experiment.model_validate(
+            {"kind": "sft", "sft": {"data": {"path": "a.jsonl", "seq_len": 256}}, "trainer": {"micro_batch_tokens": 99}}
+        )
+
+
+def test_held_out_rows_are_named_and_are_not_those_trained_on() -> None:
+    def evaluated(data: dict[str, Any], **evaluation: Any) -> Experiment:
+        return Experiment.model_validate({"kind": "sft", "sft": {"data": data, "eval": evaluation}})
+
+    source = evaluated({"name": "owner/set"}, split="test").sft.eval_source
+    assert source is not None and (source.name, source.split) == ("owner/set", "test")
+    with pytest.raises(ValueError, match="names no held-out rows"):
+        evaluated({"path": "a.jsonl"})
+    with pytest.raises(ValueError, match="is what is trained on"):
+        evaluated({"name": "owner/set"}, split="train")
+    assert data_line(evaluated(FAKE, path="b.jsonl", interval=7)).endswith("held-out loss every 7 steps")
+
+
+def test_evaluation_in_environments_needs_one() -> None:
+    tree: dict[str, Any] = {"kind": "sft", "sft": {"data": FAKE}, "orchestrator": {"eval": {}}}
+    with pytest.raises(ValueError, match="orchestrator.eval.env"):
+        Experiment.model_validate(tree)
+    tree["orchestrator"]["eval"]["env"] = [{"id": "reverse-text"}]
+    assert Experiment.model_validate(tree).samples and not sft(**FAKE).samples
+
+
+def test_data_is_looked_at_before_anything_starts(tmp_path: Path) -> None:
+    def refusal(*argv: str) -> str:
+        loaded = load(["--model.name", "owner/model", "--output-dir", str(tmp_path), *argv], "sft")
+        with pytest.raises(ConfigError) as caught:
+            check(loaded)
+        return str(caught.value)
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n" + json.dumps({"question": "a", "answer": "b"}))
+    said = refusal("--data.path", str(path))
+    assert "sft.data.columns" in said and "the columns are: answer, question" in said
+    columns = ["--data.columns", '{"prompt": "question", "completion": "answer"}']
+    check(
+        load(["--model.name", "owner/model", "--output-dir", str(tmp_path), "--data.path", str(path), *columns], "sft")
+    )
+    assert "matches no file" in refusal("--data.path", str(tmp_path / "*.parquet"))
+    said = refusal("--data.path", str(path), *columns, "--eval.path", str(tmp_path / "none.jsonl"))
+    assert "sft.eval.path" in said and "does not exist" in said
+    assert "none.jinja" in refusal("--data.path", str(path), *columns, "--data.chat-template", "none.jinja")
