@@ -7,10 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from prime_hpc.config.sections.parallel import Layout
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.batches import make_micro_batch
 from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.parallel import Parallel
 from tests.support.tiny_model import random_rank_batch
+
+ALONE = Parallel(Layout(), 0, None, None, None, None, None)  # type: ignore[arg-type]
+"""The layout of one rank, without meshes."""
 
 
 @pytest.mark.parametrize("lengths", [[7], [1, 1], [16, 16, 16], [3, 64, 1, 17, 18, 200, 5, 64], [128, 2] * 5])
@@ -74,7 +79,7 @@ def test_policy_logprobs_equal_the_unpacked_models(kind: str) -> None:
     packed.load_state_dict(plain.state_dict())
     batch = random_rank_batch([[40, 3, 17, 64, 2]], seed=0)
     micro = make_micro_batch(batch, 0)
-    policy = Policy(packed, "sdpa", chunk_tokens=11)
+    policy = Policy(packed, "sdpa", chunk_tokens=11, parallel=ALONE)
     with policy.packing(micro):
         logprobs, entropy = policy(micro, True)
         logprobs.sum().backward()

@@ -231,8 +231,8 @@ def test_a_bad_point_does_not_stop_the_others(slurm: FakeSlurm, folder: Path) ->
 
 
 def test_what_is_wrong_with_every_point_is_said_once_and_nothing_is_sent(slurm: FakeSlurm, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"all 3 points are wrong: .*micro_batch_tokens"):
-        submit(write(folder, "seeds: 3\noverrides: {trainer.micro_batch_tokens: 8}"))
+    with pytest.raises(ConfigError, match=r"all 3 points are wrong: .*batch_tokens"):
+        submit(write(folder, "seeds: 3\noverrides: {sft.data.batch_tokens: 8}"))
     assert not slurm.calls("sbatch")
     assert not (folder / "out" / "s").exists()
 
