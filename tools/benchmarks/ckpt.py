@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-NUM_ROUNDS = 9
-TOKENS = 256
+NUM_ROUNDS = 7
+TOKENS = 1024
 VOCAB = 16_384
 DD_TIMEOUT_S = 300.0
 
