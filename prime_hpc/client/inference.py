@@ -154,6 +154,10 @@ class InferenceClient:
         """Go back to the base model (version 0); an adapter of another name is unloaded."""
         return await self._call("POST", "/reload_weights" + _named(name), timeout=self._update_timeout_s)
 
+    async def serve_base(self, name: str) -> dict[str, Any]:
+        """Let a model name stand for the base model (version 0) until an adapter is loaded under it."""
+        return await self._call("POST", f"/serve_base?name={quote(name)}", timeout=self._update_timeout_s)
+
     async def generate(
         self, token_ids: Sequence[int] | np.ndarray, sampling: Mapping[str, Any], model: str = POLICY
     ) -> Generation:

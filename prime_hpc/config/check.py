@@ -81,7 +81,8 @@ def _stated_at(message: str, provenance: dict[str, Origin]) -> str:
 def check_complete(experiment: Experiment, entrypoint: str, provenance: dict[str, Origin]) -> None:
     """What an entrypoint cannot run without, though the tree may lack it. Raises ConfigError."""
     if experiment.kind == "rl" and entrypoint in ("rl", "submit", "plan", "orchestrator"):
-        if not experiment.orchestrator.env:
+        brings_none = experiment.trainer.max_concurrent_runs > 1 and entrypoint != "orchestrator"  # its runs do
+        if not experiment.orchestrator.env and not brings_none:
             message = 'no environment: state at least one, such as `[[orchestrator.env]]` with `id = "reverse-text"`'
             raise ConfigError(Problem(message, "orchestrator.env", origin_of(("orchestrator", "env"), provenance)))
     elif experiment.kind == "sft" and entrypoint in ("sft", "submit", "plan"):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -61,8 +62,19 @@ class AdapterService:
         self._engine, self._models, self._base = engine, models, base
         self._config = engine.vllm_config.lora_config
         self._served: dict[str, _Loaded] = {}
+        self._of_base: dict[str, BaseModelPath] = {}
         self._replaced: list[_Loaded] = []
         """Still loaded, oldest first."""
+
+    def serve_base(self, name: str) -> None:
+        """Let a name stand for the base model until an adapter is loaded under it: a run's version 0."""
+        if name not in self._of_base:
+            self._of_base[name] = BaseModelPath(name=name, model_path=self._engine.model_config.model)
+            self._models.registry.base_model_paths.append(self._of_base[name])
+
+    def stands_for_base(self, name: str) -> bool:
+        """Whether `serve_base` was called for a name."""
+        return name in self._of_base
 
     @property
     def is_enabled(self) -> bool:
@@ -110,6 +122,9 @@ class AdapterService:
         any; requests in flight end as they began."""
         before = self._served.pop(name, None)
         self._models.lora_requests.pop(name, None)
+        alias = self._of_base.pop(name, None)
+        if alias is not None:
+            self._models.registry.base_model_paths.remove(alias)
         if before is not None:
             self._replaced.append(before)
             await self._retire()

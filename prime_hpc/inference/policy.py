@@ -79,7 +79,7 @@ class PolicyService:
             BadVersionError: nothing is served under it.
         """
         found = self.adapters.served(name)
-        if found is None and name != POLICY:
+        if found is None and name != POLICY and not self.adapters.stands_for_base(name):
             raise BadVersionError(f"no adapter is served as {name}; there are {sorted(self.adapters.versions())}")
         return found or (self.version, self.path)
 
@@ -128,6 +128,19 @@ class PolicyService:
             if self._base_path is None:
                 raise BadVersionError(f"the base model {self.path} has no safetensors on this node: restart the server")
             return await self._load(self._base_path, BASE_VERSION, 0.0)
+
+    async def serve_base(self, name: str) -> dict[str, Any]:
+        """Version 0 under a name of its own: one of several runs that begins. An adapter of that name is unloaded.
+
+        Raises:
+            BadVersionError: the server serves no adapters.
+        """
+        if not self.adapters.is_enabled:
+            raise BadVersionError(f"{name} is to get an adapter, and this server serves none: set model.lora")
+        async with self._lock:
+            changed = await self.adapters.drop(name)
+            self.adapters.serve_base(name)
+            return {"version": BASE_VERSION, "path": self.path, "changed": changed}
 
     async def _load(self, folder: Path, version: int, check_s: float) -> dict[str, Any]:
         """Open everywhere, pause, load everywhere, label, resume."""

@@ -70,6 +70,15 @@ async def reload_weights(request: Request, name: str = POLICY) -> JSONResponse:
         return JSONResponse({"error": str(error)}, status_code=500)
 
 
+@router.post("/serve_base")
+async def serve_base(request: Request, name: str) -> JSONResponse:
+    """Let a further model name stand for the base model, version 0, until an adapter is loaded under it."""
+    try:
+        return JSONResponse(await _policy(request).serve_base(name))
+    except BadVersionError as error:
+        return JSONResponse({"error": str(error)}, status_code=400)
+
+
 @router.get("/policy_version")
 async def policy_version(request: Request, name: str = POLICY) -> JSONResponse:
     """The version that samples now under a model name, and all adapters' versions by name."""

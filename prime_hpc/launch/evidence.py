@@ -98,6 +98,8 @@ class RunStatus:
     """Hosts by role label."""
     roles: dict[str, str] = field(default_factory=dict)
     """States by role label."""
+    runs: dict[str, str] = field(default_factory=dict)
+    """Of a trainer that trains many: what its runs do, by name."""
     checkpoint: int | None = None
     checkpoint_time: float | None = None
     logs: dict[str, str] = field(default_factory=dict)

@@ -79,6 +79,8 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
         status.nodes = _hosts(own.get("nodes") or last.get("nodes"), last)
         roles = own.get("roles")
         status.roles = {str(k): str(v) for k, v in roles.items()} if isinstance(roles, dict) else {}
+        runs = own.get("runs")
+        status.runs = {str(k): str(v) for k, v in runs.items()} if isinstance(runs, dict) else {}
     over = next((row for row in reversed(one.attempts) if row.get("ended") is not None), None)
     if over is not None:
         status.cause, status.outcome, status.ended = over.get("cause"), over.get("outcome"), number(over["ended"])

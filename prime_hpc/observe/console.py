@@ -156,10 +156,13 @@ class Console:
         self._seconds["waiting"] += wait
         self._seconds["saving"] += save
         self._seconds["useful"] += max(0.0, row["time/step"] - wait - save)
-        eta = sum(self._times) / len(self._times) * (self._max_steps - step)
         parts = [f"step {step:>4}/{self._max_steps}"]
+        if "run" in row:  # one of several runs of this trainer: the row is of its step
+            parts = [f"{row['run']} step {row['run/step']:>4}/{row['run/max_steps']}"]
         parts += self._rl_parts(step, row, took) if self._kind == "rl" else self._sft_parts(row)
-        parts += [f"{took:.1f} s/step", f"ETA {duration(eta)}"]
+        parts += [f"{took:.1f} s/step"]
+        if "run" not in row:
+            parts += [f"ETA {duration(sum(self._times) / len(self._times) * (self._max_steps - step))}"]
         logger.info("  ".join(parts))
 
     def _sft_parts(self, row: dict[str, Any]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.client.inference import POLICY
 from prime_hpc.config import Experiment
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.observe.metrics import MetricsWriter
@@ -63,6 +64,8 @@ class Parts:
     samples: SampleLog
     incarnation: int
     ready_timeout_s: float
+    served_as: str = POLICY
+    """Name of the policy on the servers."""
 
 
 class Orchestrator:
@@ -117,6 +120,7 @@ class Orchestrator:
             incarnation=parts.incarnation,
             ready_timeout_s=parts.ready_timeout_s,
             on_change=self._served_changed,
+            name=parts.served_as,
         )
         self.evaluator = self._make_evaluator()
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.client.inference import POLICY
 from prime_hpc.config import ConfigError, Experiment, load_run
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.observe.bench import table, write_report
@@ -125,6 +126,7 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
         exp = bench_experiment(exp)
     config = exp.orchestrator
     urls = server_urls(exp, context)
+    served_as = context.run or POLICY
     async with AsyncExitStack() as stack:
         paths = stack.enter_context(bench_paths(context.run_dir) if config.bench else nullcontext(real_paths))
         clients = make_clients(exp, urls)
@@ -132,11 +134,12 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
             stack.push_async_callback(client.aclose)
         train_pool = None
         if exp.kind == "rl":
-            pool = make_pool(exp, urls, config.env, config.sampling, "train")
+            pool = make_pool(exp, urls, config.env, config.sampling, "train", served_as)
             train_pool = await stack.enter_async_context(pool)
         eval_pool = None
         if config.eval is not None:
-            pool = make_pool(exp, urls, config.eval.env or config.env, config.eval.sampling, "eval")
+            envs = config.eval.env or config.env
+            pool = make_pool(exp, urls, envs, config.eval.sampling, "eval", served_as)
             eval_pool = await stack.enter_async_context(pool)
         metrics = MetricsWriter(paths.metrics(ROLE), _wandb(exp, context))
         stack.callback(metrics.close)
@@ -157,6 +160,7 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
             samples=samples,
             incarnation=0 if config.bench else context.incarnation,
             ready_timeout_s=ready_timeout(exp),
+            served_as=served_as,
         )
         if exp.kind == "sft":
             await EvalLoop(exp, parts, start_step=start_step).run()

@@ -46,12 +46,12 @@ def make_clients(exp: Experiment, urls: list[str]) -> list[InferenceClient]:
 
 
 def make_pool(
-    exp: Experiment, urls: list[str], envs: list[EnvConfig], sampling: SamplingConfig, split: Split
+    exp: Experiment, urls: list[str], envs: list[EnvConfig], sampling: SamplingConfig, split: Split, name: str = POLICY
 ) -> EnvPool:
-    """The environments of one split, with the run's model, renderer and seed."""
+    """The environments of one split, with the run's model, renderer and seed; `name`: of the policy on the servers."""
     return EnvPool(
         envs,
-        model_name=POLICY,
+        model_name=name,
         tokenizer_path=exp.model.name,
         renderer=exp.model.renderer,
         enable_thinking=exp.model.enable_thinking,

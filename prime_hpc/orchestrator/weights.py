@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from loguru import logger
 
-from prime_hpc.client.inference import InferenceError
+from prime_hpc.client.inference import POLICY, InferenceError
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.servers import ServerTable
 from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, StoreError, wait_for_artifact
@@ -30,6 +30,7 @@ CHECK_PAUSE_S = 5.0
 """How often servers that seem well are asked for their version: a restarted one says 0."""
 ARTIFACT_DEADLINE_S = 20.0
 DOWN_WARNING_S = 60.0
+NOTHING = -1
 
 
 class Client(Protocol):
@@ -44,14 +45,17 @@ class Client(Protocol):
     async def health(self) -> bool:
         """Whether it answers."""
 
-    async def policy_version(self) -> int:
+    async def policy_version(self, name: str) -> int:
         """What it serves."""
 
-    async def update_weights(self, path: Path, version: int) -> dict[str, Any]:
+    async def update_weights(self, path: Path, version: int, name: str) -> dict[str, Any]:
         """Load a version."""
 
     async def reload_weights(self) -> dict[str, Any]:
         """Back to the base model."""
+
+    async def serve_base(self, name: str) -> dict[str, Any]:
+        """Let a name stand for the base model."""
 
 
 class WeightSync:
@@ -67,8 +71,10 @@ class WeightSync:
         incarnation: int,
         ready_timeout_s: float,
         on_change: Callable[[], None],
+        name: str = POLICY,
     ) -> None:
-        """`on_change()` is called in the event loop when the served version or the set of ready servers changed."""
+        """`name`: under which the servers know this run's policy; of several runs on the same servers, the run's id.
+        `on_change()` is called in the event loop when the served version or the set of ready servers changed."""
         self._paths = paths
         self._clients = clients
         self._table = table
@@ -76,6 +82,7 @@ class WeightSync:
         self._incarnation = incarnation
         self._ready_timeout_s = ready_timeout_s
         self._on_change = on_change
+        self._name = name
         self._locks = [asyncio.Lock() for _ in clients]
         self._loading: dict[int, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
@@ -163,16 +170,30 @@ class WeightSync:
         client, url = self._clients[index], self._table.servers[index].url
         try:
             await client.wait_ready(self._ready_timeout_s)
-            found = await client.policy_version()
+            found = await self._found(index)
             if version > 0:
-                await client.update_weights(self._paths.weights_step(version), version)
+                await client.update_weights(self._paths.weights_step(version), version, self._name)
             elif found != 0:
-                logger.info(f"{url} serves version {found} of an earlier run; back to the base model")
-                await client.reload_weights()
+                if found != NOTHING:
+                    logger.info(f"{url} serves version {found} of an earlier run; back to the base model")
+                await self._serve_base(client)
         except InferenceError as error:
             hint = " (is it prime-hpc's own server?)" if error.status == 404 else ""
             raise OrchestratorError(f"inference server {url} cannot serve version {version}: {error}{hint}") from error
         self._table.mark_ready(index, version)
+
+    async def _found(self, index: int) -> int:
+        """The version that a server has for this run; `NOTHING` where it does not know the run's name."""
+        try:
+            return await self._clients[index].policy_version(self._name)
+        except InferenceError as error:
+            if error.status == 404 and self._name != POLICY:
+                return NOTHING
+            raise
+
+    async def _serve_base(self, client: Client) -> None:
+        """Version 0: of the only run the model itself goes back to it."""
+        await (client.reload_weights() if self._name == POLICY else client.serve_base(self._name))
 
     def _wait_for_first(self, version: int) -> None:
         try:
@@ -235,9 +256,9 @@ class WeightSync:
             version = self.current
             try:
                 if version > 0:
-                    await self._clients[index].update_weights(self._paths.weights_step(version), version)
+                    await self._clients[index].update_weights(self._paths.weights_step(version), version, self._name)
                 else:
-                    await self._clients[index].reload_weights()
+                    await self._serve_base(self._clients[index])
             except InferenceError as error:
                 url = self._table.servers[index].url
                 if error.status is not None and 400 <= error.status < 500:
@@ -281,7 +302,7 @@ class WeightSync:
         if not await client.health():
             return False
         try:
-            found = await client.policy_version()
+            found = await self._found(index)
         except InferenceError as error:
             logger.debug(f"{server.url} is not ready: {error}")
             return False
@@ -306,7 +327,7 @@ class WeightSync:
             return
         before = self._table.servers[index].version
         try:
-            found = await self._clients[index].policy_version()
+            found = await self._found(index)
         except InferenceError:
             self.report_error(index)
             return

@@ -26,6 +26,8 @@ FILE_MODE = 0o644
 _CHUNK = 8 << 20
 VISIBLE_S = 90.0
 """How long a finished file may stay unseen by another node: NFS clients believe a cached miss for up to 60 s."""
+GONE_S = 5.0
+"""A directory that cannot be opened for so long was deleted."""
 _MAX_UPDATES = 20  # writers racing for one small file; far above anything real
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _MAX_VIEWS = 512  # buffers of one writev, below every system's limit
@@ -391,13 +393,19 @@ def await_name(path: Path, *, deadline_s: float = VISIBLE_S) -> None:
     """Wait until `path` is listed in its directory, 0.01 .. 0.5 s apart.
 
     Looked up by name too early, a network client would remember the miss, for up to a minute; a listing leaves none.
+    Opening a directory asks the server: where the directory itself is gone for `GONE_S`, nothing will appear in it.
 
     Raises:
         ArtifactError: it is not listed until the deadline.
+        StoreError: its directory was deleted.
     """
+    began = time.monotonic()
 
     def look() -> None:
-        if path.name not in list_dir(path.parent):
+        names = list_dir(path.parent)
+        if not names and time.monotonic() - began > GONE_S and not path.parent.is_dir():
+            raise StoreError(f"{path} cannot appear: {path.parent} was deleted")
+        if path.name not in names:
             raise ArtifactError(path, f"this name in {path.parent} within {deadline_s:g} s", "none")
 
     retry_read(look, deadline_s=deadline_s)

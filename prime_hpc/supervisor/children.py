@@ -8,10 +8,14 @@ The trainer decides who trains; nothing here ever ends the attempt. The orchestr
 packed job has its orchestrator as well. Called by `supervise`.
 """
 
+import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from loguru import logger
 
@@ -27,6 +31,9 @@ from prime_hpc.supervisor.role import Role, log_tail
 from prime_hpc.supervisor.roles import orchestrator_spec
 
 LOOK_S = 2.0
+FORGET_S = 30.0
+LAST_WISH_S = 2.0
+"""At the end so long for servers that live on."""
 LAST_WORDS_S = 600.0
 """So long an orchestrator may go on after its run's last step: it serves and evaluates the last version."""
 _OUTCOMES = {"done": "completed", "stopped": "stopped", "failed": "failed", "removed": "failed"}
@@ -62,6 +69,8 @@ class Children:
         self._started: set[tuple[str, int]] = set()
         self._next_look = 0.0
         self._heard: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
+        self._servers: dict[str, list[str]] = {}
+        self._forgetting: list[threading.Thread] = []
 
     def hear(self, topic: str, payload: dict[str, Any]) -> None:
         """A message on the doorbell, from the hub's thread."""
@@ -148,6 +157,8 @@ class Children:
             self._report(name, state.incarnation, f"its orchestrator could not be started: {error}")
             return
         self._roles[name], self._attempts[name] = role, attempt
+        stated = experiment.orchestrator.client.base_url or []
+        self._servers[name] = urls or ([stated] if isinstance(stated, str) else stated)
         self._reaper.watch(role.pid)
         logger.info(f"started the orchestrator of {name} (process {role.pid}): {' '.join(role.command)}")
 
@@ -197,6 +208,8 @@ class Children:
         end_families([role.pid], self._experiment.supervisor.grace_s if role.running else 0.0)
         role.reap()
         self._reaper.forget(role.pid)
+        key = self._environment.get(self._experiment.orchestrator.client.api_key_var)
+        self._forget(name, key)
         self._over_at.pop(name, None)
         attempt = self._attempts.pop(name)
         state = read_state(self._dir / name)
@@ -210,10 +223,30 @@ class Children:
         except OSError as error:
             logger.warning(f"the end of {name}'s attempt could not be written: {error}")
 
+    def _forget(self, name: str, key: str | None) -> None:
+        """Not waited for: a server that hangs must not hold the others up."""
+        self._forgetting = [thread for thread in self._forgetting if thread.is_alive()]
+        thread = threading.Thread(target=forget_adapter, args=(self._servers.pop(name), name, key), daemon=True)
+        thread.start()
+        self._forgetting.append(thread)
+
     def end(self, cause: str) -> None:
         """The attempt of the parent is over: write down what became of each; its families are ended by the caller."""
         for name in list(self._roles):
             self._close(name, None if self._roles[name].says("done") else cause)
+        for thread in self._forgetting:
+            thread.join(LAST_WISH_S)
+
+
+def forget_adapter(urls: list[str], name: str, key: str | None) -> None:
+    """Have the servers unload a run's adapter: its place is wanted by others. A server that is gone has none."""
+    for url in urls:
+        address = f"{url.rstrip('/').removesuffix('/v1')}/reload_weights?name={quote(name)}"
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            urllib.request.urlopen(urllib.request.Request(address, headers=headers, method="POST"), timeout=FORGET_S)
+        except (urllib.error.URLError, OSError) as error:
+            logger.debug(f"{url} did not unload {name}: {error}")
 
 
 def _words(state: ChildState) -> str:

@@ -147,6 +147,7 @@ def render_one(status: RunStatus) -> str:
     rows.append(("time", ", ".join(left)))
     rows.append(("nodes", _nodes(status)))
     rows.append(("roles", ", ".join(f"{label} {state}" for label, state in status.roles.items())))
+    rows += [("runs" if i == 0 else "", f"{name} {what}") for i, (name, what) in enumerate(status.runs.items())]
     if status.checkpoint is not None:
         made = f", saved {_ago(status.checkpoint_time)}" if status.checkpoint_time is not None else ""
         rows.append(("checkpoint", f"step {status.checkpoint}{made}"))

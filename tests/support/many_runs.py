@@ -174,6 +174,10 @@ class Feeder:
         self._closing.set()
         self._thread.join(10)
 
+    def release(self, name: str) -> None:
+        """From its next life on, a run gets all its batches."""
+        self._last.pop(name, None)
+
     def _run(self) -> None:
         done: set[tuple[str, int]] = set()
         while not self._closing.wait(0.05):

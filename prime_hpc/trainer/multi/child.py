@@ -118,6 +118,7 @@ class Child:
     def save(self) -> None:
         """Checkpoint the step that is done. Raises what `advance` does."""
         if self.step:
+            together(self._still_there)
             self.session.save(self.step, progress=self.progress, batch_dir=self.session.paths.rollouts_step(self.step))
 
     def close(self, error: BaseException | None = None) -> str | None:

@@ -25,6 +25,9 @@ from prime_hpc.trainer.multi.admit import Admission, prepare, read_child
 
 RUN_YAML = "run.yaml"
 STOPPED = "the file STOP was found"
+DELETED = "its directory was deleted or replaced while it trained"
+OURS = frozenset({"weights", "checkpoints", "metrics", "failed", "leases", "state.json"})
+"""What a trainer writes into a run's directory."""
 LOOK_S = 2.0
 """Between two looks at the parent's directory: one listing, and two small operations for each run that trains."""
 ENDED_LOOK_S = 15.0
@@ -183,7 +186,7 @@ class Roster:
         inside = files.list_dir(path) if is_listed else []
         if RUN_YAML not in inside or current_incarnation(RunPaths(path)) != self._lives[name]:
             self._seen.pop(name, None)
-            return Leave(name, "removed", "its directory was deleted or replaced while it trained")
+            return Leave(name, "removed", DELETED)
         if STOP_FILE in inside:
             (path / STOP_FILE).unlink(missing_ok=True)
             return Leave(name, "stopped", STOPPED, save=True)
@@ -234,6 +237,8 @@ class Roster:
 
     def ended(self, name: str, phase: Phase, reason: str | None) -> None:
         """A run ended (or never began); its slot is free."""
+        if phase == "failed" and name in self._slots and RUN_YAML not in files.list_dir(self._dir / name):
+            phase, reason = "removed", f"{DELETED} ({reason})"
         if name in self._slots:
             self._slots[self._slots.index(name)] = None
             self._lives.pop(name, None)
@@ -243,8 +248,18 @@ class Roster:
         self._set(name, replace(before, phase=phase, reason=reason, slot=None))
         if phase == "removed":
             self._states.pop(name, None)
+            self._clear(self._dir / name)
         else:
             self._seen.setdefault(name, _Seen(self._clock()))
+
+    def _clear(self, path: Path) -> None:
+        """A step that was under way when its directory was deleted may have written into it once more."""
+        left = files.list_dir(path)
+        if left and set(left) <= OURS:
+            try:
+                files.remove_tree(path)
+            except (StoreError, OSError) as error:
+                logger.warning(f"{path} was deleted, and what was written there since cannot be removed: {error}")
 
     def _set(self, name: str, state: ChildState, *, write: bool = True) -> None:
         before = self._states.get(name)

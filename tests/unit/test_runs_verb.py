@@ -1,0 +1,121 @@
+"""`prime-hpc runs`: what a child inherits, what is refused, and how it is listed, removed and brought back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from prime_hpc.cli import main
+from prime_hpc.config.snapshot import read_experiment
+from prime_hpc.store.children import STATE, ChildState, list_children, read_state, write_state
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Path:
+    """An experiment file whose run is in `tmp_path/many`."""
+    tree = {
+        "output_dir": str(tmp_path),
+        "name": "many",
+        "seq_len": 64,
+        "max_steps": 9,
+        "model": {"name": "some/model", "lora": {"rank": 8}},
+        "trainer": {"max_concurrent_runs": 2, "optim": {"lr": 1e-3}},
+        "ckpt": {"interval": 5},
+        "orchestrator": {"sampling": {"max_tokens": 8}, "env": [{"id": "reverse-text"}]},
+    }
+    path = tmp_path / "many.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def write(folder: Path, name: str, **tree: object) -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_a_child_inherits_and_states_its_own(tmp_path: Path, parent: Path, capsys: pytest.CaptureFixture) -> None:
+    child = write(tmp_path, "fast", max_steps=3, trainer={"optim": {"lr": 0.5}})
+    assert main(["runs", "add", str(parent), str(child), "--seed", "4", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    made = read_experiment(Path(row["path"]) / "run.yaml")
+    assert (row["name"], made.name, made.run_dir) == ("run_fast", "run_fast", tmp_path / "many" / "run_fast")
+    assert (made.max_steps, made.seed, made.trainer.optim.lr, made.trainer.max_concurrent_runs) == (3, 4, 0.5, 1)
+    assert made.model.lora is not None and made.model.lora.rank == 8
+    assert made.ckpt is not None and made.ckpt.interval == 5 and made.orchestrator.env[0].id == "reverse-text"
+    assert list_children(tmp_path / "many") == ["run_fast"]
+    assert {p.name for p in (tmp_path / "many").iterdir()} == {"run_fast"}  # nothing half-made stays
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"model": {"name": "other/model"}}, "model.name"),
+        ({"model": {"lora": {"rank": 4}}}, "model.lora.rank"),
+        ({"seq_len": 128}, "seq_len"),
+        ({"trainer": {"num_ranks": 2}}, "trainer.num_ranks"),
+        ({"trainer": {"loss": {"kl": {"model": "a/b"}}}}, "trainer.loss.kl.model"),
+        ({"ckpt": {"resume_step": "latest"}}, "ckpt.resume_step"),
+        ({"trainer": {"optim": {"lrr": 1}}}, "trainer.optim.lrr"),
+    ],
+)
+def test_what_cannot_share_the_trainer_is_refused(
+    tmp_path: Path, parent: Path, capsys: pytest.CaptureFixture, tree: dict, words: str
+) -> None:
+    child = write(tmp_path, "bad", **tree)
+    assert main(["runs", "add", str(parent), str(child)]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "many").exists()
+
+
+def test_ids_are_unique_and_plain(tmp_path: Path, parent: Path, capsys: pytest.CaptureFixture) -> None:
+    child = write(tmp_path, "c", max_steps=1)
+    assert main(["runs", "add", str(parent), str(child), "--id", "one"]) == 0
+    assert main(["runs", "add", str(parent), str(child), "--id", "run_one"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["runs", "add", str(parent), str(child), "--id", "../x"]) == 2
+    assert main(["runs", "add", str(parent)]) == 2
+    single = write(tmp_path, "single", orchestrator={"env": [{"id": "reverse-text"}]})
+    assert main(["runs", "add", str(single), str(child)]) == 2
+    assert "trainer.max_concurrent_runs" in capsys.readouterr().err
+
+
+def test_list_remove_and_resume(tmp_path: Path, parent: Path, capsys: pytest.CaptureFixture) -> None:
+    child, many = write(tmp_path, "c", max_steps=4), tmp_path / "many"
+    for name in ("new", "failed", "done"):
+        assert main(["runs", "add", str(parent), str(child), "--id", name]) == 0
+    write_state(many / "run_failed", ChildState("failed", "no batch", step=2, max_steps=4))
+    write_state(many / "run_done", ChildState("done", step=4, max_steps=4, num_tokens=1234))
+    capsys.readouterr()
+    assert main(["runs", "list", str(parent)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[1:]] == [
+        ["run_done", "done", "4/4"],
+        ["run_failed", "failed", "2/4"],
+        ["run_new", "new", "-"],
+    ]
+    assert lines[2].endswith("no batch")
+    assert main(["runs", "resume", str(parent), "failed"]) == 0 and read_state(many / "run_failed") is None
+    assert main(["runs", "resume", str(parent), "done"]) == 2
+    assert main(["runs", "resume", str(parent), "new"]) == 2
+    assert main(["runs", "remove", str(parent), "nobody"]) == 2
+    assert "run_done, run_failed, run_new" in capsys.readouterr().err
+    assert main(["runs", "remove", str(parent), "new"]) == 0 and not (many / "run_new").exists()
+    assert main(["runs", "remove", str(parent), "done"]) == 0 and (many / "run_done" / STATE).exists()
+    assert main(["runs", "remove", str(parent), "done", "--delete"]) == 0
+    assert list_children(many) == ["run_failed"]
+    write_state(many / "run_failed", ChildState("training", step=2, max_steps=4))
+    assert main(["runs", "remove", str(parent), "failed", "--timeout", "0.1"]) == 2  # no trainer is there to obey
+    assert not (many / "run_failed" / "STOP").exists()
+
+
+def test_a_parent_that_cannot_train_many_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for tree, words in (
+        ({}, "model.lora"),
+        ({"model": {"lora": {}}, "kind": "sft"}, "only RL"),
+        ({"model": {"lora": {}}, "trainer": {"max_concurrent_runs": 2, "bench": True}}, "trainer.bench"),
+    ):
+        file = write(tmp_path, "p", **({"trainer": {"max_concurrent_runs": 2}} | tree))
+        assert main(["runs", "list", str(file)]) == 2
+        assert words in capsys.readouterr().err
