@@ -94,6 +94,15 @@ def test_role_that_never_becomes_ready_is_named(run_dir: Path) -> None:
     assert "trainer was not ready within 1 s" in attempt["cause"]
 
 
+def test_a_supervisor_that_a_newer_life_has_replaced_ends_and_writes_nothing(run_dir: Path) -> None:
+    (run_dir / "incarnation").mkdir()
+    (run_dir / "incarnation" / "000002").touch()
+    code, attempt = supervise(run_dir, [role("trainer", run_dir, "ready", f"child:{run_dir}", "sleep:300")])
+    assert code == 1
+    assert attempt["ended"] is None  # its end is the newer life's to write
+    assert not (run_dir / "status.json").exists() and not strays(str(run_dir))
+
+
 def test_silent_role_is_found(run_dir: Path) -> None:
     code, attempt = supervise(run_dir, [role("trainer", run_dir, "ready", "sleep:300")], heartbeat_timeout_s=1)
     assert code == 1
