@@ -226,5 +226,23 @@ def test_back_to_the_base_model(world: World) -> None:
     assert_sampled_by(world.merged[0], 0, LONG, world.run(work))
 
 
+def test_a_run_begins_as_the_base_model_under_its_own_name(world: World) -> None:
+    async def work(client: InferenceClient) -> list[Generation]:
+        assert (await client.serve_base("run_new"))["version"] == 0
+        assert await client.policy_version("run_new") == 0
+        before = await client.generate(LONG, GREEDY, model="run_new")
+        await client.update_weights(world.versions[1], 1, name="run_new")
+        after = await client.generate(LONG, GREEDY, model="run_new")
+        await client.serve_base("run_new")  # its next life begins anew
+        anew = await client.generate(LONG, GREEDY, model="run_new")
+        await client.reload_weights("run_new")
+        with pytest.raises(InferenceError, match="run_new"):
+            await client.generate(LONG, GREEDY, model="run_new")
+        return [before, after, anew]
+
+    for generation, version in zip(world.run(work), [0, 1, 0], strict=True):
+        assert_sampled_by(world.merged[version], version, LONG, generation)
+
+
 def test_it_ends_in_order(world: World) -> None:
     assert world.server.terminate() == 0
