@@ -111,6 +111,12 @@ class Experiment(Section):
                 f"orchestrator.sampling.max_tokens ({o.sampling.max_tokens}) cannot fit "
                 f"inference.max_model_len ({self.max_model_len}) together with a prompt"
             )
+        resume = self.ckpt.resume_step if self.ckpt is not None else None
+        if isinstance(resume, int) and resume >= self.max_steps:
+            raise ValueError(
+                f"ckpt.resume_step ({resume}) is not below max_steps ({self.max_steps}): nothing is left to do; raise "
+                "--max-steps"
+            )
         if self.trainer.max_concurrent_runs > 1:
             self._can_train_many()
         if self.model.fp8:

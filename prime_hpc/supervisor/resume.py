@@ -72,7 +72,11 @@ def _asked(experiment: Experiment, paths: RunPaths, asked: int | str | Path) -> 
     except StoreError as error:
         raise ConfigError(f"{KEY} = {asked}: {error}") from error
     is_foreign = info.path.parent.resolve() != paths.checkpoints.resolve()
-    if info.step >= experiment.max_steps:
+    over = info.step >= experiment.max_steps
+    if over and asked == "latest" and info.step == experiment.max_steps:
+        # Whoever says "latest" after every crash means: go on if there is anything left.
+        logger.warning(f"step {info.step} is the last one (max_steps): nothing is left to train; raise --max-steps")
+    elif over:
         raise ConfigError(
             f"{KEY} = {asked} is step {info.step}, but max_steps = {experiment.max_steps}: nothing is left to do; "
             "raise --max-steps"

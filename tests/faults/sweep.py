@@ -127,9 +127,7 @@ class Sweep:
             reached = lives[0].reached
             verdict.failed += first_end(point, lives[0], code)
             while code != 0 and len(lives) < MAX_LIVES:
-                # killed when all was done but its last words, the command line rightly says so and does nothing
-                over = code == 2 and "nothing is left to do" in lives[-1].log.read_text(errors="replace")
-                lives.append(self.world.resume(name, by_hand=self._number % 2 == 0 and not over))
+                lives.append(self.world.resume(name, by_hand=self._number % 2 == 0))
                 code = lives[-1].wait()
             if code != 0:
                 verdict.failed.append(f"life {len(lives)} ended with code {code}")

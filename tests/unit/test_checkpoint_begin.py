@@ -120,8 +120,12 @@ def test_nothing_left_to_do_and_steps_that_do_not_exist(tmp_path: Path) -> None:
     train(experiment(tmp_path), 10, 20)
     with pytest.raises(ConfigError, match=r"ckpt.resume_step = 7: .*no checkpoint of step 7 \(steps there: 10, 20\)"):
         life(experiment(tmp_path, ckpt={"resume_step": 7}))
+    # by number it is a mistake, said before anything is written; "latest" goes on if there is anything left
+    with pytest.raises(ValueError, match=r"ckpt.resume_step \(20\) .* max_steps \(20\): .*raise --max-steps"):
+        experiment(tmp_path, max_steps=20, ckpt={"resume_step": 20})
+    assert life(experiment(tmp_path, max_steps=20, ckpt={"resume_step": "latest"})) == 20
     with pytest.raises(ConfigError, match="nothing is left to do; raise --max-steps"):
-        life(experiment(tmp_path, max_steps=20, ckpt={"resume_step": "latest"}))
+        life(experiment(tmp_path, "y", max_steps=15, ckpt={"resume_step": tmp_path / "x"}))
     assert checkpoints(experiment(tmp_path)) == [10, 20]
 
 
