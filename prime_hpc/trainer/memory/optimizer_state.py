@@ -52,11 +52,15 @@ def keep_in_host_memory(
 
 
 def _buckets(parameters: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
-    """Consecutive parameters whose two moments in float32 stay within `limit` bytes together."""
+    """Consecutive parameters whose two moments in float32 stay within about `limit` bytes a rank together.
+
+    The same on every rank, also where shards are uneven: an optimizer may communicate while it updates.
+    """
     bucket: list[torch.Tensor] = []
     size = 0
     for parameter in parameters:
-        need = 8 * (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+        ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+        need = 8 * -(-parameter.numel() // ranks)
         if bucket and size + need > limit:
             yield bucket
             bucket, size = [], 0
