@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -134,13 +134,31 @@ def commit_stage(
         StoreError: disk full, I/O error; files in the stage that the manifest does not name.
     """
     run = run or RunPaths(final.parent.parent)
-    strays = set(_walk(stage)) - set(manifest.files) - {MANIFEST}
-    if strays:
-        raise StoreError(f"{stage}: files that the manifest does not name: {', '.join(sorted(strays)[:5])}")
-    files.write_file(stage / MANIFEST, [manifest.to_bytes()])
-    for directory in {(stage / name).parent for name in manifest.files} | {stage}:
-        files.fsync_dir(directory)
+    with own_stage(stage, run, manifest.incarnation):
+        strays = set(_walk(stage)) - set(manifest.files) - {MANIFEST}
+        if strays:
+            raise StoreError(f"{stage}: files that the manifest does not name: {', '.join(sorted(strays)[:5])}")
+        files.write_file(stage / MANIFEST, [manifest.to_bytes()])
+        for directory in {(stage / name).parent for name in manifest.files} | {stage}:
+            files.fsync_dir(directory)
     return _publish(stage, final, manifest, run)
+
+
+@contextlib.contextmanager
+def own_stage(stage: Path, run: RunPaths, incarnation: int) -> Iterator[None]:
+    """While this life writes into its stage: a newer life cleans up after it, and then names are missing.
+
+    Raises:
+        FencedError: a newer life has begun.
+        StoreError: the stage is gone, and no newer life is to be seen.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        check_incarnation(run, incarnation)
+        raise StoreError(f"{stage}: was removed while it was written: does another life of the run?") from error
 
 
 def _publish(stage: Path, final: Path, manifest: Manifest, run: RunPaths) -> Manifest:
@@ -148,11 +166,9 @@ def _publish(stage: Path, final: Path, manifest: Manifest, run: RunPaths) -> Man
         # As late as can be: a file system has no compare-and-rename, so readers check incarnations as well.
         check_incarnation(run, manifest.incarnation)
         try:
-            files.rename(stage, final)
+            with own_stage(stage, run, manifest.incarnation):
+                files.rename(stage, final)
         except OSError as error:
-            if error.errno == errno.ENOENT:  # a newer life cleaned up after this one
-                check_incarnation(run, manifest.incarnation)
-                raise StoreError(f"{stage}: was removed while it was written: does another life of the run?") from error
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
         else:
@@ -285,9 +301,12 @@ class ArtifactWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if error is None:
-                self.manifest = self._commit()
-                return
+            with own_stage(self.path, self._run, self._incarnation):
+                if error is None:
+                    self.manifest = self._commit()
+                    return
+                if isinstance(error, OSError) and not self.path.exists():
+                    raise error
             explained = files.disk_error(error, self.final)
             if explained is not None:
                 raise explained from error

@@ -1,13 +1,14 @@
 """A life that was held up and goes on after a newer one began: what it took is put back, what it left is not there."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.store import files
-from prime_hpc.store.artifact import FencedError, StoreError, discard, prepare_stage, verify_artifact
+from prime_hpc.store.artifact import ArtifactWriter, FencedError, StoreError, discard, prepare_stage, verify_artifact
 from prime_hpc.store.batches import RankBatch, write_batch
 from prime_hpc.store.checkpoints import prune_checkpoints
 from prime_hpc.store.layout import (
@@ -19,6 +20,7 @@ from prime_hpc.store.layout import (
     list_steps,
     record_start,
 )
+from prime_hpc.store.rewind import rewind
 from prime_hpc.store.waiting import wait_for_artifact
 from prime_hpc.store.weights import newest_of_life, prune_weights
 from prime_hpc.supervisor.attempts import read_attempts, rewrite_row
@@ -204,3 +206,21 @@ def test_a_disk_that_fails_at_the_clean_up_too_hides_no_reason(tmp_path: Path) -
     assert stage.exists()
     files.clear_away(stage)
     assert not stage.exists()
+
+
+@pytest.mark.parametrize("when", ["while it writes", "before the commit"])
+def test_a_life_whose_stage_was_cleaned_away_is_told_that_it_is_fenced(paths: RunPaths, when: str) -> None:
+    first = begin(paths, 0)
+    writer = ArtifactWriter(paths.weights_step(1), kind="weights", version=1, writer="trainer", incarnation=first)
+    with pytest.raises(FencedError), writer:
+        writer.write("a.bin", [b"1"])
+        rewind(paths, 0, begin(paths, 0))  # a newer life begins, and cleans up
+        assert not writer.path.exists()
+        if when == "while it writes":
+            writer.write("b.bin", [b"2"])
+
+
+def test_a_stage_that_someone_else_removed_is_named(paths: RunPaths) -> None:
+    writer = ArtifactWriter(paths.weights_step(1), kind="weights", version=1, writer="trainer")
+    with pytest.raises(StoreError, match="was removed while it was written"), writer:
+        shutil.rmtree(writer.path)
