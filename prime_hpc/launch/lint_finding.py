@@ -37,6 +37,7 @@ CODES = {
     "PH205": "no checkpoints",
     "PH206": "checkpoint interval",
     "PH207": "data file",
+    "PH208": "difficulty pools",
     "PH301": "unknown partition",
     "PH302": "more GPUs a node than the partition has",
     "PH303": "more nodes than the partition has",

@@ -1,4 +1,4 @@
-"""Lint of the run itself: batch, groups, concurrency, evaluation, data, checkpoints. Called by `lint`."""
+"""Lint of the run itself: batch, groups, concurrency, curriculum, evaluation, data, checkpoints. Called by `lint`."""
 
 from collections.abc import Iterator
 
@@ -86,6 +86,32 @@ def concurrency(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def curriculum(subject: Subject) -> Iterator[Finding]:
+    """Pools that do nothing, or that a task cannot leave."""
+    if not subject.is_rl:
+        return
+    sampler, key = subject.experiment.orchestrator.curriculum.sampler, "orchestrator.curriculum.sampler"
+    if sampler.type != "difficulty_pool":
+        return
+    if sampler.easy_probability == 1 and sampler.hard_probability == 1:
+        yield Finding(
+            "PH208",
+            "warning",
+            key,
+            "difficulty_pool draws easy and hard tasks with probability 1: that is the standard order",
+            "a smaller easy_probability or hard_probability, or type = standard",
+        )
+    for pool in ("easy", "hard"):
+        if getattr(sampler, f"{pool}_probability") == 0:
+            yield Finding(
+                "PH208",
+                "warning",
+                f"{key}.{pool}_probability",
+                f"a task that was {pool} once is never drawn again, whatever the policy learns or forgets",
+                "a small probability, such as 0.1",
+            )
+
+
 def evaluation(subject: Subject) -> Iterator[Finding]:
     """Evaluation takes the training environments when it has none, and there are none."""
     orchestrator = subject.experiment.orchestrator
@@ -136,4 +162,4 @@ def checkpoints(subject: Subject) -> Iterator[Finding]:
         )
 
 
-CHECKS = (groups, batch, concurrency, evaluation, data, checkpoints)
+CHECKS = (groups, batch, concurrency, curriculum, evaluation, data, checkpoints)

@@ -5,11 +5,15 @@ Step n turns version n - 1 into version n, and batch n may hold no token sampled
 - the *gate* opens no more groups than the batches that the served version already allows, so that little becomes stale;
 - every finished group is checked token by token against the floor of the batch it would join; a stale one gives its
   prompt back to the stream (`take_stale`), to be sampled again by the newer policy.
+A complete group that the curriculum's `gate` rejects is consumed like one with too few usable rollouts: its position is
+recorded as dropped, and the room that it leaves opens another prompt.
+
 A batch takes the first complete groups. A prompt that was sent back once is waited for when the next batch would find
 it stale again: long rollouts are late, never lost.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +71,13 @@ class GroupCounts:
     opened: int = 0
     completed: int = 0
     dropped: int = 0
+    rejected: int = 0
     stale: int = 0
+
+
+def admit_all(group: Group) -> str:
+    """The gate of a run without admission gates."""
+    return ""
 
 
 @dataclass
@@ -80,9 +90,12 @@ class GroupBook:
     last_batch: int
     min_usable: int
     next_batch: int = 1
+    gate: Callable[[Group], str] = admit_all
+    """Names what rejects a complete group that is not stale; empty: it is admitted. Called once a completion."""
     in_flight: dict[int, Group] = field(default_factory=dict)
     complete: deque[Group] = field(default_factory=deque)
     dropped_positions: list[int] = field(default_factory=list)
+    """Consumed without a batch: too few usable rollouts, or rejected."""
     counts: GroupCounts = field(default_factory=GroupCounts)
     _attempts: dict[int, int] = field(default_factory=dict)
     _stale: list[Group] = field(default_factory=list)
@@ -117,7 +130,7 @@ class GroupBook:
         return group
 
     def add(self, group: Group, index: int, episode: Episode) -> None:
-        """Episode `index` of the group ended. The last one completes the group, drops it, or marks it stale."""
+        """Episode `index` of the group ended. The last one completes, drops, rejects or sends back the group."""
         if group.abandoned:
             return
         assert group.slots[index] is None, f"episode {index} of prompt {group.prompt.position} ended twice"
@@ -128,10 +141,12 @@ class GroupBook:
         del self.in_flight[group.prompt.position]
         if len(group.usable) < self.min_usable:
             self.counts.dropped += 1
-            self.dropped_positions.append(group.prompt.position)
-            self._attempts.pop(group.prompt.position, None)
+            self._consume(group)
         elif self._is_stale(group):
             self._send_back(group)
+        elif self.gate(group):
+            self.counts.rejected += 1
+            self._consume(group)
         else:
             self.counts.completed += 1
             self.complete.append(group)
@@ -169,7 +184,7 @@ class GroupBook:
         return [group.prompt for group in groups]
 
     def drain_dropped(self) -> list[int]:
-        """Positions dropped since the last call: they are terminal, and recorded with the next batch's state."""
+        """Positions dropped or rejected since the last call: terminal, recorded with the next batch's state."""
         dropped, self.dropped_positions = self.dropped_positions, []
         return dropped
 
@@ -186,6 +201,10 @@ class GroupBook:
     def _is_stale(self, group: Group, step: int | None = None) -> bool:
         oldest = group.min_version()
         return oldest is not None and oldest < version_floor(step or self.next_batch, self.async_level)
+
+    def _consume(self, group: Group) -> None:
+        self.dropped_positions.append(group.prompt.position)
+        self._attempts.pop(group.prompt.position, None)
 
     def _send_back(self, group: Group) -> None:
         position = group.prompt.position

@@ -26,6 +26,7 @@ from prime_hpc.observe.status import RoleStatus
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.assemble import ScoredGroup, build_ranks, score_groups, train_samples
 from prime_hpc.orchestrator.bench import batch_shape
+from prime_hpc.orchestrator.curriculum import Curriculum
 from prime_hpc.orchestrator.dispatch import Dispatcher, Job, Lane
 from prime_hpc.orchestrator.episodes import to_episode
 from prime_hpc.orchestrator.errors import OrchestratorError
@@ -83,7 +84,8 @@ class Orchestrator:
         """Of a bench: what the last batch looked like."""
         sources = [SourceInfo(s.name, s.ratio, s.num_tasks) for s in parts.train_pool.sources]
         self.env_names = [source.name for source in sources]
-        self.stream = PromptStream(sources, exp.seed)
+        self.curriculum = Curriculum(config.curriculum, num_prompts=exp.num_prompts, env_names=self.env_names)
+        self.stream = PromptStream(sources, exp.seed, self.curriculum.choose)
         self.totals = {"samples": 0, "tokens": 0}
         self.scorer = Scorer(config.advantage, max_tokens=config.sampling.max_tokens)
         if self.scorer.min_group > config.rollouts_per_example:
@@ -93,6 +95,7 @@ class Orchestrator:
             )
         if state is not None:
             self.stream.load_state_dict(state["prompts"])
+            self.curriculum.load_state_dict(state.get("curriculum", {}))
             self.totals = dict(state["totals"])
             self.scorer.load_state_dict(state.get("algorithm", {}))
         self.book = GroupBook(
@@ -102,7 +105,10 @@ class Orchestrator:
             last_batch=self.last_step,
             min_usable=self.scorer.min_group,
             next_batch=start_step + 1,
+            gate=self.curriculum.judge,
         )
+        self.broken: OrchestratorError | None = None
+        """What a sampler or gate of the user's own failed with in a callback; the loop raises it."""
         now = time.monotonic()
         self.table = ServerTable(parts.urls, now)
         self.failures = FailureWindow(config.max_failed_share)
@@ -188,7 +194,12 @@ class Orchestrator:
         served = self.table.served_version
         if not self.book.may_open(served):
             return False
-        prompt = self.stream.next()
+        try:
+            prompt = self.stream.next()
+        except OrchestratorError as error:
+            self.broken = error
+            self.changed.set()
+            return False
         group = self.book.open(prompt, served)
         group.lane = lane = Lane()
         for index in range(self.book.group_size):
@@ -205,7 +216,10 @@ class Orchestrator:
             prompt = group.prompt
             where = f"prompt {prompt.position} ({self.env_names[prompt.source]}, task {prompt.task}), rollout {index}"
             logger.warning(f"{where}: {episode.reason}; it counts as failed")
-        self.book.add(group, index, episode)
+        try:
+            self.book.add(group, index, episode)
+        except OrchestratorError as error:
+            self.broken = error
         self._send_back_stale()
         self.changed.set()
 
@@ -244,12 +258,14 @@ class Orchestrator:
         """JSON-able state after batch `step`. `used` and `dropped` since the batch before it are for the record."""
         self.totals["samples"] += sum(len(group.usable) for group in groups)
         self.totals["tokens"] += sum(e.num_sampled_tokens for group in groups for e in group.usable)
+        curriculum = self.curriculum.batch_taken(groups)
         return {
             "step": step,
             "prompts": self.stream.state_dict(self.book.outstanding()),
             "used": [group.prompt.position for group in groups],
             "dropped": self.book.drain_dropped(),
             "totals": dict(self.totals),
+            **({"curriculum": curriculum} if curriculum else {}),
         }
 
     def _assemble(self, step: int, groups: list[Group], state: dict[str, Any]) -> tuple[Manifest, list[ScoredGroup]]:
@@ -275,7 +291,7 @@ class Orchestrator:
     def _report(self, step: int, scored: list[ScoredGroup], manifest: Manifest) -> None:
         """One metrics row, one status beat, one console line, the sample rollouts."""
         row = self.stats.drain(time.monotonic()) | batch_metrics(scored, self.env_names, step)
-        row |= group_metrics(self.book.drain_counts())
+        row |= group_metrics(self.book.drain_counts()) | self.curriculum.drain_metrics()
         row |= {
             "batch/tokens": manifest.meta["num_tokens"],
             "batch/loss_tokens": manifest.meta["num_loss_tokens"],
@@ -315,6 +331,8 @@ class Orchestrator:
         except TimeoutError:
             pass  # time to look at the deadlines
         self.changed.clear()
+        if self.broken is not None:
+            raise self.broken
         now = time.monotonic()
         self.stats.add_wait(reason, now - start)
         self.dispatcher.pump()
@@ -388,7 +406,7 @@ def _longest_wait(row: dict[str, Any]) -> str:
 def _troubles(row: dict[str, Any]) -> str:
     """The counts that should be zero, where they are not."""
     names = {"episodes/failed": "failed", "episodes/timeout": "timed out", "groups/dropped": "groups dropped"}
-    names |= {"groups/stale": "groups stale", "episodes/truncated": "truncated"}
+    names |= {"groups/rejected": "groups rejected", "groups/stale": "groups stale", "episodes/truncated": "truncated"}
     parts = [f"{row[key]:.0f} {label}" for key, label in names.items() if row[key]]
     return "; " + ", ".join(parts) if parts else ""
 

@@ -108,6 +108,7 @@ def group_metrics(counts: GroupCounts) -> dict[str, int]:
         "groups/opened": counts.opened,
         "groups/completed": counts.completed,
         "groups/dropped": counts.dropped,
+        "groups/rejected": counts.rejected,
         "groups/stale": counts.stale,
     }
 

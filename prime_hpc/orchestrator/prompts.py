@@ -1,14 +1,19 @@
 """The prompt stream: which task comes next, deterministically, and what a resumed run must dispatch again.
 
 A *prompt* is one position p = 0, 1, 2, ... of an endless stream over all training environments. Every position ends
-in exactly one of: used in a batch, dropped (its group had too few usable rollouts), or still to be dispatched. The
-state that is stored with batch n holds the cursor and the positions below it that are neither used in batches <= n nor
-dropped; a run that resumes at n dispatches those first. Pure: no clock, no files. Driven by `dispatch` and `loop`.
+in exactly one of: used in a batch, dropped (its group had too few usable rollouts, or a gate rejected it), or still to
+be dispatched. The state that is stored with batch n holds the cursor and the positions below it that are neither used
+in batches <= n nor dropped; a run that resumes at n dispatches those first. Pure: no clock, no files. Driven by
+`dispatch` and `loop`.
+
+The environment of a position follows from the ratios. Its task is the next one of the environment's shuffled walk, or
+what a curriculum's sampler chooses; a chosen task stays with its position and is part of the state.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +47,22 @@ class Prompt:
     task: int
 
 
+@dataclass(frozen=True)
+class Draw:
+    """What a sampler decides on: the task of one new position."""
+
+    seed: int
+    source: int
+    env: str
+    """The source's label."""
+    ordinal: int
+    """How many positions this source has had before."""
+    num_tasks: int | None
+    """None: endless, every step of the walk is a new task."""
+    walk: Callable[[int], int]
+    """Task at step k = 0, 1, 2, ... of the source's walk: each task once an epoch, every epoch shuffled anew."""
+
+
 def shuffled_tasks(num_tasks: int, seed: int, source: int, epoch: int) -> NDArray[np.int64]:
     """Permutation int64[num_tasks] of one epoch, by sorting hashes: the same on every machine and numpy version."""
     key = np.zeros(1, dtype=np.uint64)
@@ -61,11 +82,13 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class PromptStream:
     """Draws prompts and remembers those that must be drawn again. All calls are O(1) but the start of an epoch."""
 
-    def __init__(self, sources: Sequence[SourceInfo], seed: int) -> None:
+    def __init__(self, sources: Sequence[SourceInfo], seed: int, choose: Callable[[Draw], int] | None = None) -> None:
+        """`choose` gives the task of a new position; None: the walk's task at the position's ordinal."""
         if not sources:
             raise OrchestratorError("no training environment: set `orchestrator.env`")
         self.sources = tuple(sources)
         self.seed = seed
+        self._choose = choose
         self.cursor = 0
         """Positions below it were drawn at least once."""
         self._counts = [0] * len(self.sources)
@@ -83,7 +106,7 @@ class PromptStream:
         if self._pending:
             return self._pending.popleft()
         source = self._next_source()
-        prompt = self._prompt(self.cursor, source, self._counts[source])
+        prompt = self._drawn(self.cursor, source, self._counts[source])
         self._counts[source] += 1
         self.cursor += 1
         return prompt
@@ -95,6 +118,8 @@ class PromptStream:
     def state_dict(self, outstanding: Sequence[Prompt]) -> dict[str, Any]:
         """JSON-able state; `outstanding` are the prompts in flight or in complete groups that no batch holds yet."""
         pending = sorted([*self._pending, *outstanding])
+        # Without a sampler the ordinal says the task.
+        chosen = {"tasks": [p.task for p in pending]} if self._choose is not None else {}
         return {
             "format": STATE_FORMAT,
             "seed": self.seed,
@@ -103,6 +128,7 @@ class PromptStream:
             "counts": list(self._counts),
             "credits": list(self._credits),
             "pending": [[p.position, p.source, p.ordinal] for p in pending],
+            **chosen,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -120,7 +146,9 @@ class PromptStream:
         self.cursor = state["cursor"]
         self._counts = list(state["counts"])
         self._credits = list(state["credits"])
-        self._pending = deque(self._prompt(*triple) for triple in state["pending"])
+        pending = state["pending"]
+        tasks = state.get("tasks") or [self._walk(source, ordinal) for _, source, ordinal in pending]
+        self._pending = deque(Prompt(p, s, o, task) for (p, s, o), task in zip(pending, tasks, strict=True))
 
     def _next_source(self) -> int:
         """Smooth weighted round robin: ratios hold over every short stretch, and may change at a resume."""
@@ -131,11 +159,24 @@ class PromptStream:
         self._credits[best] -= 1.0
         return best
 
-    def _prompt(self, position: int, source: int, ordinal: int) -> Prompt:
+    def _drawn(self, position: int, source: int, ordinal: int) -> Prompt:
+        if self._choose is None:
+            return Prompt(position, source, ordinal, self._walk(source, ordinal))
+        info = self.sources[source]
+        draw = Draw(self.seed, source, info.name, ordinal, info.num_tasks, partial(self._walk, source))
+        task = self._choose(draw)
+        if task < 0 or (info.num_tasks is not None and task >= info.num_tasks):
+            raise OrchestratorError(
+                f"orchestrator.curriculum.sampler chose task {task} of {info.name}, which has "
+                f"{info.num_tasks if info.num_tasks is not None else 'endless'} tasks, numbered from 0"
+            )
+        return Prompt(position, source, ordinal, task)
+
+    def _walk(self, source: int, step: int) -> int:
         num_tasks = self.sources[source].num_tasks
         if num_tasks is None:
-            return Prompt(position, source, ordinal, ordinal)
-        epoch, index = divmod(ordinal, num_tasks)
+            return step
+        epoch, index = divmod(step, num_tasks)
         if self._epochs.get(source, (-1,))[0] != epoch:
             self._epochs[source] = (epoch, shuffled_tasks(num_tasks, self.seed, source, epoch))
-        return Prompt(position, source, ordinal, int(self._epochs[source][1][index]))
+        return int(self._epochs[source][1][index])

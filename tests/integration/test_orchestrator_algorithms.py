@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from prime_hpc.orchestrator.algorithms import RewardGroup
-from prime_hpc.store.batches import remove_batches_after
 from tests.integration.test_orchestrator import log_of, server, tokenizer, tokenizer_dir  # noqa: F401 (fixtures)
 from tests.support.orchestrator_world import AdminServer, World, make_experiment
 
@@ -34,17 +33,7 @@ def test_moving_baselines_are_stored_with_each_batch_and_go_on(
         assert "(trouble, task " in log_of(world) and "reward 'length' is nan; it counts as failed" in log_of(world)
         baselines = [world.state(step)["algorithm"]["trouble"] for step in (1, 2)]
         assert baselines[0] != baselines[1]
-        remove_batches_after(world.paths, 2)
-        for version in (3, 4):
-            for file in world.paths.weights_step(version).glob("*"):
-                file.unlink()
-            if world.paths.weights_step(version).exists():
-                world.paths.weights_step(version).rmdir()
-        if not world.paths.weights_step(2).exists():
-            assert world.trainer is not None
-            world.trainer.publish(2)
-        world.hub.close()
-        world.hub = type(world.hub)()
+        world.rewind(2)
         world.start(resume=2, attempt=2)
         assert world.wait() == 0, log_of(world)
         world.check_batches(range(1, 5))

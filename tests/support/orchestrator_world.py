@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.observe.status import read_status
 from prime_hpc.orchestrator.assemble import EPISODE_BITS
 from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, ArtifactWriter, wait_for_artifact
-from prime_hpc.store.batches import RankBatch, list_batches, read_rank_batch, read_state
+from prime_hpc.store.batches import RankBatch, list_batches, read_rank_batch, read_state, remove_batches_after
 from prime_hpc.store.doorbell import Doorbell, DoorbellHub
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.weights import prune_weights
@@ -286,6 +287,18 @@ class World:
         self.process.kill()
         self.process.wait(10)
         self.trainer.stop()
+
+    def rewind(self, step: int) -> None:
+        """After `kill`: what the supervisor and the trainer do before a life that resumes after batch `step`."""
+        assert self.trainer is not None
+        remove_batches_after(self.paths, step, self.trainer.incarnation)
+        for folder in self.paths.weights.glob("step_*"):
+            if folder > self.paths.weights_step(step):
+                shutil.rmtree(folder)
+        if not self.paths.weights_step(step).exists():
+            self.trainer.publish(step)
+        self.hub.close()
+        self.hub = DoorbellHub()
 
     def ranks(self, step: int) -> list[RankBatch]:
         """Batch `step`."""

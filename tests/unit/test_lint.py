@@ -144,6 +144,24 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH205", "warning", {"ckpt": None}, {}, "begins again at step 1"),
     ("PH206", "warning", {"ckpt": {"interval": 100}}, {}, "only the last step"),
     ("PH207", "warning", {"kind": "sft", "sft": {"data": {"path": "/nowhere/x.jsonl"}}}, {}, "is not there"),
+    (
+        "PH208",
+        "warning",
+        {"orchestrator": {"curriculum": {"sampler": {"type": "difficulty_pool", "hard_probability": 0}}}},
+        {},
+        "hard once is never drawn again",
+    ),
+    (
+        "PH208",
+        "warning",
+        {
+            "orchestrator": {
+                "curriculum": {"sampler": {"type": "difficulty_pool", "easy_probability": 1.0, "hard_probability": 1.0}}
+            }
+        },
+        {},
+        "that is the standard order",
+    ),
     ("PH301", "error", {SLURM: {"partition": "h10"}}, {}, "no partition 'h10'"),
     ("PH302", "error", {SLURM: {"gpus_per_node": 16}}, {}, "16 GPUs a node are asked of h100"),
     ("PH303", "error", {"trainer": {"num_ranks": 256}}, {}, "needs 33 nodes of h100, which has 16"),

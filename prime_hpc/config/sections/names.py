@@ -16,7 +16,7 @@ def is_import_path(name: str) -> bool:
     return _IMPORT_PATH.fullmatch(name) is not None
 
 
-def known_or_import(name: str, known: Sequence[str], what: str) -> str:
+def known_or_import(name: str, known: Sequence[str], what: str, form: str = "module:function") -> str:
     """`name` itself, where it is one of `known` or an import path.
 
     Raises:
@@ -26,4 +26,4 @@ def known_or_import(name: str, known: Sequence[str], what: str) -> str:
         return name
     near = nearest_path(name, known)
     hint = f"did you mean {near}? " if near else ""
-    raise ValueError(f"{name!r} is not {what}: {hint}known are {', '.join(known)}; your own is `module:function`")
+    raise ValueError(f"{name!r} is not {what}: {hint}known are {', '.join(known)}; your own is `{form}`")

@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section
+from prime_hpc.config.sections.curriculum import CurriculumConfig
 from prime_hpc.config.sections.names import known_or_import
 
 
@@ -169,6 +170,8 @@ class OrchestratorConfig(Section):
     """Evaluation; off when absent."""
     advantage: AdvantageConfig = AdvantageConfig()
     """Advantages."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """Which tasks are drawn, which groups train."""
     client: ClientConfig = ClientConfig()
     """Servers."""
     weights_timeout_s: float = Field(1800, gt=0)

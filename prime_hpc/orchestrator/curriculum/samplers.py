@@ -1,0 +1,132 @@
+"""Task samplers: which task of an environment comes next. `curriculum` makes the one that the config names."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from loguru import logger
+
+from prime_hpc.config.sections.curriculum import SamplerConfig
+from prime_hpc.orchestrator.curriculum.base import CompletedGroup, TaskSampler, import_own, make_own
+from prime_hpc.orchestrator.prompts import Draw
+
+MAX_SKIPS = 1000
+"""Tasks passed over for one draw at most; the next one is taken whatever its pool is."""
+
+KEY = "orchestrator.curriculum.sampler.type"
+_WORD = 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass
+class _Pools:
+    """What is remembered of one environment. A task in neither set is of normal difficulty, or was never seen."""
+
+    walk: int
+    """Next step of the environment's shuffled walk."""
+    easy: set[int] = field(default_factory=set)
+    hard: set[int] = field(default_factory=set)
+
+
+class DifficultyPool:
+    """Walks through the tasks as the standard order does, but passes over easy and hard ones now and then.
+
+    A task is easy (hard) while the mean reward of its latest group is at or above `easy_above` (at or below
+    `hard_below`). Whether step k of the walk is passed over is decided by a hash of (seed, source, k), so the tasks
+    that are drawn follow from the seed and the rewards observed until then. At most one epoch, and `MAX_SKIPS` tasks,
+    are passed over in one draw.
+    """
+
+    def __init__(self, config: SamplerConfig, env_names: Sequence[str]) -> None:
+        self._config, self._env_names = config, env_names
+        self._pools: dict[int, _Pools] = {}
+        self._endless: set[int] = set()
+        self._draws = self._skipped = self._forced = 0
+
+    def choose(self, draw: Draw) -> int:
+        """The next task of the walk that is not passed over."""
+        self._draws += 1
+        if draw.num_tasks is None:
+            if draw.source not in self._endless:
+                self._endless.add(draw.source)
+                logger.warning(
+                    f"orchestrator.curriculum: {draw.env} is endless, no task of it comes twice; difficulty_pool "
+                    "changes nothing there"
+                )
+            return draw.walk(draw.ordinal)
+        # A run that begins to use pools at a resume goes on where the standard order was.
+        pools = self._pools.setdefault(draw.source, _Pools(draw.ordinal))
+        last = pools.walk + min(MAX_SKIPS, draw.num_tasks)
+        for step in range(pools.walk, last + 1):
+            task = draw.walk(step)
+            probability = self._probability(pools, task)
+            if probability >= 1.0 or unit_hash(draw.seed, draw.source, step) < probability:
+                break
+            self._skipped += step < last
+            self._forced += step == last
+        pools.walk = step + 1
+        return task
+
+    def observe(self, group: CompletedGroup) -> None:
+        """Move the task into the pool of its latest mean reward."""
+        pools = self._pools.get(group.source)
+        if pools is None:  # endless, or drawn by an earlier life without pools
+            return
+        pools.easy.discard(group.task)
+        pools.hard.discard(group.task)
+        mean = float(group.rewards.mean())
+        if mean >= self._config.easy_above:
+            pools.easy.add(group.task)
+        elif mean <= self._config.hard_below:
+            pools.hard.add(group.task)
+
+    def _probability(self, pools: _Pools, task: int) -> float:
+        if task in pools.easy:
+            return self._config.easy_probability
+        return self._config.hard_probability if task in pools.hard else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where each environment's walk is, and its easy and hard tasks."""
+        return {
+            str(source): {"walk": pools.walk, "easy": sorted(pools.easy), "hard": sorted(pools.hard)}
+            for source, pools in self._pools.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave. Other thresholds count from each task's next group on."""
+        self._pools = {
+            int(source): _Pools(entry["walk"], set(entry["easy"]), set(entry["hard"]))
+            for source, entry in state.items()
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Pool sizes now; draws and tasks passed over since the last call."""
+        row: dict[str, float] = {"draws": self._draws, "skipped": self._skipped, "forced": self._forced}
+        for source, pools in self._pools.items():
+            name = self._env_names[source]
+            row |= {f"{name}/easy": len(pools.easy), f"{name}/hard": len(pools.hard)}
+        self._draws = self._skipped = self._forced = 0
+        return row
+
+
+def make_sampler(config: SamplerConfig, env_names: Sequence[str]) -> TaskSampler | None:
+    """The sampler that the config describes; None for the stream's standard order.
+
+    Raises:
+        ConfigError: your own cannot be imported or made.
+    """
+    if config.type == "standard":
+        return None
+    if config.type == "difficulty_pool":
+        return DifficultyPool(config, env_names)
+    return make_own(import_own(config.type, KEY), config.args, "choose", KEY)
+
+
+def unit_hash(*words: int) -> float:
+    """A number in [0, 1) that depends on all words, the same on every machine (splitmix64, Steele et al. 2014)."""
+    key = 0x5EED
+    for word in words:
+        key = (key + (word & _WORD) + 0x9E3779B97F4A7C15) & _WORD
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _WORD
+        key ^= key >> 31
+    return (key >> 11) / 2**53
