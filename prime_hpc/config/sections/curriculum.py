@@ -53,7 +53,7 @@ class SamplerConfig(Section):
 class GateConfig(Section):
     """One admission gate: a completed group that it rejects joins no batch, another prompt takes its place."""
 
-    type: GateName | str
+    type: GateName | str = "advantage_range"
     """`reward_range`: admits a group whose mean reward lies in [`low`, `high`]; `advantage_range`: one whose largest
     distance of a reward from the group's mean does (default: any distance but 0, so groups of equal rewards are
     rejected: DAPO's dynamic sampling); or your own as `module:function` or `module:Class`."""
