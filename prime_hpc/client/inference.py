@@ -61,6 +61,28 @@ def parse_choice(choice: Mapping[str, Any]) -> Generation:
     )
 
 
+def parse_scores(rows: Sequence[Mapping[str, Any] | None] | None, token_ids: Sequence[int]) -> np.ndarray:
+    """Turn `prompt_logprobs` of `/inference/v1/generate` into float32 [L].
+
+    Raises:
+        InferenceError: they are missing, of another length, or of other tokens.
+    """
+    if rows is None or len(rows) != len(token_ids):
+        found = "none" if rows is None else f"{len(rows)}"
+        raise InferenceError(f"prompt log-probabilities of {len(token_ids)} tokens were asked for, {found} came")
+    scores = np.zeros(len(token_ids), dtype=np.float32)
+    for i, (row, token) in enumerate(zip(rows, token_ids, strict=True)):
+        if i == 0:
+            continue
+        entry = (row or {}).get(str(token))
+        if entry is None:
+            raise InferenceError(f"the prompt log-probabilities say nothing of token {token} at position {i}")
+        scores[i] = entry["logprob"]
+    if not np.isfinite(scores).all():
+        raise InferenceError("a prompt log-probability is not finite")
+    return scores
+
+
 class InferenceClient:
     """One server. Safe to share between tasks of one event loop; end it with `aclose`."""
 
@@ -123,6 +145,10 @@ class InferenceClient:
         """Names under which the server serves the policy."""
         return [row["id"] for row in (await self._call("GET", "/v1/models"))["data"]]
 
+    async def model_lengths(self) -> dict[str, int | None]:
+        """Longest sequence of every model that is served, by name; None where the server does not say."""
+        return {row["id"]: row.get("max_model_len") for row in (await self._call("GET", "/v1/models"))["data"]}
+
     async def policy_version(self, name: str = POLICY) -> int:
         """The version that samples now under a model name (0: the base model).
 
@@ -177,6 +203,25 @@ class InferenceClient:
             "sampling_params": {"logprobs": 0, **sampling},
         }
         return parse_choice((await self._call("POST", "/inference/v1/generate", body))["choices"][0])
+
+    async def score(self, token_ids: Sequence[int] | np.ndarray, model: str = POLICY) -> np.ndarray:
+        """Log-probability of every token given those before it, at temperature 1; one token is sampled and ignored.
+
+        Args:
+            token_ids: int [L].
+            model: served model name.
+
+        Returns:
+            float32 [L]; 0 for the first token, -9999 where the model gives a token probability 0.
+
+        Raises:
+            InferenceError: refused, failed, no answer in time, or one that is not about these tokens.
+        """
+        ids = np.asarray(token_ids).tolist()
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        body = {"model": model, "token_ids": ids, "sampling_params": sampling}
+        answer = await self._call("POST", "/inference/v1/generate", body)
+        return parse_scores(answer.get("prompt_logprobs"), ids)
 
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None

@@ -124,6 +124,8 @@ class Experiment(Section):
                 f"ckpt.resume_step ({resume}) is not below max_steps ({self.max_steps}): nothing is left to do; raise "
                 "--max-steps"
             )
+        if self.kind == "rl":
+            self._can_distil()
         if self.trainer.max_concurrent_runs > 1:
             self._can_train_many()
         if self.model.fp8:
@@ -162,6 +164,30 @@ class Experiment(Section):
             raise ValueError(
                 f"sft.data.batch_tokens ({data.batch_tokens}) is below sft.data.seq_len ({longest}): the longest "
                 "sample would not fit into a step"
+            )
+
+    def _can_distil(self) -> None:
+        o, key = self.orchestrator, f"orchestrator.advantage.type = {self.orchestrator.advantage.type}"
+        imitates = o.advantage.type == "sft"
+        if (imitates or o.advantage.type == "opd") and o.teacher is None:
+            raise ValueError(f"{key} needs a teacher: set orchestrator.teacher.base_url to a server of its model")
+        if o.teacher is not None and o.advantage.type not in ("opd", "sft") and ":" not in o.advantage.type:
+            raise ValueError(f"orchestrator.teacher is not used by {key}: leave it out, or set opd or sft")
+        if o.advantage.distils and o.sampling.temperature != 1:
+            raise ValueError(
+                f"{key} compares log-probabilities at temperature 1 (so the teacher's are): orchestrator.sampling."
+                f"temperature must be 1, not {o.sampling.temperature:g}"
+            )
+        if imitates and self.trainer.loss.type != "nll":
+            raise ValueError(
+                f"{key} and trainer.loss.type = {self.trainer.loss.type} do not fit: no policy sampled the tokens, so "
+                "there is no importance ratio; set trainer.loss.type = nll"
+            )
+        if imitates and (self.inference is not None or o.eval is not None):
+            section = "inference" if self.inference is not None else "orchestrator.eval"
+            raise ValueError(
+                f"{key} samples from the teacher's servers alone, the policy is served nowhere: leave {section} out "
+                "(the `eval` entrypoint evaluates a checkpoint)"
             )
 
     def _can_use_fp8(self) -> None:

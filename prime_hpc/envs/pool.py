@@ -132,6 +132,24 @@ class EnvPool:
         if self._worker is not None:
             self._engine.move_server(index, url)
 
+    def demonstration(self, source_index: int, task_index: int, field: str, text: str) -> list[int]:
+        """Tokens of a system message that shows a field of a task's data; `text` holds `{demonstration}`.
+
+        Raises:
+            EnvError: the task has no such field, or nothing in it; names those it has.
+        """
+        from verifiers.v1.task import TaskData
+
+        data = self.sources[source_index].task(task_index).data
+        value = getattr(data, field, None)
+        if value is None or value == "":
+            own = sorted(set(type(data).model_fields) - set(TaskData.model_fields))
+            raise EnvError(
+                f"environment {self.sources[source_index].name!r}: task {task_index} has no {field!r} to show the "
+                f"teacher; its own fields are {', '.join(own) or 'none'}: set orchestrator.advantage.demonstration"
+            )
+        return self._renderer.lead(text.replace("{demonstration}", str(value)))
+
     async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult:
         """Play one episode to its end or its deadline, whichever comes first.
 

@@ -57,6 +57,11 @@ class PromptRenderer:
             self._cache.popitem(last=False)
         return rendered
 
+    def lead(self, text: str) -> list[int]:
+        """Tokens of a system message that a conversation may follow."""
+        messages = [{"role": "system", "content": text}]
+        return list(self._locked(lambda: self.renderer.render(messages, add_generation_prompt=False).token_ids))
+
     async def bridge(
         self,
         previous: tuple[list[int], list[int]],

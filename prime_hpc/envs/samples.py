@@ -20,6 +20,10 @@ from prime_hpc.client.versions import VersionSpanError
 VersionsOf = Callable[[Any], np.ndarray | None]
 """Policy versions (int32 [num sampled tokens]) of a sampled message node, None when the engine's answer is unknown."""
 
+TOOL, USER = 1, 2
+ROLES = {"tool": TOOL, "user": USER}
+"""Values of `Sample.roles`."""
+
 
 class EpisodeState(StrEnum):
     """How an episode ended; every episode ends in exactly one of these."""
@@ -48,6 +52,12 @@ class Sample:
     """Reward of the trace that this sequence belongs to."""
     truncated: bool = False
     """A limit (tokens, turns) cut the trace short."""
+    agent: str = ""
+    """Who acted: the environment's name of the trace's agent."""
+    trace: int = 0
+    """Which of the episode's trained traces this sequence belongs to."""
+    roles: np.ndarray | None = None
+    """uint8 [L], `TOOL` or `USER` where a message after the first reply said the token, 0 elsewhere."""
 
     @property
     def num_tokens(self) -> int:
@@ -154,12 +164,13 @@ def _find_trace_problem(trace: Any) -> Problem | None:
     return None
 
 
-def trace_samples(trace: Any, versions_of: VersionsOf) -> list[Sample]:
+def trace_samples(trace: Any, versions_of: VersionsOf, number: int = 0) -> list[Sample]:
     """Training samples of one trace, one per branch that has something to train.
 
     Args:
         trace: a finished verifiers trace with tokens (any renderer, any number of branches).
         versions_of: policy versions of a sampled node.
+        number: of the trace in its episode.
 
     Raises:
         VersionSpanError: a sampled node's versions are unknown or of the wrong number.
@@ -175,11 +186,13 @@ def trace_samples(trace: Any, versions_of: VersionsOf) -> list[Sample]:
         if not any(first_time):
             continue
         trained.update(id(node) for node, first in zip(branch.nodes, first_time, strict=True) if first)
-        samples.append(_branch_sample(branch.nodes, first_time, trace, versions_of))
+        samples.append(_branch_sample(branch.nodes, first_time, trace, versions_of, number))
     return samples
 
 
-def _branch_sample(nodes: Sequence[Any], trains: Sequence[bool], trace: Any, versions_of: VersionsOf) -> Sample:
+def _branch_sample(
+    nodes: Sequence[Any], trains: Sequence[bool], trace: Any, versions_of: VersionsOf, number: int
+) -> Sample:
     """Concatenate a branch's nodes; only nodes marked in `trains` keep mask, log-probabilities and versions."""
     lengths = [len(node.token_ids) for node in nodes]
     total = sum(lengths)
@@ -187,7 +200,8 @@ def _branch_sample(nodes: Sequence[Any], trains: Sequence[bool], trace: Any, ver
     loss_mask = np.zeros(total, dtype=bool)
     logprobs = np.zeros(total, dtype=np.float32)
     versions = np.full(total, -1, dtype=np.int32)
-    offset = 0
+    roles = np.zeros(total, dtype=np.uint8)
+    offset, replied = 0, False
     for node, length, train in zip(nodes, lengths, trains, strict=True):
         if train:
             positions = offset + np.flatnonzero(np.asarray(node.mask, dtype=bool))
@@ -202,6 +216,9 @@ def _branch_sample(nodes: Sequence[Any], trains: Sequence[bool], trace: Any, ver
             loss_mask[positions] = True
             logprobs[positions] = node.logprobs
             versions[positions] = node_versions
+        if replied and not node.sampled:
+            roles[offset : offset + length] = ROLES.get(node.message.role, 0)
+        replied = replied or node.sampled
         offset += length
     return Sample(
         token_ids=token_ids,
@@ -211,6 +228,9 @@ def _branch_sample(nodes: Sequence[Any], trains: Sequence[bool], trace: Any, ver
         num_turns=sum(trains),
         reward=float(trace.reward),
         truncated=bool(trace.is_truncated),
+        agent=trace.agent.name,
+        trace=number,
+        roles=roles,
     )
 
 
@@ -221,7 +241,7 @@ def episode_result(episode: Any, versions_of: VersionsOf, duration_s: float) -> 
     samples: list[Sample] = []
     if problem is None:
         try:
-            samples = [sample for trace in traces for sample in trace_samples(trace, versions_of)]
+            samples = [s for number, trace in enumerate(traces) for s in trace_samples(trace, versions_of, number)]
         except VersionSpanError as error:
             problem = Problem(EpisodeState.FAILED, _one_line(str(error)), "VersionSpanError")
         else:

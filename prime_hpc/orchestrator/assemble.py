@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from prime_hpc.envs.samples import Sample
 from prime_hpc.orchestrator.algorithms import Scorer
+from prime_hpc.orchestrator.algorithms.scorer import References, Tokens
 from prime_hpc.orchestrator.episodes import Episode
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.groups import Group
@@ -28,7 +29,8 @@ class TrainSample:
     """One sequence with what the trainer needs beside its tokens."""
 
     sample: Sample
-    advantage: float
+    advantages: NDArray[np.float32]
+    """float32[L], 0 where nothing trains."""
     reward: float
     sample_id: int
     group_id: int
@@ -51,6 +53,10 @@ class ScoredGroup:
     """False: its advantages are all zero and the config drops such groups, or none of its episodes may train."""
     problem: str = ""
     """Why it could not be scored."""
+    tokens: Tokens | None = None
+    """Advantages of single tokens, in place of `advantages`: see `Scores`."""
+    references: References = ()
+    """The teacher's log-probabilities: see `RewardGroup`."""
 
 
 def sample_id(position: int, episode: int) -> int:
@@ -60,9 +66,14 @@ def sample_id(position: int, episode: int) -> int:
 
 
 def score_groups(
-    groups: Sequence[Group], scorer: Scorer, *, zero: str, env_names: Sequence[str] = ()
+    groups: Sequence[Group],
+    scorer: Scorer,
+    *,
+    zero: str,
+    env_names: Sequence[str] = (),
+    references: Sequence[References] | None = None,
 ) -> list[ScoredGroup]:
-    """Advantages of every group, in order, and which groups train.
+    """Advantages of every group, in order, and which groups train; `references` are the groups', in order.
 
     With `zero = drop`, groups without any signal do not reach the trainer. A batch is never empty: where nothing at
     all would train, the smallest group (in tokens) stays with advantages of 0, whose gradient is zero, so that step n
@@ -71,7 +82,10 @@ def score_groups(
     Raises:
         OrchestratorError: no group at all could be scored, or the algorithm failed.
     """
-    scored = [_score(group, scorer, zero, env_names) for group in groups]
+    scored = [
+        _score(group, scorer, zero, env_names, heard)
+        for group, heard in zip(groups, references or [()] * len(groups), strict=True)
+    ]
     problems = [s.problem for s in scored if s.problem]
     if len(problems) == len(scored):
         raise OrchestratorError(f"none of the batch's {len(scored)} groups could be scored; e.g. {problems[0]}")
@@ -79,16 +93,18 @@ def score_groups(
         smallest = min(range(len(scored)), key=lambda i: _num_tokens(scored[i].episodes))
         entry = scored[smallest]
         no_advantage, everyone = np.zeros_like(entry.advantages), np.ones_like(entry.kept)
-        scored[smallest] = replace(entry, trains=True, advantages=no_advantage, kept=everyone)
+        scored[smallest] = replace(entry, trains=True, advantages=no_advantage, kept=everyone, tokens=None)
     return scored
 
 
-def _score(group: Group, scorer: Scorer, zero: str, env_names: Sequence[str]) -> ScoredGroup:
+def _score(group: Group, scorer: Scorer, zero: str, env_names: Sequence[str], heard: References) -> ScoredGroup:
     episodes, source = group.usable, group.prompt.source
     env = env_names[source] if source < len(env_names) else f"environment {source}"
-    scores = scorer.score(episodes, env=env, position=group.prompt.position)
+    scores = scorer.score(episodes, env=env, position=group.prompt.position, references=heard)
     trains = bool(scores.kept.any()) and (zero == "keep" or scores.has_signal)
-    return ScoredGroup(group, episodes, scores.rewards, scores.advantages, scores.kept, trains, scores.problem)
+    return ScoredGroup(
+        group, episodes, scores.rewards, scores.advantages, scores.kept, trains, scores.problem, scores.tokens, heard
+    )
 
 
 def _num_tokens(episodes: Sequence[Episode]) -> int:
@@ -96,21 +112,23 @@ def _num_tokens(episodes: Sequence[Episode]) -> int:
 
 
 def train_samples(scored: Sequence[ScoredGroup]) -> list[TrainSample]:
-    """All sequences that train; every sampled token of an episode gets the episode's advantage."""
+    """All sequences that train; a sampled token gets its own advantage where it has one, else its episode's."""
     samples = []
     for entry in scored:
         if not entry.trains:
             continue
         prompt = entry.group.prompt
         numbers = {id(slot): i for i, slot in enumerate(entry.group.slots)}
-        for episode, advantage, kept in zip(entry.episodes, entry.advantages, entry.kept, strict=True):
-            if not kept:
+        for i, episode in enumerate(entry.episodes):
+            if not entry.kept[i]:
                 continue
             ident = sample_id(prompt.position, numbers[id(episode)])
-            samples += [
-                TrainSample(sample, float(advantage), episode.result.reward, ident, prompt.position, prompt.source)
-                for sample in episode.result.samples
-            ]
+            for j, sample in enumerate(episode.result.samples):
+                whole = np.where(sample.loss_mask, np.float32(entry.advantages[i]), np.float32(0.0))
+                advantages = whole if entry.tokens is None else entry.tokens[i][j]
+                samples.append(
+                    TrainSample(sample, advantages, episode.result.reward, ident, prompt.position, prompt.source)
+                )
     return samples
 
 
@@ -128,14 +146,12 @@ def _rank_batch(
 ) -> RankBatch:
     chosen = [samples[i] for micro_batch in micro_batches for i in micro_batch]
     lengths = [s.sample.num_tokens for s in chosen]
-    masks = _concat([s.sample.loss_mask for s in chosen], np.bool_)
-    advantages = np.repeat(np.array([s.advantage for s in chosen], dtype=np.float32), lengths)
     return RankBatch(
         token_ids=_concat([s.sample.token_ids for s in chosen], np.int32),
-        loss_mask=masks,
+        loss_mask=_concat([s.sample.loss_mask for s in chosen], np.bool_),
         logprobs=_concat([s.sample.logprobs for s in chosen], np.float32),
         versions=_concat([s.sample.versions for s in chosen], np.int32),
-        advantages=np.where(masks, advantages, np.float32(0.0)),
+        advantages=_concat([s.advantages for s in chosen], np.float32),
         seq_offsets=_offsets(lengths),
         micro_offsets=_offsets([len(micro_batch) for micro_batch in micro_batches]),
         temperatures=np.full(len(chosen), temperature, dtype=np.float32),

@@ -4,9 +4,12 @@ Made by `dispatch` from the environments' `EpisodeResult`; kept in `groups.Group
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.store.batches import NOT_SAMPLED
 
 SERVER_ERRORS = frozenset(
     {"ProviderError", "AbortedGeneration", "VersionSpanError", "MalformedResponse", "MalformedGenerateResponseError"}
@@ -47,8 +50,11 @@ def is_server_error(result: EpisodeResult) -> bool:
     return result.state is EpisodeState.FAILED and result.error_type in SERVER_ERRORS
 
 
-def to_episode(result: EpisodeResult, seq_len: int) -> Episode:
-    """Judge a result: usable needs finite rewards and samples that the trainer can take (at most `seq_len` tokens)."""
+def to_episode(result: EpisodeResult, seq_len: int, *, is_policy: bool = True) -> Episode:
+    """Judge a result: usable needs finite rewards and samples that the trainer can take (at most `seq_len` tokens).
+
+    Where another model sampled (not `is_policy`), tokens are of no policy version and never grow stale.
+    """
     reason = "" if result.usable else (result.reason or result.state.value)
     if not reason and not math.isfinite(result.reward):
         reason = f"reward is {result.reward}"
@@ -59,6 +65,11 @@ def to_episode(result: EpisodeResult, seq_len: int) -> Episode:
         reason = f"a sample of {longest} tokens is longer than seq_len ({seq_len})"
     if reason:
         return Episode(result, False, reason, None, None, 0, 0, 0)
+    if not is_policy:
+        nobody = [replace(s, versions=np.full_like(s.versions, NOT_SAMPLED)) for s in result.samples]
+        num_trained = sum(s.num_loss_tokens for s in nobody)
+        num_prompt = sum(s.num_tokens for s in nobody) - num_trained
+        return Episode(replace(result, samples=nobody), True, "", None, None, num_prompt, num_trained, 0)
     versions = [sample.versions[sample.loss_mask] for sample in result.samples]
     num_sampled = sum(len(v) for v in versions)
     return Episode(

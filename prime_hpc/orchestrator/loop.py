@@ -24,6 +24,7 @@ from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.status import RoleStatus
 from prime_hpc.orchestrator.algorithms import Scorer
+from prime_hpc.orchestrator.algorithms.scorer import References
 from prime_hpc.orchestrator.assemble import ScoredGroup, build_ranks, score_groups, train_samples
 from prime_hpc.orchestrator.bench import batch_shape
 from prime_hpc.orchestrator.curriculum import Curriculum
@@ -36,6 +37,7 @@ from prime_hpc.orchestrator.groups import UNLIMITED_ASYNC, Group, GroupBook
 from prime_hpc.orchestrator.metrics import SampleLog, StepStats, batch_metrics, group_metrics, train_rows
 from prime_hpc.orchestrator.prompts import PromptStream, SourceInfo
 from prime_hpc.orchestrator.servers import ServerTable
+from prime_hpc.orchestrator.teacher import Teacher
 from prime_hpc.orchestrator.weights import Client, WeightSync
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.batches import write_batch
@@ -67,6 +69,8 @@ class Parts:
     ready_timeout_s: float
     served_as: str = POLICY
     """Name of the policy on the servers."""
+    teacher: Teacher | None = None
+    """Who scores the policy's tokens, where the algorithm asks for it."""
 
 
 class Orchestrator:
@@ -172,7 +176,8 @@ class Orchestrator:
 
     async def _write(self, step: int, groups: list[Group], state: dict[str, Any]) -> tuple[list[ScoredGroup], Manifest]:
         """Score, pack and commit batch `step` (in a thread: dispatch goes on), then ring."""
-        manifest, scored = await asyncio.to_thread(self._assemble, step, groups, state)
+        references = await self.parts.teacher.collect(groups) if self.parts.teacher is not None else None
+        manifest, scored = await asyncio.to_thread(self._assemble, step, groups, state, references)
         path = self.parts.paths.rollouts_step(step)
         source = self.parts.handover.offer(path)
         self.parts.bell.ring("batch", step=step, path=str(path), digest=manifest.digest, source=source)
@@ -208,7 +213,7 @@ class Orchestrator:
         return True
 
     def _episode_ended(self, group: Group, index: int, result: EpisodeResult) -> None:
-        episode = to_episode(result, self.exp.seq_len)
+        episode = to_episode(result, self.exp.seq_len, is_policy=self.exp.orchestrator.advantage.type != "sft")
         self.stats.add_episode(episode)
         if result.state is not EpisodeState.CANCELLED:
             self.failures.add(episode.reason)
@@ -216,6 +221,8 @@ class Orchestrator:
             prompt = group.prompt
             where = f"prompt {prompt.position} ({self.env_names[prompt.source]}, task {prompt.task}), rollout {index}"
             logger.warning(f"{where}: {episode.reason}; it counts as failed")
+        if self.parts.teacher is not None and episode.usable and not group.abandoned:
+            self.parts.teacher.begin(group, index, episode)
         try:
             self.book.add(group, index, episode)
         except OrchestratorError as error:
@@ -226,6 +233,8 @@ class Orchestrator:
     def _send_back_stale(self) -> None:
         for group in sorted(self.book.take_stale(), key=lambda g: -g.prompt.position):
             self.dispatcher.cancel(group.lane)
+            if self.parts.teacher is not None:
+                self.parts.teacher.discard(group)
             self.stream.put_back(group.prompt)
 
     def _server_news(self, news: dict[str, Any]) -> None:
@@ -268,9 +277,13 @@ class Orchestrator:
             **({"curriculum": curriculum} if curriculum else {}),
         }
 
-    def _assemble(self, step: int, groups: list[Group], state: dict[str, Any]) -> tuple[Manifest, list[ScoredGroup]]:
+    def _assemble(
+        self, step: int, groups: list[Group], state: dict[str, Any], references: list[References] | None
+    ) -> tuple[Manifest, list[ScoredGroup]]:
         config = self.exp.orchestrator
-        scored = score_groups(groups, self.scorer, zero=config.advantage.zero, env_names=self.env_names)
+        scored = score_groups(
+            groups, self.scorer, zero=config.advantage.zero, env_names=self.env_names, references=references
+        )
         if algorithm := self.scorer.state_dict():
             state = state | {"algorithm": algorithm}
         ranks = build_ranks(

@@ -30,7 +30,14 @@ from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.eval_loop import EvalLoop
 from prime_hpc.orchestrator.loop import Orchestrator, Parts
 from prime_hpc.orchestrator.metrics import SampleLog
-from prime_hpc.orchestrator.setup import load_resume_state, make_clients, make_pool, ready_timeout, server_urls
+from prime_hpc.orchestrator.setup import (
+    load_resume_state,
+    make_clients,
+    make_pool,
+    make_teacher,
+    ready_timeout,
+    server_urls,
+)
 from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.handover import HandoverServer
@@ -141,6 +148,11 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
             envs = config.eval.env or config.env
             pool = make_pool(exp, urls, envs, config.eval.sampling, "eval", served_as)
             eval_pool = await stack.enter_async_context(pool)
+        teacher = make_teacher(exp, clients, train_pool, served_as) if train_pool is not None else None
+        if teacher is not None:
+            stack.push_async_callback(teacher.close)
+            if teacher.is_other:  # the policy's own servers may still be starting
+                await teacher.check(exp.seq_len)
         metrics = MetricsWriter(paths.metrics(ROLE), _wandb(exp, context))
         stack.callback(metrics.close)
         samples = SampleLog(paths.metrics("samples"), config.log_samples)
@@ -161,6 +173,7 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
             incarnation=0 if config.bench else context.incarnation,
             ready_timeout_s=ready_timeout(exp),
             served_as=served_as,
+            teacher=teacher,
         )
         if exp.kind == "sft":
             await EvalLoop(exp, parts, start_step=start_step).run()

@@ -68,7 +68,8 @@ def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step:
     sampled = np.array([e.num_sampled_tokens for e in episodes])
     spreads = np.array([np.ptp([e.result.reward for e in entry.episodes]) for entry in scored])
     # A token's lag: how many updates the policy of this batch (version step - 1) is ahead of the one that sampled it.
-    oldest = min(e.min_version for e in episodes if e.min_version is not None)
+    lags = [step - 1 - e.min_version for e in episodes if e.min_version is not None]
+    versions = sum(e.version_sum for e in episodes)
     row: dict[str, float] = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -81,14 +82,27 @@ def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step:
         "groups/reward_spread": float(spreads.mean()),
         "completion/tokens_mean": float(sampled.mean()),
         "completion/tokens_max": int(sampled.max()),
-        "lag/mean": step - 1 - sum(e.version_sum for e in episodes) / max(1, int(sampled.sum())),
-        "lag/max": step - 1 - oldest,
+        "lag/mean": step - 1 - versions / max(1, int(sampled.sum())) if lags else 0.0,
+        "lag/max": max(lags, default=0),
     }
+    if any(entry.references for entry in scored):
+        row["teacher/reverse_kl"] = _reverse_kl(scored)
     for source, name in enumerate(env_names):
         values = [e.result.reward for entry in scored if entry.group.prompt.source == source for e in entry.episodes]
         if values:
             row |= {f"reward/{name}/mean": float(np.mean(values)), f"reward/{name}/std": float(np.std(values))}
     return row | _env_metrics(scored, env_names)
+
+
+def _reverse_kl(scored: Sequence[ScoredGroup]) -> float:
+    """Mean of log p_policy - log p_teacher over the batch's sampled tokens: KL(policy || teacher) in nats a token."""
+    gaps = [
+        (sample.logprobs - scores)[sample.loss_mask]
+        for entry in scored
+        for episode, rows in zip(entry.episodes, entry.references, strict=True)
+        for sample, scores in zip(episode.result.samples, rows, strict=True)
+    ]
+    return float(np.concatenate(gaps).mean(dtype=np.float64))
 
 
 def _env_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str]) -> dict[str, float]:

@@ -368,7 +368,7 @@ def open_session(
         peak_flops=base.peak_flops,
         with_entropy=is_rl,
         batch_tokens=config.loss.batch_tokens or experiment.seq_len,
-        mismatch=config.loss.mismatch if is_rl and not is_random else None,
+        mismatch=config.loss.mismatch if is_rl and not is_random and config.loss.type != "nll" else None,
         reference=load_reference(experiment, policy, base.device),
         slot=slot,
     )

@@ -45,6 +45,8 @@ def cases() -> list[Case]:
         _case("sft", s("sft")),
         _case("aipo", s("aipo", delta=2.0), type="aipo", delta=2.0, token_advantages=True),
         _case("reinforce", s("reinforce"), type="reinforce", token_advantages=True),
+        _case("nll", s("nll"), type="nll", token_advantages=True),
+        _case("nll / sequence", s("nll", normalize="sequence"), type="nll", normalize="sequence"),
         _case("ppo_clip", s("ppo_clip"), type="ppo_clip", token_advantages=True),
         _case("ppo_clip high", s("ppo_clip", low=0.1, high=0.28), type="ppo_clip", clip_low=0.1, clip_high=0.28),
         _case("ppo_clip dual", s("ppo_clip", dual=1.5), type="ppo_clip", dual_clip=1.5, token_advantages=True),

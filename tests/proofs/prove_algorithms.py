@@ -5,6 +5,8 @@
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -24,6 +26,8 @@ from tests.support.episodes import make_result
 
 BOUND = 1e-9
 """Float64 against float64; only cancellation between rewards costs digits."""
+SINGLE = 1e3
+"""Advantages of tokens are float32 on the wire: their error counts a thousandth, so that `BOUND` allows 1e-6."""
 EXACT = 1e-300
 """Nothing but 0 is below it."""
 
@@ -36,6 +40,7 @@ REFERENCES: dict[str, Callable[..., list[float]]] = {
     "max_rl": reference.max_rl,
     "reinforce": reference.reinforce,
     "none": reference.reinforce,
+    "sft": reference.sft,
 }
 CENTERED = ("grpo", "dr_grpo", "grpo_no_std", "rloo", "opo", "max_rl")
 
@@ -142,6 +147,54 @@ def rae_error(rng: np.random.Generator) -> float:
     return worst
 
 
+def distillation_error(kind: str, rng: np.random.Generator) -> float:
+    """Token by token, rewards mixed in, the bound reached by some; the other tokens get 0."""
+    group = random_group(rng)
+    weight, bound = float(rng.choice([0.0, 0.7])), float(rng.choice([1.0, 20.0]))
+    scores = [[rng.normal(-1, 2, s.num_tokens).astype(np.float32) for s in e.result.samples] for e in group]
+    config = AdvantageConfig(type=kind, reward_weight=weight, max_gap=bound)
+    found = Scorer(config, max_tokens=100).score(group, references=scores).tokens
+    assert found is not None
+    masks = [e.result.samples[0].loss_mask for e in group]
+    if any(f[0][~m].any() for f, m in zip(found, masks, strict=True)):
+        return float("inf")
+    wanted = reference.distillation(
+        _parts(group)[0].tolist(),
+        [e.result.samples[0].logprobs[m].tolist() for e, m in zip(group, masks, strict=True)],
+        [s[0][m].tolist() for s, m in zip(scores, masks, strict=True)],
+        weight,
+        bound,
+    )
+    return max(_error(f[0][m], np.array(w)) for f, m, w in zip(found, masks, wanted, strict=True)) / SINGLE
+
+
+def hierarchical_error(rng: np.random.Generator) -> float:
+    """A proposer and 2 to 4 solvers an episode; now and then a judge who acts once, and a solver of two branches."""
+    rows: list[list[tuple[str, float]]] = []
+    group = []
+    judged = bool(rng.integers(2))
+    for _ in range(int(rng.integers(2, 6))):
+        agents = ["proposer", *["solver"] * int(rng.integers(2, 5)), *["judge"] * judged]
+        row = [(agent, float(rng.normal(0, 3))) for agent in agents]
+        samples = []
+        for number, (agent, reward) in enumerate(row):
+            for _ in range(2 if agent == "solver" and number == 1 else 1):
+                [sample] = episode(reward, [int(rng.integers(1, 5))], rng).result.samples
+                samples.append(replace(sample, agent=agent, trace=number))
+        rows.append(row)
+        group.append(to_episode(make_result(samples=samples, reward=float(np.mean([r for _, r in row]))), 10_000))
+    stated = ["solver"] if rng.integers(2) else []
+    scores = Scorer(AdvantageConfig(type="hierarchical_grpo", within=stated), max_tokens=9).score(group)
+    assert scores.tokens is not None
+    wanted, worst = reference.hierarchical(rows, {"solver"}), 0.0
+    for e, row, by_trace, mean in zip(group, scores.tokens, wanted, scores.advantages, strict=True):
+        worst = max(worst, _error(np.array([mean]), np.array([np.mean(by_trace)])))
+        for sample, found in zip(e.result.samples, row, strict=True):
+            expected = np.where(sample.loss_mask, by_trace[sample.trace], 0.0)
+            worst = max(worst, _error(found, expected) / SINGLE)
+    return worst
+
+
 def length_error(rng: np.random.Generator) -> float:
     """The length penalty."""
     group, by_success = random_group(rng), bool(rng.integers(2))
@@ -190,6 +243,9 @@ CLAIMS: dict[str, tuple[Callable[[str, np.random.Generator], float], tuple[str, 
 }
 OTHERS: dict[str, Callable[[np.random.Generator], float]] = {
     "rae": rae_error,
+    "opd": partial(distillation_error, "opd"),
+    "opsd": partial(distillation_error, "opsd"),
+    "hierarchical_grpo": hierarchical_error,
     "length penalty": length_error,
     "repetition penalty": repetition_error,
     "soft overlong": overlong_error,

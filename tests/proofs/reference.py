@@ -75,7 +75,7 @@ def token_gains(s: Setting, seq: Sequence, theta: Vector, frozen: Vector) -> dic
         # With an importance correction the ratio is to the trainer's own policy before the update.
         log_old = log_pi_0 if s.correction is not None else seq.mu[t]
         ratio = exp(log_pi - log_old)
-        if s.objective == "sft":
+        if s.objective in ("sft", "nll"):
             gains[t] = log_pi
         elif s.objective == "reinforce":
             gains[t] = advantage * log_pi

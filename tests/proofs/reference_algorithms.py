@@ -42,6 +42,37 @@ def reinforce(r: Sequence[float], lengths: Sequence[int]) -> list[float]:
     return list(r)
 
 
+def sft(r: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """1, whatever the reward."""
+    return [1.0 for _ in r]
+
+
+def distillation(
+    r: Sequence[float],
+    policy: Sequence[Sequence[float]],
+    teacher: Sequence[Sequence[float]],
+    weight: float,
+    bound: float,
+) -> list[list[float]]:
+    """w (r_i - mean) + log p_teacher - log p_policy, the latter within [-bound, bound], for the sampled tokens."""
+    return [
+        [weight * (x - mean(r)) + max(-bound, min(q - p, bound)) for p, q in zip(ps, qs, strict=True)]
+        for x, ps, qs in zip(r, policy, teacher, strict=True)
+    ]
+
+
+def hierarchical(episodes: Sequence[Sequence[tuple[str, float]]], solvers: set[str]) -> list[list[float]]:
+    """Of each trace (agent, reward): a solver's against its own episode, a proposer's against all episodes."""
+    found = []
+    for episode in episodes:
+        row = []
+        for agent, reward in episode:
+            level = [episode] if agent in solvers else episodes
+            row.append(reward - mean([x for e in level for a, x in e if a == agent]))
+        found.append(row)
+    return found
+
+
 def rae(r: Sequence[float], baseline: float, decay: float) -> tuple[list[float], float]:
     """r_i - b, then b <- decay b + (1 - decay) r_i; returns the new b, too."""
     advantages = []

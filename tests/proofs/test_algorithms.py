@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_algorithm_is_proved() -> None:
-    assert {*REFERENCES, "rae"} == set(get_args(AdvantageName))
+    assert {*REFERENCES, "rae", "opd", "opsd", "hierarchical_grpo"} == set(get_args(AdvantageName))
 
 
 @pytest.mark.parametrize(("claim", "kind"), [(c, k) for c, (_, kinds) in CLAIMS.items() for k in kinds])

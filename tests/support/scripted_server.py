@@ -52,6 +52,11 @@ def logprob_of(token_id: int, position: int) -> float:
     return -((zlib.crc32(f"{token_id}:{position}".encode()) % 10_000) / 10_000 + 1e-4)
 
 
+def score_of(token_id: int, position: int) -> float:
+    """The log-probability of a prompt's token that the server reports: a fixed function, another than `logprob_of`."""
+    return -((zlib.crc32(f"score {token_id}:{position}".encode()) % 10_000) / 5_000 + 1e-4)
+
+
 class ScriptedServer:
     """The server on a thread. `requests` holds what came in, `version` labels what goes out."""
 
@@ -63,6 +68,8 @@ class ScriptedServer:
         self.version = 0
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.num_scored = 0
+        self.score_failures = 0
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -111,6 +118,8 @@ class ScriptedServer:
         number = len(self.requests)
         self.requests.append(body)
         self.headers.append(dict(request.headers))
+        if body["sampling_params"].get("prompt_logprobs") is not None:
+            return self._prompt_scores(body["token_ids"])
         reply = self.script(self.tokenizer.decode(body["token_ids"]), number)
         reply = Reply(reply) if isinstance(reply, str) else reply
         if reply.delay_s:
@@ -136,6 +145,16 @@ class ScriptedServer:
             "weight_versions": [{"version": v, "start": s, "end": len(ids) if e is None else e} for v, s, e in spans],
         }
         return web.json_response({"request_id": f"scripted-{number}", "choices": [choice | reply.overrides]})
+
+    def _prompt_scores(self, ids: list[int]) -> web.Response:
+        """What a prefill says of its own tokens: each depends on the tokens before it through their number alone."""
+        self.num_scored += 1
+        if self.score_failures > 0:
+            self.score_failures -= 1
+            return web.json_response({"error": {"message": "scripted failure"}}, status=503)
+        rows = [None, *({str(t): {"logprob": score_of(t, i), "rank": 1}} for i, t in enumerate(ids) if i)]
+        choice = {"index": 0, "finish_reason": "length", "token_ids": [ids[-1]], "logprobs": None}
+        return web.json_response({"request_id": "scored", "choices": [choice], "prompt_logprobs": rows})
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "policy", "max_model_len": self.max_model_len}]})

@@ -115,17 +115,17 @@ def test_a_batch_without_any_signal_keeps_its_smallest_group() -> None:
     groups = [make_group(p, [make_result([0] * n), make_result([0] * n)]) for p, n in enumerate([5, 2, 9])]
     samples = train_samples(score_groups(groups, Scorer(AdvantageConfig(), max_tokens=9), zero="drop"))
     assert {s.group_id for s in samples} == {1}
-    assert all(s.advantage == 0 for s in samples)
+    assert all((s.advantages == 0).all() for s in samples)
     # the same where nothing may train because every rollout was cut short
     groups = [make_group(0, [cut_short(1.0), cut_short(0.0)])]
     [one, other] = train_samples(score(groups, AdvantageConfig(overlong="mask", zero="keep")))
-    assert one.advantage == other.advantage == 0
+    assert not one.advantages.any() and not other.advantages.any()
 
 
 def test_rollouts_that_were_cut_short_are_masked_dropped_or_kept() -> None:
     groups = [make_group(0, [make_result([0], reward=1.0), make_result([0], reward=0.0), cut_short(0.0)])]
     advantages = {
-        way: [s.advantage for s in train_samples(score(groups, AdvantageConfig(type="dr_grpo", overlong=way)))]
+        way: [s.advantages[-1] for s in train_samples(score(groups, AdvantageConfig(type="dr_grpo", overlong=way)))]
         for way in ("keep", "mask", "drop", "penalize")
     }
     assert advantages["keep"] == pytest.approx([2 / 3, -1 / 3, -1 / 3])

@@ -38,7 +38,7 @@ def make_trace(*paths: list[Any], **changes: Any) -> Any:
     defaults = {
         "nodes": nodes,
         "branches": [SimpleNamespace(nodes=path, trainable=True) for path in paths],
-        "agent": SimpleNamespace(trainable=True),
+        "agent": SimpleNamespace(trainable=True, name="agent"),
         "ok": True,
         "is_timeout": False,
         "is_truncated": False,

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.curriculum import CurriculumConfig
 from prime_hpc.config.sections.names import known_or_import
+from prime_hpc.config.sections.teacher import TeacherConfig
 
 
 class SamplingConfig(Section):
@@ -105,8 +106,23 @@ class SoftOverlongConfig(Section):
     """Taken off at the limit and beyond."""
 
 
-AdvantageName = Literal["grpo", "grpo_no_std", "dr_grpo", "rloo", "opo", "max_rl", "rae", "reinforce", "none"]
-_WITHOUT_GROUP = ("rae", "reinforce", "none")
+AdvantageName = Literal[
+    "grpo",
+    "grpo_no_std",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "max_rl",
+    "rae",
+    "reinforce",
+    "none",
+    "hierarchical_grpo",
+    "opd",
+    "opsd",
+    "sft",
+]
+_WITHOUT_GROUP = ("rae", "reinforce", "none", "hierarchical_grpo", "opd", "opsd", "sft")
+_DISTILS = ("opd", "opsd")
 
 
 class AdvantageConfig(Section):
@@ -115,13 +131,25 @@ class AdvantageConfig(Section):
     type: AdvantageName | str = "grpo"
     """`grpo`: (r - mean) / std over the group; `dr_grpo` (`grpo_no_std`): r - mean; `rloo`: r - mean of the others;
     `opo`: r - mean weighted by length; `max_rl`: (r - mean) / mean; `rae`: r - the environment's moving average;
-    `reinforce` (`none`): r itself; or your own as `module:function`."""
+    `reinforce` (`none`): r itself; `hierarchical_grpo`: several agents, each against its own kind; `opd`, `opsd`:
+    token by token log p_teacher - log p_policy, the teacher being `orchestrator.teacher` or the policy that was shown
+    the task's answer; `sft`: the teacher samples, the policy imitates; or your own as `module:function`."""
     args: dict[str, Any] = {}
     """Arguments of your own algorithm, by its names."""
     eps: float = Field(1e-6, gt=0)
     """`grpo`: added to the standard deviation."""
     decay: float = Field(0.95, ge=0, lt=1)
     """`rae`: what the moving average keeps of itself at each rollout."""
+    reward_weight: float = Field(0.0, ge=0)
+    """`opd`, `opsd`: weight of r - mean beside the teacher's word; 0 is distillation alone."""
+    max_gap: float = Field(20.0, gt=0)
+    """`opd`, `opsd`: bound of a token's log p_teacher - log p_policy on both sides, in nats."""
+    demonstration: str = "answer"
+    """`opsd`: field of the task's data that the teacher is shown."""
+    demonstration_text: str = "A correct solution of the task that follows: {demonstration}"
+    """`opsd`: system message that shows it, before everything else."""
+    within: list[str] = []
+    """`hierarchical_grpo`: agents compared within one episode; default: those that act more than once in one."""
     zero: Literal["keep", "drop"] = "drop"
     """Whether groups whose advantages are all zero reach the trainer."""
     overlong: Literal["keep", "mask", "drop", "penalize"] = "keep"
@@ -141,6 +169,11 @@ class AdvantageConfig(Section):
         """Whether one rollout alone has no advantage (unknown, so False, of your own algorithm)."""
         return self.type not in _WITHOUT_GROUP and ":" not in self.type
 
+    @property
+    def distils(self) -> bool:
+        """Whether a teacher scores the policy's tokens."""
+        return self.type in _DISTILS
+
     @field_validator("type")
     @classmethod
     def _known(cls, name: str) -> str:
@@ -150,6 +183,8 @@ class AdvantageConfig(Section):
     def _args_are_used(self) -> "AdvantageConfig":
         if self.args and ":" not in self.type:
             raise ValueError(f"args are for your own algorithm; {self.type} has keys of its own here")
+        if "{demonstration}" not in self.demonstration_text:
+            raise ValueError("demonstration_text must hold {demonstration}, where the task's field is put")
         return self
 
 
@@ -172,6 +207,8 @@ class OrchestratorConfig(Section):
     """Advantages."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Which tasks are drawn, which groups train."""
+    teacher: TeacherConfig | None = None
+    """The teacher of `advantage.type = opd` and `sft`."""
     client: ClientConfig = ClientConfig()
     """Servers."""
     weights_timeout_s: float = Field(1800, gt=0)

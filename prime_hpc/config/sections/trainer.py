@@ -91,7 +91,7 @@ class MismatchConfig(Section):
     """Stop the run, before the update, when it exceeds this."""
 
 
-ObjectiveName = Literal["aipo", "reinforce", "ppo_clip", "grpo", "dr_grpo", "gspo", "cispo", "dppo", "ipo"]
+ObjectiveName = Literal["aipo", "reinforce", "ppo_clip", "grpo", "dr_grpo", "gspo", "cispo", "dppo", "ipo", "nll"]
 _CLIPPED = ("ppo_clip", "grpo", "dr_grpo")
 _MASKED = ("dppo", "ipo")
 
@@ -137,6 +137,8 @@ class LossConfig(Section):
             raise ValueError(f"dual_clip is of {', '.join(_CLIPPED)} only, not of trainer.loss.type = {self.type}")
         if (self.clip_low or 0) > 1:
             raise ValueError(f"clip_low ({self.clip_low:g}) cannot exceed 1: ratios and probabilities end at 0")
+        if self.type == "nll" and self.correction is not None:
+            raise ValueError("trainer.loss.type = nll has no importance ratio: leave correction out")
         return self
 
 

@@ -7,10 +7,22 @@ To add an algorithm, write a file here with one function `(RewardGroup, Advantag
 `@register("name")`, import it below and add the name to `config.sections.orchestrator.AdvantageName`. Or keep it in
 your own package and state `orchestrator.advantage.type = module:function`; it is called as `function(group, **args)`
 with `orchestrator.advantage.args`. A class instead of a function is made once with those arguments and has
-`score_group(group)`, and, where it remembers anything, `state_dict()` and `load_state_dict(state)` in plain JSON.
+`score_group(group)`; `score_tokens(group, advantages)` where the tokens of one rollout differ; and, where it remembers
+anything, `state_dict()` and `load_state_dict(state)` in plain JSON.
 """
 
-from prime_hpc.orchestrator.algorithms import grpo, max_rl, opo, rae, reinforce, rloo
+from prime_hpc.orchestrator.algorithms import (
+    grpo,
+    hierarchical_grpo,
+    max_rl,
+    opd,
+    opo,
+    opsd,
+    rae,
+    reinforce,
+    rloo,
+    sft,
+)
 from prime_hpc.orchestrator.algorithms.base import Algorithm, RewardGroup, centered, get_algorithm, register
 from prime_hpc.orchestrator.algorithms.scorer import Scorer, Scores
 
@@ -22,10 +34,14 @@ __all__ = [
     "centered",
     "get_algorithm",
     "grpo",
+    "hierarchical_grpo",
     "max_rl",
+    "opd",
     "opo",
+    "opsd",
     "rae",
     "register",
     "reinforce",
     "rloo",
+    "sft",
 ]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,9 @@ class RewardGroup:
     """The prompt's place in the stream."""
     episodes: Sequence[Episode] = field(default=(), repr=False)
     """The rollouts themselves: tokens, named rewards, metrics."""
+    references: Sequence[Sequence[NDArray[np.float32]]] = field(default=(), repr=False)
+    """Of an algorithm with a teacher: its log-probability of every token of every sample of every rollout, float32[L];
+    0 for a sample's first token, which nothing predicts."""
 
     @property
     def name(self) -> str:
@@ -46,7 +49,11 @@ class Algorithm(Protocol):
     """What scores groups; stateless ones are made by `register`."""
 
     def score_group(self, group: RewardGroup) -> FloatArray:
-        """Advantages float64[G]."""
+        """Advantages float64[G].
+
+        An algorithm whose advantages differ within a rollout also has `score_tokens(group, advantages)`, called with
+        what this returned, -> for every rollout, for each of its samples, float64[L]; read where tokens train.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON, stored with every batch; {} where nothing is remembered."""
@@ -62,6 +69,9 @@ class Registered:
     name: str
     build: Callable[[AdvantageConfig], Algorithm]
     min_group: int
+    teacher: Literal["", "model", "self"] = ""
+    """Who scores the tokens before it is called: nobody, `orchestrator.teacher`, or the policy itself, shown the task's
+    demonstration."""
 
 
 class _Stateless:
@@ -83,7 +93,7 @@ class _Stateless:
 _REGISTRY: dict[str, Registered] = {}
 
 
-def register(*names: str, min_group: int = 2) -> Callable[[Any], Any]:
+def register(*names: str, min_group: int = 2, teacher: Literal["", "model", "self"] = "") -> Callable[[Any], Any]:
     """Make a function `(group, config)`, or a class made with the config, known as `names`.
 
     Groups below `min_group` rollouts are unusable and never get there.
@@ -93,7 +103,7 @@ def register(*names: str, min_group: int = 2) -> Callable[[Any], Any]:
         for name in names:
             assert name not in _REGISTRY, f"advantage {name} is registered twice"
             build = found if isinstance(found, type) else lambda config: _Stateless(found, config)
-            _REGISTRY[name] = Registered(name, build, min_group)
+            _REGISTRY[name] = Registered(name, build, min_group, teacher)
         return found
 
     return decorate
@@ -102,7 +112,8 @@ def register(*names: str, min_group: int = 2) -> Callable[[Any], Any]:
 def get_algorithm(name: str) -> Registered:
     """The algorithm called `name`, or the user's own at `module:function` or `module:Class`.
 
-    Its own one may have an attribute `min_group`; without, it must score groups of any size from 1.
+    Its own one may have an attribute `min_group`; without, it must score groups of any size from 1. With an attribute
+    `teacher` (`model` or `self`) its groups come with `references`.
 
     Raises:
         ConfigError: unknown, or the import fails; says why.
@@ -124,7 +135,10 @@ def get_algorithm(name: str) -> Registered:
     def build(config: AdvantageConfig) -> Algorithm:
         return found(**config.args) if isinstance(found, type) else _Stateless(found, **config.args)
 
-    return Registered(name, build, int(getattr(found, "min_group", 1)))
+    teacher: Literal["", "model", "self"] = getattr(found, "teacher", "")
+    if teacher not in ("", "model", "self"):
+        raise ConfigError(Problem(f"{name!r} has teacher = {teacher!r}: 'model', 'self' or nothing", _KEY))
+    return Registered(name, build, int(getattr(found, "min_group", 1)), teacher)
 
 
 def centered(rewards: FloatArray) -> FloatArray:

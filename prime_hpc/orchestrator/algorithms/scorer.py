@@ -1,9 +1,10 @@
 """From the rollouts of one group to advantages and to which of them train. Called by `assemble`.
 
-rewards - penalties -> overlong handling -> algorithm -> advantages, finite or not at all
+rewards - penalties -> overlong handling -> algorithm -> advantages of rollouts or tokens, finite or not at all
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, get_
 from prime_hpc.orchestrator.algorithms.penalties import length_penalty, repetition_penalty, soft_overlong_penalty
 from prime_hpc.orchestrator.episodes import Episode
 from prime_hpc.orchestrator.errors import OrchestratorError
+
+Tokens = list[list[NDArray[np.float32]]]
+References = Sequence[Sequence[NDArray[np.float32]]]
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,16 @@ class Scores:
     """bool[G], rollouts that may train."""
     problem: str = ""
     """Why the group could not be scored; nothing of it trains then."""
+    tokens: Tokens | None = None
+    """Advantages of every token, where those of one rollout differ: for each rollout, each sample, float32[L], 0 where
+    nothing trains."""
 
     @property
     def has_signal(self) -> bool:
-        """Whether any rollout that may train has an advantage other than 0."""
-        return bool(np.any(self.advantages != 0.0))
+        """Whether any token that may train has an advantage other than 0."""
+        if self.tokens is None:
+            return bool(np.any(self.advantages != 0.0))
+        return any(bool(sample.any()) for rollout in self.tokens for sample in rollout)
 
 
 class Scorer:
@@ -50,7 +59,7 @@ class Scorer:
             ConfigError: the algorithm is unknown or cannot be imported.
         """
         registered = get_algorithm(config.type)
-        self.min_group = registered.min_group
+        self.min_group, self.teacher = registered.min_group, registered.teacher
         self._config, self._max_tokens = config, max_tokens
         self._algorithm = registered.build(config)
 
@@ -65,8 +74,10 @@ class Scorer:
         if state and hasattr(self._algorithm, "load_state_dict"):
             self._algorithm.load_state_dict(state)
 
-    def score(self, episodes: Sequence[Episode], *, env: str = "", position: int = 0) -> Scores:
-        """Advantages of one group's usable rollouts, in their order.
+    def score(
+        self, episodes: Sequence[Episode], *, env: str = "", position: int = 0, references: References = ()
+    ) -> Scores:
+        """Advantages of one group's usable rollouts, in their order; `references` as in `RewardGroup`.
 
         A group that the algorithm cannot score (too few rollouts left, advantages that are not finite) is named in
         a warning and does not train.
@@ -82,19 +93,21 @@ class Scorer:
         if scored.sum() < self.min_group:  # as if those rollouts had failed; nothing is left to compare
             return Scores(rewards, np.zeros_like(rewards), np.zeros_like(kept))
         chosen = [e for e, use in zip(episodes, scored, strict=True) if use]
-        group = RewardGroup(rewards[scored], num_tokens[scored], env, position, chosen)
+        heard = [r for r, use in zip(references, scored, strict=True) if use] if references else ()
+        group = RewardGroup(rewards[scored], num_tokens[scored], env, position, chosen, heard)
         advantages = np.zeros_like(rewards)
         advantages[scored] = self._score_group(group)
+        tokens = self._score_tokens(group, advantages[scored], episodes, kept)
         advantages[~kept] = 0.0
-        bad = ~np.isfinite(advantages)
-        if bad.any():
+        finite = tokens is None or all(np.isfinite(s).all() for rollout in tokens for s in rollout)
+        if not (finite and np.isfinite(advantages).all()):
             problem = (
-                f"{group.name}: {self._config.type} gives the advantages {_short(advantages)} for the rewards "
-                f"{_short(rewards)}"
+                f"{group.name}: {self._config.type} gives the advantages {_short(advantages)}"
+                f"{'' if finite else ', and to tokens some that are not finite,'} for the rewards {_short(rewards)}"
             )
             logger.warning(f"{problem}; the group does not train")
             return Scores(rewards, np.zeros_like(rewards), np.zeros_like(kept), problem)
-        return Scores(rewards, advantages, kept)
+        return Scores(rewards, advantages, kept, tokens=tokens)
 
     def _shaped(
         self, episodes: Sequence[Episode], num_tokens: NDArray[np.int64], truncated: NDArray[np.bool_]
@@ -115,20 +128,47 @@ class Scorer:
 
     def _score_group(self, group: RewardGroup) -> FloatArray:
         name = self._config.type
-        try:
-            with np.errstate(all="ignore"):  # what is not finite is looked at, and named, afterwards
-                advantages = np.asarray(self._algorithm.score_group(group), dtype=np.float64)
-        except Exception as error:
-            raise OrchestratorError(
-                f"orchestrator.advantage.type = {name} failed on {group.name}, rewards {_short(group.rewards)}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        with self._named(group), np.errstate(all="ignore"):  # what is not finite is looked at, and named, afterwards
+            advantages = np.asarray(self._algorithm.score_group(group), dtype=np.float64)
         if advantages.shape != group.rewards.shape:
             raise OrchestratorError(
                 f"orchestrator.advantage.type = {name} returned shape {list(advantages.shape)} for {group.name}, which "
                 f"has {len(group.rewards)} rollouts"
             )
         return advantages
+
+    def _score_tokens(
+        self, group: RewardGroup, advantages: FloatArray, episodes: Sequence[Episode], kept: NDArray[np.bool_]
+    ) -> Tokens | None:
+        """Of all `episodes`, zeros for those that do not train; None where the algorithm does not look at tokens."""
+        score = getattr(self._algorithm, "score_tokens", None)
+        if score is None:
+            return None
+        with self._named(group), np.errstate(all="ignore"):
+            scored = {id(e): rows for e, rows in zip(group.episodes, score(group, advantages), strict=True)}
+            found = []
+            for episode, trains in zip(episodes, kept.tolist(), strict=True):
+                samples = episode.result.samples
+                given = scored[id(episode)] if trains else [np.zeros(s.num_tokens) for s in samples]
+                rows = [np.asarray(row) for row in given]
+                if [row.shape for row in rows] != [(s.num_tokens,) for s in samples]:
+                    shapes = [list(row.shape) for row in rows]
+                    raise ValueError(f"shapes {shapes} for samples of {[s.num_tokens for s in samples]} tokens")
+                found.append(
+                    [np.where(s.loss_mask, row, 0.0).astype(np.float32) for s, row in zip(samples, rows, strict=True)]
+                )
+            return found
+
+    @contextmanager
+    def _named(self, group: RewardGroup) -> Iterator[None]:
+        """What an algorithm raises, with its name and the group's."""
+        try:
+            yield
+        except Exception as error:
+            raise OrchestratorError(
+                f"orchestrator.advantage.type = {self._config.type} failed on {group.name}, rewards "
+                f"{_short(group.rewards)}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _short(values: FloatArray) -> str:

@@ -8,7 +8,7 @@ To add one: write a file here with one function under `@register("name")`, impor
 `config.sections.trainer.ObjectiveName`; or keep it in your own package and state `trainer.loss.type = module:function`.
 """
 
-from prime_hpc.trainer.objectives import aipo, cispo, dppo, dr_grpo, grpo, gspo, ipo, ppo_clip, reinforce
+from prime_hpc.trainer.objectives import aipo, cispo, dppo, dr_grpo, grpo, gspo, ipo, nll, ppo_clip, reinforce
 from prime_hpc.trainer.objectives.base import Bounds, LossStats, Targets, Terms, get_objective, register
 from prime_hpc.trainer.objectives.normalize import target_weights
 from prime_hpc.trainer.objectives.rl import normalization, requires_reference, rl_loss
@@ -27,6 +27,7 @@ __all__ = [
     "grpo",
     "gspo",
     "ipo",
+    "nll",
     "normalization",
     "ppo_clip",
     "register",

@@ -1,0 +1,45 @@
+"""On-policy distillation: the policy's own tokens, scored by a frozen teacher (arXiv 2306.08543, 2306.13649).
+
+    A_t = w (r_i - mean(r)) + clip(log p_teacher(t) - log p_policy(t), -g, g)
+
+For tokens sampled by the policy, -(log p_policy - log p_teacher) is a one-sample estimate of -KL(policy || teacher) at
+that place; as an advantage it is the reverse KL's policy gradient with a horizon of one token (every token answers for
+itself; what it makes likely later is left out, which costs little and takes out most of the variance). log p_policy is
+the sampling engine's, of the version that sampled the token; the trainer's ratio to it is the objective's business.
+w = `orchestrator.advantage.reward_weight`, g = `max_gap`.
+
+The teacher scores the very token ids: it must share the policy's tokenizer (checked before the run where both are on
+disk). Its log-probabilities are those of temperature 1, so the policy must sample at 1 (refused otherwise).
+
+Edge cases: a token that the teacher thinks impossible (engines say -9999) weighs -g. Equal rewards leave the teacher's
+word alone; a group of one has no reward part. A rollout that a limit cut short has tokens as good as any other's:
+`overlong` applies to it all the same. Algorithms of your own get the scores too: a class with `teacher = "model"` and
+`score_tokens`.
+"""
+
+import numpy as np
+
+from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, centered, register
+
+
+@register("opd", min_group=1, teacher="model")
+class Distillation:
+    """See the module."""
+
+    def __init__(self, config: AdvantageConfig) -> None:
+        self._weight, self._max_gap = config.reward_weight, config.max_gap
+
+    def score_group(self, group: RewardGroup) -> FloatArray:
+        """The rewards' part, the same for all tokens of a rollout."""
+        return self._weight * centered(group.rewards)
+
+    def score_tokens(self, group: RewardGroup, advantages: FloatArray) -> list[list[FloatArray]]:
+        """The teacher's part on top, token by token."""
+        return [
+            [
+                advantage + np.clip(scores.astype(np.float64) - sample.logprobs, -self._max_gap, self._max_gap)
+                for sample, scores in zip(episode.result.samples, teacher, strict=True)
+            ]
+            for advantage, episode, teacher in zip(advantages.tolist(), group.episodes, group.references, strict=True)
+        ]

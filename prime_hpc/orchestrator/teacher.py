@@ -1,0 +1,185 @@
+"""Who scores the policy's tokens for distillation: a frozen teacher's servers, or the policy's own, shown the answer.
+
+`loop` begins the scores of an episode when it ends, so that they come while others are still played, and collects those
+of a batch before it is assembled. Every sequence is asked for until `deadline_s`, at one server after the other.
+
+Also here: `FrozenServer`, a server whose weights nobody changes, for runs whose teacher samples (`advantage = sft`).
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from loguru import logger
+from numpy.typing import NDArray
+
+from prime_hpc.client.inference import InferenceClient, InferenceError
+from prime_hpc.orchestrator.algorithms.scorer import References
+from prime_hpc.orchestrator.episodes import Episode
+from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.groups import Group
+from prime_hpc.orchestrator.prompts import Prompt
+
+RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+"""Pauses between tries; the last one repeats."""
+_WORTH_ANOTHER_TRY = (408, 429)
+
+Prefix = Callable[[int, int], Sequence[int]]
+"""(source, task) -> tokens that the teacher sees before the sample's own."""
+
+
+class Teacher:
+    """Log-probabilities of sampled tokens under another model, or under the same one with more to see."""
+
+    def __init__(
+        self,
+        clients: Sequence[InferenceClient],
+        name: str,
+        *,
+        deadline_s: float,
+        max_concurrent: int,
+        prefix: Prefix | None = None,
+    ) -> None:
+        """
+        Args:
+            clients: of its servers.
+            name: under which these serve it.
+            deadline_s: for one sequence, all tries together.
+            max_concurrent: sequences asked for at once.
+            prefix: what it sees beforehand; None: nothing.
+        """
+        self._clients, self._name, self._deadline_s = list(clients), name, deadline_s
+        self._prefix, self._room, self._turn = prefix, asyncio.Semaphore(max_concurrent), 0
+        self._pending: WeakKeyDictionary[Group, dict[int, list[asyncio.Task[NDArray[np.float32]]]]]
+        self._pending = WeakKeyDictionary()
+        self.num_retries = 0
+
+    @property
+    def is_other(self) -> bool:
+        """Whether it is another model than the policy."""
+        return self._prefix is None
+
+    async def check(self, longest: int) -> None:
+        """Ask every server for a sequence of `longest` tokens' room, once, before anything is sampled.
+
+        Raises:
+            OrchestratorError: unknown model, too short a context, or no answer within the deadline.
+        """
+        for client in self._clients:
+            await client_ready(client, self._deadline_s)
+            try:
+                served = await client.model_lengths()
+            except InferenceError as error:
+                raise OrchestratorError(f"orchestrator.teacher: {error}") from error
+            if self._name not in served:
+                raise OrchestratorError(
+                    f"orchestrator.teacher.served_name = {self._name}: {client.base_url} serves {', '.join(served)}"
+                )
+            room = served[self._name]
+            if room is not None and room <= longest:
+                raise OrchestratorError(
+                    f"orchestrator.teacher: {client.base_url} takes {room} tokens; scoring samples of seq_len = "
+                    f"{longest} needs a max_model_len of {longest + 1} or more there"
+                )
+
+    def begin(self, group: Group, index: int, episode: Episode) -> None:
+        """Start the scores of `group.slots[index]`."""
+        self._pending.setdefault(group, {})[index] = [
+            asyncio.create_task(self._score(group.prompt, sample.token_ids), name="teacher")
+            for sample in episode.result.samples
+        ]
+
+    def discard(self, group: Group) -> None:
+        """Nobody will ask for this group's."""
+        for task in [t for tasks in self._pending.pop(group, {}).values() for t in tasks]:
+            task.cancel()
+
+    async def collect(self, groups: Sequence[Group]) -> list[References]:
+        """For each group, for its usable episodes in order, float32[L] of each sample.
+
+        Raises:
+            OrchestratorError: a sequence could not be scored; names server and reason.
+            EnvError: a task has nothing to show (`prefix`).
+        """
+        found: list[References] = []
+        for group in groups:
+            tasks = self._pending.pop(group)
+            usable = [i for i, slot in enumerate(group.slots) if slot is not None and slot.usable]
+            found.append([[await task for task in tasks[i]] for i in usable])
+        return found
+
+    async def close(self) -> None:
+        """Cancel what is still asked for."""
+        tasks = [t for by_index in list(self._pending.values()) for ts in by_index.values() for t in ts]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.is_other:
+            for client in self._clients:
+                await client.aclose()
+
+    async def _score(self, prompt: Prompt, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        before = np.asarray(self._prefix(prompt.source, prompt.task) if self._prefix else [], np.int32)
+        sequence, tries = np.concatenate([before, token_ids]), 0
+        async with self._room:
+            end = time.monotonic() + self._deadline_s
+            while True:
+                client = self._clients[self._turn % len(self._clients)]
+                self._turn += 1
+                try:
+                    scores = await client.score(sequence, self._name)
+                except InferenceError as error:
+                    pause = RETRY_S[min(tries, len(RETRY_S) - 1)]
+                    final = error.status is not None and error.status < 500 and error.status not in _WORTH_ANOTHER_TRY
+                    if final or time.monotonic() + pause > end:
+                        raise OrchestratorError(
+                            f"the teacher gave no log-probabilities of a sequence of {len(sequence)} tokens"
+                            f"{'' if final else f' within {self._deadline_s:g} s, {tries + 1} tries'}: {error}"
+                        ) from error
+                    logger.debug(f"the teacher is asked again in {pause:g} s: {error}")
+                    tries += 1
+                    self.num_retries += 1
+                    await asyncio.sleep(pause)
+                else:
+                    own = scores[len(before) :].copy()
+                    own[0] = 0.0  # nothing predicts it in the sample itself
+                    return own
+
+
+async def client_ready(client: InferenceClient, deadline_s: float) -> None:
+    """Wait for a server that others started.
+
+    Raises:
+        OrchestratorError: it does not answer in time.
+    """
+    try:
+        await client.wait_ready(deadline_s)
+    except InferenceError as error:
+        raise OrchestratorError(f"orchestrator.teacher.base_url: {error}") from error
+
+
+class FrozenServer(InferenceClient):
+    """A server that keeps its weights: the run's versions pass it by, so that batches keep the trainer's pace."""
+
+    _version = 0
+
+    async def policy_version(self, name: str = "") -> int:
+        """The version that it was last told of."""
+        return self._version
+
+    async def update_weights(self, path: Path | str, version: int, name: str = "") -> dict[str, Any]:
+        """Take note of the version."""
+        self._version = version
+        return {"version": version, "path": str(path), "changed": False}
+
+    async def reload_weights(self, name: str = "") -> dict[str, Any]:
+        """Take note of version 0."""
+        return await self.update_weights("", 0)
+
+    async def serve_base(self, name: str) -> dict[str, Any]:
+        """Nothing to do: it has a name of its own."""
+        return {"version": self._version}

@@ -1,0 +1,152 @@
+"""Distillation from scripted teachers through a real orchestrator to the real trainer: opd, opsd, sft."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.store.batches import NOT_SAMPLED, RankBatch, write_batch
+from tests.integration.test_orchestrator import log_of
+from tests.integration.test_trainer import assert_done, run_trainer, write_run
+from tests.support.orchestrator_world import AdminServer, World, make_experiment, varied_reply
+from tests.support.scripted_server import score_of
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.slow
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(model)
+
+
+@pytest.fixture
+def servers(tokenizer: Any) -> Iterator[tuple[AdminServer, AdminServer]]:
+    with AdminServer(tokenizer, varied_reply(1)) as policy, AdminServer(tokenizer, varied_reply(2)) as teacher:
+        yield policy, teacher
+
+
+def gaps(rank: RankBatch, num_before: int = 0) -> np.ndarray:
+    """What every sampled token's advantage should be: the scripted teacher's word against the policy's."""
+    wanted = np.zeros(rank.num_tokens, np.float32)
+    for first, stop in zip(rank.seq_offsets[:-1].tolist(), rank.seq_offsets[1:].tolist(), strict=True):
+        for t in range(first, stop):
+            if rank.loss_mask[t]:
+                wanted[t] = score_of(int(rank.token_ids[t]), t - first + num_before) - rank.logprobs[t]
+    return wanted
+
+
+def train(tmp_path: Path, model: Path, world: World, loss: dict[str, Any]) -> list[dict[str, Any]]:
+    """The batches that the orchestrator made, taken by a real trainer; its metrics."""
+    settings = {"loss": loss, "optim": {"lr": 2e-3}, "threads_per_rank": 1, "batch_timeout_s": 20}
+    paths = write_run(tmp_path / "trained", model, max_steps=STEPS, seq_len=320, trainer=settings)
+    for step in range(1, STEPS + 1):
+        write_batch(paths, step, world.ranks(step), state={"step": step})
+    assert_done(run_trainer(paths), paths)
+    return read_metrics(paths.metrics("trainer"))
+
+
+def test_opd_gives_every_token_the_teachers_word_and_trains(
+    tmp_path: Path, model: Path, servers: tuple[AdminServer, AdminServer]
+) -> None:
+    policy, teacher = servers
+    teacher.score_failures = 3  # retried
+    exp = make_experiment(
+        model,
+        tmp_path / "run",
+        advantage={"type": "opd"},
+        teacher={"base_url": teacher.url, "model": str(model)},
+        top={"max_steps": STEPS, "trainer": {"num_ranks": 1, "micro_batch_tokens": 320}},
+    )
+    with World(tmp_path / "run", exp, [policy]) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        world.check_batches(range(1, STEPS + 1))
+        for step in range(1, STEPS + 1):
+            [rank] = world.ranks(step)
+            np.testing.assert_allclose(rank.advantages, gaps(rank), atol=1e-5)
+        assert teacher.num_scored >= 3 + 2 * 16 and policy.num_scored == 0 and not teacher.updates
+        rows = [row for row in world.metrics() if "teacher/reverse_kl" in row]
+        [rank] = world.ranks(1)
+        assert rows[0]["teacher/reverse_kl"] == pytest.approx(-float(gaps(rank)[rank.loss_mask].mean()), abs=1e-4)
+        steps = train(tmp_path, model, world, {"type": "reinforce", "mismatch": {"warn": None}})
+        assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in steps[:STEPS])
+
+
+def test_opd_without_an_answering_teacher_ends_in_time_and_says_so(
+    tmp_path: Path, model: Path, servers: tuple[AdminServer, AdminServer]
+) -> None:
+    policy, teacher = servers
+    teacher.score_failures = 10_000
+    settings = {"base_url": teacher.url, "deadline_s": 1.0}
+    exp = make_experiment(model, tmp_path / "run", advantage={"type": "opd"}, teacher=settings)
+    with World(tmp_path / "run", exp, [policy]) as world:
+        world.start()
+        assert world.wait() == 1
+        assert "the teacher gave no log-probabilities" in world.status()["error"] and "503" in world.status()["error"]
+
+
+def test_opsd_shows_the_policy_the_answer(
+    tmp_path: Path, model: Path, tokenizer: Any, servers: tuple[AdminServer, AdminServer]
+) -> None:
+    policy, _ = servers
+    shown = "Solution: {demonstration}"
+    exp = make_experiment(
+        model,
+        tmp_path / "run",
+        advantage={"type": "opsd", "demonstration": "text", "demonstration_text": shown},
+        top={"max_steps": 1, "trainer": {"num_ranks": 1, "micro_batch_tokens": 320}},
+    )
+    with World(tmp_path / "run", exp, [policy]) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        [rank] = world.ranks(1)
+        whole = [r["token_ids"] for r in policy.requests if r["sampling_params"].get("prompt_logprobs") is not None]
+        starts = set()
+        for first, stop in zip(rank.seq_offsets[:-1].tolist(), rank.seq_offsets[1:].tolist(), strict=True):
+            ids = rank.token_ids[first:stop].tolist()
+            [before] = {tuple(w[: -len(ids)]) for w in whole if w[-len(ids) :] == ids}
+            text = tokenizer.decode(list(before))
+            assert text.startswith("<|im_start|>system\nSolution: ") and text.endswith("<|im_end|>\n")
+            starts.add(text)
+            for t in range(first, stop):
+                if rank.loss_mask[t]:
+                    wanted = score_of(int(rank.token_ids[t]), t - first + len(before)) - rank.logprobs[t]
+                    assert rank.advantages[t] == pytest.approx(wanted, abs=1e-5)
+        assert len(starts) == 4  # each prompt its own
+
+
+def test_sft_learns_what_the_teacher_samples_whatever_the_policys_version(
+    tmp_path: Path, model: Path, servers: tuple[AdminServer, AdminServer]
+) -> None:
+    _, teacher = servers
+    exp = make_experiment(
+        model,
+        tmp_path / "run",
+        advantage={"type": "sft"},
+        teacher={"base_url": teacher.url},
+        top={"max_steps": STEPS, "async_level": 0, "trainer": {"num_ranks": 1, "loss": {"type": "nll"}}},
+    )
+    with World(tmp_path / "run", exp, []) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        assert not teacher.updates and teacher.version == 0
+        for step in range(1, STEPS + 1):
+            [rank] = world.ranks(step)
+            assert (rank.versions == NOT_SAMPLED).all() and (rank.advantages[rank.loss_mask] == 1).all()
+            assert rank.logprobs[rank.loss_mask].any()
+        steps = train(tmp_path, model, world, {"type": "nll"})
+        assert all(math.isfinite(row["loss"]) and row["loss"] > 0 for row in steps[:STEPS])
+        assert "mismatch_alarm" not in steps[0]
