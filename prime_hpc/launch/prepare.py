@@ -61,6 +61,8 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
             raise ConfigError(Problem(f"{run_dir} holds no run.yaml, so it is not deleted: not a run of ours", "clean"))
         _delete(run_dir)
         return
+    if not any(_holds_something(run_dir / name) for name in _OF_A_RUN):
+        return
     if is_parent(experiment):
         return  # it goes on with the runs below it: those that are not over
     if experiment.ckpt is None or experiment.ckpt.resume_step is None:
@@ -71,6 +73,11 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
                 "name",
             )
         )
+
+
+def _holds_something(path: Path) -> bool:
+    """A file, or a directory with anything in it: a life that ended right after it began leaves empty ones."""
+    return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def _delete(run_dir: Path) -> None:

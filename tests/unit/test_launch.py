@@ -93,6 +93,17 @@ def test_existing_run_is_never_overwritten_unasked(tmp_path: Path, model: Path) 
     assert not (run_dir / "attempts.jsonl").exists()
 
 
+def test_a_life_that_ended_before_it_wrote_anything_is_no_run(tmp_path: Path, model: Path) -> None:
+    one = loaded(tmp_path, model)
+    run_dir = prepare_run(one)
+    for name in ("rollouts", "weights", "metrics"):
+        (run_dir / name).mkdir()
+    prepare_run(one)
+    (run_dir / "rollouts" / "step_000001").mkdir()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        prepare_run(one)
+
+
 def test_clean_deletes_only_runs(tmp_path: Path, model: Path) -> None:
     run_dir = tmp_path / "out" / "x"
     (run_dir / "weights").mkdir(parents=True)
