@@ -19,6 +19,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.store import files, lustre
+from prime_hpc.store.disk import disk_error
 from prime_hpc.store.errors import (
     ArtifactError,
     ArtifactExists,
@@ -307,7 +308,7 @@ class ArtifactWriter:
                     return
                 if isinstance(error, OSError) and not self.path.exists():
                     raise error
-            explained = files.disk_error(error, self.final)
+            explained = disk_error(error, self.final)
             if explained is not None:
                 raise explained from error
         finally:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from prime_hpc.store import files
 from prime_hpc.store.artifact import read_manifest
 from prime_hpc.store.batches import NOT_SAMPLED, RankBatch, find_batch, read_rank_batch
+from prime_hpc.store.disk import disk_errors
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import RunPaths
 
@@ -117,7 +118,7 @@ def _appearing(output: Path) -> Iterator[Path]:
     files.make_dir(output.parent)
     temporary = output.with_name(f".tmp-{output.name}-{files.unique_suffix()}")
     try:
-        with files.disk_errors(output):
+        with disk_errors(output):
             yield temporary
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())

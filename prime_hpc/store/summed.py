@@ -26,6 +26,7 @@ import numpy.typing as npt
 import xxhash
 
 from prime_hpc.store import files
+from prime_hpc.store.disk import disk_errors
 from prime_hpc.store.files import FileEntry
 
 NUM_WRITERS = 2
@@ -191,7 +192,7 @@ def open_summed(path: Path, *, cached: bool = False) -> Iterator[SummedFile]:
     Raises:
         StoreError: disk full, not writable, I/O error.
     """
-    with files.disk_errors(path):
+    with disk_errors(path):
         files._before("create", path)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, files.FILE_MODE)
         file = SummedFile(path, fd, cached)

@@ -27,6 +27,7 @@ from prime_hpc.config.sections.common import CkptConfig
 from prime_hpc.store import files as store_files
 from prime_hpc.store.artifact import FencedError, FileEntry, StoreError, prepare_stage, stage_dir
 from prime_hpc.store.checkpoints import TRAINER, CheckpointInfo, commit_checkpoint, prune_checkpoints
+from prime_hpc.store.disk import free_bytes
 from prime_hpc.store.identity import conflicts
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.lustre import lack_of_room
@@ -324,7 +325,7 @@ class Checkpointer:
 
     def _open_stage(self, save: _Save, num_bytes: int) -> None:
         """Rank 0: an empty stage, on a disk that has room for it."""
-        free, needed = store_files.free_bytes(save.final), num_bytes * self._world_size
+        free, needed = free_bytes(save.final), num_bytes * self._world_size
         if free < needed:
             raise StoreError(
                 f"{save.final}: disk full: a checkpoint takes about {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB "

@@ -17,8 +17,9 @@ import psutil
 import torch
 from loguru import logger
 
+from prime_hpc.store.disk import disk_errors
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.files import disk_errors, make_dir
+from prime_hpc.store.files import make_dir
 
 _ALIGNMENT = 64
 _HEADROOM = 0.9

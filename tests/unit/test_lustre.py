@@ -127,7 +127,7 @@ def test_a_save_that_fits_no_ost_is_refused_before_it_begins(
     saver = Checkpointer.__new__(Checkpointer)
     saver._world_size, saver._incarnation, saver._paths = 2, 0, run
     save = _Save(1, {}, None, tmp_path / "stage", run.checkpoint_step(1), 0.0)
-    monkeypatch.setattr("prime_hpc.store.files.free_bytes", lambda path: 10**15)
+    monkeypatch.setattr("prime_hpc.trainer.checkpoint.free_bytes", lambda path: 10**15)
     with pytest.raises(StoreError, match="do not fit the single OSTs.*choose another ckpt.path"):
         saver._open_stage(save, 6 * GIB)
     assert not run.checkpoints.exists()

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.store import files, lustre
+from prime_hpc.store import disk, files, lustre
 from prime_hpc.store.errors import StoreError
 from prime_hpc.supervisor.ports import is_free
 from prime_hpc.supervisor.preflight.gpu import gpu_facts
@@ -109,7 +109,7 @@ def node_facts(
     warnings += gpus.warnings
     free_gib: float | None = None
     try:
-        free_gib = files.free_bytes(run_dir) / _GIB
+        free_gib = disk.free_bytes(run_dir) / _GIB
         if free_gib < min_free_gib:
             problems.append(f"{run_dir} has {free_gib:.2f} GiB free, {min_free_gib:g} GiB are needed")
     except OSError as error:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
 from prime_hpc.store import files
 from prime_hpc.store.datafiles import SAVED_BY_DATASETS, DataFiles, has_columns, is_packed, missing_columns
+from prime_hpc.store.disk import disk_errors
 from prime_hpc.trainer.data.messages import SFTDataError
 
 _BLOCK = 16 * 2**20
@@ -171,7 +172,7 @@ def _unpacked(path: Path, cache: Path) -> Path:
     files.make_dir(cache)
     partial = target.with_name(f".tmp-{target.name}-{files.unique_suffix()}")
     try:
-        with files.disk_errors(target), _opened(path) as packed, partial.open("wb") as plain:
+        with disk_errors(target), _opened(path) as packed, partial.open("wb") as plain:
             shutil.copyfileobj(packed, plain, _BLOCK)
         files.rename(partial, target)
     except (EOFError, gzip.BadGzipFile) as error:
@@ -253,7 +254,7 @@ def _write_arrow(parquet: Any, path: Path, target: Path, source: SFTSourceConfig
     files.make_dir(target.parent)
     partial = target.with_name(f".tmp-{target.name}-{files.unique_suffix()}")
     try:
-        with files.disk_errors(target), pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        with disk_errors(target), pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for batch in _evenly(parquet.iter_batches(batch_size=_ARROW_ROWS, columns=used), schema):
                 writer.write_batch(batch)
         files.rename(partial, target)

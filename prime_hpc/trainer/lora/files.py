@@ -18,6 +18,7 @@ import torch.distributed as dist
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.store import files as store_files
 from prime_hpc.store.artifact import Manifest, commit_stage, hash_files, prepare_stage, stage_dir
+from prime_hpc.store.disk import disk_errors
 from prime_hpc.store.identity import weights_fingerprint
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.trainer.lora.slots import slot_weights
@@ -127,7 +128,7 @@ class AdapterPublisher:
         stage = stage_dir(final, self._incarnation)
         try:
             prepare_stage(final, self._incarnation, run=self._paths)
-            with store_files.disk_errors(final):
+            with disk_errors(final):
                 names = write_adapter(stage, tensors, self._config, self._source)
             manifest = Manifest(
                 kind="weights",

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from prime_hpc.store import files as store_files
+from prime_hpc.store.disk import disk_errors
 from prime_hpc.store.errors import StoreError
 from prime_hpc.trainer.lora.files import CONFIG_FILE, read_adapter
 from prime_hpc.trainer.lora.slots import PREFIX
@@ -76,7 +77,7 @@ def merge(adapter: Path, base: Path, output: Path, dtype: torch.dtype | None = N
     store_files.make_dir(stage)
     left = set(modules)
     try:
-        with store_files.disk_errors(output):
+        with disk_errors(output):
             for source in sources:
                 whole = {}
                 with safe_open(source, framework="pt") as handle:
