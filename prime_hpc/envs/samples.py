@@ -178,6 +178,7 @@ def trace_samples(trace: Any, versions_of: VersionsOf, number: int = 0) -> list[
     if not trace.agent.trainable:
         return []
     trained: set[int] = set()
+    said: set[int] = set()
     samples: list[Sample] = []
     for branch in trace.branches:
         if not branch.trainable:  # a rejected compaction attempt must not claim the nodes it shares
@@ -186,12 +187,12 @@ def trace_samples(trace: Any, versions_of: VersionsOf, number: int = 0) -> list[
         if not any(first_time):
             continue
         trained.update(id(node) for node, first in zip(branch.nodes, first_time, strict=True) if first)
-        samples.append(_branch_sample(branch.nodes, first_time, trace, versions_of, number))
+        samples.append(_branch_sample(branch.nodes, first_time, trace, versions_of, number, said))
     return samples
 
 
 def _branch_sample(
-    nodes: Sequence[Any], trains: Sequence[bool], trace: Any, versions_of: VersionsOf, number: int
+    nodes: Sequence[Any], trains: Sequence[bool], trace: Any, versions_of: VersionsOf, number: int, said: set[int]
 ) -> Sample:
     """Concatenate a branch's nodes; only nodes marked in `trains` keep mask, log-probabilities and versions."""
     lengths = [len(node.token_ids) for node in nodes]
@@ -216,7 +217,8 @@ def _branch_sample(
             loss_mask[positions] = True
             logprobs[positions] = node.logprobs
             versions[positions] = node_versions
-        if replied and not node.sampled:
+        if replied and not node.sampled and id(node) not in said:
+            said.add(id(node))
             roles[offset : offset + length] = ROLES.get(node.message.role, 0)
         replied = replied or node.sampled
         offset += length

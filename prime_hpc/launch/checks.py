@@ -27,6 +27,7 @@ def check(loaded: Loaded, role: str | None = None) -> None:
         *(_model(experiment) if role != "orchestrator" else []),
         *(_environments(experiment) if _samples(experiment, role) else []),
         *(_data(experiment) if experiment.kind == "sft" else []),
+        *_teacher(experiment),
         *_compression(experiment),
         *_space(experiment),
     ]
@@ -89,6 +90,45 @@ def _installed(identifier: str) -> bool:
         return True
     # of a dotted path only the package: to look further would import it
     return importlib.util.find_spec(module.split(".")[0] or "-") is not None
+
+
+def _teacher(experiment: Experiment) -> list[Problem]:
+    """A teacher scores and samples token ids: it must mean the same by them."""
+    teacher = experiment.orchestrator.teacher
+    if experiment.kind != "rl" or teacher is None or teacher.model is None:
+        return []
+    folders = {"model.name": experiment.model.name, "orchestrator.teacher.model": teacher.model}
+    key = "orchestrator.teacher.model"
+    if is_local_path(teacher.model) and not Path(teacher.model).is_dir():
+        return [Problem(f"{teacher.model!r} is not a directory (a hub name looks like owner/model)", key)]
+    vocabularies = [_vocabulary(name) for name in folders.values()]
+    if None in vocabularies or vocabularies[0] == vocabularies[1]:
+        return []
+    own, other = (v or {} for v in vocabularies)
+    differs = next(iter(sorted({t for t in own.keys() | other.keys() if own.get(t) != other.get(t)})))
+    return [
+        Problem(
+            f"{teacher.model} has another tokenizer than {experiment.model.name}: {len(other)} tokens against "
+            f"{len(own)}, and {differs!r} is {other.get(differs)} there, {own.get(differs)} here; a teacher needs the "
+            "policy's vocabulary",
+            key,
+        )
+    ]
+
+
+def _vocabulary(name: str) -> dict[str, int] | None:
+    """Token -> id of a model on this machine (tokenizer.json); None where that cannot be seen."""
+    from prime_hpc.launch.estimate import find_config  # it builds on `is_local_path`
+
+    config = find_config(name)
+    path = config.parent / "tokenizer.json" if config is not None else None
+    if path is None or not path.is_file():
+        return None
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = tree.get("model", {}).get("vocab")
+    if not isinstance(vocabulary, dict):
+        return None
+    return vocabulary | {token["content"]: token["id"] for token in tree.get("added_tokens", [])}
 
 
 def _environments(experiment: Experiment) -> list[Problem]:

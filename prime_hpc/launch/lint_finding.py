@@ -38,6 +38,7 @@ CODES = {
     "PH206": "checkpoint interval",
     "PH207": "data file",
     "PH208": "difficulty pools",
+    "PH209": "echo without turns",
     "PH301": "unknown partition",
     "PH302": "more GPUs a node than the partition has",
     "PH303": "more nodes than the partition has",

@@ -9,7 +9,9 @@ from prime_hpc.store.datafiles import find_data
 def groups(subject: Subject) -> Iterator[Finding]:
     """A baseline that is the group's own mean needs a group."""
     orchestrator = subject.experiment.orchestrator
-    if subject.is_rl and orchestrator.rollouts_per_example == 1 and orchestrator.advantage.type != "none":
+    advantage = orchestrator.advantage
+    compares = advantage.compares_rollouts or ":" in advantage.type  # of code of one's own that is likely
+    if subject.is_rl and orchestrator.rollouts_per_example == 1 and compares:
         yield Finding(
             "PH201",
             "error",
@@ -112,6 +114,20 @@ def curriculum(subject: Subject) -> Iterator[Finding]:
             )
 
 
+def echo(subject: Subject) -> Iterator[Finding]:
+    """Episodes of one turn hold nothing that the environment said afterwards."""
+    orchestrator = subject.experiment.orchestrator
+    has_turns = not orchestrator.env or any(env.max_turns != 1 for env in orchestrator.env)
+    if subject.is_rl and orchestrator.advantage.echo is not None and not has_turns:
+        yield Finding(
+            "PH209",
+            "warning",
+            "orchestrator.advantage.echo",
+            "every environment has max_turns = 1: no token follows a reply, so that echo learns nothing",
+            "an environment of several turns, or leave echo out",
+        )
+
+
 def evaluation(subject: Subject) -> Iterator[Finding]:
     """Evaluation takes the training environments when it has none, and there are none."""
     orchestrator = subject.experiment.orchestrator
@@ -162,4 +178,4 @@ def checkpoints(subject: Subject) -> Iterator[Finding]:
         )
 
 
-CHECKS = (groups, batch, concurrency, curriculum, evaluation, data, checkpoints)
+CHECKS = (groups, batch, concurrency, curriculum, echo, evaluation, data, checkpoints)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from prime_hpc.envs.samples import Sample
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.algorithms.scorer import References, Tokens
+from prime_hpc.orchestrator.echo import Echo
 from prime_hpc.orchestrator.episodes import Episode
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.groups import Group
@@ -35,6 +36,8 @@ class TrainSample:
     sample_id: int
     group_id: int
     env_id: int
+    ce_weights: NDArray[np.float32] | None = None
+    """float32[L], see `echo`; None without."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def _num_tokens(episodes: Sequence[Episode]) -> int:
     return sum(e.num_sampled_tokens + e.num_prompt_tokens for e in episodes)
 
 
-def train_samples(scored: Sequence[ScoredGroup]) -> list[TrainSample]:
+def train_samples(scored: Sequence[ScoredGroup], echo: Echo | None = None) -> list[TrainSample]:
     """All sequences that train; a sampled token gets its own advantage where it has one, else its episode's."""
     samples = []
     for entry in scored:
@@ -126,9 +129,8 @@ def train_samples(scored: Sequence[ScoredGroup]) -> list[TrainSample]:
             for j, sample in enumerate(episode.result.samples):
                 whole = np.where(sample.loss_mask, np.float32(entry.advantages[i]), np.float32(0.0))
                 advantages = whole if entry.tokens is None else entry.tokens[i][j]
-                samples.append(
-                    TrainSample(sample, advantages, episode.result.reward, ident, prompt.position, prompt.source)
-                )
+                reward, heard = episode.result.reward, echo.weights(sample) if echo is not None else None
+                samples.append(TrainSample(sample, advantages, reward, ident, prompt.position, prompt.source, heard))
     return samples
 
 
@@ -146,6 +148,7 @@ def _rank_batch(
 ) -> RankBatch:
     chosen = [samples[i] for micro_batch in micro_batches for i in micro_batch]
     lengths = [s.sample.num_tokens for s in chosen]
+    with_echo = any(s.ce_weights is not None for s in samples)  # of all ranks alike
     return RankBatch(
         token_ids=_concat([s.sample.token_ids for s in chosen], np.int32),
         loss_mask=_concat([s.sample.loss_mask for s in chosen], np.bool_),
@@ -159,6 +162,7 @@ def _rank_batch(
         sample_ids=np.array([s.sample_id for s in chosen], dtype=np.int64),
         group_ids=np.array([s.group_id for s in chosen], dtype=np.int64),
         env_ids=np.array([s.env_id for s in chosen], dtype=np.int32),
+        ce_weights=_concat([s.ce_weights for s in chosen], np.float32) if with_echo else None,
     )
 
 

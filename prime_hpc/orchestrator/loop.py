@@ -29,6 +29,7 @@ from prime_hpc.orchestrator.assemble import ScoredGroup, build_ranks, score_grou
 from prime_hpc.orchestrator.bench import batch_shape
 from prime_hpc.orchestrator.curriculum import Curriculum
 from prime_hpc.orchestrator.dispatch import Dispatcher, Job, Lane
+from prime_hpc.orchestrator.echo import Echo
 from prime_hpc.orchestrator.episodes import to_episode
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.evaluate import Evaluator
@@ -92,6 +93,7 @@ class Orchestrator:
         self.stream = PromptStream(sources, exp.seed, self.curriculum.choose)
         self.totals = {"samples": 0, "tokens": 0}
         self.scorer = Scorer(config.advantage, max_tokens=config.sampling.max_tokens)
+        self.echo = Echo(config.advantage.echo) if config.advantage.echo is not None else None
         if self.scorer.min_group > config.rollouts_per_example:
             raise OrchestratorError(
                 f"orchestrator.advantage.type = {config.advantage.type} needs {self.scorer.min_group} or more rollouts "
@@ -287,7 +289,7 @@ class Orchestrator:
         if algorithm := self.scorer.state_dict():
             state = state | {"algorithm": algorithm}
         ranks = build_ranks(
-            train_samples(scored),
+            train_samples(scored, self.echo),
             num_ranks=self.exp.trainer.layout.num_data_ranks,
             micro_batch_tokens=self.exp.micro_batch_tokens,
             temperature=config.sampling.temperature,

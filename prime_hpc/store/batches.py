@@ -54,6 +54,7 @@ _DTYPES: dict[str, type[np.generic]] = {
     "group_ids": np.int64,
     "env_ids": np.int32,
 }
+_OPTIONAL: dict[str, type[np.generic]] = {"ce_weights": np.float32}
 _PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "versions", "advantages")
 _PER_SEQUENCE = ("temperatures", "rewards", "sample_ids", "group_ids", "env_ids")
 _ST_NAMES = {"F32": np.float32, "I32": np.int32, "I64": np.int64, "U16": np.uint16, "U8": np.uint8}
@@ -94,6 +95,8 @@ class RankBatch:
     """[S] episodes of one prompt share it."""
     env_ids: npt.NDArray[np.int32]
     """[S] index of the environment in the config."""
+    ce_weights: npt.NDArray[np.float32] | None = None
+    """[T] weight of the token in a cross-entropy beside the objective, 0 for none; absent where no token has any."""
 
     @property
     def num_tokens(self) -> int:
@@ -134,10 +137,12 @@ class RankBatch:
             ValueError: names the first field that is wrong.
         """
         for field in fields(self):
-            array = getattr(self, field.name)
-            if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != _DTYPES[field.name]:
+            array, dtype = getattr(self, field.name), (_DTYPES | _OPTIONAL)[field.name]
+            if array is None and field.name in _OPTIONAL:
+                continue
+            if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
                 found = f"{getattr(array, 'dtype', type(array).__name__)}{list(np.shape(array))}"
-                raise ValueError(f"{field.name}: must be a {np.dtype(_DTYPES[field.name])} vector, is {found}")
+                raise ValueError(f"{field.name}: must be a {np.dtype(dtype)} vector, is {found}")
         for name, end in (("seq_offsets", self.num_tokens), ("micro_offsets", self.num_sequences)):
             offsets = getattr(self, name)
             if not len(offsets) or offsets[0] != 0 or offsets[-1] != end or (np.diff(offsets) < 0).any():
@@ -149,6 +154,11 @@ class RankBatch:
         for name in ("logprobs", "advantages", "rewards", "temperatures"):
             if not np.isfinite(getattr(self, name)).all():
                 raise ValueError(f"{name}: holds values that are not finite")
+        if self.ce_weights is not None:
+            if len(self.ce_weights) != self.num_tokens:
+                raise ValueError(f"ce_weights: has {len(self.ce_weights)} values, must have {self.num_tokens}")
+            if not (np.isfinite(self.ce_weights) & (self.ce_weights >= 0)).all():
+                raise ValueError("ce_weights: holds values that are negative or not finite")
 
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -256,6 +266,9 @@ def encode_rank(batch: RankBatch) -> Iterator[Any]:
     lags, newest = _to_lags(batch.versions)
     arrays = {name: _narrow(np.ascontiguousarray(getattr(batch, name))) for name in _DTYPES if name != "versions"}
     arrays["lags"] = lags
+    arrays |= {
+        name: np.ascontiguousarray(getattr(batch, name)) for name in _OPTIONAL if getattr(batch, name) is not None
+    }
     arrays["loss_mask"] = arrays["loss_mask"].view(np.uint8)
     ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "prime-hpc-batch-1", "newest_version": str(newest)}}
@@ -350,7 +363,9 @@ def decode_rank(raw: npt.NDArray[np.uint8], path: Path) -> RankBatch:
         lags = arrays.pop("lags")
         arrays["versions"] = np.where(lags == _LAG_NONE, NOT_SAMPLED, newest - lags.astype(np.int32))
         arrays["loss_mask"] = arrays["loss_mask"].view(np.bool_)
-        batch = RankBatch(**{name: array.astype(_DTYPES[name], copy=False) for name, array in arrays.items()})
+        batch = RankBatch(
+            **{name: array.astype((_DTYPES | _OPTIONAL)[name], copy=False) for name, array in arrays.items()}
+        )
         batch.check()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(path, "a batch file of this format", f"one that cannot be read ({error})") from error

@@ -4,7 +4,7 @@ RL and SFT both train on `store.batches.RankBatch`: `rl.py` reads it from disk, 
 Called by `engine.py`, `rl.py`, `sft.py`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -55,11 +55,37 @@ class MicroBatch:
     """float32[N], the reference model's log-probabilities, where the objective needs them."""
     own: slice = field(default_factory=lambda: slice(None))
     """The targets that this rank computes; all of them where it has the whole row."""
+    ce_weights: torch.Tensor | None = None
+    """float32[N], weights in the cross-entropy beside the objective; None where the batch has none."""
+    trained: torch.Tensor | None = None
+    """int64, with `ce_weights` the targets that the objective trains (`objective_part`); the others have but that."""
 
     @property
     def num_targets(self) -> int:
         """N."""
         return self.targets.shape[0]
+
+
+def objective_part(micro: MicroBatch) -> MicroBatch:
+    """What the objective sees of a micro-batch with `ce_weights`: the targets of its own, everything said of those.
+
+    For objectives alone: it does not go through a model.
+    """
+    chosen = micro.trained
+    assert chosen is not None
+    sequence, reference = micro.sequence[chosen], micro.reference_logprobs
+    return replace(
+        micro,
+        targets=micro.targets[chosen],
+        sequence=sequence,
+        targets_of_sequence=torch.bincount(sequence, minlength=len(micro.targets_of_sequence)),
+        temperatures=micro.temperatures[chosen],
+        behaviour_logprobs=micro.behaviour_logprobs[chosen],
+        advantages=micro.advantages[chosen],
+        reference_logprobs=None if reference is None else reference[chosen],
+        ce_weights=None,
+        trained=None,
+    )
 
 
 def first_tokens(batch: RankBatch) -> NDArray[np.bool_]:
@@ -97,14 +123,15 @@ def make_micro_batch(
     if num_tokens == 0:
         lengths, temperatures = np.ones(1, np.int64), np.ones(1, np.float32)
         ids, mask = np.zeros(1, np.int64), np.zeros(1, bool)
-        logprobs = advantages = np.zeros(1, np.float32)
+        logprobs = advantages = ce = np.zeros(1, np.float32)
     else:
         ids, mask = batch.token_ids[tokens].astype(np.int64), batch.loss_mask[tokens]
         logprobs, advantages = batch.logprobs[tokens], batch.advantages[tokens]
+        ce = batch.ce_weights[tokens] if batch.ce_weights is not None else np.zeros(1, np.float32)
     starts = np.cumsum(lengths) - lengths
     sequence_of = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.arange(len(ids)) - starts[sequence_of]
-    at = np.flatnonzero(mask & (positions > 0))
+    at = np.flatnonzero((mask | (ce > 0)) & (positions > 0))
     sequence = sequence_of[at]
     num_sequences, first, stop, own = len(lengths), 0, len(ids), slice(None)
     if parallel is not None and parallel.row_multiple > 1:
@@ -131,6 +158,8 @@ def make_micro_batch(
         advantages=tensor(advantages[at]),
         num_tokens=num_tokens,
         own=own,
+        ce_weights=tensor(ce[at]) if batch.ce_weights is not None else None,
+        trained=tensor(np.flatnonzero(mask[at])) if batch.ce_weights is not None else None,
     )
 
 
@@ -150,6 +179,8 @@ class BatchFacts:
     """Sum over sampled targets of (step - 1 - version)."""
     num_sampled: int
     lag_max: int
+    num_echo: int
+    """Tokens with a weight in the cross-entropy beside the objective."""
 
 
 def batch_facts(batch: RankBatch, step: int) -> BatchFacts:
@@ -169,6 +200,7 @@ def batch_facts(batch: RankBatch, step: int) -> BatchFacts:
         lag_sum=float(lags.sum()),
         num_sampled=len(lags),
         lag_max=int(lags.max(initial=0)),
+        num_echo=0 if batch.ce_weights is None else int(((batch.ce_weights > 0) & ~first_tokens(batch)).sum()),
     )
 
 
@@ -186,6 +218,9 @@ def select_micro_batches(source: list[tuple[RankBatch, int]], num_micro_batches:
     counts = [s.stop - s.start for _, s, _ in picked] + [0] * (num_micro_batches - len(picked))
     arrays["seq_offsets"] = np.concatenate([[0], np.cumsum(np.concatenate([np.zeros(0, np.int64), *lengths]))])
     arrays["micro_offsets"] = np.concatenate([[0], np.cumsum(counts)])
+    if any(b.ce_weights is not None for b, _, _ in picked):
+        rows = [np.zeros(b.num_tokens, np.float32) if b.ce_weights is None else b.ce_weights for b, _, _ in picked]
+        arrays["ce_weights"] = np.concatenate([row[t] for row, (_, _, t) in zip(rows, picked, strict=True)])
     for name in ("seq_offsets", "micro_offsets"):
         arrays[name] = arrays[name].astype(np.int64)
     return RankBatch(**arrays)

@@ -19,10 +19,10 @@ from loguru import logger
 
 from prime_hpc.config.sections.trainer import MismatchConfig, OptimConfig, SchedulerConfig
 from prime_hpc.store.batches import RankBatch
-from prime_hpc.trainer.batches import BatchFacts, MicroBatch, batch_facts, make_micro_batch
+from prime_hpc.trainer.batches import BatchFacts, MicroBatch, batch_facts, make_micro_batch, objective_part
 from prime_hpc.trainer.lora import use_slot, without_adapter
 from prime_hpc.trainer.model import Policy
-from prime_hpc.trainer.objectives import LossStats, target_weights
+from prime_hpc.trainer.objectives import LossStats, echo_loss, target_weights
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
 from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm, sum_over
 from prime_hpc.trainer.perf import FlopsModel, PhaseTimer
@@ -31,6 +31,8 @@ Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tenso
 """(micro-batch, log-probabilities float32[N], weights float32[N]) -> loss (0-dim), statistics."""
 
 _SUMS = ("num_tokens", "num_sequences", "num_targets", "squared_lengths", "reward_sum", "lag_sum", "num_sampled")
+
+_ALREADY_MEANS = ("loss", "echo_loss", "squared_grad_norm")
 
 
 class StepRefused(RuntimeError):
@@ -124,14 +126,14 @@ class Engine:
             batch = RankBatch.empty(1)
         facts = batch_facts(batch, step)
         with self.timer("forward_backward"):
-            num_targets, num_sequences = self._global_denominators(facts)
+            counts = self._global_denominators(facts)
             with self.adapted():
-                local = self._forward_backward(batch, objective, num_targets, num_sequences)
+                local = self._forward_backward(batch, objective, *counts)
         with self.timer("optim"):
             metrics = self._reduce(step, facts, local)
             self._check_finite(step, batch, metrics)
             self._check_mismatch(step, batch, metrics)
-            if num_targets:
+            if metrics["num_targets"] or counts[-1]:
                 self._update(step, metrics)
             else:
                 self.optimizer.zero_grad()
@@ -143,15 +145,16 @@ class Engine:
         """Context of forward and backward passes through this engine's adapter, if any. Collective."""
         return use_slot(self.policy, self.slot) if self.policy.adapters is not None else nullcontext()
 
-    def _global_denominators(self, facts: BatchFacts) -> tuple[int, int]:
-        """Targets, and sequences that have any, over all parts of the batch."""
-        counts = torch.tensor([facts.num_targets, facts.num_trained_sequences], device=self._device)
+    def _global_denominators(self, facts: BatchFacts) -> tuple[int, int, int]:
+        """Targets, sequences that have any, and tokens of the cross-entropy beside them, over all of the batch."""
+        own = [facts.num_targets, facts.num_trained_sequences, facts.num_echo]
+        counts = torch.tensor(own, device=self._device)
         dist.all_reduce(counts if self._parallel.leads else counts.zero_())
-        num_targets, num_sequences = counts.tolist()
-        return num_targets, num_sequences
+        num_targets, num_sequences, num_echo = counts.tolist()
+        return num_targets, num_sequences, num_echo
 
     def _forward_backward(
-        self, batch: RankBatch, objective: Objective, num_targets: int, num_sequences: int
+        self, batch: RankBatch, objective: Objective, num_targets: int, num_sequences: int, num_echo: int
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Accumulate gradients over the micro-batches; communicate them with the last one only."""
         sums: dict[str, torch.Tensor] = {}
@@ -166,6 +169,13 @@ class Engine:
                 if self._reference is not None:
                     micro.reference_logprobs = self._reference_logprobs(micro)
                 logprobs, entropy = self.policy(micro, self._with_entropy)
+                echo = echo_loss(micro, logprobs, num_echo) if num_echo else None
+                if micro.trained is not None:
+                    logprobs, entropy = (
+                        logprobs[micro.trained],
+                        entropy[micro.trained] if self._with_entropy else entropy,
+                    )
+                    micro = objective_part(micro)
                 weights = target_weights(
                     micro.sequence,
                     micro.targets_of_sequence,
@@ -175,6 +185,8 @@ class Engine:
                     self._batch_tokens,
                 )
                 loss, stats = objective(micro, logprobs, weights)
+                if echo is not None:
+                    loss, stats.sums["echo_loss"] = loss + echo, echo.detach()
                 loss.backward()
             stats.sums |= {"loss": loss.detach()}
             if self._with_entropy:
@@ -223,9 +235,9 @@ class Engine:
         """Means over targets, and what else the log shows; `step_flops` and counts are of the whole batch."""
         targets = max(total["num_targets"], 1.0)
         counts = {k: total[k] for k in ("num_tokens", "num_sequences", "num_targets")}
-        means = {k: v / targets for k, v in total.items() if k not in _SUMS and k not in ("loss", "squared_grad_norm")}
+        means = {k: v / targets for k, v in total.items() if k not in _SUMS and k not in _ALREADY_MEANS}
         return {
-            "loss": total["loss"],
+            **{k: total[k] for k in ("loss", "echo_loss") if k in total},
             "grad_norm": math.sqrt(total["squared_grad_norm"]) if total["squared_grad_norm"] >= 0 else math.nan,
             "lr": self._optim.lr * learning_rate_factor(self._scheduler, step, self._max_steps),
             "reward": total["reward_sum"] / max(total["num_sequences"], 1.0),

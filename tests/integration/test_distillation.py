@@ -150,3 +150,25 @@ def test_sft_learns_what_the_teacher_samples_whatever_the_policys_version(
         steps = train(tmp_path, model, world, {"type": "nll"})
         assert all(math.isfinite(row["loss"]) and row["loss"] > 0 for row in steps[:STEPS])
         assert "mismatch_alarm" not in steps[0]
+
+
+def test_echo_learns_what_the_environment_said(
+    tmp_path: Path, model: Path, servers: tuple[AdminServer, AdminServer]
+) -> None:
+    policy, _ = servers
+    exp = make_experiment(
+        model,
+        tmp_path / "run",
+        advantage={"type": "dr_grpo", "zero": "keep", "echo": {"weight": 0.5}},
+        env=[{"id": "guess-number", "max_turns": 3, "timeout_s": 20}],
+        top={"max_steps": STEPS, "seq_len": 320, "trainer": {"num_ranks": 1, "micro_batch_tokens": 640}},
+    )
+    with World(tmp_path / "run", exp, [policy]) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        for step in range(1, STEPS + 1):
+            [rank] = world.ranks(step)
+            assert rank.ce_weights is not None and set(np.unique(rank.ce_weights)) == {0.0, 0.5}
+            assert not rank.ce_weights[rank.loss_mask].any()
+        steps = train(tmp_path, model, world, {"type": "reinforce", "mismatch": {"warn": None}})
+        assert all(row["echo_loss"] > 0 and math.isfinite(row["loss"]) for row in steps[:STEPS])

@@ -145,6 +145,13 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH206", "warning", {"ckpt": {"interval": 100}}, {}, "only the last step"),
     ("PH207", "warning", {"kind": "sft", "sft": {"data": {"path": "/nowhere/x.jsonl"}}}, {}, "is not there"),
     (
+        "PH209",
+        "warning",
+        {"orchestrator": {"advantage": {"echo": {}}, "env": [{"id": "reverse-text", "max_turns": 1}]}},
+        {},
+        "max_turns = 1",
+    ),
+    (
         "PH208",
         "warning",
         {"orchestrator": {"curriculum": {"sampler": {"type": "difficulty_pool", "hard_probability": 0}}}},

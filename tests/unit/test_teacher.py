@@ -1,6 +1,7 @@
 """Scores of sampled tokens by a teacher: retried, bounded in time, never of other tokens; refused configs."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 from prime_hpc.client.inference import InferenceClient, InferenceError, parse_scores
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.launch.checks import _teacher
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.groups import Group
@@ -118,3 +120,24 @@ TEACHER = {"base_url": "http://t:1/v1"}
 def test_what_cannot_distil_is_refused(tree: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=problem):
         Experiment.model_validate(tree)
+
+
+def write_tokenizer(folder: Path, vocabulary: dict[str, int]) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    return str(folder)
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    own = write_tokenizer(tmp_path / "own", {"a": 0, "b": 1})
+    same = write_tokenizer(tmp_path / "same", {"b": 1, "a": 0})
+    other = write_tokenizer(tmp_path / "other", {"a": 0, "c": 1})
+
+    def problems(teacher: str) -> list[str]:
+        tree = {"model": {"name": own}, "orchestrator": {"advantage": OPD, "teacher": TEACHER | {"model": teacher}}}
+        return [p.message for p in _teacher(Experiment.model_validate(tree))]
+
+    assert problems(same) == [] and problems("owner/unknown-model") == []
+    assert "2 tokens against 2, and 'b' is None there, 1 here" in problems(other)[0]
+    assert "is not a directory" in problems(str(tmp_path / "absent"))[0]

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.curriculum import CurriculumConfig
 from prime_hpc.config.sections.names import known_or_import
-from prime_hpc.config.sections.teacher import TeacherConfig
+from prime_hpc.config.sections.teacher import EchoConfig, TeacherConfig
 
 
 class SamplingConfig(Section):
@@ -150,6 +150,8 @@ class AdvantageConfig(Section):
     """`opsd`: system message that shows it, before everything else."""
     within: list[str] = []
     """`hierarchical_grpo`: agents compared within one episode; default: those that act more than once in one."""
+    echo: EchoConfig | None = None
+    """Cross-entropy on the environment's tokens, beside any algorithm; off when absent."""
     zero: Literal["keep", "drop"] = "drop"
     """Whether groups whose advantages are all zero reach the trainer."""
     overlong: Literal["keep", "mask", "drop", "penalize"] = "keep"

@@ -10,6 +10,7 @@ To add one: write a file here with one function under `@register("name")`, impor
 
 from prime_hpc.trainer.objectives import aipo, cispo, dppo, dr_grpo, grpo, gspo, ipo, nll, ppo_clip, reinforce
 from prime_hpc.trainer.objectives.base import Bounds, LossStats, Targets, Terms, get_objective, register
+from prime_hpc.trainer.objectives.echo import echo_loss
 from prime_hpc.trainer.objectives.normalize import target_weights
 from prime_hpc.trainer.objectives.rl import normalization, requires_reference, rl_loss
 from prime_hpc.trainer.objectives.sft import sft_loss
@@ -23,6 +24,7 @@ __all__ = [
     "cispo",
     "dppo",
     "dr_grpo",
+    "echo_loss",
     "get_objective",
     "grpo",
     "gspo",

@@ -1,5 +1,7 @@
 """A rank's sequences by how far the trainer's log-probabilities are from the engine's. Called by `again.kept_step`."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -16,7 +18,7 @@ def sequence_lines(session: Session, batch: RankBatch) -> list[str]:
     """A table of this rank's sequences: those with log-probabilities that are not finite first, then by mismatch."""
     rows: list[tuple[float, str]] = []
     for m in range(batch.num_micro_batches):
-        micro = make_micro_batch(batch, m, session.device, session.parallel)
+        micro = make_micro_batch(replace(batch, ce_weights=None), m, session.device, session.parallel)
         with session.engine.adapted(), session.engine.policy.packing(micro):
             logprobs, _ = session.engine.policy(micro)
         first = batch.micro_offsets[m]
