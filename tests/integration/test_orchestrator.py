@@ -235,6 +235,7 @@ def test_a_bench_needs_no_trainer_and_leaves_nothing_behind(
         assert "rollouts/s" in log_of(world)
         report = read_report(world.paths.root, "orchestrator")
         assert report is not None and report["figures"]["rollouts/s"] > 0
-        assert len(report["shape"][0]["lengths"]) == exp.orchestrator.batch_size
+        # as the trainer would get it: groups without a signal are left out
+        assert 0 < len(report["shape"][0]["lengths"]) <= exp.orchestrator.batch_size
         assert not world.paths.rollouts.exists()
         assert not list(world.paths.root.glob(".bench-*"))

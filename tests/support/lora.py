@@ -58,7 +58,8 @@ def merged_model(source: Path, tensors: Mapping[str, torch.Tensor], scale: float
 
 def lora_engine(policy: Policy, slot: int = 0, kind: str = "adamw", **more: Any) -> Engine:
     """An engine that trains one slot."""
-    optim = OptimConfig(type=kind, lr=1e-2)
+    # Adam divides by sqrt(v): an epsilon that gradients of almost nothing do not reach, or their rounding would steer it
+    optim = OptimConfig(type=kind, lr=1e-2, eps=1e-4)
     return Engine(
         policy,
         build_optimizer(policy, optim, slot_parameters(policy, slot)),

@@ -168,7 +168,7 @@ class MultiTrainer:
         if time.monotonic() - self._idle_since < max(limit, PAUSE_S):
             return None
         self._roster.look(now=True)
-        if self._roster.waiting:
+        if self._roster.waiting or self._roster.is_settling:
             return None
         return Order(Kind.END, reason=f"no run was left to train for trainer.runs_idle_timeout_s = {limit:g} s")
 

@@ -99,6 +99,11 @@ class Roster:
         rows = [(seen.since, name) for name, seen in self._seen.items() if self._phase(name) == "waiting"]
         return [name for _, name in sorted(rows)]
 
+    @property
+    def is_settling(self) -> bool:
+        """Whether a directory cannot be read as a run, and changed so lately that it may still be being written."""
+        return any(seen.stamp is not None and self._phase(name) is None for name, seen in self._seen.items())
+
     def state(self, name: str) -> ChildState:
         """The last word on a run."""
         return self._states[name]
