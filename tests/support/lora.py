@@ -58,7 +58,7 @@ def merged_model(source: Path, tensors: Mapping[str, torch.Tensor], scale: float
 
 def lora_engine(policy: Policy, slot: int = 0, kind: str = "adamw", **more: Any) -> Engine:
     """An engine that trains one slot."""
-    # Adam divides by sqrt(v): an epsilon that gradients of almost nothing do not reach, or their rounding would steer it
+    # Adam divides by sqrt(v): below a large epsilon, rounding of a gradient of almost nothing would steer the update
     optim = OptimConfig(type=kind, lr=1e-2, eps=1e-4)
     return Engine(
         policy,
