@@ -113,6 +113,17 @@ def test_the_base_model_is_version_0(server: ServerProcess, base_outputs: list[G
     assert all((generation.versions == 0).all() for generation in base_outputs)
 
 
+def test_scores_of_a_sequence_are_the_models_own(family: Family, server: ServerProcess) -> None:
+    """What a teacher says of tokens that another model sampled (`orchestrator.advantage.type = opd`)."""
+    sequence = PROMPTS[-1]
+    for _ in range(2):  # the second time its prefix is cached
+        scores = call(server, "score", sequence)
+        assert scores[0] == 0.0
+        np.testing.assert_allclose(
+            scores[1:], hf_logprobs(family.base, sequence[:1], sequence[1:]), atol=TOLERANCE, rtol=0
+        )
+
+
 def test_an_updated_server_equals_a_fresh_one(
     family: Family, server: ServerProcess, base_outputs: list[Generation]
 ) -> None:
