@@ -20,7 +20,7 @@ from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-NUM_STEPS = 40
+NUM_STEPS = 60
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,7 @@ def experiment(cluster: Cluster) -> Path:
         "model": {"name": str(folder / "model"), "dtype": "float32"},
         "ckpt": {"interval": 10},
         "trainer": {"num_ranks": 2, "threads_per_rank": 1, "optim": {"lr": 1e-4}},
-        "sft": {"data": {"type": "fake", "batch_size": 4}},
+        "sft": {"data": {"type": "fake", "batch_size": 96}},
         "slurm": {
             "site": "devcluster",
             "gpus_per_node": 1,
