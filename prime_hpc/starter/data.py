@@ -1,40 +1,108 @@
-"""Warm-up demonstrations for the reverse-text task, of mixed quality on purpose.
+"""Warm-up demonstrations for the bundled tasks, of mixed quality on purpose.
 
-Called by `prime_hpc.starter.make`. Part of the demonstrations reverse the text, the others merely copy it. A model
-warmed up on them can do both and prefers the wrong one, which leaves reinforcement something to choose. (A warm-up
-on right answers only, cut short, leaves a model that RL hardly improves within 40 steps.)
+Called by `prime_hpc.starter.make`. Part of the demonstrations are right, the others follow a worse, easier habit:
+copying a text instead of reversing it, counting up instead of halving the range, naming a number of the question
+instead of calling the tools. A model warmed up on them can do both and prefers the wrong one, which leaves
+reinforcement something to choose. (A warm-up on right answers only, cut short, leaves a model that RL hardly improves
+within 40 steps.)
 """
 
 import json
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from prime_hpc.envs.tasksets.reverse_text_data import answer_of, build_prompt, make_texts
 
-REVERSED_SHARE = 0.4
-"""Share of demonstrations that reverse the text; the rest copy it."""
+Row = dict[str, Any]
+
+RIGHT_SHARE = 0.4
+"""Share of demonstrations that do the task right."""
 NUM_DEMONSTRATIONS = 8192
 SEED_OFFSET = 1_000_000
-"""Added to the seed of the texts, so that an environment of the same seed poses mostly other train texts."""
+"""Added to the seed of the tasks, so that an environment of the same seed poses mostly other train tasks."""
+GUESS_LIMITS = {"max_number": 20, "max_guesses": 5}
+"""Arguments of `guess-number` that the demonstrations are for (configs/guess_number)."""
+CALCULATOR_MAX_NUMBER = 99
 
 
-def demonstrations(seed: int, num: int = NUM_DEMONSTRATIONS) -> list[dict[str, list[dict[str, str]]]]:
-    """`num` rows {"prompt": [messages], "completion": [messages]} over distinct texts of the train split."""
-    texts = make_texts("train", SEED_OFFSET + seed, num)
-    num_reversed = round(num * REVERSED_SHARE)
-    chosen = set(random.Random(f"starter-demonstrations:{seed}").sample(range(num), num_reversed))
-    return [
-        {
-            "prompt": build_prompt(text),
-            "completion": [{"role": "assistant", "content": answer_of(text) if i in chosen else text}],
-        }
-        for i, text in enumerate(texts)
+def _user(content: str) -> Row:
+    return {"role": "user", "content": content}
+
+
+def _assistant(content: str) -> Row:
+    return {"role": "assistant", "content": content}
+
+
+def reverse_text(seed: int, num: int, right: set[int]) -> Iterator[Row]:
+    """Reverse the text, or copy it."""
+    for i, text in enumerate(make_texts("train", SEED_OFFSET + seed, num)):
+        yield {"prompt": build_prompt(text), "completion": [_assistant(answer_of(text) if i in right else text)]}
+
+
+def guess_number(seed: int, num: int, right: set[int]) -> Iterator[Row]:
+    """Halve the range at every guess, or count up from its lower end."""
+    from prime_hpc.envs.tasksets.guess_number import GuessNumberConfig, GuessNumberTaskset, judge
+
+    config = GuessNumberConfig(split="train", seed=SEED_OFFSET + seed, num_tasks=num, **GUESS_LIMITS)
+    for i, task in enumerate(GuessNumberTaskset(config).load()):
+        data = task.data
+        low, high = data.low, data.high
+        messages = [_user(str(data.prompt))]
+        for _ in range(data.max_guesses):
+            guess = (low + high) // 2 if i in right else low
+            messages.append(_assistant(str(guess)))
+            answer = judge(str(guess), data.secret)
+            if answer is None:
+                break
+            low, high = (guess + 1, high) if answer == "higher" else (low, guess - 1)
+            messages.append(_user(answer))
+        yield {"messages": messages if messages[-1]["role"] == "assistant" else messages[:-1]}
+
+
+def calculator(seed: int, num: int, right: set[int]) -> Iterator[Row]:
+    """Call the tools and say their result, or say the question's first number at once."""
+    from prime_hpc.envs.tasksets.calculator import CalculatorConfig, CalculatorHarness, CalculatorTaskset, add, multiply
+
+    tools = [
+        {"type": "function", "function": tool.declaration.model_dump(exclude_none=True, exclude={"type"})}
+        for tool in CalculatorHarness.local_tools
     ]
+    config = CalculatorConfig(split="train", seed=SEED_OFFSET + seed, num_tasks=num, max_number=CALCULATOR_MAX_NUMBER)
+    functions: dict[str, tuple[str, Callable[[int, int], int]]] = {"+": ("add", add), "*": ("multiply", multiply)}
+    for i, task in enumerate(CalculatorTaskset(config).load()):
+        prompt = str(task.data.prompt)
+        first, *rest = prompt.removeprefix("What is ").removesuffix("?").split()
+        messages = [_user(prompt)]
+        value = int(first)
+        for sign, operand in zip(rest[::2], rest[1::2], strict=True) if i in right else ():
+            name, function = functions[sign]
+            arguments = {"a": value, "b": int(operand)}
+            value = function(**arguments)
+            messages += [
+                {**_assistant(""), "tool_calls": [{"function": {"name": name, "arguments": arguments}}]},
+                {"role": "tool", "content": str(value)},
+            ]
+        yield {"messages": [*messages, _assistant(str(value))], "tools": tools}
 
 
-def write_demonstrations(path: Path, seed: int) -> int:
+TASKS: dict[str, Callable[[int, int, set[int]], Iterator[Row]]] = {
+    "reverse-text": reverse_text,
+    "guess-number": guess_number,
+    "calculator": calculator,
+}
+
+
+def demonstrations(seed: int, num: int = NUM_DEMONSTRATIONS, task: str = "reverse-text") -> list[Row]:
+    """`num` rows as `sft.data` reads them, over tasks of the train split; `RIGHT_SHARE` of them do the task right."""
+    right = set(random.Random(f"starter-demonstrations:{seed}").sample(range(num), round(num * RIGHT_SHARE)))
+    return list(TASKS[task](seed, num, right))
+
+
+def write_demonstrations(path: Path, seed: int, task: str = "reverse-text") -> int:
     """Write the demonstrations as JSON lines; returns the number of rows."""
-    rows = demonstrations(seed)
+    rows = demonstrations(seed, task=task)
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     return len(rows)

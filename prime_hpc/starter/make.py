@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.starter.data import write_demonstrations
+from prime_hpc.starter.data import TASKS, write_demonstrations
 from prime_hpc.starter.model import write_tiny_qwen3
 
 NAMES = ("qwen3-tiny", "smollm2-135m")
 RECORD = "starter.json"
-RECIPE = 1
+RECIPE = 2
 """Raised whenever the same arguments would give other bytes, so that what an older checkout made is made again."""
 
 
@@ -24,26 +24,30 @@ class Starter:
 
     name: str
     seed: int
+    task: str = "reverse-text"
     recipe: int = RECIPE
 
 
-def make_starter(directory: Path, *, name: str = "qwen3-tiny", seed: int = 0) -> str:
+def make_starter(directory: Path, *, name: str = "qwen3-tiny", seed: int = 0, task: str = "reverse-text") -> str:
     """Make the starter in `directory` unless the same one is there already; returns one line that says which.
 
     Args:
         directory: created with its parents; another starter in it is replaced, other files are left alone.
         name: one of `NAMES`.
         seed: of the weights (qwen3-tiny) and of the demonstrations.
+        task: what the demonstrations show, one of `data.TASKS`.
 
     Raises:
-        ValueError: an unknown name, or a package that the named starter needs is missing.
+        ValueError: an unknown name or task, or a package that the named starter needs is missing.
     """
     if name not in NAMES:
         raise ValueError(f"unknown starter {name!r}; it is one of {', '.join(NAMES)}")
-    starter = Starter(name, seed)
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}; it is one of {', '.join(TASKS)}")
+    starter = Starter(name, seed, task)
     record = directory / RECORD
     if _read(record) == asdict(starter):
-        return f"{directory}: {name}, seed {seed}, is there already"
+        return f"{directory}: {name}, seed {seed}, {task}, is there already"
     directory.mkdir(parents=True, exist_ok=True)
     record.unlink(missing_ok=True)
     model = directory / "model"
@@ -55,9 +59,11 @@ def make_starter(directory: Path, *, name: str = "qwen3-tiny", seed: int = 0) ->
         from prime_hpc.starter.smollm2 import write_smollm2
 
         num_parameters = write_smollm2(model)
-    num_rows = write_demonstrations(directory / "sft.jsonl", seed)
+    num_rows = write_demonstrations(directory / "sft.jsonl", seed, task)
     record.write_text(json.dumps(asdict(starter), indent=2) + "\n", encoding="utf-8")
-    return f"{directory}: {name}, {num_parameters / 1e6:.2f}M parameters; {num_rows} demonstrations; seed {seed}"
+    return (
+        f"{directory}: {name}, {num_parameters / 1e6:.2f}M parameters; {num_rows} demonstrations of {task}; seed {seed}"
+    )
 
 
 def _read(record: Path) -> Any:

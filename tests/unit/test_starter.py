@@ -1,12 +1,13 @@
 """The starter model, tokenizer and warm-up data: deterministic, and rendered alike by everyone who renders them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from prime_hpc.envs.tasksets.reverse_text_data import answer_of, build_prompt, make_texts
-from prime_hpc.starter.data import REVERSED_SHARE, demonstrations
+from prime_hpc.starter.data import RIGHT_SHARE, demonstrations
 from prime_hpc.starter.make import make_starter
 
 pytest.importorskip("transformers")
@@ -139,7 +140,7 @@ def test_demonstrations_are_a_mixture_of_reversed_and_copied_train_texts(starter
     pairs = [(row["prompt"][0]["content"], row["completion"][0]["content"]) for row in rows]
     reversed_rows = sum(reply == answer_of(text) != text for text, reply in pairs)
     palindromes = sum(answer_of(text) == text for text, _ in pairs)
-    assert abs(reversed_rows - REVERSED_SHARE * len(rows)) <= palindromes + 1
+    assert abs(reversed_rows - RIGHT_SHARE * len(rows)) <= palindromes + 1
     assert all(reply in (text, answer_of(text)) for text, reply in pairs)
     assert len({text for text, _ in pairs}) == len(rows)
 
@@ -154,3 +155,50 @@ def test_demonstrations_are_posed_as_the_environment_poses_them():
     row = demonstrations(0, 4)[0]
     assert row["prompt"] == build_prompt(row["prompt"][0]["content"])
     assert [message["role"] for message in row["completion"]] == ["assistant"]
+
+
+def guesses_of(row) -> tuple[int, int, list[int], list[str]]:
+    """Range, guesses and the environment's answers of a demonstrated game."""
+    first, *rest = [message["content"] for message in row["messages"]]
+    low, high = (int(n) for n in re.findall(r"\d+", first))
+    return low, high, [int(text) for text in rest[::2]], rest[1::2]
+
+
+def test_demonstrated_games_halve_the_range_or_count_up():
+    rows = demonstrations(3, 200, "guess-number")
+    halving = counting = 0
+    for row in rows:
+        low, high, guesses, answers = guesses_of(row)
+        assert row["messages"][-1]["role"] == "assistant" and len(answers) == len(guesses) - 1 < 5
+        counting += guesses == list(range(low, low + len(guesses)))
+        ends = (low, high)
+        expected = []
+        for answer in [*answers, ""]:
+            guess = sum(ends) // 2
+            expected.append(guess)
+            ends = (guess + 1, ends[1]) if answer == "higher" else (ends[0], guess - 1)
+        halving += guesses == expected
+    assert counting >= 120 and halving >= 80 and max(counting, halving) < 200
+
+
+def test_demonstrated_calls_are_what_the_tools_answer():
+    rows = demonstrations(3, 200, "calculator")
+    with_tools = [row for row in rows if len(row["messages"]) > 2]
+    assert len(with_tools) == round(RIGHT_SHARE * 200)
+    for row in rows:
+        question, *middle, last = row["messages"]
+        expression = question["content"].removeprefix("What is ").removesuffix("?")
+        assert {tool["function"]["name"] for tool in row["tools"]} == {"add", "multiply"}
+        if not middle:
+            assert last["content"] == expression.split()[0]
+            continue
+        assert int(last["content"]) == eval(expression) == int(middle[-1]["content"])
+        for call, result in zip(middle[::2], middle[1::2], strict=True):
+            function = call["tool_calls"][0]["function"]
+            a, b = function["arguments"].values()
+            assert int(result["content"]) == (a + b if function["name"] == "add" else a * b)
+
+
+def test_unknown_task_is_an_error_that_lists_the_known(tmp_path):
+    with pytest.raises(ValueError, match=r"reverse-text, guess-number, calculator"):
+        make_starter(tmp_path, task="chess")
