@@ -22,7 +22,7 @@ RIGHT_SHARE = 0.4
 NUM_DEMONSTRATIONS = 8192
 SEED_OFFSET = 1_000_000
 """Added to the seed of the tasks, so that an environment of the same seed poses mostly other train tasks."""
-GUESS_LIMITS = {"max_number": 20, "max_guesses": 5}
+GUESS_LIMITS = {"max_number": 40, "max_guesses": 5}
 """Arguments of `guess-number` that the demonstrations are for (configs/guess_number)."""
 CALCULATOR_MAX_NUMBER = 99
 
