@@ -79,7 +79,7 @@ def calculator(seed: int, num: int, right: set[int]) -> Iterator[Row]:
         for sign, operand in zip(rest[::2], rest[1::2], strict=True) if i in right else ():
             name, function = functions[sign]
             arguments = {"a": value, "b": int(operand)}
-            value = function(**arguments)
+            value = function(value, int(operand))
             messages += [
                 {**_assistant(""), "tool_calls": [{"function": {"name": name, "arguments": arguments}}]},
                 {"role": "tool", "content": str(value)},
