@@ -30,5 +30,6 @@ def test_a_run_broken_in_every_way_loses_nothing(tmp_path: Path) -> None:
     wrong = {key: figures[key] for key in ("skipped", "duplicated", "mismatches", "broken", "failed")}
     assert not any(wrong.values()), f"{wrong}\n{done.stderr[-6000:]}"
     assert done.returncode == 0 and figures["bad_points"] == []
-    assert figures["kill_points"] >= 3 and figures["two_lives"] >= 2 and figures["error_points"] >= 1
+    # a seeded sample of a list that grows with the product: some of each
+    assert min(figures[key] for key in ("kill_points", "two_lives", "error_points")) >= 1
     assert figures["never_reached"] <= 2
