@@ -11,17 +11,13 @@ branches of a trace counts in the first alone. Groups that do not train (equal r
 `zero = keep` their environment tokens are learned all the same.
 """
 
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.sections.teacher import EchoConfig
 from prime_hpc.envs.samples import ROLES, Sample
 from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.own import import_own
 
 _KEY = "orchestrator.advantage.echo.filter"
 
@@ -36,7 +32,7 @@ class Echo:
         """
         self._weight, self._roles = config.weight, [ROLES[role] for role in config.roles]
         self._name = config.filter
-        self._filter = _load(config.filter) if config.filter is not None else None
+        self._filter = import_own(config.filter, _KEY) if config.filter is not None else None
 
     def weights(self, sample: Sample) -> NDArray[np.float32]:
         """float32[L], 0 where nothing is learned.
@@ -60,14 +56,3 @@ class Echo:
                 "tokens, or factors that are negative or not finite"
             )
         return weights * factors
-
-
-def _load(path: str) -> Callable[[Sample], Any]:
-    module, _, attribute = path.partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(Problem(f"cannot import {path!r}: {error}", _KEY)) from error
-    if not callable(found):
-        raise ConfigError(Problem(f"{path!r} is a {type(found).__name__}, not a function", _KEY))
-    return found

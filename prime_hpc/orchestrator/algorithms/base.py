@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -12,6 +11,7 @@ from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.sections.names import is_import_path
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
 from prime_hpc.orchestrator.episodes import Episode
+from prime_hpc.orchestrator.own import import_own
 
 FloatArray = NDArray[np.float64]
 
@@ -122,13 +122,7 @@ def get_algorithm(name: str) -> Registered:
         return _REGISTRY[name]
     if not is_import_path(name):
         raise ConfigError(Problem(f"{name!r} is unknown; known: {', '.join(sorted(_REGISTRY))}", _KEY))
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(Problem(f"cannot import {name!r}: {error}", _KEY)) from error
-    if not callable(found):
-        raise ConfigError(Problem(f"{name!r} is a {type(found).__name__}, not a function or class", _KEY))
+    found = import_own(name, _KEY)
     if isinstance(found, type) and not hasattr(found, "score_group"):
         raise ConfigError(Problem(f"the class {name!r} has no score_group(group)", _KEY))
 

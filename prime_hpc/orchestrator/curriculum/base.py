@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,22 +70,6 @@ def load_state(thing: Any, state: dict[str, Any]) -> None:
     """Take up what `state_of` gave."""
     if state and hasattr(thing, "load_state_dict"):
         thing.load_state_dict(state)
-
-
-def import_own(name: str, key: str) -> Any:
-    """A user's own function or class at `module:attribute`.
-
-    Raises:
-        ConfigError: the import fails, or what is there cannot be called; names the key.
-    """
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(Problem(f"cannot import {name!r}: {error}", key)) from error
-    if not callable(found):
-        raise ConfigError(Problem(f"{name!r} is a {type(found).__name__}, not a function or class", key))
-    return found
 
 
 def make_own(found: Any, args: dict[str, Any], method: str, key: str) -> Any:

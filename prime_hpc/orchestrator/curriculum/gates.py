@@ -11,7 +11,8 @@ import numpy as np
 
 from prime_hpc.config.sections.curriculum import GateConfig
 from prime_hpc.orchestrator.algorithms.base import centered
-from prime_hpc.orchestrator.curriculum.base import CompletedGroup, Gate, import_own, make_own
+from prime_hpc.orchestrator.curriculum.base import CompletedGroup, Gate, make_own
+from prime_hpc.orchestrator.own import import_own
 
 
 class RewardRange:

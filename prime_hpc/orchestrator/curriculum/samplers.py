@@ -7,7 +7,8 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config.sections.curriculum import SamplerConfig
-from prime_hpc.orchestrator.curriculum.base import CompletedGroup, TaskSampler, import_own, make_own
+from prime_hpc.orchestrator.curriculum.base import CompletedGroup, TaskSampler, make_own
+from prime_hpc.orchestrator.own import import_own
 from prime_hpc.orchestrator.prompts import Draw
 
 MAX_SKIPS = 1000
