@@ -19,6 +19,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
+    # the tests' own tasksets are found as modules by any command, whatever started the tests
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
 }
 for name in [n for n in ENVIRONMENT if n.startswith(("PRIME_", "PRIMEHPC_"))]:
     del ENVIRONMENT[name]

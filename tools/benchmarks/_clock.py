@@ -26,26 +26,31 @@ class TreeClock:
         self._thread = threading.Thread(target=self._run, name="cpu-clock", daemon=True)
 
     def __enter__(self) -> "TreeClock":
+        self._look()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        self._look()  # what ended since the last look is counted up to there, the rest to now
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            tree = [self._root, *self._root.children(recursive=True)]
+        except psutil.Error:
+            return  # the root has ended: nothing is added any more
+        for process in tree:
             try:
-                tree = [self._root, *self._root.children(recursive=True)]
+                times = process.cpu_times()
+                self._used[process.pid, process.create_time()] = times.user + times.system
             except psutil.Error:
-                return
-            for process in tree:
-                try:
-                    times = process.cpu_times()
-                    self._used[process.pid, process.create_time()] = times.user + times.system
-                except psutil.Error:
-                    continue  # it has ended: what it used until the last look stays counted
-            self._rows.append((time.time(), sum(self._used.values())))
+                continue  # it has ended: what it used until the last look stays counted
+        self._rows.append((time.time(), sum(self._used.values())))
 
     def between(self, begin: float, end: float) -> float:
         """CPU seconds used from `begin` to `end` (unix seconds), interpolated."""
