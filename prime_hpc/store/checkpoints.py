@@ -25,9 +25,9 @@ from prime_hpc.store.artifact import (
     discard,
     is_artifact,
     read_manifest,
-    verify_artifact,
 )
-from prime_hpc.store.layout import RunPaths, check_incarnation, is_late, life_starts, list_steps
+from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
+from prime_hpc.store.retention import oldest_of_newest_whole
 
 TRAINER = "trainer"
 ORCHESTRATOR_STATE = "orchestrator/state.json"
@@ -186,7 +186,7 @@ def prune_checkpoints(
         raise ValueError(f"keep_last ({keep_last}) and keep_interval ({keep_interval}) must be at least 1")
     check_incarnation(paths, incarnation)
     steps = list_steps(paths.checkpoints, digits=0)
-    oldest_kept = _oldest_of_newest_whole(paths, steps, keep_last or 1)
+    oldest_kept = oldest_of_newest_whole(paths, steps, keep_last or 1, paths.checkpoint_step)
     if oldest_kept is None:
         return []
     doomed = [step for step in steps if step < oldest_kept and not (keep_interval and step % keep_interval == 0)]
@@ -198,23 +198,6 @@ def prune_checkpoints(
     if removed:
         logger.debug(f"removed checkpoints of steps {removed}")
     return removed
-
-
-def _oldest_of_newest_whole(paths: RunPaths, steps: list[int], keep_last: int) -> int | None:
-    """The lowest of the newest `keep_last` steps whose checkpoint is whole; None where there are fewer."""
-    whole, starts = 0, life_starts(paths)
-    for step in reversed(steps):
-        try:
-            manifest = verify_artifact(paths.checkpoint_step(step), deadline_s=1.0)
-            if is_late(step, manifest.incarnation, starts):
-                continue
-        except ArtifactError as error:
-            logger.warning(f"checkpoint of step {step} is not whole and does not count as kept: {error}")
-            continue
-        whole += 1
-        if whole == keep_last:
-            return step
-    return None
 
 
 def remove_checkpoints_after(paths: RunPaths, step: int, incarnation: int = 0) -> list[int]:

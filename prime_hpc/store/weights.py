@@ -9,9 +9,10 @@ from collections.abc import Collection
 
 from loguru import logger
 
-from prime_hpc.store.artifact import ArtifactError, clear_name, discard, is_artifact, read_manifest, verify_artifact
-from prime_hpc.store.layout import RunPaths, check_incarnation, is_late, life_starts, list_steps
+from prime_hpc.store.artifact import ArtifactError, clear_name, discard, is_artifact, read_manifest
+from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
 from prime_hpc.store.leases import min_floor
+from prime_hpc.store.retention import oldest_of_newest_whole
 
 
 def list_versions(paths: RunPaths) -> list[int]:
@@ -61,7 +62,7 @@ def prune_weights(paths: RunPaths, keep_last: int, incarnation: int = 0, *, keep
         raise ValueError(f"keep_last must be at least 1, is {keep_last}: the engines need the newest version")
     check_incarnation(paths, incarnation)
     versions = list_versions(paths)
-    newest_kept = _oldest_of_newest_whole(paths, versions, keep_last)
+    newest_kept = oldest_of_newest_whole(paths, versions, keep_last, paths.weights_step)
     if newest_kept is None:
         return []
     floor = min_floor(paths)
@@ -76,23 +77,6 @@ def prune_weights(paths: RunPaths, keep_last: int, incarnation: int = 0, *, keep
     if doomed:
         logger.debug(f"removed weight versions {doomed}")
     return doomed
-
-
-def _oldest_of_newest_whole(paths: RunPaths, versions: list[int], keep_last: int) -> int | None:
-    """The lowest of the newest `keep_last` versions that are whole; None where there are fewer."""
-    whole, starts = 0, life_starts(paths)
-    for version in reversed(versions):
-        try:
-            manifest = verify_artifact(paths.weights_step(version), deadline_s=1.0)
-            if is_late(version, manifest.incarnation, starts):
-                continue
-        except ArtifactError as error:
-            logger.warning(f"weights version {version} is not whole and does not count as kept: {error}")
-            continue
-        whole += 1
-        if whole == keep_last:
-            return version
-    return None
 
 
 def remove_versions_after(paths: RunPaths, version: int, incarnation: int = 0) -> list[int]:

@@ -12,9 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
-from tests.support.scripted_server import Reply, ScriptedServer
+from tests.support.scripted_server import AdminServer, Reply
 
 
 def reply_of(prompt: str, rollout: int) -> str:
@@ -27,8 +25,8 @@ def reply_of(prompt: str, rollout: int) -> str:
     return "".join(letters)
 
 
-class CountingServer(ScriptedServer):
-    """Answers the rollouts of each prompt in turn, and can go back to the base model."""
+class CountingServer(AdminServer):
+    """Answers the rollouts of each prompt in turn."""
 
     def __init__(self, tokenizer: Any, group_size: int) -> None:
         super().__init__(tokenizer, self._reply)
@@ -41,35 +39,6 @@ class CountingServer(ScriptedServer):
         self.requests.clear()
         self.headers.clear()
         return Reply(reply_of(prompt, rollout))
-
-    async def _start(self) -> None:
-        app = web.Application(client_max_size=2**26)
-        app.add_routes(
-            [
-                web.post("/inference/v1/generate", self._generate),
-                web.get("/v1/models", self._models),
-                web.get("/health", self._health),
-                web.get("/policy_version", self._policy_version),
-                web.post("/update_weights", self._update),
-                web.post("/reload_weights", self._reload),
-            ]
-        )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.port = self._runner.addresses[0][1]
-
-    async def _update(self, request: web.Request) -> web.Response:
-        """As an engine does: what is not there cannot be loaded."""
-        body = await request.json()
-        if not (Path(body["path"]) / "manifest.json").exists():
-            return web.json_response({"error": f"{body['path']} holds no weights"}, status=400)
-        self.version = body["version"]
-        return web.json_response({"version": self.version, "path": body["path"], "changed": True})
-
-    async def _reload(self, request: web.Request) -> web.Response:
-        self.version = 0
-        return web.json_response({"version": 0, "path": None, "changed": True})
 
 
 def main(tokenizer_dir: str, address_file: str, group_size: str) -> None:

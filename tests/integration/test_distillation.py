@@ -12,8 +12,8 @@ from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.store.batches import NOT_SAMPLED, RankBatch, write_batch
 from tests.integration.test_orchestrator import log_of
 from tests.integration.test_trainer import assert_done, run_trainer, write_run
-from tests.support.orchestrator_world import AdminServer, World, make_experiment, varied_reply
-from tests.support.scripted_server import score_of
+from tests.support.orchestrator_world import World, make_experiment, varied_reply
+from tests.support.scripted_server import AdminServer, score_of
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,8 @@ import pytest
 
 from prime_hpc.orchestrator.algorithms import RewardGroup
 from tests.integration.test_orchestrator import log_of, server, tokenizer, tokenizer_dir  # noqa: F401 (fixtures)
-from tests.support.orchestrator_world import AdminServer, World, make_experiment
+from tests.support.orchestrator_world import World, make_experiment
+from tests.support.scripted_server import AdminServer
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,9 @@ import pytest
 from prime_hpc.orchestrator.eval_loop import due_versions
 from prime_hpc.store.leases import min_floor
 from prime_hpc.store.weights import list_versions
-from tests.support.orchestrator_world import AdminServer, World, make_experiment, varied_reply
+from tests.support.orchestrator_world import World, make_experiment, varied_reply
 from tests.support.runs import wait_until
+from tests.support.scripted_server import AdminServer
 from tests.support.tiny_tokenizer import make_tokenizer
 
 pytestmark = pytest.mark.slow

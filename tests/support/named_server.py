@@ -34,14 +34,6 @@ class NamedServer(ScriptedServer):
             web.post("/reload_weights", self._forget),
         ]
 
-    async def _start(self) -> None:
-        app = web.Application(client_max_size=2**26)
-        app.add_routes(self.routes())
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-        self.port = self._runner.addresses[0][1]
-
     async def _generate_named(self, request: web.Request) -> web.Response:
         name = (await request.json())["model"]
         if name not in self.versions:

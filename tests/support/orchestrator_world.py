@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from aiohttp import web
 
 from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.observe.context import role_environment
@@ -30,7 +29,7 @@ from prime_hpc.store.batches import RankBatch, list_batches, read_rank_batch, re
 from prime_hpc.store.doorbell import Doorbell, DoorbellHub
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.weights import prune_weights
-from tests.support.scripted_server import Reply, ScriptedServer
+from tests.support.scripted_server import AdminServer, Reply
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = [
@@ -43,47 +42,6 @@ PRELOAD = [
     "verifiers.v1.utils.loaders",
 ]
 """What a starting orchestrator spends its first seconds on."""
-
-
-class AdminServer(ScriptedServer):
-    """A scripted server whose weights can be reloaded, and which remembers every change of version."""
-
-    def __init__(self, *args: Any, update_delay_s: float = 0.0, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.update_delay_s = update_delay_s
-        self.updates: list[tuple[int, str]] = []
-
-    async def _start(self) -> None:
-        app = web.Application(client_max_size=2**26)
-        app.add_routes(
-            [
-                web.post("/inference/v1/generate", self._generate),
-                web.get("/v1/models", self._models),
-                web.get("/health", self._health),
-                web.get("/policy_version", self._policy_version),
-                web.post("/update_weights", self._update),
-                web.post("/reload_weights", self._reload),
-            ]
-        )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
-        self.port = self._runner.addresses[0][1]
-
-    async def _update(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        manifest = Path(body["path"]) / "manifest.json"
-        if not manifest.exists():
-            return web.json_response({"error": f"{manifest} does not exist"}, status=400)
-        time.sleep(self.update_delay_s)  # in-flight requests stand still, as on a real engine
-        self.version = body["version"]
-        self.updates.append((self.version, body["path"]))
-        return web.json_response({"version": self.version, "path": body["path"], "changed": True})
-
-    async def _reload(self, request: web.Request) -> web.Response:
-        self.version = 0
-        self.updates.append((0, "base"))
-        return web.json_response({"version": 0, "path": None, "changed": True})
 
 
 def varied_reply(seed: int, delay_s: float = 0.02) -> Any:

@@ -12,9 +12,11 @@ As a process of its own (for benchmarks): `python -m tests.support.scripted_serv
 import asyncio
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from aiohttp import web
@@ -96,20 +98,22 @@ class ScriptedServer:
         self._loop.run_until_complete(self._runner.cleanup())
         self._loop.close()
 
+    def routes(self) -> list[web.RouteDef]:
+        """What is answered."""
+        return [
+            web.post("/inference/v1/generate", self._generate),
+            web.get("/v1/models", self._models),
+            web.get("/health", self._health),
+            web.get("/policy_version", self._policy_version),
+            web.post("/update_weights", self._update_weights),
+        ]
+
     async def _start(self) -> None:
         app = web.Application(client_max_size=2**26)
-        app.add_routes(
-            [
-                web.post("/inference/v1/generate", self._generate),
-                web.get("/v1/models", self._models),
-                web.get("/health", self._health),
-                web.get("/policy_version", self._policy_version),
-                web.post("/update_weights", self._update_weights),
-            ]
-        )
+        app.add_routes(self.routes())
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -169,6 +173,35 @@ class ScriptedServer:
         body = await request.json()
         changed, self.version = self.version != body["version"], body["version"]
         return web.json_response({"version": self.version, "path": body["path"], "changed": changed})
+
+
+class AdminServer(ScriptedServer):
+    """A scripted server whose weights can be reloaded, and which remembers every change of version."""
+
+    def __init__(self, *args: Any, update_delay_s: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.update_delay_s = update_delay_s
+        self.updates: list[tuple[int, str]] = []
+
+    def routes(self) -> list[web.RouteDef]:
+        """Of a server, and the way back to the base model."""
+        return [*super().routes(), web.post("/reload_weights", self._reload)]
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        """As an engine does: what is not there cannot be loaded."""
+        body = await request.json()
+        manifest = Path(body["path"]) / "manifest.json"
+        if not manifest.exists():
+            return web.json_response({"error": f"{manifest} does not exist"}, status=400)
+        time.sleep(self.update_delay_s)  # in-flight requests stand still, as on a real engine
+        self.version = body["version"]
+        self.updates.append((self.version, body["path"]))
+        return web.json_response({"version": self.version, "path": body["path"], "changed": True})
+
+    async def _reload(self, request: web.Request) -> web.Response:
+        self.version = 0
+        self.updates.append((0, "base"))
+        return web.json_response({"version": 0, "path": None, "changed": True})
 
 
 def reverse_last_user(prompt: str, number: int) -> str:

@@ -26,7 +26,8 @@ from prime_hpc.store.doorbell import DoorbellHub
 from prime_hpc.store.layout import RunPaths, claim_incarnation
 from prime_hpc.supervisor import ports
 from tests.support.hostile.mount import hostile_mounts
-from tests.support.orchestrator_world import ROOT, AdminServer, make_experiment, varied_reply
+from tests.support.orchestrator_world import ROOT, make_experiment, varied_reply
+from tests.support.scripted_server import AdminServer
 from tests.support.tiny_model import make_tiny_model
 
 SETTLE_S = 0.2
