@@ -1,1 +1,30 @@
-"""Makes `tests` importable (pytest puts the folder above on the path), so that tests share `tests.support`."""
+"""For all tests: the folder above is importable (pytest puts it on the path), so that tests share `tests.support`; and
+how `tools/test` deals them out to several processes. Most of the slow ones wait for processes of their own.
+"""
+
+from typing import Any
+
+import pytest
+
+LONGEST_FIRST = ("slurm", "integration", "faults", "proofs", "unit")
+
+
+def _room(nodeid: str) -> str:
+    return nodeid.split("/")[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order in which several processes end at about the same time."""
+    items.sort(key=lambda item: LONGEST_FIRST.index(_room(item.nodeid)))
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests share a process, for they share fixtures; so do all on Slurm, for there is one cluster."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/slurm" if _room(nodeid) == "slurm" else nodeid.split("::", 1)[0]
+
+    return ByFile(config, log)

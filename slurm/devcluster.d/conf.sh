@@ -4,7 +4,7 @@
 # shellcheck disable=SC2034  # SHARED_CMD is used in nodes.sh
 
 # ---- settings: the defaults, `up`'s options, then kept in RUN/cluster.env
-N=6 GPU_NODES="" GPUS=8 CPUS=16 MEM=64000 SLURMD_TIMEOUT=20 CRED_EXPIRE=5 KILL_WAIT=15 GRACE=0
+N=6 GPU_NODES="" GPUS=8 CPUS=16 MEM=64000 SLURMD_TIMEOUT=20 CRED_EXPIRE=10 KILL_WAIT=15 GRACE=0
 ACCOUNTING=no MODE=netns SHARED_CMD="" EXTRA=""
 
 number() { # OPTION VALUE LEAST MOST

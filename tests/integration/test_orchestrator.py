@@ -9,7 +9,8 @@ import pytest
 
 from prime_hpc.observe.bench import read_report
 from prime_hpc.store.leases import min_floor
-from tests.support.orchestrator_world import AdminServer, World, make_experiment, read_samples, varied_reply
+from tests.support.orchestrator_world import World, make_experiment, read_samples, varied_reply
+from tests.support.scripted_server import AdminServer
 from tests.support.tiny_tokenizer import make_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -200,7 +201,7 @@ def test_told_to_stop_it_ends_orderly(tmp_path: Path, tokenizer_dir: Path, serve
         world.start()
         world.wait_for_batch(2)
         world.hub.ring("stop", reason="the test says so", save=False)
-        assert world.wait(30) == 0, log_of(world)
+        assert world.wait(60) == 0, log_of(world)
         assert world.status()["state"] == "done"
         assert "the test says so" in log_of(world)
 
@@ -212,7 +213,7 @@ def test_sigterm_ends_it_within_seconds(tmp_path: Path, tokenizer_dir: Path, ser
         world.wait_for_batch(1)
         assert world.process is not None
         world.process.terminate()
-        assert world.wait(30) == 0, log_of(world)
+        assert world.wait(60) == 0, log_of(world)
 
 
 def test_weights_that_never_come_end_the_run_with_the_reason(

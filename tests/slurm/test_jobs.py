@@ -159,16 +159,16 @@ def test_a_lost_node_brings_it_back_on_others(cluster: Cluster, experiment: Path
 def test_the_time_limit_is_no_end(cluster: Cluster, experiment: Path) -> None:
     flags = (
         "--slurm.time",
-        "1:00",
+        "2:00",  # Slurm may warn 30 s too early
         "--slurm.survive.signal-lead-s",
-        20,
+        45,
         "--max-steps",
         100_000,
         "--ckpt.interval",
         10_000,
     )
     job, run_dir = submit(cluster, experiment, "limited", *flags)
-    cluster.wait_until(lambda: len(attempts(run_dir)) == 2, "a second life", timeout=150)
+    cluster.wait_until(lambda: len(attempts(run_dir)) == 2, "a second life", timeout=240)
     first, second = attempts(run_dir)
     assert (first["outcome"], first["next"]) == ("requeued", "requeue")
     assert "time limit" in first["cause"]
