@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.common import CkptConfig, LogConfig, ModelConfig, WandbConfig
-from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.config.sections.inference import InferenceConfig, TeacherInferenceConfig
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
 from prime_hpc.config.sections.sft import SFTConfig
 from prime_hpc.config.sections.slurm import SlurmConfig
@@ -51,6 +51,8 @@ class Experiment(Section):
     """Rollouts."""
     inference: InferenceConfig | None = None
     """Servers to start; absent: attach to `orchestrator.client`."""
+    teacher_inference: TeacherInferenceConfig | None = None
+    """Servers to start for the teacher; absent: `orchestrator.teacher.base_url`, where there is one at all."""
     sft: SFTConfig = SFTConfig()
     """Supervised fine-tuning."""
     supervisor: SupervisorConfig = SupervisorConfig()
@@ -63,6 +65,8 @@ class Experiment(Section):
     """Start over: delete a run directory of this name that no running job holds."""
     inference_gpu_ids: list[int] | None = None
     """GPUs of the engines on one node; default: split in order."""
+    teacher_gpu_ids: list[int] | None = None
+    """GPUs of the teacher's engines on one node; default: those after the policy's."""
     trainer_gpu_ids: list[int] | None = None
     """GPUs of the trainer on one node."""
 
@@ -81,6 +85,11 @@ class Experiment(Section):
     def max_model_len(self) -> int:
         """Longest prompt + completion that the engines accept."""
         return (self.inference.max_model_len if self.inference else None) or self.seq_len
+
+    @property
+    def holds_secret(self) -> bool:
+        """Whether the tree states a key, so that its files are for their owner's eyes alone."""
+        return any(engines is not None and engines.api_key for engines in (self.inference, self.teacher_inference))
 
     @property
     def samples(self) -> bool:
@@ -124,6 +133,7 @@ class Experiment(Section):
                 f"ckpt.resume_step ({resume}) is not below max_steps ({self.max_steps}): nothing is left to do; raise "
                 "--max-steps"
             )
+        self._can_be_taught()
         if self.kind == "rl":
             self._can_distil()
         if self.trainer.max_concurrent_runs > 1:
@@ -166,11 +176,51 @@ class Experiment(Section):
                 "sample would not fit into a step"
             )
 
+    def _can_be_taught(self) -> None:
+        """The teacher has servers, of one kind, for which the run has a use."""
+        o, started = self.orchestrator, self.teacher_inference
+        urls = o.teacher.urls if o.teacher is not None else []
+        if started is None:
+            if o.teacher is not None and not urls:
+                raise ValueError(
+                    "orchestrator.teacher.base_url names no server: give the url of one that runs, or have the run "
+                    "start one with teacher_inference"
+                )
+            return
+        if urls:
+            raise ValueError(
+                "orchestrator.teacher.base_url attaches to a teacher that runs, teacher_inference starts one: leave "
+                "one of them out"
+            )
+        if self.kind != "rl":
+            raise ValueError(f"teacher_inference is for RL with a teacher, this is {self.kind}: leave it out")
+        if o.advantage.type not in ("opd", "sft") and ":" not in o.advantage.type:
+            raise ValueError(
+                f"teacher_inference is not used by orchestrator.advantage.type = {o.advantage.type}: leave it out, or "
+                "set opd or sft"
+            )
+        if o.teacher is None or o.teacher.model is None:
+            raise ValueError("teacher_inference serves orchestrator.teacher.model, which is not stated")
+        if self.trainer.max_concurrent_runs > 1:
+            raise ValueError(
+                "teacher_inference cannot be shared by the runs of trainer.max_concurrent_runs > 1: start `inference` "
+                "with the teacher's model, and state its url in each run's orchestrator.teacher.base_url"
+            )
+        need = self.seq_len + (o.advantage.type != "sft")  # a score samples one token that is not used
+        if started.max_model_len is not None and started.max_model_len < need:
+            raise ValueError(
+                f"teacher_inference.max_model_len ({started.max_model_len}) is too short for samples of seq_len "
+                f"({self.seq_len}): at least {need}, or leave it out"
+            )
+
     def _can_distil(self) -> None:
         o, key = self.orchestrator, f"orchestrator.advantage.type = {self.orchestrator.advantage.type}"
         imitates = o.advantage.type == "sft"
         if (imitates or o.advantage.type == "opd") and o.teacher is None:
-            raise ValueError(f"{key} needs a teacher: set orchestrator.teacher.base_url to a server of its model")
+            raise ValueError(
+                f"{key} needs a teacher: set orchestrator.teacher.base_url to a server of its model, or "
+                "orchestrator.teacher.model and teacher_inference to start one"
+            )
         if o.teacher is not None and o.advantage.type not in ("opd", "sft") and ":" not in o.advantage.type:
             raise ValueError(f"orchestrator.teacher is not used by {key}: leave it out, or set opd or sft")
         if o.advantage.distils and o.sampling.temperature != 1:

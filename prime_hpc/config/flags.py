@@ -20,6 +20,7 @@ ALIASES: dict[str, tuple[Segments, ...]] = {
     "exp_id": (("name",),),
     "trainer_gpus": (("trainer", "num_ranks"),),
     "inference_gpus": (("inference", "data_parallel_size"),),
+    "teacher_gpus": (("teacher_inference", "data_parallel_size"),),
     "model.cp": (("trainer", "parallel", "cp"),),
     "trainer.model.cp": (("trainer", "parallel", "cp"),),
 }

@@ -48,7 +48,7 @@ class Shared:
 def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: Shared | None = None) -> None:
     """Write `run.yaml`, `configs/*.toml` and `lock.json` into the run directory, each atomically.
 
-    Files that hold a secret (`inference.api_key`) are readable by their owner alone.
+    Files that hold a secret (`inference.api_key`, `teacher_inference.api_key`) are readable by their owner alone.
 
     Args:
         exp: the resolved experiment.
@@ -62,7 +62,7 @@ def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: S
     sync = shared is None  # thousands of files forced to the disk one by one would take minutes
     shared = shared or share(command)
     tree = exp.model_dump(mode="json")
-    private = exp.inference is not None and exp.inference.api_key is not None
+    private = exp.holds_secret
     configs = run_dir / CONFIGS
     configs.mkdir(parents=True, exist_ok=True)
     for component in COMPONENTS:

@@ -1,4 +1,4 @@
-"""One inference server: `python -m prime_hpc.inference.main RUN_DIR --replica I --port P`.
+"""One inference server: `python -m prime_hpc.inference.main RUN_DIR --replica I --port P [--role teacher]`.
 
 Started by the supervisor (which exports CUDA_VISIBLE_DEVICES), or by hand. vLLM runs in this process, so that signals
 reach it. SIGTERM: requests in flight are answered with `abort`, engines end, exit code 0, all within 5 s. Exit code 1
@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from prime_hpc.config import load_run
+from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, served_by
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.inference import bootstrap
 from prime_hpc.inference.args import build_argv, build_env, section
@@ -33,15 +34,15 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     stopping = _end_on_signal()
     # the engines of a further node speak through their head
-    status = _NoStatus() if args.headless else _status(args.run_dir, args.replica)
+    status = _NoStatus() if args.headless else _status(args.run_dir, args.role, args.replica)
     scratch = bootstrap.make_scratch()
     code = 1
     try:
         status.starting()
         status.start_heartbeat()
-        experiment = _placed(load_run(args.run_dir), args)
+        experiment = _placed(served_by(load_run(args.run_dir), args.role), args)
         port = args.port if args.port is not None else section(experiment).server.port + args.replica
-        _run(experiment, args.replica, port, scratch, status)
+        _run(experiment, args, port, scratch, status)
         code = 0
         status.done()
     except (Stopped, Exception) as error:
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             status.done()
             return 0
         status.failed(error)
-        print(f"inference server {args.replica} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"{args.role} server {args.replica} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if not isinstance(error, (ValueError, OSError)):
             raise
     finally:
@@ -57,39 +58,40 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def _run(experiment: Experiment, replica: int, port: int, scratch: Path, status: Any) -> None:
+def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: Path, status: Any) -> None:
     """Set the stage, import vLLM, serve."""
     device = bootstrap.detect_device()
     config = section(experiment)
-    sock = None if config.headless else _bind(config.server.host, port)
+    sock = None if config.headless else _bind(config.server.host, port, f"{SECTIONS[args.role]}.server.port")
     os.environ.update(build_env(experiment, device=device, scratch=scratch))
     bootstrap.name_vllm_cpu()
     bootstrap.die_with_parent()
-    argv = build_argv(experiment, device=device, replica=replica, port=port)
+    argv = build_argv(experiment, device=device, replica=args.replica, port=port)
 
     import uvloop
 
     from prime_hpc.inference import server
 
-    args = server.parse(argv)
+    options = server.parse(argv)
     if sock is None:
         from vllm.entrypoints.cli.serve import run_headless
 
-        args.api_server_count = 0
-        run_headless(args)
+        options.api_server_count = 0
+        run_headless(options)
         return
     url = f"http://{config.server.host}:{sock.getsockname()[1]}/v1"
 
     def on_ready(facts: dict[str, Any]) -> None:
-        print(f"inference server {replica} is ready at {url}: {facts}", flush=True)
+        print(f"{args.role} server {args.replica} is ready at {url}: {facts}", flush=True)
         status.ready(url=url, **facts)
 
-    uvloop.run(server.serve(args, sock=sock, device=device, on_ready=on_ready))
+    uvloop.run(server.serve(options, sock=sock, device=device, on_ready=on_ready))
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m prime_hpc.inference.main", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="run directory with its run.yaml")
+    parser.add_argument("--role", choices=ENGINE_ROLES, default="inference", help="whose engines (default inference)")
     parser.add_argument("--replica", type=int, default=0, help="index of this server (default 0)")
     parser.add_argument("--port", type=int, help="HTTP port (default: inference.server.port + replica)")
     parser.add_argument("--host", help="address to bind (default: inference.server.host)")
@@ -114,7 +116,7 @@ def _placed(experiment: Experiment, args: argparse.Namespace) -> Experiment:
     return experiment.model_copy(update={"inference": config.model_copy(update=changes)}) if changes else experiment
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, key: str) -> socket.socket:
     """Take the port before the slow part of the start-up.
 
     Raises:
@@ -127,9 +129,7 @@ def _bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise ValueError(
-            f"cannot listen on {host}:{port}: {error.strerror}; set inference.server.port to a free one, or 0"
-        ) from error
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; set {key} to a free one, or 0") from error
     return sock
 
 
@@ -147,7 +147,7 @@ def _end_on_signal() -> threading.Event:
     return stopping
 
 
-def _status(run_dir: Path, replica: int) -> Any:
+def _status(run_dir: Path, role: str, replica: int) -> Any:
     """Where to report: the run's status file under a supervisor, nowhere when started by hand."""
     if not any(name in os.environ for name in STATUS_VARIABLES):
         return _NoStatus()
@@ -155,10 +155,8 @@ def _status(run_dir: Path, replica: int) -> Any:
     from prime_hpc.observe.status import RoleStatus
     from prime_hpc.store.doorbell import Doorbell
 
-    context = RoleContext.from_env("inference", run_dir, index=replica)
-    return RoleStatus(
-        context, Doorbell(context.doorbell_address, f"inference-{replica}", incarnation=context.incarnation)
-    )
+    context = RoleContext.from_env(role, run_dir, index=replica)
+    return RoleStatus(context, Doorbell(context.doorbell_address, f"{role}-{replica}", incarnation=context.incarnation))
 
 
 class _NoStatus:

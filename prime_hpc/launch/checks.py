@@ -11,6 +11,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.children import is_parent
+from prime_hpc.config.engines import MODELS, served_by
 from prime_hpc.envs.resolve import BUNDLED
 from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
 
@@ -50,26 +51,35 @@ def _model(experiment: Experiment) -> list[Problem]:
     if not is_local_path(name):
         return []
     folder = Path(name)
-    if not folder.is_dir():
-        return [Problem(f"{name!r} is not a directory (a hub name looks like owner/model)", "model.name")]
-    if not (folder / "config.json").exists():
-        return [Problem(f"{name} holds no config.json: not a Hugging Face model directory", "model.name")]
-    if not any(p.suffix in _WEIGHT_SUFFIXES for p in folder.iterdir()):
-        return [Problem(f"{name} holds a config but no weights (*.safetensors)", "model.name")]
+    if problems := _folder(name, "model.name"):
+        return problems
     from prime_hpc.launch.adapters import adapter_problems  # it builds on `is_local_path`
 
-    return [*_context(experiment, folder), *adapter_problems(experiment)]
+    wanted = max(experiment.seq_len, experiment.max_model_len) if experiment.samples else experiment.seq_len
+    return [*_context(folder, wanted, "model.name"), *adapter_problems(experiment)]
 
 
-def _context(experiment: Experiment, folder: Path) -> list[Problem]:
-    """The model's own context length holds what the run asks of it."""
+def _folder(name: str, key: str) -> list[Problem]:
+    """What a local model's directory lacks."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return [Problem(f"{name!r} is not a directory (a hub name looks like owner/model)", key)]
+    if not (folder / "config.json").exists():
+        return [Problem(f"{name} holds no config.json: not a Hugging Face model directory", key)]
+    if not any(p.suffix in _WEIGHT_SUFFIXES for p in folder.iterdir()):
+        return [Problem(f"{name} holds a config but no weights (*.safetensors)", key)]
+    return []
+
+
+def _context(folder: Path, wanted: int, key: str) -> list[Problem]:
+    """The model's own context length holds what the run asks of it; `key` names the model."""
     try:
         limit = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
     except (ValueError, AttributeError):
-        return [Problem(f"{folder / 'config.json'} is not a JSON object", "model.name")]
-    wanted = max(experiment.seq_len, experiment.max_model_len) if experiment.samples else experiment.seq_len
+        return [Problem(f"{folder / 'config.json'} is not a JSON object", key)]
     if isinstance(limit, int) and wanted > limit:
-        return [Problem(f"{wanted} tokens are beyond the model's max_position_embeddings = {limit}", "seq_len")]
+        whose = "the model's" if key == "model.name" else "the teacher's"
+        return [Problem(f"{wanted} tokens are beyond {whose} max_position_embeddings = {limit}", "seq_len")]
     return []
 
 
@@ -97,11 +107,15 @@ def _teacher(experiment: Experiment) -> list[Problem]:
     teacher = experiment.orchestrator.teacher
     if experiment.kind != "rl" or teacher is None or teacher.model is None:
         return []
-    folders = {"model.name": experiment.model.name, "orchestrator.teacher.model": teacher.model}
-    key = "orchestrator.teacher.model"
-    if is_local_path(teacher.model) and not Path(teacher.model).is_dir():
-        return [Problem(f"{teacher.model!r} is not a directory (a hub name looks like owner/model)", key)]
-    vocabularies = [_vocabulary(name) for name in folders.values()]
+    key = MODELS["teacher"]
+    if is_local_path(teacher.model):
+        if not Path(teacher.model).is_dir():
+            return [Problem(f"{teacher.model!r} is not a directory (a hub name looks like owner/model)", key)]
+        if experiment.teacher_inference is not None:
+            longest = served_by(experiment, "teacher").max_model_len
+            if lacks := _folder(teacher.model, key) or _context(Path(teacher.model), longest, key):
+                return lacks
+    vocabularies = [_vocabulary(name) for name in (experiment.model.name, teacher.model)]
     if None in vocabularies or vocabularies[0] == vocabularies[1]:
         return []
     own, other = (v or {} for v in vocabularies)

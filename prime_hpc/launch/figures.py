@@ -101,7 +101,7 @@ def log_paths(path: Path, attempt: int | None) -> dict[str, str]:
         found["slurm"] = str(outputs[-1])
     folder = logs / f"attempt_{attempt}"
     for file in sorted(folder.glob("*/*.log")) if attempt is not None else []:
-        if file.stem == file.parent.name or file.parent.name == "inference":
+        if file.stem == file.parent.name or file.parent.name in ("inference", "teacher"):
             found[file.stem] = str(file)
     return found
 

@@ -7,11 +7,12 @@ Called by the `lint` verb, and by `submit`, which refuses an experiment with err
 import shutil
 
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.engines import engine_roles, served_by
 from prime_hpc.config.sections.slurm import SiteConfig, SlurmConfig
 from prime_hpc.config.site import GENERIC
 from prime_hpc.launch import lint_model, lint_parallel, lint_run, lint_slurm, lint_time
 from prime_hpc.launch.estimate import read_model
-from prime_hpc.launch.lint_finding import CODES, Check, Finding, Subject
+from prime_hpc.launch.lint_finding import CODES, Check, Engines, Finding, Subject
 from prime_hpc.launch.render import render_job
 from prime_hpc.supervisor.options import RoleOptions, SlurmRole, resolve
 from prime_hpc.supervisor.placement import Placement, place_slurm, placed_roles
@@ -49,8 +50,10 @@ def is_for_slurm(experiment: Experiment, site: SiteConfig) -> bool:
 def examine(experiment: Experiment, site: SiteConfig) -> Subject:
     """Everything that the checks look at, worked out once."""
     facts = read_model(experiment.model.name)
+    views = {role: served_by(experiment, role) for role in engine_roles(experiment)}
+    engines = tuple(Engines(role, view, read_model(view.model.name)) for role, view in views.items())
     if not is_for_slurm(experiment, site):
-        return Subject(experiment, site, facts, False)
+        return Subject(experiment, site, facts, False, engines=engines)
     placement: Placement | None = None
     misplaced: ConfigError | None = None
     roles: dict[SlurmRole, RoleOptions] = {}
@@ -62,7 +65,7 @@ def examine(experiment: Experiment, site: SiteConfig) -> Subject:
         placement = place_slurm(experiment, site)
     except ConfigError as error:
         misplaced = error
-    return Subject(experiment, site, facts, True, placement, misplaced, roles)
+    return Subject(experiment, site, facts, True, placement, misplaced, roles, engines)
 
 
 def _renders(subject: Subject, placement: Placement) -> list[Finding]:

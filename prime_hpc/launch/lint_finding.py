@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.engines import SECTIONS, EngineRole
+from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.sections.slurm import SiteConfig, SitePartition
 from prime_hpc.launch.estimate import ModelFacts
 from prime_hpc.supervisor.options import RoleOptions, SlurmRole, known_partitions
@@ -99,6 +101,28 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Engines:
+    """One group of engines that the run starts."""
+
+    role: EngineRole
+    view: Experiment
+    """The experiment as the group sees it: `served_by`."""
+    facts: ModelFacts | None
+    """Of the model that it serves, where its config.json is here."""
+
+    @property
+    def section(self) -> str:
+        """Key of the group's servers."""
+        return SECTIONS[self.role]
+
+    @property
+    def servers(self) -> InferenceConfig:
+        """What the section says."""
+        assert self.view.inference is not None
+        return self.view.inference
+
+
+@dataclass(frozen=True)
 class Subject:
     """What the checks look at. Built once by `lint`."""
 
@@ -113,6 +137,8 @@ class Subject:
     misplaced: ConfigError | None = None
     roles: dict[SlurmRole, RoleOptions] = field(default_factory=dict)
     """Of each role that has nodes of its own."""
+    engines: tuple["Engines", ...] = ()
+    """The groups of engines that the run starts."""
 
     @property
     def is_rl(self) -> bool:

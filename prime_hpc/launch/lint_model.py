@@ -2,18 +2,21 @@
 
 from collections.abc import Iterator
 
+from prime_hpc.config.engines import MODELS
 from prime_hpc.launch.adapters import adapter_problems
 from prime_hpc.launch.checks import is_local_path
-from prime_hpc.launch.estimate import engine_memory, find_config, trainer_gib, vocab_fits
+from prime_hpc.launch.estimate import ModelFacts, engine_memory, find_config, trainer_gib, vocab_fits
 from prime_hpc.launch.lint_finding import Finding, Subject
 
 
 def tensor_parallel(subject: Subject) -> Iterator[Finding]:
     """vLLM refuses to split heads and vocabulary unevenly, after minutes of start-up."""
-    inference, facts = subject.experiment.inference, subject.facts
-    if not subject.is_rl or inference is None or facts is None or inference.tensor_parallel_size == 1:
-        return
-    width, key = inference.tensor_parallel_size, "inference.tensor_parallel_size"
+    for group in subject.engines:
+        if group.facts is not None and group.servers.tensor_parallel_size > 1:
+            yield from _split(group.facts, group.servers.tensor_parallel_size, f"{group.section}.tensor_parallel_size")
+
+
+def _split(facts: ModelFacts, width: int, key: str) -> Iterator[Finding]:
     good = [n for n in range(1, facts.num_heads + 1) if facts.num_heads % n == 0 and _kv_fits(facts.num_kv_heads, n)]
     good = [n for n in good if vocab_fits(facts.vocab_size, n)]
     remedy = f"use one of {', '.join(map(str, good))}"
@@ -64,21 +67,43 @@ def context(subject: Subject) -> Iterator[Finding]:
             )
 
 
+def context_of_teacher(subject: Subject) -> Iterator[Finding]:
+    """What the teacher's engines are asked to hold, against its model."""
+    for group in subject.engines:
+        limit = group.facts.context if group.facts is not None else None
+        if group.role == "teacher" and limit is not None and group.view.max_model_len > limit:
+            stated = subject.experiment.teacher_inference
+            key = "teacher_inference.max_model_len" if stated and stated.max_model_len else "seq_len"
+            yield Finding(
+                "PH104",
+                "error",
+                key,
+                f"the teacher's engines need {group.view.max_model_len} tokens, beyond {group.view.model.name}'s "
+                f"max_position_embeddings = {limit}",
+                f"a seq_len of at most {limit - 1}" if key == "seq_len" else f"use at most {limit}",
+            )
+
+
 def known(subject: Subject) -> Iterator[Finding]:
     """Whether there is a config.json to check against."""
-    name = subject.experiment.model.name
-    if subject.facts is not None:
-        return
+    if subject.facts is None:
+        yield _unknown("model.name", subject.experiment.model.name)
+    for group in subject.engines:
+        if group.role == "teacher" and group.facts is None:
+            yield _unknown(MODELS[group.role], group.view.model.name)
+
+
+def _unknown(key: str, name: str) -> Finding:
     if find_config(name) is not None:
         message, severity = f"the config.json of {name} is of a kind that lint does not know", "info"
     elif is_local_path(name):
         message, severity = f"{name} is not there (yet)", "warning"
     else:
         message, severity = f"{name} is not in the hub's cache of this machine", "info"
-    yield Finding(
+    return Finding(
         "PH107",
         "warning" if severity == "warning" else "info",
-        "model.name",
+        key,
         f"{message}: heads, vocabulary, context and memory were not checked",
         "lint again where the model is",
     )
@@ -128,25 +153,23 @@ def trainer_memory(subject: Subject) -> Iterator[Finding]:
 
 def engines(subject: Subject) -> Iterator[Finding]:
     """Weights and the KV cache of one longest sample against one GPU: vLLM does not start below that."""
-    limit = subject.gpu_gib("inference")
-    if subject.facts is None or limit is None or not subject.is_rl:
-        return
-    memory = engine_memory(subject.experiment, subject.facts, limit)
-    if memory is None or memory.kv_gib is None or memory.max_tokens is None:
-        return
-    needed = subject.experiment.max_model_len
-    if memory.max_tokens >= needed:
-        return
-    inference = subject.experiment.inference
-    quantized = inference is not None and "quantization" in inference.vllm  # fewer bytes than this counts
-    yield Finding(
-        "PH106",
-        "error" if memory.kv_gib <= 0 and not quantized else "warning",
-        "inference.tensor_parallel_size",
-        f"an engine's GPU of {limit:.0f} GiB holds {memory.weights_gib:.1f} GiB of weights, which leaves a KV cache of "
-        f"{memory.max_tokens} tokens: less than one sample of max_model_len = {needed}",
-        "a larger inference.tensor_parallel_size or gpu_memory_utilization, or a shorter max_model_len",
-    )
+    for group in subject.engines:
+        limit = subject.gpu_gib(group.role)
+        memory = engine_memory(group.view, group.facts, limit) if group.facts is not None else None
+        if limit is None or memory is None or memory.kv_gib is None or memory.max_tokens is None:
+            continue
+        needed = group.view.max_model_len
+        if memory.max_tokens >= needed:
+            continue
+        quantized = "quantization" in group.servers.vllm  # fewer bytes than this counts
+        yield Finding(
+            "PH106",
+            "error" if memory.kv_gib <= 0 and not quantized else "warning",
+            f"{group.section}.tensor_parallel_size",
+            f"an engine's GPU of {limit:.0f} GiB holds {memory.weights_gib:.1f} GiB of weights, which leaves a KV "
+            f"cache of {memory.max_tokens} tokens: less than one sample of max_model_len = {needed}",
+            f"a larger {group.section}.tensor_parallel_size or gpu_memory_utilization, or a shorter max_model_len",
+        )
 
 
 def adapters(subject: Subject) -> Iterator[Finding]:
@@ -155,4 +178,4 @@ def adapters(subject: Subject) -> Iterator[Finding]:
         yield Finding("PH113", "error", problem.key, problem.message, "")
 
 
-CHECKS = (known, precision, adapters, tensor_parallel, context, trainer_memory, engines)
+CHECKS = (known, precision, adapters, tensor_parallel, context, context_of_teacher, trainer_memory, engines)

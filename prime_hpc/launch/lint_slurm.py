@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.engines import sampling_role
 from prime_hpc.launch.lint_finding import Finding, Subject
 from prime_hpc.supervisor.options import JOB_WIDE, SlurmRole, key_of, parse_mem_mib, split_names
 
@@ -268,43 +269,50 @@ def _fixed_part(path: str) -> str:
 def networks(subject: Subject) -> Iterator[Finding]:
     """Addresses that only one node can reach, and keys that are set by hand where Slurm decides."""
     experiment = subject.experiment
-    inference = experiment.inference
     if not subject.is_rl:
         return
-    if inference is None:
-        yield from _attached(experiment)
-        return
-    if subject.num_nodes > 1 and inference.server.host in _LOOPBACK:
-        yield Finding(
-            "PH312",
-            "info",
-            "inference.server.host",
-            f"{inference.server.host} is of one node alone; in a job of several the servers listen on all addresses",
-            "nothing to do",
-        )
+    yield from _attached(experiment)
     by_hand = ("headless", "data_parallel_address", "data_parallel_start_rank", "data_parallel_size_local")
-    for name in by_hand:
-        if getattr(inference, name):
+    for group in subject.engines:
+        host = group.servers.server.host
+        if subject.num_nodes > 1 and host in _LOOPBACK and group.role == "inference":
             yield Finding(
-                "PH320",
-                "warning",
-                f"inference.{name}",
-                "is for servers that are started by hand, node by node; in a Slurm job the placement decides",
-                "leave it out; slurm.inference.nodes and inference.across_nodes spread the engines",
+                "PH312",
+                "info",
+                "inference.server.host",
+                f"{host} is of one node alone; in a job of several the servers listen on all addresses",
+                "nothing to do",
             )
+        for name in by_hand:
+            if getattr(group.servers, name):
+                yield Finding(
+                    "PH320",
+                    "warning",
+                    f"{group.section}.{name}",
+                    "is for servers that are started by hand, node by node; in a Slurm job the placement decides",
+                    f"leave it out; slurm.{group.role}.nodes and {group.section}.across_nodes spread the engines",
+                )
 
 
 def _attached(experiment: Experiment) -> Iterator[Finding]:
-    client = experiment.orchestrator.client
+    """Servers that the job does not start."""
+    client, teacher = experiment.orchestrator.client, experiment.orchestrator.teacher
     urls = [client.base_url] if isinstance(client.base_url, str) else client.base_url or [f"http://{client.host}/"]
-    for url in urls:
+    places = (
+        []
+        if experiment.inference or sampling_role(experiment) == "teacher"
+        else [("orchestrator.client.base_url", url, "inference") for url in urls]
+    )
+    places += [("orchestrator.teacher.base_url", url, "teacher_inference") for url in (teacher.urls if teacher else ())]
+    for key, url, section in places:
         if any(f"//{host}" in url.replace("[", "").replace("]", "") for host in _LOOPBACK):
+            article = "an" if section == "inference" else "a"
             yield Finding(
                 "PH312",
                 "warning",
-                "orchestrator.client.base_url",
+                key,
                 f"{url} is an address of the node on which the orchestrator will run, and the job starts no server",
-                "the server's own address, or an `inference` section",
+                f"the server's own address, or {article} `{section}` section",
             )
 
 

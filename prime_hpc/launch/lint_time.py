@@ -6,6 +6,7 @@ Called by `lint`.
 from collections.abc import Iterator
 
 from prime_hpc.config import ConfigError
+from prime_hpc.config.engines import ready_timeout_s
 from prime_hpc.launch.lint_finding import Finding, Subject
 from prime_hpc.launch.pace import pace
 from prime_hpc.launch.render import survive_how
@@ -124,7 +125,7 @@ def lives(subject: Subject) -> Iterator[Finding]:
             f"({speed.save_from if needs_save else 'checkpoints are off'}): no life of the job would get anywhere",
             f"at least {format_time(2 * need)}, or a smaller startup_s in the site profile if the site is faster",
         )
-    ready = max(experiment.supervisor.start_timeout_s, _server_deadline(subject))
+    ready = max(experiment.supervisor.start_timeout_s, ready_timeout_s(experiment))
     if ready >= limit:
         yield Finding(
             "PH322",
@@ -133,11 +134,6 @@ def lives(subject: Subject) -> Iterator[Finding]:
             f"roles may take {ready:.0f} s to become ready, longer than the time limit of {limit} s",
             "shorter supervisor.start_timeout_s and inference.ready_timeout_s name a role that hangs",
         )
-
-
-def _server_deadline(subject: Subject) -> float:
-    inference = subject.experiment.inference
-    return inference.ready_timeout_s if subject.experiment.samples and inference is not None else 0.0
 
 
 def coming_back(subject: Subject) -> Iterator[Finding]:

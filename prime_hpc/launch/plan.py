@@ -9,6 +9,7 @@ import shutil
 from typing import Literal
 
 from prime_hpc.config import Experiment, Loaded
+from prime_hpc.config.engines import EngineRole, engine_roles, sampling_role, served_by
 from prime_hpc.config.site import load_site
 from prime_hpc.launch.estimate import read_model
 from prime_hpc.launch.interval import interval_facts, interval_lines
@@ -86,12 +87,35 @@ def _roles(experiment: Experiment) -> list[str]:
         f"orchestrator  {experiment.num_prompts} prompts x {orchestrator.rollouts_per_example} rollouts a step, "
         f"at most {orchestrator.max_concurrent} in flight, environments: {envs}",
     )
-    inference = experiment.inference
-    if inference is None:
-        return [f"inference     attached: {attached_urls(experiment)}", *lines]
-    port = inference.server.port or "chosen at start"
-    engines = f"data parallel {inference.data_parallel_size} x tensor parallel {inference.tensor_parallel_size}"
-    return [f"inference     {inference.num_replicas} vLLM server(s), {engines}, port {port}", *lines]
+    return [*_engines(experiment), *attached_lines(experiment), *lines]
+
+
+def _engines(experiment: Experiment) -> list[str]:
+    """The groups of engines that are started."""
+    lines = []
+    for role in engine_roles(experiment):
+        view = served_by(experiment, role)
+        servers = view.inference
+        assert servers is not None
+        engines = f"data parallel {servers.data_parallel_size} x tensor parallel {servers.tensor_parallel_size}"
+        port = servers.server.port or "chosen at start"
+        lines.append(f"{role:<14}{servers.num_replicas} vLLM server(s){of_model(view, role)}, {engines}, port {port}")
+    return lines
+
+
+def of_model(view: Experiment, role: EngineRole) -> str:
+    """Which model a group serves, where it is not the policy."""
+    return f" of {view.model.name}" if role == "teacher" else ""
+
+
+def attached_lines(experiment: Experiment) -> list[str]:
+    """Servers that run already, of the policy and of a teacher."""
+    lines, teacher = [], experiment.orchestrator.teacher
+    if experiment.inference is None and sampling_role(experiment) != "teacher":
+        lines.append(f"inference     attached: {attached_urls(experiment)}")
+    if teacher is not None and teacher.urls:
+        lines.append(f"teacher       attached: {', '.join(teacher.urls)}")
+    return lines
 
 
 def attached_urls(experiment: Experiment) -> str:

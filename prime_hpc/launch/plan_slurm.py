@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.engines import ENGINE_ROLES, EngineRole, engine_roles, served_by
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate import ModelFacts, engine_memory, read_model, trainer_gib
 from prime_hpc.launch.interval import interval_facts, interval_lines
@@ -51,7 +52,7 @@ def slurm_plan(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
         | {"events": survive_words(experiment, site, placement, how)},
         "checkpoints": _checkpoints(experiment, site, placement, speed),
         "model": _model(experiment, facts),
-        "memory": _memory(experiment, site, facts),
+        "memory": _memory(experiment, site),
         "pace": {"step_s": speed.step_s, "step_from": speed.step_from, "save_s": speed.save_s}
         | {"stall_s": speed.stall_s, "save_from": speed.save_from, "startup_s": site.startup_s},
         "paths": {
@@ -65,7 +66,7 @@ def slurm_plan(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
 
 
 def _group(experiment: Experiment, group: RoleGroup) -> dict[str, Any]:
-    name = f"inference[{group.index}]" if group.role == "inference" else group.role
+    name = f"{group.role}[{group.index}]" if group.role in ENGINE_ROLES else group.role
     values: dict[str, Any] = {
         "role": name,
         "component": group.component,
@@ -76,7 +77,7 @@ def _group(experiment: Experiment, group: RoleGroup) -> dict[str, Any]:
     if group.role == "trainer":
         values |= {"ranks_per_node": group.processes_per_node, "launcher": experiment.trainer.launcher}
         values |= {"parallel": asdict(experiment.trainer.layout)}
-    elif group.role == "inference":
+    elif group.role in ENGINE_ROLES:
         values |= {"engines_per_node": group.processes_per_node, "data_parallel_size": group.dp_size}
     return values
 
@@ -110,21 +111,22 @@ def _model(experiment: Experiment, facts: ModelFacts | None) -> dict[str, Any]:
     }
 
 
-def _memory(experiment: Experiment, site: SiteConfig, facts: ModelFacts | None) -> dict[str, Any]:
+def _memory(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
     """Estimates for one GPU of each role; None where the model is not known."""
     result: dict[str, Any] = {"trainer_gib": None, "engine": None, "gpu_gib": {}}
+    facts = read_model(experiment.model.name)
     gpu_gib: dict[str, float | None] = {}
     for role in placed_roles(experiment):
         sizes = [p.gpu_memory_gib for p in known_partitions(resolve(role, experiment, site).partitions, site)]
         gpu_gib[role] = min((size for size in sizes if size is not None), default=None)
     result["gpu_gib"] = gpu_gib
-    if facts is None:
-        return result
-    parts = trainer_gib(experiment, facts)
+    parts = trainer_gib(experiment, facts) if facts is not None else None
     result["trainer_gib"] = None if parts is None else {name: round(value, 3) for name, value in parts.items()}
-    if "inference" in gpu_gib:
-        memory = engine_memory(experiment, facts, gpu_gib["inference"])
-        result["engine"] = memory and {
+    for role in engine_roles(experiment):
+        view = served_by(experiment, role)
+        served = read_model(view.model.name)
+        memory = engine_memory(view, served, gpu_gib[role]) if served is not None else None
+        result["engine" if role == "inference" else "teacher_engine"] = memory and {
             "weights_gib": round(memory.weights_gib, 3),
             "kv_gib": None if memory.kv_gib is None else round(memory.kv_gib, 3),
             "kv_bytes_per_token": memory.token_bytes,
@@ -171,23 +173,10 @@ def _component_lines(plan: dict[str, Any]) -> list[str]:
 
 
 def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
-    lines = []
-    servers = [role for role in plan["roles"] if role["role"].startswith("inference")]
-    if servers and experiment.inference is not None:
-        first = servers[0]
-        nodes = {(s["component"], s["first_node"] + i) for s in servers for i in range(s["nodes"])}
-        how = (
-            f"data parallel {first['data_parallel_size']} x tensor parallel {experiment.inference.tensor_parallel_size}"
-        )
-        span = f", each over {first['nodes']} nodes" if first["nodes"] > 1 else ""
-        if span and across_nodes(experiment) == "engine_group":
-            span += " (one vLLM group)"
-        where = _span(servers, len(nodes))
-        lines.append(f"inference     {len(servers)} vLLM server(s) on {where}, {how}{span}; {_gpus(servers)}")
-    elif experiment.samples:
-        from prime_hpc.launch.plan import attached_urls
+    from prime_hpc.launch.plan import attached_lines, data_line, evaluation_lines
 
-        lines.append(f"inference     attached: {attached_urls(experiment)}")
+    lines = [_engine_line(experiment, role, plan) for role in engine_roles(experiment)]
+    lines += attached_lines(experiment) if experiment.samples else []
     if plan["kind"] == "rl":
         orchestrator = experiment.orchestrator
         envs = ", ".join(env.name or env.id for env in orchestrator.env) or "none"
@@ -198,8 +187,6 @@ def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
         )
     trainer = next(role for role in plan["roles"] if role["role"] == "trainer")
     if plan["kind"] == "sft":
-        from prime_hpc.launch.plan import data_line, evaluation_lines
-
         lines += [*evaluation_lines(experiment)[1:], f"data          {data_line(experiment)}"]
     lines.append(
         f"trainer       {trainer['launcher']}, {experiment.trainer.num_ranks} FSDP2 ranks"
@@ -210,6 +197,23 @@ def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
     if plan["spares"]:
         lines.append(f"spare         {len(plan['spares'])} node(s) for the server of a lost one")
     return lines
+
+
+def _engine_line(experiment: Experiment, role: EngineRole, plan: dict[str, Any]) -> str:
+    """One group of engines."""
+    from prime_hpc.launch.plan import of_model
+
+    view = served_by(experiment, role)
+    assert view.inference is not None
+    servers = [one for one in plan["roles"] if one["role"].startswith(f"{role}[")]
+    first = servers[0]
+    nodes = {(s["component"], s["first_node"] + i) for s in servers for i in range(s["nodes"])}
+    how = f"data parallel {first['data_parallel_size']} x tensor parallel {view.inference.tensor_parallel_size}"
+    span = f", each over {first['nodes']} nodes" if first["nodes"] > 1 else ""
+    if span and across_nodes(experiment, role) == "engine_group":
+        span += " (one vLLM group)"
+    what = f"{len(servers)} vLLM server(s){of_model(view, role)}"
+    return f"{role:<14}{what} on {_span(servers, len(nodes))}, {how}{span}; {_gpus(servers)}"
 
 
 def _span(roles: list[dict[str, Any]], count: int) -> str:
@@ -243,15 +247,17 @@ def _memory_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
         "memory       estimates, GiB a GPU",
         f"  trainer       {sum(memory['trainer_gib'].values()):.1f}{of.get('trainer', '')}: {parts}",
     ]
-    engine = memory["engine"]
-    if engine:
+    for role in engine_roles(experiment):
+        engine = memory["engine" if role == "inference" else "teacher_engine"]
+        if not engine:
+            continue
         text = f"weights {engine['weights_gib']:.2g}, {engine['kv_bytes_per_token']} bytes of KV cache a token"
         if engine["kv_tokens"] is not None:
-            samples = engine["kv_tokens"] / experiment.max_model_len
+            samples = engine["kv_tokens"] / served_by(experiment, role).max_model_len
             text += (
                 f": {max(0.0, engine['kv_gib']):.1f} GiB are left, {samples:.0f} samples of the longest kind at once"
             )
-        lines.append(f"  engine        {text}")
+        lines.append(f"  {'engine' if role == 'inference' else 'teacher':<14}{text}")
     return lines
 
 

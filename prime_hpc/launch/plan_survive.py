@@ -4,6 +4,7 @@ Called by `plan_slurm`.
 """
 
 from prime_hpc.config import Experiment
+from prime_hpc.config.engines import EngineRole, engine_roles
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.supervisor.options import known_partitions, split_names
 from prime_hpc.supervisor.placement import Placement
@@ -29,7 +30,7 @@ def survive_words(experiment: Experiment, site: SiteConfig, placement: Placement
     words = {
         "time limit": f"Slurm warns {survive.signal_lead_s} s before it: {save}{back}",
         "preemption": _preemption(experiment, site, placement, how, back, saved),
-        "lost inference node": _lost_server(experiment, placement, back),
+        **{f"lost {role} node": _lost_server(experiment, role, placement, back) for role in engine_roles(experiment)},
         "lost trainer node": f"the attempt ends; {back}",
         "crash": back,
         "held job": "a node whose prolog failed leaves the job held: `prime-hpc status` says so, `scontrol release` "
@@ -38,8 +39,6 @@ def survive_words(experiment: Experiment, site: SiteConfig, placement: Placement
     if how != "off":
         idle, lives = survive.max_crashes + 1, survive.max_lives
         words["crash"] += f"; not after {idle} lives in a row that saved nothing new, nor after {lives} lives"
-    if not experiment.samples or experiment.inference is None:
-        del words["lost inference node"]
     if (site.exclude_bad_nodes if survive.exclude_bad_nodes is None else survive.exclude_bad_nodes) and how != "off":
         words["bad node"] = f"left out of the next life; forgotten after {survive.ledger_days:g} days"
     return words
@@ -58,12 +57,12 @@ def _preemption(experiment: Experiment, site: SiteConfig, placement: Placement, 
     return f"SIGTERM, then {back}{told}"
 
 
-def _lost_server(experiment: Experiment, placement: Placement, back: str) -> str:
+def _lost_server(experiment: Experiment, role: EngineRole, placement: Placement, back: str) -> str:
     """Only a packed job of several nodes survives the loss of one."""
-    servers = [g for g in placement.groups if g.role == "inference"]
+    servers = [g for g in placement.groups if g.role == role]
     if placement.layout == "het":
         return f"Slurm ends a het job that loses a node; {back}"
-    others = {(g.component, g.first_node) for g in placement.groups if g.role != "inference"}
+    others = {(g.component, g.first_node) for g in placement.groups if g.role != role}
     if placement.num_nodes == 1 or any((g.component, g.first_node) in others for g in servers):
         return f"it is the trainer's node too; {back}"
     if len(servers) == 1:

@@ -156,7 +156,7 @@ def _queue(loaded: Loaded, made: Draft) -> tuple[Path, str, bool]:
             token=made.token,
             layout=made.placement.layout,
             command=(read_json(run_dir / LOCK_JSON) or {}).get("command") or sys.argv,  # without secrets
-            is_private=made.experiment.inference is not None and made.experiment.inference.api_key is not None,
+            is_private=made.experiment.holds_secret,
         )
         if made.how == "successor":
             try:

@@ -5,7 +5,7 @@ a role started by hand finds none of them and gets the defaults.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ ATTEMPT = "PRIMEHPC_ATTEMPT"
 INCARNATION = "PRIMEHPC_INCARNATION"
 RESUME_STEP = "PRIMEHPC_RESUME_STEP"
 INFERENCE_URLS = "PRIMEHPC_INFERENCE_URLS"
+TEACHER_URLS = "PRIMEHPC_TEACHER_URLS"
 RUN = "PRIMEHPC_RUN"
 """Set for a role of one of several runs that share a doorbell: the run's id."""
 LED = "PRIMEHPC_LED"
@@ -32,6 +33,7 @@ class RoleContext:
     doorbell_address: str | None = None
     resume_step: int | None = None
     inference_urls: list[str] = field(default_factory=list)
+    teacher_urls: list[str] = field(default_factory=list)
     run: str = ""
     """Which of several runs of one trainer; "" where there is only one."""
 
@@ -51,7 +53,6 @@ class RoleContext:
     ) -> "RoleContext":
         """Read the supervisor's facts from `environ`; absent ones take the defaults."""
         resume = environ.get(RESUME_STEP)
-        urls = environ.get(INFERENCE_URLS, "")
         return cls(
             role=role,
             run_dir=Path(run_dir),
@@ -60,9 +61,14 @@ class RoleContext:
             incarnation=int(environ.get(INCARNATION, "0")),
             doorbell_address=environ.get(DOORBELL) or None,
             resume_step=int(resume) if resume else None,
-            inference_urls=[u for u in urls.split(",") if u],
+            inference_urls=_split(environ.get(INFERENCE_URLS, "")),
+            teacher_urls=_split(environ.get(TEACHER_URLS, "")),
             run=environ.get(RUN, ""),
         )
+
+
+def _split(urls: str) -> list[str]:
+    return [url for url in urls.split(",") if url]
 
 
 def role_environment(
@@ -72,6 +78,7 @@ def role_environment(
     incarnation: int,
     resume_step: int | None,
     inference_urls: list[str],
+    teacher_urls: Sequence[str] = (),
     run: str = "",
 ) -> dict[str, str]:
     """The environment variables from which `RoleContext.from_env` reads the same facts."""
@@ -81,6 +88,8 @@ def role_environment(
         INCARNATION: str(incarnation),
         INFERENCE_URLS: ",".join(inference_urls),
     }
+    if teacher_urls:
+        env[TEACHER_URLS] = ",".join(teacher_urls)
     if resume_step is not None:
         env[RESUME_STEP] = str(resume_step)
     if run:

@@ -20,6 +20,7 @@ from loguru import logger
 
 from prime_hpc.client.inference import POLICY
 from prime_hpc.config import Experiment
+from prime_hpc.config.engines import sampling_role
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.status import RoleStatus
@@ -242,7 +243,10 @@ class Orchestrator:
     def _server_news(self, news: dict[str, Any]) -> None:
         """The supervisor's word on a server's node: lost, or the server is being started at another address."""
         index = news["index"]
-        if news["state"] == "lost":
+        if news["role"] != sampling_role(self.exp):
+            if news["state"] != "lost" and self.parts.teacher is not None and self.parts.teacher.is_other:
+                self.parts.teacher.move(index, news["url"])
+        elif news["state"] == "lost":
             self.weights.drop(index)
             count = self.dispatcher.drop_server(index)
             logger.warning(f"{count} episodes of {self.table.servers[index].url} are played again elsewhere")

@@ -19,6 +19,7 @@ from loguru import logger
 
 from prime_hpc.client.inference import POLICY
 from prime_hpc.config import ConfigError, Experiment, load_run
+from prime_hpc.config.engines import sampling_role
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.observe.bench import table, write_report
 from prime_hpc.observe.context import LED, RoleContext
@@ -148,11 +149,12 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
             envs = config.eval.env or config.env
             pool = make_pool(exp, urls, envs, config.eval.sampling, "eval", served_as)
             eval_pool = await stack.enter_async_context(pool)
-        teacher = make_teacher(exp, clients, train_pool, served_as) if train_pool is not None else None
+        teacher = make_teacher(exp, context, clients, train_pool, served_as) if train_pool is not None else None
         if teacher is not None:
             stack.push_async_callback(teacher.close)
             if teacher.is_other:  # the policy's own servers may still be starting
-                await teacher.check(exp.seq_len)
+                started = exp.teacher_inference
+                await teacher.check(exp.seq_len, started.ready_timeout_s if started else None)
         metrics = MetricsWriter(paths.metrics(ROLE), _wandb(exp, context))
         stack.callback(metrics.close)
         samples = SampleLog(paths.metrics("samples"), config.log_samples)
@@ -171,7 +173,7 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
             metrics=metrics,
             samples=samples,
             incarnation=0 if config.bench else context.incarnation,
-            ready_timeout_s=ready_timeout(exp),
+            ready_timeout_s=ready_timeout(exp, sampling_role(exp)),
             served_as=served_as,
             teacher=teacher,
         )

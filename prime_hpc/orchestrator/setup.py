@@ -12,6 +12,7 @@ from typing import Any
 
 from prime_hpc.client.inference import POLICY, InferenceClient
 from prime_hpc.config import Experiment
+from prime_hpc.config.engines import SECTIONS, EngineRole, sampling_role, served_by
 from prime_hpc.config.sections.orchestrator import EnvConfig, SamplingConfig
 from prime_hpc.config.sections.teacher import TeacherConfig
 from prime_hpc.envs.pool import EnvPool
@@ -32,9 +33,8 @@ DEFAULT_READY_TIMEOUT_S = 900.0
 def server_urls(exp: Experiment, context: RoleContext) -> list[str]:
     """`http://host:port/v1` of every server: the supervisor's, else those of `orchestrator.client`; the teacher's
     where the teacher samples."""
-    if exp.orchestrator.advantage.type == "sft":
-        assert exp.orchestrator.teacher is not None, "the config refuses it"
-        return exp.orchestrator.teacher.urls
+    if sampling_role(exp) == "teacher":
+        return teacher_urls(exp, context)
     if context.inference_urls:
         return list(context.inference_urls)
     client = exp.orchestrator.client
@@ -43,23 +43,49 @@ def server_urls(exp: Experiment, context: RoleContext) -> list[str]:
     return [f"http://{client.host}:{client.port}/v1"]
 
 
-def ready_timeout(exp: Experiment) -> float:
-    """Deadline of a server's start or restart, seconds."""
-    return exp.inference.ready_timeout_s if exp.inference else DEFAULT_READY_TIMEOUT_S
+def teacher_urls(exp: Experiment, context: RoleContext) -> list[str]:
+    """Of the teacher's servers: those that the run has started, else those of `orchestrator.teacher`.
+
+    Raises:
+        OrchestratorError: an orchestrator that was started by hand knows of no server.
+    """
+    config = exp.orchestrator.teacher
+    assert config is not None, "the config refuses it"
+    urls = context.teacher_urls or config.urls
+    if not urls:
+        raise OrchestratorError(
+            "teacher_inference is started with the whole run: an orchestrator by hand takes its urls from "
+            "orchestrator.teacher.base_url instead"
+        )
+    return urls
+
+
+def ready_timeout(exp: Experiment, role: EngineRole) -> float:
+    """Deadline of the start or restart of a server of a group, seconds."""
+    section = getattr(exp, SECTIONS[role])
+    return section.ready_timeout_s if section is not None else DEFAULT_READY_TIMEOUT_S
 
 
 def make_clients(exp: Experiment, urls: list[str]) -> list[InferenceClient]:
     """One client per server, for weight updates and health."""
     config = exp.orchestrator.client
     key = os.environ.get(config.api_key_var) or (exp.inference.api_key if exp.inference else None)
-    if exp.orchestrator.advantage.type == "sft":
-        assert exp.orchestrator.teacher is not None, "the config refuses it"
-        return [_client(FrozenServer, url, exp.orchestrator.teacher) for url in urls]
+    if sampling_role(exp) == "teacher":
+        return [_teacher_client(FrozenServer, url, exp) for url in urls]
     return [InferenceClient(url, key, config.timeout_s, exp.orchestrator.weights_timeout_s) for url in urls]
 
 
-def make_teacher(exp: Experiment, clients: Sequence[InferenceClient], pool: EnvPool, served_as: str) -> Teacher | None:
+def make_teacher(
+    exp: Experiment, context: RoleContext, clients: Sequence[InferenceClient], pool: EnvPool, served_as: str
+) -> Teacher | None:
     """Who scores the policy's tokens for the configured algorithm; None where nobody need.
+
+    Args:
+        exp: the run's.
+        context: knows the servers that the run has started.
+        clients: of the policy's servers.
+        pool: the training environments.
+        served_as: the policy's name on its servers.
 
     Raises:
         OrchestratorError: the algorithm asks for a teacher, and none is configured.
@@ -82,9 +108,10 @@ def make_teacher(exp: Experiment, clients: Sequence[InferenceClient], pool: EnvP
         return None
     if config.teacher is None:
         raise OrchestratorError(
-            f"orchestrator.advantage.type = {config.advantage.type} needs a teacher: set orchestrator.teacher.base_url"
+            f"orchestrator.advantage.type = {config.advantage.type} needs a teacher: set orchestrator.teacher.base_url "
+            "to one that runs, or orchestrator.teacher.model and teacher_inference"
         )
-    teachers = [_client(InferenceClient, url, config.teacher) for url in config.teacher.urls]
+    teachers = [_teacher_client(InferenceClient, url, exp) for url in teacher_urls(exp, context)]
     return Teacher(
         teachers,
         config.teacher.served_name,
@@ -93,15 +120,24 @@ def make_teacher(exp: Experiment, clients: Sequence[InferenceClient], pool: EnvP
     )
 
 
-def _client(kind: type[InferenceClient], url: str, config: TeacherConfig) -> InferenceClient:
-    return kind(url, os.environ.get(config.api_key_var), config.timeout_s)
+def _teacher_client(kind: type[InferenceClient], url: str, exp: Experiment) -> InferenceClient:
+    config = exp.orchestrator.teacher
+    assert config is not None, "the config refuses it"
+    return kind(url, _teacher_key(exp) or os.environ.get(config.api_key_var), config.timeout_s)
+
+
+def _teacher_key(exp: Experiment) -> str | None:
+    """Of the teacher's servers, where the run has started them: the policy's may have another one."""
+    view = served_by(exp, "teacher") if exp.teacher_inference is not None else None
+    return view.inference.api_key if view is not None and view.inference is not None else None
 
 
 def make_pool(
     exp: Experiment, urls: list[str], envs: list[EnvConfig], sampling: SamplingConfig, split: Split, name: str = POLICY
 ) -> EnvPool:
     """The environments of one split, with the run's model, renderer and seed; `name`: of the policy on the servers."""
-    imitated = exp.orchestrator.teacher if exp.orchestrator.advantage.type == "sft" else None
+    imitated = exp.orchestrator.teacher if sampling_role(exp) == "teacher" else None
+    own_key = exp.inference.api_key if exp.inference else None
     return EnvPool(
         envs,
         model_name=imitated.served_name if imitated else name,
@@ -114,7 +150,7 @@ def make_pool(
         split=split,
         seed=exp.seed,
         max_model_len=exp.max_model_len,
-        api_key=exp.inference.api_key if exp.inference else None,
+        api_key=_teacher_key(exp) if imitated else own_key,
         hold_out=_shares_environments(exp),
     )
 

@@ -1,4 +1,5 @@
-"""Who scores the policy's tokens for distillation: a frozen teacher's servers, or the policy's own, shown the answer.
+"""Who scores the policy's tokens for distillation: a frozen teacher's servers, which the run starts or others have, or
+the policy itself, shown the answer.
 
 `loop` begins the scores of an episode when it ends, so that they come while others are still played, and collects those
 of a batch before it is assembled. Every sequence is asked for until `deadline_s`, at one server after the other.
@@ -63,14 +64,22 @@ class Teacher:
         """Whether it is another model than the policy."""
         return self._prefix is None
 
-    async def check(self, longest: int) -> None:
+    def move(self, index: int, url: str) -> None:
+        """A server is being started again at another address."""
+        self._clients[index].move(url)
+
+    async def check(self, longest: int, ready_timeout_s: float | None = None) -> None:
         """Ask every server for a sequence of `longest` tokens' room, once, before anything is sampled.
+
+        Args:
+            longest: sample, in tokens.
+            ready_timeout_s: for a server that is being started; default: the deadline of a score.
 
         Raises:
             OrchestratorError: unknown model, too short a context, or no answer within the deadline.
         """
         for client in self._clients:
-            await client_ready(client, self._deadline_s)
+            await client_ready(client, ready_timeout_s or self._deadline_s)
             try:
                 served = await client.model_lengths()
             except InferenceError as error:
@@ -151,7 +160,7 @@ class Teacher:
 
 
 async def client_ready(client: InferenceClient, deadline_s: float) -> None:
-    """Wait for a server that others started.
+    """Wait for a server that starts, or that others have started.
 
     Raises:
         OrchestratorError: it does not answer in time.
@@ -159,7 +168,7 @@ async def client_ready(client: InferenceClient, deadline_s: float) -> None:
     try:
         await client.wait_ready(deadline_s)
     except InferenceError as error:
-        raise OrchestratorError(f"orchestrator.teacher.base_url: {error}") from error
+        raise OrchestratorError(f"orchestrator.teacher: {error}") from error
 
 
 class FrozenServer(InferenceClient):

@@ -11,8 +11,10 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.config import ConfigError, Experiment, load_run
+from prime_hpc.config import ConfigError, Experiment, Problem, load_run
 from prime_hpc.config.children import is_parent
+from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, served_by
+from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.site import read_site
 from prime_hpc.observe.bench import tables as bench_tables
 from prime_hpc.observe.logs import setup_logger
@@ -29,6 +31,7 @@ from prime_hpc.supervisor.placement import place_slurm
 from prime_hpc.supervisor.postmortem import cancel_stale_steps, close_lost_lives
 from prime_hpc.supervisor.roles import (
     RoleSpec,
+    Urls,
     inference_spec,
     orchestrator_spec,
     split_gpus,
@@ -43,8 +46,8 @@ from prime_hpc.supervisor.survive import EXIT_AGAIN, FINAL, come_back, decide, m
 OF_THE_BATCH_HOST = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
-def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tuple[list[RoleSpec], list[str]]:
-    """The roles of a one-node run and the URLs of its servers.
+def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tuple[list[RoleSpec], Urls]:
+    """The roles of a one-node run, and the URLs of the servers of each group of engines.
 
     Raises:
         ConfigError: too few GPUs, or a port that is taken.
@@ -53,28 +56,37 @@ def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tup
     serving, training = split_gpus(experiment, gpus)
     base = ports.run_base(run_dir, environ.get("SLURM_JOB_ID"))
     specs: list[RoleSpec] = []
-    urls: list[str] = []
-    used = 0
-    if experiment.samples:
-        if experiment.inference is not None:
-            server = experiment.inference.server
-            count = experiment.inference.num_replicas
-            if server.port:
-                numbers = [server.port + i for i in range(count)]
-                for number in numbers:
-                    ports.require_free(number, server.host, "inference.server.port")
-            else:
-                numbers = ports.choose(count, base, server.host)
-                used = count
-            host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
-            for replica, number in enumerate(numbers):
-                specs.append(inference_spec(experiment, run_dir, replica, number, serving[replica]))
-                urls.append(f"http://{host}:{number}/v1")
-        if not is_parent(experiment):  # each of its runs gets one when the trainer takes it up
-            specs.append(orchestrator_spec(experiment, run_dir))
-    (rendezvous,) = ports.choose(1, base + used + 1)
+    urls: Urls = {}
+    taken: list[int] = []
+    for role in engine_roles(experiment):
+        servers = served_by(experiment, role).inference
+        assert servers is not None
+        host, numbers = servers.server.host, _server_ports(role, servers, base, taken)
+        taken += numbers
+        reached = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        for replica, number in enumerate(numbers):
+            specs.append(inference_spec(experiment, run_dir, replica, number, serving[role][replica], role))
+        urls[role] = [f"http://{reached}:{number}/v1" for number in numbers]
+    if experiment.samples and not is_parent(experiment):  # each of its runs gets one when the trainer takes it up
+        specs.append(orchestrator_spec(experiment, run_dir))
+    rendezvous = next(port for port in ports.choose(len(taken) + 1, base + 1) if port not in taken)
     specs.append(trainer_spec(experiment, run_dir, training, rendezvous))
     return specs, urls
+
+
+def _server_ports(role: EngineRole, servers: InferenceConfig, base: int, taken: list[int]) -> list[int]:
+    """A port for each server of a group on this machine; `taken` are the other groups'."""
+    first, count, key = servers.server.port, servers.num_replicas, f"{SECTIONS[role]}.server.port"
+    if not first:
+        found = ports.choose(count + len(taken), base, servers.server.host)
+        return [port for port in found if port not in taken][:count]
+    for number in range(first, first + count):
+        if number in taken:
+            raise ConfigError(
+                Problem(f"{first}: another group of engines listens on {number}; 0 finds a free one", key)
+            )
+        ports.require_free(number, servers.server.host, key)
+    return list(range(first, first + count))
 
 
 def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_job: bool = False) -> int:
@@ -122,7 +134,7 @@ def _prepare(
         attempt = begin_attempt(experiment, run_dir)
     else:
         placement = place_slurm(experiment, site)
-        specs, urls = list(slurm_specs(experiment, site, placement, allocation, run_dir)), []
+        specs, urls = list(slurm_specs(experiment, site, placement, allocation, run_dir)), {}
         spares = spare_hosts(placement, allocation)
         steps = StepContext(
             allocation=allocation,
@@ -143,14 +155,22 @@ def _prepare(
         log_dir = run_dir / "logs" / f"attempt_{attempt.attempt}"
         own = [spec for spec in specs if isinstance(spec, StepSpec)]
         checkup = Checkup(experiment, steps, own, log_dir) if experiment.slurm.preflight.enabled else None
-    inference = experiment.inference
-    if experiment.samples and inference is not None and inference.api_key:
-        environment[experiment.orchestrator.client.api_key_var] = inference.api_key
+    environment |= _keys(experiment)
     logger.info(
         f"run {run_dir}: attempt {attempt.attempt}, incarnation {attempt.incarnation} ({attempt.why}); "
         + ", ".join(_describe(experiment, spec) for spec in specs)
     )
     return Supervisor(experiment, run_dir, attempt, specs, urls, environment, steps, spares, checkup)
+
+
+def _keys(experiment: Experiment) -> dict[str, str]:
+    """The keys of the engines that are started, where the orchestrator looks for them; the policy's win."""
+    config, keys = experiment.orchestrator, {}
+    for role in reversed(engine_roles(experiment)):
+        servers, client = served_by(experiment, role).inference, config.teacher if role == "teacher" else config.client
+        if servers is not None and client is not None and servers.api_key:
+            keys[client.api_key_var] = servers.api_key
+    return keys
 
 
 def _where(specs: list[RoleSpec]) -> str:
@@ -196,8 +216,10 @@ def _note(paths: RunPaths, row: dict[str, Any]) -> None:
 def _describe(experiment: Experiment, spec: RoleSpec) -> str:
     if spec.name == "trainer":
         return f"trainer with {spec.num_processes} FSDP2 ranks"
-    if spec.name == "inference" and experiment.inference is not None:
-        engines = spec.num_engines if isinstance(spec, StepSpec) else experiment.inference.data_parallel_size
+    if spec.name in ENGINE_ROLES:
+        servers = served_by(experiment, spec.name).inference
+        assert servers is not None
+        engines = spec.num_engines if isinstance(spec, StepSpec) else servers.data_parallel_size
         return f"{spec.label} with {engines} vLLM data-parallel engine{'s' if engines > 1 else ''}"
     return spec.label
 

@@ -13,7 +13,7 @@ from prime_hpc.config.sections.slurm import SiteConfig, SitePartition, SlurmOpti
 
 Options = dict[str, str | bool]
 """Long option name (`time-min`) -> value; True: a bare flag."""
-SlurmRole = Literal["trainer", "inference", "orchestrator"]
+SlurmRole = Literal["trainer", "inference", "teacher", "orchestrator"]
 
 _PLAIN = (
     *("partition", "account", "qos", "reservation", "constraint", "mem", "cpus_per_task", "time", "time_min"),

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config.engines import SECTIONS, EngineRole, engine_roles, served_by
+from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.supervisor.devices import share_out
 from prime_hpc.supervisor.options import Options, RoleOptions, SlurmRole, merge, needs_het, resolve
 
 
@@ -18,7 +21,7 @@ class Component:
 
     index: int
     name: str
-    """For people: `trainer`, `inference`, `orchestrator`, or `all`."""
+    """For people: `trainer`, `inference`, `teacher`, `orchestrator`, or `all`."""
     num_nodes: int
     options: dict[str, str | bool] = field(default_factory=dict)
     """sbatch options by long name (`partition`, `gres`, `time`, ...), without `nodes` and `ntasks-per-node`."""
@@ -28,9 +31,9 @@ class Component:
 class RoleGroup:
     """One supervised role: where it runs. A step of its own in the job."""
 
-    role: Literal["inference", "orchestrator", "trainer"]
+    role: Literal["inference", "teacher", "orchestrator", "trainer"]
     index: int
-    """Server index for inference, else 0."""
+    """Of a group of engines the server's, else 0."""
     component: int
     first_node: int
     """Offset into the component's node list."""
@@ -40,7 +43,7 @@ class RoleGroup:
     gpus: tuple[int, ...] | None = None
     """Positions, among the GPUs that the job sees on each node, of those this role uses; None: no GPU."""
     dp_size: int = 1
-    """Inference: data-parallel size of this server, over all its nodes."""
+    """Data-parallel size of this server, over all its nodes."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def place_slurm(experiment: Experiment, site: SiteConfig) -> Placement:
     """The job's components and where each role runs in them.
 
     Component 0 holds the batch script (supervisor and orchestrator) on its first node. A packed job's nodes are in
-    the order trainer, inference, spares.
+    the order trainer, inference, teacher, spares.
 
     Raises:
         ConfigError: the roles do not fit the nodes that are asked for, or the site has no such jobs.
@@ -102,9 +105,8 @@ def place_slurm(experiment: Experiment, site: SiteConfig) -> Placement:
 
 
 def placed_roles(experiment: Experiment) -> list[SlurmRole]:
-    """Roles that take nodes of their own kind: the trainer, and the servers where the run starts any."""
-    serves = experiment.samples and experiment.inference is not None
-    return ["trainer", "inference"] if serves else ["trainer"]
+    """Roles that take nodes of their own kind: the trainer, and the groups of engines that the run starts."""
+    return ["trainer", *engine_roles(experiment)]
 
 
 def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["packed", "het"], str]:
@@ -155,8 +157,7 @@ def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["pa
 
 def _place_packed(experiment: Experiment, site: SiteConfig) -> Placement:
     slurm = experiment.slurm
-    roles = placed_roles(experiment)
-    asked = {role: resolve(role, experiment, site) for role in roles}
+    asked = {role: resolve(role, experiment, site) for role in placed_roles(experiment)}
     options = merge(list(asked.values()))
     gpus = asked["trainer"].gpus_per_node
     if _fits_one_node(experiment, gpus):
@@ -166,9 +167,9 @@ def _place_packed(experiment: Experiment, site: SiteConfig) -> Placement:
         trainer_nodes = _trainer_nodes(experiment, asked["trainer"])
         groups = [_orchestrator(), _trainer(experiment, 0, trainer_nodes, gpus)]
         used = trainer_nodes
-        if "inference" in roles:
-            servers = _servers(experiment, asked["inference"])
-            groups += _inference(experiment, servers, 0, used, gpus)
+        for role in engine_roles(experiment):
+            servers = _servers(experiment, role, asked[role])
+            groups += _inference(experiment, role, servers, 0, used, gpus)
             used += servers.num_nodes
     if not experiment.samples:
         groups = [group for group in groups if group.role == "trainer"]
@@ -191,11 +192,11 @@ def _place_het(experiment: Experiment, site: SiteConfig) -> Placement:
     trainer = resolve("trainer", experiment, site)
     nodes = _trainer_nodes(experiment, trainer)
     groups.append(_trainer(experiment, add("trainer", nodes, trainer.options), nodes, trainer.gpus_per_node))
-    if "inference" in placed_roles(experiment):
-        inference = resolve("inference", experiment, site)
-        servers = _servers(experiment, inference)
-        index = add("inference", servers.num_nodes, inference.options)
-        groups += _inference(experiment, servers, index, 0, inference.gpus_per_node)
+    for role in engine_roles(experiment):
+        asked = resolve(role, experiment, site)
+        servers = _servers(experiment, role, asked)
+        index = add(role, servers.num_nodes, asked.options)
+        groups += _inference(experiment, role, servers, index, 0, asked.gpus_per_node)
     return Placement("het", tuple(components), tuple(groups))
 
 
@@ -227,20 +228,25 @@ def _trainer_nodes(experiment: Experiment, asked: RoleOptions) -> int:
 
 def _trainer(experiment: Experiment, component: int, nodes: int, gpus: int) -> RoleGroup:
     ranks = experiment.trainer.num_ranks // nodes
-    positions = _named(experiment.trainer_gpu_ids, ranks, gpus, "trainer_gpu_ids") or tuple(range(ranks))
+    positions = _named(experiment, "trainer", ranks, gpus) or tuple(range(ranks))
     return RoleGroup("trainer", 0, component, 0, nodes, ranks, positions if gpus else None)
 
 
-def _servers(experiment: Experiment, asked: RoleOptions) -> _Servers:
-    """Spread num_replicas x data_parallel_size engines over the inference nodes."""
-    inference, gpus = experiment.inference, asked.gpus_per_node
-    assert inference is not None
-    replicas, engines, width = inference.num_replicas, inference.data_parallel_size, inference.tensor_parallel_size
+def _section(experiment: Experiment, role: EngineRole) -> InferenceConfig:
+    """Of a group's servers."""
+    section = served_by(experiment, role).inference
+    assert section is not None
+    return section
+
+
+def _servers(experiment: Experiment, role: EngineRole, asked: RoleOptions) -> _Servers:
+    """Spread num_replicas x data_parallel_size engines over the nodes of a group."""
+    section, gpus = _section(experiment, role), asked.gpus_per_node
+    replicas, engines, width = section.num_replicas, section.data_parallel_size, section.tensor_parallel_size
     if gpus and width > gpus:
-        raise ConfigError(
-            Problem(f"an engine of {width} GPUs is larger than a node of {gpus}", "inference.tensor_parallel_size")
-        )
-    nodes = experiment.slurm.inference.nodes or _fewest_nodes(replicas, engines, width, gpus)
+        key = f"{SECTIONS[role]}.tensor_parallel_size"
+        raise ConfigError(Problem(f"an engine of {width} GPUs is larger than a node of {gpus}", key))
+    nodes = getattr(experiment.slurm, role).nodes or _fewest_nodes(replicas, engines, width, gpus)
     split = max(1, nodes // replicas)
     if (nodes > replicas and nodes % replicas) or engines % split:
         what = f"{replicas} replicas of {engines} engines" if replicas > 1 else f"{engines} engines"
@@ -248,7 +254,7 @@ def _servers(experiment: Experiment, asked: RoleOptions) -> _Servers:
         raise ConfigError(
             Problem(
                 f"{what} cannot be spread evenly over {nodes} nodes; use {_or(choices)} nodes",
-                "slurm.inference.nodes",
+                f"slurm.{role}.nodes",
             )
         )
     servers = _Servers(nodes, split, replicas, engines // split, width)
@@ -259,7 +265,7 @@ def _servers(experiment: Experiment, asked: RoleOptions) -> _Servers:
                 f"{need} GPUs a node are needed to serve with {nodes} nodes ({replicas} replicas x {engines} engines x "
                 f"{width} GPUs), but a node has {gpus}; use {_fewest_nodes(replicas, engines, width, gpus)} nodes or "
                 "more",
-                "slurm.inference.nodes",
+                f"slurm.{role}.nodes",
             )
         )
     return servers
@@ -284,16 +290,20 @@ def _or(choices: list[int]) -> str:
 
 
 def _inference(
-    experiment: Experiment, servers: _Servers, component: int, first_node: int, gpus: int, taken: tuple[int, ...] = ()
+    experiment: Experiment,
+    role: EngineRole,
+    servers: _Servers,
+    component: int,
+    first_node: int,
+    gpus: int,
+    taken: tuple[int, ...] = (),
 ) -> list[RoleGroup]:
-    """The servers as role groups: positions are disjoint between the replicas of a node, and with `taken`."""
-    inference = experiment.inference
-    assert inference is not None
+    """A group's servers: positions are disjoint between the replicas of a node, and with `taken`."""
     split, part = servers.nodes_per_replica, servers.gpus_of_part
     need = part * (servers.replicas_per_node if split == 1 else 1)
-    named = _named(experiment.inference_gpu_ids, need, gpus, "inference_gpu_ids")
+    named = _named(experiment, role, need, gpus)
     positions = named or tuple(g for g in range(max(gpus, need)) if g not in taken)
-    grouped = across_nodes(experiment) == "engine_group"
+    grouped = across_nodes(experiment, role) == "engine_group"
     groups: list[RoleGroup] = []
     seat, last = 0, -1
     for replica in range(servers.num_replicas):
@@ -307,75 +317,66 @@ def _inference(
         for begin, count in spans:
             groups.append(
                 RoleGroup(
-                    *("inference", len(groups), component, first_node + begin, count, servers.engines_per_node, own),
+                    *(role, len(groups), component, first_node + begin, count, servers.engines_per_node, own),
                     dp_size=servers.engines_per_node * count,
                 )
             )
     return groups
 
 
-def across_nodes(experiment: Experiment) -> Literal["servers", "engine_group"]:
+def across_nodes(experiment: Experiment, role: EngineRole = "inference") -> Literal["servers", "engine_group"]:
     """What becomes of a replica whose engines do not fit one node."""
-    inference = experiment.inference
-    assert inference is not None
-    if inference.across_nodes != "auto":
-        return inference.across_nodes
+    section = _section(experiment, role)
+    if section.across_nodes != "auto":
+        return section.across_nodes
     # expert parallelism spans all engines of a data-parallel group: they must be one group
-    return "engine_group" if inference.vllm.get("enable_expert_parallel") else "servers"
+    return "engine_group" if section.vllm.get("enable_expert_parallel") else "servers"
 
 
-def _shared_positions(experiment: Experiment, gpus: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Positions of the engines and of the trainer on a node that they share; either may come out too short."""
-    inference = experiment.inference
-    assert inference is not None
-    serve = inference.num_replicas * inference.data_parallel_size * inference.tensor_parallel_size
-    train = experiment.trainer.num_ranks
-    serving = _named(experiment.inference_gpu_ids, serve, gpus, "inference_gpu_ids")
-    training = _named(experiment.trainer_gpu_ids, train, gpus, "trainer_gpu_ids")
-    if serving is None:
-        serving = tuple(g for g in range(gpus) if g not in (training or ()))[:serve]
-    if training is None:
-        training = tuple(g for g in range(gpus) if g not in serving)[:train]
-    return serving, training
+def _needs(experiment: Experiment) -> dict[str, int]:
+    """GPUs of each role on a node that all share."""
+    needs = {}
+    for role in engine_roles(experiment):
+        section = _section(experiment, role)
+        needs[role] = section.num_replicas * section.data_parallel_size * section.tensor_parallel_size
+    return needs | {"trainer": experiment.trainer.num_ranks}
+
+
+def _shared_positions(experiment: Experiment, gpus: int) -> dict[str, list[int]]:
+    """Positions of each role on a node that all share; some may come out too short."""
+    needs = _needs(experiment)
+    return share_out(range(gpus), needs, {role: _named(experiment, role, n, gpus) for role, n in needs.items()})
 
 
 def _fits_one_node(experiment: Experiment, gpus: int) -> bool:
-    slurm, inference = experiment.slurm, experiment.inference
-    if "inference" not in placed_roles(experiment) or slurm.trainer.nodes or slurm.inference.nodes:
+    roles, needs = engine_roles(experiment), _needs(experiment)
+    if not roles or any(getattr(experiment.slurm, role).nodes for role in ("trainer", *roles)):
         return False
     if gpus == 0:
         return True
-    assert inference is not None
-    serve = inference.num_replicas * inference.data_parallel_size * inference.tensor_parallel_size
-    if max(serve, experiment.trainer.num_ranks) > gpus:
+    if max(needs.values()) > gpus:
         return False
-    serving, training = _shared_positions(experiment, gpus)
-    return len(serving) >= serve and len(training) >= experiment.trainer.num_ranks
+    shares = _shared_positions(experiment, gpus)
+    return all(len(shares[role]) >= need for role, need in needs.items())
 
 
 def _shared_node(experiment: Experiment, gpus: int) -> list[RoleGroup]:
     """Everything on node 0 of component 0."""
-    inference = experiment.inference
-    assert inference is not None
-    servers = _Servers(1, 1, inference.num_replicas, inference.data_parallel_size, inference.tensor_parallel_size)
-    ranks = experiment.trainer.num_ranks
-    if gpus == 0:
-        return [
-            _orchestrator(),
-            RoleGroup("trainer", 0, 0, 0, 1, ranks),
-            *_inference(experiment, servers, 0, 0, 0),
-        ]
-    serving, training = _shared_positions(experiment, gpus)
-    taken = tuple(g for g in range(gpus) if g not in serving)
-    return [
-        _orchestrator(),
-        RoleGroup("trainer", 0, 0, 0, 1, ranks, training),
-        *_inference(experiment, servers, 0, 0, gpus, taken),
-    ]
+    shares = _shared_positions(experiment, gpus) if gpus else {}
+    training = tuple(shares["trainer"]) if gpus else None
+    groups = [_orchestrator(), RoleGroup("trainer", 0, 0, 0, 1, experiment.trainer.num_ranks, training)]
+    for role in engine_roles(experiment):
+        section = _section(experiment, role)
+        servers = _Servers(1, 1, section.num_replicas, section.data_parallel_size, section.tensor_parallel_size)
+        taken = tuple(g for g in range(gpus) if g not in shares[role])
+        groups += _inference(experiment, role, servers, 0, 0, gpus, taken)
+    return groups
 
 
-def _named(ids: list[int] | None, need: int, gpus: int, key: str) -> tuple[int, ...] | None:
+def _named(experiment: Experiment, role: str, need: int, gpus: int) -> tuple[int, ...] | None:
     """The first `need` of the GPUs that were named for a role; None where none were, or the nodes have no GPU."""
+    key = f"{role}_gpu_ids"
+    ids: list[int] | None = getattr(experiment, key)
     if ids is None or gpus == 0:
         return None
     if len(set(ids)) != len(ids) or not all(0 <= i < gpus for i in ids):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from prime_hpc.observe.status import read_status
 from prime_hpc.supervisor.caches import node_caches
 from prime_hpc.supervisor.processes import family, send
-from prime_hpc.supervisor.roles import RoleSpec
+from prime_hpc.supervisor.roles import RoleSpec, Urls
 
 State = Literal["starting", "ready", "done", "dead", "away"]
 """`away`: a server whose node was lost, and without which the run goes on."""
@@ -110,7 +110,7 @@ class Role:
         """Start the process; its output is appended to the role's log."""
         self._launch(self.spec.command)
 
-    def lead(self, urls: list[str]) -> None:
+    def lead(self, urls: Urls) -> None:
         """Tell the role's agents what to do; a process of this machine has none."""
 
     def lost_hosts(self, silence_s: float) -> list[str]:

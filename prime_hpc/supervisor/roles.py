@@ -9,6 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, ready_timeout_s, served_by
+from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.supervisor.devices import share_out
+
+Urls = dict[str, list[str]]
+"""Group of engines -> the URLs of its servers, in order, as far as they are known."""
 
 
 @dataclass(frozen=True)
@@ -16,12 +22,12 @@ class RoleSpec:
     """One process that the supervisor starts and watches."""
 
     name: str
-    """`inference`, `orchestrator` or `trainer`."""
+    """`inference`, `teacher`, `orchestrator` or `trainer`."""
     command: list[str]
     start_timeout_s: float
     """Deadline of its readiness."""
     index: int = 0
-    """Replica, for inference."""
+    """Of a group of engines: the server."""
     num_processes: int = 1
     """Processes that report their own status (the trainer's ranks)."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -33,7 +39,7 @@ class RoleSpec:
     @property
     def label(self) -> str:
         """Name for people: `trainer`, `inference[1]`."""
-        return f"{self.name}[{self.index}]" if self.name == "inference" else self.name
+        return f"{self.name}[{self.index}]" if self.name in ENGINE_ROLES else self.name
 
 
 def visible_gpus(environ: dict[str, str]) -> list[str]:
@@ -44,37 +50,50 @@ def visible_gpus(environ: dict[str, str]) -> list[str]:
     return sorted((p.name.removeprefix("nvidia") for p in Path("/dev").glob("nvidia[0-9]*")), key=int)
 
 
-def split_gpus(experiment: Experiment, gpus: list[str]) -> tuple[list[list[str]], list[str]]:
-    """GPUs of each inference replica and of the trainer.
+def split_gpus(experiment: Experiment, gpus: list[str]) -> tuple[dict[EngineRole, list[list[str]]], list[str]]:
+    """GPUs of each server of each group of engines, and of the trainer.
 
-    Explicit ids (`inference_gpu_ids`, `trainer_gpu_ids`) win and may overlap (one GPU shared by both sides).
+    Explicit ids (`inference_gpu_ids`, ...) win and may overlap (one GPU shared by several roles).
 
     Raises:
         ConfigError: the node has fewer GPUs than the roles need.
     """
-    inference = experiment.inference if experiment.samples else None
-    replicas = inference.num_replicas if inference else 0
-    local = (inference.data_parallel_size_local or inference.data_parallel_size) if inference else 0
-    per_replica = local * (inference.tensor_parallel_size if inference else 0)
+    roles = engine_roles(experiment)
+    sizes = {role: _server_gpus(experiment, role) for role in roles}
+    counts = {role: _servers(experiment, role).num_replicas for role in roles}
     if not gpus:
-        return [[] for _ in range(replicas)], []
-    need_inference, need_trainer = replicas * per_replica, experiment.trainer.num_ranks
-    named = lambda ids: None if ids is None else [str(i) for i in ids]  # noqa: E731
-    serving = named(experiment.inference_gpu_ids)
-    training = named(experiment.trainer_gpu_ids)
-    if serving is None:
-        serving = [g for g in gpus if g not in (training or [])][:need_inference]
-    if training is None:
-        training = [g for g in gpus if g not in serving][:need_trainer]
-    for key, have, need in (("inference", serving, need_inference), ("trainer", training, need_trainer)):
-        if len(have) < need:
+        return {role: [[] for _ in range(counts[role])] for role in roles}, []
+    need = {role: counts[role] * sizes[role] for role in roles} | {"trainer": experiment.trainer.num_ranks}
+    shares = share_out(gpus, need, {role: _named(experiment, role) for role in need})
+    for role, have in shares.items():
+        if len(have) < need[role]:
+            sections = [f"{SECTIONS[name]}.data_parallel_size" for name in roles]
             raise ConfigError(
-                f"{key} needs {need} GPUs, but gets {len(have)} of the {len(gpus)} visible ({', '.join(gpus)}): lower "
-                "trainer.num_ranks or inference.data_parallel_size, or share GPUs with inference_gpu_ids and "
-                "trainer_gpu_ids"
+                f"{role} needs {need[role]} GPUs, but gets {len(have)} of the {len(gpus)} visible ({', '.join(gpus)}): "
+                f"lower {' or '.join(['trainer.num_ranks', *sections])}, or share GPUs with "
+                f"{' and '.join(f'{name}_gpu_ids' for name in need)}"
             )
-    groups = [serving[i * per_replica : (i + 1) * per_replica] for i in range(replicas)]
-    return groups, training[:need_trainer]
+    cut = {r: [shares[r][i * sizes[r] : (i + 1) * sizes[r]] for i in range(counts[r])] for r in roles}
+    return cut, shares["trainer"][: need["trainer"]]
+
+
+def _servers(experiment: Experiment, role: EngineRole) -> InferenceConfig:
+    """Section of a group's servers, with its own defaults."""
+    servers = served_by(experiment, role).inference
+    assert servers is not None
+    return servers
+
+
+def _server_gpus(experiment: Experiment, role: EngineRole) -> int:
+    """GPUs of one server on this node."""
+    servers = _servers(experiment, role)
+    return (servers.data_parallel_size_local or servers.data_parallel_size) * servers.tensor_parallel_size
+
+
+def _named(experiment: Experiment, role: str) -> list[str] | None:
+    """GPUs that a role's key names."""
+    ids = getattr(experiment, f"{role}_gpu_ids")
+    return None if ids is None else [str(i) for i in ids]
 
 
 def own_gpus(experiment: Experiment, role: str, gpus: list[str]) -> list[str]:
@@ -82,7 +101,7 @@ def own_gpus(experiment: Experiment, role: str, gpus: list[str]) -> list[str]:
     does not name.
 
     Args:
-        experiment: `trainer_gpu_ids` and `inference_gpu_ids` are obeyed.
+        experiment: `trainer_gpu_ids`, `inference_gpu_ids` and `teacher_gpu_ids` are obeyed.
         role: `trainer`, `inference` (one server) or `orchestrator` (none).
         gpus: the visible ones; none on a machine without.
 
@@ -91,23 +110,17 @@ def own_gpus(experiment: Experiment, role: str, gpus: list[str]) -> list[str]:
     """
     if not gpus or role == "orchestrator":
         return []
-    keys = {"trainer": experiment.trainer_gpu_ids, "inference": experiment.inference_gpu_ids}
-    own = keys.pop(role)
-    (others,) = keys.values()
-    inference = experiment.inference
-    need = experiment.trainer.num_ranks
-    if role == "inference":
-        assert inference is not None
-        need = inference.data_parallel_size_local or inference.data_parallel_size
-        need *= inference.tensor_parallel_size
+    own = _named(experiment, role)
+    others = {gpu for name in ("trainer", *ENGINE_ROLES) if name != role for gpu in _named(experiment, name) or ()}
+    need = _server_gpus(experiment, "inference") if role == "inference" else experiment.trainer.num_ranks
     if own is None:
-        return [gpu for gpu in gpus if gpu not in {str(i) for i in others or ()}][:need]
+        return [gpu for gpu in gpus if gpu not in others][:need]
     if len(own) < need:
         raise ConfigError(
             f"{role}_gpu_ids names {len(own)} GPUs, but {role} needs {need}: name more, or lower "
             + ("trainer.num_ranks" if role == "trainer" else "inference.data_parallel_size")
         )
-    return [str(i) for i in own[:need]]
+    return own[:need]
 
 
 def trainer_spec(experiment: Experiment, run_dir: Path, gpus: list[str], rendezvous_port: int) -> RoleSpec:
@@ -138,27 +151,32 @@ def trainer_spec(experiment: Experiment, run_dir: Path, gpus: list[str], rendezv
 
 def orchestrator_spec(experiment: Experiment, run_dir: Path) -> RoleSpec:
     """The orchestrator waits for the servers, so its deadline includes theirs."""
-    servers = experiment.inference.ready_timeout_s if experiment.inference else 0.0
     return RoleSpec(
         "orchestrator",
         [sys.executable, "-m", "prime_hpc.orchestrator.main", str(run_dir)],
-        experiment.supervisor.start_timeout_s + servers,
+        experiment.supervisor.start_timeout_s + ready_timeout_s(experiment),
         environment={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )
 
 
-def inference_spec(experiment: Experiment, run_dir: Path, replica: int, port: int, gpus: list[str]) -> RoleSpec:
-    """One vLLM server (with its data-parallel engines)."""
-    inference = experiment.inference
-    assert inference is not None
-    command = [sys.executable, "-m", "prime_hpc.inference.main", str(run_dir)]
-    command += ["--replica", str(replica), "--port", str(port)]
+def inference_command(python: str, run_dir: Path, role: EngineRole, replica: int, port: int) -> list[str]:
+    """What starts one vLLM server of a group."""
+    command = [python, "-m", "prime_hpc.inference.main", str(run_dir)]
+    command += [] if role == "inference" else ["--role", role]
+    return [*command, "--replica", str(replica), "--port", str(port)]
+
+
+def inference_spec(
+    experiment: Experiment, run_dir: Path, replica: int, port: int, gpus: list[str], role: EngineRole = "inference"
+) -> RoleSpec:
+    """One vLLM server (with its data-parallel engines) of a group."""
+    servers = _servers(experiment, role)
     return RoleSpec(
-        "inference",
-        command,
-        inference.ready_timeout_s,
+        role,
+        inference_command(sys.executable, run_dir, role, replica, port),
+        servers.ready_timeout_s,
         index=replica,
         environment={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {},
-        max_restarts=inference.max_restarts,
-        health_url=f"http://{inference.server.host}:{port}/health",
+        max_restarts=servers.max_restarts,
+        health_url=f"http://{servers.server.host}:{port}/health",
     )

@@ -4,6 +4,8 @@ The counterpart of `roles` (one machine). Called by `main`; the supervisor start
 """
 
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +13,16 @@ from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.children import is_parent
+from prime_hpc.config.engines import ENGINE_ROLES, EngineRole, ready_timeout_s, served_by
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.observe.context import INFERENCE_URLS
+from prime_hpc.observe.context import INFERENCE_URLS, TEACHER_URLS
 from prime_hpc.supervisor.agent import Order
 from prime_hpc.supervisor.allocation import Allocation
 from prime_hpc.supervisor.placement import Placement, RoleGroup
+from prime_hpc.supervisor.roles import Urls, inference_command
 from prime_hpc.supervisor.steps import Hellos, StepSpec
+
+_ORDER = (*ENGINE_ROLES, "trainer", "orchestrator")
 
 
 def slurm_specs(
@@ -29,7 +35,7 @@ def slurm_specs(
     """
     _check_nodes(placement, allocation)
     specs: list[StepSpec] = []
-    for group in sorted(placement.groups, key=lambda g: ("inference", "trainer", "orchestrator").index(g.role)):
+    for group in sorted(placement.groups, key=lambda g: _ORDER.index(g.role)):
         if group.role == "orchestrator" and is_parent(experiment):
             continue  # each of its runs gets one, beside the supervisor, when the trainer takes it up
         nodes = allocation.hosts[group.component]
@@ -39,8 +45,8 @@ def slurm_specs(
             )
             continue
         hosts = tuple(nodes[group.first_node : group.first_node + group.num_nodes])
-        num_servers = sum(spec.is_server for spec in specs)  # they come first
-        build = {"trainer": _trainer, "inference": _inference, "orchestrator": _orchestrator}[group.role]
+        num_servers = Counter(spec.name for spec in specs if spec.is_server)  # they come first
+        build = {"trainer": _trainer, "orchestrator": _orchestrator}.get(group.role, _inference)
         spec = build(experiment, site, group, hosts, run_dir, num_servers)
         specs.append(replace(spec, options=placement.components[group.component].options, gpus=group.gpus))
     return specs
@@ -85,7 +91,7 @@ def _trainer(
     group: RoleGroup,
     hosts: tuple[str, ...],
     run_dir: Path,
-    num_servers: int,
+    num_servers: Mapping[str, int],
 ) -> StepSpec:
     trainer = experiment.trainer
     by_task = trainer.launcher == "srun"
@@ -93,7 +99,7 @@ def _trainer(
     python = _python(site)
     program = ["-m", "prime_hpc.trainer.main", str(run_dir)]
 
-    def order(spec: StepSpec, hellos: Hellos, urls: list[str]) -> Order:
+    def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> Order:
         first = hellos[f"{spec.hosts[0]}/0"]
         address, port = first["address"], str(first["ports"][-1])
         environment = _interface(site)
@@ -143,16 +149,18 @@ def _inference(
     group: RoleGroup,
     hosts: tuple[str, ...],
     run_dir: Path,
-    num_servers: int,
+    num_servers: Mapping[str, int],
 ) -> StepSpec:
-    inference = experiment.inference
-    assert inference is not None
+    assert group.role in ENGINE_ROLES
+    role: EngineRole = group.role
+    servers = served_by(experiment, role).inference
+    assert servers is not None
     python = _python(site)
 
-    def order(spec: StepSpec, hellos: Hellos, urls: list[str]) -> Order:
+    def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> Order:
         first = hellos[f"{spec.hosts[0]}/0"]
-        base = [python, "-m", "prime_hpc.inference.main", str(run_dir), "--replica", str(group.index)]
-        base += ["--port", str(first["ports"][0]), "--host", "0.0.0.0"]
+        base = inference_command(python, run_dir, role, group.index, first["ports"][0])
+        base += ["--host", "0.0.0.0"]
         base += ["--data-parallel-size", str(group.dp_size)]
         commands = [base]
         if len(spec.hosts) > 1:
@@ -174,11 +182,11 @@ def _inference(
         )
 
     return StepSpec(
-        "inference",
+        role,
         [],
-        inference.ready_timeout_s,
+        servers.ready_timeout_s,
         index=group.index,
-        max_restarts=inference.max_restarts,
+        max_restarts=servers.max_restarts,
         hosts=hosts,
         component=group.component,
         order=order,
@@ -193,16 +201,15 @@ def _orchestrator(
     group: RoleGroup,
     hosts: tuple[str, ...],
     run_dir: Path,
-    num_servers: int,
+    num_servers: Mapping[str, int],
 ) -> StepSpec:
     python = _python(site)
 
-    def order(spec: StepSpec, hellos: Hellos, urls: list[str]) -> Order | None:
-        if len(urls) < num_servers:
+    def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> Order | None:
+        if any(len(urls.get(role, [])) < count for role, count in num_servers.items()):
             return None
-        environment = {"OMP_NUM_THREADS": "1"}
-        if urls:
-            environment[INFERENCE_URLS] = ",".join(urls)
+        variables = {"inference": INFERENCE_URLS, "teacher": TEACHER_URLS}
+        environment = {"OMP_NUM_THREADS": "1"} | {variables[role]: ",".join(known) for role, known in urls.items()}
         return Order(
             life=0,
             nodes=list(spec.hosts),
@@ -211,11 +218,10 @@ def _orchestrator(
             grace_s=experiment.supervisor.grace_s,
         )
 
-    ready = experiment.inference.ready_timeout_s if experiment.inference else 0.0
     return StepSpec(
         "orchestrator",
         [],
-        experiment.supervisor.start_timeout_s + ready,
+        experiment.supervisor.start_timeout_s + ready_timeout_s(experiment),
         hosts=hosts,
         component=group.component,
         order=order,

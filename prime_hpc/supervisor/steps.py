@@ -21,7 +21,7 @@ from prime_hpc.observe.slurm import SlurmError, clean_environment, compress_host
 from prime_hpc.supervisor.agent import Order
 from prime_hpc.supervisor.allocation import Allocation
 from prime_hpc.supervisor.role import Role
-from prime_hpc.supervisor.roles import RoleSpec
+from prime_hpc.supervisor.roles import RoleSpec, Urls
 
 HELLO_TIMEOUT_S = 180.0
 _OF_NODES = (
@@ -46,7 +46,7 @@ class StepSpec(RoleSpec):
     """In rank order."""
     component: int = 0
     tasks_per_node: int = 1
-    order: Callable[["StepSpec", Hellos, list[str]], Order | None] = field(default=lambda *_: None)
+    order: Callable[["StepSpec", Hellos, Urls], Order | None] = field(default=lambda *_: None)
     """What the agents are to start, from their hellos and the servers' URLs; None: not yet."""
     is_server: bool = False
     gpus: tuple[int, ...] | None = None
@@ -234,7 +234,7 @@ class StepRole(Role):
         elif event == "exited":
             self._exits[key] = int(message["code"])
 
-    def lead(self, urls: list[str]) -> None:
+    def lead(self, urls: Urls) -> None:
         """Give the agents their order once all are there and it can be given."""
         if self._ordered or len(self._hellos) < self._num_tasks or not self.hosts:
             return
@@ -245,7 +245,7 @@ class StepRole(Role):
         if self.spec.is_server:
             first = self._hellos[f"{self.hosts[0]}/0"]
             self.url = f"http://{first['address']}:{first['ports'][0]}/v1"
-            self._ring("server", index=self.spec.index, state="starting", url=self.url)
+            self._ring("server", role=self.spec.name, index=self.spec.index, state="starting", url=self.url)
         self._ordered = True
         self._ring(f"go/{self.spec.label}", **{**vars(order), "life": self.life})
 

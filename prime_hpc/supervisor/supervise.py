@@ -33,7 +33,7 @@ from prime_hpc.supervisor.processes import become_subreaper, end_families, end_s
 from prime_hpc.supervisor.reaper import Reaper
 from prime_hpc.supervisor.replicas import Replicas
 from prime_hpc.supervisor.role import Role, log_tail
-from prime_hpc.supervisor.roles import RoleSpec
+from prime_hpc.supervisor.roles import RoleSpec, Urls
 from prime_hpc.supervisor.steps import StepContext, StepRole, StepSpec
 
 TICK_S = 0.2
@@ -66,7 +66,7 @@ class Supervisor:
         run_dir: Path,
         attempt: Attempt,
         specs: list[RoleSpec],
-        inference_urls: list[str],
+        urls: Urls,
         environment: dict[str, str],
         steps: StepContext | None = None,
         spares: list[str] | None = None,
@@ -76,7 +76,7 @@ class Supervisor:
         Args:
             experiment, run_dir, attempt: what is run.
             specs: its roles; with `steps` all of them are `StepSpec`s.
-            inference_urls: of the servers; with `steps` they are learnt from the agents.
+            urls: of the servers, by group; with `steps` they are learnt from the agents.
             environment: of the roles.
             steps: the Slurm job; None: processes of this machine.
             spares: nodes of a packed job that take over a lost server.
@@ -86,7 +86,7 @@ class Supervisor:
         self._paths = run_paths(experiment, run_dir)
         self._attempt = attempt
         self._specs = specs
-        self._urls = inference_urls
+        self._urls = urls
         self._environment = environment
         self._steps = steps
         self._checkup = checkup
@@ -168,7 +168,8 @@ class Supervisor:
             attempt=self._attempt.attempt,
             incarnation=self._attempt.incarnation,
             resume_step=self._attempt.resume_step,
-            inference_urls=self._urls,
+            inference_urls=self._urls.get("inference", []),
+            teacher_urls=self._urls.get("teacher", []),
         )
         environment = {**self._environment, **facts, "PYTHONUNBUFFERED": "1"}
         environment[FENCE] = str(self._experiment.slurm.survive.fence_s)
@@ -209,14 +210,14 @@ class Supervisor:
         self._replicas.bring_back(self._roles, self._restart)
         if self._children is not None:
             num_servers = sum(role.is_server for role in self._roles)
-            self._children.tick(self._known_urls(), num_servers, self._hub.address)
+            self._children.tick(self._known_urls().get("inference", []), num_servers, self._hub.address)
         waiting = {r.spec.label: time.monotonic() - r.started for r in self._roles if r.state == "starting"}
         if not waiting and self._ready_at is None and self._stop is None:
             self._ready_at = time.time()
             logger.info(f"all roles are ready after {self._ready_at - self._attempt.began:.0f} s")
         self._console.tick(waiting)
         self._live.write(**self._facts())
-        workers = [r for r in self._roles if r.spec.name != "inference"]
+        workers = [r for r in self._roles if not r.is_server]
         if all(r.state == "done" for r in workers) and (self._children is None or self._children.is_idle):
             raise self._finished()
 
@@ -299,7 +300,7 @@ class Supervisor:
         if lost:
             self._on_lost_nodes(role, lost)
         elif not role.running:
-            if role.says("done") and role.exit_code == 0 and role.spec.name != "inference":
+            if role.says("done") and role.exit_code == 0 and not role.is_server:
                 role.state = "done"
                 logger.info(f"{role.spec.label} is done")
                 return
@@ -317,9 +318,13 @@ class Supervisor:
         elif role.silent_s() > self._experiment.supervisor.heartbeat_timeout_s:
             self._on_death(role, f"{role.spec.label} gave no sign of life for {role.silent_s():.0f} s")
 
-    def _known_urls(self) -> list[str]:
+    def _known_urls(self) -> Urls:
         """Of the servers that were told where to listen, in order."""
-        return self._urls + [r.url for r in self._roles if isinstance(r, StepRole) and r.is_server and r.url]
+        urls = {name: list(known) for name, known in self._urls.items()}
+        for role in self._roles:
+            if isinstance(role, StepRole) and role.is_server and role.url:
+                urls.setdefault(role.spec.name, []).append(role.url)
+        return urls
 
     def _is_ready(self, role: Role) -> bool:
         return self._due(role, 0.5) and role.healthy() if role.is_server else role.says("ready")
@@ -342,11 +347,11 @@ class Supervisor:
         cause = f"node {', '.join(hosts)} of {role.spec.label} was lost (no sign of life)"
         self._note_lost(hosts)
         can_go_on = self._steps is not None and self._steps.no_kill and role.is_server and role.was_ready
-        others = any(r.state == "ready" for r in self._roles if r.is_server and r is not role)
+        others = any(r.state == "ready" for r in self._roles if r.spec.name == role.spec.name and r is not role)
         if not can_go_on or not others or not isinstance(role, StepRole):
             self._bury(role, cause)
             raise Ended(1, cause, "node_lost")
-        self._hub.ring("server", index=role.spec.index, state="lost", url=role.url)
+        self._hub.ring("server", role=role.spec.name, index=role.spec.index, state="lost", url=role.url)
         role.kill()
         self._reaper.forget(role.pid)
         where = self._replicas.send_away(role, hosts)

@@ -23,7 +23,7 @@ _SUBCOMMANDS = {
     "site": ("list", "show", "probe"),
     "completion": ("bash", "zsh", "fish"),
 }
-_ROLES = ("supervisor", "trainer", "orchestrator", "inference", "slurm")
+_ROLES = ("supervisor", "trainer", "orchestrator", "inference", "teacher", "slurm")
 
 
 @dataclass

@@ -31,7 +31,7 @@ def supervise(run_dir: Path, specs: list[RoleSpec], **settings: object) -> tuple
     attempts = run_dir / "attempts.jsonl"
     attempt = begin(attempts, incarnation=1, why="test", resume_step=None, job_id=None)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code = Supervisor(experiment, run_dir, attempt, specs, [], environment).run()
+    code = Supervisor(experiment, run_dir, attempt, specs, {}, environment).run()
     return code, read_attempts(attempts)[-1]
 
 

@@ -72,7 +72,7 @@ def test_lines_are_split_as_a_shell_does(line: str, words: list[str]) -> None:
         ("prime-hpc nonsense x", "", []),
         ("prime-hpc status al", "dirs", ["alpha", "alpine"]),
         ("prime-hpc diff alpha x", "dirs", ["x=1,y=2"]),
-        ("prime-hpc logs alpha --role t", "", ["trainer"]),
+        ("prime-hpc logs alpha --role tr", "", ["trainer"]),
         ("prime-hpc logs alpha --attempt ", "", ["1", "2"]),
         ("prime-hpc logs --fol", "", ["--follow"]),
         ("prime-hpc submit a.yaml --dry", "", ["--dry-run"]),

@@ -23,17 +23,17 @@ def experiment(tmp_path: Path, **values: object) -> Experiment:
 
 def test_gpus_are_split_in_order(tmp_path: Path) -> None:
     exp = experiment(tmp_path, inference={"data_parallel_size": 6}, trainer={"num_ranks": 2})
-    assert split_gpus(exp, [str(i) for i in range(8)]) == ([["0", "1", "2", "3", "4", "5"]], ["6", "7"])
+    assert split_gpus(exp, [str(i) for i in range(8)]) == ({"inference": [["0", "1", "2", "3", "4", "5"]]}, ["6", "7"])
 
 
 def test_gpus_by_id_may_be_shared(tmp_path: Path) -> None:
     exp = experiment(tmp_path, inference={}, inference_gpu_ids=[0], trainer_gpu_ids=[0])
-    assert split_gpus(exp, ["0"]) == ([["0"]], ["0"])
+    assert split_gpus(exp, ["0"]) == ({"inference": [["0"]]}, ["0"])
 
 
 def test_replicas_and_tensor_parallel_take_their_own_gpus(tmp_path: Path) -> None:
     exp = experiment(tmp_path, inference={"num_replicas": 2, "tensor_parallel_size": 2})
-    assert split_gpus(exp, list("01234")) == ([["0", "1"], ["2", "3"]], ["4"])
+    assert split_gpus(exp, list("01234")) == ({"inference": [["0", "1"], ["2", "3"]]}, ["4"])
 
 
 def test_too_few_gpus_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_visible_gpus_follow_the_environment() -> None:
 def test_place_attaches_without_an_inference_section(tmp_path: Path) -> None:
     specs, urls = place(experiment(tmp_path), tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
     assert [spec.name for spec in specs] == ["orchestrator", "trainer"]
-    assert urls == []
+    assert urls == {}
 
 
 def test_place_refuses_a_taken_port(tmp_path: Path) -> None:

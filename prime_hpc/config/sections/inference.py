@@ -1,4 +1,4 @@
-"""The inference section: vLLM servers, their parallelism and their limits."""
+"""The engine groups' sections: vLLM servers of the policy and of a teacher, their parallelism and their limits."""
 
 from typing import Any, Literal
 
@@ -60,3 +60,21 @@ class InferenceConfig(Section):
     """How often a dead server is started again before the run fails."""
     vllm: dict[str, Any] = {}
     """Any other vLLM engine argument, by its own name."""
+
+
+class TeacherServerConfig(ServerConfig):
+    """Where a teacher's server listens."""
+
+    port: int = Field(0, ge=0, le=65535)
+    """First port (replica i takes port + i); 0 lets the supervisor choose."""
+
+
+class TeacherInferenceConfig(InferenceConfig):
+    """Servers of `orchestrator.teacher.model` that the run starts beside the policy's; their weights never change."""
+
+    server: TeacherServerConfig = TeacherServerConfig()
+    """Address."""
+    api_key: str | None = None
+    """Bearer token that clients must send; default: the policy's."""
+    max_model_len: int | None = Field(None, ge=1)
+    """Longest sequence; default: `seq_len` + 1, since a score samples one token that is not used."""

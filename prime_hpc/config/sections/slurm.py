@@ -122,6 +122,8 @@ class SlurmConfig(SlurmOptions):
     """The trainer's nodes."""
     inference: SlurmGroupConfig = SlurmGroupConfig()
     """The inference servers' nodes."""
+    teacher: SlurmGroupConfig = SlurmGroupConfig()
+    """The nodes of the teacher's servers (`teacher_inference`)."""
     orchestrator: SlurmGroupConfig | None = None
     """Nodes (CPU-only) of the orchestrator in a het job; absent: it runs beside the trainer."""
     spare_nodes: int = Field(0, ge=0)

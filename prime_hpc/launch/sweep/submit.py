@@ -135,7 +135,7 @@ def _run_local(base: Base, report: Report, site: SiteConfig, *, dry_run: bool) -
 
 def _write(base: Base, sweep: Sweep, jobs: Sequence[Job], site: SiteConfig) -> None:
     """The sweep's own files, then the run directories: a point's index is on disk before anything of it is."""
-    private = any(job.experiment.inference and job.experiment.inference.api_key for job in jobs)
+    private = any(job.experiment.holds_secret for job in jobs)
     write_text(sweep.dir / SWEEP_YAML, dump_yaml(base.stored()), private=private)
     sweep.write_points()
     (sweep.dir / "logs").mkdir(exist_ok=True)

@@ -1,0 +1,62 @@
+"""The groups of vLLM engines that a run starts, by role: the policy's (`inference`), and a teacher's (`teacher`).
+
+A group is described by the same tree as the policy's engines are: `served_by` is the experiment as one group sees it,
+with its model, its servers, its GPUs and its nodes in the places of the policy's. Whoever places, plans, checks or
+starts engines takes that view, and does it for any group. Called by `launch`, the supervisor, the servers themselves
+and the orchestrator.
+"""
+
+from typing import Literal
+
+from prime_hpc.config.experiment import Experiment
+
+EngineRole = Literal["inference", "teacher"]
+ENGINE_ROLES: tuple[EngineRole, ...] = ("inference", "teacher")
+"""In the order in which they get nodes and GPUs."""
+
+SECTIONS: dict[EngineRole, str] = {"inference": "inference", "teacher": "teacher_inference"}
+"""Role -> the key of its servers' section."""
+MODELS: dict[EngineRole, str] = {"inference": "model.name", "teacher": "orchestrator.teacher.model"}
+"""Role -> the key that states what they serve."""
+
+
+def engine_roles(experiment: Experiment) -> list[EngineRole]:
+    """The groups that the run starts."""
+    starts = {
+        "inference": experiment.samples and experiment.inference is not None,
+        "teacher": experiment.teacher_inference is not None,
+    }
+    return [role for role in ENGINE_ROLES if starts[role]]
+
+
+def served_by(experiment: Experiment, role: EngineRole) -> Experiment:
+    """The experiment as a group of engines sees it: `model`, `inference`, `inference_gpu_ids` and `slurm.inference` are
+    the group's own. The teacher has no adapter and room for one token more than the longest sample."""
+    servers, teacher = experiment.teacher_inference, experiment.orchestrator.teacher
+    if role == "inference":
+        return experiment
+    assert servers is not None and teacher is not None and teacher.model is not None, "the config refuses it"
+    own = {
+        "max_model_len": servers.max_model_len or max(experiment.seq_len + 1, experiment.max_model_len),
+        "api_key": servers.api_key or (experiment.inference.api_key if experiment.inference else None),
+    }
+    return experiment.model_copy(
+        update={
+            "model": experiment.model.model_copy(update={"name": teacher.model, "lora": None}),
+            "inference": servers.model_copy(update=own),
+            "teacher_inference": None,
+            "inference_gpu_ids": experiment.teacher_gpu_ids,
+            "slurm": experiment.slurm.model_copy(update={"inference": experiment.slurm.teacher}),
+        }
+    )
+
+
+def ready_timeout_s(experiment: Experiment) -> float:
+    """Deadline of the slowest group's start, seconds; 0 where the run starts none. They start at once."""
+    views = [served_by(experiment, role).inference for role in engine_roles(experiment)]
+    return max((servers.ready_timeout_s for servers in views if servers is not None), default=0.0)
+
+
+def sampling_role(experiment: Experiment) -> EngineRole:
+    """The group that plays the training episodes: the teacher where it is imitated."""
+    return "teacher" if experiment.orchestrator.advantage.type == "sft" else "inference"
