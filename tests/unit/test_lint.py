@@ -52,6 +52,9 @@ QWEN3_06B = {
 }
 
 
+OPD = {"advantage": {"type": "opd"}, "teacher": {"model": "owner/teacher"}}
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "llama-8b"
@@ -214,6 +217,13 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH321", "error", {SLURM: {"mem": "lots"}}, {}, "no memory size"),
     ("PH322", "info", {SLURM: {"time": "14", "survive": {"signal_lead_s": 700}}}, {}, "may take 900 s"),
     ("PH323", "error", {SLURM: {"job_name": "a\nb"}}, {}, "line break"),
+    (
+        "PH312",
+        "warning",
+        {"orchestrator": {**OPD, "teacher": {"base_url": "http://localhost:8000/v1"}}},
+        {},
+        "starts no server",
+    ),
 ]
 
 
@@ -226,6 +236,26 @@ def test_what_lint_says(
     found = [f for f in findings(model, change, **site) if f.code == code and words in f.message]
     assert [f.severity for f in found[:1]] == [severity], findings(model, change, **site)
     assert all(f.remedy for f in found)
+
+
+def test_a_started_teacher_is_held_to_what_the_policys_engines_are(model: Path) -> None:
+    """Every finding names the teacher's own key."""
+    known = {"orchestrator": {**OPD, "teacher": {"model": str(model)}}}
+
+    def said(servers: dict[str, Any], **change: Any) -> set[tuple[str, str, str | None]]:
+        found = findings(model, known | {"teacher_inference": servers} | change)
+        return {(f.code, f.severity, f.key) for f in found}
+
+    assert said({"data_parallel_size": 8}) == set()
+    assert said({}, slurm={"layout": "het"}) == {("PH317", "warning", "slurm.gpus_per_node")}  # one engine, 8 GPUs
+    assert ("PH101", "error", "teacher_inference.tensor_parallel_size") in said({"tensor_parallel_size": 3})
+    assert ("PH104", "error", "seq_len") in said({}, seq_len=8192)
+    assert ("PH104", "error", "teacher_inference.max_model_len") in said({"max_model_len": 9000})
+    assert ("PH106", "error", "teacher_inference.tensor_parallel_size") in said({"gpu_memory_utilization": 0.1})
+    assert ("PH320", "warning", "teacher_inference.data_parallel_size_local") in said({"data_parallel_size_local": 1})
+    assert ("PH308", "error", "slurm.teacher.nodes") in said({"data_parallel_size": 9}, slurm={"teacher": {"nodes": 1}})
+    unknown = findings(model, {"orchestrator": OPD, "teacher_inference": {"data_parallel_size": 8}})
+    assert [(f.code, f.severity, f.key) for f in unknown] == [("PH107", "info", "orchestrator.teacher.model")]
 
 
 def test_every_code_is_provoked() -> None:

@@ -107,6 +107,48 @@ def test_several_replicas_of_a_node_have_gpus_of_their_own() -> None:
     assert [(g.first_node, g.gpus) for g in servers] == [(1, (0, 1, 2, 3)), (1, (4, 5, 6, 7)), (2, (0, 1, 2, 3))]
 
 
+def taught(teacher: dict[str, Any], **values: Any) -> dict[str, Any]:
+    orchestrator = {"env": [{"id": "reverse-text"}], "advantage": {"type": "opd"}, "teacher": {"model": "o/teacher"}}
+    return {"orchestrator": orchestrator, "teacher_inference": teacher, **values}
+
+
+def test_a_teacher_is_a_group_of_engines_with_places_of_its_own() -> None:
+    together = place(**taught({}, inference={"data_parallel_size": 4}, trainer={"num_ranks": 3}, slurm=on_h100()))
+    assert together.num_nodes == 1
+    assert [(g.role, g.gpus) for g in together.groups] == [
+        ("orchestrator", None),
+        ("trainer", (5, 6, 7)),
+        ("inference", (0, 1, 2, 3)),
+        ("teacher", (4,)),
+    ]
+    wide: dict[str, Any] = {"num_replicas": 2, "tensor_parallel_size": 8}
+    apart = place(**taught(wide, inference={}, trainer={"num_ranks": 8}, slurm=on_h100(spare_nodes=1)))
+    assert [(g.role, g.first_node) for g in apart.groups[1:]] == [
+        ("trainer", 0),
+        ("inference", 1),
+        ("teacher", 2),
+        ("teacher", 3),
+    ]
+    assert apart.spares == (4,)
+    other = on_h100(teacher={"partition": "a100", "nodes": 1})
+    het = place(**taught({"data_parallel_size": 4}, inference={}, slurm=other))
+    assert (het.layout, [(c.name, c.num_nodes) for c in het.components]) == (
+        "het",
+        [("trainer", 1), ("inference", 1), ("teacher", 1)],
+    )
+    assert groups(het, "teacher")[0].component == 2
+    with pytest.raises(ConfigError, match=r"slurm.teacher.nodes.*8 GPUs a node are needed.*has 4; use 2 nodes"):
+        place(**taught({"data_parallel_size": 8}, inference={}, slurm=other))
+    with pytest.raises(ConfigError, match="teacher_inference.tensor_parallel_size.*larger than a node of 8"):
+        place(**taught({"tensor_parallel_size": 16}, inference={}, slurm=on_h100()))
+
+
+def test_an_imitated_teacher_is_the_only_group_of_engines() -> None:
+    values = taught({}, trainer={"loss": {"type": "nll"}}, slurm=on_h100())
+    values["orchestrator"] = {**values["orchestrator"], "advantage": {"type": "sft"}}
+    assert [(g.role, g.gpus) for g in place(**values).groups[1:]] == [("trainer", (1,)), ("teacher", (0,))]
+
+
 def test_named_gpus_win_and_may_overlap() -> None:
     shared = place(inference={}, inference_gpu_ids=[3], trainer_gpu_ids=[3], slurm=on_h100())
     assert [g.gpus for g in shared.groups] == [None, (3,), (3,)]
@@ -304,7 +346,7 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
         slurm["inference"]["partition"] = slurm["trainer"]["partition"]
     if draw(st.booleans()):
         slurm["orchestrator"] = {"partition": "cpu"}
-    return {
+    values = {
         "slurm": slurm,
         "trainer": {"num_ranks": draw(st.integers(1, 48))},
         "inference": {
@@ -314,6 +356,11 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
             "across_nodes": draw(st.sampled_from(["auto", "servers", "engine_group"])),
         },
     }
+    if draw(st.booleans()):
+        slurm["teacher"] = {"partition": slurm["inference"]["partition"], **maybe(st.integers(1, 4))}
+        size = {"num_replicas": draw(st.integers(1, 3)), "data_parallel_size": draw(st.sampled_from([1, 2, 8, 16]))}
+        values |= taught({**size, "tensor_parallel_size": draw(st.sampled_from([1, 2, 4]))})
+    return values
 
 
 @settings(max_examples=300, deadline=None)
@@ -327,12 +374,14 @@ def test_every_rank_and_engine_has_its_place(values: dict[str, Any]) -> None:
         assert all(problem.key for problem in error.problems)
         return
     (trainer,) = groups(placement, "trainer")
-    servers = groups(placement, "inference")
     assert trainer.num_nodes * trainer.processes_per_node == values["trainer"]["num_ranks"]
-    inference = values["inference"]
-    assert sum(s.dp_size for s in servers) == inference["num_replicas"] * inference["data_parallel_size"]
-    assert [s.index for s in servers] == list(range(len(servers)))
-    assert all(s.dp_size == s.processes_per_node * s.num_nodes for s in servers)
+    engines = {"inference": values["inference"], "teacher": values.get("teacher_inference")}
+    for name, section in engines.items():
+        servers = groups(placement, name)
+        want = section["num_replicas"] * section["data_parallel_size"] if section else 0
+        assert sum(s.dp_size for s in servers) == want
+        assert [s.index for s in servers] == list(range(len(servers)))
+        assert all(s.dp_size == s.processes_per_node * s.num_nodes for s in servers)
     busy: dict[tuple[int, int], list[int]] = {}
     for group in placement.groups:
         assert group.first_node >= 0
@@ -344,7 +393,8 @@ def test_every_rank_and_engine_has_its_place(values: dict[str, Any]) -> None:
         if group.role == "orchestrator" or gpus == 0:
             assert group.gpus is None
         else:
-            width = inference["tensor_parallel_size"] if group.role == "inference" else 1
+            section = engines.get(group.role)
+            width = section["tensor_parallel_size"] if section else 1
             assert group.gpus is not None
             assert len(group.gpus) == group.processes_per_node * width
             assert max(group.gpus) < gpus

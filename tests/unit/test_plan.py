@@ -10,7 +10,7 @@ import yaml
 from prime_hpc import cli
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.launch.plan import launcher, resolve_launch
+from prime_hpc.launch.plan import _roles, launcher, resolve_launch
 from prime_hpc.launch.plan_slurm import slurm_plan, slurm_plan_text
 
 SITE: dict[str, Any] = {
@@ -174,6 +174,20 @@ def test_a_lost_inference_node(model: Path) -> None:
     assert "it is the trainer's node too" in one["survive"]["events"]["lost inference node"]
     only, _ = planned(model, inference={"data_parallel_size": 8})
     assert "it is the only server" in only["survive"]["events"]["lost inference node"]
+
+
+def test_a_teacher_of_the_runs_own(model: Path) -> None:
+    opd = {"env": [{"id": "reverse-text"}], "advantage": {"type": "opd"}, "teacher": {"model": str(model)}}
+    values = {"orchestrator": opd, "teacher_inference": {"tensor_parallel_size": 8}}
+    plan, text = planned(model, **values)
+    assert plan["num_nodes"] == 5 and plan["roles"][-1]["role"] == "teacher[0]"
+    assert f"teacher       1 vLLM server(s) of {model} on 1 node (node 4 of component 0)" in text
+    assert plan["memory"]["teacher_engine"]["weights_gib"] < plan["memory"]["engine"]["weights_gib"]
+    assert "it is the only server" in plan["survive"]["events"]["lost teacher node"]
+    _, attached = planned(model, orchestrator={**opd, "teacher": {"base_url": "http://node7:8000/v1"}})
+    assert "teacher       attached: http://node7:8000/v1" in attached
+    one = Experiment.model_validate(tree(model, **values, launch="local"))
+    assert f"teacher       1 vLLM server(s) of {model}, data parallel 1 x tensor parallel 8" in "\n".join(_roles(one))
 
 
 def test_crashes_and_bad_nodes(model: Path) -> None:

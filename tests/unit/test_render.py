@@ -43,6 +43,7 @@ RL: dict[str, Any] = {
     "inference": {"data_parallel_size": 16},
     "trainer": {"num_ranks": 16},
 }
+OPD: dict[str, Any] = {**RL["orchestrator"], "advantage": {"type": "opd"}, "teacher": {"model": "owner/teacher"}}
 EVERYTHING: dict[str, Any] = {
     "partition": "h100",
     "account": "proj-1",
@@ -112,6 +113,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "sft": {"data": {"type": "fake"}},
             "trainer": {"num_ranks": 32},
             "slurm": {"partition": "h100", "time": "4:00:00"},
+        },
+        SITE,
+    ),
+    "teacher": (
+        {
+            **RL,
+            "orchestrator": OPD,
+            "teacher_inference": {"num_replicas": 2, "tensor_parallel_size": 4},
+            "slurm": {
+                "time": "12:00:00",
+                "trainer": {"partition": "h100"},
+                "inference": {"partition": "h100"},
+                "teacher": {"partition": "a100", "mem": "0"},
+            },
         },
         SITE,
     ),

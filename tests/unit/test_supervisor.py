@@ -3,6 +3,7 @@
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -39,6 +40,42 @@ def test_replicas_and_tensor_parallel_take_their_own_gpus(tmp_path: Path) -> Non
 def test_too_few_gpus_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trainer needs 2 GPUs, but gets 0"):
         split_gpus(experiment(tmp_path, inference={}, trainer={"num_ranks": 2}), ["0"])
+
+
+TAUGHT: dict[str, Any] = {
+    "inference": {"data_parallel_size": 2, "api_key": "p"},
+    "teacher_inference": {"num_replicas": 2, "tensor_parallel_size": 2},
+    "orchestrator": {"env": [{"id": "reverse-text"}], "advantage": {"type": "opd"}, "teacher": {"model": "o/teacher"}},
+}
+
+
+def test_a_teacher_gets_the_gpus_after_the_policys_or_those_that_are_named(tmp_path: Path) -> None:
+    exp = experiment(tmp_path, **TAUGHT)
+    assert split_gpus(exp, list("0123456")) == (
+        {"inference": [["0", "1"]], "teacher": [["2", "3"], ["4", "5"]]},
+        ["6"],
+    )
+    with pytest.raises(ConfigError, match=r"teacher needs 4 GPUs, but gets 3 .*teacher_inference.data_parallel_size"):
+        split_gpus(exp, list("01234"))
+    shared = experiment(tmp_path, **TAUGHT, teacher_gpu_ids=[0, 1, 2, 3], trainer_gpu_ids=[4])
+    assert split_gpus(shared, list("0123456")) == (
+        {"inference": [["5", "6"]], "teacher": [["0", "1"], ["2", "3"]]},
+        ["4"],
+    )
+
+
+def test_a_teachers_servers_are_a_group_of_their_own(tmp_path: Path) -> None:
+    specs, urls = place(experiment(tmp_path, **TAUGHT), tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    assert [spec.label for spec in specs] == ["inference[0]", "teacher[0]", "teacher[1]", "orchestrator", "trainer"]
+    assert {role: len(known) for role, known in urls.items()} == {"inference": 1, "teacher": 2}
+    assert len({url for known in urls.values() for url in known}) == 3
+    command = specs[2].command
+    assert command[command.index("--role") + 1] == "teacher" and command[command.index("--replica") + 1] == "1"
+    assert urls["teacher"][1].startswith((specs[2].health_url or "").removesuffix("/health"))
+    assert specs[2].max_restarts == 3 and "--role" not in specs[0].command
+    ports_of_both = {"inference": {"server": {"port": 8000}}, "teacher_inference": {"server": {"port": 8000}}}
+    with pytest.raises(ConfigError, match="teacher_inference.server.port.*another group of engines listens on 8000"):
+        place(experiment(tmp_path, **{**TAUGHT, **ports_of_both}), tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_visible_gpus_follow_the_environment() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ from pydantic import ValidationError
 
 from prime_hpc.client.inference import InferenceClient, InferenceError, parse_scores
 from prime_hpc.config import Experiment
+from prime_hpc.config.engines import engine_roles, served_by
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.inference.args import build_argv
 from prime_hpc.launch.checks import _teacher
+from prime_hpc.observe.context import RoleContext, role_environment
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.prompts import Prompt
+from prime_hpc.orchestrator.setup import server_urls, teacher_urls
 from prime_hpc.orchestrator.teacher import Teacher
 from tests.support.episodes import make_episode
 
@@ -91,6 +96,7 @@ def test_a_score_that_is_not_finite_leaves_the_group_out_and_is_named() -> None:
 
 OPD = {"type": "opd"}
 TEACHER = {"base_url": "http://t:1/v1"}
+STARTED: dict[str, Any] = {"teacher_inference": {}}
 
 
 @pytest.mark.parametrize(
@@ -112,6 +118,29 @@ TEACHER = {"base_url": "http://t:1/v1"}
                 "inference": {},
             },
             "leave inference out",
+        ),
+        ({"orchestrator": {"advantage": OPD, "teacher": {"model": "o/t"}}}, "base_url names no server"),
+        ({**STARTED, "orchestrator": {"advantage": OPD, "teacher": TEACHER | {"model": "o/t"}}}, "leave one of them"),
+        ({**STARTED, "orchestrator": {"advantage": OPD}}, "serves orchestrator.teacher.model, which is not stated"),
+        ({**STARTED, "orchestrator": {"teacher": {"model": "o/t"}}}, "not used by orchestrator.advantage.type = grpo"),
+        ({**STARTED, "orchestrator": {"advantage": {"type": "opsd"}}}, "not used by .* opsd"),
+        ({**STARTED, "kind": "sft"}, "this is sft: leave it out"),
+        (
+            {
+                "teacher_inference": {"max_model_len": 64},
+                "seq_len": 64,
+                "orchestrator": {"advantage": OPD, "teacher": {"model": "o/t"}},
+            },
+            r"max_model_len \(64\) is too short.*at least 65",
+        ),
+        (
+            {
+                **STARTED,
+                "orchestrator": {"advantage": OPD, "teacher": {"model": "o/t"}},
+                "trainer": {"max_concurrent_runs": 2},
+                "model": {"lora": {}},
+            },
+            "cannot be shared by the runs",
         ),
         ({"orchestrator": {"advantage": {"demonstration_text": "x"}}}, "must hold {demonstration}"),
         ({"trainer": {"loss": {"type": "nll", "correction": {}}}}, "no importance ratio"),
@@ -141,3 +170,71 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     assert problems(same) == [] and problems("owner/unknown-model") == []
     assert "2 tokens against 2, and 'b' is None there, 1 here" in problems(other)[0]
     assert "is not a directory" in problems(str(tmp_path / "absent"))[0]
+
+
+def started(own: str, teacher: str, **values: Any) -> Experiment:
+    tree = {
+        "model": {"name": own, "lora": {}},
+        "orchestrator": {"advantage": OPD, "teacher": {"model": teacher}},
+        "inference": {"api_key": "policys"},
+        "teacher_inference": {"data_parallel_size": 2},
+        "teacher_gpu_ids": [3, 4],
+        "slurm": {"teacher": {"partition": "big"}},
+        "seq_len": 64,
+    }
+    return Experiment.model_validate(tree | values)
+
+
+def test_a_started_teacher_sees_its_own_model_servers_and_nodes_where_the_policys_are() -> None:
+    exp = started("o/policy", "o/teacher")
+    view = served_by(exp, "teacher")
+    options = build_argv(view, device="cpu", replica=0, port=7)
+    stated = dict(pairwise(options))
+    assert (stated["--model"], stated["--max-model-len"], stated["--data-parallel-size"]) == ("o/teacher", "65", "2")
+    assert stated["--api-key"] == "policys" and "--enable-lora" not in options
+    assert (view.inference_gpu_ids, view.slurm.inference.partition) == ([3, 4], "big")
+    assert served_by(exp, "inference") is exp and engine_roles(exp) == ["inference", "teacher"]
+    assert served_by(started("o/p", "o/t", teacher_inference={"api_key": "own"}), "teacher").inference.api_key == "own"
+
+
+def test_the_orchestrator_finds_a_started_teacher_by_the_supervisors_word(tmp_path: Path) -> None:
+    exp = started("o/policy", "o/teacher")
+    facts = {
+        "doorbell_address": "",
+        "attempt": 1,
+        "incarnation": 1,
+        "resume_step": None,
+        "inference_urls": ["http://p/v1"],
+    }
+    environ = role_environment(**facts, teacher_urls=["http://a/v1", "http://b/v1"])
+    context = RoleContext.from_env("orchestrator", tmp_path, environ=environ)
+    assert teacher_urls(exp, context) == ["http://a/v1", "http://b/v1"]
+    assert server_urls(exp, context) == ["http://p/v1"]
+    imitated = started("o/p", "o/t", inference=None, trainer={"loss": {"type": "nll"}}).model_copy(
+        update={"orchestrator": exp.orchestrator.model_copy(update={"advantage": AdvantageConfig(type="sft")})}
+    )
+    assert server_urls(imitated, context) == ["http://a/v1", "http://b/v1"]
+    with pytest.raises(OrchestratorError, match=r"by hand takes its urls from orchestrator.teacher.base_url"):
+        teacher_urls(exp, RoleContext.from_env("orchestrator", tmp_path, environ={}))
+
+
+def test_a_started_teacher_must_be_whole_and_hold_a_sample_and_one_token(tmp_path: Path) -> None:
+    own = write_tokenizer(tmp_path / "own", {"a": 0})
+    teacher = write_tokenizer(tmp_path / "teacher", {"a": 0})
+
+    def problems() -> list[tuple[str | None, str]]:
+        return [(p.key, p.message) for p in _teacher(started(own, teacher))]
+
+    [(key, message)] = problems()
+    assert key == "orchestrator.teacher.model" and "no weights" in message
+    (tmp_path / "teacher" / "model.safetensors").touch()
+    assert problems() == []
+    (tmp_path / "teacher" / "config.json").write_text('{"max_position_embeddings": 64}')
+    [(key, message)] = problems()
+    assert key == "seq_len" and "65 tokens are beyond the teacher's max_position_embeddings = 64" in message
+
+
+def test_a_teachers_server_that_moves_is_asked_at_its_new_address() -> None:
+    server = Server([])
+    Teacher([server], "policy", deadline_s=1.0, max_concurrent=1).move(0, "http://there:5/v1")
+    assert server.base_url == "http://there:5"
