@@ -1,15 +1,13 @@
 """A large file that somebody else's serialiser (torch) writes in one pass: summed on the way, durable when it closes.
 
-Used by the trainer's checkpoints and weight versions. Unlike `artifact.hash_files` it need not read the file again.
-Data passes through three buffers: while one is filled and summed, two threads write the others. A checkpoint is not
-read again soon: where the file system can, it goes past the page cache (O_DIRECT), for gigabytes of dirty pages would
-hold up the fsyncs of all other files and take the memory bandwidth of the step that goes on meanwhile. Weights are read
-at once by the engines: they stay in the page cache, and each buffer's way to the disk begins as soon as it is written,
-so that little is left for the fsync (`cached`).
+Used by the trainer's checkpoints. Unlike `artifact.hash_files` it need not read the file again. Data passes through
+three buffers: while one is filled and summed, two threads write the others. A checkpoint is not read again soon: where
+the file system can, it goes past the page cache (O_DIRECT), for gigabytes of dirty pages would hold up the fsyncs of
+all other files and take the memory bandwidth of the step that goes on meanwhile. (Weight versions, which the engines
+read at once, are written through `ranges`.)
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -17,7 +15,6 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +31,14 @@ BUFFER_BYTES = 16 << 20
 """Multiple of every block size in use."""
 _BLOCK = 4096
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-_SYNC_FILE_RANGE_WRITE = 2
 _CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class SummedFile:
     """An append-only binary file, from `open_summed`. `close` is left to that: serialisers close all."""
 
-    def __init__(self, path: Path, fd: int, cached: bool = False) -> None:
+    def __init__(self, path: Path, fd: int) -> None:
         self.path = path
-        self._cached = cached
         self.entry: FileEntry | None = None
         """Size and sum; there once `open_summed` was left without an error."""
         self.failure: OSError | None = None
@@ -94,7 +89,7 @@ class SummedFile:
             self._digest.update(view)
         if self._writers is None:
             self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="write")
-            self._is_direct = not self._cached and count == BUFFER_BYTES and self._set_direct(True)
+            self._is_direct = count == BUFFER_BYTES and self._set_direct(True)
         if self._is_direct and count % _BLOCK:  # the file's end
             self._write_cached()
         self._pending.append((self._writers.submit(self._write_out, buffer, count, self._handed_over), buffer))
@@ -134,8 +129,6 @@ class SummedFile:
                         raise
                     may_refuse = False
                     self._set_direct(False)
-        if self._cached:
-            _start_writeback(self._fd, offset, count)
 
     def _set_direct(self, on: bool) -> bool:
         """Switch O_DIRECT; False where the file system does not know it."""
@@ -170,24 +163,12 @@ class SummedFile:
             self._writers.shutdown(wait=True)
 
 
-def _start_writeback(fd: int, offset: int, count: int) -> None:
-    """Have the kernel begin to write these pages, without waiting. Only a hint: the fsync at the end decides."""
-    with contextlib.suppress(AttributeError):  # another C library
-        _libc().sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
-
-
-@lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
 @contextlib.contextmanager
-def open_summed(path: Path, *, cached: bool = False) -> Iterator[SummedFile]:
+def open_summed(path: Path) -> Iterator[SummedFile]:
     """Create `path` (mode 0644 & ~umask); leaving the block makes it durable and fills its `entry`.
 
     Args:
         path: the file; its directory exists.
-        cached: keep it in the page cache, for whoever reads it next.
 
     Raises:
         StoreError: disk full, not writable, I/O error.
@@ -195,7 +176,7 @@ def open_summed(path: Path, *, cached: bool = False) -> Iterator[SummedFile]:
     with disk_errors(path):
         files._before("create", path)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, files.FILE_MODE)
-        file = SummedFile(path, fd, cached)
+        file = SummedFile(path, fd)
         try:
             yield file
             file.finish()

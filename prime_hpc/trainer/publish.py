@@ -1,15 +1,16 @@
 """Publishing a weight version, all ranks at once, as an artifact that Hugging Face and vLLM load as it is.
 
 Called by `rl.py` and `sft.py` after an optimizer step. With `model.lora` a version is the adapter alone, see
-`lora.files.AdapterPublisher`. Else parameters are gathered one by one; each has one rank that writes it into its own
-safetensors shard while the next are gathered. Rank 0 adds the index, config.json and the tokenizer of the source model,
-and commits.
+`lora.files.AdapterPublisher`. Else it has a safetensors file per rank, and every rank writes the rows that it holds of
+each tensor to their places in these files; one whose parts lie on several nodes, or are no whole rows, is gathered and
+written by the rank whose file it stands in (`version_files`). Then each rank seals its file. Rank 0 adds the index,
+config.json and the tokenizer of the source model, and commits.
 """
 
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,12 +22,16 @@ from torch.distributed.tensor import DTensor
 from prime_hpc.store import files as store_files
 from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, prepare_stage, stage_dir
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.ranges import RangeFile, open_ranges
 from prime_hpc.trainer.lora.files import AdapterPublisher
 from prime_hpc.trainer.model import Policy
-from prime_hpc.trainer.safetensors_file import TensorSpec, in_file_order, open_safetensors
-from prime_hpc.trainer.stored import SAFETENSORS_FILE, SAFETENSORS_INDEX, Piece, checkpoint_files, pieces
+from prime_hpc.trainer.safetensors_file import host_bytes
+from prime_hpc.trainer.stored import SAFETENSORS_INDEX, checkpoint_files
+from prime_hpc.trainer.version_files import plan_version
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+MAX_PENDING_WRITES = 2
+"""Tensors in host memory that wait to be written."""
 _SKIPPED = {"config.json", "manifest.json", ".gitattributes", "README.md"}
 
 
@@ -71,8 +76,7 @@ class Publisher:
         self._policy, self._source, self._paths = policy, source, paths
         self._dtype, self._incarnation, self._model_name = dtype, incarnation, model_name
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        files = checkpoint_files(source)  # under these names the tensors came, and under these they leave
-        self._pieces = {name: pieces(name, t.shape, files) or [Piece(name)] for name, t in policy.named_weights()}
+        self._plan = plan_version(dict(policy.named_weights()), checkpoint_files(source), dtype)
 
     def publish(self, version: int) -> Manifest | None:
         """Write and commit `weights/step_<version>`.
@@ -88,15 +92,17 @@ class Publisher:
         source_files: Future[dict[str, FileEntry]] | None = None
         try:
             if self._rank == 0:
-                prepare_stage(final, self._incarnation, run=self._paths, file_bytes=self._shard_bytes())
+                prepare_stage(final, self._incarnation, run=self._paths, file_bytes=self._plan.file_bytes)
             dist.barrier()  # the stage exists
             self._await_stage(stage)
             with ThreadPoolExecutor(1, thread_name_prefix="publish") as beside:
                 if self._rank == 0:
                     source_files = beside.submit(self._copy_source_files, stage)
-                entries, names = self._write_shard(stage)
+                self._write_tensors(stage)
+                dist.barrier()  # everything is written
+                entries = self._seal(stage)
             gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
-            dist.gather_object((entries, names), gathered)
+            dist.gather_object(entries, gathered)
             if gathered is None or source_files is None:
                 return None
             return self._commit(version, final, stage, gathered, source_files.result())
@@ -113,47 +119,40 @@ class Publisher:
                 store_files.await_name(stage)
             dist.barrier()
 
-    def _write_shard(self, stage: Path) -> tuple[dict[str, FileEntry], dict[str, int]]:
-        """Write this rank's tensors as they are gathered; returns its file entries, and tensor name -> bytes."""
+    def _write_tensors(self, stage: Path) -> None:
+        """Write what this rank holds to its places, and the header of its own file. Collective."""
         tensors = dict(self._policy.named_weights())
-        order = in_file_order([self._spec(name, tensor) for name, tensor in tensors.items()])
-        owners = share_out([spec.nbytes for spec in order], self._world_size)
-        own = [
-            part for spec, owner in zip(order, owners, strict=True) if owner == self._rank for part in self._parts(spec)
-        ]
-        num_shards = len(set(owners))
-        file = SAFETENSORS_FILE
-        if num_shards > 1:
-            file = f"model-{self._rank + 1:05d}-of-{num_shards:05d}.safetensors"
-        with open_safetensors(stage / file, own) if own else contextlib.nullcontext() as writer:
-            for spec, owner in zip(order, owners, strict=True):
-                whole = self._gather(tensors[spec.name])
-                if writer is not None and owner == self._rank:
-                    for piece in self._pieces[spec.name]:
-                        writer.add(piece.of(whole))
-        if writer is None:
-            return {}, {}
-        assert writer.file.entry is not None
-        return {file: writer.file.entry}, {spec.name: spec.nbytes for spec in own}
+        with contextlib.ExitStack() as stack:
+            files = {file.name: stack.enter_context(open_ranges(stage / file.name)) for file in self._plan.mine()}
+            writer = stack.enter_context(_Writer())  # ends before the files are closed
+            for file in self._plan.mine():
+                if file.owner == self._rank:
+                    files[file.name].write_at(0, file.layout.header)
+                for name in file.tensors:
+                    if name in self._plan.in_place:
+                        for offset, values in self._plan.blocks(file, name, tensors[name]):
+                            writer.write(files[file.name], offset, self._cast(values))
+            for file, name in self._plan.gathered():
+                whole = self._gather(tensors[name])
+                if file.owner == self._rank:
+                    for offset, values in self._plan.blocks(file, name, whole):
+                        writer.write(files[file.name], offset, values)
+            writer.finish()
 
-    def _shard_bytes(self) -> int:
-        """About the size of one shard."""
-        specs = [self._spec(name, tensor) for name, tensor in self._policy.named_weights()]
-        return sum(spec.nbytes for spec in specs) // self._world_size
+    def _seal(self, stage: Path) -> dict[str, FileEntry]:
+        """After all ranks have written: make this rank's own file durable; its entry."""
+        for file in self._plan.files:
+            if file.owner == self._rank:
+                with open_ranges(stage / file.name) as opened:
+                    return {file.name: opened.seal(file.layout.size)}
+        return {}
 
-    def _spec(self, name: str, tensor: torch.Tensor) -> TensorSpec:
-        return TensorSpec(name, tuple(tensor.shape), self._dtype if tensor.is_floating_point() else tensor.dtype)
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
-    def _parts(self, spec: TensorSpec) -> list[TensorSpec]:
-        """The tensors as which one of the model's is written."""
-        return [TensorSpec(piece.name, piece.shape(spec.shape), spec.dtype) for piece in self._pieces[spec.name]]
-
-    @torch.no_grad()
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole tensor in the published dtype; cast before communication, which it may halve."""
-        tensor = tensor.detach()
-        if tensor.is_floating_point():
-            tensor = tensor.to(self._dtype)
+        tensor = self._cast(tensor.detach())
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def _commit(
@@ -161,16 +160,13 @@ class Publisher:
         version: int,
         final: Path,
         stage: Path,
-        shards: list[tuple[dict[str, FileEntry], dict[str, int]]],
+        shards: list[dict[str, FileEntry]],
         source_files: dict[str, FileEntry],
     ) -> Manifest:
         """Rank 0: everything besides the tensors, then the manifest and the rename."""
-        entries = {name: entry for part, _ in shards for name, entry in part.items()}
+        entries = {name: entry for part in shards for name, entry in part.items()}
         if len(entries) > 1:
-            weight_map = {name: file for part, names in shards for file in part for name in names}
-            total = sum(size for _, names in shards for size in names.values())
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            content = json.dumps(index, indent=1).encode()
+            content = json.dumps(self._plan.index(), indent=1).encode()
             entries[SAFETENSORS_INDEX] = store_files.write_file(stage / SAFETENSORS_INDEX, [content])
         entries |= source_files
         manifest = Manifest(
@@ -197,15 +193,25 @@ class Publisher:
         return entries
 
 
-def share_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """The rank that writes each tensor, so that all write about as much: each goes to the one with the least so far.
+class _Writer:
+    """Writes in a thread of its own: meanwhile the next tensor is cast and comes from the device."""
 
-    Ranks that get something come first.
-    """
-    load = [0] * num_ranks
-    owners = []
-    for size in sizes:
-        rank = load.index(min(load))
-        owners.append(rank)
-        load[rank] += max(size, 1)
-    return owners
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="write")
+        self._pending: deque[Future[None]] = deque()
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def write(self, file: RangeFile, offset: int, values: torch.Tensor) -> None:
+        content = host_bytes(values)
+        if len(self._pending) == MAX_PENDING_WRITES:
+            self._pending.popleft().result()
+        self._pending.append(self._thread.submit(file.write_at, offset, content))
+
+    def finish(self) -> None:
+        while self._pending:
+            self._pending.popleft().result()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)

@@ -1,19 +1,17 @@
-"""One safetensors file written tensor by tensor, summed on the way. Used by `publish.py`.
+"""The form of a safetensors file: header and places of the tensors. Used by `version_files.py` and `publish.py`.
 
-The library's own `save_file` wants all tensors at once, in host memory, and the file read again for its sum. Here a
-rank holds one tensor at a time, and what was written is on its way to the disk while the next one is gathered.
+The library's own `save_file` wants all tensors at once, in one process's memory. Here every rank writes what it holds
+of a tensor to its place.
 """
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
-
-from prime_hpc.store.summed import SummedFile, open_summed
 
 _NAMES = {
     torch.float64: "F64",
@@ -68,34 +66,30 @@ def header(specs: Sequence[TensorSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class SafetensorsWriter:
-    """From `open_safetensors`; `add` every announced tensor, in order."""
+class SafetensorsLayout:
+    """Where what stands in a file that holds these tensors in this order."""
 
-    def __init__(self, file: SummedFile, specs: Sequence[TensorSpec]) -> None:
-        self.file = file
-        self._rest = list(reversed(specs))
-        file.write(header(specs))
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        """
+        Raises:
+            ValueError: a dtype that the format does not know.
+        """
+        self.specs = {spec.name: spec for spec in specs}
+        self.header = header(specs)
+        self._offsets: dict[str, int] = {}
+        end = len(self.header)
+        for spec in specs:
+            self._offsets[spec.name] = end
+            end += spec.nbytes
+        self.size = end
+        """Of the whole file in bytes."""
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """The next tensor's values, from any device."""
-        spec = self._rest.pop()
-        assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype), f"{spec} announced, {tensor.shape} came"
-        if tensor.numel():
-            self.file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-
-    def check(self) -> None:
-        """Nothing is missing."""
-        assert not self._rest, f"{len(self._rest)} announced tensors did not come"
+    def offset(self, name: str, row: int = 0) -> int:
+        """Of a tensor's row (index of the first dimension), in bytes from the file's beginning."""
+        spec = self.specs[name]
+        return self._offsets[name] + (row * spec.nbytes // spec.shape[0] if row else 0)
 
 
-@contextmanager
-def open_safetensors(path: Path, specs: Sequence[TensorSpec]) -> Iterator[SafetensorsWriter]:
-    """A new file for these tensors; leaving the block makes it durable and fills `writer.file.entry`.
-
-    Raises:
-        StoreError: disk full, not writable, I/O error.
-    """
-    with open_summed(path, cached=True) as file:
-        writer = SafetensorsWriter(file, specs)
-        yield writer
-        writer.check()
+def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """A tensor's values as a file holds them; its own memory where that is the host's and contiguous."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

@@ -1,14 +1,18 @@
-"""Weight files that are written tensor by tensor are what safetensors reads, and ranks share them out evenly."""
+"""Weight files that are written in ranges are what safetensors reads, and ranks share them out evenly."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from prime_hpc.store import files
-from prime_hpc.trainer.publish import share_out
-from prime_hpc.trainer.safetensors_file import TensorSpec, header, in_file_order, open_safetensors
+from prime_hpc.store import files, ranges
+from prime_hpc.store.artifact import StoreError
+from prime_hpc.store.ranges import open_ranges
+from prime_hpc.trainer.safetensors_file import SafetensorsLayout, TensorSpec, header, host_bytes, in_file_order
+from prime_hpc.trainer.version_files import share_out
 
 
 def test_the_library_reads_it_back_and_the_sum_is_right(tmp_path: Path) -> None:
@@ -23,13 +27,46 @@ def test_the_library_reads_it_back_and_the_sum_is_right(tmp_path: Path) -> None:
     }
     specs = in_file_order([TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items()])
     path = tmp_path / "model.safetensors"
-    with open_safetensors(path, specs) as writer:
-        for spec in specs:
-            writer.add(tensors[spec.name])
+    layout = SafetensorsLayout(specs)
+    with open_ranges(path) as file, open_ranges(path) as another:  # as two ranks do
+        another.write_at(layout.offset("weight", 300), host_bytes(tensors["weight"][300:]))
+        file.write_at(0, layout.header)
+        file.write_at(layout.offset("weight"), host_bytes(tensors["weight"][:300]))
+        for name in tensors.keys() - {"weight"}:
+            another.write_at(layout.offset(name), host_bytes(tensors[name]))
+        entry = file.seal(layout.size)
     read = load_file(path)
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())
-    assert writer.file.entry == files.hash_file(path)
+    assert entry == files.hash_file(path)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_each_changing_operation_can_be_seen_and_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "WRITE_BYTES", 1000)
+    seen: list[str] = []
+    with files.observe_operations(lambda operation, path: seen.append(operation)), open_ranges(tmp_path / "x") as file:
+        file.write_at(0, bytes(1500))
+        file.seal(1500)
+    assert seen == ["create", "write", "torn", "write", "torn", "fsync"]
+    with open_ranges(tmp_path / "y") as file, pytest.raises(StoreError, match="1499 bytes arrived, 1500 were written"):
+        file.write_at(0, bytes(1499))
+        file.seal(1500)
+
+
+def test_short_writes_go_on_and_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, content = os.pwrite, os.urandom(3000)
+    with monkeypatch.context() as patch, open_ranges(tmp_path / "x") as file:
+        patch.setattr(ranges.os, "pwrite", lambda fd, data, offset: real(fd, data[: len(data) // 2 + 1], offset))
+        file.write_at(7, content)
+    assert (tmp_path / "x").read_bytes() == bytes(7) + content
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ranges.os, "pwrite", full)
+    with pytest.raises(StoreError, match="disk full"), open_ranges(tmp_path / "x") as file:
+        file.write_at(0, content)
 
 
 def test_a_dtype_that_no_file_can_hold_is_named() -> None:
