@@ -7,8 +7,10 @@ Called through `collective_rpc` by `policy`. Method names must not collide with 
 """
 
 import contextlib
+import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,8 @@ from prime_hpc.inference import cpu_lora
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
 class PolicyWorker:
@@ -35,11 +39,15 @@ class PolicyWorker:
         def reload_weights(self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None: ...
 
     def policy_start(self) -> None:
-        """Before anything is served: mend what vLLM gets wrong on CPU."""
+        """Before anything is served: mend what vLLM gets wrong on CPU, and what makes its reloads there slow."""
         from vllm.platforms import current_platform
 
-        if current_platform.is_cpu() and self.vllm_config.lora_config is not None:
+        if not current_platform.is_cpu():
+            return
+        if self.vllm_config.lora_config is not None:
             cpu_lora.install()
+        _keep_freed_memory()
+        _pack_no_embeddings(self.model_runner.get_model())
 
     def policy_open(self, files: list[str]) -> dict[str, Any]:
         """Open the files of the next version (memory-mapped: a node reads each byte once for all its workers).
@@ -73,8 +81,10 @@ class PolicyWorker:
         if self._policy_stack is None:
             raise RuntimeError("policy_apply without policy_open")
         try:
+            model = self.model_runner.get_model()
+            packed = {module: vars(module).get("cpu_linear") for module in model.modules()}
             self.reload_weights(weights_iterator=self._policy_tensors())
-            _repack_for_cpu(self.model_runner.get_model())
+            _repack_for_cpu(model, packed)
         finally:
             self._policy_close()
         return {"rank": self._policy_rank(), "seconds": round(time.perf_counter() - start, 4)}
@@ -98,8 +108,47 @@ class PolicyWorker:
         return f"dp{self.vllm_config.parallel_config.data_parallel_index}/rank{self.rank}"
 
 
-def _repack_for_cpu(model: torch.nn.Module) -> None:
+def _keep_freed_memory() -> None:
+    """Have the C library keep large blocks that are freed, for the next update.
+
+    By default it returns each to the kernel, and every layer's temporary and packed weights are faulted in and zeroed
+    anew, page by page: half of the core-seconds of an update. The engine keeps what an update needs at most, about its
+    largest layer twice.
+    """
+    with contextlib.suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+def _pack_no_embeddings(model: torch.nn.Module) -> None:
+    """Spare vLLM's packed copies, for matrix products on CPU, of embeddings that are only looked up.
+
+    It makes one of every embedding at every load. An output head is no plain embedding; and should a model multiply by
+    one all the same, torch's own product does it with the weight itself.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+
+    names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        is_plain = type(module) is VocabParallelEmbedding and type(method) is UnquantizedEmbeddingMethod
+        is_head_too = names[id(module)] > 1
+        if is_plain and not is_head_too and "cpu_linear" in vars(module):
+            method.process_weights_after_loading = _leave_as_it_is
+            module.cpu_linear = torch.nn.functional.linear
+
+
+def _leave_as_it_is(layer: torch.nn.Module) -> None:
+    """Instead of packing."""
+
+
+def _repack_for_cpu(model: torch.nn.Module, packed: Mapping[torch.nn.Module, Any]) -> None:
     """Renew the packed copies of weights that vLLM's CPU kernels keep and its own reload forgets.
+
+    Args:
+        model: that was loaded again.
+        packed: each module's `cpu_linear` before that: where the reload made another, it is not made twice.
 
     Two cases, both silent without this: a tied output head has no tensor of its own in the checkpoint, so its packed
     copy stays that of the old version; and mixture-of-experts layers skip packing when they are loaded again.
@@ -114,8 +163,13 @@ def _repack_for_cpu(model: torch.nn.Module) -> None:
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(module)
-        elif "cpu_linear" in vars(module) and _has_weight(module):
+        elif _is_stale(module, packed) and _has_weight(module):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _is_stale(module: torch.nn.Module, packed: Mapping[torch.nn.Module, Any]) -> bool:
+    linear = vars(module).get("cpu_linear")
+    return linear is not None and linear is packed.get(module) and linear is not torch.nn.functional.linear
 
 
 def _has_weight(module: torch.nn.Module) -> bool:
