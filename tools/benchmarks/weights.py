@@ -1,9 +1,10 @@
 """`tools/bench weights`: from a finished update until every engine serves it, against the raw bytes, paired in one run.
 
-Two FSDP2 ranks publish a random Qwen3 as a weight version (gather, sums, fsync, manifest, rename); a real vLLM server
+Two FSDP2 ranks publish a random Qwen3 as a weight version (files, sums, fsync, manifest, rename); a real vLLM server
 with two data-parallel engines loads it (checks, pause, load, label, resume) by the call that the orchestrator makes.
 The raw side of a round: `dd conv=fsync` of as many random bytes from memory (/dev/shm) into the same directory, then
-as many readers as engines read that file at once. Each ratio is the median over rounds; sides take turns in going
+as many readers as engines read that file at once (into nothing: what an engine does with the bytes, it does beyond
+that). Each ratio is the median over rounds; sides take turns in going
 first. Everything is on one machine: raw readers and engines both find the bytes in its page cache.
 
 The directory is a temporary one ($TMPDIR chooses the disk).
@@ -127,8 +128,8 @@ def trainer(model: Path, root: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def server(model: Path, root: Path) -> Iterator[str]:
-    """A vLLM server with its engines; gives its URL."""
+def server(model: Path, root: Path) -> Iterator[tuple[str, int]]:
+    """A vLLM server with its engines; gives its URL and process id."""
     import yaml
 
     root.mkdir()
@@ -148,7 +149,7 @@ def server(model: Path, root: Path) -> Iterator[str]:
     with (root / "server.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=_server_environment())
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", process.pid
         if process.poll() is not None:
             raise RuntimeError(f"the server ended:\n{(root / 'server.log').read_text(errors='replace')[-3000:]}")
     finally:
@@ -184,13 +185,24 @@ def raw_read(folder: Path) -> float:
     return time.perf_counter() - began
 
 
+def cpu_seconds(pid: int) -> float:
+    """Core-seconds so far of a process and all that it started."""
+    import psutil
+
+    top = psutil.Process(pid)
+    times = [process.cpu_times() for process in (top, *top.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
+
+
 def settle(folder: Path) -> None:
     """Let the file system end what it owes (write-back, and the discards of deleted files): else the side that comes
     next pays for it."""
     subprocess.run(["sync", "-f", str(folder)], check=True, timeout=COMMAND_TIMEOUT_S)
 
 
-async def measure(publish: Any, url: str, root: Path, folder: Path, memory: Path) -> dict[str, list[float]]:
+async def measure(
+    publish: Any, url: str, server_pid: int, root: Path, folder: Path, memory: Path
+) -> dict[str, list[float]]:
     """All rounds."""
     import numpy as np
 
@@ -212,11 +224,11 @@ async def measure(publish: Any, url: str, root: Path, folder: Path, memory: Path
         async def ours(version: int) -> None:
             settle(folder)
             publish_s, publish_cpu_s = publish(version)
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), cpu_seconds(server_pid)
             answer = await client.update_weights(paths.weights_step(version), version)
             load_s = time.perf_counter() - began
             note(publish=publish_s, load=load_s, ours=publish_s + load_s, paused=answer["seconds"]["paused"])
-            note(publish_cpu=publish_cpu_s)
+            note(publish_cpu=publish_cpu_s, load_cpu=cpu_seconds(server_pid) - worked)
 
         await ours(1)  # warm-up: plans, first pages, first load
         size = read_manifest(paths.weights_step(1)).total_size
@@ -259,8 +271,8 @@ def run() -> dict[str, Any]:
         folder, root = Path(name), Path(name) / "run"
         root.mkdir()
         num_parameters = save_model(folder / "model")
-        with trainer(folder / "model", root) as publish, server(folder / "model", folder / "server") as url:
-            rows = asyncio.run(measure(publish, url, root, folder, Path(memory)))
+        with trainer(folder / "model", root) as publish, server(folder / "model", folder / "server") as (url, pid):
+            rows = asyncio.run(measure(publish, url, pid, root, folder, Path(memory)))
     ratios = [a / b for a, b in zip(rows["ours"], rows["raw"], strict=True)]
     median = {key: statistics.median(values) for key, values in rows.items()}
     return {
@@ -273,7 +285,7 @@ def run() -> dict[str, Any]:
         "bytes": int(median["bytes"]),
         **{
             f"{key}_s": median[key]
-            for key in ("publish", "publish_cpu", "load", "paused", "ours", "raw_write", "raw_read", "raw")
+            for key in ("publish", "publish_cpu", "load", "load_cpu", "paused", "ours", "raw_write", "raw_read", "raw")
         },
         "num_ranks": NUM_RANKS,
         "num_engines": NUM_ENGINES,
@@ -290,7 +302,8 @@ def render(result: dict[str, Any]) -> str:
             f"{result['num_ranks']} trainer ranks, {result['num_engines']} engines, {result['cores']} cores, "
             f"{result['num_rounds']} rounds",
             f"published {result['publish_s']:.3f} s ({result['publish_cpu_s']:.2f} core-seconds of all ranks) + loaded "
-            f"{result['load_s']:.3f} s (paused {result['paused_s']:.3f} s) = {result['ours_s']:.3f} s",
+            f"{result['load_s']:.3f} s ({result['load_cpu_s']:.2f} core-seconds of the server and its engines; paused "
+            f"{result['paused_s']:.3f} s) = {result['ours_s']:.3f} s",
             f"raw: written {result['raw_write_s']:.3f} s + read {result['raw_read_s']:.3f} s = {result['raw_s']:.3f} s",
             f"ratio {result['ratio_to_raw']:.2f} (rounds: {', '.join(f'{r:.2f}' for r in result['ratios'])}); "
             f"publishing alone {result['publish_to_raw_write']:.2f} of the raw write",
