@@ -159,7 +159,7 @@ def test_both_engines_got_the_update(family: Family, server: ServerProcess) -> N
 
 
 def test_requests_in_flight_keep_their_tokens_and_label_each(family: Family, server: ServerProcess) -> None:
-    sampling = {"max_tokens": 120, "temperature": 1.0, "ignore_eos": True}
+    sampling = {"max_tokens": 360, "temperature": 1.0, "ignore_eos": True}
 
     async def run() -> list[Generation]:
         async with client_of(server) as client:
@@ -173,7 +173,7 @@ def test_requests_in_flight_keep_their_tokens_and_label_each(family: Family, ser
     mixed = [g for g in generations if len(set(g.versions.tolist())) == 2]
     assert mixed, "the update fell outside every request"
     for prompt, generation in zip(PROMPTS, generations, strict=True):
-        assert len(generation.token_ids) == 120
+        assert len(generation.token_ids) == 360
         assert (np.diff(generation.versions) >= 0).all() and set(generation.versions.tolist()) <= {1, 2}
         completion = generation.token_ids.tolist()
         by_version = {1: hf_logprobs(family.v1, prompt, completion), 2: hf_logprobs(family.v2, prompt, completion)}
