@@ -130,8 +130,9 @@ def _pack_no_embeddings(model: torch.nn.Module) -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
     names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    module: Any
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         is_plain = type(module) is VocabParallelEmbedding and type(method) is UnquantizedEmbeddingMethod
         is_head_too = names[id(module)] > 1
         if is_plain and not is_head_too and "cpu_linear" in vars(module):
