@@ -24,7 +24,7 @@ def add_figures(status: RunStatus, one: Evidence, *, brief: bool = False) -> Non
         one: the run's files.
         brief: of a run that is over the supervisor's last word is enough, if it tells the reward.
     """
-    if status.max_steps is None:
+    if status.max_steps is None and not status.runs:  # a trainer of many runs has no last step
         text = line_of(one.path / "run.yaml", "max_steps: ")
         if text is None:
             text = line_of(one.path / "roles" / "trainer" / "run.yaml", "max_steps: ")
@@ -39,7 +39,7 @@ def add_figures(status: RunStatus, one: Evidence, *, brief: bool = False) -> Non
 def _from_metrics(status: RunStatus, path: Path) -> None:
     rewards = _values(tail_rows(path / "metrics" / "orchestrator.jsonl"), "reward/mean")
     trained = tail_rows(path / "metrics" / "trainer.jsonl")
-    series = rewards or _values(trained, "loss")
+    series = rewards or ([] if status.runs else _values(trained, "loss"))  # of many runs: each has its own
     if series:
         status.figure, status.value, status.trend = "reward" if rewards else "loss", series[-1], series[-40:]
     if trained:

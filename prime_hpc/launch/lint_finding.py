@@ -41,6 +41,7 @@ CODES = {
     "PH207": "data file",
     "PH208": "difficulty pools",
     "PH209": "echo without turns",
+    "PH210": "a trainer of many runs without a run",
     "PH301": "unknown partition",
     "PH302": "more GPUs a node than the partition has",
     "PH303": "more nodes than the partition has",

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
+from prime_hpc.config.children import is_parent
 from prime_hpc.launch.lint_finding import Finding, Subject
+from prime_hpc.store.children import list_children
 from prime_hpc.store.datafiles import find_data
 
 
@@ -131,6 +133,8 @@ def echo(subject: Subject) -> Iterator[Finding]:
 def evaluation(subject: Subject) -> Iterator[Finding]:
     """Evaluation takes the training environments when it has none, and there are none."""
     orchestrator = subject.experiment.orchestrator
+    if is_parent(subject.experiment):
+        return  # its runs name them
     if subject.is_rl and orchestrator.eval is not None and not orchestrator.eval.env and not orchestrator.env:
         yield Finding(
             "PH204",
@@ -159,14 +163,19 @@ def checkpoints(subject: Subject) -> Iterator[Finding]:
     ckpt = experiment.ckpt
     if ckpt is None:
         if subject.is_slurm and experiment.slurm.survive.how != "off":
+            what = "a time limit, a preemption or a crash the job begins"
+            if is_parent(experiment):  # Slurm's warning has them saved all the same
+                what = "a crash or a lost node a run that does not state its own begins"
             yield Finding(
                 "PH205",
                 "warning",
                 "ckpt",
-                "checkpoints are off: after a time limit, a preemption or a crash the job begins again at step 1",
+                f"checkpoints are off: after {what} again at step 1",
                 "--ckpt, or slurm.survive.how = off for a job that need not come back",
             )
         return
+    if is_parent(experiment):
+        return  # steps are its runs' own
     if isinstance(ckpt.interval, int) and ckpt.interval >= experiment.max_steps > 1:
         yield Finding(
             "PH206",
@@ -178,4 +187,18 @@ def checkpoints(subject: Subject) -> Iterator[Finding]:
         )
 
 
-CHECKS = (groups, batch, concurrency, curriculum, echo, evaluation, data, checkpoints)
+def runs(subject: Subject) -> Iterator[Finding]:
+    """A trainer of many runs that has none."""
+    experiment = subject.experiment
+    if is_parent(experiment) and not list_children(experiment.run_dir):
+        yield Finding(
+            "PH210",
+            "warning",
+            "trainer.max_concurrent_runs",
+            f"no run is below {experiment.run_dir} yet: the trainer and the engines wait for one for "
+            f"{experiment.trainer.runs_idle_timeout_s:g} s (trainer.runs_idle_timeout_s), then the job ends",
+            "add runs first (`prime-hpc runs add EXPERIMENT.yaml RUN.yaml`), or as soon as it has started",
+        )
+
+
+CHECKS = (groups, batch, concurrency, curriculum, echo, evaluation, data, checkpoints, runs)

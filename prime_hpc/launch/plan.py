@@ -9,11 +9,13 @@ import shutil
 from typing import Literal
 
 from prime_hpc.config import Experiment, Loaded
+from prime_hpc.config.children import is_parent
 from prime_hpc.config.engines import EngineRole, engine_roles, sampling_role, served_by
 from prime_hpc.config.site import load_site
 from prime_hpc.launch.estimate import read_model
 from prime_hpc.launch.interval import interval_facts, interval_lines
 from prime_hpc.launch.pace import pace
+from prime_hpc.store.children import list_children
 
 
 def plan_text(loaded: Loaded) -> str:
@@ -24,8 +26,7 @@ def plan_text(loaded: Loaded) -> str:
         f"run dir     {experiment.run_dir}",
         f"launch      {launcher()}",
         f"model       {experiment.model.name} ({experiment.model.dtype})",
-        f"steps       {experiment.max_steps}"
-        + (f", async level {experiment.async_level}" if _is_rl(experiment) else ""),
+        f"runs        {runs_line(experiment)}" if is_parent(experiment) else f"steps       {steps_line(experiment)}",
         "roles",
     ]
     return "\n".join([*lines, *(f"  {line}" for line in _roles(experiment)), "", _checkpoints(experiment)]) + "\n"
@@ -47,6 +48,32 @@ def launcher() -> str:
 
 def _is_rl(experiment: Experiment) -> bool:
     return experiment.kind == "rl"
+
+
+def steps_line(experiment: Experiment) -> str:
+    """How far it goes."""
+    return f"{experiment.max_steps}" + (f", async level {experiment.async_level}" if _is_rl(experiment) else "")
+
+
+def runs_line(experiment: Experiment) -> str:
+    """Of a trainer that trains many runs: how many, and which there are."""
+    trainer, names = experiment.trainer, list_children(experiment.run_dir)
+    known = f"{len(names)} below it: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else "none yet"
+    return (
+        f"at most {trainer.max_concurrent_runs} at once, an adapter and an orchestrator each; {known}; ends "
+        f"{trainer.runs_idle_timeout_s:g} s after the last (prime-hpc runs add {experiment.run_dir} RUN.yaml)"
+    )
+
+
+def orchestrator_line(experiment: Experiment) -> str:
+    """Who samples, and how much."""
+    orchestrator = experiment.orchestrator
+    envs = ", ".join(env.name or env.id for env in orchestrator.env) or "none"
+    own = "one for each run that trains; where it states nothing else: " if is_parent(experiment) else ""
+    return (
+        f"{own}{experiment.num_prompts} prompts x {orchestrator.rollouts_per_example} rollouts a step, "
+        f"at most {orchestrator.max_concurrent} in flight, environments: {envs}"
+    )
 
 
 def evaluation_lines(experiment: Experiment) -> list[str]:
@@ -80,13 +107,7 @@ def _roles(experiment: Experiment) -> list[str]:
     ]
     if not _is_rl(experiment):
         return [*evaluation_lines(experiment), *lines, f"data          {data_line(experiment)}"]
-    orchestrator = experiment.orchestrator
-    envs = ", ".join(env.name or env.id for env in orchestrator.env) or "none"
-    lines.insert(
-        0,
-        f"orchestrator  {experiment.num_prompts} prompts x {orchestrator.rollouts_per_example} rollouts a step, "
-        f"at most {orchestrator.max_concurrent} in flight, environments: {envs}",
-    )
+    lines.insert(0, f"orchestrator  {orchestrator_line(experiment)}")
     return [*_engines(experiment), *attached_lines(experiment), *lines]
 
 
@@ -126,7 +147,16 @@ def attached_urls(experiment: Experiment) -> str:
     return f"http://{client.host}:{client.port}/v1"
 
 
+def own_checkpoints(experiment: Experiment) -> str:
+    """Of a trainer that trains many runs."""
+    ckpt = experiment.ckpt
+    default = "off" if ckpt is None else f"interval {ckpt.interval}"
+    return f"each run's own, below its directory; {default} where it states nothing else"
+
+
 def _checkpoints(experiment: Experiment) -> str:
+    if is_parent(experiment):
+        return f"checkpoints  {own_checkpoints(experiment)}"
     if experiment.ckpt is None:
         return "checkpoints  off (--ckpt switches them on)"
     where = experiment.ckpt.path or experiment.run_dir / "checkpoints"

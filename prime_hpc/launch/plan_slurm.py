@@ -7,11 +7,21 @@ from dataclasses import asdict
 from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.children import is_parent
 from prime_hpc.config.engines import ENGINE_ROLES, EngineRole, engine_roles, served_by
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate import ModelFacts, engine_memory, read_model, trainer_gib
 from prime_hpc.launch.interval import interval_facts, interval_lines
 from prime_hpc.launch.pace import Pace, pace
+from prime_hpc.launch.plan import (
+    attached_lines,
+    data_line,
+    evaluation_lines,
+    orchestrator_line,
+    own_checkpoints,
+    runs_line,
+    steps_line,
+)
 from prime_hpc.launch.plan_survive import survive_words
 from prime_hpc.launch.render import job_name, survive_how
 from prime_hpc.supervisor.options import known_partitions, parse_time_s, resolve
@@ -139,12 +149,12 @@ def slurm_plan_text(experiment: Experiment, plan: dict[str, Any]) -> str:
     """The plan for people."""
     params = plan["model"]["num_params"]
     counted = f", {_count(params)} parameters" if params else ""
-    steps = f"{experiment.max_steps}" + (f", async level {experiment.async_level}" if plan["kind"] == "rl" else "")
+    many = is_parent(experiment)
     lines = [
         f"experiment   {plan['name']} ({plan['kind']})",
         f"launch       Slurm job {plan['job_name']!r}, site profile {plan['site']}",
         f"model        {plan['model']['name']} ({plan['model']['dtype']}{counted})",
-        f"steps        {steps}",
+        f"runs         {runs_line(experiment)}" if many else f"steps        {steps_line(experiment)}",
         f"layout       {plan['layout']}: {plan['layout_why']}",
         f"components   {plan['num_nodes']} nodes in all",
         *(f"  {line}" for line in _component_lines(plan)),
@@ -173,18 +183,10 @@ def _component_lines(plan: dict[str, Any]) -> list[str]:
 
 
 def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
-    from prime_hpc.launch.plan import attached_lines, data_line, evaluation_lines
-
     lines = [_engine_line(experiment, role, plan) for role in engine_roles(experiment)]
     lines += attached_lines(experiment) if experiment.samples else []
     if plan["kind"] == "rl":
-        orchestrator = experiment.orchestrator
-        envs = ", ".join(env.name or env.id for env in orchestrator.env) or "none"
-        lines.append(
-            f"orchestrator  on the first node of component 0; {experiment.num_prompts} prompts x "
-            f"{orchestrator.rollouts_per_example} rollouts a step, at most {orchestrator.max_concurrent} in flight, "
-            f"environments: {envs}"
-        )
+        lines.append(f"orchestrator  on the first node of component 0; {orchestrator_line(experiment)}")
     trainer = next(role for role in plan["roles"] if role["role"] == "trainer")
     if plan["kind"] == "sft":
         lines += [*evaluation_lines(experiment)[1:], f"data          {data_line(experiment)}"]
@@ -263,6 +265,8 @@ def _memory_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
 
 def _checkpoint_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
     ckpt, pace_ = plan["checkpoints"], plan["pace"]
+    if is_parent(experiment):
+        return [f"checkpoints  {own_checkpoints(experiment)}"]
     if not ckpt["on"]:
         return ["checkpoints  OFF: a life that ends leaves nothing to come back to (--ckpt switches them on)"]
     resume = f", resumes at {ckpt['resume_step']}" if ckpt["resume_step"] else ""

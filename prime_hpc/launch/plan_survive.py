@@ -4,6 +4,7 @@ Called by `plan_slurm`.
 """
 
 from prime_hpc.config import Experiment
+from prime_hpc.config.children import is_parent
 from prime_hpc.config.engines import EngineRole, engine_roles
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.supervisor.options import known_partitions, split_names
@@ -21,12 +22,14 @@ def survive_words(experiment: Experiment, site: SiteConfig, placement: Placement
     """
     survive = experiment.slurm.survive
     saved = "the newest checkpoint" if experiment.ckpt else "step 1 (checkpoints are off)"
+    if is_parent(experiment):
+        saved = "each run's newest checkpoint"
     back = {
         "requeue": f"the same job is requeued and goes on from {saved}",
         "successor": f"the successor, queued beforehand with afternotok, goes on from {saved}",
         "off": "the job ends; `prime-hpc resume` goes on by hand",
     }[how]
-    save = "everyone saves and " if experiment.ckpt else ""
+    save = "everyone saves and " if experiment.ckpt or is_parent(experiment) else ""
     words = {
         "time limit": f"Slurm warns {survive.signal_lead_s} s before it: {save}{back}",
         "preemption": _preemption(experiment, site, placement, how, back, saved),

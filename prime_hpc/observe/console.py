@@ -44,9 +44,14 @@ def duration(seconds: float) -> str:
 class Tail:
     """New whole lines of a JSON-lines file since the last look."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, whole: bool = False) -> None:
+        """
+        Args:
+            path: the file, which may not exist yet.
+            whole: what is in it already counts as new.
+        """
         self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset = path.stat().st_size if path.exists() and not whole else 0
 
     def rows(self) -> list[dict[str, Any]]:
         """Rows appended since the last call."""
@@ -64,12 +69,15 @@ class Console:
     """Joins the trainer's and the orchestrator's rows of a step into one line."""
 
     def __init__(self, run_dir: Path, max_steps: int, *, kind: Literal["rl", "sft"]) -> None:
+        self._run_dir = run_dir
         self._max_steps = max_steps
         self._kind = kind
         self._trainer = Tail(run_dir / "metrics" / "trainer.jsonl")
-        self._orchestrator = Tail(run_dir / "metrics" / "orchestrator.jsonl")
-        self._rollouts: dict[int, dict[str, Any]] = {}
-        self._rewards: list[float] = []
+        self._orchestrators = {"": Tail(run_dir / "metrics" / "orchestrator.jsonl")}
+        """By the run's name; "": this run's own. Those of runs below it come with their first step."""
+        self._rollouts: dict[str, dict[int, dict[str, Any]]] = {}
+        """By run and step."""
+        self._rewards: dict[str, list[float]] = {}
         self._losses: list[float] = []
         self._times: deque[float] = deque(maxlen=10)
         self._last_step_at: float | None = None
@@ -87,12 +95,14 @@ class Console:
             waiting: label of each role that is not ready, and for how many seconds it has been starting.
         """
         self._show_waiting(waiting)
-        for row in self._orchestrator.rows():
-            if "reward/mean" in row:
-                self._rollouts[row["step"]] = row
-        for row in self._trainer.rows():
-            if "time/step" in row:
-                self._show_step(row)
+        trained = [row for row in self._trainer.rows() if "time/step" in row]
+        for run in {row["run"] for row in trained if "run" in row} - self._orchestrators.keys():
+            # the whole file: what this step was trained on is in it already
+            self._orchestrators[run] = Tail(self._run_dir / run / "metrics" / "orchestrator.jsonl", whole=True)
+        for run, tail in self._orchestrators.items():
+            self._rollouts.setdefault(run, {}).update((r["step"], r) for r in tail.rows() if "reward/mean" in r)
+        for row in trained:
+            self._show_step(row)
 
     def seconds(self) -> dict[str, float]:
         """Where the trainer's time went: useful, waiting for rollouts, saving."""
@@ -100,7 +110,7 @@ class Console:
 
     def progress(self) -> dict[str, Any]:
         """The last step of this attempt, with its reward or loss; None before the first."""
-        name, values = ("reward", self._rewards) if self._kind == "rl" else ("loss", self._losses)
+        name, values = ("reward", self._rewards.get("", [])) if self._kind == "rl" else ("loss", self._losses)
         return {"step": self._step, "max_steps": self._max_steps, name: values[-1] if values else None}
 
     def needs_s(self) -> float:
@@ -159,7 +169,7 @@ class Console:
         parts = [f"step {step:>4}/{self._max_steps}"]
         if "run" in row:  # one of several runs of this trainer: the row is of its step
             parts = [f"{row['run']} step {row['run/step']:>4}/{row['run/max_steps']}"]
-        parts += self._rl_parts(step, row, took) if self._kind == "rl" else self._sft_parts(row)
+        parts += self._rl_parts(row, took) if self._kind == "rl" else self._sft_parts(row)
         parts += [f"{took:.1f} s/step"]
         if "run" not in row:
             parts += [f"ETA {duration(sum(self._times) / len(self._times) * (self._max_steps - step))}"]
@@ -175,10 +185,14 @@ class Console:
             f"MFU {row.get('mfu', 0.0):.1%}",
         ]
 
-    def _rl_parts(self, step: int, row: dict[str, Any], took: float) -> list[str]:
-        rollouts = self._rollouts.pop(step, {})
+    def _rl_parts(self, row: dict[str, Any], took: float) -> list[str]:
+        run, step = row.get("run", ""), row.get("run/step", row["step"])
+        waiting = self._rollouts.get(run, {})
+        rollouts = waiting.get(step, {})
+        self._rollouts[run] = {later: values for later, values in waiting.items() if later > step}
         reward = rollouts.get("reward/mean", row.get("reward", float("nan")))
-        self._rewards.append(reward)
+        rewards = self._rewards.setdefault(run, [])
+        rewards.append(reward)
         waits = {
             "trainer waits for rollouts": row.get("time/wait", 0.0),
             "inference waits for weights": rollouts.get("time/wait_weights", 0.0),
@@ -187,7 +201,7 @@ class Console:
         share = min(1.0, waits[who] / max(took, row["time/step"], 1e-9))
         generated = rollouts.get("tokens/sampled_per_second", 0.0)
         return [
-            f"reward {reward:.3f} {sparkline(self._rewards)}",
+            f"reward {reward:.3f} {sparkline(rewards)}",
             f"loss {row['loss']:+.4f}",
             f"kl {row['kl']:.1e} ratio {row['ratio']:.3f}",
             f"lag {rollouts.get('lag/mean', 0.0):.1f}/{rollouts.get('lag/max', 0)}",

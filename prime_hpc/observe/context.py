@@ -43,6 +43,12 @@ class RoleContext:
         return None if self.run else self.incarnation
 
     @property
+    def doorbell_run(self) -> str:
+        """Whose topics are its own on a doorbell that several runs share: those of this life of its run. What was
+        announced in an earlier life is kept there for as long as the hub lives, and holds no longer."""
+        return f"{self.run}/{self.incarnation}" if self.run else ""
+
+    @property
     def log_dir(self) -> Path:
         """Directory of this role's logs and status in this attempt."""
         return self.run_dir / "logs" / f"attempt_{self.attempt}" / self.role

@@ -10,6 +10,9 @@ from typing import Any
 
 from loguru import logger
 
+_TAIL_BYTES = 16_384
+"""More than any row is long."""
+
 
 def _jsonable(value: Any) -> Any:
     """Plain numbers for JSON; numpy scalars are unwrapped, non-finite floats become strings."""
@@ -18,6 +21,17 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def last_step(path: Path) -> int:
+    """Step of the last row of a metrics file; 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            rows = [row for row in map(parse_row, file.read().splitlines()) if row is not None]
+    except OSError:
+        return 0
+    return next((row["step"] for row in reversed(rows) if isinstance(row.get("step"), int)), 0)
 
 
 class MetricsWriter:

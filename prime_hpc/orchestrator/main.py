@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_dir = parser.parse_args(argv).run_dir.resolve()
     context = RoleContext.from_env(ROLE, run_dir)
     setup_logger(ROLE)
-    bell = Doorbell(context.doorbell_address, ROLE, incarnation=context.doorbell_incarnation, run=context.run)
+    bell = Doorbell(context.doorbell_address, ROLE, incarnation=context.doorbell_incarnation, run=context.doorbell_run)
     status = RoleStatus(context, bell)
     status.starting()
     status.start_heartbeat()

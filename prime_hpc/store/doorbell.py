@@ -243,8 +243,8 @@ class Doorbell:
         address: "[secret@]host:port" of the hub; None makes every call a silent no-op (a role started by hand).
         role: who rings, for people.
         incarnation: life of the run, stated in every message; None: not stated.
-        run: one of several runs that share a hub: topics that are not `SHARED` are its own, "<run>/<topic>" on the
-            wire. "" means the hub's only run, or the parent of several.
+        run: one of several runs that share a hub, and its life ("run_a/2"): topics that are not `SHARED` are its own,
+            "<run>/<topic>" on the wire. "" means the hub's only run, or the parent of several.
     """
 
     def __init__(self, address: str | None, role: str, *, incarnation: int | None = None, run: str = "") -> None:

@@ -1,7 +1,7 @@
 """The orchestrators of a trainer that trains many runs: one for each run that the trainer has given a slot.
 
     trainer rank 0: state.json of run_a says "training"  -->  its orchestrator is started here
-    the orchestrator dies                    -->  the trainer is told ("run_a/orchestrator"), which fails run_a
+    the orchestrator dies                    -->  the trainer is told ("run_a/1/orchestrator"), which fails run_a
     state.json of run_a says done, failed    -->  the orchestrator ends by itself, or is ended
 
 The trainer decides who trains; nothing here ever ends the attempt. The orchestrators run beside the supervisor, where a
@@ -69,6 +69,7 @@ class Children:
         self._started: set[tuple[str, int]] = set()
         self._next_look = 0.0
         self._heard: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
+        """By run and life ("run_a/1")."""
         self._servers: dict[str, list[str]] = {}
         self._forgetting: list[threading.Thread] = []
 
@@ -131,7 +132,7 @@ class Children:
     def _start(self, name: str, state: ChildState, urls: list[str], doorbell: str) -> None:
         path = self._dir / name
         self._started.add((name, state.incarnation))
-        self._heard.pop(name, None)
+        life = f"{name}/{state.incarnation}"
         try:
             experiment = read_experiment(path / RUN_YAML)
             facts = role_environment(
@@ -144,7 +145,7 @@ class Children:
             )
             environment = {**self._environment, **facts, "PYTHONUNBUFFERED": "1"}
             log_dir = RunPaths(path).logs(state.incarnation, "orchestrator")
-            heard = self._heard.setdefault(name, {})
+            heard = self._heard.setdefault(life, {})
             role = Role(orchestrator_spec(experiment, path), log_dir, environment, heard)
             role.start()
             attempt = Attempt(state.incarnation, state.incarnation, time.time(), f"slot {state.slot} of the trainer")
@@ -200,7 +201,7 @@ class Children:
 
     def _report(self, name: str, incarnation: int, cause: str) -> None:
         """The trainer fails the run; should the word be lost, it does so when no batch comes in time."""
-        self._ring(f"{name}/orchestrator", state="failed", incarnation=incarnation, reason=cause)
+        self._ring(f"{name}/{incarnation}/orchestrator", state="failed", reason=cause)
 
     def _close(self, name: str, cause: str | None) -> None:
         """The orchestrator of a run is no more: end what it left, and write its attempt's end."""
@@ -212,6 +213,7 @@ class Children:
         self._forget(name, key)
         self._over_at.pop(name, None)
         attempt = self._attempts.pop(name)
+        self._heard.pop(f"{name}/{attempt.incarnation}", None)
         state = read_state(self._dir / name)
         phase = state.phase if state is not None else "removed"
         attempt.ended, attempt.cause = time.time(), (state.reason if state is not None else None) or cause or phase

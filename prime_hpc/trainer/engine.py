@@ -98,7 +98,7 @@ class Engine:
         self._batch_tokens, self._mismatch, self._reference = batch_tokens, mismatch, reference
         self._alarmed = False
         self._peak_flops, self._with_entropy = peak_flops, with_entropy
-        self._flops = FlopsModel.of(policy.hf)
+        self._flops = FlopsModel.of(policy.hf, 0 if policy.adapters is None else policy.adapters.num_parameters)
         self._parallel = policy.parallel
         self.slot = slot
         self._parameters: list[torch.Tensor] = [p for p in policy.parameters() if p.requires_grad]

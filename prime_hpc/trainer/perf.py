@@ -1,8 +1,9 @@
 """Tokens per second and model FLOPs utilisation (MFU) of a train step.
 
 Called by `engine.py`. FLOPs are those the model needs (recomputation does not count): 6 per matrix parameter and token
-for forward and backward, the LM head only where there are targets, plus causal attention's 6 x layers x heads x
-head_dim x length^2 of every sequence (12 x length^2 without the causal half).
+for forward and backward (4 where the parameter is frozen and only passes gradients on, as under an adapter), the LM
+head only where there are targets, plus causal attention's 6 x layers x heads x head_dim x length^2 of every sequence
+(12 x length^2 without the causal half).
 """
 
 import time
@@ -30,33 +31,44 @@ PEAK_BF16_FLOPS = {
 class FlopsModel:
     """FLOPs of one optimizer step from what was in its batch."""
 
-    block_params: float
-    """Matrix parameters that every token passes (experts counted by their active share)."""
-    head_params: float
+    block_flops: float
+    """FLOPs per token of the matrices that every token passes (experts counted by their active share)."""
+    head_flops: float
+    """FLOPs per target of the LM head."""
     attention_factor: float
     """FLOPs per squared sequence length."""
 
     @classmethod
-    def of(cls, hf: Any) -> "FlopsModel":
-        """Count a Hugging Face causal LM."""
+    def of(cls, hf: Any, num_adapter_params: int = 0) -> "FlopsModel":
+        """Count a Hugging Face causal LM.
+
+        Args:
+            hf: the model; frozen parameters are those that require no gradient.
+            num_adapter_params: trained beside them, outside of the model's own parameters.
+        """
         config = hf.config.get_text_config()
         embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
         active = 1.0
         num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         if num_experts:
             active = config.num_experts_per_tok / num_experts
-        count = 0.0
+        flops = 6.0 * num_adapter_params
         for name, parameter in hf.named_parameters():
             if parameter.ndim >= 2 and parameter is not embedding and parameter is not head:
-                count += parameter.numel() * (active if ".experts." in name else 1.0)
+                flops += _flops_of(parameter) * (active if ".experts." in name else 1.0)
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(count, float(head.numel()), 6.0 * config.num_hidden_layers * heads * head_dim)
+        return cls(flops, _flops_of(head), 6.0 * config.num_hidden_layers * heads * head_dim)
 
     def step_flops(self, num_tokens: float, num_targets: float, squared_lengths: float) -> float:
         """FLOPs of a forward and backward pass over packed sequences."""
-        dense = 6.0 * (self.block_params * num_tokens + self.head_params * num_targets)
+        dense = self.block_flops * num_tokens + self.head_flops * num_targets
         return dense + self.attention_factor * squared_lengths
+
+
+def _flops_of(parameter: torch.Tensor) -> float:
+    """2 FLOPs a weight and token for the outputs, 2 for the inputs' gradient, 2 for its own where it has one."""
+    return (6.0 if parameter.requires_grad else 4.0) * parameter.numel()
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 512, budget_s: float = 0.2) -> float:

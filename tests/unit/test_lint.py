@@ -107,6 +107,13 @@ def test_nothing_to_say_about_a_good_one(model: Path) -> None:
 
 
 SLURM = "slurm"
+MANY: dict[str, Any] = {
+    "model": {"lora": {}},
+    "trainer": {"max_concurrent_runs": 4},
+    "orchestrator": {"env": [], "eval": {}},
+    "max_steps": 5,
+}
+"""A trainer of many runs; environments and steps are its runs' own."""
 PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH101", "error", {"inference": {"tensor_parallel_size": 3, "data_parallel_size": 2}}, {}, "32 attention heads"),
     ("PH102", "error", {"inference": {"tensor_parallel_size": 3, "data_parallel_size": 2}}, {}, "8 key-value heads"),
@@ -172,6 +179,8 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         {},
         "that is the standard order",
     ),
+    ("PH205", "warning", {**MANY, "ckpt": None}, {}, "a run that does not state its own begins again"),
+    ("PH210", "warning", MANY, {}, "no run is below /shared/runs/x yet"),
     ("PH301", "error", {SLURM: {"partition": "h10"}}, {}, "no partition 'h10'"),
     ("PH302", "error", {SLURM: {"gpus_per_node": 16}}, {}, "16 GPUs a node are asked of h100"),
     ("PH303", "error", {"trainer": {"num_ranks": 256}}, {}, "needs 33 nodes of h100, which has 16"),
@@ -261,6 +270,12 @@ def test_a_started_teacher_is_held_to_what_the_policys_engines_are(model: Path) 
 def test_every_code_is_provoked() -> None:
     in_tests_of_their_own = {"PH000", "PH113", "PH201"}
     assert {p[0] for p in PROVOKED} | in_tests_of_their_own == set(CODES)
+
+
+def test_a_trainer_of_many_runs_is_not_held_to_what_they_state(model: Path, tmp_path: Path) -> None:
+    assert {f.code for f in findings(model, MANY)} == {"PH210"}
+    (tmp_path / "x" / "run_a").mkdir(parents=True)
+    assert not {f.code for f in findings(model, {**MANY, "output_dir": str(tmp_path)})} & {"PH204", "PH206", "PH210"}
 
 
 def test_a_group_of_one(model: Path) -> None:

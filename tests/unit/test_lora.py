@@ -37,11 +37,26 @@ from prime_hpc.trainer.lora import (
 )
 from prime_hpc.trainer.lora.files import adapter_identity, read_adapter
 from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.perf import FlopsModel
 from prime_hpc.trainer.publish import build_publisher
 from prime_hpc.trainer.rl import rl_objective
 from prime_hpc.trainer.sft import sft_objective
 from tests.support.lora import fill_randomly, lora_engine, lora_policy, merged_model, objective
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
+
+
+def test_flops_of_frozen_weights_lack_their_own_gradients(model: Path) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(model)
+    policy = lora_policy(model, lora=LoraConfig(rank=4))
+    assert policy.adapters is not None
+    matrices = sum(m.weight.numel() for n, m in whole.named_modules() if "proj" in n and hasattr(m, "weight"))
+    head, adapters = whole.lm_head.weight.numel(), policy.adapters.num_parameters
+    tokens, targets = 100, 40
+    trained = FlopsModel.of(whole).step_flops(tokens, targets, 0)
+    assert trained == 6 * (matrices * tokens + head * targets)
+    frozen = FlopsModel.of(policy.hf, adapters).step_flops(tokens, targets, 0)
+    assert frozen == (4 * matrices + 6 * adapters) * tokens + 4 * head * targets
+
 
 BATCH = random_rank_batch([[20, 9], [15, 30]], seed=3)
 

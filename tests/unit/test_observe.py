@@ -7,7 +7,7 @@ import pytest
 
 from prime_hpc.observe.console import Console, Tail, duration, short, sparkline
 from prime_hpc.observe.context import RoleContext, role_environment
-from prime_hpc.observe.metrics import MetricsWriter, read_metrics
+from prime_hpc.observe.metrics import MetricsWriter, last_step, read_metrics
 from prime_hpc.observe.report import write_report
 from prime_hpc.observe.status import RoleStatus, read_status
 
@@ -133,6 +133,37 @@ def test_console_joins_both_sides_of_a_step(tmp_path: Path, capsys: pytest.Captu
     ):
         assert part in line
     assert console.seconds() == {"useful": 1.0, "waiting": 1.0, "saving": 0.0}
+
+
+def test_console_shows_the_runs_of_one_trainer_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from prime_hpc.observe.logs import setup_logger
+
+    setup_logger("supervisor")
+    console = Console(tmp_path, 40, kind="rl")
+    for run, reward in (("run_a", 0.25), ("run_b", 0.75)):
+        write_rows(
+            tmp_path / run / "metrics" / "orchestrator.jsonl",
+            [{"step": n, "reward/mean": reward + n / 100, "lag/mean": 0.5, "lag/max": n} for n in (1, 2, 3)],
+        )
+    turns = [("run_a", 1), ("run_b", 1), ("run_b", 2), ("run_a", 2)]
+    write_rows(
+        tmp_path / "metrics" / "trainer.jsonl",
+        [trainer_row(n) | {"run": run, "run/step": s, "run/max_steps": 9} for n, (run, s) in enumerate(turns, 1)],
+    )
+    console.tick({})
+    lines = [line.split("supervisor ")[1].split("  loss")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "run_a step    1/9  reward 0.260 ▁"
+    assert lines[2:] == ["run_b step    2/9  reward 0.770 ▁█", "run_a step    2/9  reward 0.270 ▁█"]
+
+
+def test_a_metrics_file_says_where_it_ended(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.jsonl"
+    assert last_step(path) == 0
+    write_rows(path, [{"step": n, "text": "x" * 100} for n in range(1, 400)])
+    assert last_step(path) == 399
+    with path.open("a") as file:
+        file.write('{"step": 4')
+    assert last_step(path) == 399
 
 
 def test_what_one_more_step_needs_counts_the_whole_of_a_background_save(tmp_path: Path) -> None:

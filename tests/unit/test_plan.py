@@ -56,6 +56,18 @@ def tree(model: Path, **values: Any) -> dict[str, Any]:
     return {**base, **values}
 
 
+def test_a_trainer_of_many_runs(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "x" / "run_a").mkdir(parents=True)
+    trainer, lora = {"num_ranks": 16, "max_concurrent_runs": 4}, {"name": str(model), "lora": {}}
+    one = tree(model, output_dir=str(tmp_path), orchestrator={}, trainer=trainer) | {"model": lora}
+    experiment = Experiment.model_validate(one)
+    text = slurm_plan_text(experiment, slurm_plan(experiment, SiteConfig.model_validate(SITE)))
+    assert "at most 4 at once, an adapter and an orchestrator each; 1 below it: run_a" in text
+    assert "steps  " not in text and "step 1" not in text
+    assert "each run's own, below its directory; interval 10 where it states nothing else" in text
+    assert "everyone saves and the same job is requeued and goes on from each run's newest checkpoint" in text
+
+
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

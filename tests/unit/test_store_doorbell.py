@@ -12,6 +12,7 @@ from prime_hpc.store.artifact import ArtifactError, ArtifactWriter, wait_for_art
 from prime_hpc.store.doorbell import Doorbell, DoorbellHub
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.waiting import ArtifactWatch
 
 WAIT_S = 20
 
@@ -375,6 +376,21 @@ def test_wire_is_line_json(hub):
         line = raw.makefile("rb").readline()
     message = json.loads(line)
     assert (message["topic"], message["payload"]) == ("batch", {"step": 4})
+
+
+def test_what_an_earlier_life_of_a_run_announced_is_not_heard_by_its_next(hub, bell, tmp_path):
+    trainer = bell(hub.address)
+    first = bell(hub.address, "orchestrator", run="run_a/1")
+    first.ring("batch", step=7)
+    assert trainer.of_run("run_a/1").wait("batch", lambda m: m["step"] == 7, WAIT_S)
+    second, rollouts = trainer.of_run("run_a/2"), RunPaths(tmp_path).rollouts
+    rollouts.mkdir()
+    watch = ArtifactWatch(rollouts / "step_000007", doorbell=second, topic="batch", key={"step": 7}, min_incarnation=2)
+    assert watch.poll() is None and watch.found_at is None and watch.error is None
+    again = bell(hub.address, "orchestrator", run="run_a/2")
+    assert again.latest("batch") is None
+    again.ring("stop", reason="everybody is meant")
+    assert trainer.wait("stop", bool, WAIT_S) and second.latest("stop")
 
 
 def test_strangers_are_not_heard() -> None:

@@ -223,7 +223,7 @@ class Adapters:
         for piece, shard in zip(self._pieces, shards, strict=True):
             piece.put(flat, shard)
         table = torch.empty((self._world_size, self._flat_size), device=self._device)
-        dist.all_gather_into_tensor(table, flat[None], group=self._mesh.get_group())
+        dist.all_gather_single(table, flat[None], group=self._mesh.get_group())
         return [piece.whole(table) for piece in self._pieces]
 
     @torch.no_grad()
@@ -235,7 +235,7 @@ class Adapters:
             for piece, grad in zip(self._pieces, grads, strict=True):
                 piece.split(table, grad)
             flat = torch.empty((1, self._flat_size), device=self._device)
-            dist.reduce_scatter_tensor(flat, table, group=self._mesh.get_group())
+            dist.reduce_scatter_single(flat, table, group=self._mesh.get_group())
             grads = [piece.take(flat[0], self._rank) for piece in self._pieces]
         for piece, parameter, grad in zip(self._pieces, self._slots[slot], grads, strict=True):
             if parameter.grad is None:

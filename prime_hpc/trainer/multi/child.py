@@ -155,7 +155,7 @@ def begin_child(base: Base, admission: Admission, budget: int, doorbell: Doorbel
         incarnation=admission.incarnation,
         run=admission.name,
     )
-    bell, experiment = doorbell.of_run(admission.name), admission.experiment
+    bell, experiment = doorbell.of_run(context.doorbell_run), admission.experiment
 
     def build() -> Session:
         check_schedule(experiment)

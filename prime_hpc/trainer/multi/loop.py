@@ -18,7 +18,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.observe.context import RoleContext
-from prime_hpc.observe.metrics import MetricsWriter
+from prime_hpc.observe.metrics import MetricsWriter, last_step
 from prime_hpc.store.children import ChildState, write_state
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import StoreError
@@ -96,6 +96,7 @@ class MultiTrainer:
         self._idle_since = time.monotonic()
         if self._rank == 0:
             self._roster = Roster(experiment, context.run_dir, context.incarnation, self._announce)
+            self._num_steps = last_step(self._paths.metrics("trainer"))  # of all its lives
             self._metrics = MetricsWriter(self._paths.metrics("trainer"))
 
     def run(self) -> None:
@@ -176,7 +177,7 @@ class MultiTrainer:
         """Why a run cannot go on, as far as others say or its clock tells."""
         child, watch = self._children[name], self._watches[name]
         word = child.session.doorbell.latest("orchestrator") or {}
-        if word.get("state") == "failed" and word.get("incarnation") == child.session.context.incarnation:
+        if word.get("state") == "failed":
             return Leave(name, "failed", str(word.get("reason")), save=True)
         now, limit = time.monotonic(), child.session.experiment.trainer.batch_timeout_s
         error, found_at = watch.batch.error, watch.batch.found_at

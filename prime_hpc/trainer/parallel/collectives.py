@@ -8,46 +8,39 @@ Every function comes with the one that undoes it in the backward pass:
     all-to-all                  <->  all-to-all with the sizes swapped
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+Move = Callable[[torch.Tensor, DeviceMesh], torch.Tensor]
+"""One communication of a constant."""
 
-def _group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    return mesh.get_group()
 
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        return x.view_as(x)
+class _Moved(torch.autograd.Function):
+    """One communication forwards, the one that undoes it backwards."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=_group(ctx.mesh))
-        return grad, None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=_group(mesh))
-        return x
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, there: Move, back: Move) -> torch.Tensor:
+        ctx.mesh, ctx.back = mesh, back
+        return there(x, mesh)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.back(grad, ctx.mesh), None, None, None
 
 
-def _all_parts(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    out = x.new_empty((x.shape[0] * mesh.size(), *x.shape[1:]))
-    dist.all_gather_single(out, x.contiguous(), group=_group(mesh))
-    return out
+def _as_it_is(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x, group=mesh.get_group())
+    return x
 
 
 def _own_part(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -55,39 +48,10 @@ def _own_part(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return x.chunk(mesh.size())[mesh.get_local_rank()].contiguous()
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        return _own_part(x, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_parts(grad, ctx.mesh), None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        return _all_parts(x, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _own_part(grad, ctx.mesh), None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, mesh: DeviceMesh, sent: list[int] | None, received: list[int] | None
-    ) -> torch.Tensor:
-        ctx.mesh, ctx.sent, ctx.received = mesh, sent, received
-        return exchange(x, mesh, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return exchange(grad, ctx.mesh, ctx.received, ctx.sent), None, None, None
+def _all_parts(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    out = x.new_empty((x.shape[0] * mesh.size(), *x.shape[1:]))
+    dist.all_gather_single(out, x.contiguous(), group=mesh.get_group())
+    return out
 
 
 def exchange(
@@ -96,32 +60,32 @@ def exchange(
     """`all_to_all` of a constant."""
     rows = x.shape[0] if received is None else sum(received)
     out = x.new_empty((rows, *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=_group(mesh))
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=mesh.get_group())
     return out
 
 
 @torch.compiler.disable
 def enter_parallel(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """A tensor that all ranks hold, on its way to where each uses it in its own way: gradients are summed."""
-    return _Enter.apply(x, mesh)
+    return _Moved.apply(x, mesh, _as_it_is, _sum)
 
 
 @torch.compiler.disable
 def leave_parallel(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The sum of the ranks' tensors, on every rank."""
-    return _Leave.apply(x, mesh)
+    return _Moved.apply(x, mesh, _sum, _as_it_is)
 
 
 @torch.compiler.disable
 def split_rows(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's share of the rows `[n, ...]` (a multiple of the ranks) that all ranks hold."""
-    return _Split.apply(x, mesh)
+    return _Moved.apply(x, mesh, _own_part, _all_parts)
 
 
 @torch.compiler.disable
 def join_rows(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The inverse of `split_rows`: what follows is computed alike on all ranks."""
-    return _Join.apply(x, mesh)
+    return _Moved.apply(x, mesh, _all_parts, _own_part)
 
 
 @torch.compiler.disable
@@ -138,4 +102,6 @@ def all_to_all(
     Returns:
         `[sum(received), ...]`, differentiable.
     """
-    return _AllToAll.apply(x, mesh, sent, received)
+    there = partial(exchange, sent=sent, received=received)
+    back = partial(exchange, sent=received, received=sent)
+    return _Moved.apply(x, mesh, there, back)
