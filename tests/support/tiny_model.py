@@ -30,27 +30,35 @@ STRIPPING = """
 """Takes the think sections out of earlier turns, as Qwen3's template does: no prefix property."""
 
 
-def make_tiny_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
-    """Write config, random weights and tokenizer; 2 layers, 4 query and 2 key-value heads."""
+def make_tiny_model(folder: Path, *, tied: bool = True, seed: int = 0, experts: int = 0) -> Path:
+    """Write config, random weights and tokenizer; 2 layers, 4 query and 2 key-value heads; with `experts` a Qwen3-MoE
+    whose vocabulary two ranks can split."""
     tokenizer = make_tokenizer(folder)
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.2,  # peaked distributions: ratios and entropies that differ
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "initializer_range": 0.2,  # peaked distributions: ratios and entropies that differ
+    }
+    if experts:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        shape["vocab_size"] += shape["vocab_size"] % 2
+        more = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **more)).save_pretrained(folder)
+    else:
+        Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
     return folder
 
 

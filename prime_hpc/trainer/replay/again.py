@@ -13,6 +13,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.config import Experiment, load_run
+from prime_hpc.config.sections.parallel import ParallelConfig
 from prime_hpc.observe.context import RoleContext
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter
@@ -37,9 +38,8 @@ Given = tuple[RankBatch, dict[str, float]]
 @contextmanager
 def opened(experiment: Experiment, scratch: Path) -> Iterator[Session]:
     """A session on this rank that writes its metrics below `scratch` and hears nobody. Collective."""
-    experiment = plain(experiment)
     device = start_process_group(experiment)
-    rank = dist.get_rank()
+    experiment, rank = plain(experiment, dist.get_world_size()), dist.get_rank()
     setup_logger(f"replay[{rank}]", level=experiment.log.level if rank == 0 else "WARNING")
     seed_everything(experiment.seed, rank)
     context = RoleContext("trainer", scratch, index=rank)
@@ -51,9 +51,12 @@ def opened(experiment: Experiment, scratch: Path) -> Iterator[Session]:
     dist.destroy_process_group()
 
 
-def plain(experiment: Experiment) -> Experiment:
-    """The same training with everything off that would write, send or ask."""
+def plain(experiment: Experiment, num_ranks: int) -> Experiment:
+    """The same training with everything off that would write, send or ask; on another number of ranks than the run's
+    own these share one copy of the model, whatever its layout was."""
     trainer = experiment.trainer.model_copy(update={"bench": False})
+    if num_ranks != trainer.num_ranks:
+        trainer = trainer.model_copy(update={"num_ranks": num_ranks, "parallel": ParallelConfig()})
     return experiment.model_copy(update={"ckpt": None, "wandb": None, "trainer": trainer})
 
 
