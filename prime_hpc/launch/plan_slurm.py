@@ -4,6 +4,7 @@ Called by the `plan` verb and by `submit --dry-run`. Pure but for the model's co
 """
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment
@@ -24,6 +25,7 @@ from prime_hpc.launch.plan import (
 )
 from prime_hpc.launch.plan_survive import survive_words
 from prime_hpc.launch.render import job_name, survive_how
+from prime_hpc.store.children import PREFIX
 from prime_hpc.supervisor.options import known_partitions, parse_time_s, resolve
 from prime_hpc.supervisor.placement import Placement, RoleGroup, across_nodes, choose_layout, place_slurm, placed_roles
 
@@ -69,10 +71,16 @@ def slurm_plan(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
             "run": str(run_dir),
             "script": str(run_dir / "job.sbatch"),
             "log": str(run_dir / "logs" / "slurm-<job id>.out"),
-            "checkpoints": str((experiment.ckpt and experiment.ckpt.path) or run_dir / "checkpoints"),
+            "checkpoints": _checkpoint_folder(experiment, run_dir),
         },
         "findings": [finding.as_dict() for finding in lint(experiment, site)],
     }
+
+
+def _checkpoint_folder(experiment: Experiment, run_dir: Path) -> str:
+    if is_parent(experiment):
+        return str(run_dir / f"{PREFIX}<id>" / "checkpoints")
+    return str((experiment.ckpt and experiment.ckpt.path) or run_dir / "checkpoints")
 
 
 def _group(experiment: Experiment, group: RoleGroup) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def _lost_server(experiment: Experiment, role: EngineRole, placement: Placement,
     if placement.num_nodes == 1 or any((g.component, g.first_node) in others for g in servers):
         return f"it is the trainer's node too; {back}"
     if len(servers) == 1:
-        return f"it is the only server: the trainer waits for {_return(experiment, placement)}"
+        return f"it is the only server: the trainer waits until it is back {_return(experiment, placement)}"
     return f"the trainer goes on with the other servers; the lost one's comes back {_return(experiment, placement)}"
 
 

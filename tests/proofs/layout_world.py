@@ -24,12 +24,15 @@ from prime_hpc.store.layout import RunPaths
 from prime_hpc.trainer.batches import redistribute
 from prime_hpc.trainer.checkpoint import Checkpointer
 from prime_hpc.trainer.engine import Engine
+from prime_hpc.trainer.lora import slot_parameters
+from prime_hpc.trainer.lora.files import adapter_identity
 from prime_hpc.trainer.model import load_policy
 from prime_hpc.trainer.objectives import normalization
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
-from prime_hpc.trainer.publish import Publisher
+from prime_hpc.trainer.publish import build_publisher
 from prime_hpc.trainer.rl import rl_objective
+from tests.support.lora import fill_randomly
 from tests.support.tiny_families import VOCAB
 from tests.support.tiny_model import random_rank_batch
 
@@ -53,6 +56,8 @@ class Case:
     optim: str = "adamw"
     ac: str | None = None
     compile: bool = False
+    lora: bool = False
+    """An adapter is trained, in the frozen model."""
     break_with: str | None = None
     """Of `layout_breaks`: what is broken on purpose."""
 
@@ -61,9 +66,15 @@ class Case:
         """For the table."""
         dims = " ".join(f"{k.removeprefix('dp_')} {v}" for k, v in self.parallel.items() if v > 1) or "1 rank"
         extra = [self.optim] if self.optim != "adamw" else []
+        extra += ["lora"] if self.lora else []
         extra += [f"ac {self.ac}"] if self.ac else []
         broken = [f"({self.break_with})"] if self.break_with else []
         return " ".join([self.family, dims, *extra, *broken])
+
+    @property
+    def alone(self) -> "Case":
+        """The same training in one process."""
+        return Case(self.family, {}, optim=self.optim, lora=self.lora)
 
 
 def whole_batch(step: int) -> RankBatch:
@@ -89,6 +100,7 @@ class World:
         self.parallel = build_parallel(self.trainer.layout, "cpu")
         ac = {"mode": case.ac} if case.ac else None
         config = {"name": str(self.source), "dtype": "float32", "ac": ac, "compile": case.compile}
+        config["lora"] = {"rank": 3, "alpha": 6} if case.lora else None
         self.policy = load_policy(
             ModelConfig.model_validate(config),
             self.source,
@@ -98,10 +110,15 @@ class World:
             chunk_tokens=32,
         )
         self.policy._chunk_tokens = 32  # several chunks of logits, small as the vocabulary is
-        self.optimizer = build_optimizer(self.policy, self.trainer.optim)
+        adapter, meta = None, {"kind": "rl"}
+        if self.policy.adapters is not None:
+            fill_randomly(self.policy, 0, seed=5)
+            adapter = slot_parameters(self.policy, 0)
+            meta |= {"adapter": adapter_identity(self.policy.adapters.config, self.source)}
+        self.optimizer = build_optimizer(self.policy, self.trainer.optim, adapter)
         self.paths = RunPaths(out)
         self.checkpointer = Checkpointer(
-            self.policy, self.optimizer, self.paths, incarnation=0, meta={"kind": "rl"}, config=CkptConfig()
+            self.policy, self.optimizer, self.paths, incarnation=0, meta=meta, config=CkptConfig()
         )
 
     def step(self, step: int) -> dict[str, float]:
@@ -123,7 +140,7 @@ class World:
 
     def publish(self, version: int) -> Path:
         """The directory of the published weights."""
-        publisher = Publisher(
+        publisher = build_publisher(
             self.policy, self.source, self.paths, dtype=torch.float32, incarnation=0, model_name=self.case.family
         )
         publisher.publish(version)
@@ -225,14 +242,14 @@ def work(rank: int, world_size: int, folder: str, cases: list[Case], resume: dic
     for i, case in enumerate(cases):
         out = root / f"run_{world_size}_{i}"
         if world_size == 1:
-            run_alone(case, root / "models", root / f"alone_{case.family}_{case.optim}", steps)
+            run_alone(case, root / "models", root / f"alone {case.name}", steps)
             continue
-        alone = root / f"alone_{case.family}_{case.optim}"
-        before = Path(resume.get(f"{case.family}_{case.optim}", str(alone)))
+        alone = root / f"alone {case.alone.name}"
+        before = Path(resume.get(case.alone.name, str(alone)))
         with broken(case.break_with):
             found[case.name] = run_case(case, root / "models", alone, before, out, steps)
         if case.break_with is None:
-            resume[f"{case.family}_{case.optim}"] = str(out)
+            resume[case.alone.name] = str(out)
     if rank == 0:
         result = {"errors": found, "resume": resume}
         (root / f"world_{world_size}.json").write_text(json.dumps(result), encoding="utf-8")

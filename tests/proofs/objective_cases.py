@@ -7,8 +7,8 @@ import torch
 
 from prime_hpc.config.sections.trainer import CorrectionConfig, KLConfig, LossConfig
 from prime_hpc.store.batches import RankBatch
-from prime_hpc.trainer.batches import batch_facts, make_micro_batch
-from prime_hpc.trainer.objectives import normalization, rl_loss, sft_loss, target_weights
+from prime_hpc.trainer.batches import batch_facts, make_micro_batch, objective_part
+from prime_hpc.trainer.objectives import echo_loss, normalization, rl_loss, sft_loss, target_weights
 from tests.proofs.reference import Sequence, Setting, kink_distance
 
 CONSTANT = 37
@@ -128,8 +128,15 @@ def _draw(rng: np.random.Generator, sizes: list[int], token_advantages: bool) ->
     return batch, theta
 
 
-def pack(batch: list[Sequence], micro_batches: list[list[int]], *, garbage: int | None = None) -> RankBatch:
-    """One rank's arrays; a token's id is its place in theta. `garbage` seeds junk at the tokens that do not train."""
+def pack(
+    batch: list[Sequence],
+    micro_batches: list[list[int]],
+    *,
+    garbage: int | None = None,
+    ce_weights: np.ndarray | None = None,
+) -> RankBatch:
+    """One rank's arrays; a token's id is its place in theta. `garbage` seeds junk at the tokens that do not train,
+    `ce_weights` are echo's, by place."""
     order = [batch[i] for micro in micro_batches for i in micro]
     lengths = np.array([len(s.index) for s in order], dtype=np.int64)
     total, num = int(lengths.sum()), len(order)
@@ -142,8 +149,9 @@ def pack(batch: list[Sequence], micro_batches: list[list[int]], *, garbage: int 
         rng = np.random.default_rng(garbage)
         mu = np.where(mask, mu, rng.normal(0, 5, total)).astype(np.float32)
         advantages = np.where(mask, advantages, rng.normal(0, 5, total)).astype(np.float32)
+    ids = joined("index", np.int32)
     return RankBatch(
-        token_ids=joined("index", np.int32),
+        token_ids=ids,
         loss_mask=mask,
         logprobs=mu,
         versions=np.zeros(total, np.int32),
@@ -155,19 +163,22 @@ def pack(batch: list[Sequence], micro_batches: list[list[int]], *, garbage: int 
         sample_ids=np.arange(num, dtype=np.int64),
         group_ids=np.arange(num, dtype=np.int64),
         env_ids=np.zeros(num, np.int32),
+        ce_weights=None if ce_weights is None else ce_weights[ids].astype(np.float32),
     )
 
 
 def ours(
     case: Case, ranks: list[RankBatch], batch: list[Sequence], theta: np.ndarray, dtype: torch.dtype = torch.float64
 ) -> tuple[float, np.ndarray, dict[str, float]]:
-    """Loss, its gradient in theta, and the summed statistics, over all ranks and micro-batches as the engine does."""
+    """Loss, its gradient in theta, and the summed statistics, over all ranks and micro-batches as the engine does; with
+    echo where the ranks' batches have its weights."""
     policy = torch.tensor(theta, dtype=dtype, requires_grad=True)
     reference = torch.zeros_like(policy, requires_grad=False)
     for s in batch:
         reference[torch.from_numpy(s.index)] = torch.from_numpy(s.reference).to(dtype)
     facts = [batch_facts(rank, 1) for rank in ranks]
     num_targets, num_sequences = sum(f.num_targets for f in facts), sum(f.num_trained_sequences for f in facts)
+    num_echo = sum(f.num_echo for f in facts)
     total = torch.zeros((), dtype=dtype)
     sums: dict[str, float] = {}
     for rank in ranks:
@@ -175,6 +186,12 @@ def ours(
             micro = make_micro_batch(rank, i)
             micro.behaviour_logprobs, micro.advantages = micro.behaviour_logprobs.to(dtype), micro.advantages.to(dtype)
             micro.reference_logprobs = reference[micro.targets]
+            logprobs = policy[micro.targets]
+            if micro.trained is not None:
+                assert micro.ce_weights is not None
+                micro.ce_weights = micro.ce_weights.to(dtype)
+                total = total + echo_loss(micro, logprobs, num_echo)
+                logprobs, micro = logprobs[micro.trained], objective_part(micro)
             weights = target_weights(
                 micro.sequence,
                 micro.targets_of_sequence,
@@ -183,7 +200,6 @@ def ours(
                 num_sequences,
                 case.config.batch_tokens or 1,
             )
-            logprobs = policy[micro.targets]
             if case.setting.objective == "sft":
                 loss, stats = sft_loss(logprobs, weights)
             else:

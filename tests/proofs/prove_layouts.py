@@ -52,12 +52,16 @@ def layouts(family: str, world_size: int) -> list[dict[str, int]]:
 
 
 def every_case(world_size: int) -> list[Case]:
-    """All layouts, and some with Muon and with recomputation."""
+    """All layouts, and some with Muon, with an adapter and with recomputation."""
     cases = [Case(family, layout) for family in FAMILIES for layout in layouts(family, world_size)]
+    if world_size == 2:
+        cases += [Case("qwen3", layout, lora=True) for layout in ({"cp": 2}, {"dp_replicate": 2})]
     if world_size == 4:
         cases += [
             Case("qwen3", {"dp_shard": 2, "tp": 2}, optim="muon"),
             Case("qwen3_moe", {"dp_shard": 2, "cp": 2, "ep": 2}, optim="muon"),
+            Case("llama", {"dp_shard": 2, "cp": 2}, lora=True),
+            Case("qwen3", {"dp_replicate": 2, "dp_shard": 2}, lora=True),
             Case("qwen3_moe", {"cp": 2, "tp": 2, "ep": 2}, ac="full"),
             Case("qwen3_moe", {"dp_shard": 2, "tp": 2, "ep": 2}, ac="selective"),
         ]
@@ -66,12 +70,11 @@ def every_case(world_size: int) -> list[Case]:
 
 def run_worlds(folder: Path, worlds: dict[int, list[Case]]) -> dict[str, dict[str, float]]:
     """Train every case; errors by name."""
-    needed = dict.fromkeys((case.family, case.optim) for cases in worlds.values() for case in cases)
-    for family in {family for family, _ in needed}:
+    alone = list({case.alone.name: case.alone for cases in worlds.values() for case in cases}.values())
+    for family in {case.family for case in alone}:
         make_family(folder / "models" / family, family)
     # Importing torch and transformers costs a process more than all it does here: one does it, and is forked.
     multiprocessing.set_forkserver_preload(["tests.proofs.layout_world", *MODELING])
-    alone = [Case(family, {}, optim=optim) for family, optim in needed]
     found: dict[str, dict[str, float]] = {}
     resume: dict[str, str] = {}
     for world_size, cases in {1: alone, **worlds}.items():

@@ -163,6 +163,12 @@ def size(s: Setting, batch: list[Sequence], theta: Vector) -> float:
     return float(sum(abs(x) for x in token_losses(s, batch, theta, theta)))
 
 
+def echo(batch: list[Sequence], weights: Vector, theta: Vector) -> float:
+    """-1/M sum_t w_t log pi(t) over the M tokens with a weight that something predicts."""
+    heard = [t for seq in batch for t in seq.index[1:] if weights[t] > 0]
+    return -sum(weights[t] * theta[t] for t in heard) / max(len(heard), 1)
+
+
 def gradient(s: Setting, batch: list[Sequence], theta: Vector, h: float = 1e-5) -> Vector:
     """Central differences of the loss in every log-probability."""
     return central_differences(lambda moved: loss(s, batch, moved, theta), theta, h)
