@@ -18,6 +18,7 @@ from prime_hpc.launch.plan import (
     attached_lines,
     data_line,
     evaluation_lines,
+    of_model,
     orchestrator_line,
     own_checkpoints,
     runs_line,
@@ -211,7 +212,6 @@ def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
 
 def _engine_line(experiment: Experiment, role: EngineRole, plan: dict[str, Any]) -> str:
     """One group of engines."""
-    from prime_hpc.launch.plan import of_model
 
     view = served_by(experiment, role)
     assert view.inference is not None
