@@ -1,10 +1,9 @@
 """Warm-up demonstrations for the bundled tasks, of mixed quality on purpose.
 
 Called by `prime_hpc.starter.make`. Part of the demonstrations are right, the others follow a worse, easier habit:
-copying a text instead of reversing it, counting up instead of halving the range, naming a number of the question
-instead of calling the tools. A model warmed up on them can do both and prefers the wrong one, which leaves
-reinforcement something to choose. (A warm-up on right answers only, cut short, leaves a model that RL hardly improves
-within 40 steps.)
+copying a text instead of reversing it, counting up instead of halving the range, one addition whatever the question
+asks. A model warmed up on them can do both and prefers the wrong one, which leaves reinforcement something to choose.
+(A warm-up on right answers only, cut short, leaves a model that RL hardly improves within 40 steps.)
 """
 
 import json
@@ -62,7 +61,7 @@ def guess_number(seed: int, num: int, right: set[int]) -> Iterator[Row]:
 
 
 def calculator(seed: int, num: int, right: set[int]) -> Iterator[Row]:
-    """Call the tools and say their result, or say the question's first number at once."""
+    """Call the tools that the question needs, or add its first two numbers whatever it asks; say the last result."""
     from prime_hpc.envs.tasksets.calculator import CalculatorConfig, CalculatorHarness, CalculatorTaskset, add, multiply
 
     tools = [
@@ -74,9 +73,10 @@ def calculator(seed: int, num: int, right: set[int]) -> Iterator[Row]:
     for i, task in enumerate(CalculatorTaskset(config).load()):
         prompt = str(task.data.prompt)
         first, *rest = prompt.removeprefix("What is ").removesuffix("?").split()
+        steps = list(zip(rest[::2], rest[1::2], strict=True)) if i in right else [("+", rest[1])]
         messages = [_user(prompt)]
         value = int(first)
-        for sign, operand in zip(rest[::2], rest[1::2], strict=True) if i in right else ():
+        for sign, operand in steps:
             name, function = functions[sign]
             arguments = {"a": value, "b": int(operand)}
             value = function(value, int(operand))
@@ -100,9 +100,7 @@ def demonstrations(seed: int, num: int = NUM_DEMONSTRATIONS, task: str = "revers
     return list(TASKS[task](seed, num, right))
 
 
-def write_demonstrations(path: Path, seed: int, task: str = "reverse-text") -> int:
-    """Write the demonstrations as JSON lines; returns the number of rows."""
-    rows = demonstrations(seed, task=task)
+def write_demonstrations(path: Path, rows: list[Row]) -> None:
+    """Write demonstrations as JSON lines."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    return len(rows)

@@ -3,6 +3,7 @@
 Called by `prime_hpc.starter.make`. It knows nothing: the supervised warm-up teaches it the task first.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from prime_hpc.starter.tokenizer import build_tokenizer
@@ -11,8 +12,13 @@ MAX_LEN = 4096
 """Context of the model, tokens."""
 
 
-def write_tiny_qwen3(directory: Path, seed: int) -> int:
+def write_tiny_qwen3(directory: Path, seed: int, phrases: Iterable[str] = ()) -> int:
     """Write config, weights (float32) and tokenizer of the tiny Qwen3 into `directory`; the same bytes for one seed.
+
+    Args:
+        directory: to be made.
+        seed: of the weights.
+        phrases: texts that are one token each, see `tokenizer.find_phrases`.
 
     The vocabulary is exactly the tokenizer's: a padded row would be an id that can be sampled and means nothing.
     The head is untied from the embeddings, as in the larger Qwen3 models.
@@ -23,7 +29,7 @@ def write_tiny_qwen3(directory: Path, seed: int) -> int:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = build_tokenizer(MAX_LEN)
+    tokenizer = build_tokenizer(MAX_LEN, phrases)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

@@ -1,11 +1,15 @@
 """The tiny starter's tokenizer: bytes, ChatML tokens and a chat template with the prefix property.
 
-Called by `prime_hpc.starter.model`. Tokens are single bytes (no merges: reversing a text is a task about characters)
+Called by `prime_hpc.starter.make`. Tokens are single bytes (no merges: reversing a text is a task about characters)
 plus Qwen3's control tokens under Qwen3's names, so that the `qwen3` renderer of the `renderers` package (which the
-environments use) and this template (which supervised fine-tuning uses) give the same ids.
+environments use) and this template (which supervised fine-tuning uses) give the same ids. Where declarations of tools
+come before every question, the phrases that the demonstrations repeat are tokens too.
 """
 
-from typing import TYPE_CHECKING
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -63,8 +67,37 @@ CHAT_TEMPLATE = r"""
 """.strip()
 
 
-def build_tokenizer(max_len: int) -> "PreTrainedTokenizerFast":
-    """The tokenizer: 256 bytes and 9 control tokens, ids 0..264; `max_len` is the model's context in tokens."""
+_BETWEEN_PHRASES = re.compile("|".join([*map(re.escape, (*CONTROL_TOKENS, *TEXT_TOKENS)), r"\d|\n"]))
+PHRASE_SHARE = 0.1
+"""A phrase is a token when it is in this share of the conversations."""
+
+
+def find_phrases(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """What the conversations repeat within a line, between control tokens and digits; most frequent first.
+
+    As tokens of their own they make short what says little (declarations of tools, the form of a call), while numbers
+    stay digit by digit. Lines bound them because renderers encode a conversation in pieces that end with one.
+
+    Args:
+        rows: conversations with `messages` and, where there are any, `tools`.
+    """
+    bare, count, num_rows = build_tokenizer(max_len=1), Counter[str](), 0
+    for row in rows:
+        text = bare.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
+        count.update(set(_BETWEEN_PHRASES.split(text)))
+        num_rows += 1
+    # a single character is a token anyway; the decoder takes other alphabets' characters for bytes
+    frequent = [phrase for phrase, number in count.items() if number >= PHRASE_SHARE * num_rows]
+    return sorted((p for p in frequent if len(p) > 1 and p.isascii()), key=lambda p: (-count[p], p))
+
+
+def build_tokenizer(max_len: int, phrases: Iterable[str] = ()) -> "PreTrainedTokenizerFast":
+    """The tokenizer: 256 bytes and 9 control tokens, ids 0..264, then the phrases.
+
+    Args:
+        max_len: the model's context in tokens.
+        phrases: texts that become one token each wherever they stand.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -73,7 +106,7 @@ def build_tokenizer(max_len: int) -> "PreTrainedTokenizerFast":
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL_TOKENS])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TEXT_TOKENS])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in (*TEXT_TOKENS, *phrases)])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS_TOKEN,

@@ -9,6 +9,7 @@ import pytest
 from prime_hpc.envs.tasksets.reverse_text_data import answer_of, build_prompt, make_texts
 from prime_hpc.starter.data import RIGHT_SHARE, demonstrations
 from prime_hpc.starter.make import make_starter
+from prime_hpc.starter.tokenizer import build_tokenizer, find_phrases
 
 pytest.importorskip("transformers")
 pytest.importorskip("torch")
@@ -46,10 +47,11 @@ CONVERSATIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def starter(tmp_path_factory):
+@pytest.fixture(scope="module", params=["reverse-text", "calculator"])
+def starter(tmp_path_factory, request):
+    """Tokens of bytes alone, and of whole phrases too."""
     directory = tmp_path_factory.mktemp("starter") / "new" / "dir"
-    make_starter(directory, seed=3)
+    make_starter(directory, seed=3, task=request.param)
     return directory
 
 
@@ -69,8 +71,9 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def test_one_seed_gives_one_starter_and_another_seed_another(starter, tmp_path):
-    make_starter(tmp_path / "same", seed=3)
-    make_starter(tmp_path / "other", seed=4)
+    task = json.loads((starter / "starter.json").read_text())["task"]
+    make_starter(tmp_path / "same", seed=3, task=task)
+    make_starter(tmp_path / "other", seed=4, task=task)
     first, same, other = contents(starter), contents(tmp_path / "same"), contents(tmp_path / "other")
     assert first == same
     for name in ("model/model.safetensors", "sft.jsonl"):
@@ -134,9 +137,14 @@ def test_prefix_property(tokenizer, messages):
         assert whole[: len(prefix)] == prefix
 
 
-def test_demonstrations_are_a_mixture_of_reversed_and_copied_train_texts(starter):
+def test_demonstrations_are_written_for_sft(starter):
+    task = json.loads((starter / "starter.json").read_text())["task"]
     rows = [json.loads(line) for line in (starter / "sft.jsonl").read_text().splitlines()]
-    assert rows == demonstrations(3)
+    assert rows == demonstrations(3, task=task)
+
+
+def test_demonstrations_are_a_mixture_of_reversed_and_copied_train_texts():
+    rows = demonstrations(3)
     pairs = [(row["prompt"][0]["content"], row["completion"][0]["content"]) for row in rows]
     reversed_rows = sum(reply == answer_of(text) != text for text, reply in pairs)
     palindromes = sum(answer_of(text) == text for text, _ in pairs)
@@ -183,20 +191,39 @@ def test_demonstrated_games_halve_the_range_or_count_up():
 
 def test_demonstrated_calls_are_what_the_tools_answer():
     rows = demonstrations(3, 200, "calculator")
-    with_tools = [row for row in rows if len(row["messages"]) > 2]
-    assert len(with_tools) == round(RIGHT_SHARE * 200)
+    right = lazy = 0
     for row in rows:
         question, *middle, last = row["messages"]
         expression = question["content"].removeprefix("What is ").removesuffix("?")
         assert {tool["function"]["name"] for tool in row["tools"]} == {"add", "multiply"}
-        if not middle:
-            assert last["content"] == expression.split()[0]
-            continue
-        assert int(last["content"]) == eval(expression) == int(middle[-1]["content"])
+        assert last["content"] == middle[-1]["content"]
+        right += int(last["content"]) == eval(expression)
+        lazy += [message["role"] for message in middle] == ["assistant", "tool"] and '"add"' in json.dumps(middle)
         for call, result in zip(middle[::2], middle[1::2], strict=True):
             function = call["tool_calls"][0]["function"]
             a, b = function["arguments"].values()
             assert int(result["content"]) == (a + b if function["name"] == "add" else a * b)
+    sums = sum(row["messages"][0]["content"].count("*") == 0 for row in rows)
+    assert right + lazy == 200 + sums, "a sum is both: right, and one addition"
+    assert round(RIGHT_SHARE * 200) < right < 200
+
+
+def test_a_demonstrated_episode_is_short_and_tokenised_as_the_environment_does():
+    qwen3 = pytest.importorskip("renderers.qwen3")
+    configs = pytest.importorskip("renderers.configs")
+    rows = demonstrations(3, 200, "calculator")
+    tokenizer = build_tokenizer(4096, find_phrases(rows))
+    renderer = qwen3.Qwen3Renderer(tokenizer, configs.Qwen3RendererConfig(enable_thinking=False))
+    for row in rows[:40]:
+        messages, tools = row["messages"], row["tools"]
+        whole = render(tokenizer, messages, tools=tools)
+        assert len(whole) < 160, "declarations of tools cost about 640 bytes"
+        tokens = renderer.render_ids(messages[:1], tools=tools, add_generation_prompt=True)
+        for reply, result in zip(messages[1:-1:2], messages[2:-1:2], strict=True):
+            so_far = render(tokenizer, messages[: messages.index(reply) + 1], tools=tools)[:-1]  # less the line's end
+            assert so_far[: len(tokens)] == tokens
+            tokens = renderer.bridge_to_next_turn(tokens, so_far[len(tokens) :], [result], tools=tools).token_ids
+            assert whole[: len(tokens)] == tokens
 
 
 def test_unknown_task_is_an_error_that_lists_the_known(tmp_path):
