@@ -1,9 +1,10 @@
 """Warm-up demonstrations for the bundled tasks, of mixed quality on purpose.
 
 Called by `prime_hpc.starter.make`. Part of the demonstrations are right, the others follow a worse, easier habit:
-copying a text instead of reversing it, counting up instead of halving the range, one addition whatever the question
-asks. A model warmed up on them can do both and prefers the wrong one, which leaves reinforcement something to choose.
-(A warm-up on right answers only, cut short, leaves a model that RL hardly improves within 40 steps.)
+copying a text instead of reversing it, counting up instead of halving the range, calling the tool that adds where the
+question multiplies. A model warmed up on them can do both and prefers the wrong one, which leaves reinforcement
+something to choose. (A warm-up on right answers only, cut short, leaves a model that RL hardly improves within 40
+steps.)
 """
 
 import json
@@ -61,7 +62,7 @@ def guess_number(seed: int, num: int, right: set[int]) -> Iterator[Row]:
 
 
 def calculator(seed: int, num: int, right: set[int]) -> Iterator[Row]:
-    """Call the tools that the question needs, or add its first two numbers whatever it asks; say the last result."""
+    """Call the tools that the question asks for, or `add` alone; say the last result."""
     from prime_hpc.envs.tasksets.calculator import CalculatorConfig, CalculatorHarness, CalculatorTaskset, add, multiply
 
     tools = [
@@ -73,11 +74,10 @@ def calculator(seed: int, num: int, right: set[int]) -> Iterator[Row]:
     for i, task in enumerate(CalculatorTaskset(config).load()):
         prompt = str(task.data.prompt)
         first, *rest = prompt.removeprefix("What is ").removesuffix("?").split()
-        steps = list(zip(rest[::2], rest[1::2], strict=True)) if i in right else [("+", rest[1])]
         messages = [_user(prompt)]
         value = int(first)
-        for sign, operand in steps:
-            name, function = functions[sign]
+        for sign, operand in zip(rest[::2], rest[1::2], strict=True):
+            name, function = functions[sign if i in right else "+"]
             arguments = {"a": value, "b": int(operand)}
             value = function(value, int(operand))
             messages += [
