@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from prime_hpc.trainer.products import product, product_into
+
 ROW_BLOCKS = 8
 """Parts in which a chunk's exponentials are made where nobody needs them all at once."""
 
@@ -46,7 +48,7 @@ def _chunk_logits(
     All chunks share one buffer: on a CPU, fresh memory of this size costs several times the arithmetic on it.
     """
     if hidden.dtype == torch.float32 and bias is None:
-        torch.mm(hidden, weight.T, out=out)
+        product_into(out, hidden, weight.T)
     else:
         out.copy_(torch.nn.functional.linear(hidden, weight, bias))
     if softcap is not None:
@@ -166,9 +168,9 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += delta.sum(dim=0)
             delta = delta.to(weight.dtype)
-            torch.mm(delta, weight, out=grad_hidden[part])
+            product_into(grad_hidden[part], delta, weight)
             if grad_weight is None:
-                grad_weight = delta.T @ hidden[part]
+                grad_weight = product(delta.T, hidden[part])
             elif weight.dtype == torch.float32:
                 grad_weight.addmm_(delta.T, hidden[part])
             else:

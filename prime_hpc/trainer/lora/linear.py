@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from prime_hpc.config.sections.lora import LoraConfig, select_modules
+from prime_hpc.trainer import products
 
 
 class LoraLinear(nn.Linear):
@@ -29,11 +29,11 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`[..., in]` -> `[..., out]`, in the input's dtype; A x is scaled, which is the smallest of the products."""
-        output = functional.linear(input, self.weight, self.bias)
+        output = products.linear(input, self.weight, self.bias)
         if self.lora_a is None or self.lora_b is None:
             return output
-        low = functional.linear(input, self.lora_a.to(input.dtype)) * self.lora_scale
-        return output + functional.linear(low, self.lora_b.to(input.dtype))
+        low = products.linear(input, self.lora_a.to(input.dtype)) * self.lora_scale
+        return output + products.linear(low, self.lora_b.to(input.dtype))
 
 
 def add_lora(hf: Any, config: LoraConfig, dtype: torch.dtype) -> list[str]:

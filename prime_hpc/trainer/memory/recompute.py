@@ -22,6 +22,7 @@ from prime_hpc.config.sections.common import ActivationCheckpointConfig
 
 _KEPT = (
     ("aten", ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")),
+    ("mkldnn", ("_linear_pointwise",)),
     (
         "aten",
         (

@@ -20,6 +20,7 @@ from prime_hpc.trainer.parallel.context import repeats
 from prime_hpc.trainer.parallel.expert import split_experts
 from prime_hpc.trainer.parallel.mesh import Parallel
 from prime_hpc.trainer.parallel.tensor import split_tensors
+from prime_hpc.trainer.products import use_products
 
 
 def transformer_blocks(hf: Any) -> list[nn.Module]:
@@ -75,6 +76,8 @@ def distribute(
     for i, block in enumerate(transformer_blocks(hf)):
         if config.fp8:
             use_fp8(block)
+        if not config.compile:
+            use_products(block)
         if config.ac is not None and i % config.ac.freq == 0:
             recompute(block, config.ac)
         if config.compile:

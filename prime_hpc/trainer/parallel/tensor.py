@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from prime_hpc.trainer.parallel.collectives import enter_parallel, leave_parallel
 from prime_hpc.trainer.parallel.expert import expert_modules
 from prime_hpc.trainer.parallel.mesh import Parallel
+from prime_hpc.trainer.products import linear
 
 COLUMN, ROW, PARTLY_USED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
@@ -40,7 +41,7 @@ class ColumnLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's outputs."""
-        return F.linear(x, local(self.weight), local(self.bias))
+        return linear(x, local(self.weight), local(self.bias))
 
 
 class RowLinear(nn.Linear):
@@ -49,7 +50,7 @@ class RowLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The whole outputs."""
         assert isinstance(self.weight, DTensor)
-        y = leave_parallel(F.linear(x, local(self.weight)), self.weight.device_mesh)
+        y = leave_parallel(linear(x, local(self.weight)), self.weight.device_mesh)
         return y if self.bias is None else y + self.bias
 
 
