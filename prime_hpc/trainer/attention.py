@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from prime_hpc.trainer.parallel.context import scatter_heads
+from prime_hpc.trainer.prefixes import Spread
 
 IMPLEMENTATION = "prime_hpc_packed"
 LENGTH_STEP = 16
@@ -58,6 +59,13 @@ class Packing:
     """int64[slots]: the token that fills each padded slot (token 0 where none does); None: nothing needs padding."""
     slots: torch.Tensor | None = None
     """int64[tokens]: the slot of each token, the inverse of `gather`."""
+    spread: Spread | None = None
+    """Where samples share their first tokens: from the rows that the model computes to the sequences' tokens."""
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that the model computes."""
+        return int(self.lengths.sum()) if self.spread is None else len(self.spread.first)
 
 
 def choose_buckets(lengths: np.ndarray, bucket_cost: float = BUCKET_COST["cpu"]) -> list[np.ndarray]:
@@ -90,12 +98,13 @@ def choose_buckets(lengths: np.ndarray, bucket_cost: float = BUCKET_COST["cpu"])
     return groups[::-1]
 
 
-def plan_packing(lengths: np.ndarray, device: torch.device | str = "cpu") -> Packing:
+def plan_packing(lengths: np.ndarray, device: torch.device | str = "cpu", rows: np.ndarray | None = None) -> Packing:
     """Plan the attention of one packed row.
 
     Args:
         lengths: int[S], tokens of each sequence in row order; all positive, S >= 1.
         device: where the index tensors live.
+        rows: `prefixes.shared_rows`, where sequences share tokens.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     assert len(lengths) and lengths.min() > 0, "a packed row holds at least one sequence, none of them empty"
@@ -117,6 +126,7 @@ def plan_packing(lengths: np.ndarray, device: torch.device | str = "cpu") -> Pac
         gathers.append(np.where(real, tokens, 0).ravel())
         first_slot += len(group) * length
     packing = Packing(lengths, cu_seqlens, int(lengths.max()), buckets)
+    packing.spread = None if rows is None else Spread.of(rows, device)
     gather = np.concatenate(gathers)
     if len(gather) != total or (gather != np.arange(total)).any():
         packing.gather = torch.from_numpy(gather).to(device)
@@ -317,7 +327,7 @@ def packed_attention_forward(
     plan, ranks = _Active.packing, _Active.ranks
     assert plan is not None, "packed attention outside `with packing(...)`"
     tokens = query.shape[2] * (1 if ranks is None else ranks.size())
-    assert query.shape[0] == 1 and tokens == int(plan.lengths.sum()), (query.shape, plan.lengths.sum())
+    assert query.shape[0] == 1 and tokens == plan.num_rows, (query.shape, plan.num_rows)
     for unsupported in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(unsupported) is not None:
             raise ValueError(f"{type(module).__name__} uses attention {unsupported}, which packed attention lacks")
@@ -326,7 +336,10 @@ def packed_attention_forward(
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return kernel(q, k, v, plan, scale, sliding_window)
+        if plan.spread is None:
+            return kernel(q, k, v, plan, scale, sliding_window)
+        q, k, v = (plan.spread.to_tokens(x) for x in (q, k, v))
+        return plan.spread.to_rows(kernel(q, k, v, plan, scale, sliding_window))
 
     return (attend(q, k, v) if ranks is None else scatter_heads(attend, q, k, v, ranks))[None], None
 

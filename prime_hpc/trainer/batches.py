@@ -18,6 +18,7 @@ from prime_hpc.store.handover import Handover
 from prime_hpc.trainer.attention import Packing, plan_packing
 from prime_hpc.trainer.parallel import Parallel
 from prime_hpc.trainer.parallel.context import own_targets
+from prime_hpc.trainer.prefixes import shared_rows
 
 
 @dataclass
@@ -30,11 +31,11 @@ class MicroBatch:
     """
 
     input_ids: torch.Tensor
-    """int64[1, T], or this rank's T / cp tokens"""
+    """int64[1, T], or this rank's T / cp tokens; fewer than T where samples share their first tokens."""
     position_ids: torch.Tensor
     """int64[1, T] (T / cp), counts from 0 in every sequence."""
     packing: Packing
-    """Of all T tokens."""
+    """Of all T tokens, before any are shared."""
     target_index: torch.Tensor
     """int64[N], the position (in `input_ids`) whose hidden state predicts the target, of the `own` ones."""
     targets: torch.Tensor
@@ -51,6 +52,8 @@ class MicroBatch:
     """float32[N]"""
     num_tokens: int
     """Real tokens: 0 for an empty micro-batch, which computes on one dummy token."""
+    num_shared: int = 0
+    """Of these, the tokens that are computed with another sample's."""
     reference_logprobs: torch.Tensor | None = None
     """float32[N], the reference model's log-probabilities, where the objective needs them."""
     own: slice = field(default_factory=lambda: slice(None))
@@ -101,7 +104,12 @@ def target_mask(batch: RankBatch) -> NDArray[np.bool_]:
 
 
 def make_micro_batch(
-    batch: RankBatch, index: int, device: torch.device | str = "cpu", parallel: Parallel | None = None
+    batch: RankBatch,
+    index: int,
+    device: torch.device | str = "cpu",
+    parallel: Parallel | None = None,
+    *,
+    share_prefixes: bool = True,
 ) -> MicroBatch:
     """The `index`-th micro-batch of a rank batch as tensors.
 
@@ -114,14 +122,15 @@ def make_micro_batch(
         index: of the micro-batch.
         device: of the tensors.
         parallel: the layout; None: the whole row.
+        share_prefixes: compute what samples of a group begin with once (`prefixes.py`); not where ranks split rows.
     """
     sequences, tokens = batch.sequences_of(index), batch.tokens_of(index)
     lengths = np.diff(batch.seq_offsets[sequences.start : sequences.stop + 1])
     kept = lengths > 0
-    lengths, temperatures = lengths[kept], batch.temperatures[sequences][kept]
+    lengths, temperatures, groups = lengths[kept], batch.temperatures[sequences][kept], batch.group_ids[sequences][kept]
     num_tokens = int(lengths.sum())
     if num_tokens == 0:
-        lengths, temperatures = np.ones(1, np.int64), np.ones(1, np.float32)
+        lengths, temperatures, groups = np.ones(1, np.int64), np.ones(1, np.float32), np.zeros(1, np.int64)
         ids, mask = np.zeros(1, np.int64), np.zeros(1, bool)
         logprobs = advantages = ce = np.zeros(1, np.float32)
     else:
@@ -133,30 +142,38 @@ def make_micro_batch(
     positions = np.arange(len(ids)) - starts[sequence_of]
     at = np.flatnonzero((mask | (ce > 0)) & (positions > 0))
     sequence = sequence_of[at]
-    num_sequences, first, stop, own = len(lengths), 0, len(ids), slice(None)
+    targets, predicting, num_sequences = ids[at], at - 1, len(lengths)
+    own, rows = slice(None), None
     if parallel is not None and parallel.row_multiple > 1:
         fill = -len(ids) % parallel.row_multiple
         ids, positions = np.append(ids, np.zeros(fill, np.int64)), np.append(positions, np.arange(fill))
         lengths = np.append(lengths, fill) if fill else lengths
         span = len(ids) // parallel.layout.cp
         first, stop = parallel.cp_rank * span, (parallel.cp_rank + 1) * span
-        own = own_targets(at - 1, first, stop)
+        own = own_targets(predicting, first, stop)
+        ids, positions, predicting = ids[first:stop], positions[first:stop], predicting[own] - first
+    elif share_prefixes:
+        rows = shared_rows(ids, lengths, groups)
+        if rows is not None:
+            where = np.unique(rows, return_index=True)[1]
+            ids, positions, predicting = ids[where], positions[where], rows[predicting]
 
     def tensor(array: NDArray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
     return MicroBatch(
-        input_ids=tensor(ids[first:stop])[None],
-        position_ids=tensor(positions[first:stop])[None],
-        packing=plan_packing(lengths, device),
-        target_index=tensor(at[own] - 1 - first),
-        targets=tensor(ids[at]),
+        input_ids=tensor(ids)[None],
+        position_ids=tensor(positions)[None],
+        packing=plan_packing(lengths, device, rows),
+        target_index=tensor(predicting),
+        targets=tensor(targets),
         sequence=tensor(sequence),
         targets_of_sequence=tensor(np.bincount(sequence, minlength=num_sequences)),
         temperatures=tensor(temperatures[sequence]),
         behaviour_logprobs=tensor(logprobs[at]),
         advantages=tensor(advantages[at]),
         num_tokens=num_tokens,
+        num_shared=0 if rows is None else len(rows) - len(ids),
         own=own,
         ce_weights=tensor(ce[at]) if batch.ce_weights is not None else None,
         trained=tensor(np.flatnonzero(mask[at])) if batch.ce_weights is not None else None,

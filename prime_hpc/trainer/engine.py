@@ -32,7 +32,7 @@ Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tenso
 
 _SUMS = ("num_tokens", "num_sequences", "num_targets", "squared_lengths", "reward_sum", "lag_sum", "num_sampled")
 
-_ALREADY_MEANS = ("loss", "echo_loss", "squared_grad_norm")
+_NO_MEANS = ("loss", "echo_loss", "squared_grad_norm", "shared_tokens")
 
 
 class StepRefused(RuntimeError):
@@ -72,6 +72,7 @@ class Engine:
         mismatch: MismatchConfig | None = None,
         reference: Policy | None = None,
         slot: int = 0,
+        share_prefixes: bool = True,
     ) -> None:
         """
         Args:
@@ -89,6 +90,7 @@ class Engine:
             reference: frozen, sharded model whose log-probabilities the objective needs; the policy itself: its base
                 model, where it has adapters.
             slot: adapter that is trained, where the policy has any.
+            share_prefixes: compute the prompt of a group's samples once, see `prefixes.py`.
         """
         self.policy = policy
         self.optimizer = optimizer
@@ -96,7 +98,7 @@ class Engine:
         self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
         self._normalize, self._reshard, self._device = normalize, reshard, device
         self._batch_tokens, self._mismatch, self._reference = batch_tokens, mismatch, reference
-        self._alarmed = False
+        self._alarmed, self._share_prefixes = False, share_prefixes
         self._peak_flops, self._with_entropy = peak_flops, with_entropy
         self._flops = FlopsModel.of(policy.hf, 0 if policy.adapters is None else policy.adapters.num_parameters)
         self._parallel = policy.parallel
@@ -164,7 +166,7 @@ class Engine:
             self.policy.set_requires_gradient_sync(last)  # type: ignore[operator]
             self.policy.set_is_last_backward(last)  # type: ignore[operator]
             self.policy.set_reshard_after_backward(last or self._reshard)  # type: ignore[operator]
-            micro = make_micro_batch(batch, i, self._device, self._parallel)
+            micro = make_micro_batch(batch, i, self._device, self._parallel, share_prefixes=self._share_prefixes)
             with self.policy.packing(micro):
                 if self._reference is not None:
                     micro.reference_logprobs = self._reference_logprobs(micro)
@@ -188,7 +190,7 @@ class Engine:
                 if echo is not None:
                     loss, stats.sums["echo_loss"] = loss + echo, echo.detach()
                 loss.backward()
-            stats.sums |= {"loss": loss.detach()}
+            stats.sums |= {"loss": loss.detach(), "shared_tokens": torch.tensor(micro.num_shared, device=self._device)}
             if self._with_entropy:
                 stats.sums["entropy"] = entropy.sum()
             for name, value in stats.sums.items():
@@ -234,8 +236,9 @@ class Engine:
     def _metrics(self, step: int, total: dict[str, float], top: dict[str, float]) -> dict[str, float]:
         """Means over targets, and what else the log shows; `step_flops` and counts are of the whole batch."""
         targets = max(total["num_targets"], 1.0)
-        counts = {k: total[k] for k in ("num_tokens", "num_sequences", "num_targets")}
-        means = {k: v / targets for k, v in total.items() if k not in _SUMS and k not in _ALREADY_MEANS}
+        counts = {k: total[k] for k in ("num_tokens", "num_sequences", "num_targets", "shared_tokens")}
+        computed = total["num_tokens"] - total["shared_tokens"]
+        means = {k: v / targets for k, v in total.items() if k not in _SUMS and k not in _NO_MEANS}
         return {
             **{k: total[k] for k in ("loss", "echo_loss") if k in total},
             "grad_norm": math.sqrt(total["squared_grad_norm"]) if total["squared_grad_norm"] >= 0 else math.nan,
@@ -245,7 +248,7 @@ class Engine:
             **top,
             "lag_mean": total["lag_sum"] / max(total["num_sampled"], 1.0),
             **counts,
-            "step_flops": self._flops.step_flops(total["num_tokens"], total["num_targets"], total["squared_lengths"]),
+            "step_flops": self._flops.step_flops(computed, total["num_targets"], total["squared_lengths"]),
         }
 
     def _check_finite(self, step: int, batch: RankBatch, metrics: dict[str, float]) -> None:

@@ -35,9 +35,7 @@ def onednn_is_faster() -> bool:
 def _takes(*tensors: torch.Tensor) -> bool:
     if torch.compiler.is_compiling() or not onednn_is_faster():
         return False
-    return all(
-        t.dtype == torch.float32 and t.device.type == "cpu" and t.ndim >= 2 and t.numel() for t in tensors
-    )
+    return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.ndim >= 2 and t.numel() for t in tensors)
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -371,6 +371,7 @@ def open_session(
         mismatch=config.loss.mismatch if is_rl and not is_random and config.loss.type != "nll" else None,
         reference=load_reference(experiment, policy, base.device),
         slot=slot,
+        share_prefixes=config.share_prefixes,
     )
     name, incarnation, dtype = experiment.model.name, context.incarnation, compute_dtype(experiment.model)
     publisher = build_publisher(

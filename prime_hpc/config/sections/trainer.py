@@ -177,6 +177,8 @@ class TrainerConfig(Section):
     """torch intra-op threads of a rank; default: cores / ranks."""
     micro_batch_tokens: int | None = Field(None, ge=1)
     """Token budget of one packed micro-batch; default: `seq_len`."""
+    share_prefixes: bool = True
+    """Compute what a group's samples in one micro-batch begin with (their prompt) once, and not for each of them."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
     scheduler: SchedulerConfig = SchedulerConfig()
