@@ -2,7 +2,8 @@
 
 TRL drives: it runs `train()` as its user would; a callback at the end of every optimizer step notes what it took and
 then lets our step run on the same samples, so that both see the same machine. Left out of TRL's time: our steps, and
-of GRPO everything before training (the completions are given, decoding and rewards are not counted).
+of GRPO everything before training (the completions are given, decoding and rewards are not counted). Kept both in
+seconds and in CPU seconds of the process.
 
 TRL's own choices are kept but for what would only slow it down here: gradient checkpointing off, no logging, no saving;
 float32 as on our side.
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.utils.data import SequentialSampler
 
 COMMON: dict[str, Any] = {
@@ -43,37 +45,42 @@ class Samples:
     rewards: list[float] = field(default_factory=list)
 
 
+def now() -> np.ndarray:
+    """float64[2], seconds on the clock and CPU seconds of this process."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
 @dataclass
 class Alternation:
-    """Seconds of both sides, step by step."""
+    """Seconds and CPU seconds of both sides, step by step."""
 
     ours: Callable[[], Any]
-    trl_seconds: list[float] = field(default_factory=list)
-    our_seconds: list[float] = field(default_factory=list)
-    excluded: float = 0.0
-    mark: float = 0.0
+    trl_seconds: list[np.ndarray] = field(default_factory=list)
+    our_seconds: list[np.ndarray] = field(default_factory=list)
+    excluded: np.ndarray = field(default_factory=lambda: np.zeros(2))
+    mark: np.ndarray = field(default_factory=lambda: np.zeros(2))
 
     def begin(self) -> None:
         """TRL's loop begins."""
-        self.mark, self.excluded = time.perf_counter(), 0.0
+        self.mark, self.excluded = now(), np.zeros(2)
 
     def step_ended(self) -> None:
         """TRL has ended a step: ours follows."""
-        self.trl_seconds.append(time.perf_counter() - self.mark - self.excluded)
-        start = time.perf_counter()
+        self.trl_seconds.append(now() - self.mark - self.excluded)
+        start = now()
         self.ours()
-        self.our_seconds.append(time.perf_counter() - start)
+        self.our_seconds.append(now() - start)
         self.begin()
 
     def leave_out(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, its time not counted."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = now()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.excluded += time.perf_counter() - start
+                self.excluded += now() - start
 
         return timed
 
