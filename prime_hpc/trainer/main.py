@@ -32,6 +32,7 @@ from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.status import RoleStatus
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import StoreError
+from prime_hpc.trainer.memory.host_allocator import keep_freed_memory
 
 TERM_GRACE_S = 3.5
 """After SIGTERM: time to leave the current Python code; a rank stuck in a collective is ended after it."""
@@ -106,6 +107,7 @@ def start_process_group(experiment: Experiment) -> torch.device:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(experiment.trainer.threads_per_rank or max(1, cores // local_size))
+        keep_freed_memory()
     timeout = datetime.timedelta(seconds=experiment.trainer.dist_timeout_s)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
