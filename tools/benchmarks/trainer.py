@@ -209,9 +209,9 @@ def compare(theirs: list[np.ndarray], ours: list[np.ndarray], num_tokens: int) -
 def ragged_samples(rng: np.random.Generator) -> Samples:
     """Log-normal completions (median about 90 tokens) in groups with one prompt each and random rewards."""
     lengths = np.clip(rng.lognormal(4.5, 0.7, NUM_SAMPLES), 8, ROW_TOKENS - PROMPT_TOKENS).astype(int)
-    prompts = rng.integers(3, VOCAB, (NUM_SAMPLES // GROUP_SIZE, PROMPT_TOKENS))
+    prompts = rng.integers(3, VOCAB, (NUM_SAMPLES // GROUP_SIZE, PROMPT_TOKENS)).repeat(GROUP_SIZE, axis=0).tolist()
     return Samples(
-        token_ids=[[*prompts[i // GROUP_SIZE].tolist(), *rng.integers(3, VOCAB, n).tolist()] for i, n in enumerate(lengths)],
+        token_ids=[prompt + rng.integers(3, VOCAB, n).tolist() for prompt, n in zip(prompts, lengths, strict=True)],
         prompt_lengths=[PROMPT_TOKENS] * NUM_SAMPLES,
         logprobs=[rng.normal(-6.2, 0.1, n).tolist() for n in lengths],
         rewards=rng.random(NUM_SAMPLES).tolist(),
