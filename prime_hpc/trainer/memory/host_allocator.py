@@ -1,7 +1,7 @@
 """Freed memory stays with a trainer that computes on the CPU. Called by `main.py`, once, before the model is built.
 
 glibc gives large blocks back to the kernel as soon as they are freed, and the kernel zeroes every page when the next
-micro-batch asks for the same again: a tenth of the CPU time of a small model's step. The process keeps its peak instead.
+micro-batch asks for the same again: a tenth of a small step's CPU time. The process keeps its peak instead.
 """
 
 import ctypes
