@@ -84,6 +84,7 @@ def find_phrases(rows: Iterable[dict[str, Any]]) -> list[str]:
     bare, count, num_rows = build_tokenizer(max_len=1), Counter[str](), 0
     for row in rows:
         text = bare.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
+        assert isinstance(text, str)
         count.update(set(_BETWEEN_PHRASES.split(text)))
         num_rows += 1
     # a single character is a token anyway; the decoder takes other alphabets' characters for bytes
