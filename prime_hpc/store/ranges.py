@@ -29,10 +29,11 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 class RangeFile:
-    """One process's view of the file, from `open_ranges`. Its calls may come from any thread."""
+    """One process's view of the file, from `open_ranges`. Its calls may come from any thread, one after another."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self._fd = path, fd
+        self._unannounced = 0  # bytes until an observer is told again: ranges may be many and small
 
     def write_at(self, offset: int, data: Any) -> None:
         """Write a C-contiguous buffer to a place in the file that nobody else writes.
@@ -46,9 +47,12 @@ class RangeFile:
                     self._write(offset + begin, part)
 
     def _write(self, offset: int, part: memoryview) -> None:
-        files._before("write", self.path)
-        middle = len(part) // 2 if files._observers else 0
-        written = 0
+        middle = written = 0
+        if self._unannounced <= 0:
+            files._before("write", self.path)
+            middle = len(part) // 2 if files._observers else 0
+            self._unannounced = WRITE_BYTES
+        self._unannounced -= len(part)
         while written < len(part):
             if middle and written >= middle:
                 files._before("torn", self.path)

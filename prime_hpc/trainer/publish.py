@@ -98,9 +98,7 @@ class Publisher:
             with ThreadPoolExecutor(1, thread_name_prefix="publish") as beside:
                 if self._rank == 0:
                     source_files = beside.submit(self._copy_source_files, stage)
-                self._write_tensors(stage)
-                dist.barrier()  # everything is written
-                entries = self._seal(stage)
+                entries = self._write_files(stage)
             gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
             dist.gather_object(entries, gathered)
             if gathered is None or source_files is None:
@@ -119,8 +117,8 @@ class Publisher:
                 store_files.await_name(stage)
             dist.barrier()
 
-    def _write_tensors(self, stage: Path) -> None:
-        """Write what this rank holds to its places, and the header of its own file. Collective."""
+    def _write_files(self, stage: Path) -> dict[str, FileEntry]:
+        """Write what this rank holds to its places, then make its own file durable; its entry. Collective."""
         tensors = dict(self._policy.named_weights())
         with contextlib.ExitStack() as stack:
             files = {file.name: stack.enter_context(open_ranges(stage / file.name)) for file in self._plan.mine()}
@@ -138,14 +136,9 @@ class Publisher:
                     for offset, values in self._plan.blocks(file, name, whole):
                         writer.write(files[file.name], offset, values)
             writer.finish()
-
-    def _seal(self, stage: Path) -> dict[str, FileEntry]:
-        """After all ranks have written: make this rank's own file durable; its entry."""
-        for file in self._plan.files:
-            if file.owner == self._rank:
-                with open_ranges(stage / file.name) as opened:
-                    return {file.name: opened.seal(file.layout.size)}
-        return {}
+            dist.barrier()  # all ranks have written
+            own = [file for file in self._plan.files if file.owner == self._rank]
+            return {file.name: files[file.name].seal(file.layout.size) for file in own}
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
