@@ -69,10 +69,19 @@ def attached(work: Path, server: str, name: str, *flags: object) -> tuple[int, s
     return done.returncode, done.stdout + done.stderr, work / name
 
 
-def test_learning_rate_zero_keeps_the_engines_probabilities(work: Path, server: str) -> None:
+def test_learning_rate_zero_keeps_the_engines_probabilities_and_the_same_model_teaches_nothing(
+    work: Path, server: str
+) -> None:
+    """The run starts its teacher, the very model that it trains: no token's advantage comes from there."""
     flags = ("--trainer.optim.lr", 0, "--trainer.optim.weight-decay", 0, "--max-steps", 10)
-    code, output, run_dir = attached(work, server, "lr0", *flags)
+    teacher = ("--orchestrator.teacher.model", work / "starter" / "model", "--teacher-inference.cpu-kv-cache-gib", 0.25)
+    opd = ("--orchestrator.advantage.type", "opd", "--orchestrator.advantage.reward-weight", 1)
+    code, output, run_dir = attached(work, server, "lr0", *flags, *teacher, *opd)
     assert code == 0, output
+    gaps = [row["teacher/reverse_kl"] for row in rows(run_dir, "orchestrator") if "teacher/reverse_kl" in row]
+    assert len(gaps) == 10 and max(map(abs, gaps)) < 1e-4
+    assert "teacher server 0 is ready" in (run_dir / "logs/attempt_1/teacher/teacher.log").read_text()
+    assert not members(run_dir, "inference")
     table = rows(run_dir, "trainer")
     assert [row["step"] for row in table] == list(range(1, 11))
     assert max(row["logprob_diff"] for row in table) < 1e-4

@@ -4,6 +4,7 @@ import asyncio
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from prime_hpc.observe.context import RoleContext, role_environment
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.groups import Group
+from prime_hpc.orchestrator.loop import Orchestrator
 from prime_hpc.orchestrator.prompts import Prompt
 from prime_hpc.orchestrator.setup import server_urls, teacher_urls
 from prime_hpc.orchestrator.teacher import Teacher
@@ -234,7 +236,14 @@ def test_a_started_teacher_must_be_whole_and_hold_a_sample_and_one_token(tmp_pat
     assert key == "seq_len" and "65 tokens are beyond the teacher's max_position_embeddings = 64" in message
 
 
-def test_a_teachers_server_that_moves_is_asked_at_its_new_address() -> None:
-    server = Server([])
-    Teacher([server], "policy", deadline_s=1.0, max_concurrent=1).move(0, "http://there:5/v1")
-    assert server.base_url == "http://there:5"
+def test_a_teachers_server_that_moves_is_asked_at_its_new_address_and_no_policys_with_it() -> None:
+    server, policys = Server([]), Server([])
+    teacher = Teacher([server], "policy", deadline_s=1.0, max_concurrent=1)
+    parts = SimpleNamespace(teacher=teacher, clients=[policys], train_pool=None, eval_pool=None)
+    table = SimpleNamespace(servers=[SimpleNamespace(url="http://p/v1")])
+    loop: Any = SimpleNamespace(exp=started("o/policy", "o/teacher"), parts=parts, table=table)
+    Orchestrator._server_news(loop, {"role": "teacher", "index": 0, "state": "lost", "url": "http://p/v1"})
+    Orchestrator._server_news(loop, {"role": "teacher", "index": 0, "state": "starting", "url": "http://there:5/v1"})
+    assert (server.base_url, policys.base_url) == ("http://there:5", "http://127.0.0.1:9")
+    Orchestrator._server_news(loop, {"role": "inference", "index": 0, "state": "starting", "url": "http://here:6/v1"})
+    assert (server.base_url, policys.base_url) == ("http://there:5", "http://here:6")
