@@ -9,6 +9,7 @@ and the orchestrator.
 from typing import Literal
 
 from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.sections.inference import InferenceConfig
 
 EngineRole = Literal["inference", "teacher"]
 ENGINE_ROLES: tuple[EngineRole, ...] = ("inference", "teacher")
@@ -51,10 +52,16 @@ def served_by(experiment: Experiment, role: EngineRole) -> Experiment:
     )
 
 
+def servers_of(experiment: Experiment, role: EngineRole) -> InferenceConfig:
+    """The section of a group that the run starts, with the group's own defaults."""
+    servers = served_by(experiment, role).inference
+    assert servers is not None, f"the run starts no {role}"
+    return servers
+
+
 def ready_timeout_s(experiment: Experiment) -> float:
     """Deadline of the slowest group's start, seconds; 0 where the run starts none. They start at once."""
-    views = [served_by(experiment, role).inference for role in engine_roles(experiment)]
-    return max((servers.ready_timeout_s for servers in views if servers is not None), default=0.0)
+    return max((servers_of(experiment, role).ready_timeout_s for role in engine_roles(experiment)), default=0.0)
 
 
 def sampling_role(experiment: Experiment) -> EngineRole:

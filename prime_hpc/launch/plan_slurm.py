@@ -9,7 +9,7 @@ from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.children import is_parent
-from prime_hpc.config.engines import ENGINE_ROLES, EngineRole, engine_roles, served_by
+from prime_hpc.config.engines import ENGINE_ROLES, EngineRole, engine_roles, served_by, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate import ModelFacts, engine_memory, read_model, trainer_gib
 from prime_hpc.launch.interval import interval_facts, interval_lines
@@ -213,12 +213,11 @@ def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
 def _engine_line(experiment: Experiment, role: EngineRole, plan: dict[str, Any]) -> str:
     """One group of engines."""
 
-    view = served_by(experiment, role)
-    assert view.inference is not None
+    view, width = served_by(experiment, role), servers_of(experiment, role).tensor_parallel_size
     servers = [one for one in plan["roles"] if one["role"].startswith(f"{role}[")]
     first = servers[0]
     nodes = {(s["component"], s["first_node"] + i) for s in servers for i in range(s["nodes"])}
-    how = f"data parallel {first['data_parallel_size']} x tensor parallel {view.inference.tensor_parallel_size}"
+    how = f"data parallel {first['data_parallel_size']} x tensor parallel {width}"
     span = f", each over {first['nodes']} nodes" if first["nodes"] > 1 else ""
     if span and across_nodes(experiment, role) == "engine_group":
         span += " (one vLLM group)"

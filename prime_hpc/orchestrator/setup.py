@@ -12,7 +12,7 @@ from typing import Any
 
 from prime_hpc.client.inference import POLICY, InferenceClient
 from prime_hpc.config import Experiment
-from prime_hpc.config.engines import SECTIONS, EngineRole, sampling_role, served_by
+from prime_hpc.config.engines import SECTIONS, EngineRole, sampling_role, servers_of
 from prime_hpc.config.sections.orchestrator import EnvConfig, SamplingConfig
 from prime_hpc.config.sections.teacher import TeacherConfig
 from prime_hpc.envs.pool import EnvPool
@@ -128,8 +128,7 @@ def _teacher_client(kind: type[InferenceClient], url: str, exp: Experiment) -> I
 
 def _teacher_key(exp: Experiment) -> str | None:
     """Of the teacher's servers, where the run has started them: the policy's may have another one."""
-    view = served_by(exp, "teacher") if exp.teacher_inference is not None else None
-    return view.inference.api_key if view is not None and view.inference is not None else None
+    return servers_of(exp, "teacher").api_key if exp.teacher_inference is not None else None
 
 
 def make_pool(

@@ -13,7 +13,7 @@ from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment, Problem, load_run
 from prime_hpc.config.children import is_parent
-from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, served_by
+from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, servers_of
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.site import read_site
 from prime_hpc.observe.bench import tables as bench_tables
@@ -59,8 +59,7 @@ def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tup
     urls: Urls = {}
     taken: list[int] = []
     for role in engine_roles(experiment):
-        servers = served_by(experiment, role).inference
-        assert servers is not None
+        servers = servers_of(experiment, role)
         host, numbers = servers.server.host, _server_ports(role, servers, base, taken)
         taken += numbers
         reached = "127.0.0.1" if host in ("0.0.0.0", "::") else host
@@ -167,9 +166,9 @@ def _keys(experiment: Experiment) -> dict[str, str]:
     """The keys of the engines that are started, where the orchestrator looks for them; the policy's win."""
     config, keys = experiment.orchestrator, {}
     for role in reversed(engine_roles(experiment)):
-        servers, client = served_by(experiment, role).inference, config.teacher if role == "teacher" else config.client
-        if servers is not None and client is not None and servers.api_key:
-            keys[client.api_key_var] = servers.api_key
+        client, key = config.teacher if role == "teacher" else config.client, servers_of(experiment, role).api_key
+        if client is not None and key:
+            keys[client.api_key_var] = key
     return keys
 
 
@@ -217,9 +216,8 @@ def _describe(experiment: Experiment, spec: RoleSpec) -> str:
     if spec.name == "trainer":
         return f"trainer with {spec.num_processes} FSDP2 ranks"
     if spec.name in ENGINE_ROLES:
-        servers = served_by(experiment, spec.name).inference
-        assert servers is not None
-        engines = spec.num_engines if isinstance(spec, StepSpec) else servers.data_parallel_size
+        one_machine = servers_of(experiment, spec.name).data_parallel_size
+        engines = spec.num_engines if isinstance(spec, StepSpec) else one_machine
         return f"{spec.label} with {engines} vLLM data-parallel engine{'s' if engines > 1 else ''}"
     return spec.label
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from prime_hpc.config import ConfigError, Experiment, Problem
-from prime_hpc.config.engines import SECTIONS, EngineRole, engine_roles, served_by
-from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.config.engines import SECTIONS, EngineRole, engine_roles, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.supervisor.devices import share_out
 from prime_hpc.supervisor.options import Options, RoleOptions, SlurmRole, merge, needs_het, resolve
@@ -232,16 +231,9 @@ def _trainer(experiment: Experiment, component: int, nodes: int, gpus: int) -> R
     return RoleGroup("trainer", 0, component, 0, nodes, ranks, positions if gpus else None)
 
 
-def _section(experiment: Experiment, role: EngineRole) -> InferenceConfig:
-    """Of a group's servers."""
-    section = served_by(experiment, role).inference
-    assert section is not None
-    return section
-
-
 def _servers(experiment: Experiment, role: EngineRole, asked: RoleOptions) -> _Servers:
     """Spread num_replicas x data_parallel_size engines over the nodes of a group."""
-    section, gpus = _section(experiment, role), asked.gpus_per_node
+    section, gpus = servers_of(experiment, role), asked.gpus_per_node
     replicas, engines, width = section.num_replicas, section.data_parallel_size, section.tensor_parallel_size
     if gpus and width > gpus:
         key = f"{SECTIONS[role]}.tensor_parallel_size"
@@ -326,7 +318,7 @@ def _inference(
 
 def across_nodes(experiment: Experiment, role: EngineRole = "inference") -> Literal["servers", "engine_group"]:
     """What becomes of a replica whose engines do not fit one node."""
-    section = _section(experiment, role)
+    section = servers_of(experiment, role)
     if section.across_nodes != "auto":
         return section.across_nodes
     # expert parallelism spans all engines of a data-parallel group: they must be one group
@@ -337,7 +329,7 @@ def _needs(experiment: Experiment) -> dict[str, int]:
     """GPUs of each role on a node that all share."""
     needs = {}
     for role in engine_roles(experiment):
-        section = _section(experiment, role)
+        section = servers_of(experiment, role)
         needs[role] = section.num_replicas * section.data_parallel_size * section.tensor_parallel_size
     return needs | {"trainer": experiment.trainer.num_ranks}
 
@@ -366,7 +358,7 @@ def _shared_node(experiment: Experiment, gpus: int) -> list[RoleGroup]:
     training = tuple(shares["trainer"]) if gpus else None
     groups = [_orchestrator(), RoleGroup("trainer", 0, 0, 0, 1, experiment.trainer.num_ranks, training)]
     for role in engine_roles(experiment):
-        section = _section(experiment, role)
+        section = servers_of(experiment, role)
         servers = _Servers(1, 1, section.num_replicas, section.data_parallel_size, section.tensor_parallel_size)
         taken = tuple(g for g in range(gpus) if g not in shares[role])
         groups += _inference(experiment, role, servers, 0, 0, gpus, taken)

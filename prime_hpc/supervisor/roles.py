@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, ready_timeout_s, served_by
-from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, ready_timeout_s, servers_of
 from prime_hpc.supervisor.devices import share_out
 
 Urls = dict[str, list[str]]
@@ -60,7 +59,7 @@ def split_gpus(experiment: Experiment, gpus: list[str]) -> tuple[dict[EngineRole
     """
     roles = engine_roles(experiment)
     sizes = {role: _server_gpus(experiment, role) for role in roles}
-    counts = {role: _servers(experiment, role).num_replicas for role in roles}
+    counts = {role: servers_of(experiment, role).num_replicas for role in roles}
     if not gpus:
         return {role: [[] for _ in range(counts[role])] for role in roles}, []
     need = {role: counts[role] * sizes[role] for role in roles} | {"trainer": experiment.trainer.num_ranks}
@@ -77,16 +76,9 @@ def split_gpus(experiment: Experiment, gpus: list[str]) -> tuple[dict[EngineRole
     return cut, shares["trainer"][: need["trainer"]]
 
 
-def _servers(experiment: Experiment, role: EngineRole) -> InferenceConfig:
-    """Section of a group's servers, with its own defaults."""
-    servers = served_by(experiment, role).inference
-    assert servers is not None
-    return servers
-
-
 def _server_gpus(experiment: Experiment, role: EngineRole) -> int:
     """GPUs of one server on this node."""
-    servers = _servers(experiment, role)
+    servers = servers_of(experiment, role)
     return (servers.data_parallel_size_local or servers.data_parallel_size) * servers.tensor_parallel_size
 
 
@@ -170,7 +162,7 @@ def inference_spec(
     experiment: Experiment, run_dir: Path, replica: int, port: int, gpus: list[str], role: EngineRole = "inference"
 ) -> RoleSpec:
     """One vLLM server (with its data-parallel engines) of a group."""
-    servers = _servers(experiment, role)
+    servers = servers_of(experiment, role)
     return RoleSpec(
         role,
         inference_command(sys.executable, run_dir, role, replica, port),

@@ -13,7 +13,7 @@ from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.children import is_parent
-from prime_hpc.config.engines import ENGINE_ROLES, EngineRole, ready_timeout_s, served_by
+from prime_hpc.config.engines import ENGINE_ROLES, EngineRole, ready_timeout_s, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.observe.context import INFERENCE_URLS, TEACHER_URLS
 from prime_hpc.supervisor.agent import Order
@@ -153,8 +153,7 @@ def _inference(
 ) -> StepSpec:
     assert group.role in ENGINE_ROLES
     role: EngineRole = group.role
-    servers = served_by(experiment, role).inference
-    assert servers is not None
+    servers = servers_of(experiment, role)
     python = _python(site)
 
     def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> Order:
