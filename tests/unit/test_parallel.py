@@ -74,7 +74,7 @@ def test_neighbours_share_a_part_of_the_batch() -> None:
 )
 def test_ranks_split_a_row_into_its_parts(lengths: list[int], cp: int, tp: int, seed: int) -> None:
     batch = random_rank_batch([lengths], seed=seed)
-    whole = make_micro_batch(batch, 0)
+    whole = make_micro_batch(batch, 0, share_prefixes=False)
     parts = [make_micro_batch(batch, 0, parallel=parallel(rank, cp=cp, tp=tp)) for rank in range(cp * tp)]
     assert len({p.input_ids.shape for p in parts}) == 1
     assert parts[0].input_ids.shape[1] % tp == 0
