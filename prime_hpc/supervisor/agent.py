@@ -37,6 +37,7 @@ from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.layout import RunPaths, check_incarnation
 from prime_hpc.supervisor import ports
 from prime_hpc.supervisor.caches import node_caches
+from prime_hpc.supervisor.orphan import give_back
 from prime_hpc.supervisor.processes import become_subreaper, die_with_parent, end_families, end_strays
 
 BEAT_S = 2.0
@@ -122,6 +123,7 @@ class Agent:
         self._told_to_end = False
         self._warned = False
         self._newer_life = False
+        self._is_led_by_nobody = False
         self._child: subprocess.Popen[bytes] | None = None
         self._forwarding: threading.Thread | None = None
         role = label.split("[")[0]
@@ -156,6 +158,8 @@ class Agent:
             if self._forwarding is not None:
                 self._forwarding.join(timeout=2.0)
             self._say("exited", code=code)
+            if self._is_led_by_nobody:
+                give_back(self._paths.root, self._environ, self._host, self._is_led_again, self._output.say)
             self._bell.close()
         return code if 0 <= code < 256 else 128 - code
 
@@ -254,6 +258,7 @@ class Agent:
             return "this step was started again elsewhere", EXIT_FENCED
         now = time.monotonic()
         if now - self._heard_at > self._fence_s:
+            self._is_led_by_nobody = True
             return f"no sign of the supervisor for {self._fence_s:.0f} s", EXIT_FENCED
         if now >= self._next_fence_look:
             self._next_fence_look = now + min(FENCE_LOOK_S, self._fence_s / 4)
@@ -264,6 +269,11 @@ class Agent:
             except StoreError as error:  # the file system does not answer: the pulse still decides
                 self._output.say(f"[{self._host}] agent: {error}")
         return None
+
+    def _is_led_again(self) -> bool:
+        """After its role's end: whether there is a supervisor after all, or somebody ends this agent."""
+        topics = [self._inbox.get_nowait()[0] for _ in range(self._inbox.qsize())]
+        return self._told_to_end or "pulse" in topics
 
     def _end(self, why: str, code: int) -> int:
         self._output.say(f"[{self._host}] agent of {self._label}: {why}")

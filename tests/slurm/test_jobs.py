@@ -145,15 +145,19 @@ def test_preempted_where_jobs_are_cancelled_a_successor_goes_on(
     cluster.wait_until(lambda: not cluster.ask("squeue", "-h").strip(), "no successor is left behind", timeout=30)
 
 
-def test_a_lost_node_brings_it_back_on_others(cluster: Cluster, experiment: Path, undisturbed: Path) -> None:
-    job, run_dir = submit(cluster, experiment, "lost")
+@pytest.mark.parametrize(
+    "lost", ["n2", "n1"], ids=["a trainer node", "the batch host, without which Slurm lets it run"]
+)
+def test_a_lost_node_brings_it_back_on_others(cluster: Cluster, experiment: Path, undisturbed: Path, lost: str) -> None:
+    job, run_dir = submit(cluster, experiment, f"lost-{lost}")
     wait_for_step(cluster, run_dir, 12)
-    cluster.drill("power-off", "n2")
+    assert attempts(run_dir)[0]["host"] == "n1"
+    cluster.drill("power-off", lost)
     lives = assert_finished(cluster, job, run_dir, undisturbed)
     first, last = lives[0], lives[-1]  # Slurm 22.05 may refuse the steps of the life between: see supervisor.checkup
-    assert (first["outcome"], first["lost_nodes"]) == ("node_lost", ["n2"])
+    assert (first["outcome"], first["lost_nodes"]) == ("node_lost", [lost])
     assert last["resume_step"] >= 10
-    assert "n2" not in last["nodes"]["trainer"]
+    assert lost not in last["nodes"]["trainer"] and len(last["nodes"]["trainer"]) == 2
 
 
 def test_the_time_limit_is_no_end(cluster: Cluster, experiment: Path) -> None:
