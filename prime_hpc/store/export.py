@@ -30,6 +30,8 @@ _PER_TOKEN = {
     "versions": "int32",
     "advantages": "float32",
 }
+_ECHO = "ce_weights"
+"""Per token too, but not of every batch."""
 _SCALARS = {
     "step": "int32",
     "policy_version": "int32",
@@ -78,7 +80,8 @@ def export_batches(
 
     Columns: step, policy_version (that the batch trains), rank, micro_batch, sample_id, group_id, env, reward,
     temperature, num_tokens, num_loss_tokens, lag_max (versions between the oldest sampled token and policy_version; 0
-    where nothing was sampled), and the lists token_ids, loss_mask, logprobs, versions (-1: not sampled), advantages.
+    where nothing was sampled), and the lists token_ids, loss_mask, logprobs, versions (-1: not sampled), advantages,
+    ce_weights (echo's; null where the batch has none).
 
     Args:
         paths: the run.
@@ -97,6 +100,7 @@ def export_batches(
         [
             *((name, getattr(arrow, kind)()) for name, kind in _SCALARS.items()),
             *((name, arrow.list_(kind)) for name, kind in kinds.items()),
+            (_ECHO, arrow.list_(arrow.float32())),
         ]
     )
     num_sequences = num_tokens = 0
@@ -170,6 +174,10 @@ def _table(
     arrays += [
         arrow.ListArray.from_arrays(bounds, arrow.array(getattr(batch, name), kinds[name])) for name in _PER_TOKEN
     ]
+    if batch.ce_weights is None:
+        arrays.append(arrow.nulls(count, schema.field(_ECHO).type))
+    else:
+        arrays.append(arrow.ListArray.from_arrays(bounds, arrow.array(batch.ce_weights, arrow.float32())))
     return arrow.Table.from_arrays(arrays, schema=schema)
 
 

@@ -1,6 +1,7 @@
 """`prime-hpc export`: every token of the stored batches, as another reader sees them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,17 +27,19 @@ def run(tmp_path: Path) -> RunPaths:
     return RunPaths(tmp_path / "x")
 
 
-def store(paths: RunPaths, step: int) -> list[RankBatch]:
+def store(paths: RunPaths, step: int, *, echo: bool = False) -> list[RankBatch]:
     first = random_rank_batch([[7, 12], [5]], seed=step, step=step)
     first.env_ids[1] = 1
     first.versions[first.versions != -1][:1] = step - 1
+    if echo:
+        first = replace(first, ce_weights=np.where(first.loss_mask, 0, 0.25).astype(np.float32))
     ranks = [first, random_rank_batch([[9], []], seed=100 + step, step=step)]
     write_batch(paths, step, ranks, state={"step": step})
     return ranks
 
 
 def test_every_token_is_there(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
-    batches = {step: store(run, step) for step in (1, 2, 3)}
+    batches = {step: store(run, step, echo=step == 2) for step in (1, 2, 3)}
     assert export.run([str(run.root), "--json"], "prime-hpc export") == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["num_steps"], said["num_sequences"], said["num_tokens"]) == (3, 12, 3 * 33)
@@ -55,6 +58,8 @@ def test_every_token_is_there(run: RunPaths, capsys: pytest.CaptureFixture[str])
                 assert np.float32(row["logprobs"]).tolist() == batch.logprobs[part].tolist()
                 assert row["versions"] == batch.versions[part].tolist()
                 assert np.float32(row["advantages"]).tolist() == batch.advantages[part].tolist()
+                wanted = None if batch.ce_weights is None else batch.ce_weights[part].tolist()
+                assert wanted == (None if row["ce_weights"] is None else np.float32(row["ce_weights"]).tolist())
                 assert np.float32(row["reward"]) == batch.rewards[s]
                 assert row["env"] == ("sums" if batch.env_ids[s] == 1 else "reverse-text")
                 assert row["num_tokens"] == part.stop - part.start
