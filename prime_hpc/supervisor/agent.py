@@ -158,7 +158,7 @@ class Agent:
             if self._forwarding is not None:
                 self._forwarding.join(timeout=2.0)
             self._say("exited", code=code)
-            if self._is_led_by_nobody:
+            if self._is_led_by_nobody or (code and self._is_not_heard()):
                 give_back(self._paths.root, self._environ, self._host, self._is_led_again, self._output.say)
             self._bell.close()
         return code if 0 <= code < 256 else 128 - code
@@ -269,6 +269,17 @@ class Agent:
             except StoreError as error:  # the file system does not answer: the pulse still decides
                 self._output.say(f"[{self._host}] agent: {error}")
         return None
+
+    def _is_not_heard(self) -> bool:
+        """After a role that failed, as one does whose batch host died: whether there is no supervisor to hear of it."""
+        if "SLURM_JOB_ID" not in self._environ:
+            return False
+        self._is_led_again()  # what was heard before counts no longer
+        while not self._is_led_again():
+            if time.monotonic() - self._heard_at > self._fence_s:
+                return True
+            time.sleep(TICK_S)
+        return False
 
     def _is_led_again(self) -> bool:
         """After its role's end: whether there is a supervisor after all, or somebody ends this agent."""

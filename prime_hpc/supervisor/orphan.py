@@ -1,7 +1,7 @@
 """A packed job that lost its batch host: `--no-kill` lets it run on, on the nodes that are left, led by nobody.
 
-    batch host dies --> agents hear no pulse, end their roles (fence_s) --> Slurm drops the node (SlurmdTimeout)
-                                                                        --> an agent gives the job back: requeue
+    batch host dies --> roles fail, or are ended (fence_s); agents hear no pulse
+                    --> Slurm drops the node (SlurmdTimeout) --> an agent gives the job back
 
 Slurm itself requeues a job whose batch host died, but not one that may lose nodes: that one holds what is left of it
 until its time limit. So the agents wait for Slurm's verdict, and the first of them does what the supervisor would have
