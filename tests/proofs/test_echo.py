@@ -35,7 +35,7 @@ def test_a_local_denominator_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -
     local = lambda m, lp, n: -(m.ce_weights * lp).sum() / (m.ce_weights > 0).sum().clamp(min=1)  # noqa: E731
     monkeypatch.setattr(objective_cases, "echo_loss", local)
     broken = {p.claim for p in prove_echo.prove(2) if not p.holds}
-    assert {"value", "gradient", "split", "ranks"} <= broken
+    assert broken == {"split", "padding", "ranks"}  # of one micro-batch it is the whole batch's
 
 
 def test_a_batch_without_echo_costs_nothing_and_one_with_it_survives_the_store(tmp_path: Path) -> None:
