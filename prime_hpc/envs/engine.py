@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import verifiers.v1 as vf
-from pydantic import BaseModel
 from verifiers.v1.agent import Agent
 from verifiers.v1.configs.agent import agent_config_fields, resolve_agent
 from verifiers.v1.envs.single_agent import SingleAgentEnv
-from verifiers.v1.graph import MessageNode
 from verifiers.v1.runtimes import SubprocessConfig
 from verifiers.v1.utils.loaders import harness_class, load_environment
 
@@ -24,6 +22,7 @@ from prime_hpc.envs.policy import PolicyClient
 from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.envs.resolve import harness_is_in_process
 from prime_hpc.envs.samples import EpisodeResult, episode_result
+from prime_hpc.envs.shortcuts import take_shortcuts
 from prime_hpc.envs.sources import EnvSource
 
 
@@ -146,22 +145,11 @@ class SourceEngine:
         return Agent(resolved, interception=interception)
 
 
-def _use_python_factories(model: type[BaseModel]) -> None:
-    """Replace the default factory `list` of a model's fields by a Python function that does the same.
-
-    `model_construct` asks `inspect.signature` about every default factory, each time; for a builtin that parses text
-    and copies `sys.modules`: with message nodes, half of an episode's whole cost.
-    """
-    for info in model.model_fields.values():
-        if info.default_factory is list:
-            info.default_factory = lambda: []
-
-
 class Engine:
     """All environments of a pool on the running event loop."""
 
     def __init__(self, sources: Sequence[EnvSource], target: PolicyTarget, renderer: PromptRenderer) -> None:
-        _use_python_factories(MessageNode)
+        take_shortcuts()
         self._policies = {
             url: PolicyClient(url, target.api_key, renderer, target.max_model_len, target.patience_s)
             for url in target.urls

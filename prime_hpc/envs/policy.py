@@ -126,7 +126,7 @@ class PolicyClient(Client):
             )
         params = sampling.model_dump(exclude_none=True)
         params["max_tokens"] = min(params.get("max_tokens", room), room)
-        params |= {"stop_token_ids": self.renderer.stop_token_ids, "logprobs": 1, "skip_special_tokens": False}
+        params |= {"stop_token_ids": self.renderer.stop_token_ids, "logprobs": 0, "skip_special_tokens": False}
         body = {"model": model, "token_ids": prompt_ids, "sampling_params": params}
         choice = await self._generate(body, session_id)
         completion_ids, logprobs, versions = parse_choice(choice)

@@ -65,8 +65,10 @@ FIXED = {
 """vLLM arguments that cannot be chosen, and why."""
 
 CPU_DEFAULTS: dict[str, Any] = {
-    # Blocks are 128 tokens on CPU: short prompts never hit the prefix cache, but pay for hashing.
-    "enable_prefix_caching": False,
+    # The episodes of a group share their prompt. vLLM's own choice on CPU, 128, is longer than many a whole prompt, and
+    # only full blocks can be shared; its CPU kernels want multiples of 32.
+    "block_size": 32,
+    "enable_prefix_caching": True,
     # They are computed at every step for a /metrics that nobody scrapes on a CPU machine.
     "disable_log_stats": True,
 }

@@ -17,7 +17,6 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -26,6 +25,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.entrypoints.launchers.launcher import NoSignalServer, validate_api_server_args
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.system_utils import decorate_logs, set_ulimit
@@ -35,7 +35,9 @@ from prime_hpc.inference import routes, tokens
 from prime_hpc.inference.args import Device
 from prime_hpc.inference.bootstrap import end_hard_soon
 from prime_hpc.inference.checkpoint import BadVersionError, weight_files
+from prime_hpc.inference.gathering import Gathering
 from prime_hpc.inference.policy import PolicyService
+from prime_hpc.observe.heap import settle_heap
 
 logger = init_logger(__name__)
 
@@ -92,6 +94,7 @@ async def serve(
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
+        settle_heap()
         on_ready({"num_engines": args.data_parallel_size, "version": policy.version})
         await ended.wait(engine, serving)
         await _stop_http(engine, server, serving)
@@ -132,11 +135,13 @@ async def build(args: argparse.Namespace, engine: AsyncLLM, ended: "_End") -> tu
     policy = PolicyService(engine, app.state.openai_serving_models, base_weights(args.model), ended.fail)
     await policy.start()
     app.state.policy = policy
-    app.state.serving_tokens = tokens.PolicyTokens(
+    serving = tokens.PolicyTokens(
         engine, app.state.openai_serving_models, app.state.online_renderer, request_logger=None
     )
-    app.router.routes[:] = [r for r in app.router.routes if not (isinstance(r, APIRoute) and r.path == tokens.GENERATE)]
-    app.include_router(tokens.router)
+    if current_platform.is_cpu():
+        serving.gathering = Gathering()
+    # Where the engine's own figures are off, nobody reads the server's.
+    tokens.install(app, serving, count=engine.log_stats)
     app.include_router(routes.router)
     return app, policy
 

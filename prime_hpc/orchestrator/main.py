@@ -23,6 +23,7 @@ from prime_hpc.config.engines import sampling_role
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.observe.bench import table, write_report
 from prime_hpc.observe.context import LED, RoleContext
+from prime_hpc.observe.heap import settle_heap
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
 from prime_hpc.observe.status import RoleStatus
@@ -177,6 +178,7 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
             served_as=served_as,
             teacher=teacher,
         )
+        settle_heap()
         if exp.kind == "sft":
             await EvalLoop(exp, parts, start_step=start_step).run()
             return

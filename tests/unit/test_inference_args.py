@@ -55,9 +55,10 @@ def test_what_every_server_must_have() -> None:
 def test_cpu_is_eager_with_a_fixed_cache_and_cuda_is_not() -> None:
     cpu, cuda = options({"cpu_kv_cache_gib": 0.5}), options(device="cuda")
     assert cpu["--enforce-eager"] == [] and cpu["--kv-cache-memory-bytes"] == [str(1 << 29)]
-    assert "--gpu-memory-utilization" not in cpu and "--no-enable-prefix-caching" in cpu
+    assert "--gpu-memory-utilization" not in cpu and "--enable-prefix-caching" in cpu
+    assert int(cpu["--block-size"][0]) % 32 == 0 and "--block-size" not in cuda
     assert "--no-enforce-eager" in cuda and cuda["--gpu-memory-utilization"] == ["0.9"]
-    assert "--kv-cache-memory-bytes" not in cuda and "--no-enable-prefix-caching" not in cuda
+    assert "--kv-cache-memory-bytes" not in cuda and "--enable-prefix-caching" not in cuda
     assert "--no-enforce-eager" in options({"enforce_eager": False})
 
 
@@ -89,7 +90,7 @@ def test_other_vllm_arguments_pass_through_by_their_own_name() -> None:
         {
             "vllm": {
                 "max-num-batched-tokens": 4096,
-                "enable_prefix_caching": True,
+                "enable_prefix_caching": False,
                 "disable_log_stats": False,
                 "hf_overrides": {"rope_theta": 1},
                 "middleware": ["a.B", "c.D"],
@@ -97,7 +98,7 @@ def test_other_vllm_arguments_pass_through_by_their_own_name() -> None:
         }
     )
     assert found["--max-num-batched-tokens"] == ["4096"]
-    assert "--enable-prefix-caching" in found and "--no-enable-prefix-caching" not in found
+    assert "--no-enable-prefix-caching" in found and "--enable-prefix-caching" not in found
     assert "--disable-log-stats" not in found and "--no-disable-log-stats" not in found
     assert json.loads(found["--hf-overrides"][0]) == {"rope_theta": 1}
     assert found["--middleware"] == ["a.B", "c.D"]
