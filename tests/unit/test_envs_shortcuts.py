@@ -1,0 +1,64 @@
+"""What is looked up once instead of for every episode gives the same."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.graph import MessageNode
+from verifiers.v1.types import UserMessage
+from verifiers.v1.utils import decorators
+
+from prime_hpc.envs import shortcuts
+from prime_hpc.envs.shortcuts import take_shortcuts
+
+
+class Scores:
+    """Rewards of two priorities, one of them under another name, and a plain method."""
+
+    @vf.reward
+    async def low(self, trace: Any) -> float:
+        return trace.value
+
+    @vf.reward(priority=5)
+    async def high(self) -> float:
+        return 2.0
+
+    def neither(self) -> None: ...
+
+
+class Overridden(Scores):
+    async def low(self, trace: Any) -> float:  # an undecorated override takes the reward away
+        return trace.value
+
+
+class Aliased(Scores):
+    other = Scores.low
+
+
+def test_decorated_methods_are_those_that_verifiers_finds_bound_to_the_object_at_hand() -> None:
+    take_shortcuts()
+    for kind, names in ((Scores, ["high", "low"]), (Overridden, ["high"]), (Aliased, ["high", "low", "low"])):
+        for obj in (kind(), kind()):
+            found = shortcuts._discover_decorated(obj, "reward")
+            assert [method.__name__ for method in found] == names
+            assert found == shortcuts._discover(obj, "reward") and all(m.__self__ is obj for m in found)
+            assert shortcuts._discover_decorated(obj, "stop") == []
+
+
+def test_hooks_get_the_arguments_that_they_name() -> None:
+    take_shortcuts()
+    trace = SimpleNamespace(value=0.5)
+    for obj in (Scores(), Scores()):
+        assert asyncio.run(decorators.invoke(obj.low, {"trace": trace, "more": 1})) == 0.5
+        assert asyncio.run(decorators.invoke(obj.high, {"trace": trace})) == 2.0
+    assert decorators.invoke(lambda more: more, {"trace": trace, "more": 1}) == 1
+
+
+def test_message_nodes_share_no_list() -> None:
+    take_shortcuts()
+    take_shortcuts()
+    first, second = (MessageNode.model_construct(message=UserMessage(content="hi")) for _ in range(2))
+    first.token_ids.append(1)
+    assert second.token_ids == [] and MessageNode.model_construct(message=None).token_ids == []
+    assert MessageNode(message=UserMessage(content="hi")).mask == []
