@@ -110,7 +110,7 @@ def test_single_turn_is_token_exact_and_scored(world: World) -> None:
     (request,) = world.server.requests
     assert request["model"] == "policy"
     params = request["sampling_params"]
-    assert params["temperature"] == 1.0 and params["max_tokens"] == 64 and params["logprobs"] == 1
+    assert params["temperature"] == 1.0 and params["max_tokens"] == 64 and params["logprobs"] == 0
     assert world.tokenizer.eos_token_id in params["stop_token_ids"]
     expected = world.tokenizer.apply_chat_template(
         [{"role": "user", "content": result.prompt_text.removeprefix("[user] ")}],
