@@ -2,11 +2,18 @@
 how `tools/test` deals them out to several processes. Most of the slow ones wait for processes of their own.
 """
 
+import signal
 from typing import Any
 
 import pytest
 
 LONGEST_FIRST = ("slurm", "integration", "faults", "proofs", "unit")
+
+
+def pytest_configure() -> None:
+    """Ctrl-C reaches what the tests start, though a shell started them in the background (SIGINT is ignored there)."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _room(nodeid: str) -> str:

@@ -75,7 +75,7 @@ class Rank:
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
-        experiment = plain(load_run(run_dir))
+        experiment = plain(load_run(run_dir), WORLD_SIZE)
         seed_everything(experiment.seed, rank)
         context = RoleContext("trainer", scratch, index=rank)
         bell = Doorbell(None, "oracle")
