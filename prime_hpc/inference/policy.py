@@ -153,7 +153,7 @@ class PolicyService:
             raise BadVersionError(f"{folder} cannot be read by {len(errors)} of {len(opened)} workers: {errors[0]}")
         paused_at = time.perf_counter()
         try:
-            await asyncio.wait_for(self._engine.pause_generation(mode="keep", clear_cache=True), PHASE_TIMEOUT_S)
+            await asyncio.wait_for(self._pause(), PHASE_TIMEOUT_S)
             try:
                 loaded = await self._on_every_worker("policy_apply")
                 await self._engine.update_weight_version(str(version))
@@ -174,6 +174,12 @@ class PolicyService:
         seconds = {"check": check_s, "open": paused_at - start, "paused": paused_s}
         logger.info("policy version %d from %s: paused %.3f s, %d workers", version, folder, paused_s, len(loaded))
         return self._answer(changed=True, seconds={key: round(value, 4) for key, value in seconds.items()})
+
+    async def _pause(self) -> None:
+        """vLLM's `pause_generation(mode="keep")` without the 20 ms that it sleeps for the order of answers: an engine
+        labels itself what it samples, so an answer that arrives later still has the old version."""
+        await self._engine.renderer.clear_mm_cache_async()
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
     async def _on_every_worker(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Results of all workers of all engines (vLLM's own `collective_rpc` returns those of one engine)."""
