@@ -190,7 +190,8 @@ def ours(
             if micro.trained is not None:
                 assert micro.ce_weights is not None
                 micro.ce_weights = micro.ce_weights.to(dtype)
-                total = total + echo_loss(micro, logprobs, num_echo)
+                if num_echo:
+                    total = total + echo_loss(micro, logprobs, num_echo)
                 logprobs, micro = logprobs[micro.trained], objective_part(micro)
             weights = target_weights(
                 micro.sequence,
