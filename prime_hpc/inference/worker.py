@@ -7,7 +7,6 @@ Called through `collective_rpc` by `policy`. Method names must not collide with 
 """
 
 import contextlib
-import ctypes
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +16,10 @@ import torch
 from safetensors import safe_open
 
 from prime_hpc.inference import cpu_lora
+from prime_hpc.observe.heap import keep_freed_memory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
 class PolicyWorker:
@@ -46,7 +44,7 @@ class PolicyWorker:
             return
         if self.vllm_config.lora_config is not None:
             cpu_lora.install()
-        _keep_freed_memory()
+        keep_freed_memory()
         _pack_no_embeddings(self.model_runner.get_model())
 
     def policy_open(self, files: list[str]) -> dict[str, Any]:
@@ -106,19 +104,6 @@ class PolicyWorker:
 
     def _policy_rank(self) -> str:
         return f"dp{self.vllm_config.parallel_config.data_parallel_index}/rank{self.rank}"
-
-
-def _keep_freed_memory() -> None:
-    """Have the C library keep large blocks that are freed, for the next update.
-
-    By default it returns each to the kernel, and every layer's temporary and packed weights are faulted in and zeroed
-    anew, page by page: half of the core-seconds of an update. The engine keeps what an update needs at most, about its
-    largest layer twice.
-    """
-    with contextlib.suppress(AttributeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def _pack_no_embeddings(model: torch.nn.Module) -> None:

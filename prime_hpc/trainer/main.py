@@ -28,11 +28,11 @@ from loguru import logger
 from prime_hpc.config import Experiment, load_run
 from prime_hpc.config.children import is_parent
 from prime_hpc.observe.context import LED, RoleContext
+from prime_hpc.observe.heap import keep_freed_memory
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.status import RoleStatus
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import StoreError
-from prime_hpc.trainer.memory.host_allocator import keep_freed_memory
 
 TERM_GRACE_S = 3.5
 """After SIGTERM: time to leave the current Python code; a rank stuck in a collective is ended after it."""
