@@ -158,6 +158,25 @@ def test_deleted_or_replaced_while_training(world: World) -> None:
     assert world.admit() == "run_b" and world.phase("run_b") == "training"
 
 
+def test_a_deletion_that_failed_a_step_half_way_is_a_deletion(world: World) -> None:
+    path, waiting = world.child("run_a"), world.child("run_b")
+    world.look()
+    assert world.admit() == "run_a"
+    world.roster.ended("run_a", "failed", "No such file: weights")  # its run.yaml was deleted last
+    assert world.phase("run_a") == "failed"
+    for other in path.iterdir():
+        if other.name != STATE:
+            other.unlink() if other.is_file() else shutil.rmtree(other)
+    shutil.rmtree(waiting)
+    world.said.clear()
+    world.look()
+    assert {(name, state.phase) for name, state in world.said} == {("run_a", "removed"), ("run_b", "removed")}
+    assert not path.exists() and not waiting.exists()
+    world.child("run_a")
+    world.look()
+    assert world.admit() == "run_a"
+
+
 def test_stop_file(world: World) -> None:
     path = world.child("run_a")
     world.look()

@@ -25,7 +25,7 @@ from prime_hpc.trainer.multi.admit import Admission, prepare, read_child
 
 RUN_YAML = "run.yaml"
 STOPPED = "the file STOP was found"
-DELETED = "its directory was deleted or replaced while it trained"
+DELETED = "its directory was deleted or replaced"
 OURS = frozenset({"weights", "checkpoints", "metrics", "failed", "leases", "state.json"})
 """What a trainer writes into a run's directory."""
 LOOK_S = 2.0
@@ -130,8 +130,7 @@ class Roster:
             logger.warning(f"{self._dir} cannot be listed ({error}); the runs go on, new ones are not seen")
             return []
         for name in [n for n in self._seen if n not in names]:
-            del self._seen[name]
-            self._states.pop(name, None)
+            self._gone(name)
         for name in names:
             if name not in self._slots:
                 self._look_at(name, moment)
@@ -153,6 +152,9 @@ class Roster:
                 (path / STOP_FILE).unlink(missing_ok=True)
                 self.ended(name, "stopped", STOPPED)
             return
+        if RUN_YAML not in inside and self._phase(name) == "failed":
+            self._gone(name)
+            return
         if RUN_YAML not in inside:
             self._say(seen, f"{path} is passed over as long as it holds no {RUN_YAML}: half-written, or no run")
             return
@@ -168,6 +170,14 @@ class Roster:
         was = f", goes on (it was {before.phase})" if before is not None else ""
         logger.info(f"found {path.name}: {experiment.max_steps} steps{was}")
         self._set(name, ChildState("waiting", "for a slot", max_steps=experiment.max_steps))
+
+    def _gone(self, name: str) -> None:
+        """A run without a slot was deleted. A step in the midst of a deletion fails before all of it is gone: the
+        last word on such a run is that it was removed, too."""
+        if self._phase(name) in ("waiting", "failed"):
+            self.ended(name, "removed", DELETED)
+        self._seen.pop(name, None)
+        self._states.pop(name, None)
 
     def _refuse_when_settled(self, name: str, seen: _Seen, path: Path, reason: str, moment: float) -> None:
         try:
