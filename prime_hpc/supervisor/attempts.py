@@ -36,6 +36,8 @@ class Attempt:
     """Hosts by role label."""
     restarts: int | None = None
     """SLURM_RESTART_COUNT."""
+    saved_before: int | None = None
+    """Newest whole checkpoint when the attempt began."""
     saved_step: int | None = None
     """Newest whole checkpoint when the attempt ended."""
     lost_nodes: list[str] = field(default_factory=list)
@@ -87,6 +89,7 @@ def begin(
     why: str,
     resume_step: int | None,
     job_id: str | None,
+    saved_before: int | None = None,
     restarts: int | None = None,
 ) -> Attempt:
     """Open the next attempt and write its line.
@@ -99,7 +102,16 @@ def begin(
     number = max((row["attempt"] for row in read_attempts(path)), default=0) + 1
     while not _take(path.parent / "logs" / f"attempt_{number}"):
         number += 1
-    attempt = Attempt(number, incarnation, time.time(), why, job_id=job_id, resume_step=resume_step, restarts=restarts)
+    attempt = Attempt(
+        number,
+        incarnation,
+        time.time(),
+        why,
+        job_id=job_id,
+        resume_step=resume_step,
+        saved_before=saved_before,
+        restarts=restarts,
+    )
     write_attempt(path, attempt)
     return attempt
 

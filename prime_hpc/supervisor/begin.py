@@ -76,6 +76,7 @@ def begin_attempt(
         incarnation=incarnation,
         why=why,
         resume_step=step,
+        saved_before=newest_saved_step(paths),
         job_id=job_id,
         restarts=restarts,
     )

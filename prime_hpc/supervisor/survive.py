@@ -50,12 +50,14 @@ class Decision:
 
 
 def lives_without_progress(rows: Sequence[dict[str, Any]]) -> int:
-    """How many lives in a row, counted from the last, ended without a checkpoint newer than the life before had."""
+    """How many lives in a row, counted from the last, ended without a checkpoint newer than they began with.
+
+    Not than the newest there ever was: a run may go on from an earlier step, and of runs below a parent, whose steps
+    are counted together, one may be deleted.
+    """
     count = 0
-    for index in range(len(rows) - 1, -1, -1):
-        row = rows[index]
-        before = max((r.get("saved_step") or 0 for r in rows[:index]), default=0)
-        if (row.get("saved_step") or 0) > before:
+    for row in reversed(rows):
+        if (row.get("saved_step") or 0) > (row.get("saved_before") or 0):
             break
         if row.get("outcome") not in SLURMS_DOING:
             count += 1

@@ -71,19 +71,20 @@ def test_the_job_log_is_read_from_this_life_on(tmp_path: Path) -> None:
         assert words.words() == "TIME LIMIT"
 
 
-def row(outcome: str, saved: int | None, exit_code: int = 1) -> dict:
-    return {"outcome": outcome, "saved_step": saved, "exit_code": exit_code}
+def row(outcome: str, saved: int | None, exit_code: int = 1, before: int | None = None) -> dict:
+    return {"outcome": outcome, "saved_before": before, "saved_step": saved, "exit_code": exit_code}
 
 
 def test_a_job_comes_back_while_it_gets_on() -> None:
     policy = SurviveConfig(max_crashes=2)
-    crashes = [row("failed", 10), row("failed", 20), row("failed", 20), row("failed", 20)]
+    crashes = [row("failed", 10), *(row("failed", 20, before=before) for before in (10, 20, 20))]
     assert decide(crashes[:3], policy, "requeue").again
     assert lives_without_progress(crashes) == 2
     assert decide(crashes, policy, "requeue").again
-    assert not decide([*crashes, row("failed", 20)], policy, "requeue").again
-    # progress starts the count again
-    assert decide([*crashes, row("failed", 30)], policy, "requeue").again
+    assert not decide([*crashes, row("failed", 20, before=20)], policy, "requeue").again
+    # progress starts the count again, also that of a run which was taken back to an earlier step
+    assert decide([*crashes, row("failed", 30, before=20)], policy, "requeue").again
+    assert decide([*crashes, row("failed", 7, before=5)], policy, "requeue").again
 
 
 def test_preemption_never_counts_as_a_crash() -> None:
