@@ -8,6 +8,7 @@ Called through `collective_rpc` by `policy`. Method names must not collide with 
 
 import contextlib
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from prime_hpc.observe.heap import keep_freed_memory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+Packed = Mapping[torch.nn.Module, "weakref.ReferenceType[Any]"]
 
 
 class PolicyWorker:
@@ -80,7 +83,7 @@ class PolicyWorker:
             raise RuntimeError("policy_apply without policy_open")
         try:
             model = self.model_runner.get_model()
-            packed = {module: vars(module).get("cpu_linear") for module in model.modules()}
+            packed = _packed_copies(model)
             self.reload_weights(weights_iterator=self._policy_tensors())
             _repack_for_cpu(model, packed)
         finally:
@@ -129,12 +132,19 @@ def _leave_as_it_is(layer: torch.nn.Module) -> None:
     """Instead of packing."""
 
 
-def _repack_for_cpu(model: torch.nn.Module, packed: Mapping[torch.nn.Module, Any]) -> None:
+def _packed_copies(model: torch.nn.Module) -> Packed:
+    """What vLLM's CPU kernels made of linear weights. Weakly: each may go as soon as there is a new one."""
+    return {
+        module: weakref.ref(vars(module)["cpu_linear"]) for module in model.modules() if "cpu_linear" in vars(module)
+    }
+
+
+def _repack_for_cpu(model: torch.nn.Module, packed: Packed) -> None:
     """Renew the packed copies of weights that vLLM's CPU kernels keep and its own reload forgets.
 
     Args:
         model: that was loaded again.
-        packed: each module's `cpu_linear` before that: where the reload made another, it is not made twice.
+        packed: their copies before that: where the reload made another, it is not made twice.
 
     Two cases, both silent without this: a tied output head has no tensor of its own in the checkpoint, so its packed
     copy stays that of the old version; and mixture-of-experts layers skip packing when they are loaded again.
@@ -153,9 +163,9 @@ def _repack_for_cpu(model: torch.nn.Module, packed: Mapping[torch.nn.Module, Any
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-def _is_stale(module: torch.nn.Module, packed: Mapping[torch.nn.Module, Any]) -> bool:
+def _is_stale(module: torch.nn.Module, packed: Packed) -> bool:
     linear = vars(module).get("cpu_linear")
-    return linear is not None and linear is packed.get(module) and linear is not torch.nn.functional.linear
+    return module in packed and linear is packed[module]() and linear is not torch.nn.functional.linear
 
 
 def _has_weight(module: torch.nn.Module) -> bool:

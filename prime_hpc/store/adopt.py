@@ -6,7 +6,6 @@ other run may be deleted. Files are never changed after their commit, so they ar
 system allows it.
 """
 
-import errno
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,7 +31,6 @@ OWNER = "owner.json"
 POINTER = "checkpoints.json"
 """In the run directory: where that directory is."""
 _COPY_THREADS = 8
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 _CHUNK = 8 << 20
 
 
@@ -171,7 +169,7 @@ def _take(source: Path, target: Path, entry: FileEntry) -> None:
     except FileNotFoundError as error:
         raise ArtifactError(source, "the file", "none any more (does its run still prune?)") from error
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in files.NO_LINKS:
             raise
     with source.open("rb") as file:
         copied = files.write_file(target, iter(lambda: file.read(_CHUNK), b""))

@@ -4,7 +4,7 @@ Called by `rl.py` and `sft.py` after an optimizer step. With `model.lora` a vers
 `lora.files.AdapterPublisher`. Else it has a safetensors file per rank, and every rank writes the rows that it holds of
 each tensor to their places in these files; one whose parts lie on several nodes, or are no whole rows, is gathered and
 written by the rank whose file it stands in (`version_files`). Then each rank seals its file. Rank 0 adds the index,
-config.json and the tokenizer of the source model, and commits.
+config.json and the tokenizer of the source model (`companions`), and commits.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from prime_hpc.store import files as store_files
 from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, prepare_stage, stage_dir
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.ranges import RangeFile, open_ranges
+from prime_hpc.trainer.companions import Companions
 from prime_hpc.trainer.lora.files import AdapterPublisher
 from prime_hpc.trainer.model import Policy
 from prime_hpc.trainer.safetensors_file import host_bytes
@@ -77,6 +78,7 @@ class Publisher:
         self._dtype, self._incarnation, self._model_name = dtype, incarnation, model_name
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._plan = plan_version(dict(policy.named_weights()), checkpoint_files(source), dtype)
+        self._companions = Companions(self._companion_files() if self._rank == 0 else {})
 
     def publish(self, version: int) -> Manifest | None:
         """Write and commit `weights/step_<version>`.
@@ -89,7 +91,7 @@ class Publisher:
         """
         final = self._paths.weights_step(version)
         stage = stage_dir(final, self._incarnation)
-        source_files: Future[dict[str, FileEntry]] | None = None
+        companions: Future[dict[str, FileEntry]] | None = None
         try:
             if self._rank == 0:
                 prepare_stage(final, self._incarnation, run=self._paths, file_bytes=self._plan.file_bytes)
@@ -97,13 +99,16 @@ class Publisher:
             self._await_stage(stage)
             with ThreadPoolExecutor(1, thread_name_prefix="publish") as beside:
                 if self._rank == 0:
-                    source_files = beside.submit(self._copy_source_files, stage)
+                    companions = beside.submit(self._companions.put, stage)
                 entries = self._write_files(stage)
             gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
             dist.gather_object(entries, gathered)
-            if gathered is None or source_files is None:
+            if gathered is None or companions is None:
                 return None
-            return self._commit(version, final, stage, gathered, source_files.result())
+            manifest = self._manifest(version, [*gathered, companions.result()])
+            manifest = commit_stage(stage, final, manifest, run=self._paths)
+            self._companions.committed(final)
+            return manifest
         except BaseException:
             if self._rank == 0:  # whatever ended this, nothing half-written stays behind
                 store_files.clear_away(stage)
@@ -148,42 +153,29 @@ class Publisher:
         tensor = self._cast(tensor.detach())
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def _commit(
-        self,
-        version: int,
-        final: Path,
-        stage: Path,
-        shards: list[dict[str, FileEntry]],
-        source_files: dict[str, FileEntry],
-    ) -> Manifest:
-        """Rank 0: everything besides the tensors, then the manifest and the rename."""
-        entries = {name: entry for part in shards for name, entry in part.items()}
-        if len(entries) > 1:
-            content = json.dumps(self._plan.index(), indent=1).encode()
-            entries[SAFETENSORS_INDEX] = store_files.write_file(stage / SAFETENSORS_INDEX, [content])
-        entries |= source_files
-        manifest = Manifest(
+    def _manifest(self, version: int, parts: list[dict[str, FileEntry]]) -> Manifest:
+        return Manifest(
             kind="weights",
             step=version,
             version=version,
             writer="trainer",
             incarnation=self._incarnation,
-            files=entries,
+            files={name: entry for part in parts for name, entry in part.items()},
             meta={"model": self._model_name, "dtype": str(self._dtype).removeprefix("torch.")},
         )
-        return commit_stage(stage, final, manifest, run=self._paths)
 
-    def _copy_source_files(self, stage: Path) -> dict[str, FileEntry]:
-        """config.json with the published dtype, generation config, tokenizer, remote code; returns their entries."""
+    def _companion_files(self) -> dict[str, Path | bytes]:
+        """config.json with the published dtype, the index, generation config, tokenizer, remote code."""
         config = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
-        content = (json.dumps(config, indent=2) + "\n").encode()
-        entries = {"config.json": store_files.write_file(stage / "config.json", [content])}
+        found: dict[str, Path | bytes] = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+        if len(self._plan.files) > 1:
+            found[SAFETENSORS_INDEX] = json.dumps(self._plan.index(), indent=1).encode()
         for path in sorted(self._source.iterdir()):
             if path.is_file() and path.name not in _SKIPPED and not path.name.endswith(_WEIGHT_SUFFIXES):
-                entries[path.name] = store_files.write_file(stage / path.name, [path.read_bytes()])
-        return entries
+                found[path.name] = path
+        return found
 
 
 class _Writer:

@@ -72,6 +72,7 @@ def publish_on_request(rank: int, model: Path, root: Path, pipe: Connection) -> 
 
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.parallel import Layout
+    from prime_hpc.observe.heap import settle_heap
     from prime_hpc.store.layout import RunPaths
     from prime_hpc.trainer.model import load_policy
     from prime_hpc.trainer.parallel import build_parallel
@@ -88,6 +89,7 @@ def publish_on_request(rank: int, model: Path, root: Path, pipe: Connection) -> 
         chunk_tokens=2048,
     )
     publisher = Publisher(policy, model, RunPaths(root), dtype=torch.float32, incarnation=0, model_name=str(model))
+    settle_heap()  # as the trainer's own main does
     while (version := pipe.recv()) is not None:
         dist.barrier()
         began, worked = time.perf_counter(), time.process_time()
@@ -217,6 +219,7 @@ async def measure(
     import numpy as np
 
     from prime_hpc.client.inference import InferenceClient
+    from prime_hpc.observe.heap import settle_heap
     from prime_hpc.store.layout import RunPaths
     from prime_hpc.store.manifest import read_manifest
     from prime_hpc.store.weights import prune_weights
@@ -230,11 +233,12 @@ async def measure(
 
     async with InferenceClient(url, timeout_s=60) as client:
         await client.wait_ready(READY_S)
+        settle_heap()  # as the orchestrator, whose call this is, does
 
         async def ours(version: int) -> None:
             settle(folder)
             publish_s, publish_cpu_s = publish(version)
-            began, worked = time.perf_counter(), cpu_seconds(server_pid)
+            worked, began = cpu_seconds(server_pid), time.perf_counter()
             answer = await client.update_weights(paths.weights_step(version), version)
             load_s = time.perf_counter() - began
             note(publish=publish_s, load=load_s, ours=publish_s + load_s, paused=answer["seconds"]["paused"])

@@ -8,12 +8,12 @@ Called by `publish.py` (a weight version of a run with `model.lora`), `session.p
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.store import files as store_files
@@ -21,6 +21,7 @@ from prime_hpc.store.artifact import Manifest, commit_stage, hash_files, prepare
 from prime_hpc.store.disk import disk_errors
 from prime_hpc.store.identity import weights_fingerprint
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.trainer.companions import Companions
 from prime_hpc.trainer.lora.slots import slot_weights
 
 if TYPE_CHECKING:
@@ -68,25 +69,15 @@ def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: the folder holds no adapter.
     """
-    from safetensors.torch import load_file
-
     if not (folder / WEIGHTS_FILE).is_file():
         raise ValueError(f"{folder} holds no adapter: {WEIGHTS_FILE} is missing")
     return load_file(folder / WEIGHTS_FILE)
 
 
-def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], source: Path) -> list[str]:
-    """Write an adapter and its tokenizer into an existing folder; returns the files' names."""
-    from safetensors.torch import save_file
-
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    names = [WEIGHTS_FILE, CONFIG_FILE]
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.name.startswith(_TOKENIZER) and path.suffix != ".safetensors":
-            shutil.copyfile(path, folder / path.name)
-            names.append(path.name)
-    return names
+def tokenizer_files(source: Path) -> dict[str, Path | bytes]:
+    """Name to file of the tokenizer that lies in a model's directory."""
+    found = (path for path in sorted(source.iterdir()) if path.name.startswith(_TOKENIZER))
+    return {path.name: path for path in found if path.is_file() and path.suffix != ".safetensors"}
 
 
 class AdapterPublisher:
@@ -105,12 +96,15 @@ class AdapterPublisher:
             slot: whose adapter.
         """
         assert policy.adapters is not None
-        self._policy, self._source, self._paths, self._slot = policy, source, paths, slot
+        self._policy, self._paths, self._slot = policy, paths, slot
         self._incarnation, self._model_name = incarnation, model_name
         linears = [name for name, m in policy.hf.named_modules() if isinstance(m, torch.nn.Linear)]
         adapters = policy.adapters
         base = str(source.resolve()) if Path(model_name).expanduser().is_dir() else model_name
-        self._config = peft_config(adapters.config, adapters.modules, linears, base)
+        config = peft_config(adapters.config, adapters.modules, linears, base)
+        content = (json.dumps(config, indent=2) + "\n").encode()
+        self._rank_of_adapter = config["r"]
+        self._companions = Companions({CONFIG_FILE: content, **tokenizer_files(source)})
 
     def publish(self, version: int) -> Manifest | None:
         """Write and commit `weights/step_<version>`.
@@ -129,17 +123,19 @@ class AdapterPublisher:
         try:
             prepare_stage(final, self._incarnation, run=self._paths)
             with disk_errors(final):
-                names = write_adapter(stage, tensors, self._config, self._source)
+                save_file({k: v.contiguous() for k, v in tensors.items()}, stage / WEIGHTS_FILE, {"format": "pt"})
             manifest = Manifest(
                 kind="weights",
                 step=version,
                 version=version,
                 writer="trainer",
                 incarnation=self._incarnation,
-                files=hash_files(stage, names),
-                meta={"model": self._model_name, "dtype": "float32", "format": "lora", "rank": self._config["r"]},
+                files=hash_files(stage, [WEIGHTS_FILE]) | self._companions.put(stage),
+                meta={"model": self._model_name, "dtype": "float32", "format": "lora", "rank": self._rank_of_adapter},
             )
-            return commit_stage(stage, final, manifest, run=self._paths)
+            manifest = commit_stage(stage, final, manifest, run=self._paths)
+            self._companions.committed(final)
+            return manifest
         except BaseException:  # whatever ended this, nothing half-written stays behind
             store_files.remove_tree(stage)
             raise
