@@ -155,9 +155,13 @@ power_off() { # NODE: everything of it dies at once
         return 0
     fi
     end "slurmd.$1" KILL
-    pids=$(node_processes "$1")
-    # shellcheck disable=SC2046,SC2086  # a list of pids
-    [[ -z $pids ]] || kill -s KILL $(descendants $pids) 2>/dev/null || true
+    for _ in {1..50}; do # what is just being started is not in the first list
+        pids=$(node_processes "$1")
+        [[ -n $pids ]] || return 0
+        # shellcheck disable=SC2046,SC2086  # a list of pids
+        kill -s KILL $(descendants $pids) 2>/dev/null || true
+        sleep 0.02
+    done
 }
 node_processes() { # NODE, without namespaces: its step managers and tasks, known by their environment
     local environ files=()
