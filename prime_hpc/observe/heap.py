@@ -15,7 +15,8 @@ def settle_heap() -> None:
 
     Reference counts free nearly everything; what is left are cycles of a few kB an episode. With Python's defaults a
     process behind verifiers or vLLM walks through some hundred thousand objects of imported modules again and again: a
-    quarter of the orchestrator's CPU time.
+    quarter of the orchestrator's CPU time. And of a trainer's ranks each does so at another step, for which all others
+    wait.
     """
     gc.collect()
     gc.freeze()

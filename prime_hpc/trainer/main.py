@@ -28,7 +28,7 @@ from loguru import logger
 from prime_hpc.config import Experiment, load_run
 from prime_hpc.config.children import is_parent
 from prime_hpc.observe.context import LED, RoleContext
-from prime_hpc.observe.heap import keep_freed_memory
+from prime_hpc.observe.heap import keep_freed_memory, settle_heap
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.status import RoleStatus
 from prime_hpc.store.doorbell import Doorbell
@@ -142,6 +142,7 @@ def train(experiment: Experiment, context: RoleContext, doorbell: Doorbell, stat
         dist.destroy_process_group()
         return
     session = build_session(experiment, context, device, doorbell, status)
+    settle_heap()
     try:
         (run_rl if experiment.kind == "rl" else run_sft)(session)
         dist.barrier()

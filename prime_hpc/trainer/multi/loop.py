@@ -18,6 +18,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.observe.context import RoleContext
+from prime_hpc.observe.heap import settle_heap
 from prime_hpc.observe.metrics import MetricsWriter, last_step
 from prime_hpc.store.children import ChildState, write_state
 from prime_hpc.store.doorbell import Doorbell
@@ -308,4 +309,6 @@ def run_multi(
     Raises:
         ValueError: the model cannot be loaded.
     """
-    MultiTrainer(experiment, context, device, doorbell, status).run()
+    trainer = MultiTrainer(experiment, context, device, doorbell, status)
+    settle_heap()
+    trainer.run()
