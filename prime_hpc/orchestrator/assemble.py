@@ -19,6 +19,7 @@ from prime_hpc.orchestrator.episodes import Episode
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.packing import pack
+from prime_hpc.orchestrator.sharing import find_sharing
 from prime_hpc.store.batches import RankBatch
 
 EPISODE_BITS = 12
@@ -135,11 +136,27 @@ def train_samples(scored: Sequence[ScoredGroup], echo: Echo | None = None) -> li
 
 
 def build_ranks(
-    samples: Sequence[TrainSample], *, num_ranks: int, micro_batch_tokens: int, temperature: float
+    samples: Sequence[TrainSample],
+    *,
+    num_ranks: int,
+    micro_batch_tokens: int,
+    temperature: float,
+    share_prefixes: bool = True,
 ) -> list[RankBatch]:
-    """Pack sequences into micro-batches of at most `micro_batch_tokens` and lay out each rank's arrays."""
+    """Pack sequences into micro-batches of at most `micro_batch_tokens` and lay out each rank's arrays.
+
+    Args:
+        samples: all sequences of the batch.
+        num_ranks: data-parallel ranks.
+        micro_batch_tokens: token budget of a micro-batch.
+        temperature: they were sampled with.
+        share_prefixes: the trainer computes what a group's samples begin with once in a micro-batch.
+    """
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int64)
-    assignment = pack(lengths, num_ranks=num_ranks, micro_batch_tokens=micro_batch_tokens)
+    sharing = None
+    if share_prefixes:
+        sharing = find_sharing([s.sample.token_ids for s in samples], [s.group_id for s in samples])
+    assignment = pack(lengths, num_ranks, micro_batch_tokens, sharing)
     return [_rank_batch(samples, micro_batches, temperature) for micro_batches in assignment]
 
 

@@ -297,6 +297,7 @@ class Orchestrator:
             num_ranks=self.exp.trainer.layout.num_data_ranks,
             micro_batch_tokens=self.exp.micro_batch_tokens,
             temperature=config.sampling.temperature,
+            share_prefixes=self.exp.trainer.shares_prefixes,
         )
         if config.bench:
             self.shape = batch_shape(ranks)

@@ -7,27 +7,35 @@ then all R * M micro-batches get as nearly the same number of tokens as can be.
 How: samples go longest first into the least loaded micro-batch (LPT); where that overflows the budget, best-fit
 decreasing fills densely instead; then a local search moves and swaps samples between the fullest micro-batch and the
 others, each try one vectorised look at all samples. Micro-batches of similar load share a micro-step.
+
+Samples of a group that have much in common (`sharing`) are better kept together: then groups, or parts of groups, are
+dealt with in the same way instead of samples, in parts of several sizes, and of all these ways that one is taken whose
+micro-steps together have the fewest tokens to compute on their fullest ranks.
 """
 
 import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+from prime_hpc.orchestrator.sharing import Sharing
 
 Indices = npt.NDArray[np.int64]
 _MAX_LOOKS = 6_000_000  # samples looked at by one local search; bounds its time (~0.1 s) whatever the batch
 _MAX_CANDIDATES = 4  # values of M that are tried
 _MAX_PARTNERS = 4096  # samples looked at in one step
 _BALANCED = 1.01  # fullest micro-batch over the mean at which balancing stops
+_CHUNKS = (1, 2, 4, 8)  # parts of groups that a micro-batch of mean load holds
+_LEAST_SHARED = 0.05  # of all tokens, below which groups need not stay together
+_MORE = 1.25  # times as many micro-batches as needed, for whole groups that leave gaps
+_STEP_COST = 0.02  # of a micro-step besides its tokens, in budgets
+_GROUP_LOOKS = 100_000  # the same for one way of keeping groups together
 
 
 def pack(
-    lengths: npt.ArrayLike,
-    num_ranks: int,
-    micro_batch_tokens: int,
-    costs: npt.ArrayLike | None = None,
+    lengths: npt.ArrayLike, num_ranks: int, micro_batch_tokens: int, sharing: Sharing | None = None
 ) -> list[list[Indices]]:
     """Distribute samples over ranks and micro-batches.
 
@@ -35,17 +43,17 @@ def pack(
         lengths: [N] tokens of each sample, all in 1 .. micro_batch_tokens.
         num_ranks: R.
         micro_batch_tokens: budget of one micro-batch.
-        costs: [N] what a sample costs to train on, to balance instead of tokens between the ranks; default tokens.
+        sharing: what samples have in common, where the trainer computes that once.
 
     Returns:
-        For each rank a list of M arrays of sample indices (ascending, possibly empty); every sample exactly once.
+        For each rank a list of M arrays of sample indices (ascending, possibly empty); every sample exactly once. M is
+        as small as can be, or a little larger where that leaves less to compute.
 
     Raises:
         ValueError: no samples, or one that does not fit the budget (names it).
     """
     sizes = np.asarray(lengths, np.int64)
-    weights = sizes.astype(np.float64) if costs is None else np.asarray(costs, np.float64)
-    _check(sizes, weights, num_ranks, micro_batch_tokens)
+    _check(sizes, num_ranks, micro_batch_tokens)
     order = np.argsort(-sizes, kind="stable")
     dense = _best_fit(sizes, order, micro_batch_tokens)
     fewest = _fewest_bins(sizes, num_ranks, micro_batch_tokens)
@@ -56,7 +64,13 @@ def pack(
         if bins is not None:
             break
     assert bins is not None, "best-fit decreasing itself fits into `most` micro-batches a rank"
-    return _deal(bins, sizes, weights, num_ranks, num_micro)
+    if sharing is None or sharing.num_tokens < _LEAST_SHARED * sizes.sum():
+        return _deal(bins, _loads(bins, sizes, num_ranks * num_micro), num_ranks)
+    ways = [(bins, sharing.computed(sizes, bins, num_ranks * num_micro))]
+    for number in np.unique(np.linspace(num_micro, num_micro * _MORE + 1, _MAX_CANDIDATES).astype(int)).tolist():
+        ways += _together(sizes, sharing, num_ranks * number, micro_batch_tokens)
+    best = min(ways, key=lambda way: _duration(way[1], num_ranks, micro_batch_tokens))
+    return _deal(*best, num_ranks)
 
 
 def fill(assignment: Sequence[Sequence[Indices]], lengths: npt.ArrayLike, micro_batch_tokens: int) -> float:
@@ -70,13 +84,11 @@ def fewest_micro_batches(lengths: npt.ArrayLike, num_ranks: int, micro_batch_tok
     return _fewest_bins(np.asarray(lengths, np.int64), num_ranks, micro_batch_tokens)
 
 
-def _check(sizes: Indices, weights: npt.NDArray[np.float64], num_ranks: int, budget: int) -> None:
+def _check(sizes: Indices, num_ranks: int, budget: int) -> None:
     if num_ranks < 1 or budget < 1:
         raise ValueError(f"num_ranks ({num_ranks}) and micro_batch_tokens ({budget}) must be at least 1")
     if sizes.ndim != 1 or not len(sizes):
         raise ValueError("there is nothing to pack: lengths must be a vector of at least one sample")
-    if weights.shape != sizes.shape:
-        raise ValueError(f"costs has shape {weights.shape}, lengths {sizes.shape}")
     worst = int(np.argmax(sizes))
     if sizes[worst] > budget:
         raise ValueError(
@@ -132,7 +144,7 @@ def _balanced(sizes: Indices, order: Indices, dense: Indices, num_bins: int, bud
     # Too tight for that: start dense, put what found no place on the emptiest micro-batches, and level from there.
     start = dense.copy()
     overflow = order[dense[order] >= num_bins]
-    loads = np.bincount(dense[dense < num_bins], weights=sizes[dense < num_bins], minlength=num_bins).astype(np.int64)
+    loads = _loads(dense[dense < num_bins], sizes[dense < num_bins], num_bins)
     for sample in overflow:
         target = int(np.argmin(loads))
         start[sample] = target
@@ -148,14 +160,14 @@ class _Bins:
     def __init__(self, sizes: Indices, of_sample: Indices, num_bins: int) -> None:
         self.sizes = sizes
         self.of_sample = of_sample
-        self.loads = np.bincount(of_sample, weights=sizes, minlength=num_bins).astype(np.int64)
+        self.loads = _loads(of_sample, sizes, num_bins)
 
-    def level(self, budget: int) -> None:
+    def level(self, budget: int, max_looks: int = _MAX_LOOKS) -> None:
         """Move and swap samples out of the fullest micro-batches until all are about equal, or nothing helps."""
         target = min(budget, int(self.sizes.sum() / len(self.loads) * _BALANCED) + 1)
         stuck = np.zeros(len(self.loads), bool)  # e.g. one sample that fills the budget alone: the others go on
         changed = False
-        for _ in range(_MAX_LOOKS // (len(self.sizes) + 1000)):
+        for _ in range(max_looks // (len(self.sizes) + 1000)):
             fullest = int(np.argmax(np.where(stuck, -1, self.loads)))
             if stuck[fullest] or self.loads[fullest] <= target:
                 if not changed:
@@ -199,14 +211,42 @@ class _Bins:
         self.of_sample[sample] = target
 
 
-def _deal(
-    bins: Indices, sizes: Indices, weights: npt.NDArray[np.float64], num_ranks: int, num_micro: int
-) -> list[list[Indices]]:
-    """Micro-batches to ranks: similar ones share a micro-step, and each rank gets about the same in all."""
-    num_bins = num_ranks * num_micro
-    cost = np.bincount(bins, weights=weights, minlength=num_bins)
-    by_bin = np.split(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins, minlength=num_bins))[:-1])
-    steps = np.argsort(-cost, kind="stable").reshape(num_micro, num_ranks)
+def _together(sizes: Indices, sharing: Sharing, num_bins: int, budget: int) -> Iterator[tuple[Indices, Indices]]:
+    """For every size of chunks that fits the budget: [N] micro-batch of each sample, no chunk split, and [num_bins]
+    tokens that each computes."""
+    for per_bin in _CHUNKS:
+        chunk = sharing.chunks(sizes, min(sizes.sum() / num_bins, budget) / per_bin)
+        num_chunks = int(chunk.max()) + 1
+        raw = _loads(chunk, sizes, num_chunks)
+        for measure in (sharing.computed(sizes, chunk, num_chunks), raw):
+            bins = _Bins(measure, _least_loaded(measure, np.argsort(-measure, kind="stable"), num_bins), num_bins)
+            bins.level(budget, _GROUP_LOOKS)
+            if _loads(bins.of_sample, raw, num_bins).max() <= budget:
+                of_sample = bins.of_sample[chunk]
+                yield of_sample, sharing.computed(sizes, of_sample, num_bins)
+                break
+
+
+def _loads(bins: Indices, sizes: Indices, num_bins: int) -> Indices:
+    return np.bincount(bins, weights=sizes, minlength=num_bins).astype(np.int64)
+
+
+def _duration(cost: Indices, num_ranks: int, budget: int) -> float:
+    """Tokens on the fullest rank of each micro-step, all micro-steps together, and what these take besides."""
+    fullest = np.sort(cost)[::-1][::num_ranks]
+    return float(fullest.sum() + len(fullest) * _STEP_COST * budget)
+
+
+def _deal(bins: Indices, cost: Indices, num_ranks: int) -> list[list[Indices]]:
+    """Micro-batches to ranks: similar ones share a micro-step, and each rank gets about the same in all.
+
+    Args:
+        bins: [N] micro-batch of each sample.
+        cost: [R * M] of each micro-batch.
+        num_ranks: R.
+    """
+    by_bin = np.split(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins, minlength=len(cost)))[:-1])
+    steps = np.argsort(-cost, kind="stable").reshape(-1, num_ranks)
     totals = np.zeros(num_ranks)
     ranks: list[list[Indices]] = [[] for _ in range(num_ranks)]
     for step in steps:  # the costliest micro-batch of the step to the rank that has least so far

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_hpc.orchestrator.packing import fewest_micro_batches, fill, pack
+from prime_hpc.orchestrator.sharing import Sharing, find_sharing
 
 BUDGET = 8192
 
@@ -94,14 +95,59 @@ def test_a_full_sample_does_not_unbalance_the_others():
     assert tokens.sum(axis=1).max() <= 1.05 * tokens.sum(axis=1).mean()
 
 
-def test_costs_balance_the_ranks_instead_of_tokens():
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(100, 4000, 512)
-    costs = lengths.astype(float) ** 2
-    assignment = pack(lengths, 8, BUDGET, costs)
-    assert_sound(assignment, lengths, 8, BUDGET)
-    per_rank = np.array([sum(costs[micro].sum() for micro in rank) for rank in assignment])
-    assert per_rank.max() <= 1.03 * per_rank.mean()
+def groups_of(num_groups, rollouts, prompt, answers, seed=0):
+    """Samples of groups with a common prompt each, in random order."""
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(prompt[0], prompt[1], num_groups)
+    order = rng.permutation(num_groups * rollouts)
+    groups = np.repeat(np.arange(num_groups), rollouts)[order]
+    return prompts[groups] + rng.integers(answers[0], answers[1], len(order)), Sharing(groups, prompts[groups])
+
+
+def computed(assignment, lengths, sharing):
+    """[R, M] tokens that are computed, each group's prompt once a micro-batch."""
+    table = [[0 for _ in rank] for rank in assignment]
+    for r, rank in enumerate(assignment):
+        for m, micro in enumerate(rank):
+            seen = set()
+            for i in micro:
+                table[r][m] += int(lengths[i]) - (int(sharing.prefixes[i]) if sharing.groups[i] in seen else 0)
+                seen.add(sharing.groups[i])
+    return np.array(table)
+
+
+def busy(table):
+    """Tokens on the fullest rank of each micro-step."""
+    return table.max(axis=0).sum()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 9), st.integers(1, 300), st.integers(0, 10**6))
+def test_groups_are_packed_soundly_and_never_cost_more(num_ranks, num_groups, rollouts, prompt, seed):
+    lengths, sharing = groups_of(num_groups, rollouts, (1, prompt + 1), (1, 300), seed)
+    kept, alone = pack(lengths, num_ranks, 700, sharing), pack(lengths, num_ranks, 700)
+    assert_sound(kept, lengths, num_ranks, 700)
+    if sharing.num_tokens >= 0.05 * lengths.sum():
+        dealt = np.sort(computed(alone, lengths, sharing).ravel())[::-1].reshape(-1, num_ranks)
+        assert busy(computed(kept, lengths, sharing)) <= dealt.max(axis=1).sum()
+
+
+def test_long_prompts_are_computed_nearly_once():
+    lengths, sharing = groups_of(64, 8, (900, 1100), (50, 500))
+    scattered, kept = pack(lengths, 8, BUDGET), pack(lengths, 8, BUDGET, sharing)
+    assert_sound(kept, lengths, 8, BUDGET)
+    table = computed(kept, lengths, sharing)
+    assert 8 * busy(table) <= 1.1 * table.sum(), "micro-batches of a micro-step are alike"
+    assert busy(table) <= 0.6 * busy(computed(scattered, lengths, sharing))
+
+
+def test_what_samples_have_in_common_is_found():
+    tokens = [np.array(t, np.int32) for t in ([1, 2, 3, 4], [7, 7], [1, 2, 3], [1, 2, 9, 4], [7, 7, 7], [5])]
+    sharing = find_sharing(tokens, [30, 10, 30, 30, 10, 20])
+    assert sharing.prefixes.tolist() == [2, 2, 2, 2, 2, 1] and sharing.num_tokens == 2 * 2 + 2
+    sizes = np.array([len(t) for t in tokens])
+    assert sharing.computed(sizes, np.array([0, 0, 0, 1, 1, 1]), 2).tolist() == [4 + 2 + 1, 4 + 3 + 1]
+    assert len(np.unique(sharing.chunks(sizes, 100))) == 3 and len(np.unique(sharing.chunks(sizes, 1))) == 6
 
 
 def test_same_input_same_packing():

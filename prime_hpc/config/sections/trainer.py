@@ -210,6 +210,11 @@ class TrainerConfig(Section):
         """The ranks' layout."""
         return self.parallel.layout(self.num_ranks)
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a group's prompt is computed once in a micro-batch: not where ranks split its tokens."""
+        return self.share_prefixes and self.layout.ranks_per_part == 1
+
     @model_validator(mode="after")
     def _lays_out(self) -> "TrainerConfig":
         self.parallel.layout(self.num_ranks)
