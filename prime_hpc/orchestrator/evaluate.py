@@ -19,8 +19,11 @@ from prime_hpc.orchestrator.dispatch import Dispatcher, EpisodeRunner, Job, Lane
 class EvalSource(Protocol):
     """What is needed of `envs.pool.EnvSource`."""
 
-    name: str
-    num_tasks: int | None
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_tasks(self) -> int | None: ...
 
 
 @dataclass
