@@ -71,7 +71,7 @@ def module_of(args: Sequence[Any]) -> list[str] | None:
     return rest[1:]
 
 
-class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+class ForkingPopen(subprocess.Popen):
     """`subprocess.Popen` whose Python children are forks."""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
@@ -100,7 +100,7 @@ def install() -> None:
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    subprocess_handler.Popen = ForkingPopen
+    subprocess_handler.Popen = ForkingPopen  # type: ignore[misc]
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     # For a log line it inspects the whole stack and every module, thousands of them here: 3 s of CPU a start.
@@ -161,6 +161,6 @@ def _replace_descriptors(ends: tuple[int, int, int]) -> None:
             os.dup2(copy, number)
     os.closerange(3, 1024)
     _KEPT.extend([sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__])
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # type: ignore[misc]  # noqa: SIM115

@@ -42,7 +42,7 @@ class Oracle:
             assert process.stdin is not None
             process.stdin.write(json.dumps([str(run_dir), step]).encode() + b"\n")
             process.stdin.flush()
-        found = []
+        found: list[str] = []
         for process in self._processes:
             assert process.stdout is not None
             line = process.stdout.readline()

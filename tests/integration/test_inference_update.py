@@ -84,13 +84,13 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tied = request.param == "tied"
     models = [save_model(root / f"model{seed}", tied=tied, seed=seed) for seed in range(3)]
     run_dir = root / "run"
-    versions = [publish(models[version], run_dir, version) for version in (1, 2)]
-    fresh = ServerProcess(root / "fresh", versions[0])
+    v1, v2 = (publish(models[version], run_dir, version) for version in (1, 2))
+    fresh = ServerProcess(root / "fresh", v1)
     try:
         generations = greedy_now(fresh.wait_ready())
     finally:
         fresh.close()
-    return Family(tied, models[0], run_dir, *versions, generations)
+    return Family(tied, models[0], run_dir, v1, v2, generations)
 
 
 @pytest.fixture(scope="module")

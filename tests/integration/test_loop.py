@@ -152,7 +152,8 @@ def test_killed_server_is_restarted_and_a_killed_rank_ends_the_run(work: Path) -
         wait_until(lambda: len(steps(run_dir)) >= 2 or process.poll() is not None, 240, "two steps")
         assert process.poll() is None, log.read_text()[-3000:]
         for rank in (0, 1):  # the supervisor goes by the rank that is silent longest
-            assert read_status(run_dir / "logs/latest/trainer", rank)["state"] == "ready"
+            status = read_status(run_dir / "logs/latest/trainer", rank)
+            assert status is not None and status["state"] == "ready"
         (server,) = members(run_dir, "inference")
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: "is started again (1/3)" in log.read_text(), 60, "the supervisor saw it")

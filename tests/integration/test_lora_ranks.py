@@ -50,7 +50,7 @@ def work(rank: int, world_size: int, store: str, model: Path, expected: Path) ->
     else:
         alone, told = torch.load(expected)
         for name, tensor in tensors.items():
-            torch.testing.assert_close(tensor, alone[name], rtol=1e-4, atol=3e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(tensor, alone[name], rtol=1e-4, atol=3e-6, msg=partial("{}: {}".format, name))
         for mine, one in zip(metrics, told, strict=True):
             for key in ("loss", "grad_norm", "kl"):
                 assert mine[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key

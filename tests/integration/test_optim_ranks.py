@@ -1,5 +1,6 @@
 """Muon and sign descent on sharded parameters over 2 and 4 gloo ranks equal the unsharded update."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def work(rank: int, world_size: int, store: str, hybrid: bool) -> None:
     for kind in ("muon", "signsgd", "adamw"):
         mine = updated(kind, lambda tensor: distribute_tensor(tensor, mesh, placements))
         for i, (a, b) in enumerate(zip(mine, updated(kind), strict=True)):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda m, i=i, k=kind: f"{k} {SHAPES[i]}: {m}")
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=partial("{} {}: {}".format, kind, SHAPES[i]))
     dist.destroy_process_group()
 
 

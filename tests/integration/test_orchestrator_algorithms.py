@@ -1,12 +1,12 @@
 """Other algorithms in a real orchestrator: what one remembers outlives it, NaN rewards are named, a user's own code."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from prime_hpc.orchestrator.algorithms import RewardGroup
+from prime_hpc.store.batches import RankBatch
 from tests.integration.test_orchestrator import log_of, server, tokenizer, tokenizer_dir  # noqa: F401 (fixtures)
 from tests.support.orchestrator_world import World, make_experiment
 from tests.support.scripted_server import AdminServer
@@ -50,7 +50,7 @@ def test_moving_baselines_are_stored_with_each_batch_and_go_on(
         assert min(abs(o - baselines[1]) for o in offsets) < 1e-6
 
 
-def _first_advantages(rank: SimpleNamespace) -> np.ndarray:
+def _first_advantages(rank: RankBatch) -> np.ndarray:
     found = []
     for s in range(rank.num_sequences):
         part = slice(int(rank.seq_offsets[s]), int(rank.seq_offsets[s + 1]))

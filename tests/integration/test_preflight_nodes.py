@@ -99,7 +99,7 @@ def test_every_bad_node_is_named_with_its_own_reason(tmp_path: Path) -> None:
             "blind": lambda argv: [*argv[:3], str(private / "spec.json"), "0.5"],
             "dead": lambda argv: [sys.executable, "-c", "print('slurmstepd: error: dead: cannot start')"],
         }
-        hosts = [
+        hosts: list[HostCheck | str] = [
             *("good", "skewed", "blind", "dead"),
             HostCheck("poor", gpus_asked=8),
             HostCheck("busy", ports=(port,)),

@@ -55,6 +55,7 @@ def stored_tensors() -> dict[str, torch.Tensor]:
 
 def sharded(layout: str, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The model's tensors as the ranks of a layout hold them; scalars and counts everywhere."""
+    placements: list[Placement]
     if layout == "fsdp":
         mesh, placements = init_device_mesh("cpu", (4,)), [Shard(0)]
     elif layout == "hybrid":
@@ -63,16 +64,17 @@ def sharded(layout: str, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tens
         mesh, placements = init_device_mesh("cpu", (2, 2)), [Replicate(), Replicate()]
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in whole.items():
-        own: list[Placement] = list(placements)
+        own = list(placements)
         if layout == "tensor parallel":
-            own = {
+            split: dict[str, list[Placement]] = {
                 "even": [_StridedShard(0, split_factor=2), Shard(0)],  # as FSDP leaves what was split by rows before
                 "long": [Shard(0), Shard(1)],
                 "odd": [Replicate(), Shard(1)],
                 "half": [Shard(0), Replicate()],
                 f"{EXPERTS}.down_proj": [Shard(1), Shard(0)],
                 f"{EXPERTS}.gate_up_proj": [Shard(0), Shard(0)],
-            }.get(name, own)
+            }
+            own = split.get(name, own)
         tensors[name] = distribute_tensor(tensor, mesh, own) if tensor.dtype != torch.int64 and tensor.ndim else tensor
     return tensors
 

@@ -20,7 +20,7 @@ NOISE = 1e-5
 
 def shapes(folder: Path) -> dict[str, list[int]]:
     """Tensor name -> shape of a model directory."""
-    found = {}
+    found: dict[str, list[int]] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 - no mapping

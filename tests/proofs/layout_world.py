@@ -99,7 +99,7 @@ class World:
         )
         self.parallel = build_parallel(self.trainer.layout, "cpu")
         ac = {"mode": case.ac} if case.ac else None
-        config = {"name": str(self.source), "dtype": "float32", "ac": ac, "compile": case.compile}
+        config: dict[str, Any] = {"name": str(self.source), "dtype": "float32", "ac": ac, "compile": case.compile}
         config["lora"] = {"rank": 3, "alpha": 6} if case.lora else None
         self.policy = load_policy(
             ModelConfig.model_validate(config),
@@ -110,7 +110,8 @@ class World:
             chunk_tokens=32,
         )
         self.policy._chunk_tokens = 32  # several chunks of logits, small as the vocabulary is
-        adapter, meta = None, {"kind": "rl"}
+        adapter = None
+        meta: dict[str, Any] = {"kind": "rl"}
         if self.policy.adapters is not None:
             fill_randomly(self.policy, 0, seed=5)
             adapter = slot_parameters(self.policy, 0)

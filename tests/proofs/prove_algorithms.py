@@ -187,9 +187,9 @@ def hierarchical_error(rng: np.random.Generator) -> float:
     scores = Scorer(AdvantageConfig(type="hierarchical_grpo", within=stated), max_tokens=9).score(group)
     assert scores.tokens is not None
     wanted, worst = reference.hierarchical(rows, {"solver"}), 0.0
-    for e, row, by_trace, mean in zip(group, scores.tokens, wanted, scores.advantages, strict=True):
+    for e, by_sample, by_trace, mean in zip(group, scores.tokens, wanted, scores.advantages, strict=True):
         worst = max(worst, _error(np.array([mean]), np.array([np.mean(by_trace)])))
-        for sample, found in zip(e.result.samples, row, strict=True):
+        for sample, found in zip(e.result.samples, by_sample, strict=True):
             expected = np.where(sample.loss_mask, by_trace[sample.trace], 0.0)
             worst = max(worst, _error(found, expected) / SINGLE)
     return worst

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ from tests.support.tiny_model import make_tiny_model
 BITWISE = sys.float_info.min
 STEPS = 3
 RANKS = (1, 2)
-OWN = {
+OWN: dict[str, dict[str, Any]] = {
     "run_a": {"seed": 0, "lr": 1e-2},
     "run_b": {"seed": 1, "lr": 3e-3, "trainer": {"scheduler": {"type": "cosine", "warmup_steps": 1}}},
     "run_c": {"seed": 2, "lr": 1e-2, "trainer": {"loss": {"type": "gspo"}, "optim": {"type": "signsgd", "lr": 1e-3}}},
@@ -83,7 +84,7 @@ class Stage:
     model: Path
     alone: dict[str, dict] = field(default_factory=dict)
 
-    def parent(self, name: str, runs: Iterable[str], **changes: object) -> tuple[Path, Experiment]:
+    def parent(self, name: str, runs: Iterable[str], **changes: Any) -> tuple[Path, Experiment]:
         """A parent with these runs and all their batches."""
         directory = self.root / name
         if dist.get_rank() == 0:
@@ -151,7 +152,7 @@ def any_order(stage: Stage, trial: int) -> float:
     return stage.error(directory, OWN)
 
 
-def _after(trainer: MultiTrainer, num_turns: int, action: Callable[[], None]) -> None:
+def _after(trainer: MultiTrainer, num_turns: int, action: Callable[[], object]) -> None:
     """On rank 0: do something once so many training turns were ordered; directories are looked at every turn."""
     if dist.get_rank() != 0:
         return

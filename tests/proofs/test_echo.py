@@ -43,6 +43,7 @@ def test_a_batch_without_echo_costs_nothing_and_one_with_it_survives_the_store(t
     plain = replace(heard, ce_weights=None)
     size = [sum(len(bytes(part)) for part in encode_rank(b)) for b in (plain, heard)]
     assert 4 * heard.num_tokens <= size[1] - size[0] <= 4 * heard.num_tokens + 80
+    assert heard.ce_weights is not None
     paths = RunPaths(tmp_path)
     write_batch(paths, 1, [plain], state={})
     write_batch(paths, 2, [heard], state={})

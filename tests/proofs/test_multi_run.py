@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
+from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.trainer.multi import child as child_module
 from prime_hpc.trainer.multi import loop
+from prime_hpc.trainer.multi.admit import Admission
+from prime_hpc.trainer.session import Base
 from tests.proofs import prove_multi_run
 
 pytestmark = pytest.mark.slow
@@ -17,14 +20,14 @@ def test_runs_together_are_bit_for_bit_what_they_are_alone() -> None:
     assert errors == {claim: [0.0] for claim in prove_multi_run.CLAIMS}
 
 
-def in_one_slot(base: Any, admission: Any, *args: Any) -> Any:
+def in_one_slot(base: Base, admission: Admission, budget: int, doorbell: Doorbell) -> child_module.Child:
     """A trainer that gives every run the same adapter."""
-    return child_module.begin_child(base, replace(admission, slot=0), *args)
+    return child_module.begin_child(base, replace(admission, slot=0), budget, doorbell)
 
 
 def work_with_one_slot(*args: Any) -> None:
     """A rank of that trainer."""
-    loop.begin_child = in_one_slot  # type: ignore[attr-defined]
+    loop.begin_child = in_one_slot
     prove_multi_run.work(*args)
 
 

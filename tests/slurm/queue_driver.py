@@ -8,9 +8,11 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from submitit.core.core import Job
 from submitit.core.utils import UncompletedJobError
 
 from prime_hpc.launch.executors import HetSlurmExecutor, PackedSlurmExecutor, RunJob
@@ -49,7 +51,7 @@ def wait_for(what: Callable[[], Any]) -> Any:
     return found
 
 
-def told(made: RunJob) -> dict[str, Any]:
+def told(made: Job[Any]) -> dict[str, Any]:
     """What submitit says of a job that has ended."""
     try:
         result: Any = made.result()
@@ -62,7 +64,7 @@ def results(folder: Path) -> dict[str, Any]:
     """Submit all at once, read all back."""
     RunJob._results_timeout_s = 0
     RunJob.watcher._delay_s = 1
-    made: dict[str, RunJob] = {}
+    made: dict[str, Job[Any]] = {}
 
     def folder_of(name: str) -> Path:
         (folder / name).mkdir(parents=True)
@@ -120,8 +122,14 @@ def successor(folder: Path) -> dict[str, Any]:
             "components": len(info.components) if info else None,
         }
     for one in said.values():
-        one["state"] = wait_for(lambda one=one: (info := job(one["job_id"])) and not info.is_active and info.state)
+        one["state"] = wait_for(partial(_last_state, one["job_id"]))
     return said
+
+
+def _last_state(job_id: str) -> str | None:
+    """In which state the job ended; None before."""
+    info = job(job_id)
+    return info.state if info is not None and not info.is_active else None
 
 
 if __name__ == "__main__":

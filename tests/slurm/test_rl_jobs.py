@@ -51,7 +51,7 @@ def experiment(cluster: Cluster) -> Path:
 
 
 def submit(cluster: Cluster, experiment: Path, name: str, *flags: object) -> tuple[str, Path]:
-    words = [str(BIN / "prime-hpc"), "submit", experiment, "--name", name, "--json", *map(str, flags)]
+    words = [str(BIN / "prime-hpc"), "submit", str(experiment), "--name", name, "--json", *map(str, flags)]
     done = cluster.x(words, timeout=60)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["job_id"], experiment.parent / "out" / name

@@ -1,11 +1,12 @@
 """Tiny models of three families, random, without tokenizers: what the layout proofs split over ranks."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 VOCAB = 132
-_SHAPE = {
+_SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,  # 4 ranks divide it, into 33 rows each, which FSDP cannot divide evenly
     "hidden_size": 40,
     "intermediate_size": 72,
@@ -23,6 +24,7 @@ def make_family(folder: Path, family: str) -> Path:
     import transformers as hf
 
     torch.manual_seed(0)
+    config: hf.PreTrainedConfig
     if family == "qwen3":
         config = hf.Qwen3Config(**_SHAPE, num_key_value_heads=4, tie_word_embeddings=True, pad_token_id=5)
     elif family == "llama":

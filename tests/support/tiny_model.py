@@ -1,6 +1,7 @@
 """A tiny Qwen3 (about 60k parameters) with a tokenizer, and batches for it, made on the spot."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ def make_tiny_model(folder: Path, *, tied: bool = True, seed: int = 0, experts: 
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -55,8 +56,8 @@ def make_tiny_model(folder: Path, *, tied: bool = True, seed: int = 0, experts: 
         from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
         shape["vocab_size"] += shape["vocab_size"] % 2
-        more = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **more)).save_pretrained(folder)
+        shape |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).save_pretrained(folder)
     else:
         Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
     return folder

@@ -48,7 +48,7 @@ def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
     return found
 
 
-def _without_functions(statement: ast.stmt) -> list[ast.AST]:
+def _without_functions(statement: ast.stmt | ast.ExceptHandler) -> list[ast.AST]:
     """The nodes that run when the module is imported, `if TYPE_CHECKING` aside."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
         return []

@@ -11,7 +11,7 @@ from prime_hpc.config.sections.orchestrator import AdvantageConfig
 from prime_hpc.envs.samples import EpisodeResult
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.assemble import EPISODE_BITS, ScoredGroup, build_ranks, score_groups, train_samples
-from prime_hpc.orchestrator.episodes import is_retryable, is_server_error, to_episode
+from prime_hpc.orchestrator.episodes import Episode, is_retryable, is_server_error, to_episode
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.metrics import batch_metrics
@@ -26,7 +26,7 @@ def score(groups: list[Group], config: AdvantageConfig) -> list[ScoredGroup]:
 
 
 def make_group(position: int, results: list[EpisodeResult | None], source: int = 0) -> Group:
-    slots = [failed_episode() if r is None else to_episode(r, 1000) for r in results]
+    slots: list[Episode | None] = [failed_episode() if r is None else to_episode(r, 1000) for r in results]
     return Group(Prompt(position, source, position, position), 0, 0, slots, num_ended=len(slots))
 
 
@@ -69,21 +69,21 @@ def test_every_token_arrives_with_its_own_values_and_its_episodes_advantage() ->
         rank.check()
         assert max(rank.tokens_of(m).stop - rank.tokens_of(m).start for m in range(rank.num_micro_batches)) <= 64
     for group in groups:
-        usable = [e for e in group.slots if e.usable]
-        mean = np.mean([e.result.reward for e in usable])
-        for index, episode in enumerate(group.slots):
+        mean = np.mean([e.result.reward for e in group.slots if e is not None and e.usable])
+        for index, ended in enumerate(group.slots):
+            assert ended is not None
             ident = group.prompt.position << EPISODE_BITS | index
-            if not episode.usable:
+            if not ended.usable:
                 assert ident not in found
                 continue
-            [row], [sample] = found[ident], episode.result.samples
+            [row], [sample] = found[ident], ended.result.samples
             np.testing.assert_array_equal(row["token_ids"], sample.token_ids)
             np.testing.assert_array_equal(row["loss_mask"], sample.loss_mask)
             np.testing.assert_array_equal(row["logprobs"], sample.logprobs)
             np.testing.assert_array_equal(row["versions"], sample.versions)
-            expected = np.where(sample.loss_mask, np.float32(episode.result.reward - mean), 0)
+            expected = np.where(sample.loss_mask, np.float32(ended.result.reward - mean), 0)
             np.testing.assert_allclose(row["advantages"], expected, rtol=1e-6)
-            assert row["rewards"] == np.float32(episode.result.reward)
+            assert row["rewards"] == np.float32(ended.result.reward)
             assert row["group_ids"] == group.prompt.position
             assert row["env_ids"] == group.prompt.source
             assert row["temperatures"] == np.float32(0.7)

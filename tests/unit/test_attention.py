@@ -1,6 +1,7 @@
 """Packed attention: every token's log-probability is that of its sequence alone."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +31,8 @@ def test_packed_equals_each_sequence_alone(lengths: list[int], heads: int, kv_he
     got = torch.autograd.grad((out * weights).sum(), (q, k, v))
     pieces, at = [], 0
     for n in lengths:
-        part = [x[at : at + n].transpose(0, 1)[None] for x in (q, k, v)]
-        pieces.append(F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+        a, b, c = (x[at : at + n].transpose(0, 1)[None] for x in (q, k, v))
+        pieces.append(F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
         at += n
     expected = torch.cat(pieces)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
@@ -58,10 +59,10 @@ def test_sliding_window() -> None:
     out = attention.padded_attention(q, k, v, attention.plan_packing(np.array(lengths)), window=window)
     at = 0
     for n in lengths:
-        part = [x[at : at + n].transpose(0, 1)[None] for x in (q, k, v)]
+        a, b, c = (x[at : at + n].transpose(0, 1)[None] for x in (q, k, v))
         i = torch.arange(n)
         mask = (i[:, None] >= i) & (i[:, None] - i < window)
-        expected = F.scaled_dot_product_attention(*part, attn_mask=mask)[0].transpose(0, 1)
+        expected = F.scaled_dot_product_attention(a, b, c, attn_mask=mask)[0].transpose(0, 1)
         torch.testing.assert_close(out[at : at + n], expected, rtol=1e-5, atol=1e-5)
         at += n
 
@@ -70,7 +71,7 @@ def test_sliding_window() -> None:
 def test_policy_logprobs_equal_the_unpacked_models(kind: str) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300}
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
     config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind](**shape)
     torch.manual_seed(0)

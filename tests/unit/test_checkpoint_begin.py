@@ -113,7 +113,8 @@ def test_a_request_is_obeyed_once_a_submission(tmp_path: Path) -> None:
 def test_latest_and_minus_one(tmp_path: Path) -> None:
     train(experiment(tmp_path), 10, 20)
     assert life(experiment(tmp_path, ckpt={"resume_step": "latest"})) == 20
-    assert Experiment.model_validate({"ckpt": {"resume_step": -1}}).ckpt.resume_step == "latest"
+    config = Experiment.model_validate({"ckpt": {"resume_step": -1}}).ckpt
+    assert config is not None and config.resume_step == "latest"
 
 
 def test_nothing_left_to_do_and_steps_that_do_not_exist(tmp_path: Path) -> None:
@@ -153,6 +154,7 @@ def test_starts_from_another_run(tmp_path: Path, place: str) -> None:
     info = resolve_resume(mine.checkpoints, step)
     assert info.manifest.incarnation == 1
     assert info.manifest.meta["adopted_from"] == str(source.checkpoint_step(step))
+    assert info.orchestrator_state is not None
     assert json.loads(info.orchestrator_state.read_text())["step"] == step
     assert verify_artifact(mine.weights_step(step), deep=True).version == step
     assert (info.path / SHARD).stat().st_ino == (source.checkpoint_step(step) / SHARD).stat().st_ino

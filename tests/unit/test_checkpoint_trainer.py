@@ -119,7 +119,7 @@ def test_in_the_background_the_state_at_the_boundary_is_saved(
 ) -> None:
     """The copy begins only when the next update is asked for, which must wait for it; the disk lets nothing through
     until two more steps are done."""
-    where = {"staging_dir": tmp_path / "local"} if staging == "disk" else {}
+    where: dict[str, Any] = {"staging_dir": tmp_path / "local"} if staging == "disk" else {}
     trainer = Trainer(model, tmp_path / "run", save_async=True, **where)
     trainer.step(1)
     trainer.checkpointer.prepare()

@@ -84,6 +84,7 @@ def test_the_newer_of_two_words_is_the_later_one_said(tmp_path: Path, wall: Wall
         wall.offset = -HOURS
         words.ready()
         newest = read_status(context.log_dir)
+        assert newest is not None
         words_path = status_module.status_path(context.log_dir, 0)
         heard["trainer", 0] = newest
         row = dict(newest, state="starting", time=newest["time"] + HOURS, count=newest["count"] - 1)

@@ -17,6 +17,7 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.curriculum import CurriculumConfig, GateConfig, SamplerConfig
 from prime_hpc.orchestrator.curriculum import CompletedGroup, Curriculum, DifficultyPool, make_gate
 from prime_hpc.orchestrator.curriculum.samplers import MAX_SKIPS, unit_hash
+from prime_hpc.orchestrator.episodes import Episode
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.groups import Group, version_floor
 from prime_hpc.orchestrator.prompts import Draw, Prompt, PromptStream, SourceInfo
@@ -34,7 +35,7 @@ def make_curriculum(num_prompts: int = 2, **config: Any) -> Curriculum:
 
 
 def make_group(prompt: Prompt, rewards: list[float], versions: list[int] | None = None) -> Group:
-    slots = [make_episode(versions, reward=reward) for reward in rewards]
+    slots: list[Episode | None] = [make_episode(versions, reward=reward) for reward in rewards]
     return Group(prompt, 0, 0, slots, num_ended=len(slots))
 
 

@@ -1,7 +1,7 @@
 """What is looked up once instead of for every episode gives the same."""
 
 import asyncio
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import verifiers.v1 as vf
@@ -42,7 +42,8 @@ def test_decorated_methods_are_those_that_verifiers_finds_bound_to_the_object_at
         for obj in (kind(), kind()):
             found = shortcuts._discover_decorated(obj, "reward")
             assert [method.__name__ for method in found] == names
-            assert found == shortcuts._discover(obj, "reward") and all(m.__self__ is obj for m in found)
+            assert found == shortcuts._discover(obj, "reward")
+            assert all(isinstance(method, MethodType) and method.__self__ is obj for method in found)
             assert shortcuts._discover_decorated(obj, "stop") == []
 
 

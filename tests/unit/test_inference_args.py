@@ -136,8 +136,8 @@ def test_the_pure_part_imports_neither_torch_nor_vllm() -> None:
 
 
 def test_a_dead_servers_folder_is_removed_and_a_live_ones_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap.tempfile, "gettempdir", lambda: str(short))
     short = Path("/tmp") / f"t{os.getpid()}"
+    monkeypatch.setattr(bootstrap.tempfile, "gettempdir", lambda: str(short))
     short.mkdir()
     try:
         code = f"""

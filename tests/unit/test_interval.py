@@ -1,6 +1,8 @@
 """The checkpoint interval: against the published table, against brute force, and where its limits bite."""
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -57,7 +59,7 @@ def test_the_run_itself_teaches() -> None:
 
 
 def test_learning_from_attempts() -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"began": 0.0, "ended": 100.0, "outcome": "failed", "exit_code": 1, "seconds": {"start": 30.0}},
         {"began": 110.0, "ended": 111.0, "outcome": "failed", "exit_code": 2, "seconds": {}},
         {"began": 120.0, "ended": 220.0, "outcome": "preempted", "exit_code": 0, "seconds": {"start": 50.0}},
@@ -86,10 +88,8 @@ def test_never_more_often_than_a_save_is_written_or_a_step_is_done() -> None:
 
 
 def test_a_notice_that_is_too_short_counts_as_a_failure() -> None:
-    facts = {"save_s": 20.0, "step_s": 60.0, "mtbf": 1e7, "walltime_s": 4 * HOUR_S}
-    enough = plan_interval(**facts, notice_s=120)
-    short = plan_interval(**facts, notice_s=60)
-    none = plan_interval(**facts)
+    plan = partial(plan_interval, save_s=20.0, step_s=60.0, mtbf=1e7, walltime_s=4 * HOUR_S)
+    enough, short, none = plan(notice_s=120), plan(notice_s=60), plan()
     assert enough.mtbf_s == pytest.approx(1e7)
     assert short.mtbf_s == none.mtbf_s < 4 * HOUR_S
     assert short.interval_s < enough.interval_s

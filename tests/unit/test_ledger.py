@@ -67,7 +67,8 @@ def test_many_runs_append_at_once(tmp_path: Path) -> None:
 def test_a_line_lost_to_another_writer_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS clients append at the end that they last saw: the later one overwrites the earlier one's line."""
     path = tmp_path / "ledger"
-    append, lost = ledger._append, []
+    append = ledger._append
+    lost: list[bytes] = []
 
     def overwritten_once(target: Path, rows: list[dict[str, object]]) -> None:
         append(target, rows)

@@ -35,6 +35,7 @@ def test_values_and_gradients_match_float64(seed: int, chunk_tokens: int) -> Non
     logprobs, _ = token_logprobs(hidden, head, targets, temperatures, chunk_tokens=chunk_tokens)
     (outer * logprobs).sum().backward()
     np.testing.assert_allclose(logprobs.detach().numpy(), log_p, rtol=1e-5, atol=1e-5)
+    assert hidden.grad is not None and head.grad is not None
     np.testing.assert_allclose(hidden.grad.numpy(), d_hidden, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(head.grad.numpy(), d_head, rtol=1e-4, atol=1e-5)
 
@@ -46,7 +47,7 @@ def test_no_targets_give_nothing_and_zero_gradients() -> None:
     logprobs, entropy = token_logprobs(hidden, head, empty.long(), empty, with_entropy=True)
     logprobs.sum().backward()
     assert logprobs.shape == entropy.shape == (0,)
-    assert torch.equal(head.grad, torch.zeros_like(head))
+    assert head.grad is not None and torch.equal(head.grad, torch.zeros_like(head))
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

@@ -198,11 +198,11 @@ def test_following_goes_over_to_the_next_attempt_and_ends_with_the_run(run: Path
         lambda: write(trainer(2), "more\n", "a"),
         end,
     ]
-    watch = Watch(
-        newest=lambda: find_source(run, "trainer"),
-        is_over=lambda: over[0] if over else None,
-        pause=lambda: events.pop(0)() and None,
-    )
+
+    def pause() -> None:
+        events.pop(0)()
+
+    watch = Watch(newest=lambda: find_source(run, "trainer"), is_over=lambda: over[0] if over else None, pause=pause)
     got = [(source.attempt, line) for source, line in follow(None, watch, said.append)]
     assert got == [(1, "first life"), (1, "half a li"), (2, "second life"), (2, "more"), (2, "bye")]
     assert said == [f"goes on in attempt 2: {trainer(2)}", "the run is completed"]

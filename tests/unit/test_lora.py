@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from prime_hpc.config.sections.common import ModelConfig
@@ -124,11 +125,16 @@ def test_gradients_equal_autograd_of_the_merged_weights(model: Path, ac: Any) ->
     assert all(p.grad is None for p in (*slot_parameters(policy, 0), *policy.parameters()))
 
 
+def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.full_tensor()
+
+
 def test_slots_do_not_touch_each_other(model: Path) -> None:
     policy = lora_policy(model, num_slots=3)
     for slot in range(3):
         reset_slot(policy, slot, seed=7)
-    frozen = {name: p.full_tensor().clone() for name, p in policy.named_parameters()}  # type: ignore[operator]
+    frozen = {name: full_tensor(p).clone() for name, p in policy.named_parameters()}
     before = slot_weights(policy, 2)
     engines = [lora_engine(policy, slot) for slot in (0, 1)]
     for step in (1, 2):
@@ -143,7 +149,7 @@ def test_slots_do_not_touch_each_other(model: Path) -> None:
     assert all(torch.equal(t, slot_weights(policy, 1)[n]) for n, t in slot_weights(alone, 0).items())
     assert any(not torch.equal(t, slot_weights(policy, 0)[n]) for n, t in slot_weights(alone, 0).items())
     assert all(torch.equal(t, slot_weights(policy, 2)[n]) for n, t in before.items())
-    assert all(torch.equal(p.full_tensor(), frozen[n]) for n, p in policy.named_parameters())  # type: ignore[operator]
+    assert all(torch.equal(full_tensor(p), frozen[n]) for n, p in policy.named_parameters())
 
 
 def test_a_fresh_slot_is_the_base_model(model: Path) -> None:

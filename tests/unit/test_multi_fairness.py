@@ -11,9 +11,11 @@ from prime_hpc.trainer.multi.fairness import PATIENCE, FairQueue
 def run_always_ready(sizes: dict[str, list[int]], num_steps: int) -> tuple[list[str], dict[str, list[int]]]:
     """Every run has its next batch at once. Returns who was trained, and each one's tokens after every step."""
     queue = FairQueue(len(sizes))
-    for run in sizes:
-        queue.add(run)
-    turns, tokens, history = defaultdict(int), dict.fromkeys(sizes, 0), {run: [] for run in sizes}
+    for name in sizes:
+        queue.add(name)
+    turns: defaultdict[str, int] = defaultdict(int)
+    tokens = dict.fromkeys(sizes, 0)
+    history: dict[str, list[int]] = {run: [] for run in sizes}
     order = []
     for _ in range(num_steps):
         run = queue.choose(set(sizes))
@@ -65,7 +67,9 @@ def test_no_ready_run_waits_longer_than_the_bound(batches: list[list[int]]) -> N
 @given(st.data())
 def test_the_bound_holds_with_pauses_comers_and_goers(data: st.DataObject) -> None:
     num_slots = 4
-    queue, passed, present = FairQueue(num_slots), defaultdict(int), set()
+    queue = FairQueue(num_slots)
+    passed: defaultdict[str, int] = defaultdict(int)
+    present: set[str] = set()
     for i in range(150):
         for name in ("a", "b", "c", "d"):
             coin = data.draw(st.integers(0, 19)) if i % 7 == 0 else 1

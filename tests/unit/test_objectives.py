@@ -271,4 +271,5 @@ def test_sft_loss_is_the_mean_nll() -> None:
     logprobs = torch.tensor([-1.0, -3.0], requires_grad=True)
     loss, _ = sft_loss(logprobs, torch.full((2,), 0.5))
     loss.backward()
+    assert logprobs.grad is not None
     assert loss.item() == 2.0 and logprobs.grad.tolist() == [-0.5, -0.5]

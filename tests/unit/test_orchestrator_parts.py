@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -110,9 +111,14 @@ async def until(condition: object, timeout_s: float = 5.0) -> None:
 def test_concurrency_is_bounded_and_every_job_ends_once() -> None:
     async def scenario() -> None:
         dispatcher, _ = make_dispatcher(make_table())
-        runner, ended = Runner(), Counter()
+        runner = Runner()
+        ended: Counter[int] = Counter()
+
+        def count(task: int, _: EpisodeResult) -> None:
+            ended[task] += 1
+
         for task in range(50):
-            dispatcher.add(Job(runner, 0, task, Lane(), lambda r, t=task: ended.update([t])))
+            dispatcher.add(Job(runner, 0, task, Lane(), partial(count, task)))
         dispatcher.pump()
         await until(lambda: len(ended) == 50 and not dispatcher.num_running)
         assert set(ended.values()) == {1}
@@ -125,7 +131,12 @@ def test_a_lane_stays_on_one_server_and_moves_when_that_fails() -> None:
     async def scenario() -> None:
         table = make_table(2)
         dispatcher, errors = make_dispatcher(table, max_concurrent=1)
-        dispatcher._on_server_error = lambda i: (errors.append(i), table.mark_suspect(i, 0.0))
+
+        def suspect(url_index: int) -> None:
+            errors.append(url_index)
+            table.mark_suspect(url_index, 0.0)
+
+        dispatcher._on_server_error = suspect
         runner = Runner({2: [failed_result("refused", "ProviderError")]})
         ended: list[EpisodeResult] = []
         lane = Lane()
@@ -147,7 +158,7 @@ def test_a_server_error_is_tried_again_once_and_an_environments_is_not() -> None
         runner = Runner({0: [broken, make_result([0])], 1: [broken, broken, broken], 2: [failed_result()]})
         ended: dict[int, EpisodeResult] = {}
         for task in range(3):
-            dispatcher.add(Job(runner, 0, task, Lane(), lambda r, t=task: ended.update({t: r})))
+            dispatcher.add(Job(runner, 0, task, Lane(), partial(ended.__setitem__, task)))
         dispatcher.pump()
         await until(lambda: len(ended) == 3)
         assert ended[0].usable

@@ -190,7 +190,7 @@ def test_a_lost_inference_node(model: Path) -> None:
 
 def test_a_teacher_of_the_runs_own(model: Path) -> None:
     opd = {"env": [{"id": "reverse-text"}], "advantage": {"type": "opd"}, "teacher": {"model": str(model)}}
-    values = {"orchestrator": opd, "teacher_inference": {"tensor_parallel_size": 8}}
+    values: dict[str, Any] = {"orchestrator": opd, "teacher_inference": {"tensor_parallel_size": 8}}
     plan, text = planned(model, **values)
     assert plan["num_nodes"] == 5 and plan["roles"][-1]["role"] == "teacher[0]"
     assert f"teacher       1 vLLM server(s) of {model} on 1 node (node 4 of component 0)" in text

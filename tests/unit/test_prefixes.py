@@ -1,6 +1,7 @@
 """Samples that begin alike are computed together: same log-probabilities and gradients, fewer tokens."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def test_rows_are_the_longest_common_prefixes_of_groups() -> None:
 def test_sharing_changes_neither_logprobs_nor_gradients(kind: str) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300}
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
     torch.manual_seed(0)
     config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind](**shape, attn_implementation=attention.register())
@@ -61,6 +62,7 @@ def test_sharing_changes_neither_logprobs_nor_gradients(kind: str) -> None:
     assert shared.input_ids.shape[1] == shared.num_tokens - shared.num_shared == alone.input_ids.shape[1] - 78
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-6)  # float32 in the output head
     for a, b in zip(grads, wanted, strict=True):
+        assert b is not None
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * float(b.abs().max()))
 
 

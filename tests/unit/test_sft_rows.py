@@ -16,7 +16,7 @@ from prime_hpc.trainer.data.template import ChatTokenizer
 from tests.support.tiny_model import CHATML, STRIPPING
 from tests.support.tiny_tokenizer import make_tokenizer
 
-CONVERSATION = [
+CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "what is the name"},
     {"role": "assistant", "content": "number"},
@@ -170,7 +170,7 @@ def test_forms_that_data_sets_have(tokenizer: Any) -> None:
     tokenizer.chat_template = QWEN3
     chat = ChatTokenizer(tokenizer, enable_thinking=True)
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2]}}}
-    calls = [
+    calls: list[dict[str, Any]] = [
         {"role": "user", "content": "add"},
         {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "content": "3"},

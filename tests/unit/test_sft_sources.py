@@ -129,7 +129,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_fingerprint_sees_rows_that_change(tmp_path: Path) -> None:
-    prints = []
+    prints: list[int] = []
     for content in (rows_of(10), rows_of(10), rows_of(11), [*rows_of(9), {"prompt": "another", "completion": ""}]):
         path = tmp_path / str(len(prints)) / "a.jsonl"
         path.parent.mkdir()

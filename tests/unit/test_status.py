@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,10 +220,14 @@ def test_coming_back_with_slurm_out_of_reach(run: Run) -> None:
     assert status.state == "requeued" and "no controller" in status.note
 
 
+def asked_before(jobs: dict[str, JobInfo], wanted: set[str], by_token: bool) -> Queue:
+    return Queue(jobs, asked=NOW - 9)
+
+
 def test_an_attempt_that_began_after_slurm_was_asked(run: Run) -> None:
     run.sent().attempt(began=NOW - 2).word("starting", age=1)
     for jobs in ({}, {"12": job("PENDING", reason="BeginTime")}):
-        status = status_of(run.path, ask=lambda wanted, token, jobs=jobs: Queue(jobs, asked=NOW - 9), details=False)
+        status = status_of(run.path, ask=partial(asked_before, jobs), details=False)
         assert (status.state, status.note) == ("starting", "")
     assert run.status(job("PENDING", reason="BeginTime")).state == "requeued"  # asked just now: it was killed
 
@@ -314,7 +319,12 @@ def test_those_under_way_come_first_and_are_never_left_out(tmp_path: Path) -> No
 
 def test_a_waiting_squeue_is_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[set[str]] = []
-    monkeypatch.setattr("prime_hpc.launch.status.ask_slurm", lambda wanted, token: calls.append(wanted) or Queue())
+
+    def ask_slurm(wanted: set[str], by_token: bool) -> Queue:
+        calls.append(wanted)
+        return Queue()
+
+    monkeypatch.setattr("prime_hpc.launch.status.ask_slurm", ask_slurm)
     ask = PatientAsk(every_s=1000)
     for wanted in ({"1"}, {"1"}, {"1", "2"}, {"1", "2"}):
         ask(wanted, False)
@@ -421,12 +431,16 @@ def test_watch_ends_with_the_run(outputs: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_strange_directories_do_not_stop_the_others(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def break_snapshot(path: Path) -> None:
+        (path / "run.yaml").unlink()
+        (path / "run.yaml").symlink_to("/nowhere")
+
     spoil: dict[str, Callable[[Path], object]] = {
         "a": lambda path: (path / "attempts.jsonl").write_text('{"attempt": 1}\n'),
         "b": lambda path: (path / "status.json").write_text('{"step": "x", "time": null, "nodes": 3, "roles": []}'),
         "c": lambda path: (path / "submit.json").write_text('{"state": "sent", "job_id": "not a number"}'),
         "d": lambda path: (path / "attempts.jsonl").mkdir(),
-        "e": lambda path: (path / "run.yaml").unlink() or (path / "run.yaml").symlink_to("/nowhere"),
+        "e": break_snapshot,
     }
     for name, act in spoil.items():
         act(Run(outputs / name).path)

@@ -33,6 +33,7 @@ from prime_hpc.store.artifact import (
     verify_artifact,
     wait_for_artifact,
 )
+from prime_hpc.store.files import FileEntry
 from prime_hpc.store.layout import RunPaths, claim_incarnation, current_incarnation, list_steps
 
 
@@ -333,7 +334,7 @@ def test_many_ranks_one_artifact(paths):
     stage = prepare_stage(final, 0)
     assert stage == stage_dir(final, 0)
     (stage / "trainer").mkdir()
-    entries = {}
+    entries: dict[str, FileEntry] = {}
     for rank in range(4):
         name = f"trainer/rank_{rank}.bin"
         (stage / name).write_bytes(bytes([rank]) * (rank + 1))

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_late_joiner_gets_the_last_of_each_topic(hub, bell):
     early.ring("batch", step=7)
     early.wait("batch", lambda m: m["step"] == 7, WAIT_S)
     late = bell(hub.address)
-    heard = []
+    heard: list[dict[str, Any]] = []
     late.subscribe("weights", heard.append)
     assert late.wait("batch", lambda m: m["step"] == 7, WAIT_S)
     assert late.wait("weights", lambda m: m["version"] == 4, WAIT_S)
@@ -113,7 +114,7 @@ def test_a_late_subscriber_hears_the_latest(hub, bell):
     one = bell(hub.address)
     one.ring("batch", step=3)
     one.wait("batch", lambda m: True, WAIT_S)
-    heard = []
+    heard: list[dict[str, Any]] = []
     one.subscribe("batch", heard.append)
     until(lambda: heard)
     assert heard == [{"step": 3}]
@@ -326,10 +327,13 @@ def test_an_announced_artifact_is_found_where_listings_are_stale(hub, bell, tmp_
     one = bell(hub.address)
     looked = []
     verify = waiting.verify_artifact
+
+    def look(path, **_):
+        looked.append(time.monotonic())
+        return verify(path)
+
     monkeypatch.setattr(waiting.files, "list_dir", lambda path: [])
-    monkeypatch.setattr(
-        waiting, "verify_artifact", lambda path, **_: (looked.append(time.monotonic()), verify(path))[1]
-    )
+    monkeypatch.setattr(waiting, "verify_artifact", look)
     announced = []
 
     def produce():

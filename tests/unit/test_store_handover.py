@@ -85,7 +85,7 @@ def test_a_batch_that_the_reader_cannot_see_is_handed_over(pair):
 
 def test_nothing_is_asked_of_the_file_system(pair, monkeypatch):
     pair.write(1)
-    touched = []
+    touched: list[object] = []
     monkeypatch.setattr(files, "list_dir", touched.append)
     monkeypatch.setattr(Path, "read_bytes", touched.append)
     pair.read(1, 0)
@@ -117,7 +117,12 @@ def test_a_source_that_cannot_be_reached_is_left_alone_for_a_while(pair, monkeyp
     pair.write(1, source=f"127.0.0.1:{closed}")
     tried = []
     connect = handover._connect
-    monkeypatch.setattr(handover, "_connect", lambda source: (tried.append(source), connect(source))[1])
+
+    def try_to_connect(source):
+        tried.append(source)
+        return connect(source)
+
+    monkeypatch.setattr(handover, "_connect", try_to_connect)
     pair.written.root.rename(pair.seen.root)
     for _ in range(3):
         assert_equal(pair.read(1, 0), pair.ranks[0])

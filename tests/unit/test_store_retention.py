@@ -137,6 +137,7 @@ def test_checkpoint_holds_both_halves(paths):
     info = resolve_resume(paths.checkpoints, 10)
     assert info.step == 10
     assert info.path == paths.checkpoint_step(10)
+    assert info.orchestrator_state is not None
     assert json.loads(info.orchestrator_state.read_text()) == {"after": 10}
     assert (info.trainer_dir / ".metadata").read_bytes() == b"meta"
     assert checkpoint(paths, 20, with_batch=False).step == 20

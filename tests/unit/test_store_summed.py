@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import IO, cast
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def test_torch_reads_back_what_it_wrote(tmp_path: Path) -> None:
     with open_summed(tmp_path / "x") as file:
         for tensor in tensors:
             offsets.append(file.tell())
-            torch.save(tensor, file)
+            torch.save(tensor, cast("IO[bytes]", file))  # `write` and `tell` are all that it uses
     raw = (tmp_path / "x").read_bytes()
     ends = [*offsets[1:], len(raw)]
     for tensor, begin, end in zip(tensors, offsets, ends, strict=True):
@@ -57,14 +58,15 @@ def test_a_full_disk_is_said_whoever_swallows_the_error(
     with monkeypatch.context() as patch, pytest.raises(StoreError, match="disk full"):
         patch.setattr(summed.os, "pwrite", full)
         with open_summed(tmp_path / "x") as file:
-            torch.save(torch.zeros(BUFFER_BYTES if large else 1000), file)
+            torch.save(torch.zeros(BUFFER_BYTES if large else 1000), cast("IO[bytes]", file))
 
 
 def test_a_file_system_that_accepts_the_flag_and_refuses_the_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some do, for an alignment of their own; a short write means nearly full: both go on through the page cache."""
-    real, refused = os.pwrite, []
+    real = os.pwrite
+    refused: list[int] = []
 
     def moody(fd: int, data: memoryview, offset: int) -> int:
         if not refused:

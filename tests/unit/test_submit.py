@@ -149,10 +149,16 @@ def test_without_a_configuration_auto_stays_here(
     assert uses_slurm(auto)
 
 
+def shorten_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = slurm.send.__kwdefaults__
+    assert defaults is not None and "timeout_s" in defaults
+    monkeypatch.setattr(slurm.send, "__kwdefaults__", {**defaults, "timeout_s": 1.0})
+
+
 def test_a_hanging_sbatch_that_took_the_job(
     fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(slurm.send, "__kwdefaults__", {**slurm.send.__kwdefaults__, "timeout_s": 1.0})
+    shorten_patience(monkeypatch)
     fake.behave("sbatch", hang="after")
     assert submit(load(config)) == 0
     (job,) = fake.jobs()
@@ -164,7 +170,7 @@ def test_a_hanging_sbatch_that_took_the_job(
 def test_a_hanging_sbatch_and_a_silent_controller_leave_it_open(
     fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(slurm.send, "__kwdefaults__", {**slurm.send.__kwdefaults__, "timeout_s": 1.0})
+    shorten_patience(monkeypatch)
     down = {"code": 1, "stderr": "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"}
     fake.behave("sbatch", hang="after")
     fake.behave("squeue", **down)
@@ -267,12 +273,12 @@ def submit_and_die_at(config: Path, point: int) -> bool:
         calls = 0
         real = os.fsync
 
-        def fsync(descriptor: int) -> None:
+        def fsync(fd: Any) -> None:
             nonlocal calls
             calls += 1
             if calls == point:
                 os.kill(os.getpid(), signal.SIGKILL)
-            real(descriptor)
+            real(fd)
 
         os.fsync = fsync
         code = 1

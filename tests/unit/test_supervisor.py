@@ -118,10 +118,11 @@ def test_attempt_lines_are_replaced_not_repeated(tmp_path: Path) -> None:
 
 
 def test_held_means_alive_on_this_host() -> None:
-    me = {"ended": None, "host": socket.gethostname(), "pid": os.getpid(), "began": psutil.Process().create_time() + 5}
+    began = psutil.Process().create_time() + 5
+    me = {"ended": None, "host": socket.gethostname(), "pid": os.getpid(), "began": began}
     assert is_held(me)
     assert not is_held({**me, "ended": 1.0})
-    assert not is_held({**me, "began": me["began"] - 1e6})  # the number was re-used by a younger process
+    assert not is_held({**me, "began": began - 1e6})  # the number was re-used by a younger process
 
 
 def test_second_life_beside_a_living_one_is_refused(tmp_path: Path) -> None:

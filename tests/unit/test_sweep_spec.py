@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.config import ConfigError
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.files import dump_yaml
 from prime_hpc.launch.sweep.naming import default_pattern, point_name, value_text
 from prime_hpc.launch.sweep.resolve import Base, Point, load_base, load_stored, resolve_points
@@ -38,6 +38,11 @@ def points(path: Path, *argv: str) -> list[Point]:
 
 def experiments(path: Path, *argv: str) -> list:
     return [point.loaded.experiment for point in points(path, *argv) if point.loaded]
+
+
+def experiment_of(point: Point) -> Experiment:
+    assert point.loaded is not None, point.reason
+    return point.loaded.experiment
 
 
 def test_product_is_every_combination_and_the_last_axis_is_fastest(write) -> None:
@@ -92,7 +97,7 @@ def test_values_are_taken_in_any_spelling_the_config_accepts(write) -> None:
 def test_order_of_sources(write, tmp_path: Path) -> None:
     path = write(AXES + "overrides: {max_steps: 5, async_level: 0}\nname: one\n")
     base = load_base(path, ["--max-steps", "9", "--name", "two"], {"PRIME_SEED": "11", "PRIME_MAX_STEPS": "1"})
-    experiment = resolve_points(base)[0].loaded.experiment
+    experiment = experiment_of(resolve_points(base)[0])
     assert (experiment.max_steps, experiment.async_level, experiment.seed) == (9, 0, 11)
     assert base.sweep_dir == tmp_path / "out" / "two"
     assert experiment.run_dir == tmp_path / "out" / "two" / "lr1e-05-rollouts_per_example4"
@@ -192,11 +197,10 @@ def test_what_is_stored_gives_the_same_points_without_the_files(write, tmp_path:
     (tmp_path / "exp.yaml").unlink()
     again: Base = load_stored(base.sweep_dir / "sweep.yaml")
     after = resolve_points(again)
-    assert [(p.name, p.hash, p.loaded.experiment) for p in after] == [
-        (p.name, p.hash, p.loaded.experiment) for p in before
-    ]
+    assert [(p.name, p.hash, experiment_of(p)) for p in after] == [(p.name, p.hash, experiment_of(p)) for p in before]
     assert (again.sweep_dir, again.name, again.spec.file.throttle) == (base.sweep_dir, base.name, 2)
-    assert before[3].loaded.experiment.wandb.name == before[3].name
+    wandb = experiment_of(before[3]).wandb
+    assert wandb is not None and wandb.name == before[3].name
 
 
 def test_a_stored_sweep_goes_on_where_it_was_submitted(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ class Server(InferenceClient):
 
     def __init__(self, answers: list[InferenceError | None]) -> None:
         super().__init__("http://127.0.0.1:9")
-        self.answers, self.seen = answers, []
+        self.answers = answers
+        self.seen: list[list[int]] = []
 
     async def score(self, token_ids: Any, model: str = "policy") -> np.ndarray:
         self.seen.append(np.asarray(token_ids).tolist())
@@ -196,19 +197,20 @@ def test_a_started_teacher_sees_its_own_model_servers_and_nodes_where_the_policy
     assert stated["--api-key"] == "policys" and "--enable-lora" not in options
     assert (view.inference_gpu_ids, view.slurm.inference.partition) == ([3, 4], "big")
     assert served_by(exp, "inference") is exp and engine_roles(exp) == ["inference", "teacher"]
-    assert served_by(started("o/p", "o/t", teacher_inference={"api_key": "own"}), "teacher").inference.api_key == "own"
+    own = served_by(started("o/p", "o/t", teacher_inference={"api_key": "own"}), "teacher").inference
+    assert own is not None and own.api_key == "own"
 
 
 def test_the_orchestrator_finds_a_started_teacher_by_the_supervisors_word(tmp_path: Path) -> None:
     exp = started("o/policy", "o/teacher")
-    facts = {
-        "doorbell_address": "",
-        "attempt": 1,
-        "incarnation": 1,
-        "resume_step": None,
-        "inference_urls": ["http://p/v1"],
-    }
-    environ = role_environment(**facts, teacher_urls=["http://a/v1", "http://b/v1"])
+    environ = role_environment(
+        doorbell_address="",
+        attempt=1,
+        incarnation=1,
+        resume_step=None,
+        inference_urls=["http://p/v1"],
+        teacher_urls=["http://a/v1", "http://b/v1"],
+    )
     context = RoleContext.from_env("orchestrator", tmp_path, environ=environ)
     assert teacher_urls(exp, context) == ["http://a/v1", "http://b/v1"]
     assert server_urls(exp, context) == ["http://p/v1"]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,7 @@ def make_run(path: Path, process: "subprocess.Popen[bytes]") -> None:
     for role in ("trainer", "orchestrator", "inference"):
         (path / "logs" / "attempt_1" / role).mkdir(parents=True)
         (path / "logs" / "attempt_1" / role / f"{role}.log").write_text(f"a line of the {role}\n")
-    row = {"attempt": 1, "began": time.time() + 1, "ended": None, "job_id": None}
+    row: dict[str, Any] = {"attempt": 1, "began": time.time() + 1, "ended": None, "job_id": None}
     row |= {"host": os.uname().nodename, "pid": process.pid}
     (path / "attempts.jsonl").write_text(json.dumps(row) + "\n")
 

@@ -34,7 +34,8 @@ def test_values_and_gradients_are_near_the_exact_ones(bias):
         shift = exact.bias.detach().to(torch.bfloat16).requires_grad_() if bias else None
         out = product(inputs, weight, shift)
         out.backward(grad.to(torch.bfloat16))
-        results.append([t.float() for t in (out.detach(), inputs.grad, weight.grad, *([shift.grad] if bias else []))])
+        found = [out.detach(), inputs.grad, weight.grad, *([shift.grad] if shift is not None else [])]
+        results.append([t.float() for t in found])
     (out, dx, dw, *db), (out8, dx8, dw8, *db8) = results
     assert 0.001 < relative(out8, out) < 0.05  # not the same product, but near
     assert 0.001 < relative(dx8, dx) < 0.05

@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from prime_hpc.config.sections.common import ActivationCheckpointConfig  # noqa: E402
 from prime_hpc.trainer.memory.optimizer_state import keep_in_host_memory  # noqa: E402
@@ -25,7 +26,7 @@ class Block(nn.Module):
         return hidden + self.down(nn.functional.silu(self.up(hidden)))
 
 
-class Counter(torch.utils._python_dispatch.TorchDispatchMode):
+class Counter(TorchDispatchMode):
     """Counts operators by name."""
 
     def __init__(self) -> None:
@@ -144,10 +145,12 @@ def test_the_estimate_knows_what_saves_memory():
 
     sizes = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
     facts = model_facts({**sizes, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151_936})
+    assert facts is not None
 
     def gib(ac=None, optim=None):
         tree = {"model": {"ac": ac}, "trainer": {"optim": optim or {}, "num_ranks": 8}, "seq_len": 16_384}
         parts = trainer_gib(Experiment.model_validate(tree), facts)
+        assert parts is not None
         return parts["activations"], parts["state"]
 
     plain, full, full_offload = gib(), gib({}), gib({"offload": True})

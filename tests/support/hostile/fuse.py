@@ -19,7 +19,6 @@ import argparse
 import errno
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -274,4 +273,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
