@@ -33,11 +33,11 @@ def main(spec: dict[str, Any]) -> None:
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             ends.append(time.time())
 
-    def reward(completions: Any, text: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def reward(completions: Any, text: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         tokens.append(sum(map(len, completion_ids)))
         values = [score(c[0]["content"], t) for c, t in zip(completions, text, strict=True)]
         rewards.append(sum(values) / len(values))
-        return values
+        return [*values]
 
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     trainer = GRPOTrainer(

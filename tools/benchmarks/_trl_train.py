@@ -135,7 +135,8 @@ def train_sft(
             processing_class=tokenizer,
             callbacks=[callback(alternation)],
         )
-        trainer._get_train_sampler = lambda dataset=None: SequentialSampler(trainer.train_dataset)
+        rows: Any = trainer.train_dataset  # packed, where the options say so
+        vars(trainer)["_get_train_sampler"] = lambda dataset=None: SequentialSampler(rows)
         trainer.train()
     return alternation
 
@@ -165,7 +166,7 @@ def train_grpo(
             "sample": order,
         }
 
-    def reward(completions: Any, sample: list[int], **_: Any) -> list[float]:
+    def reward(completions: Any, sample: list[int], **_: Any) -> list[float | None]:
         return [samples.rewards[i] for i in sample]
 
     with warnings.catch_warnings(), contextlib.redirect_stdout(None):

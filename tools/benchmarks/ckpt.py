@@ -142,12 +142,14 @@ def measure(bench: Bench, folder: Path, source: Path) -> dict[str, list[float]]:
         rows["in_flight"].append(time.perf_counter() - began)  # with what the save itself blocks
         bench.background.finish()
         figures = bench.background.take_figures()
+        assert figures is not None  # it has just finished
         rows["stall"].append(figures.stall_s)
         rows["write"].append(figures.write_s)
         rows["covered"].append(min(1.0, figures.write_s / rows["in_flight"][-1]))
         bench.step()
         bench.save(bench.sync)
         figures = bench.sync.take_figures()
+        assert figures is not None
         rows["sync"].append(figures.stall_s)
         rows["speed"].append(figures.size / figures.write_s)
         bench.step()  # both writers come after a step: a virtual machine gives freed memory back meanwhile

@@ -70,7 +70,7 @@ def write_model(shape: Shape, folder: str, on_gpu: bool) -> None:
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=40_960,
-        rope_theta=1e6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
         dtype="bfloat16",
     )
