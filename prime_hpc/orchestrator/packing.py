@@ -24,14 +24,14 @@ from prime_hpc.orchestrator.sharing import Sharing
 
 Indices = npt.NDArray[np.int64]
 _MAX_LOOKS = 6_000_000  # samples looked at by one local search; bounds its time (~0.1 s) whatever the batch
+_GROUP_LOOKS = 100_000  # the same for one way of keeping groups together
 _MAX_CANDIDATES = 4  # values of M that are tried
 _MAX_PARTNERS = 4096  # samples looked at in one step
 _BALANCED = 1.01  # fullest micro-batch over the mean at which balancing stops
 _CHUNKS = (1, 2, 4, 8)  # parts of groups that a micro-batch of mean load holds
 _LEAST_SHARED = 0.05  # of all tokens, below which groups need not stay together
 _MORE = 1.25  # times as many micro-batches as needed, for whole groups that leave gaps
-_STEP_COST = 0.02  # of a micro-step besides its tokens, in budgets
-_GROUP_LOOKS = 100_000  # the same for one way of keeping groups together
+_STEP_COST = 0.1  # of a micro-step besides its tokens (collectives, launches), in budgets
 
 
 def pack(
