@@ -6,6 +6,11 @@ import signal
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# No test fails for being slow: several run at once, on machines of any load.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 LONGEST_FIRST = ("slurm", "integration", "faults", "proofs", "unit")
 

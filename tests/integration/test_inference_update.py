@@ -257,7 +257,8 @@ def test_sigterm_with_requests_in_flight_ends_everything(server: ServerProcess) 
     assert len(server.members()) >= 2
     results, code = asyncio.run(run())
     assert code == 0, server.log.read_text(errors="replace")[-3000:]
-    assert all(r.finish_reason == "abort" if isinstance(r, Generation) else True for r in results)
+    for result in results:  # one that was quick enough is whole
+        assert not isinstance(result, Generation) or result.finish_reason == "abort" or len(result.token_ids) == 400
     assert any(isinstance(r, Generation) for r in results), results[0]
     psutil.wait_procs(server.members(), timeout=2)
     assert server.members() == []
