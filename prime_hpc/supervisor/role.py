@@ -21,6 +21,8 @@ State = Literal["starting", "ready", "done", "dead", "away"]
 """`away`: a server whose node was lost, and without which the run goes on."""
 _TORCHRUN_RANK = re.compile(r"rank\s*:\s*(\d+)")
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
+_LOST_A_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|ended by SIGTERM")
+"""In the words of a rank that only ended because another one did."""
 
 
 def log_tail(path: Path, lines: int = 20) -> str:
@@ -200,13 +202,18 @@ class Role:
 
     def cause_of_death(self) -> str:
         """Why the role ended: the first process to fail, in its own words where it left any."""
-        words = {row["index"] - self.spec.index: row["error"] for row in self.statuses() if row["state"] == "failed"}
+        rows = {row["index"] - self.spec.index: row for row in self.statuses() if row["state"] == "failed"}
+        words = {rank: str(row["error"]) for rank, row in rows.items()}
         if self.spec.num_processes > 1:
             first = self._first_failed_rank()
             if first is not None and first[0] not in words:
                 return f"{self.spec.label} rank {first[0]} {_ending(first[1])}"
+            # Ranks that lost another end within the same second; torchrun may have seen one of them first.
+            own = [rank for rank in words if not _LOST_A_PEER.search(words[rank])]
             if words:
                 rank = first[0] if first is not None else min(words)
+                if own and rank not in own:
+                    rank = min(own, key=lambda r: rows[r]["time"])
                 return f"{self.spec.label} rank {rank}: {words[rank].removeprefix(f'rank {rank}: ')}"
         elif words:
             return f"{self.spec.label}: {words[0]}"

@@ -1,0 +1,38 @@
+"""Why a trainer ended: the rank that failed first, not one that lost it."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.observe.context import RoleContext
+from prime_hpc.observe.status import RoleStatus
+from prime_hpc.supervisor.role import Role
+from prime_hpc.supervisor.roles import RoleSpec
+
+LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:36034"
+
+
+@pytest.mark.parametrize(
+    ("words", "torchruns_first", "expected"),
+    [
+        ({0: LOST, 1: "StoreError: x: I/O error"}, 0, "trainer rank 1: StoreError: x: I/O error"),
+        ({0: "ValueError: bad", 1: LOST}, 1, "trainer rank 0: ValueError: bad"),
+        ({0: LOST}, 1, "trainer rank 1 was killed by signal 9"),
+        ({0: LOST, 1: LOST}, 1, f"trainer rank 1: {LOST}"),
+    ],
+)
+def test_a_rank_that_lost_another_is_not_the_cause(
+    tmp_path: Path, words: dict[int, str], torchruns_first: int, expected: str
+) -> None:
+    log_dir = RoleContext(role="trainer", run_dir=tmp_path).log_dir
+    spec = RoleSpec(name="trainer", command=["true"], start_timeout_s=60.0, num_processes=2)
+    role = Role(spec, log_dir, {"PATH": "/usr/bin:/bin"})
+    role.start()
+    role.reap()
+    for rank, text in words.items():
+        RoleStatus(RoleContext(role="trainer", run_dir=tmp_path, index=rank)).failed(f"rank {rank}: {text}")
+    code = 1 if torchruns_first in words else -9
+    role.log_file.write_text(
+        f"Root Cause (first observed failure):\n  rank : {torchruns_first}\n  exitcode  : {code}\n"
+    )
+    assert role.cause_of_death() == expected
