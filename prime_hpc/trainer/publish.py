@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from prime_hpc.store import files as store_files
-from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, prepare_stage, stage_dir
+from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, own_stage, prepare_stage, stage_dir
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.ranges import RangeFile, open_ranges
 from prime_hpc.trainer.companions import Companions
@@ -93,22 +93,23 @@ class Publisher:
         stage = stage_dir(final, self._incarnation)
         companions: Future[dict[str, FileEntry]] | None = None
         try:
-            if self._rank == 0:
-                prepare_stage(final, self._incarnation, run=self._paths, file_bytes=self._plan.file_bytes)
-            dist.barrier()  # the stage exists
-            self._await_stage(stage)
-            with ThreadPoolExecutor(1, thread_name_prefix="publish") as beside:
+            with own_stage(stage, self._paths, self._incarnation):
                 if self._rank == 0:
-                    companions = beside.submit(self._companions.put, stage)
-                entries = self._write_files(stage)
-            gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
-            dist.gather_object(entries, gathered)
-            if gathered is None or companions is None:
-                return None
-            manifest = self._manifest(version, [*gathered, companions.result()])
-            manifest = commit_stage(stage, final, manifest, run=self._paths)
-            self._companions.committed(final)
-            return manifest
+                    prepare_stage(final, self._incarnation, run=self._paths, file_bytes=self._plan.file_bytes)
+                dist.barrier()  # the stage exists
+                self._await_stage(stage)
+                with ThreadPoolExecutor(1, thread_name_prefix="publish") as beside:
+                    if self._rank == 0:
+                        companions = beside.submit(self._companions.put, stage)
+                    entries = self._write_files(stage)
+                gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
+                dist.gather_object(entries, gathered)
+                if gathered is None or companions is None:
+                    return None
+                manifest = self._manifest(version, [*gathered, companions.result()])
+                manifest = commit_stage(stage, final, manifest, run=self._paths)
+                self._companions.committed(final)
+                return manifest
         except BaseException:
             if self._rank == 0:  # whatever ended this, nothing half-written stays behind
                 store_files.clear_away(stage)

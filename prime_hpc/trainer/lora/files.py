@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.store import files as store_files
-from prime_hpc.store.artifact import Manifest, commit_stage, hash_files, prepare_stage, stage_dir
+from prime_hpc.store.artifact import Manifest, commit_stage, hash_files, own_stage, prepare_stage, stage_dir
 from prime_hpc.store.disk import disk_errors
 from prime_hpc.store.identity import weights_fingerprint
 from prime_hpc.store.layout import RunPaths
@@ -121,21 +121,27 @@ class AdapterPublisher:
         final = self._paths.weights_step(version)
         stage = stage_dir(final, self._incarnation)
         try:
-            prepare_stage(final, self._incarnation, run=self._paths)
-            with disk_errors(final):
-                save_file({k: v.contiguous() for k, v in tensors.items()}, stage / WEIGHTS_FILE, {"format": "pt"})
-            manifest = Manifest(
-                kind="weights",
-                step=version,
-                version=version,
-                writer="trainer",
-                incarnation=self._incarnation,
-                files=hash_files(stage, [WEIGHTS_FILE]) | self._companions.put(stage),
-                meta={"model": self._model_name, "dtype": "float32", "format": "lora", "rank": self._rank_of_adapter},
-            )
-            manifest = commit_stage(stage, final, manifest, run=self._paths)
-            self._companions.committed(final)
-            return manifest
+            with own_stage(stage, self._paths, self._incarnation):
+                prepare_stage(final, self._incarnation, run=self._paths)
+                with disk_errors(final):
+                    save_file({k: v.contiguous() for k, v in tensors.items()}, stage / WEIGHTS_FILE, {"format": "pt"})
+                manifest = Manifest(
+                    kind="weights",
+                    step=version,
+                    version=version,
+                    writer="trainer",
+                    incarnation=self._incarnation,
+                    files=hash_files(stage, [WEIGHTS_FILE]) | self._companions.put(stage),
+                    meta={
+                        "model": self._model_name,
+                        "dtype": "float32",
+                        "format": "lora",
+                        "rank": self._rank_of_adapter,
+                    },
+                )
+                manifest = commit_stage(stage, final, manifest, run=self._paths)
+                self._companions.committed(final)
+                return manifest
         except BaseException:  # whatever ended this, nothing half-written stays behind
             store_files.remove_tree(stage)
             raise
