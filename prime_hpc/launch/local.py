@@ -127,7 +127,8 @@ def run_role(loaded: Loaded, role: str) -> int:
     from prime_hpc.launch.checks import check
     from prime_hpc.supervisor import ports
     from prime_hpc.supervisor.caches import node_caches
-    from prime_hpc.supervisor.roles import inference_spec, orchestrator_spec, own_gpus, trainer_spec, visible_gpus
+    from prime_hpc.supervisor.devices import visible_gpus
+    from prime_hpc.supervisor.roles import inference_spec, orchestrator_spec, own_gpus, trainer_spec
 
     experiment = loaded.experiment
     check(loaded, role)

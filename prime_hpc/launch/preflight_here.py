@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from prime_hpc.supervisor.preflight.steps import RunStep
     from prime_hpc.supervisor.steps import StepContext
 
-INHERITED = ("SLURM_MEM_PER_", "SLURM_CPUS_PER_", "SLURM_NTASKS", "SLURM_TRES_PER_TASK", "SRUN_")
 """What an allocation's shell carries and a step over all its nodes must not inherit."""
 
 
@@ -81,11 +80,11 @@ def _context(
 ) -> "tuple[StepContext, dict[str, str]]":
     """How steps are started here, and in which environment."""
     from prime_hpc.config.site import load_site
+    from prime_hpc.supervisor.srun_environment import for_srun
     from prime_hpc.supervisor.steps import StepContext
 
     site = load_site(None, environ)
-    clean = {key: value for key, value in environ.items() if not key.startswith(INHERITED)} | site.env
-    return StepContext(allocation, folder, True, tuple(site.srun_args)), clean
+    return StepContext(allocation, folder, True, tuple(site.srun_args)), for_srun(environ) | site.env
 
 
 def _srun_step(allocation: "Allocation", folder: Path, environ: Mapping[str, str]) -> "RunStep":

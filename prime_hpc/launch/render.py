@@ -13,17 +13,11 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.launch.records import submission_environment
 from prime_hpc.supervisor.mode import Mode, resolve_mode
 from prime_hpc.supervisor.options import JOB_WIDE, Options, split_names
 from prime_hpc.supervisor.placement import Component, Placement
 
-_LEAKING = (
-    *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK"),
-    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_PER_NODE", "SLURM_DISTRIBUTION"),
-)
-_HALF = 5  # of them on a line
-"""What sbatch tells the script and every srun in it would take for its own option: meant for one task a node of
-component 0, wrong for the roles' steps, and fatal where two of the memory ones meet."""
 _HANDED_ON = ("account", "qos", "reservation", "exclude", "mem", "time", "time-min")
 """Options that sbatch hands on from one component of a het job to the next."""
 _TAKEN_BACK = ("reservation", "exclude")
@@ -92,6 +86,7 @@ def render_job(
     body = [
         *_setup(experiment, site),
         *_environment(experiment, site),
+        *_submission(placement, run_dir, token if array is None else None),
         *_command(experiment, run_dir, python, command_tail, array),
     ]
     literal = any(re.search(r"'[^']*[$`][^']*'", line) for line in body)
@@ -233,6 +228,14 @@ def _environment(experiment: Experiment, site: SiteConfig) -> list[str]:
     return ["", *exports] if exports else []
 
 
+def _submission(placement: Placement, run_dir: Path, token: str | None) -> list[str]:
+    """With --export=NONE nothing of sbatch's environment reaches the script: it says itself which submission it is."""
+    if token is None or str(placement.components[0].options.get("export", "")).upper() not in ("NONE", "NIL"):
+        return []
+    named = submission_environment(run_dir, token)
+    return ["", *(f"export {name}={shlex.quote(value)}" for name, value in named.items())]
+
+
 def _command(
     experiment: Experiment, run_dir: Path, python: str, command_tail: Sequence[str], array: ArrayPart | None
 ) -> list[str]:
@@ -242,10 +245,6 @@ def _command(
     else:
         words = shlex.join([*command, str(run_dir), *(["--", *command_tail] if command_tail else [])])
     return [
-        "",
-        "# of this script alone: srun would take them for its own options",
-        f"unset {' '.join(_LEAKING[:_HALF])}",
-        f"unset {' '.join(_LEAKING[_HALF:])}",
         "",
         "# exec: Slurm's signals reach the supervisor itself, at once",
         f"exec {words}",

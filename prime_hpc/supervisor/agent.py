@@ -37,6 +37,7 @@ from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.layout import RunPaths, check_incarnation
 from prime_hpc.supervisor import ports
 from prime_hpc.supervisor.caches import node_caches
+from prime_hpc.supervisor.devices import visible_gpus
 from prime_hpc.supervisor.orphan import give_back
 from prime_hpc.supervisor.processes import become_subreaper, die_with_parent, end_families, end_strays
 
@@ -191,15 +192,12 @@ class Agent:
         return {
             "address": socket.gethostname(),
             "ports": ports.choose(NUM_PORTS, base + NUM_PORTS * self._local, "0.0.0.0"),
-            "gpus": self._visible_gpus(),
+            "gpus": visible_gpus(self._environ),
             "step": self._environ.get("SLURM_STEP_ID"),
             "job_id": self._environ.get("SLURM_JOB_ID"),
             "pid": os.getpid(),
             "time": time.time(),
         }
-
-    def _visible_gpus(self) -> list[str]:
-        return [x for x in self._environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x.strip()]
 
     def _read(self) -> None:
         """Handle what came, sleeping a tick at most."""
@@ -243,7 +241,7 @@ class Agent:
         self._say("started", child=self._child.pid)
 
     def _own_gpus(self, order: Order) -> list[str]:
-        visible = self._visible_gpus()
+        visible = visible_gpus(self._environ)
         if order.gpus is None:
             return []
         own = [visible[i] for i in order.gpus if i < len(visible)]

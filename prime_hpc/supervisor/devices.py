@@ -1,12 +1,23 @@
-"""Which of a node's GPUs each role gets where several share it.
+"""The GPUs of a node, and which of them each role gets where several share it."""
 
-Called by `roles` (one machine) and `placement` (a Slurm job).
-"""
-
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
+DEVICES = Path("/dev")
 Gpu = TypeVar("Gpu", int, str)
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Ids of the GPUs that this process may use, from CUDA_VISIBLE_DEVICES, else from the driver's device files.
+
+    Slurm sets the variable where it gives GPUs out; where it does not know them, a job has whole nodes.
+    """
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return [x for x in listed.split(",") if x.strip()]
+    return sorted((p.name.removeprefix("nvidia") for p in DEVICES.glob("nvidia[0-9]*")), key=int)
 
 
 def share_out(

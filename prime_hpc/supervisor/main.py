@@ -27,6 +27,7 @@ from prime_hpc.supervisor.attempts import read_attempts, rewrite_row
 from prime_hpc.supervisor.begin import begin_attempt, run_paths
 from prime_hpc.supervisor.caches import NODE_LOCAL
 from prime_hpc.supervisor.checkup import Checkup, nodes_to_avoid, remember
+from prime_hpc.supervisor.devices import visible_gpus
 from prime_hpc.supervisor.placement import place_slurm
 from prime_hpc.supervisor.postmortem import cancel_stale_steps, close_lost_lives
 from prime_hpc.supervisor.roles import (
@@ -36,9 +37,9 @@ from prime_hpc.supervisor.roles import (
     orchestrator_spec,
     split_gpus,
     trainer_spec,
-    visible_gpus,
 )
 from prime_hpc.supervisor.slurm_roles import slurm_specs, spare_hosts
+from prime_hpc.supervisor.srun_environment import for_srun
 from prime_hpc.supervisor.steps import StepContext, StepSpec
 from prime_hpc.supervisor.supervise import Supervisor
 from prime_hpc.supervisor.survive import EXIT_AGAIN, FINAL, come_back, decide, mode_of_run
@@ -144,7 +145,7 @@ def _prepare(
         )
         for name in OF_THE_BATCH_HOST:  # a CPU-only component's steps would take them for their own
             environment.pop(name, None)
-        environment |= {**site.env, **experiment.slurm.env}
+        environment = for_srun(environment) | {**site.env, **experiment.slurm.env}
         if site.node_local:
             environment.setdefault(NODE_LOCAL, site.node_local)
         attempt = begin_attempt(experiment, run_dir, job_id=allocation.job_id, restarts=allocation.restarts)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config.sections.sbatch_options import TRANSLATED, long_name
 from prime_hpc.config.sections.slurm import SiteConfig, SitePartition, SlurmOptions
 
 Options = dict[str, str | bool]
@@ -20,18 +21,6 @@ _PLAIN = (
     *("exclude", "nodelist", "switches", "exclusive", "licenses", "dependency", "mail_user", "mail_type", "comment"),
 )
 """Fields that become the option of the same name."""
-_OURS = (
-    *("nodes", "ntasks", "ntasks-per-node", "job-name", "output", "error", "open-mode", "signal", "requeue"),
-    *("no-requeue", "no-kill", "array", "hetjob", "wrap", "parsable", "test-only", "wait"),
-)
-"""Options that the script itself needs: never taken from `extra`."""
-_HOMES = {
-    "nodes": "slurm.trainer.nodes and slurm.inference.nodes",
-    "job-name": "slurm.job_name",
-    "signal": "slurm.survive.signal_lead_s",
-    "requeue": "slurm.survive.how",
-    "no-requeue": "slurm.survive.how",
-}
 JOB_WIDE = ("licenses", "dependency", "mail-user", "mail-type", "comment")
 """Options of the job as a whole: of a het job only its leader states them."""
 _LARGEST = ("mem", "cpus-per-task", "time", "time-min")
@@ -56,7 +45,7 @@ def resolve(role: SlurmRole, experiment: Experiment, site: SiteConfig) -> RoleOp
     """Options of one role.
 
     Raises:
-        ConfigError: a value that no batch script can hold, or an `extra` that prime-hpc sets itself.
+        ConfigError: a value that no batch script can hold, or an `extra` that has a key of its own.
     """
     levels = _levels(role, experiment, site)
     options: Options = {}
@@ -68,6 +57,7 @@ def resolve(role: SlurmRole, experiment: Experiment, site: SiteConfig) -> RoleOp
     count, request = _gpus(role, levels, partitions, site)
     options.update(request)
     options.update(_extra(role, levels))
+    _by_node(options, count, role)
     for name, value in options.items():
         _check_value(name, value, key_of(role, name.replace("-", "_"), experiment))
     return RoleOptions(role, options, count, partitions)
@@ -119,7 +109,7 @@ def _gpus(
 
 
 def _gpu_request(count: int, gpu_type: str | None, site: SiteConfig) -> Options:
-    if count == 0:
+    if count == 0 or site.gpu_option == "none":
         return {}
     text = f"{gpu_type}:{count}" if gpu_type else str(count)
     return {"gres": f"gpu:{text}"} if site.gpu_option == "gres" else {"gpus-per-node": text}
@@ -138,13 +128,10 @@ def gres_gpus(gres: str) -> int:
 def _extra(role: SlurmRole, levels: list[tuple[str, SlurmOptions]]) -> Options:
     merged: dict[str, object] = {}
     for _, options in reversed(levels):
-        merged.update({name.removeprefix("--").replace("_", "-"): value for name, value in options.extra.items()})
+        merged.update({long_name(name): value for name, value in options.extra.items()})
     result: Options = {}
     for name, value in merged.items():
         key = f"slurm.{role}.extra.{name}" if role == "orchestrator" else f"slurm.extra.{name}"
-        if name in _OURS:
-            home = f"state {_HOMES[name]}" if name in _HOMES else "it cannot be set by hand"
-            raise ConfigError(Problem(f"--{name} is set by prime-hpc itself: {home}", key))
         field_name = name.replace("-", "_")
         if field_name in SlurmOptions.model_fields:
             raise ConfigError(Problem(f"--{name} has a key of its own: state slurm.{field_name}", key))
@@ -154,8 +141,29 @@ def _extra(role: SlurmRole, levels: list[tuple[str, SlurmOptions]]) -> Options:
             continue  # takes back what the site profile or `slurm` states
         if not isinstance(value, str | int | float):
             raise ConfigError(Problem(f"--{name} must be text, a number or true, got {value!r}", key))
+        if name == "export" and str(value).upper() == "ALL":
+            continue  # sbatch's default
         result[name] = value if value is True else str(value)
     return result
+
+
+def _by_node(options: Options, gpus: int, role: SlurmRole) -> None:
+    """Say in place what is asked for by GPU by node instead: srun would take the former for its own steps too."""
+    for name, field in TRANSLATED.items():
+        value, home = options.pop(name, None), field.replace("_", "-")
+        if value is None:
+            continue
+        key = f"slurm.extra.{name}"
+        if not gpus:
+            raise ConfigError(Problem(f"--{name} is asked for, but {role} asks for no GPU: state slurm.{field}", key))
+        if home in options:
+            raise ConfigError(Problem(f"--{name} and slurm.{field} are both stated: only one of them can hold", key))
+        if home == "mem":
+            options[home] = f"{round(parse_mem_mib(str(value)) * gpus)}M"
+        elif not str(value).isdigit():
+            raise ConfigError(Problem(f"--{name}={value} is no number", key))
+        else:
+            options[home] = str(int(str(value)) * gpus)
 
 
 def _check_value(name: str, value: str | bool, key: str) -> None:

@@ -41,14 +41,6 @@ class RoleSpec:
         return f"{self.name}[{self.index}]" if self.name in ENGINE_ROLES else self.name
 
 
-def visible_gpus(environ: dict[str, str]) -> list[str]:
-    """Ids of the GPUs that this job may use, from CUDA_VISIBLE_DEVICES, else from the driver's device files."""
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return [x for x in listed.split(",") if x.strip()]
-    return sorted((p.name.removeprefix("nvidia") for p in Path("/dev").glob("nvidia[0-9]*")), key=int)
-
-
 def split_gpus(experiment: Experiment, gpus: list[str]) -> tuple[dict[EngineRole, list[list[str]]], list[str]]:
     """GPUs of each server of each group of engines, and of the trainer.
 

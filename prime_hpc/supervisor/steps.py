@@ -5,6 +5,7 @@ that never ran): what counts is what the agents and the role's processes say.
 """
 
 import contextlib
+import re
 import shlex
 import signal
 import subprocess
@@ -88,7 +89,8 @@ class StepContext:
             command.append(f"--het-group={component}")
         command += ["--overlap", f"--nodes={len(hosts)}", f"--ntasks={len(hosts) * tasks_per_node}"]
         command += [f"--ntasks-per-node={tasks_per_node}", f"--nodelist={compress_hosts(hosts)}", "--cpu-bind=none"]
-        command += ["--kill-on-bad-exit=0", "--unbuffered", "--input=none", f"--job-name={name}"]
+        # a site may have had the job sent with --export=NONE, which srun would take over
+        command += ["--kill-on-bad-exit=0", "--unbuffered", "--input=none", "--export=ALL", f"--job-name={name}"]
         if self.no_kill:
             command.append("--no-kill")
         if len(hosts) * tasks_per_node > 1 and not quiet:
@@ -101,10 +103,10 @@ class StepContext:
 
         A job that has lost a node cannot get it back; a job of its own can take its place.
         """
-        command = ["sbatch", "--wait", "--nodes=1", "--ntasks-per-node=1", "--no-requeue", "--export=ALL"]
+        command = ["sbatch", "--parsable", "--wait", "--nodes=1", "--ntasks-per-node=1", "--no-requeue", "--export=ALL"]
         own = {k: v for k, v in options.items() if k in _OF_NODES}
         command += [f"--{k}" if v is True else f"--{k}={v}" for k, v in own.items() if v is not False]
-        command += [f"--job-name={name}", f"--output={log}", "--open-mode=append"]
+        command += [f"--job-name={name}", f"--output={str(log).replace('%', '%%')}", "--open-mode=append"]
         return [*command, f"--wrap=exec {shlex.join([*self._python(), '-m', *arguments])}"]
 
     def _python(self) -> list[str]:
@@ -157,6 +159,8 @@ class StepRole(Role):
         self._beats: dict[str, float] = {}
         self._ordered = False
         self._ending = False
+        self._said_before = 0
+        """Size of the log when the stand-in was sent."""
 
     @property
     def health_url(self) -> str | None:
@@ -203,6 +207,7 @@ class StepRole(Role):
             self.hosts = []  # nobody knows yet
             command = self._context.stand_in(self.spec.options, self._stand_in_name, self.log_file, arguments)
             self._environment = clean_environment(self._environment)
+            self._said_before = self.log_file.stat().st_size if self.log_file.exists() else 0
             self._launch(command)
             return
         command = self._context.srun(
@@ -213,6 +218,21 @@ class StepRole(Role):
     @property
     def _stand_in_name(self) -> str:
         return f"{self._context.run_dir.name}-{self.spec.label}-{self._environment.get(ATTEMPT)}-{self.life}"
+
+    @property
+    def stand_in_job(self) -> str | None:
+        """Job id of the stand-in that was sent last, from sbatch's answer in the log; None: it has not answered.
+
+        Jobs of this name may be another run's: two sweeps can have points of one name.
+        """
+        try:
+            with self.log_file.open("rb") as file:
+                file.seek(self._said_before)
+                text = file.read(64_000).decode(errors="replace")
+        except OSError:
+            return None
+        match = re.search(r"^(\d+)(?:;\S+)?$", text, re.MULTILINE)
+        return match[1] if match else None
 
     @property
     def has_arrived(self) -> bool:
@@ -301,9 +321,10 @@ class StepRole(Role):
         if self._process is None or self._process.poll() is not None:
             return
         self.ask_to_end()
-        if self.stands_in:
+        job = self.stand_in_job if self.stands_in else None
+        if job is not None:
             with contextlib.suppress(SlurmError):
-                run_slurm(["scancel", f"--name={self._stand_in_name}"], timeout_s=SCANCEL_TIMEOUT_S)
+                run_slurm(["scancel", job], timeout_s=SCANCEL_TIMEOUT_S)
         steps = {
             f"{self._step_job(hello)}.{hello['step']}" for hello in list(self._hellos.values()) if hello.get("step")
         }

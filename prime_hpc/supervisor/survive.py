@@ -16,7 +16,7 @@ from loguru import logger
 from prime_hpc.config import load_run
 from prime_hpc.config.sections.slurm import SurviveConfig
 from prime_hpc.config.site import read_site
-from prime_hpc.observe.slurm import SlurmError, compress_hosts, run_slurm
+from prime_hpc.observe.slurm import SlurmError, compress_hosts, expand_hosts, run_slurm
 from prime_hpc.supervisor.inquest import field
 from prime_hpc.supervisor.mode import Mode, resolve_mode
 
@@ -114,8 +114,30 @@ def come_back(job_id: str, mode: Mode, num_nodes: int, exclude: Sequence[str] = 
     if num_nodes > int(field(job, "NumNodes").partition("-")[0] or num_nodes):
         _update(job_id, f"NumNodes={num_nodes}")
     if exclude and _enough_without(job_id, exclude, num_nodes):
-        _update(job_id, f"ExcNodeList={compress_hosts(list(exclude))}")
+        for component, own in _excluded_before(job, job_id):
+            names = list(dict.fromkeys([*own, *exclude]))
+            _update(component, f"ExcNodeList={compress_hosts(names)}")
     return True
+
+
+def _excluded_before(job: str, job_id: str) -> list[tuple[str, list[str]]]:
+    """The nodes that each component's user, or an admin, had excluded: an update replaces the whole list.
+
+    Args:
+        job: of `scontrol show job --oneliner`, a line a component.
+        job_id: of the job, or of a het job's leader.
+
+    Returns:
+        the id of the job, or of each component (`12+1`), and its nodes.
+    """
+    found = []
+    for line in job.splitlines():
+        if not line.startswith("JobId="):
+            continue
+        offset, text = field(line, "HetJobOffset"), field(line, "ExcNodeList")
+        own = [] if text in ("", "(null)") else expand_hosts(text)
+        found.append((f"{job_id}+{offset}" if offset else job_id, own))
+    return found or [(job_id, [])]
 
 
 def _update(job_id: str, change: str) -> None:

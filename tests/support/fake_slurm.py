@@ -78,7 +78,10 @@ class FakeSlurm:
             return sorted(state["jobs"], key=lambda job: int(job["id"]))
 
     def change(self, job_id: str, **fields: Any) -> None:
-        """Set fields of a job: `state`, `reason`, `nodes`, `comment`, `restarts`."""
+        """Set fields of a job: `state`, `reason`, `nodes`, `comment`, `restarts`, ...
+
+        Of those that scontrol shows, by its own names: `shown`, and `components` of a het job, by offset.
+        """
         with _state(self.folder) as state:
             for job in state["jobs"]:
                 if job["id"] == job_id:
@@ -228,7 +231,14 @@ def _scontrol(folder: Path, argv: list[str]) -> str:
     if argv[:2] == ["show", "job"]:
         with _state(folder) as state:
             job = next(job for job in state["jobs"] if job["id"] == argv[-1])
-        return f"JobId={job['id']} JobState={job['state']} StdOut={job.get('stdout', '')}"
+        shown = {"JobState": job["state"], "StdOut": job.get("stdout", ""), "NumNodes": job["num_nodes"]}
+        shown |= {"Partition": "gpu", **job.get("shown", {})}
+        lines = []
+        for i in range(job["size"]):
+            het = {"HetJobId": job["id"], "HetJobOffset": i} if job["size"] > 1 else {}
+            facts = {"JobId": int(job["id"]) + i, **het, **shown, **job.get("components", {}).get(str(i), {})}
+            lines.append(" ".join(f"{name}={value}" for name, value in facts.items()))
+        return "\n".join(lines)
     return ""
 
 

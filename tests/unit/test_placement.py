@@ -232,7 +232,6 @@ def test_het_components() -> None:
             "slurm.spare_nodes: spare nodes exist in packed jobs alone",
         ),
         ({"inference": {}, "slurm": on_h100(orchestrator={"nodes": 2})}, "slurm.orchestrator.nodes.*one node"),
-        ({"slurm": on_h100(extra={"signal": "B:TERM@1"})}, "slurm.extra.signal.*slurm.survive.signal_lead_s"),
         ({"slurm": on_h100(extra={"time-min": "1"})}, "state slurm.time_min"),
         ({"slurm": on_h100(extra={"wckey": ["a"]})}, "must be text, a number or true"),
         ({"slurm": on_h100(trainer={"comment": "a\nb"})}, "slurm.trainer.comment.*line break"),
@@ -285,6 +284,8 @@ def test_how_gpus_are_asked_for() -> None:
     assert asked({"gres": "gpu:2", "trainer": {"gpus_per_node": 3}}) == (3, {"gres": "gpu:3"})
     other = SITE.model_copy(update={"gpu_option": "gpus-per-node"})
     assert asked({"partition": "h100", "gpu_type": "h100"}, other) == (8, {"gpus-per-node": "h100:8"})
+    unknown_to_slurm = SITE.model_copy(update={"gpu_option": "none"})
+    assert asked({"partition": "h100", "gpu_type": "h100"}, unknown_to_slurm) == (8, {})
 
 
 @pytest.mark.parametrize(

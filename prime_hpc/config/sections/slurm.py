@@ -6,9 +6,10 @@ Read by `launch` (plan, render, submit) on the login node and by the supervisor 
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from prime_hpc.config.sections.base import Section
+from prime_hpc.config.sections.sbatch_options import extra_problems
 
 
 class SlurmOptions(Section):
@@ -59,7 +60,14 @@ class SlurmOptions(Section):
     licenses: str | None = None
     """E.g. `matlab:2`."""
     extra: dict[str, Any] = {}
-    """Any other sbatch option by its long name; true gives a bare flag."""
+    """Any other sbatch option by its long name; true gives a bare flag, false takes back what the site states."""
+
+    @field_validator("extra")
+    @classmethod
+    def _leaves_the_job_whole(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        if problems := extra_problems(extra):
+            raise ValueError("; ".join(problems))
+        return extra
 
 
 class SlurmGroupConfig(SlurmOptions):
@@ -205,8 +213,8 @@ class SiteConfig(Section):
     """Whether `scontrol requeue` is allowed."""
     sacct: bool = True
     """Whether accounting answers."""
-    gpu_option: Literal["gres", "gpus-per-node"] = "gres"
-    """How GPUs are asked for."""
+    gpu_option: Literal["gres", "gpus-per-node", "none"] = "gres"
+    """How GPUs are asked for; `none`: Slurm does not know them, whole nodes are given out."""
     startup_s: float = Field(300, ge=0)
     """Typical time from the job's start to the first step, for lint."""
     failures_per_1000_node_days: float = Field(6.5, ge=0)

@@ -135,7 +135,7 @@ def node_facts(
         "address": address,
         "gpus": gpus.as_json(),
         "free_gib": None if free_gib is None else round(free_gib, 3),
-        "tmp_free_gib": round(shutil.disk_usage(os.environ.get("TMPDIR") or "/tmp").free / _GIB, 3),
+        "tmp_free_gib": _free_gib(os.environ.get("TMPDIR") or "/tmp"),
         "shm_gib": round(shutil.disk_usage("/dev/shm").total / _GIB, 3) if Path("/dev/shm").is_dir() else None,
         "memory": memory_gib(),
         "load": round(load, 2),
@@ -143,6 +143,14 @@ def node_facts(
         "problems": problems,
         "warnings": warnings,
     }
+
+
+def _free_gib(folder: str) -> float | None:
+    """Room there; None where the folder is not: a container may not have the host's TMPDIR."""
+    try:
+        return round(shutil.disk_usage(folder).free / _GIB, 3)
+    except OSError:
+        return None
 
 
 def own_address() -> str | None:

@@ -1,0 +1,191 @@
+"""What sites have their own ways of: sbatch options, srun's environment, GPUs that Slurm does not know."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.config import ConfigError, load_experiment
+from prime_hpc.config.sections.sbatch_options import REFUSED
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.site import parse_site
+from prime_hpc.supervisor import devices, survive
+from prime_hpc.supervisor.agent import Agent, Order
+from prime_hpc.supervisor.allocation import Allocation
+from prime_hpc.supervisor.devices import visible_gpus
+from prime_hpc.supervisor.options import resolve
+from prime_hpc.supervisor.preflight.node import node_facts
+from prime_hpc.supervisor.srun_environment import SRUN_INPUTS, for_srun
+from prime_hpc.supervisor.steps import StepContext, StepRole, StepSpec
+from tests.support.fake_slurm import FakeSlurm
+from tests.unit.test_placement import SITE, experiment, on_h100
+
+# ---------------------------------------------------------------------------------------------------- sbatch options
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"gpus": 16}, "--gpus would break the job: state slurm.gpus_per_node"),
+        ({"--gpus_per_task": 1}, "--gpus-per-task would break.*slurm.gpus_per_node"),
+        ({"ntasks": 4}, "--ntasks would break.*one task a node"),
+        ({"chdir": "/tmp"}, "--chdir would break"),
+        ({"clusters": "b"}, "--clusters would break the job: state slurm.cluster"),
+        ({"hold": True}, "--hold would break.*scontrol hold"),
+        ({"signal": "B:TERM@1"}, "--signal would break.*slurm.survive.signal_lead_s"),
+        ({"outp": "x"}, "--outp would break"),  # sbatch takes it for --output
+        ({"export": "HOME"}, "--export takes NONE or ALL here: state slurm.env"),
+        ({"array": "1-3", "wrap": "true"}, "--array would.*sweep.*; --wrap would"),
+    ],
+)
+def test_an_option_that_would_break_the_job_is_refused_with_the_key_to_use(
+    tmp_path: Path, extra: dict[str, Any], words: str
+) -> None:
+    config = tmp_path / "exp.yaml"
+    config.write_text(
+        f"name: x\norchestrator: {{env: [{{id: reverse-text}}]}}\nslurm:\n  extra: {extra!r}\n".replace("True", "true")
+    )
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_experiment([str(config)], "submit")
+    assert f"{config}:4: slurm.extra: " in str(caught.value)
+    site = tmp_path / "site.yaml"
+    site.write_text(f"options:\n  extra: {extra!r}\n".replace("True", "true"))
+    with pytest.raises(ConfigError, match=words):
+        parse_site(site)
+
+
+def test_every_refusal_says_what_to_do_and_can_be_taken_back() -> None:
+    assert all(REFUSED.values())
+    assert not experiment(slurm=on_h100(extra=dict.fromkeys(REFUSED, False))).slurm.trainer.extra
+
+
+def test_what_is_asked_for_by_gpu_becomes_what_a_node_gets() -> None:
+    def asked(**slurm: Any) -> dict[str, Any]:
+        return resolve("trainer", experiment(slurm=slurm), SITE).options
+
+    options = asked(**on_h100(extra={"cpus-per-gpu": 12, "mem-per-gpu": "100G", "export": "ALL"}))
+    assert options == {"partition": "h100", "gres": "gpu:8", "cpus-per-task": "96", "mem": "819200M"}
+    with pytest.raises(ConfigError, match=r"cpus-per-gpu and slurm.cpus_per_task are both stated"):
+        asked(**on_h100(cpus_per_task=4, extra={"cpus-per-gpu": 12}))
+    with pytest.raises(ConfigError, match=r"asks for no GPU: state slurm.mem"):
+        asked(partition="cpu", extra={"mem-per-gpu": "1G"})
+
+
+def test_nothing_that_srun_takes_for_its_own_reaches_it() -> None:
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_CONF": "/x",
+        "PATH": "/bin",
+    }
+    kept = {"SLURM_NETWORK": "job_vni", "SLURM_TASK_PROLOG": "/site/prolog"}
+    leaks = {"SLURM_EXPORT_ENV": "NONE", "SLURM_CPUS_PER_GPU": "12", "SLURM_MEM_PER_CPU": "1", "SRUN_OUTPUT": "x"}
+    assert for_srun(job | kept | leaks) == job | kept
+
+
+def test_the_variables_of_the_installed_srun_are_known() -> None:
+    """Its manual's list of input variables, where there is one: a new one must be looked at."""
+    if shutil.which("man") is None or subprocess.run(["man", "-w", "srun"], capture_output=True).returncode:
+        pytest.skip("no manual of srun here")
+    text = subprocess.run(["man", "srun"], capture_output=True, text=True, env={**os.environ, "MANWIDTH": "80"}).stdout
+    section = text.partition("INPUT ENVIRONMENT VARIABLES")[2].partition("OUTPUT ENVIRONMENT VARIABLES")[0]
+    named = {line.split()[0] for line in section.splitlines() if line.startswith("       S") and line[7:].strip()}
+    named = {name for name in named if name.startswith(("SLURM_", "SRUN_"))}
+    assert len(named) > 50
+    of_the_job = {"SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_CONF"}
+    on_purpose = {"SLURM_NETWORK", "SLURM_TASK_PROLOG", "SLURM_TASK_EPILOG"}
+    messages = {name for name in named if "_MSG" in name or "PMI" in name or "DEBUG_FLAGS" in name}
+    assert named - SRUN_INPUTS - of_the_job - on_purpose - messages <= {
+        "SLURM_EXIT_ERROR",
+        "SLURM_EXIT_IMMEDIATE",
+        "SLURM_UMASK",
+    }
+
+
+def context(tmp_path: Path, **more: Any) -> StepContext:
+    allocation = Allocation("7", (("n1", "n2"),), "n1", 0)
+    return StepContext(allocation=allocation, run_dir=tmp_path, no_kill=True, **more)
+
+
+def test_a_step_gets_the_whole_environment_whatever_the_job_was_sent_with(tmp_path: Path) -> None:
+    command = context(tmp_path).srun(["n1"], 0, 1, "trainer", ["module"])
+    assert "--export=ALL" in command
+
+
+# --------------------------------------------------------------------------------------------------------------- GPUs
+
+
+def test_where_slurm_knows_no_gpus_the_agent_takes_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(devices, "DEVICES", tmp_path)
+    assert visible_gpus({}) == ["0", "1", "10"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,5"}) == ["3", "5"]
+    agent = Agent.__new__(Agent)
+    agent._environ, agent._local = {"SLURM_JOB_ID": "7"}, 0
+    order = Order(1, ["n1"], [["true"]], gpus=[0, 2])
+    assert agent._own_gpus(order) == ["0", "10"]
+
+
+def test_preflight_lives_without_the_hosts_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/not/bound/in/the/container")
+    facts = node_facts({"gpus_asked": 0, "ports": []}, tmp_path, 0.0)
+    assert facts["tmp_free_gib"] is None
+    assert not [problem for problem in facts["problems"] if "TMPDIR" in problem or "write" in problem]
+
+
+# ----------------------------------------------------------------------------------------------------- excluded nodes
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    one = FakeSlurm(tmp_path)
+    one.use(monkeypatch)
+    one.behave("sinfo", say="\n".join(f"n{i} idle" for i in range(1, 10)))
+    return one
+
+
+def test_a_requeue_keeps_the_nodes_that_were_excluded_before(fake: FakeSlurm) -> None:
+    job = fake.add(state="RUNNING", num_nodes=2, shown={"ExcNodeList": "n[7-8]"})
+    assert survive.come_back(job, "requeue", 2, ["n3"])
+    (update,) = [call for call in fake.calls("scontrol") if call[1] == "update"]
+    assert update[2:] == [f"JobId={job}", "ExcNodeList=n[3,7-8]"]
+
+
+def test_of_a_het_job_each_component_keeps_its_own(fake: FakeSlurm) -> None:
+    job = fake.add(state="RUNNING", size=2, components={"0": {"ExcNodeList": "(null)"}, "1": {"ExcNodeList": "n5"}})
+    assert survive.come_back(job, "requeue", 0, ["n3"])
+    updates = [call[2:] for call in fake.calls("scontrol") if call[1] == "update"]
+    assert updates == [[f"JobId={job}+0", "ExcNodeList=n3"], [f"JobId={job}+1", "ExcNodeList=n[3,5]"]]
+
+
+# ---------------------------------------------------------------------------------------------------------- stand-ins
+
+
+def test_a_stand_in_is_ended_by_its_own_job_id(fake: FakeSlurm, tmp_path: Path) -> None:
+    """Its name may be another run's: two sweeps can have points of one name."""
+    spec = StepSpec("inference", [], 60.0, hosts=("n1",), is_server=True, options={"partition": "gpu"})
+    run_dir = tmp_path / "100% done"
+    fake.behave("sbatch", hang="after", say="")
+    role = StepRole(spec, run_dir / "logs", dict(os.environ), {}, context(run_dir), lambda *_, **__: None, 1.0)
+    role.stands_in = True
+    role.log_dir.mkdir(parents=True)
+    role.log_file.write_text("41\n")  # an earlier life's
+    role.start()
+    assert role.stand_in_job is None
+    with role.log_file.open("a") as log:
+        log.write("sbatch: a word of the site's\n4711;other\n99\n")
+    assert role.stand_in_job == "4711"
+    role.kill()
+    assert fake.calls("scancel") == [["scancel", "4711"]]
+    (command,) = [argv for argv in [role.command] if argv[0] == "sbatch"]
+    assert "--parsable" in command
+    assert f"--output={tmp_path}/100%% done/logs/inference.log" in command
+
+
+def test_site_profile_may_say_that_slurm_knows_no_gpus() -> None:
+    assert SiteConfig.model_validate({"name": "x", "gpu_option": "none"}).gpu_option == "none"
