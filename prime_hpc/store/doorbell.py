@@ -1,6 +1,7 @@
 """The doorbell: who has finished an artifact tells everybody at once, over a socket.
 
-The supervisor runs the hub, every role a `Doorbell`. Messages are small JSON objects under a topic ("weights",
+The supervisor runs the hub, every role a `Doorbell`. Both prove to the other that they know the hub's secret before
+anything is said (`prime_hpc.store.auth`). Messages are small JSON objects under a topic ("weights",
 "batch", "consumed", "served", "status", "stop", "save"); the hub passes each to all clients and keeps the last per
 topic for late joiners; what is addressed to the supervisor alone (`HUB_ONLY`) goes no further. It is about latency
 only: whoever waits also lists the directory (`artifact.wait_for_artifact`), so a
@@ -20,6 +21,8 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.store.admission import Admission
+from prime_hpc.store.auth import StrangerError, new_secret, prove
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.run_bell import RunBell, scoped
 from prime_hpc.store.wire import Peer, PeerGone, encode, parse_address
@@ -28,6 +31,7 @@ Payload = dict[str, Any]
 _TICK_S = 1.0  # longest sleep of a thread; everything urgent wakes it
 _FLUSH_S = 1.0  # what close() grants at most to messages that are still on their way
 _CONNECT_TIMEOUT_S = 2.0
+_PURPOSE = "doorbell"
 _MAX_QUEUED = 1000  # messages kept while the hub cannot be reached; older ones are dropped
 HUB_ONLY = frozenset({"status", "agent"})
 """Topics that are the hub's alone: thousands of processes report on themselves, and only the supervisor listens."""
@@ -74,7 +78,8 @@ class DoorbellHub:
         on_message: called with (topic, payload) for every message of a client, in the hub's thread: be quick.
         incarnation: messages of clients that state a lower one are dropped (a former life still running).
         advertise: host that clients shall use; default `host`, or this machine's name for 0.0.0.0.
-        secret: messages that do not state it are dropped: on a cluster's network anybody can reach the port.
+        secret: what a client must prove to know: on a cluster's network, and on a machine that others use too, anybody
+            can reach the port. Default: a new one. It is part of `address`.
 
     Raises:
         StoreError: the port is taken or the address is not this machine's.
@@ -91,14 +96,14 @@ class DoorbellHub:
         secret: str | None = None,
     ) -> None:
         try:
-            self._listener = socket.create_server((host, port), backlog=1024)
+            listener = socket.create_server((host, port), backlog=1024)
         except OSError as error:
             raise StoreError(f"the doorbell cannot listen on {host}:{port}: {error.strerror or error}") from error
-        self._listener.setblocking(False)
         default = socket.gethostname() if host in ("0.0.0.0", "") else host
-        where = f"{advertise or default}:{self._listener.getsockname()[1]}"
-        self.address = where if secret is None else f"{secret}@{where}"
-        self._secret = secret
+        where = f"{advertise or default}:{listener.getsockname()[1]}"
+        self._secret = secret or new_secret()
+        self.address = f"{self._secret}@{where}"
+        self._admission = Admission(listener, self._secret, _PURPOSE)
         self._on_message = on_message
         self._incarnation = incarnation
         self._id = uuid.uuid4().hex[:12]
@@ -123,7 +128,7 @@ class DoorbellHub:
 
     @property
     def num_clients(self) -> int:
-        """Connections that are open now."""
+        """Connections that are open now and have given their proof."""
         return len(self._peers)
 
     def close(self) -> None:
@@ -147,13 +152,11 @@ class DoorbellHub:
 
     def _run(self) -> None:
         selector = selectors.DefaultSelector()
-        selector.register(self._listener, selectors.EVENT_READ)
         selector.register(self._waker.reader, selectors.EVENT_READ)
         try:
             while not self._closing.is_set():
-                self._turn(selector, _TICK_S)
-            selector.unregister(self._listener)
-            self._listener.close()
+                self._turn(selector, self._admission.tend(selector, _TICK_S))
+            self._admission.close(selector)
             end = time.monotonic() + _FLUSH_S
             finished: set[Peer] = set()
             while self._peers and time.monotonic() < end:
@@ -163,10 +166,10 @@ class DoorbellHub:
                         finished.add(peer)
                 self._turn(selector, 0.05)
         finally:
+            self._admission.close(selector)  # a second time does no harm
             for sock in list(self._peers):
                 self._drop(selector, sock)
             selector.close()
-            self._listener.close()  # a second time does no harm
             self._waker.close()
 
     def _turn(self, selector: selectors.BaseSelector, timeout: float) -> None:
@@ -177,23 +180,22 @@ class DoorbellHub:
         for key, events in selector.select(timeout):
             if key.fileobj is self._waker.reader:
                 self._waker.drain()
-            elif key.fileobj is self._listener:
-                self._welcome(selector)
-            else:
-                self._serve(selector, key.fileobj, events)  # type: ignore[arg-type]
+            elif self._admission.concerns(key.fileobj):
+                self._welcome(selector, key.fileobj)  # type: ignore[arg-type]
+            elif key.fileobj in self._peers:
+                self._serve(selector, key.fileobj, events)
 
-    def _welcome(self, selector: selectors.BaseSelector) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as error:  # the caller left again, or no descriptors are free: others are still served
-            logger.debug(f"doorbell: accept failed: {error}")
-            self._closing.wait(0.05)
+    def _welcome(self, selector: selectors.BaseSelector, sock: socket.socket) -> None:
+        admitted = self._admission.handle(selector, sock)
+        if admitted is None:
             return
+        sock, proof = admitted
         try:
             peer = Peer(sock)
         except OSError:  # gone before its options were set
             sock.close()
             return
+        peer.queue(proof)
         with self._lock:
             for _, line in self._latest.values():
                 peer.queue(line)
@@ -218,9 +220,6 @@ class DoorbellHub:
         if not isinstance(topic, str) or not isinstance(payload, dict):
             peer.num_malformed += 1
             return
-        if self._secret is not None and message.get("secret") != self._secret:
-            logger.warning(f"doorbell: dropped a message on {topic} from a stranger")
-            return
         if isinstance(incarnation, int) and incarnation < self._incarnation:
             logger.debug(f"doorbell: dropped a message on {topic} of incarnation {incarnation}")
             return
@@ -240,7 +239,7 @@ class Doorbell:
     """One role's end of the doorbell: a daemon thread that connects, and connects again.
 
     Args:
-        address: "[secret@]host:port" of the hub; None makes every call a silent no-op (a role started by hand).
+        address: "secret@host:port" of the hub; None makes every call a silent no-op (a role started by hand).
         role: who rings, for people.
         incarnation: life of the run, stated in every message; None: not stated.
         run: one of several runs that share a hub, and its life ("run_a/2"): topics that are not `SHARED` are its own,
@@ -276,7 +275,7 @@ class Doorbell:
 
     @property
     def secret(self) -> str:
-        """What strangers do not know; empty where the hub asks for none."""
+        """What strangers do not know."""
         return self._secret
 
     @property
@@ -300,8 +299,6 @@ class Doorbell:
             return
         name = self._own(topic)
         message = {"topic": name, "payload": payload, "role": self._role, "incarnation": self._incarnation}
-        if self._secret:
-            message["secret"] = self._secret
         self._outgoing.append(encode(message))
         self._waker.wake()
 
@@ -399,6 +396,7 @@ class Doorbell:
 
     def _connect(self) -> Peer | None:
         assert self._address is not None
+        sock = None
         try:
             sock = socket.create_connection(self._address, _CONNECT_TIMEOUT_S)
             if sock.getsockname() == sock.getpeername():  # nobody listens on this ephemeral port: TCP met itself
@@ -406,8 +404,13 @@ class Doorbell:
                 return None
             here, there = sock.getsockname()[0], sock.getpeername()[0]
             self._own_host = self._address[0] if here == there else here  # on the hub's machine: as the hub is known
+            prove(sock, self._secret, _PURPOSE)
             self._peer = Peer(sock)
-        except OSError:  # the hub is not there yet, or is gone: listing takes over, and this is tried again
+        except OSError as error:  # the hub is not there yet, or is gone: listing takes over, and this is tried again
+            if sock is not None:
+                sock.close()
+            if isinstance(error, StrangerError):
+                logger.debug(f"doorbell of {self._role}: {error}")
             return None
         return self._peer
 

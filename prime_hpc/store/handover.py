@@ -26,12 +26,14 @@ import numpy.typing as npt
 import xxhash
 from loguru import logger
 
+from prime_hpc.store.auth import Newcomers, check, prove
 from prime_hpc.store.doorbell import Bell
 from prime_hpc.store.errors import ArtifactError
 from prime_hpc.store.files import FileEntry
 from prime_hpc.store.manifest import MANIFEST, Manifest
 from prime_hpc.store.wire import parse_address
 
+PURPOSE = "handover"
 NUM_OFFERED = 16
 """Newest artifacts that a server hands out; older ones have long been visible."""
 CONNECT_TIMEOUT_S = 2.0
@@ -52,8 +54,8 @@ class HandoverServer:
     """Hands out the files of artifacts that this process has committed, from daemon threads.
 
     Args:
-        bell: the doorbell that announces them; its secret is asked for, its hub's address decides which interface
-            listens. A doorbell without a hub: `offer` returns None, and readers read the files.
+        bell: the doorbell that announces them; a caller must prove to know its secret, and its hub's address decides
+            which interface listens. A doorbell without a hub: `offer` returns None, and readers read the files.
     """
 
     def __init__(self, bell: Bell) -> None:
@@ -68,8 +70,13 @@ class HandoverServer:
         except OSError as error:
             logger.warning(f"batches are handed over by files alone: no socket to listen on ({error})")
             return
-        self._server.owner = self  # type: ignore[attr-defined]
+        self._server.owner = self
         threading.Thread(target=self._server.serve_forever, args=(0.1,), name="handover", daemon=True).start()
+
+    @property
+    def secret(self) -> str:
+        """Known to the run's own processes."""
+        return self._bell.secret
 
     def offer(self, directory: Path) -> str | None:
         """Hand out the files of a committed artifact from now on.
@@ -90,10 +97,8 @@ class HandoverServer:
         """The file that a request means.
 
         Raises:
-            LookupError: no such file on offer, or not for this caller.
+            LookupError: no such file on offer.
         """
-        if self._bell.secret and request.get("secret") != self._bell.secret:
-            raise LookupError("a stranger")
         with self._lock:
             directory = self._offered.get(str(request.get("artifact")))
         name = str(request.get("file"))
@@ -112,6 +117,22 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 1024
+    owner: HandoverServer
+
+    def __init__(self, *arguments: Any) -> None:
+        self.newcomers = Newcomers("handover")
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection, once few others wait for their proof."""
+        while self.newcomers.is_full:
+            victim = self.newcomers.first_to_go()
+            if victim is not None:
+                self.newcomers.refuse(victim, "too many at once")
+            else:
+                time.sleep(0.01)
+        self.newcomers.add(request, str(client_address[0]))
+        super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A caller that left is no news."""
@@ -119,16 +140,24 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class _Request(socketserver.StreamRequestHandler):
-    """One connection: a JSON line asks for a file, a JSON line with its size and the bytes answer; any number."""
+    """One connection: after the proof a JSON line asks for a file, a JSON line with its size and the bytes answer; any
+    number of times."""
 
-    timeout = IO_TIMEOUT_S
+    server: _Server
     disable_nagle_algorithm = True
 
     def handle(self) -> None:
+        try:
+            check(self.connection, self.server.owner.secret, PURPOSE)
+        except OSError as error:
+            self.server.newcomers.refuse(self.connection, str(error))
+            return
+        self.server.newcomers.remove(self.connection)
+        self.connection.settimeout(IO_TIMEOUT_S)
         while line := self.rfile.readline(_MAX_LINE):
             try:
                 request = json.loads(line)
-                file = self.server.owner.find(request).open("rb", buffering=0)  # type: ignore[attr-defined]
+                file = self.server.owner.find(request).open("rb", buffering=0)
             except (ValueError, LookupError, OSError, AttributeError) as error:
                 self.wfile.write(json.dumps({"error": str(error)}).encode() + b"\n")
                 return
@@ -167,7 +196,7 @@ class Handover:
         if message is None or not isinstance(source, str) or time.monotonic() < self._avoid.get(source, 0.0):
             return None
         try:
-            with _connect(source) as connection:
+            with _connect(source, self._bell.secret) as connection:
                 content = self._get(connection, directory, MANIFEST, None)
                 manifest = Manifest.from_bytes(content.tobytes(), directory / MANIFEST)
                 if message.get(self._key) == number and manifest.digest != message.get("digest"):
@@ -194,7 +223,7 @@ class Handover:
     def _get(
         self, connection: socket.socket, directory: Path, name: str, entry: FileEntry | None
     ) -> npt.NDArray[np.uint8]:
-        request = {"artifact": _key(directory), "file": name, "secret": self._bell.secret}
+        request = {"artifact": _key(directory), "file": name}
         connection.sendall(json.dumps(request).encode() + b"\n")
         answer = json.loads(_read_line(connection))
         if "error" in answer:
@@ -212,8 +241,9 @@ class Handover:
 
 
 @contextlib.contextmanager
-def _connect(source: str) -> Iterator[socket.socket]:
+def _connect(source: str, secret: str) -> Iterator[socket.socket]:
     with socket.create_connection(parse_address(source), CONNECT_TIMEOUT_S) as connection:
+        prove(connection, secret, PURPOSE)
         connection.settimeout(IO_TIMEOUT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield connection

@@ -30,6 +30,7 @@ from prime_hpc.supervisor.checkup import Checkup, nodes_to_avoid, remember
 from prime_hpc.supervisor.devices import visible_gpus
 from prime_hpc.supervisor.placement import place_slurm
 from prime_hpc.supervisor.postmortem import cancel_stale_steps, close_lost_lives
+from prime_hpc.supervisor.processes import raise_descriptor_limit
 from prime_hpc.supervisor.roles import (
     RoleSpec,
     Urls,
@@ -99,6 +100,7 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
             itself as `slurm.survive` says.
     """
     run_dir = Path(run_dir).resolve()
+    raise_descriptor_limit()
     environment = dict(os.environ if environ is None else environ)
     try:
         experiment = load_run(run_dir)

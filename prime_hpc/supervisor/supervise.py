@@ -6,7 +6,6 @@ Called by `prime_hpc.supervisor.main`.
 
 import contextlib
 import os
-import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,8 +115,7 @@ class Supervisor:
         become_subreaper()
         self._controls.install()
         host = "127.0.0.1" if self._steps is None else "0.0.0.0"
-        secret = None if self._steps is None else secrets.token_hex(8)
-        hub = DoorbellHub(host, on_message=self._on_message, incarnation=self._attempt.incarnation, secret=secret)
+        hub = DoorbellHub(host, on_message=self._on_message, incarnation=self._attempt.incarnation)
         self._hub, self._reaper = hub, Reaper()
         ended = Ended(1, "the supervisor itself failed")
         try:

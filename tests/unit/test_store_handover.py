@@ -10,6 +10,7 @@ import pytest
 
 from prime_hpc.store import files, handover
 from prime_hpc.store.artifact import MANIFEST, wait_for_artifact
+from prime_hpc.store.auth import prove
 from prime_hpc.store.batches import RankBatch, read_rank_batch, read_rank_batches, write_batch
 from prime_hpc.store.doorbell import Doorbell, DoorbellHub
 from prime_hpc.store.handover import Handover, HandoverServer
@@ -22,9 +23,9 @@ WAIT_S = 20.0
 class Pair:
     """An orchestrator's and a trainer rank's end. The reader sees the run under another name, `seen`."""
 
-    def __init__(self, root: Path, secret: str | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self.written, self.seen = RunPaths(root / "writer"), RunPaths(root / "reader")
-        self.hub = DoorbellHub(secret=secret)
+        self.hub = DoorbellHub()
         self.writer, self.reader = (Doorbell(self.hub.address, role) for role in ("orchestrator", "trainer"))
         assert self.reader.wait("nothing", bool, 0.0) is None
         self.server = HandoverServer(self.writer)
@@ -53,9 +54,9 @@ class Pair:
         self.hub.close()
 
 
-@pytest.fixture(params=[None, "s3cret"])
-def pair(request, tmp_path):
-    pair = Pair(tmp_path, request.param)
+@pytest.fixture
+def pair(tmp_path):
+    pair = Pair(tmp_path)
     yield pair
     pair.close()
 
@@ -118,9 +119,9 @@ def test_a_source_that_cannot_be_reached_is_left_alone_for_a_while(pair, monkeyp
     tried = []
     connect = handover._connect
 
-    def try_to_connect(source):
+    def try_to_connect(source, secret):
         tried.append(source)
-        return connect(source)
+        return connect(source, secret)
 
     monkeypatch.setattr(handover, "_connect", try_to_connect)
     pair.written.root.rename(pair.seen.root)
@@ -134,21 +135,20 @@ def test_only_what_is_on_offer_is_handed_out(pair, tmp_path):
     (tmp_path / "writer").mkdir(exist_ok=True)
     (tmp_path / "writer" / "run.yaml").write_text("api_key: x")
     pair.write(1)
-    secret = pair.reader.secret
 
     def ask(**request: object) -> dict:
         host, _, port = pair.reader.latest("batch")["source"].rpartition(":")
         with socket.create_connection((host, int(port)), 5) as connection:
+            prove(connection, pair.reader.secret, handover.PURPOSE)
+            connection.settimeout(WAIT_S)
             connection.sendall(json.dumps(request).encode() + b"\n")
             return json.loads(connection.makefile("rb").readline())
 
-    assert "size" in ask(artifact="rollouts/step_000001", file=MANIFEST, secret=secret)
-    assert "error" in ask(artifact="rollouts/step_000001", file="../../run.yaml", secret=secret)
-    assert "error" in ask(artifact="rollouts/step_000002", file=MANIFEST, secret=secret)
-    assert "error" in ask(artifact=".", file="run.yaml", secret=secret)
-    assert "error" in ask(artifact=None, secret=secret)
-    if secret:
-        assert ask(artifact="rollouts/step_000001", file=MANIFEST, secret="guess") == {"error": "a stranger"}
+    assert "size" in ask(artifact="rollouts/step_000001", file=MANIFEST)
+    assert "error" in ask(artifact="rollouts/step_000001", file="../../run.yaml")
+    assert "error" in ask(artifact="rollouts/step_000002", file=MANIFEST)
+    assert "error" in ask(artifact=".", file="run.yaml")
+    assert "error" in ask(artifact=None)
 
 
 def test_old_batches_are_offered_no_more(pair):
