@@ -6,6 +6,7 @@ with hostile_mounts(folder, names_s=5, misses_s=30) as (n1, n2):
 """
 
 import contextlib
+import ctypes.util
 import importlib.util
 import json
 import os
@@ -29,6 +30,8 @@ def why_not() -> str | None:
         return "/dev/fuse may not be opened"
     if importlib.util.find_spec("mfusepy") is None:
         return "mfusepy is not installed (pip install -e '.[dev]')"
+    if not any(ctypes.util.find_library(name) for name in ("fuse3", "fuse")):  # as mfusepy looks for it
+        return "libfuse is not installed (as root: apt-get install fuse3)"
     # Without fusermount only root may mount, and only with the capability (CAP_SYS_ADMIN, bit 21).
     effective = next(
         (int(line.split()[1], 16) for line in Path("/proc/self/status").read_text().splitlines() if "CapEff" in line), 0
