@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from loguru import logger
 
+from prime_hpc.observe.awake import AwakeClock
 from prime_hpc.observe.metrics import parse_row
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -68,7 +69,11 @@ class Tail:
 class Console:
     """Joins the trainer's and the orchestrator's rows of a step into one line."""
 
-    def __init__(self, run_dir: Path, max_steps: int, *, kind: Literal["rl", "sft"]) -> None:
+    def __init__(
+        self, run_dir: Path, max_steps: int, *, kind: Literal["rl", "sft"], clock: AwakeClock | None = None
+    ) -> None:
+        self._clock = clock or AwakeClock()
+        self._missed = self._clock.missed()
         self._run_dir = run_dir
         self._max_steps = max_steps
         self._kind = kind
@@ -151,7 +156,8 @@ class Console:
             self._progress = None
 
     def _show_step(self, row: dict[str, Any]) -> None:
-        now = time.time()
+        now, missed = self._clock.now(), self._clock.missed()
+        was_stopped, self._missed = missed > self._missed, missed
         step = row["step"]
         # the first step's wait is the start-up of the other side: no measure of the steps to come
         took = (
@@ -162,7 +168,8 @@ class Console:
         wait = row.get("time/wait", 0.0)
         save = row.get("time/checkpoint", 0.0)
         self._step = step
-        self._longest_save = max(self._longest_save, save, row.get("ckpt/write_s", 0.0))
+        if not was_stopped:  # the trainer's own clock ran on while the job was suspended
+            self._longest_save = max(self._longest_save, save, row.get("ckpt/write_s", 0.0))
         self._seconds["waiting"] += wait
         self._seconds["saving"] += save
         self._seconds["useful"] += max(0.0, row["time/step"] - wait - save)

@@ -7,30 +7,104 @@ itself writes to the terminal and to its own file.
 import contextlib
 import os
 import sys
+import threading
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
 if TYPE_CHECKING:
     from loguru import Logger
 
+PATIENCE_S = 0.5
+MAX_WAITING = 10_000
 
-class _FileSink:
-    """A log file that drops lines on a full disk: the terminal has them, and the run's own error says why it ends."""
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+class _PatientSink:
+    """A sink that loses lines rather than hold its caller up.
+
+    A line is written by a thread, and `write` waits for it: what was logged before a kill is on disk. Where the file
+    system hangs it waits `PATIENCE_S` once; from then on lines queue up until the thread is back, and those beyond
+    `MAX_WAITING` are dropped. So a thread that must never stand still, as the doorbell's, may log.
+
+    Args:
+        write: writes one message; may block, may raise OSError (a full disk: the line is dropped).
+        close: called at the end.
+    """
+
+    def __init__(self, write: Callable[[str], object], close: Callable[[], None] = lambda: None) -> None:
+        self._write, self._close = write, close
+        self._state = threading.Condition()
+        self._waiting: deque[str] = deque()
+        self._num_given = self._num_done = self._num_lost = 0
+        self._is_stuck = self._is_closed = False
+        self._pid = os.getpid()
+        threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def write(self, message: str) -> None:
-        """Append one line, unbuffered: what was logged before a kill is on disk."""
-        with contextlib.suppress(OSError):
-            os.write(self._descriptor, message.encode())
+        """Hand on one line."""
+        if os.getpid() != self._pid:  # a forked child has no such thread
+            self._write(message)
+            return
+        with self._state:
+            if len(self._waiting) >= MAX_WAITING:
+                self._num_lost += 1
+                return
+            self._waiting.append(message)
+            self._num_given += 1
+            self._state.notify_all()
+            self._wait()
 
     def stop(self) -> None:
-        """Close the file; loguru calls it when the sink is removed."""
-        os.close(self._descriptor)
+        """Write what waits, as long as the file takes it; loguru calls it when the sink is removed."""
+        with self._state:
+            self._wait()
+            self._is_closed = True
+            self._state.notify_all()
+            if self._is_stuck:
+                return
+        self._close()
+
+    def _wait(self) -> None:
+        mine = self._num_given
+        if not self._is_stuck and not self._state.wait_for(lambda: self._num_done >= mine, PATIENCE_S):
+            self._is_stuck = True
+
+    def _run(self) -> None:
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: bool(self._waiting) or self._is_closed)
+                if not self._waiting:
+                    return
+                message = self._waiting.popleft()
+                lost, self._num_lost = self._num_lost, 0
+            with contextlib.suppress(OSError, ValueError):  # a full disk; a stream that was closed
+                self._write(
+                    f"({lost} lines were lost while this could not be written)\n" + message if lost else message
+                )
+            with self._state:
+                self._num_done += 1
+                self._is_stuck = False
+                self._state.notify_all()
+
+
+def _file_sink(path: Path) -> _PatientSink:
+    """Appends to a file, unbuffered. On a full disk the terminal has the lines, and the run's own error says why."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    return _PatientSink(lambda message: os.write(descriptor, message.encode()), lambda: os.close(descriptor))
+
+
+def _console_sink() -> _PatientSink:
+    """Writes to standard output, which in a job is a file of the shared file system too."""
+
+    def write(message: str) -> None:
+        sys.stdout.write(message)
+        sys.stdout.flush()
+
+    return _PatientSink(write)
 
 
 def setup_logger(
@@ -57,8 +131,10 @@ def setup_logger(
     logger.remove()
     logger.configure(extra={"role": role})
     if console:
-        logger.add(sys.stdout, level=level, format=pattern, serialize=json_lines, enqueue=False)
+        # a process with a log file of its own is the supervisor: its output is a file in a job, and it must not wait
+        out: Any = sys.stdout if file is None or sys.stdout.isatty() else _console_sink()
+        logger.add(out, level=level, format=pattern, serialize=json_lines, enqueue=False)
     if file is not None:
         file_level = os.environ.get("PRIME_LOG_LEVEL", file_level or level).upper()
-        logger.add(_FileSink(file), level=file_level, format=pattern, serialize=json_lines, colorize=False)
+        logger.add(_file_sink(file), level=file_level, format=pattern, serialize=json_lines, colorize=False)
     return logger

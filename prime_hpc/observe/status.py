@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,8 +45,10 @@ class RoleStatus:
         self._doorbell = doorbell
         self._path = status_path(context.log_dir, context.index)
         self._lock = threading.Lock()
+        self._file_lock = threading.Lock()
         self._stopped = threading.Event()
         self._written = 0.0
+        self._written_count = -1
         self._has_place = False
         self._row: dict[str, Any] = {
             "role": context.role,
@@ -89,13 +92,17 @@ class RoleStatus:
         self._report(state="failed", error=text)
 
     def start_heartbeat(self, interval_s: float = 5.0) -> None:
-        """Beat from a daemon thread until `done` or `failed`."""
+        """Beat from daemon threads until `done` or `failed`: one rings and touches no file, one writes the file."""
 
-        def run() -> None:
-            while not self._stopped.wait(interval_s):
-                self.heartbeat()
+        def every(act: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                while not self._stopped.wait(interval_s):
+                    act()
 
-        threading.Thread(target=run, name="heartbeat", daemon=True).start()
+            return run
+
+        for name, act in (("heartbeat", self._beat_by_bell), ("heartbeat-file", self._beat_by_file)):
+            threading.Thread(target=every(act), name=name, daemon=True).start()
 
     def heartbeat(self) -> None:
         """Say that the process lives, and nothing new.
@@ -103,17 +110,34 @@ class RoleStatus:
         Over the doorbell where it is up: the files of hundreds of ranks every few seconds would be most of what a run
         asks of the file system. The file follows once a minute.
         """
-        self._report(is_news=False)
+        self._beat_by_bell()
+        self._beat_by_file()
 
-    def _report(self, is_news: bool = True, **changes: Any) -> None:
+    def _beat_by_bell(self) -> None:
+        self._say()
+
+    def _beat_by_file(self) -> None:
+        if not self._may_skip_file():
+            self._write(self._say())
+
+    def _report(self, **changes: Any) -> None:
+        self._write(self._say(**changes))  # the bell first: the file may have to wait for the file system
+
+    def _say(self, **changes: Any) -> dict[str, Any]:
+        """Ring what is known now, in order; returns it."""
         with self._lock:
             self._row.update(changes)
             self._row["count"] += 1  # tells which word is newer also where the clock is set back
             row = {**self._row, "time": time.time()}
-            if not is_news and self._may_skip_file():
-                self._ring(row)
+            if self._doorbell is not None:
+                self._doorbell.ring("status", **row)
+            return row
+
+    def _write(self, row: dict[str, Any]) -> None:
+        with self._file_lock:
+            if row["count"] < self._written_count:  # another thread has written newer words meanwhile
                 return
-            self._written = time.monotonic()
+            self._written, self._written_count = time.monotonic(), row["count"]
             try:
                 if not self._has_place:
                     self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,15 +147,10 @@ class RoleStatus:
                 temporary.replace(self._path)
             except OSError as error:  # a full disk must not silence the role: the doorbell still carries its word
                 logger.warning(f"status file {self._path} could not be written: {error}")
-        self._ring(row)
 
     def _may_skip_file(self) -> bool:
         is_heard = self._doorbell is not None and self._doorbell.connected
         return is_heard and time.monotonic() < self._written + FILE_EVERY_S
-
-    def _ring(self, row: dict[str, Any]) -> None:
-        if self._doorbell is not None:
-            self._doorbell.ring("status", **row)
 
 
 def read_status(log_dir: Path, index: int = 0) -> dict[str, Any] | None:

@@ -7,6 +7,13 @@ it started: when it is told to, when its supervisor has been silent for `fence_s
 begun. So a node that was cut off, or whose batch host died, never works on beside a new life. SIGTERM ends nothing:
 Slurm sends it to all processes of the job at once, or (a preemption with grace) to the steps alone, and the supervisor,
 who is told of it, may still want a save.
+
+    thread "voice"     beats, hears, counts the supervisor's silence; touches no file, so that a file system that
+                       hangs on this node (or on all) is no death; stopped processes count nothing
+    thread "fence"     looks for a newer life; a look that hangs is none
+    main thread        starts the role, waits for it, ends it, may hang with the file system
+    threads "output"   hand on what the role prints; "say" what the agent itself has to say
+
 Started by `steps.StepRole`; imports nothing heavy.
 
 Messages, all on the doorbell:
@@ -24,6 +31,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -31,6 +39,7 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.observe.awake import AwakeClock
 from prime_hpc.observe.context import LED, RoleContext
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import FencedError, StoreError
@@ -47,6 +56,7 @@ TICK_S = 0.1
 NUM_PORTS = 4
 FENCE = "PRIMEHPC_FENCE_S"
 HELLO_AGAIN_S = 5.0
+LAST_WORDS_S = 2.0
 EXIT_FENCED = 76
 """The agent ended its role because nobody led it any more."""
 
@@ -78,10 +88,22 @@ class Output:
         self._fallback = fallback
         self._descriptor = 1
         self._lock = threading.Lock()
+        self._words: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._speaker = threading.Thread(target=self._speak, name="say", daemon=True)
+        self._speaker.start()
 
     def say(self, text: str) -> None:
-        """One line of the agent's own."""
-        self.write((text + "\n").encode())
+        """One line of the agent's own. Never blocks: srun may wait for the file system."""
+        self._words.put((text + "\n").encode())
+
+    def close(self) -> None:
+        """Give what was said a moment to be written."""
+        self._words.put(None)
+        self._speaker.join(timeout=LAST_WORDS_S)
+
+    def _speak(self) -> None:
+        while (words := self._words.get()) is not None:
+            self.write(words)
 
     def write(self, data: bytes) -> None:
         """Never raises: what cannot be written anywhere is lost."""
@@ -120,19 +142,25 @@ class Agent:
         self._fence_s = float(environ.get(FENCE, "60"))
         self._host = environ.get("SLURMD_NODENAME") or socket.gethostname()
         self._local = int(environ.get("SLURM_LOCALID", "0"))
-        self._inbox: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
+        self._inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._told_to_end = False
         self._warned = False
         self._newer_life = False
         self._is_led_by_nobody = False
+        self._fenced: str | None = None
+        self._has_order = False
         self._child: subprocess.Popen[bytes] | None = None
         self._forwarding: threading.Thread | None = None
         role = label.split("[")[0]
         log_dir = self._paths.logs(self._context.attempt, role)
         self._output = Output(log_dir / f"{label}_{self._host}_{self._local}.log")
-        self._heard_at = time.monotonic()
-        self._next_beat = self._next_hello = self._next_fence_look = 0.0
+        self._clock = AwakeClock()
+        self._heard_at = self._clock.now()
+        self._num_pulses = 0
+        self._next_beat = self._next_hello = 0.0
         self._grace_s = 5.0
+        self._over = threading.Event()
         self._bell = Doorbell(self._context.doorbell_address, f"agent-{label}", incarnation=self._context.incarnation)
         for topic in (f"go/{label}", f"end/{label}", "pulse"):
             self._bell.subscribe(topic, lambda message, topic=topic: self._inbox.put((topic, message)))  # type: ignore[misc]
@@ -142,6 +170,8 @@ class Agent:
         become_subreaper()
         signal.signal(signal.SIGTERM, self._on_warning)
         signal.signal(signal.SIGINT, self._on_signal)
+        for name, target in (("voice", self._speak_and_hear), ("fence", self._look_for_newer_life)):
+            threading.Thread(target=target, name=name, daemon=True).start()
         code = 1
         try:
             while True:
@@ -152,16 +182,19 @@ class Agent:
                 if self._child is not None and self._child.poll() is not None:
                     code = self._child.returncode
                     break
-                self._talk()
-                self._read()
+                with contextlib.suppress(queue.Empty):
+                    self._start(self._orders.get(timeout=TICK_S))
         finally:
             end_strays(os.getpid(), [], grace_s=1.0)
             if self._forwarding is not None:
                 self._forwarding.join(timeout=2.0)
             self._say("exited", code=code)
-            if self._is_led_by_nobody or (code and self._is_not_heard()):
-                give_back(self._paths.root, self._environ, self._host, self._is_led_again, self._output.say)
+            if not self._is_wanted_no_more() and (self._is_led_by_nobody or self._is_not_heard()):
+                say, now = self._output.say, self._clock.now
+                give_back(self._paths.root, self._environ, self._host, self._pulses_again(), say, now)
+            self._over.set()
             self._bell.close()
+            self._output.close()
         return code if 0 <= code < 256 else 128 - code
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -174,13 +207,22 @@ class Agent:
         key = f"{self._host}/{self._local}"
         self._bell.ring("agent", label=self._label, life=self._life, key=key, host=self._host, event=event, **facts)
 
+    # ---- the thread "voice": nothing here may touch a file
+
+    def _speak_and_hear(self) -> None:
+        while not self._over.is_set():
+            self._talk()
+            self._read()
+            if self._clock.now() - self._heard_at > self._fence_s:
+                self._is_led_by_nobody = True
+
     def _talk(self) -> None:
         """Hello until there is an order, then a beat now and then."""
         if self._warned:
             self._warned = False
             self._say("warned")
-        now = time.monotonic()
-        if self._child is None and now >= self._next_hello:
+        now = self._clock.now()
+        if not self._has_order and now >= self._next_hello:
             self._next_hello = now + HELLO_AGAIN_S
             self._say("hello", **self._facts())
         if now >= self._next_beat:
@@ -205,14 +247,31 @@ class Agent:
             topic, message = self._inbox.get(timeout=TICK_S)
         except queue.Empty:
             return
-        self._heard_at = time.monotonic()
-        if topic.startswith("go/") and message["life"] > self._life:
+        self._heard_at = self._clock.now()
+        if topic == "pulse":
+            self._num_pulses += 1
+        elif topic.startswith("go/") and message["life"] > self._life:
             self._newer_life = True
-        elif topic.startswith("go/") and message["life"] == self._life and self._child is None:
-            self._start(Order(**message))
+        elif topic.startswith("go/") and message["life"] == self._life and not self._has_order:
+            self._has_order = True
+            self._orders.put(Order(**message))
         elif topic.startswith("end/") and message.get("life") == self._life:
             self._grace_s = float(message.get("grace_s", self._grace_s))
             self._told_to_end = True
+
+    # ---- the thread "fence"
+
+    def _look_for_newer_life(self) -> None:
+        look_s = min(FENCE_LOOK_S, self._fence_s / 4)
+        while self._fenced is None and not self._over.wait(look_s):
+            try:
+                check_incarnation(self._paths, self._context.incarnation)
+            except FencedError as error:
+                self._fenced = str(error)
+            except (StoreError, OSError) as error:  # the file system does not answer: the pulse still decides
+                self._output.say(f"[{self._host}] agent: {error}")
+
+    # ---- the main thread
 
     def _start(self, order: Order) -> None:
         self._grace_s = order.grace_s
@@ -254,35 +313,29 @@ class Agent:
             return "told to end", 0
         if self._newer_life:
             return "this step was started again elsewhere", EXIT_FENCED
-        now = time.monotonic()
-        if now - self._heard_at > self._fence_s:
-            self._is_led_by_nobody = True
+        if self._is_led_by_nobody:
             return f"no sign of the supervisor for {self._fence_s:.0f} s", EXIT_FENCED
-        if now >= self._next_fence_look:
-            self._next_fence_look = now + min(FENCE_LOOK_S, self._fence_s / 4)
-            try:
-                check_incarnation(self._paths, self._context.incarnation)
-            except FencedError as error:
-                return str(error), EXIT_FENCED
-            except StoreError as error:  # the file system does not answer: the pulse still decides
-                self._output.say(f"[{self._host}] agent: {error}")
-        return None
+        return None if self._fenced is None else (self._fenced, EXIT_FENCED)
+
+    def _is_wanted_no_more(self) -> bool:
+        """Whether somebody leads: the supervisor, or a newer life, whose job this one must not come back beside."""
+        return self._told_to_end or self._newer_life or self._fenced is not None
 
     def _is_not_heard(self) -> bool:
-        """After a role that failed, as one does whose batch host died: whether there is no supervisor to hear of it."""
+        """After its role's end: whether there is no supervisor to hear of it, as when the batch host died."""
         if "SLURM_JOB_ID" not in self._environ:
             return False
-        self._is_led_again()  # what was heard before counts no longer
-        while not self._is_led_again():
-            if time.monotonic() - self._heard_at > self._fence_s:
+        is_led, began = self._pulses_again(), self._clock.now()  # what was heard before counts no longer
+        while not is_led():
+            if self._clock.now() - max(began, self._heard_at) > self._fence_s:
                 return True
             time.sleep(TICK_S)
         return False
 
-    def _is_led_again(self) -> bool:
-        """After its role's end: whether there is a supervisor after all, or somebody ends this agent."""
-        topics = [self._inbox.get_nowait()[0] for _ in range(self._inbox.qsize())]
-        return self._told_to_end or "pulse" in topics
+    def _pulses_again(self) -> Callable[[], bool]:
+        """Whether, from now on, there is a supervisor after all, or somebody ends this agent."""
+        before = self._num_pulses
+        return lambda: self._is_wanted_no_more() or self._num_pulses > before
 
     def _end(self, why: str, code: int) -> int:
         self._output.say(f"[{self._host}] agent of {self._label}: {why}")

@@ -50,6 +50,7 @@ class Children:
         environment: Mapping[str, str],
         ring: Callable[..., None],
         reaper: Reaper,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -59,7 +60,9 @@ class Children:
             environment: of the orchestrators.
             ring: the hub's.
             reaper: ends what outlives this process.
+            clock: of the supervisor.
         """
+        self._clock = clock
         self._dir, self._experiment, self._parent = parent_dir, experiment, parent
         self._environment, self._ring, self._reaper = dict(environment), ring, reaper
         self._roles: dict[str, Role] = {}
@@ -80,6 +83,11 @@ class Children:
             self._heard.setdefault(run, {})[payload["role"], payload["index"]] = payload
         elif topic == "run":
             self._next_look = 0.0
+
+    def forgive(self, seconds: float) -> None:
+        """As for `Role`."""
+        for role in self._roles.values():
+            role.forgive(seconds)
 
     @property
     def is_idle(self) -> bool:
@@ -105,9 +113,9 @@ class Children:
         """
         for name in list(self._roles):
             self._watch(name)
-        if time.monotonic() < self._next_look:
+        if self._clock() < self._next_look:
             return
-        self._next_look = time.monotonic() + LOOK_S
+        self._next_look = self._clock() + LOOK_S
         try:
             names = list_children(self._dir)
         except OSError as error:
@@ -146,7 +154,7 @@ class Children:
             environment = {**self._environment, **facts, "PYTHONUNBUFFERED": "1"}
             log_dir = RunPaths(path).logs(state.incarnation, "orchestrator")
             heard = self._heard.setdefault(life, {})
-            role = Role(orchestrator_spec(experiment, path), log_dir, environment, heard)
+            role = Role(orchestrator_spec(experiment, path), log_dir, environment, heard, self._clock)
             role.start()
             attempt = Attempt(state.incarnation, state.incarnation, time.time(), f"slot {state.slot} of the trainer")
             attempt.job_id, attempt.resume_step = self._parent.job_id, state.resume_step
@@ -174,8 +182,8 @@ class Children:
         elif role.state == "starting":
             if role.says("ready"):
                 role.state, role.was_ready = "ready", True
-                logger.info(f"the orchestrator of {name} is ready after {time.monotonic() - role.started:.0f} s")
-            elif time.monotonic() - role.started > role.spec.start_timeout_s:
+                logger.info(f"the orchestrator of {name} is ready after {self._clock() - role.started:.0f} s")
+            elif self._clock() - role.started > role.spec.start_timeout_s:
                 self._died(name, f"its orchestrator was not ready within {role.spec.start_timeout_s:.0f} s")
         elif role.silent_s() > self._experiment.supervisor.heartbeat_timeout_s:
             self._died(name, f"its orchestrator gave no sign of life for {role.silent_s():.0f} s")
@@ -186,8 +194,8 @@ class Children:
         if state is not None and state.incarnation == incarnation and state.phase == "training":
             return
         if state is not None and state.incarnation == incarnation and state.phase == "done":
-            since = self._over_at.setdefault(name, time.monotonic())
-            if time.monotonic() - since < LAST_WORDS_S:
+            since = self._over_at.setdefault(name, self._clock())
+            if self._clock() - since < LAST_WORDS_S:
                 return  # the last evaluation
         why = "its directory is gone" if state is None else f"the run is {state.phase}"
         logger.info(f"ending the orchestrator of {name}: {why}")

@@ -94,6 +94,13 @@ class Controls:
         """A step got SIGTERM: with a grace time Slurm tells the steps of a preemption, and not the batch process."""
         self._warned = True
 
+    def was_stopped(self, seconds: float) -> None:
+        """The job was suspended for so long: Slurm has moved its end, for the time did not count."""
+        if self._allocation is not None and self._ends_at is not None:
+            end = granted_until(self._allocation.job_id)
+            self._ends_at = end if end is not None else self._ends_at + seconds
+            logger.info(f"the job's time limit is {self._ends_at - time.time():.0f} s away")
+
     def poll(self) -> StopRequest | None:
         """What was asked for since the start, if anything."""
         if self._signals:

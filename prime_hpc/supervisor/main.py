@@ -17,6 +17,7 @@ from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.site import read_site
 from prime_hpc.observe.bench import tables as bench_tables
+from prime_hpc.observe.hosts import compress_hosts
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
 from prime_hpc.store.errors import StoreError
@@ -28,6 +29,7 @@ from prime_hpc.supervisor.begin import begin_attempt, run_paths
 from prime_hpc.supervisor.caches import NODE_LOCAL
 from prime_hpc.supervisor.checkup import Checkup, nodes_to_avoid, remember
 from prime_hpc.supervisor.devices import visible_gpus
+from prime_hpc.supervisor.orphan import Return
 from prime_hpc.supervisor.placement import place_slurm
 from prime_hpc.supervisor.postmortem import cancel_stale_steps, close_lost_lives
 from prime_hpc.supervisor.processes import raise_descriptor_limit
@@ -150,6 +152,15 @@ def _prepare(
         environment = for_srun(environment) | {**site.env, **experiment.slurm.env}
         if site.node_local:
             environment.setdefault(NODE_LOCAL, site.node_local)
+        raw_job = environment.get("SLURM_JOB_ID", allocation.job_id)
+        environment |= Return(
+            job=raw_job,
+            parts=[raw_job, *allocation.component_ids],
+            hosts=compress_hosts(allocation.all_hosts),
+            batch_host=allocation.batch_host,
+            mode=mode_of_run(run_dir),
+            num_nodes=0 if allocation.is_het else placement.num_nodes,
+        ).to_env()
         attempt = begin_attempt(experiment, run_dir, job_id=allocation.job_id, restarts=allocation.restarts)
         if allocation.restarts:
             cancel_stale_steps(allocation)

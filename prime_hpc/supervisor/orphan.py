@@ -1,120 +1,242 @@
-"""A packed job that lost its batch host: `--no-kill` lets it run on, on the nodes that are left, led by nobody.
+"""Agents that nobody leads any more: they have ended their roles, and see to it that the job's nodes are given back.
 
-    batch host dies --> roles fail, or are ended (fence_s); agents hear no pulse
-                    --> Slurm drops the node (SlurmdTimeout) --> an agent gives the job back
+    batch host dies, hangs or is cut off --> roles fail, or are ended (fence_s); their agents stay
+        Slurm ends or requeues the job                       --> the agents end with it
+        Slurm drops the node, the job runs on (--no-kill)    --> an agent gives the job back at once
+        Slurm says nothing for SETTLE_S                      --> an agent gives the job back all the same
 
-Slurm itself requeues a job whose batch host died, but not one that may lose nodes: that one holds what is left of it
-until its time limit. So the agents wait for Slurm's verdict, and the first of them does what the supervisor would have
-done. Where only the network was cut, Slurm keeps the node, and nothing happens here: the supervisor may be alive.
-Called by `agent`; imports what is heavier than an agent when it comes to that.
+Slurm's own verdict takes SlurmdTimeout, and may never come: a controller that was started anew does not miss a node
+that it has not heard since. Giving back is what the supervisor would have done: requeue, or cancel, as the policy says.
+Where the supervisor lives on, cut off, it ends its attempt too (`node_silence_s`), and the next life fences it.
+Called by `agent`; what it needs of the run directory is read with a deadline, for the file system may hang as well.
 """
 
+import json
+import queue
+import random
+import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from prime_hpc.observe.hosts import expand_hosts
+from prime_hpc.observe.slurm import SlurmError, run_slurm
 from prime_hpc.supervisor.inquest import field
+from prime_hpc.supervisor.requeue import requeue
 
+RETURN = "PRIMEHPC_RETURN"
+"""Environment of the agents: a `Return` as JSON."""
 LOOK_S = 10.0
-WAIT_S = 1800.0
-"""Several times the longest SlurmdTimeout that sites set."""
+LATER_LOOK_S = 30.0
+"""Of the many agents that are not among the first: the controller is asked less often."""
+SETTLE_S = 60.0
+"""From the end of an agent's role, within which Slurm's own verdict is awaited."""
+AGAIN_S = 30.0
+"""After a try that changed nothing."""
 TURN_S = 20.0
 """By so much later does the agent of the next node act: the first one's requeue is seen by then."""
+MAX_TURNS = 5
+READ_S = 20.0
+"""Longest wait for the run directory; a file system that hangs must not keep the nodes."""
+ASK_S = 15.0
+"""Longest wait for an answer of the controller."""
+MAX_REFUSALS = 3
+"""So often may Slurm refuse to requeue the job before it is cancelled: its nodes are wanted by others."""
 
 Ask = Callable[[str], str]
-"""Job id -> its line in `scontrol show job --oneliner`. Raises OSError or RuntimeError where Slurm cannot be asked."""
+"""Job id -> its lines in `scontrol show job --oneliner`. Raises OSError or RuntimeError where Slurm cannot be asked."""
+Fate = Literal["over", "kept", "dropped", "suspended", "unknown"]
 
 
-def nodes_left(line: str, restarts: str) -> list[str] | None:
-    """The nodes of a job that runs on without its batch host.
+@dataclass(frozen=True)
+class Return:
+    """What an agent must know to give its job back without reading a file."""
+
+    job: str
+    """Raw id of the leader."""
+    parts: list[str]
+    """Ids that the job's steps state: a stand-in's agent states another one, and has nothing to give back."""
+    hosts: str
+    """Host list of all nodes."""
+    batch_host: str
+    mode: str
+    """How the job comes back: requeue, successor, off."""
+    num_nodes: int
+    """That the next life needs; 0: the job cannot shrink."""
+
+    def to_env(self) -> dict[str, str]:
+        """The variable from which `from_env` reads it."""
+        return {RETURN: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "Return | None":
+        """Of the job of this agent; None: there is none, or it is another's."""
+        text = environ.get(RETURN)
+        known = cls(**json.loads(text)) if text else None
+        return known if known is not None and environ.get("SLURM_JOB_ID") in known.parts else None
+
+    def turn(self, host: str) -> int:
+        """Place of a node among those that may act."""
+        others = [name for name in expand_hosts(self.hosts) if name != self.batch_host]
+        return min(others.index(host) if host in others else len(others), MAX_TURNS)
+
+
+def fate(lines: str, restarts: str) -> Fate:
+    """What Slurm says of the job whose supervisor is not heard.
 
     Args:
-        line: what scontrol says of the job.
+        lines: of `scontrol show job --oneliner`; a het job's leader comes first.
         restarts: how often the job had been restarted in this life.
 
     Returns:
-        [] while it still has its batch host; None where this life is over anyway.
+        `over`: this life has ended, or another has begun; `dropped`: it runs on without its batch host.
     """
-    if field(line, "JobState") != "RUNNING" or field(line, "Restarts") != restarts:
-        return None
-    nodes = expand_hosts(field(line, "NodeList"))
-    return [] if field(line, "BatchHost") in nodes else nodes
+    line = next((text for text in lines.splitlines() if text.strip()), "")
+    state = field(line, "JobState")
+    if not state:
+        return "unknown"
+    if field(line, "Restarts") != restarts:
+        return "over"
+    if state in ("SUSPENDED", "STOPPED"):
+        return "suspended"
+    if state != "RUNNING":
+        return "over"
+    return "kept" if field(line, "BatchHost") in expand_hosts(field(line, "NodeList")) else "dropped"
 
 
-def await_orphan(
-    ask: Ask,
-    environ: Mapping[str, str],
-    host: str,
-    is_led: Callable[[], bool],
-    *,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> bool:
-    """Wait for Slurm's verdict after the supervisor fell silent; whether it is for this node to give the job back.
+class Orphan:
+    """One agent's part in giving the job back.
 
     Args:
-        ask: see `Ask`.
-        environ: of a task of the job.
+        known: the job.
+        restarts: SLURM_RESTART_COUNT of this life.
         host: this node's name.
         is_led: whether the supervisor is heard again, or this agent is wanted no more.
-        clock, sleep: time, seconds.
+        ask: see `Ask`.
+        clock, sleep: time, seconds; the clock does not count while this process is stopped.
     """
-    job, restarts = environ.get("SLURM_JOB_ID"), environ.get("SLURM_RESTART_COUNT", "0")
-    end, turn = clock() + WAIT_S, None
-    while job and clock() < end and not is_led():
-        try:
-            nodes = nodes_left(ask(job), restarts)
-        except (OSError, RuntimeError, ValueError):
-            nodes = []  # the controller is away, or moves: it is asked again
-        if nodes is None:
-            return False
-        if nodes:
-            turn = turn if turn is not None else clock() + TURN_S * (nodes.index(host) if host in nodes else len(nodes))
-            if clock() >= turn:
+
+    def __init__(
+        self,
+        known: Return,
+        restarts: str,
+        host: str,
+        is_led: Callable[[], bool],
+        ask: Ask,
+        *,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._known, self._restarts = known, restarts
+        self._turn = known.turn(host)
+        self._is_led = is_led
+        self._ask, self._clock, self._sleep = ask, clock, sleep
+
+    def wait(self, settle_s: float) -> bool:
+        """Wait for Slurm's verdict; whether it is for this node to give the job back now.
+
+        Args:
+            settle_s: so long Slurm may say nothing.
+        """
+        due = self._clock() + settle_s + TURN_S * self._turn
+        dropped = False
+        while not self._is_led():
+            state = self._look()
+            if state == "over":
+                return False
+            if state == "suspended":
+                due = self._clock() + settle_s + TURN_S * self._turn
+            if state == "dropped" and not dropped:
+                dropped, due = True, min(due, self._clock() + TURN_S * self._turn)
+            if state in ("kept", "dropped") and self._clock() >= due:
                 return True
-        sleep(LOOK_S)
-    return False
+            self._pause(due)
+        return False
+
+    def _look(self) -> Fate:
+        try:
+            return fate(self._ask(self._known.job), self._restarts)
+        except (OSError, RuntimeError, ValueError):
+            return "unknown"  # the controller is away, or moves: it is asked again
+
+    def _pause(self, due: float) -> None:
+        look_s = LOOK_S if self._turn < MAX_TURNS else LATER_LOOK_S * random.uniform(0.7, 1.3)
+        left = due - self._clock()
+        end = self._clock() + (min(look_s, left) if left > 0 else look_s)
+        while self._clock() < end and not self._is_led():
+            self._sleep(min(1.0, max(0.05, end - self._clock())))
 
 
 def give_back(
-    run_dir: Path, environ: Mapping[str, str], host: str, is_led: Callable[[], bool], say: Callable[[str], None]
+    run_dir: Path,
+    environ: Mapping[str, str],
+    host: str,
+    is_led: Callable[[], bool],
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Wait, then have the job of an agent that nobody leads any more come back, or end, as the policy says.
+    """Have the job of an agent that nobody leads any more come back, or end, as the policy says.
+
+    Returns once this life of the job is over, or somebody leads again.
 
     Args:
         run_dir: the run.
         environ: of a task of the job.
         host: this node's name.
-        is_led: see `await_orphan`.
-        say: into the agent's log.
+        is_led: see `Orphan`.
+        say: into the agent's log; must not block.
+        clock: see `Orphan`.
     """
-    if not environ.get("SLURM_JOB_ID") or environ.get("SLURM_HET_SIZE"):
-        return  # Slurm ends a het job that lost a node
-    from prime_hpc.config import load_run
-    from prime_hpc.config.site import read_site
-    from prime_hpc.observe.slurm import SlurmError, run_slurm
-    from prime_hpc.supervisor.attempts import read_attempts
-    from prime_hpc.supervisor.begin import newest_saved_step, run_paths
-    from prime_hpc.supervisor.placement import place_slurm
-    from prime_hpc.supervisor.survive import come_back, decide, mode_of_run
+    known = Return.from_env(environ)
+    if known is None:
+        return
 
     def ask(job: str) -> str:
-        return run_slurm(["scontrol", "show", "job", "--oneliner", job])
+        return run_slurm(["scontrol", "show", "job", "--oneliner", job], timeout_s=ASK_S)
 
-    if not await_orphan(ask, environ, host, is_led, clock=time.monotonic, sleep=time.sleep):
-        return
-    job, experiment = environ["SLURM_JOB_ID"], load_run(run_dir)
-    paths = run_paths(experiment, run_dir)
-    rows, mode = read_attempts(paths.attempts), mode_of_run(run_dir)
-    # the life is still open in the ledger; the next one finds out what became of it
-    lost = {**rows[-1], "outcome": "node_lost", "saved_step": newest_saved_step(paths)}
-    decision = decide([*rows[:-1], lost], experiment.slurm.survive, mode)
-    say(f"job {job} lost its batch host and runs on with nobody to lead it: {decision.why}")
-    if decision.again and mode == "requeue":
-        come_back(job, mode, place_slurm(experiment, read_site(run_dir)).num_nodes)
-        return
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")
+    orphan = Orphan(known, restarts, host, is_led, ask, clock=clock, sleep=time.sleep)
+    settle_s, refusals = SETTLE_S, 0
+    say(f"[{host}] job {known.job} has nobody to lead it; without a word of Slurm it is given back in {settle_s:.0f} s")
+    while orphan.wait(settle_s):
+        settle_s = AGAIN_S
+        comes_back, why = _policy(run_dir, known)
+        say(f"[{host}] job {known.job} is led by nobody: {why}")
+        try:
+            if comes_back and known.mode == "requeue" and refusals < MAX_REFUSALS:
+                requeue(known.job, known.num_nodes)
+            else:  # its nodes are free then, and a successor that waits with afternotok takes over
+                run_slurm(["scancel", known.job], timeout_s=ASK_S)
+        except SlurmError as error:
+            refusals += not error.is_unreachable
+            say(f"[{host}] job {known.job} could not be given back: {error}")
+
+
+def _policy(run_dir: Path, known: Return) -> tuple[bool, str]:
+    """Whether the job comes back, and why. Where the run directory cannot be read in time, it does."""
+    answer: queue.SimpleQueue[tuple[bool, str]] = queue.SimpleQueue()
+
+    def read() -> None:
+        from prime_hpc.config import load_run
+        from prime_hpc.supervisor.attempts import read_attempts
+        from prime_hpc.supervisor.begin import newest_saved_step, run_paths
+        from prime_hpc.supervisor.survive import decide, mode_of_run
+
+        try:
+            experiment = load_run(run_dir)
+            paths = run_paths(experiment, run_dir)
+            rows = read_attempts(paths.attempts)
+            # the life is still open in the ledger; the next one finds out what became of it
+            lost = {**rows[-1], "outcome": "node_lost", "saved_step": newest_saved_step(paths)}
+            decision = decide([*rows[:-1], lost], experiment.slurm.survive, mode_of_run(run_dir))
+            answer.put((decision.again, decision.why))
+        except (OSError, ValueError, RuntimeError, LookupError) as error:
+            answer.put((known.mode != "off", f"the run's policy cannot be read ({error})"))
+
+    threading.Thread(target=read, name="policy", daemon=True).start()
     try:
-        run_slurm(["scancel", job])  # its nodes are free, and a successor that waits with afternotok takes over
-    except SlurmError as error:
-        say(f"job {job} could not be cancelled: {error}")
+        return answer.get(timeout=READ_S)
+    except queue.Empty:
+        return known.mode != "off", f"the run directory does not answer within {READ_S:.0f} s"

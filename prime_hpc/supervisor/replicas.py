@@ -3,7 +3,6 @@
 Used by the supervisor.
 """
 
-import time
 from collections.abc import Callable, Sequence
 
 from loguru import logger
@@ -18,9 +17,11 @@ class Replicas:
     Args:
         retry_s: pause between attempts on a node that was lost.
         spares: nodes that no role uses.
+        clock: of the supervisor.
     """
 
-    def __init__(self, retry_s: float, spares: list[str]) -> None:
+    def __init__(self, retry_s: float, spares: list[str], clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._retry_s = retry_s
         self._spares = list(spares)
         self._due: dict[str, float] = {}
@@ -50,7 +51,7 @@ class Replicas:
         if self.has_failed_again(role):
             role.stands_in = True  # the job no longer holds the node
         self._num_tries[role.spec.label] = self._num_tries.get(role.spec.label, 0) + 1
-        self._due[role.spec.label] = time.monotonic() + self._retry_s
+        self._due[role.spec.label] = self._clock() + self._retry_s
         how = "as a job of its own" if role.stands_in else "on its node"
         return f"its server is tried again {how} in {self._retry_s:.0f} s"
 
@@ -65,7 +66,7 @@ class Replicas:
                 self._welcome(role)
                 continue
             due = self._due.get(role.spec.label)
-            if role.state == "away" and due is not None and time.monotonic() >= due:
+            if role.state == "away" and due is not None and self._clock() >= due:
                 del self._due[role.spec.label]
                 assert isinstance(role, StepRole)
                 where = "in a job of its own" if role.stands_in else f"on {', '.join(role.hosts)}"
@@ -73,11 +74,11 @@ class Replicas:
                 restart(role)
                 if role.stands_in:
                     role.state = "away"  # until it has got a node, which may take as long as it takes
-                    self._due[role.spec.label] = time.monotonic() + self._retry_s  # should its job fail
+                    self._due[role.spec.label] = self._clock() + self._retry_s  # should its job fail
 
     def _welcome(self, role: StepRole) -> None:
         """A stand-in has got its node: from now on it is held to the deadlines of a start."""
         if role.has_arrived:
-            role.state, role.started = "starting", time.monotonic()
+            role.state, role.started = "starting", self._clock()
             self._due.pop(role.spec.label, None)
             logger.info(f"{role.spec.label} has got node {', '.join(role.hosts)} as a job of its own")

@@ -9,6 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +46,7 @@ class Role:
         log_dir: Path,
         environment: dict[str, str],
         heard: dict[tuple[str, int], dict[str, Any]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -52,7 +54,9 @@ class Role:
             log_dir: where its log and status files are.
             environment: of the process.
             heard: the last "status" message of each role process by (role, index), which the doorbell fills.
+            clock: seconds during which the supervisor was running.
         """
+        self._clock = clock
         self.spec = spec
         self._heard = heard if heard is not None else {}
         self.log_dir = log_dir
@@ -62,7 +66,7 @@ class Role:
         self.restarts = 0
         self.was_ready = False
         self.started = 0.0
-        """`time.monotonic()` of the last start: the clock on the wall may be set meanwhile, or differ between nodes."""
+        """By `clock`, of the last start: the clock on the wall may be set meanwhile, or differ between nodes."""
         self._before: dict[int, list[dict[str, Any]]] = {}
         """What each process's place said before the last start: words of a former life."""
         self._words: dict[int, tuple[Any, float]] = {}
@@ -124,7 +128,10 @@ class Role:
         return []
 
     def forgive(self, seconds: float) -> None:
-        """The supervisor itself was held up."""
+        """The supervisor itself was held up for so long, maybe with the role: neither deadlines nor silence counted."""
+        self.started += seconds
+        self._healthy_at += seconds
+        self._words = {index: (mark, noticed + seconds) for index, (mark, noticed) in self._words.items()}
 
     def ask_to_end(self) -> None:
         """Politely and at once; `processes.end_families` does it for this machine's processes."""
@@ -146,8 +153,8 @@ class Role:
                 start_new_session=True,  # a Ctrl-C at the terminal reaches the supervisor alone
             )
         self.state = "starting"
-        self.started = time.monotonic()
-        self._healthy_at = time.monotonic()
+        self.started = self._clock()
+        self._healthy_at = self._clock()
 
     def statuses(self) -> list[dict[str, Any]]:
         """What the role's processes last said of themselves in this life."""
@@ -160,7 +167,7 @@ class Role:
             newest.append(word)
             mark = (word.get("count"), word["time"], word["state"])
             if index not in self._words or self._words[index][0] != mark:
-                self._words[index] = mark, time.monotonic()
+                self._words[index] = mark, self._clock()
         return newest
 
     @property
@@ -181,7 +188,7 @@ class Role:
     def silent_s(self) -> float:
         """Seconds since the oldest last word of the role's processes (since its start where none came)."""
         self.statuses()
-        return time.monotonic() - min((noticed for _, noticed in self._words.values()), default=self.started)
+        return self._clock() - min((noticed for _, noticed in self._words.values()), default=self.started)
 
     def healthy(self, timeout_s: float = 2.0) -> bool:
         """Whether the server answers its health route; True for roles without one."""
@@ -193,12 +200,12 @@ class Role:
         except (urllib.error.URLError, OSError):
             well = False
         if well:
-            self._healthy_at = time.monotonic()
+            self._healthy_at = self._clock()
         return well
 
     def unwell_s(self) -> float:
         """Seconds since the server last answered well."""
-        return time.monotonic() - self._healthy_at
+        return self._clock() - self._healthy_at
 
     def cause_of_death(self) -> str:
         """Why the role ended: the first process to fail, in its own words where it left any."""

@@ -134,6 +134,7 @@ class StepRole(Role):
         context: StepContext,
         ring: Callable[..., None],
         grace_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -141,8 +142,9 @@ class StepRole(Role):
             context: the job.
             ring: the hub's `ring`.
             grace_s: from the polite end of the role to its kill.
+            clock: as for `Role`.
         """
-        super().__init__(spec, log_dir, environment, heard)
+        super().__init__(spec, log_dir, environment, heard, clock)
         self._context = context
         self._ring = ring
         self._grace_s = grace_s
@@ -183,7 +185,7 @@ class StepRole(Role):
         if super().running:
             return True
         beats = list(self._beats.values())
-        return len(beats) == self._num_tasks > 0 and time.monotonic() - min(beats) < WITHOUT_SRUN_S
+        return len(beats) == self._num_tasks > 0 and self._clock() - min(beats) < WITHOUT_SRUN_S
 
     @property
     def exit_code(self) -> int | None:
@@ -246,7 +248,7 @@ class StepRole(Role):
         if self.stands_in and not self.hosts:
             self.hosts = [message["host"]]
         key, event = message["key"], message["event"]
-        self._beats[key] = time.monotonic()
+        self._beats[key] = self._clock()
         if event == "hello":
             self._hellos[key] = message
         elif event == "warned":
@@ -271,7 +273,7 @@ class StepRole(Role):
 
     def lost_hosts(self, silence_s: float) -> list[str]:
         """Hosts whose agents spoke once and have been silent for longer than `silence_s`."""
-        now = time.monotonic()
+        now = self._clock()
         silent = {
             key.split("/")[0]
             for key, at in list(self._beats.items())
@@ -284,25 +286,20 @@ class StepRole(Role):
 
         A rank's "connection reset" comes before its dead peer's silence is long enough to be noticed.
         """
-        began = time.monotonic()
+        began = self._clock()
         while True:
             beats = dict(self._beats)
             quiet = {key.split("/")[0] for key, at in beats.items() if at <= began and key not in self._exits}
-            if not quiet or time.monotonic() - began > wait_s:
+            if not quiet or self._clock() - began > wait_s:
                 return [host for host in self.hosts if host in quiet]
             time.sleep(0.1)
 
     def missing_hosts(self) -> list[str]:
         """Hosts whose agents have not said hello though the deadline is over."""
-        if time.monotonic() - self.started < HELLO_TIMEOUT_S:
+        if self._clock() - self.started < HELLO_TIMEOUT_S:
             return []
         spoken = {key.split("/")[0] for key in list(self._hellos)}
         return [host for host in self.hosts if host not in spoken]
-
-    def forgive(self, seconds: float) -> None:
-        """The supervisor itself was held up for so long: nobody's silence counts during that."""
-        for key in list(self._beats):
-            self._beats[key] += seconds
 
     def cause_of_death(self) -> str:
         """As for `Role`; a step whose agents never spoke is named with its hosts."""

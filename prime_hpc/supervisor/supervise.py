@@ -15,6 +15,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.children import is_parent
+from prime_hpc.observe.awake import AwakeClock
 from prime_hpc.observe.console import Console
 from prime_hpc.observe.context import role_environment
 from prime_hpc.store import files
@@ -29,6 +30,7 @@ from prime_hpc.supervisor.children import Children
 from prime_hpc.supervisor.controls import Controls, StopRequest
 from prime_hpc.supervisor.live import LiveStatus
 from prime_hpc.supervisor.processes import become_subreaper, end_families, end_strays
+from prime_hpc.supervisor.pulse import Pulse
 from prime_hpc.supervisor.reaper import Reaper
 from prime_hpc.supervisor.replicas import Replicas
 from prime_hpc.supervisor.role import Role, log_tail
@@ -36,14 +38,13 @@ from prime_hpc.supervisor.roles import RoleSpec, Urls
 from prime_hpc.supervisor.steps import StepContext, StepRole, StepSpec
 
 TICK_S = 0.2
-PULSE_S = 2.0
 HEALTH_INTERVAL_S = 5.0
 LAST_WORD_S = 3 * BEAT_S
 """When a role dies, its nodes that say nothing for so long are the reason."""
 UNWELL_LIMIT_S = 90.0
 """A server whose health route fails for so long is ended and started again."""
 HELD_UP_S = 5.0
-"""A gap between two ticks that is longer is the supervisor's own: nobody's silence counts during it."""
+"""A longer gap between two ticks is the supervisor's own, as when the file system hangs: for nobody does it count."""
 
 
 class Ended(Exception):
@@ -90,18 +91,19 @@ class Supervisor:
         self._steps = steps
         self._checkup = checkup
         self._roles: list[Role] = []
-        self._replicas = Replicas(experiment.slurm.survive.replica_retry_s, spares or [])
+        self._clock = AwakeClock()
+        self._replicas = Replicas(experiment.slurm.survive.replica_retry_s, spares or [], self._clock.now)
         self._heard: dict[tuple[str, int], dict[str, Any]] = {}
         self._stop: tuple[StopRequest, float] | None = None
         self._next_health: dict[str, float] = {}
-        self._next_pulse = 0.0
         self._next_fence_look = 0.0
         self._is_fenced = False
-        self._last_tick = time.monotonic()
+        self._last_tick, self._missed = self._clock.now(), 0.0
+        self._asking_s = 0.0
         self._ready_at: float | None = None
         self._saves_asked = 0
         self._children: Children | None = None
-        self._console = Console(run_dir, experiment.max_steps, kind=experiment.kind)
+        self._console = Console(run_dir, experiment.max_steps, kind=experiment.kind, clock=self._clock)
         self._controls = Controls(
             run_dir,
             steps.allocation if steps else None,
@@ -117,10 +119,13 @@ class Supervisor:
         host = "127.0.0.1" if self._steps is None else "0.0.0.0"
         hub = DoorbellHub(host, on_message=self._on_message, incarnation=self._attempt.incarnation)
         self._hub, self._reaper = hub, Reaper()
+        stall_s = self._experiment.slurm.survive.stall_s
+        self._pulse = Pulse(lambda: hub.ring("pulse", time=time.time()), self._clock, stall_s)
         ended = Ended(1, "the supervisor itself failed")
         try:
             self._check_nodes()
             self._start()
+            self._last_tick, self._missed = self._clock.now(), self._clock.missed()
             while True:
                 self._tick()
                 time.sleep(TICK_S)
@@ -130,6 +135,7 @@ class Supervisor:
             ended = Ended(1, f"the supervisor could not go on: {error}")
         finally:
             self._end(ended)
+            self._pulse.close()
             hub.close()
             self._reaper.close()
             self._controls.restore()
@@ -173,7 +179,7 @@ class Supervisor:
         environment[FENCE] = str(self._experiment.slurm.survive.fence_s)
         if is_parent(self._experiment):
             own = (self._paths.root, self._experiment, self._attempt, self._environment, self._hub.ring, self._reaper)
-            self._children = Children(*own)
+            self._children = Children(*own, clock=self._clock.now)
         latest = self._paths.root / "logs" / "latest"
         files.make_dir(latest.parent)
         files.replace_link(latest, f"attempt_{self._attempt.attempt}")
@@ -192,14 +198,16 @@ class Supervisor:
             assert self._steps is not None
             self._attempt.nodes[spec.label] = list(spec.hosts)
             grace = self._experiment.supervisor.grace_s
-            return StepRole(spec, log_dir, environment, self._heard, self._steps, self._hub.ring, grace)
-        return Role(spec, log_dir, environment, self._heard)
+            return StepRole(
+                spec, log_dir, environment, self._heard, self._steps, self._hub.ring, grace, self._clock.now
+            )
+        return Role(spec, log_dir, environment, self._heard, self._clock.now)
 
     # ------------------------------------------------------------------------------------------------ watch
 
     def _tick(self) -> None:
         self._forgive_own_delay()
-        self._pulse()
+        self._pulse.tick()
         self._end_if_fenced()
         self._obey()
         for role in self._roles:
@@ -209,7 +217,7 @@ class Supervisor:
         if self._children is not None:
             num_servers = sum(role.is_server for role in self._roles)
             self._children.tick(self._known_urls().get("inference", []), num_servers, self._hub.address)
-        waiting = {r.spec.label: time.monotonic() - r.started for r in self._roles if r.state == "starting"}
+        waiting = {r.spec.label: self._clock.now() - r.started for r in self._roles if r.state == "starting"}
         if not waiting and self._ready_at is None and self._stop is None:
             self._ready_at = time.time()
             logger.info(f"all roles are ready after {self._ready_at - self._attempt.began:.0f} s")
@@ -238,22 +246,26 @@ class Supervisor:
         } | ({"runs": self._children.facts(), "max_steps": None} if self._children is not None else {})
 
     def _forgive_own_delay(self) -> None:
-        now = time.monotonic()
-        gap, self._last_tick = now - self._last_tick, now
+        """Between two ticks the file system may have hung, or the job been suspended: that is no role's silence."""
+        now, missed = self._clock.now(), self._clock.missed()
+        gap, self._last_tick = now - self._last_tick - self._asking_s, now
+        self._asking_s = 0.0
         if gap > HELD_UP_S:
-            logger.warning(f"the supervisor was held up for {gap:.0f} s")
+            logger.warning(f"the supervisor was held up for {gap:.0f} s (does the file system hang?)")
             for role in self._roles:
                 role.forgive(gap)
-
-    def _pulse(self) -> None:
-        now = time.monotonic()
-        if now >= self._next_pulse:
-            self._next_pulse = now + PULSE_S
-            self._hub.ring("pulse", time=time.time())
+            if self._children is not None:
+                self._children.forgive(gap)
+            if self._stop is not None:
+                self._stop = self._stop[0], self._stop[1] + gap
+        stopped, self._missed = missed - self._missed, missed
+        if stopped > HELD_UP_S:
+            logger.warning(f"the supervisor was stopped for {stopped:.0f} s (suspended?); the run goes on where it was")
+            self._controls.was_stopped(stopped)
 
     def _end_if_fenced(self) -> None:
         """A newer life of the run has begun elsewhere: this one may change nothing any more, and must not go on."""
-        now = time.monotonic()
+        now = self._clock.now()
         if now < self._next_fence_look:
             return
         self._next_fence_look = now + FENCE_LOOK_S
@@ -281,7 +293,7 @@ class Supervisor:
             self._hub.ring("save", id=self._attempt.attempt * 10_000 + self._saves_asked)
         if self._stop is not None:
             request, deadline = self._stop
-            if time.monotonic() > deadline:
+            if self._clock.now() > deadline:
                 raise Ended(request.code or 1, f"{request.reason}; not saved within {request.budget_s:.0f} s", "failed")
         elif request is not None:
             self._attempt.next = "slurm" if request.by_slurm else None
@@ -289,7 +301,7 @@ class Supervisor:
             if not request.save or self._ready_at is None:
                 raise Ended(request.code, request.reason, request.outcome)
             logger.warning(f"{request.reason}: saving, then ending (at most {request.budget_s:.0f} s)")
-            self._stop = (request, time.monotonic() + request.budget_s)
+            self._stop = (request, self._clock.now() + request.budget_s)
             self._hub.ring("stop", reason=request.reason, save=True)
 
     def _look_at(self, role: Role) -> None:
@@ -308,8 +320,8 @@ class Supervisor:
         elif role.state == "starting":
             if self._is_ready(role):
                 role.state, role.was_ready = "ready", True
-                logger.info(f"{role.spec.label} is ready after {time.monotonic() - role.started:.0f} s")
-            elif time.monotonic() - role.started > role.spec.start_timeout_s:
+                logger.info(f"{role.spec.label} is ready after {self._clock.now() - role.started:.0f} s")
+            elif self._clock.now() - role.started > role.spec.start_timeout_s:
                 self._on_death(role, f"{role.spec.label} was not ready within {role.spec.start_timeout_s:.0f} s")
         elif role.is_server:
             self._check_health(role)
@@ -325,14 +337,20 @@ class Supervisor:
         return urls
 
     def _is_ready(self, role: Role) -> bool:
-        return self._due(role, 0.5) and role.healthy() if role.is_server else role.says("ready")
+        return self._due(role, 0.5) and self._is_healthy(role) if role.is_server else role.says("ready")
+
+    def _is_healthy(self, role: Role) -> bool:
+        began = self._clock.now()
+        well = role.healthy()
+        self._asking_s += self._clock.now() - began  # a server that does not answer holds nobody up
+        return well
 
     def _check_health(self, role: Role) -> None:
-        if self._due(role, HEALTH_INTERVAL_S) and not role.healthy() and role.unwell_s() > UNWELL_LIMIT_S:
+        if self._due(role, HEALTH_INTERVAL_S) and not self._is_healthy(role) and role.unwell_s() > UNWELL_LIMIT_S:
             self._on_death(role, f"{role.spec.label} failed its health check for {role.unwell_s():.0f} s")
 
     def _due(self, role: Role, interval_s: float) -> bool:
-        now = time.monotonic()
+        now = self._clock.now()
         if now < self._next_health.get(role.spec.label, 0.0):
             return False
         self._next_health[role.spec.label] = now + interval_s
@@ -428,8 +446,8 @@ class Supervisor:
         logger.log(level, f"attempt {self._attempt.attempt} ended: {ended.outcome} ({ended.cause})")
 
     def _wait_for_steps(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and any(role.lives for role in self._roles):
+        deadline = self._clock.now() + timeout_s
+        while self._clock.now() < deadline and any(role.lives for role in self._roles):
             time.sleep(0.1)
 
     def _write_down(self, ended: Ended) -> None:

@@ -4,9 +4,8 @@
 beforehand which way there is.
 """
 
-import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,13 @@ from prime_hpc.config.site import read_site
 from prime_hpc.observe.slurm import SlurmError, compress_hosts, expand_hosts, run_slurm
 from prime_hpc.supervisor.inquest import field
 from prime_hpc.supervisor.mode import Mode, resolve_mode
+from prime_hpc.supervisor.requeue import SCONTROL_TIMEOUT_S, requeue, update
 
 EXIT_AGAIN = 75
 """EX_TEMPFAIL (sysexits.h): the job's exit code when a successor, queued with afternotok, is to take over."""
-SCONTROL_TIMEOUT_S = 30.0
-UPDATE_TRIES = 6
+PATIENCE_S = 1800.0
+"""So long a controller may be away before the job ends without being requeued."""
+LOOK_S = 5.0
 
 FINAL = ("completed", "stopped", "interrupted")
 SLURMS_DOING = ("preempted",)
@@ -90,8 +91,19 @@ def decide(rows: Sequence[dict[str, Any]], config: SurviveConfig, mode: Mode) ->
     return Decision(True, f"life {len(rows) + 1} follows" + (f", {idle} without progress so far" if idle else ""))
 
 
-def come_back(job_id: str, mode: Mode, num_nodes: int, exclude: Sequence[str] = ()) -> bool:
+def come_back(
+    job_id: str,
+    mode: Mode,
+    num_nodes: int,
+    exclude: Sequence[str] = (),
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
     """Requeue this job, leaving out bad nodes; the caller dies of it soon. False: Slurm refuses.
+
+    While the controller is away it is asked again: a job that ended meanwhile would not come back, and nobody else
+    gets its nodes either.
 
     With `successor` nothing is asked: the exit code releases the job that waits with afternotok.
 
@@ -100,23 +112,25 @@ def come_back(job_id: str, mode: Mode, num_nodes: int, exclude: Sequence[str] = 
         mode: how the job comes back.
         num_nodes: that the job needs; a packed job that lost a node (--no-kill) would come back smaller. 0: leave it.
         exclude: nodes that the next life must not get.
+        clock, sleep: time, seconds.
     """
     if mode == "successor":
         return True
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the requeue's own; what follows takes a second or two
-    try:
-        job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=SCONTROL_TIMEOUT_S)
-        run_slurm(["scontrol", "requeue", job_id], timeout_s=SCONTROL_TIMEOUT_S)
-    except SlurmError as error:
-        logger.error(f"job {job_id} could not be requeued: {error}")
-        return False
-    logger.info(f"job {job_id} is requeued")
-    if num_nodes > int(field(job, "NumNodes").partition("-")[0] or num_nodes):
-        _update(job_id, f"NumNodes={num_nodes}")
+    end = clock() + PATIENCE_S
+    while True:
+        try:
+            job = requeue(job_id, num_nodes)
+            break
+        except SlurmError as error:
+            if not error.is_unreachable or clock() >= end:
+                logger.error(f"job {job_id} could not be requeued: {error}")
+                return False
+            logger.warning(f"job {job_id} is to be requeued as soon as Slurm can be asked: {error}")
+            sleep(LOOK_S)
     if exclude and _enough_without(job_id, exclude, num_nodes):
         for component, own in _excluded_before(job, job_id):
             names = list(dict.fromkeys([*own, *exclude]))
-            _update(component, f"ExcNodeList={compress_hosts(names)}")
+            update(component, f"ExcNodeList={compress_hosts(names)}")
     return True
 
 
@@ -138,20 +152,6 @@ def _excluded_before(job: str, job_id: str) -> list[tuple[str, list[str]]]:
         own = [] if text in ("", "(null)") else expand_hosts(text)
         found.append((f"{job_id}+{offset}" if offset else job_id, own))
     return found or [(job_id, [])]
-
-
-def _update(job_id: str, change: str) -> None:
-    """Change the requeued job; right after the requeue Slurm says for a second or two that it is not available."""
-    for left in reversed(range(UPDATE_TRIES)):
-        try:
-            run_slurm(["scontrol", "update", f"JobId={job_id}", change], timeout_s=SCONTROL_TIMEOUT_S)
-        except SlurmError as error:
-            if not left:
-                logger.warning(f"job {job_id} goes without {change}: {error}")
-            time.sleep(1.0 if left else 0.0)
-        else:
-            logger.info(f"job {job_id}: {change}")
-            return
 
 
 def _enough_without(job_id: str, exclude: Sequence[str], num_nodes: int) -> bool:

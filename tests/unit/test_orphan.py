@@ -1,52 +1,137 @@
-"""Agents without a supervisor: when, and by whom, a job is given back that lost its batch host."""
+"""Agents without a supervisor: when, and by whom, a job is given back that nobody leads any more."""
 
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from prime_hpc.observe.slurm import SlurmError
-from prime_hpc.supervisor.orphan import LOOK_S, TURN_S, WAIT_S, await_orphan, nodes_left
+from prime_hpc.supervisor import orphan
+from prime_hpc.supervisor.orphan import LOOK_S, MAX_TURNS, SETTLE_S, TURN_S, Orphan, Return, fate, give_back
 
 LINE = "JobId=7 JobState={state} Restarts={restarts} NodeList={nodes} BatchHost=n1 NumNodes=2"
 WHOLE = LINE.format(state="RUNNING", restarts=1, nodes="n[1-3]")
 SHRUNK = LINE.format(state="RUNNING", restarts=1, nodes="n[2-3]")
 AGAIN = LINE.format(state="PENDING", restarts=2, nodes="(null)")
+JOB = Return("7", ["7", "8"], "n[1-3]", "n1", "requeue", 3)
+AWAY = SlurmError(["scontrol"], 1, "Unable to contact slurm controller")
 
 
 @pytest.mark.parametrize(
-    ("line", "left"),
-    [(WHOLE, []), (SHRUNK, ["n2", "n3"]), (AGAIN, None), (SHRUNK.replace("RUNNING", "COMPLETING"), None)],
+    ("lines", "said"),
+    [
+        (WHOLE, "kept"),
+        (WHOLE + "\n" + WHOLE.replace("JobId=7", "JobId=8").replace("n[1-3]", "n[4-5]"), "kept"),
+        (SHRUNK, "dropped"),
+        (AGAIN, "over"),
+        (WHOLE.replace("Restarts=1", "Restarts=2"), "over"),
+        (SHRUNK.replace("RUNNING", "COMPLETING"), "over"),
+        (WHOLE.replace("RUNNING", "SUSPENDED"), "suspended"),
+        ("", "unknown"),
+    ],
 )
-def test_what_slurm_says_of_the_job(line: str, left: list[str] | None) -> None:
-    assert nodes_left(line, "1") == left
-    assert nodes_left(line, "0") is None  # another life of the job
+def test_what_slurm_says_of_the_job(lines: str, said: str) -> None:
+    assert fate(lines, "1") == said
 
 
-def wait(host: str, says: Callable[[float], str], led_at: float = 1e9, **environ: str) -> tuple[bool, float]:
+class Clock:
+    """Time that passes only by sleeping."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def wait(host: str, says: Callable[[float], str], led_at: float = 1e9) -> tuple[bool, float]:
     """The verdict of `host`, and after how long; from `led_at` on the supervisor is heard again."""
-    now = [0.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    environment = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", **environ}
-    return await_orphan(
-        lambda job: says(now[0]), environment, host, lambda: now[0] >= led_at, clock=lambda: now[0], sleep=sleep
-    ), now[0]
+    clock = Clock()
+    one = Orphan(JOB, "1", host, lambda: clock() >= led_at, lambda job: says(clock()), clock=clock, sleep=clock.sleep)
+    return one.wait(SETTLE_S), clock()
 
 
-def test_the_first_node_that_is_left_gives_it_back_once_slurm_has_dropped_the_other() -> None:
+def test_the_first_node_gives_it_back_when_slurm_says_nothing_for_so_long() -> None:
+    assert wait("n2", lambda now: WHOLE) == (True, SETTLE_S)
+    assert wait("n3", lambda now: WHOLE) == (True, SETTLE_S + TURN_S)  # had the first one failed to
+    assert wait("n3", lambda now: AGAIN if now >= SETTLE_S + LOOK_S else WHOLE)[0] is False
+
+
+def test_at_once_when_slurm_has_dropped_the_batch_host() -> None:
+    assert wait("n2", lambda now: WHOLE if now < 25 else SHRUNK) == (True, 30)
+    assert wait("n3", lambda now: WHOLE if now < 25 else SHRUNK) == (True, 30 + TURN_S)
+
+
+def test_while_the_controller_is_away_it_is_asked_again() -> None:
     def says(now: float) -> str:
-        if 50 < now < 90:
-            raise SlurmError(["scontrol"], 1, "unable to contact slurm controller")
-        return WHOLE if now < 300 else SHRUNK
+        if now < 300:
+            raise AWAY
+        return WHOLE
 
-    assert wait("n2", says) == (True, 300)
-    assert wait("n3", says) == (True, 300 + TURN_S)  # had the first one failed to
-    assert wait("n3", lambda now: AGAIN if now >= 300 + LOOK_S else says(now)) == (False, 300 + LOOK_S)
+    verdict, after = wait("n2", says)
+    assert verdict and 300 <= after <= 300 + LOOK_S
 
 
-def test_a_job_that_keeps_its_batch_host_is_left_alone() -> None:
-    assert wait("n2", lambda now: WHOLE) == (False, WAIT_S)
+def test_a_suspended_job_is_nobodys_fault_and_a_supervisor_that_is_back_leads() -> None:
+    verdict, after = wait("n2", lambda now: WHOLE.replace("RUNNING", "SUSPENDED") if now < 1000 else WHOLE)
+    assert verdict and after >= 1000 + SETTLE_S - LOOK_S
     assert wait("n2", lambda now: WHOLE, led_at=40) == (False, 40)
-    assert wait("n2", lambda now: SHRUNK, SLURM_JOB_ID="") == (False, 0)
+
+
+def test_turns_end_and_a_stand_in_has_nothing_to_give_back() -> None:
+    many = Return("7", ["7"], "n[1-500]", "n1", "requeue", 0)
+    assert [many.turn(host) for host in ("n2", "n4", "n300", "elsewhere")] == [0, 2, MAX_TURNS, MAX_TURNS]
+    environ = {**JOB.to_env(), "SLURM_JOB_ID": "8"}
+    assert Return.from_env(environ) == JOB, "a het component's step"
+    assert Return.from_env({**environ, "SLURM_JOB_ID": "9"}) is None
+    assert Return.from_env({"SLURM_JOB_ID": "7"}) is None
+
+
+class Slurm:
+    """Answers `scontrol show job`, and refuses what it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *refuses: SlurmError) -> None:
+        self.refuses = list(refuses)
+        self.done: list[str] = []
+        self.clock = Clock()
+        monkeypatch.setattr(orphan, "run_slurm", self.run)
+        monkeypatch.setattr(orphan, "requeue", lambda job, num_nodes: self.act(f"requeue {job} {num_nodes}"))
+        monkeypatch.setattr(orphan.time, "sleep", self.clock.sleep)
+
+    def run(self, argv: list[str], timeout_s: float = 0) -> str:
+        if argv[0] == "scancel":
+            self.act(" ".join(argv))
+        succeeded = self.done and not self.done[-1].startswith("refused")
+        return AGAIN if succeeded else WHOLE
+
+    def act(self, words: str) -> None:
+        if self.refuses:
+            self.done.append(f"refused {words}")
+            raise self.refuses.pop(0)
+        self.done.append(words)
+
+    def give_back(self, run_dir: Path, known: Return = JOB) -> list[str]:
+        environ = {**known.to_env(), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+        give_back(run_dir, environ, "n2", lambda: False, lambda words: None, self.clock)
+        return self.done
+
+
+def test_a_run_directory_that_cannot_be_read_keeps_no_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Slurm(monkeypatch).give_back(tmp_path / "gone") == ["requeue 7 3"]
+    monkeypatch.setattr(orphan, "READ_S", 0.05)
+    monkeypatch.setattr("prime_hpc.config.load_run", lambda run_dir: threading.Event().wait(), raising=False)  # hangs
+    assert Slurm(monkeypatch).give_back(tmp_path) == ["requeue 7 3"]
+
+
+def test_a_controller_that_is_away_is_tried_again_and_one_that_refuses_makes_it_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Slurm(monkeypatch, *[AWAY] * 5).give_back(tmp_path)[-2:] == ["refused requeue 7 3", "requeue 7 3"]
+    refusal = SlurmError(["scontrol"], 1, "Requested operation is presently disabled")
+    assert Slurm(monkeypatch, *[refusal] * 3).give_back(tmp_path)[-1] == "scancel 7"
+    successor = Return("7", ["7"], "n[1-3]", "n1", "successor", 3)
+    assert Slurm(monkeypatch).give_back(tmp_path, successor) == ["scancel 7"]

@@ -92,6 +92,8 @@ class SurviveConfig(Section):
     """A node whose agent is silent for so long counts as lost."""
     fence_s: float = Field(60, gt=2)
     """Agents that do not hear their supervisor for so long end their roles: no second life beside a new one."""
+    stall_s: float = Field(1800, gt=0)
+    """A supervisor that its own file system holds up for so long is given up; roles and agents wait as long."""
     replica_retry_s: float = Field(60, gt=0)
     """Pause between attempts to bring a lost inference node's server back."""
     exclude_bad_nodes: bool | None = None
