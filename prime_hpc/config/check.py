@@ -4,6 +4,7 @@ Called by `sources` and `snapshot`.
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,6 +13,7 @@ from pydantic_core import ErrorDetails
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.schema import all_paths, resolve, schema_path, type_text
+from prime_hpc.config.secret import masked, names_secret, secrets_of
 
 _WRONG_TYPE = re.compile(r"(_type|_parsing|_from_float|_error|_size|too_short|too_long)$")
 _MAX_SHOWN = 80
@@ -51,14 +53,16 @@ def _explain(detail: ErrorDetails, path: tuple[str, ...], provenance: dict[str, 
     elif kind == "missing":
         message = "must be stated: it has no default"
     elif (node := resolve(path)) is not None and _WRONG_TYPE.search(kind):
-        message = f"expected {type_text(node.annotation)}, got {_shown(detail['input'])}"
+        message = f"expected {type_text(node.annotation)}, got {_shown(detail['input'], path)}"
     else:
-        message = f"{message.replace('Input should', 'must')}, got {_shown(detail['input'])}"
+        message = f"{message.replace('Input should', 'must')}, got {_shown(detail['input'], path)}"
     return Problem(message, ".".join(path) or None, origin_of(path, provenance))
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
+def _shown(value: Any, path: tuple[str, ...] = ()) -> str:
+    if path and names_secret(path[-1]):
+        return "something else"
+    text = masked(repr(value))
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
@@ -90,3 +94,37 @@ def check_complete(experiment: Experiment, entrypoint: str, provenance: dict[str
         if data.type != "fake" and data.path is None and data.name is None:
             message = "no data: state files, or a hub data set (sft.data.name), or `sft.data.type = fake`"
             raise ConfigError(Problem(message, "sft.data.path", origin_of(("sft", "data", "type"), provenance)))
+
+
+def check_secrets(experiment: Experiment, provenance: dict[str, Origin]) -> list[str]:
+    """Warnings about secrets that others can read where they are stated.
+
+    Raises:
+        ConfigError: a file that is to hold one cannot be used; says why.
+    """
+    problems: list[Problem] = []
+    warnings: list[str] = []
+    for path, secret in secrets_of(experiment):
+        origin, key = origin_of(path, provenance), ".".join(path)
+        if secret.problem is not None:
+            problems.append(Problem(secret.problem, key, origin))
+        elif secret.file is None and origin is not None:
+            fix = f"state it as @FILE, a file that only you can read{_mode_fix(origin)}"
+            if origin.source == "command line":
+                warnings.append(f"{key}: the command line is seen by everybody on this machine (ps); {fix}")
+            elif origin.source == "file" and _is_open(Path(origin.where)):
+                warnings.append(f"{key}: {origin.where} can be read by others; {fix}")
+    if problems:
+        raise ConfigError(problems)
+    return warnings
+
+
+def _mode_fix(origin: Origin) -> str:
+    return f", or chmod 600 {origin.where}" if origin.source == "file" else ""
+
+
+def _is_open(path: Path) -> bool:
+    try:
+        return bool(path.stat().st_mode & 0o077)
+    except OSError:
+        return False

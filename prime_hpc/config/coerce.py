@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from prime_hpc.config.schema import Node, admits, members, type_text
+from prime_hpc.config.secret import masked
 
 TRUE = frozenset({"true", "yes", "on", "1"})
 FALSE = frozenset({"false", "no", "off", "0"})
@@ -63,10 +64,10 @@ def _list(text: str, node: Node) -> Any:
     if stripped[:1] in ("[", "(", "{"):
         parsed = literal(stripped)
         if isinstance(parsed, str):
-            raise CoerceError(f"expected {type_text(node.annotation)}, but {text!r} is neither JSON nor Python")
+            raise CoerceError(f"expected {type_text(node.annotation)}, but {masked(text)!r} is neither JSON nor Python")
         return [parsed] if isinstance(parsed, dict) else list(parsed)
     if node.kind == "sections":
-        raise CoerceError(f'expected a list of mappings such as \'[{{"id": "..."}}]\', got {text!r}')
+        raise CoerceError(f'expected a list of mappings such as \'[{{"id": "..."}}]\', got {masked(text)!r}')
     return [part.strip() for part in stripped.split(",") if part.strip()]
 
 
@@ -74,7 +75,7 @@ def mapping(text: str) -> dict[str, Any]:
     """A JSON object or Python dict literal. Raises CoerceError."""
     parsed = literal(text.strip())
     if not isinstance(parsed, dict) or not all(isinstance(key, str) for key in parsed):
-        raise CoerceError(f"expected a mapping such as '{{\"key\": 1}}', got {text!r}")
+        raise CoerceError(f"expected a mapping such as '{{\"key\": 1}}', got {masked(text)!r}")
     return parsed
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from prime_hpc.config.secret import secrets_of
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.common import CkptConfig, LogConfig, ModelConfig, WandbConfig
 from prime_hpc.config.sections.inference import InferenceConfig, TeacherInferenceConfig
@@ -88,8 +89,8 @@ class Experiment(Section):
 
     @property
     def holds_secret(self) -> bool:
-        """Whether the tree states a key, so that its files are for their owner's eyes alone."""
-        return any(engines is not None and engines.api_key for engines in (self.inference, self.teacher_inference))
+        """Whether the tree states a key, a token or a password."""
+        return any(True for _ in secrets_of(self))
 
     @property
     def samples(self) -> bool:

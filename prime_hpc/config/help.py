@@ -19,6 +19,7 @@ _HERE = Path(__file__).parent
 _MODULES = ("sections/*.py", "experiment.py")
 _FLAG_WIDTH = 46
 _TYPE_NAMES = {"str": "TEXT", "int": "INT", "float": "NUMBER", "bool": "", "Path": "PATH", "Any": "VALUE"}
+_TYPE_NAMES |= {"Secret": "TEXT", "Arguments": "{...}", "Variables": "{...}"}
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 OWN_SECTIONS = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from prime_hpc.config.experiment import COMPONENTS, Experiment
+from prime_hpc.config.secret import Secret
 from prime_hpc.config.sections.base import Section
 
 Kind = Literal["section", "sections", "free", "leaf"]
@@ -22,6 +23,7 @@ _TYPE_TEXTS = {
     float: "a number",
     str: "text",
     Path: "a path",
+    Secret: "text",
     type(None): "null",
 }
 

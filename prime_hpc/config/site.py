@@ -16,6 +16,7 @@ from pathlib import Path
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.files import dump_yaml, parse_yaml
+from prime_hpc.config.secret import OF_SITE, anchored, put_back, secrets_of, write_secrets
 from prime_hpc.config.sections.slurm import SiteConfig
 
 SITE_FILE = "site.yaml"
@@ -55,14 +56,24 @@ def load_site(name: str | None = None, environ: Mapping[str, str] = os.environ) 
             raise ConfigError(
                 Problem(f"no site profile {name!r}; {hint}found are {', '.join(sites) or 'none'}", "slurm.site")
             )
-        return parse_site(path)
+        return _usable(parse_site(path), path)
     cluster = cluster_name(environ)
     if cluster is not None:
         for path in sites.values():
             text = path.read_text(encoding="utf-8")
             if re.search(rf"^cluster:\s*['\"]?{re.escape(cluster)}['\"]?\s*(#.*)?$", text, re.MULTILINE):
-                return parse_site(path)
+                return _usable(parse_site(path), path)
     return GENERIC
+
+
+def _usable(site: SiteConfig, path: Path) -> SiteConfig:
+    """Raise a ConfigError where a file that is to hold a secret cannot be used."""
+    problems = [
+        Problem(f"{path}: {'.'.join(at)}: {s.problem}", "slurm.site") for at, s in secrets_of(site) if s.problem
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return site
 
 
 def parse_site(path: Path) -> SiteConfig:
@@ -78,7 +89,7 @@ def parse_site(path: Path) -> SiteConfig:
     except OSError as error:
         raise ConfigError(Problem(f"{path}: {error.strerror}", "slurm.site")) from error
     try:
-        return SiteConfig.model_validate({"name": path.stem, **data})
+        return SiteConfig.model_validate({"name": path.stem, **anchored(data, path.parent)})
     except ValidationError as error:
         raise ConfigError(
             Problem(f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}", "slurm.site") for e in error.errors()
@@ -87,8 +98,9 @@ def parse_site(path: Path) -> SiteConfig:
 
 def write_site(site: SiteConfig, run_dir: Path) -> None:
     """Keep the profile with the run."""
-    text = dump_yaml(site.model_dump(mode="json", exclude_defaults=True) | {"name": site.name})
-    (run_dir / SITE_FILE).write_text(text, encoding="utf-8")
+    tree, texts = put_back(site.model_dump(mode="json", exclude_defaults=True), site, prefix=OF_SITE)
+    write_secrets(run_dir, texts, only=OF_SITE)
+    (run_dir / SITE_FILE).write_text(dump_yaml(tree | {"name": site.name}), encoding="utf-8")
 
 
 def read_site(run_dir: Path) -> SiteConfig:

@@ -3,6 +3,7 @@
 `launch` writes a snapshot before it starts anything; every role reads `run.yaml` with `load_run`.
 
     run.yaml             the resolved tree
+    secrets/             its keys and tokens, readable by their owner alone; the other files name these
     configs/<role>.toml  the role's view; `rl --trainer @ configs/trainer.toml --orchestrator @ ...` loads them
     lock.json            code version, installed packages, command line, time, host
 """
@@ -21,6 +22,7 @@ from prime_hpc.config.errors import ConfigError, Origin, Problem
 from prime_hpc.config.experiment import COMPONENTS, Experiment
 from prime_hpc.config.files import dump_yaml, parse_yaml
 from prime_hpc.config.schema import Node, members, resolve
+from prime_hpc.config.secret import OF_SITE, anchored, masked_command, put_back, without_known, write_secrets
 
 RUN_YAML = "run.yaml"
 RUN_YAML_VARIABLE = "PRIMEHPC_RUN_YAML"
@@ -30,7 +32,6 @@ LOCK_JSON = "lock.json"
 CONFIGS = "configs"
 _GIT_TIMEOUT_S = 5
 _MAX_DIFF_BYTES = 1_000_000
-_SECRET_FLAGS = ("api-key", "api_key")
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Shared:
 def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: Shared | None = None) -> None:
     """Write `run.yaml`, `configs/*.toml` and `lock.json` into the run directory, each atomically.
 
-    Files that hold a secret (`inference.api_key`, `teacher_inference.api_key`) are readable by their owner alone.
+    Secrets are written into `secrets/`, for their owner's eyes alone; the other files name those.
 
     Args:
         exp: the resolved experiment.
@@ -61,21 +62,22 @@ def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: S
     """
     sync = shared is None  # thousands of files forced to the disk one by one would take minutes
     shared = shared or share(command)
-    tree = exp.model_dump(mode="json")
-    private = exp.holds_secret
+    tree, texts = put_back(exp.model_dump(mode="json"), exp)
+    from_below, _ = put_back(exp.model_dump(mode="json"), exp, above="../") if texts else (tree, texts)
     configs = run_dir / CONFIGS
     configs.mkdir(parents=True, exist_ok=True)
+    write_secrets(run_dir, texts, keep=OF_SITE)
     for component in COMPONENTS:
         target = configs / f"{component}.toml"
-        view = _view(tree, component)
+        view = _view(from_below, component)
         if view is None:
             target.unlink(missing_ok=True)  # of an earlier attempt: loading it would switch the section on
         else:
-            _write_atomic(target, _dump_toml(view, component, shared.texts), private, sync)
+            _write_atomic(target, _dump_toml(view, component, shared.texts), sync)
     if not _link(shared.lock_file, run_dir / LOCK_JSON):
-        _write_atomic(run_dir / LOCK_JSON, shared.lock, private=False, sync=sync)
+        _write_atomic(run_dir / LOCK_JSON, without_known(shared.lock), sync)
     # last: a run directory with it is whole
-    _write_atomic(run_dir / RUN_YAML, _dump_yaml(tree, shared.texts), private, sync)
+    _write_atomic(run_dir / RUN_YAML, _dump_yaml(tree, shared.texts), sync)
 
 
 def share(command: list[str], folder: Path | None = None) -> Shared:
@@ -85,10 +87,10 @@ def share(command: list[str], folder: Path | None = None) -> Shared:
         command: the command line as it was typed.
         folder: gets a `lock.json` of its own, to which those of the run directories are hard links.
     """
-    lock = json.dumps(gather_lock(command), indent=1) + "\n"
+    lock = without_known(json.dumps(gather_lock(command), indent=1)) + "\n"
     if folder is None:
         return Shared(lock)
-    _write_atomic(folder / LOCK_JSON, lock, private=False)
+    _write_atomic(folder / LOCK_JSON, lock)
     return Shared(lock, folder / LOCK_JSON)
 
 
@@ -121,6 +123,7 @@ def read_experiment(path: Path) -> Experiment:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is no text: {error.reason} at byte {error.start}") from error
     values, lines = parse_yaml(text, str(path))
+    values = anchored(values, path.parent)
     provenance = {".".join(key): Origin("file", str(path), line) for key, line in lines.items()}
     problems: list[Problem] = []
     experiment = validate(values, provenance, problems)
@@ -210,18 +213,17 @@ def _holds_null(value: Any) -> bool:
     return value is None
 
 
-def _write_atomic(path: Path, text: str, private: bool, sync: bool = True) -> None:
-    """Replace a file in one step; a reader sees the old text or the new one."""
+def _write_atomic(path: Path, text: str, sync: bool = True) -> None:
+    """Replace a file in one step; a reader sees the old text or the new one. The umask says who may read it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-        temporary.chmod(0o600 if private else 0o644)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -239,7 +241,7 @@ def gather_lock(command: list[str]) -> dict[str, Any]:
     from datetime import UTC, datetime
 
     return {
-        "command": _without_secrets(command),
+        "command": masked_command(command),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "cwd": str(Path.cwd()),
@@ -249,17 +251,6 @@ def gather_lock(command: list[str]) -> dict[str, Any]:
         "git": _git_state(Path(__file__).resolve().parents[2]),
         "packages": _packages(),
     }
-
-
-def _without_secrets(command: list[str]) -> list[str]:
-    shown: list[str] = []
-    hide = False
-    for token in command:
-        name, equals, _ = token.lstrip("-").partition("=")
-        is_secret = token.startswith("--") and name.rpartition(".")[2] in _SECRET_FLAGS
-        shown.append("***" if hide else f"--{name}=***" if is_secret and equals else token)
-        hide = is_secret and not equals
-    return shown
 
 
 def _packages() -> dict[str, str]:

@@ -8,9 +8,10 @@ everything that is wrong is raised at once as a ConfigError.
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from prime_hpc.config.check import check_complete, validate
+from prime_hpc.config.check import check_complete, check_secrets, validate
 from prime_hpc.config.coerce import CoerceError, coerce, is_reference, mapping, switch
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
 from prime_hpc.config.experiment import Experiment
@@ -18,6 +19,7 @@ from prime_hpc.config.files import Document, read_documents
 from prime_hpc.config.flags import ALIASES, SCOPES, Entry, FileRef, parse_flags
 from prime_hpc.config.interpolate import interpolate
 from prime_hpc.config.schema import Node, all_paths, locate, resolve, type_text
+from prime_hpc.config.secret import MASK, anchored, masked, names_secret
 
 ENV_PREFIX = "PRIME_"
 KINDS = {"rl": "rl", "sft": "sft"}
@@ -67,6 +69,7 @@ def load_experiment(argv: list[str], entrypoint: str, environ: Mapping[str, str]
     if entrypoint in KINDS:
         tree.place([Entry(("kind",), KINDS[entrypoint], Origin("command line", entrypoint))])
     experiment = tree.experiment()
+    tree.warnings += check_secrets(experiment, tree.provenance)
     check_complete(experiment, entrypoint, tree.provenance)
     names = list(dict.fromkeys(document.name for _, document in documents))
     return Loaded(experiment, tree.provenance, list(argv), entrypoint, tree.warnings, names)
@@ -139,6 +142,9 @@ class Tree:
         if node.kind in ("free", "sections") and value is None and not node.optional:
             return  # an empty `key:` of a YAML file states nothing
         value = coerce(value, node, typed=entry.typed)
+        if node.kind == "leaf" and isinstance(value, str):  # a file in a file's own folder, else in this one
+            folder = Path(entry.document.name).parent if entry.document is not None else Path()
+            value = anchored(value, folder, node.path[-1])
         if isinstance(value, dict) and (node.kind == "free" or (node.annotation is Any and value)):
             self._descend(node, entry, value)
         elif node.kind == "sections" and isinstance(value, list):
@@ -159,7 +165,7 @@ class Tree:
             return
         on = switch(value)
         if on is None:
-            raise CoerceError(f"expected a section of keys, got {value!r}")
+            raise CoerceError(f"expected a section of keys, got {masked(repr(value))}")
         if on:
             self._open(node, entry)
         elif node.optional:
@@ -236,8 +242,9 @@ class Tree:
             for other, other_value, other_origin in claims[:-1]:
                 differs = other not in (None, component) and other_value != value
                 if differs and other_origin.source == origin.source:
+                    theirs, ours = (MASK if names_secret(dotted) else repr(v) for v in (other_value, value))
                     message = (
-                        f"{other} states {other_value!r} ({other_origin}), {component} states {value!r} ({origin}): "
+                        f"{other} states {theirs} ({other_origin}), {component} states {ours} ({origin}): "
                         f"one experiment has one {dotted}; state it once"
                     )
                     self.problems.append(Problem(message, dotted, origin))

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.errors import EnvError
 
@@ -112,7 +113,7 @@ def build_env_config(config: EnvConfig, split: str, seed: int) -> tuple[Any, boo
     ident = resolve_taskset(config.id)
     label = config.name or config.id
     arguments = taskset_config_type(ident).model_fields
-    taskset = {"id": ident, **config.args}
+    taskset = {"id": ident, **revealed(config.args)}
     for name, value in (("split", split), ("seed", seed)):
         if name in arguments:
             taskset.setdefault(name, value)
@@ -120,10 +121,10 @@ def build_env_config(config: EnvConfig, split: str, seed: int) -> tuple[Any, boo
         env_type = env_config_type(ident, config.env_args.get("id", ""))
     except (ImportError, TypeError, AttributeError, ValueError) as error:
         raise EnvError(f"environment {label!r}: env_args.id: {error}") from error
-    raw: dict[str, Any] = {**config.env_args, "taskset": taskset}
+    raw: dict[str, Any] = {**revealed(config.env_args), "taskset": taskset}
     for role, role_field in env_type.model_fields.items():
         if isinstance(role_field.default, AgentConfig):
-            raw[role] = _seat(config, ident, role_field.default, config.env_args.get(role) or {})
+            raw[role] = _seat(config, ident, role_field.default, raw.get(role) or {})
     try:
         return resolve_env_config(raw), "split" in arguments
     except ValidationError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.inference import InferenceConfig
 
 Device = Literal["cpu", "cuda"]
@@ -100,7 +101,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         "served_model_name": list(dict.fromkeys([POLICY, model.name])),
         "host": config.server.host,
         "port": port,
-        "api_key": config.api_key,
+        "api_key": revealed(config.api_key),
         "dtype": model.dtype,
         "max_model_len": experiment.max_model_len,
         "seed": experiment.seed + REPLICA_SEED_STRIDE * replica,
@@ -122,7 +123,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
             options["distributed_executor_backend"] = "uni"  # see build_env
     else:
         options["gpu_memory_utilization"] = config.gpu_memory_utilization
-    options |= {key.replace("-", "_"): value for key, value in config.vllm.items()}
+    options |= {key.replace("-", "_"): value for key, value in revealed(config.vllm).items()}
     return [token for key, value in options.items() for token in _flag(key, value)]
 
 
@@ -143,7 +144,7 @@ def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[
         # Weight updates go through our own guarded routes; the dev routes would open far more.
         "VLLM_SERVER_DEV_MODE": "0",
         # A key from the environment of whoever submitted the run must not close an open server.
-        "VLLM_API_KEY": config.api_key or "",
+        "VLLM_API_KEY": revealed(config.api_key) or "",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if Path(experiment.model.name).is_dir():

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from prime_hpc.config.flags import parse_flags
+from prime_hpc.config.secret import command_without_secrets
 
 
 def interpreter() -> str:
@@ -17,8 +18,10 @@ def interpreter() -> str:
 def command_tail(argv: list[str]) -> list[str]:
     """An experiment's command line (without the verb and its own flags) with its config files as absolute paths.
 
-    Values of keys stay as they are: the job starts in the directory in which sbatch was called.
+    Values of keys stay as they are: the job starts in the directory in which sbatch was called. A secret is left out:
+    the script, and the job's command line, are read by others (a run that `submit` sends has it in its run directory).
     """
+    argv, _ = command_without_secrets(argv)
     tail = list(argv)
     for place, token in enumerate(argv):
         if token.startswith("@"):

@@ -151,7 +151,6 @@ class _RunExecutor(slurm.SlurmExecutor):
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         timeout_s: float = SBATCH_TIMEOUT_S,
-        is_private: bool = False,
     ) -> None:
         """Make ready to send.
 
@@ -161,7 +160,6 @@ class _RunExecutor(slurm.SlurmExecutor):
             options: of sbatch, over those in the script, e.g. `--dependency=afternotok:12`.
             environment: variables that the job gets besides this process's.
             timeout_s: deadline of sbatch.
-            is_private: the script holds a secret: readable by its owner alone.
         """
         super().__init__(submitit_folder(directory))
         self._directory = directory
@@ -169,7 +167,6 @@ class _RunExecutor(slurm.SlurmExecutor):
         self._options = list(options)
         self._extra = dict(environment or {})
         self._timeout_s = timeout_s
-        self._mode = 0o600 if is_private else 0o644
 
     @classmethod
     def affinity(cls) -> int:
@@ -203,7 +200,7 @@ class _RunExecutor(slurm.SlurmExecutor):
         script = self._directory / SCRIPT
         temporary = script.with_name(f".{SCRIPT}.{os.getpid()}")
         temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(self._make_submission_file_text("", ""))
         temporary.replace(script)

@@ -15,19 +15,20 @@ from pathlib import Path
 USAGE = "usage: python -m prime_hpc.launch.job RUN_DIR [-- FILE [--KEY VALUE ...]] | --point SWEEP_DIR INDEX"
 
 
-def local_job(run_dir: str, environ: dict[str, str]) -> int:
+def local_job(run_dir: str, environ: dict[str, str | None]) -> int:
     """Supervise the run in `run_dir`; returns its exit code.
 
     Args:
         run_dir: holds `run.yaml`.
-        environ: the submitting shell's environment. submitit's LocalExecutor hides all GPUs from a job
-            that asked for none, so CUDA_VISIBLE_DEVICES is put back as it was.
+        environ: variables that submitit's LocalExecutor has changed, as they were (None: not set): it hides all GPUs
+            from a job that asked for none.
     """
     from prime_hpc.supervisor.main import supervise
 
     if os.getsid(0) != os.getpid():
         os.setsid()  # a Ctrl-C at the terminal reaches the follower, which ends the job in good order
-    return supervise(run_dir, environ)
+    restored = {**os.environ, **environ}
+    return supervise(run_dir, {name: value for name, value in restored.items() if value is not None})
 
 
 def slurm_job(arguments: list[str]) -> int:

@@ -71,7 +71,7 @@ def _start(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-defi
     # inherited by submitit's controller, which would kill the supervisor at once on the terminal's Ctrl-C; ours ends it
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        job = executor.submit(local_job, str(run_dir), dict(os.environ))
+        job = executor.submit(local_job, str(run_dir), changed_by_submitit())
     finally:
         signal.signal(signal.SIGINT, previous)
     from prime_hpc.config.snapshot import LOCK_JSON
@@ -86,6 +86,14 @@ def _start(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-defi
         job_id=job.job_id,
     )
     return job
+
+
+def changed_by_submitit() -> dict[str, str | None]:
+    """What submitit's LocalExecutor changes of the environment that a job inherits, as it is here.
+
+    Only this is handed over: submitit keeps its arguments in a file.
+    """
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
 
 def _follow(log: Path, job: "submitit.LocalJob[int]", from_end: bool = False, timeout_s: float | None = None) -> None:  # type: ignore[name-defined]  # noqa: F821

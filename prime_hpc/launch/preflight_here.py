@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.secret import revealed
 
 if TYPE_CHECKING:
     from prime_hpc.config.sections.slurm import PreflightConfig
@@ -84,7 +85,7 @@ def _context(
     from prime_hpc.supervisor.steps import StepContext
 
     site = load_site(None, environ)
-    return StepContext(allocation, folder, True, tuple(site.srun_args)), for_srun(environ) | site.env
+    return StepContext(allocation, folder, True, tuple(site.srun_args)), for_srun(environ) | revealed(site.env)
 
 
 def _srun_step(allocation: "Allocation", folder: Path, environ: Mapping[str, str]) -> "RunStep":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config.secret import Secret
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.records import submission_environment
 from prime_hpc.supervisor.mode import Mode, resolve_mode
@@ -222,6 +223,8 @@ def _environment(experiment: Experiment, site: SiteConfig) -> list[str]:
     for name, value in (site.env | experiment.slurm.env).items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(Problem(f"{name!r} is no name of an environment variable", "slurm.env"))
+        if isinstance(value, Secret):
+            continue  # the supervisor gives it to the roles; a script is read by others
         if "\0" in value:
             raise ConfigError(Problem(f"the value of {name} holds a NUL byte", "slurm.env"))
         exports.append(f"export {name}={shlex.quote(value)}")

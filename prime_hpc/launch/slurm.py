@@ -233,7 +233,6 @@ def send(
     command: list[str],
     options: Sequence[str] = (),
     timeout_s: float = SBATCH_TIMEOUT_S,
-    is_private: bool = False,
 ) -> str:
     """Submit a rendered script through submitit; the caller holds `records.submitting`.
 
@@ -245,7 +244,6 @@ def send(
         command: as it was typed, for the record.
         options: of sbatch, over the script's.
         timeout_s: deadline of sbatch.
-        is_private: the script holds a secret.
 
     Returns:
         the job id.
@@ -266,7 +264,6 @@ def send(
             options=options,
             environment=submission_environment(directory, token),
             timeout_s=timeout_s,
-            is_private=is_private,
         )
         job_id = str(executor.submit(local_job, str(directory), {}).job_id)
     except SlurmError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+from prime_hpc.config.secret import masked_command
 from prime_hpc.config.site import cluster_name
 from prime_hpc.launch.slurm import (
     ASK_TIMEOUT_S,
@@ -155,8 +156,7 @@ def _queue(loaded: Loaded, made: Draft) -> tuple[Path, str, bool]:
             made.text,
             token=made.token,
             layout=made.placement.layout,
-            command=(read_json(run_dir / LOCK_JSON) or {}).get("command") or sys.argv,  # without secrets
-            is_private=made.experiment.holds_secret,
+            command=(read_json(run_dir / LOCK_JSON) or {}).get("command") or masked_command(sys.argv),
         )
         if made.how == "successor":
             try:

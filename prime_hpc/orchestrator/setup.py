@@ -13,6 +13,7 @@ from typing import Any
 from prime_hpc.client.inference import POLICY, InferenceClient
 from prime_hpc.config import Experiment
 from prime_hpc.config.engines import SECTIONS, EngineRole, sampling_role, servers_of
+from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.orchestrator import EnvConfig, SamplingConfig
 from prime_hpc.config.sections.teacher import TeacherConfig
 from prime_hpc.envs.pool import EnvPool
@@ -69,7 +70,7 @@ def ready_timeout(exp: Experiment, role: EngineRole) -> float:
 def make_clients(exp: Experiment, urls: list[str]) -> list[InferenceClient]:
     """One client per server, for weight updates and health."""
     config = exp.orchestrator.client
-    key = os.environ.get(config.api_key_var) or (exp.inference.api_key if exp.inference else None)
+    key = os.environ.get(config.api_key_var) or revealed(exp.inference.api_key if exp.inference else None)
     if sampling_role(exp) == "teacher":
         return [_teacher_client(FrozenServer, url, exp) for url in urls]
     return [InferenceClient(url, key, config.timeout_s, exp.orchestrator.weights_timeout_s) for url in urls]
@@ -128,7 +129,7 @@ def _teacher_client(kind: type[InferenceClient], url: str, exp: Experiment) -> I
 
 def _teacher_key(exp: Experiment) -> str | None:
     """Of the teacher's servers, where the run has started them: the policy's may have another one."""
-    return servers_of(exp, "teacher").api_key if exp.teacher_inference is not None else None
+    return revealed(servers_of(exp, "teacher").api_key) if exp.teacher_inference is not None else None
 
 
 def make_pool(
@@ -136,7 +137,7 @@ def make_pool(
 ) -> EnvPool:
     """The environments of one split, with the run's model, renderer and seed; `name`: of the policy on the servers."""
     imitated = exp.orchestrator.teacher if sampling_role(exp) == "teacher" else None
-    own_key = exp.inference.api_key if exp.inference else None
+    own_key = revealed(exp.inference.api_key) if exp.inference else None
     return EnvPool(
         envs,
         model_name=imitated.served_name if imitated else name,

@@ -14,6 +14,7 @@ from loguru import logger
 from prime_hpc.config import ConfigError, Experiment, Problem, load_run
 from prime_hpc.config.children import is_parent
 from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, servers_of
+from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.site import read_site
 from prime_hpc.observe.bench import tables as bench_tables
@@ -149,7 +150,7 @@ def _prepare(
         )
         for name in OF_THE_BATCH_HOST:  # a CPU-only component's steps would take them for their own
             environment.pop(name, None)
-        environment = for_srun(environment) | {**site.env, **experiment.slurm.env}
+        environment = for_srun(environment) | revealed({**site.env, **experiment.slurm.env})
         if site.node_local:
             environment.setdefault(NODE_LOCAL, site.node_local)
         raw_job = environment.get("SLURM_JOB_ID", allocation.job_id)
@@ -182,7 +183,7 @@ def _keys(experiment: Experiment) -> dict[str, str]:
     for role in reversed(engine_roles(experiment)):
         client, key = config.teacher if role == "teacher" else config.client, servers_of(experiment, role).api_key
         if client is not None and key:
-            keys[client.api_key_var] = key
+            keys[client.api_key_var] = key.reveal()
     return keys
 
 

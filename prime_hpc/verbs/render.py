@@ -1,5 +1,6 @@
 """`prime-hpc render FILE`: the batch script that `submit` would send."""
 
+import sys
 from pathlib import Path
 
 from prime_hpc.config.errors import ConfigError, Problem
@@ -10,6 +11,7 @@ def run(argv: list[str], program: str) -> int:
     """Print the script, or write it where `--output` says."""
     rest, _, values = take_flags(argv, valued=("--output", "--array"))
     loaded = load(rest, "plan", program)
+    from prime_hpc.config.secret import command_without_secrets
     from prime_hpc.config.site import load_site
     from prime_hpc.launch.command import command_tail, interpreter
     from prime_hpc.launch.render import ArrayPart, escape_pattern, render_job
@@ -30,6 +32,13 @@ def run(argv: list[str], program: str) -> int:
         command_tail=command_tail(loaded.argv),
         array=array,
     )
+    _, left_out = command_without_secrets(loaded.argv)
+    if left_out:
+        print(
+            f"warning: {', '.join(left_out)} holds a secret and is not in the script, which others can read: "
+            "to send it by hand, state the secret in the experiment's file as @FILE, or in the environment (PRIME_...)",
+            file=sys.stderr,
+        )
     if "--output" not in values:
         print(script, end="")
         return 0

@@ -83,7 +83,9 @@ def test_lock_holds_what_made_the_run_and_no_secret(tmp_path: Path) -> None:
     assert lock["command"] == ["rl", "--inference.api-key", "***", "--inference.api_key=***", "--seed", "3"]
     assert lock["packages"]["pydantic"] and lock["python"] and lock["host"] and lock["time"].endswith("+00:00")
     for name in ("run.yaml", "configs/inference.toml"):
-        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+        assert "hush-hush" not in (tmp_path / name).read_text()
+    assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "secrets" / "inference.api_key").stat().st_mode) == 0o600
     assert load_run(tmp_path) == experiment
 
 

@@ -198,7 +198,7 @@ def test_a_started_teacher_sees_its_own_model_servers_and_nodes_where_the_policy
     assert (view.inference_gpu_ids, view.slurm.inference.partition) == ([3, 4], "big")
     assert served_by(exp, "inference") is exp and engine_roles(exp) == ["inference", "teacher"]
     own = served_by(started("o/p", "o/t", teacher_inference={"api_key": "own"}), "teacher").inference
-    assert own is not None and own.api_key == "own"
+    assert own is not None and own.api_key is not None and own.api_key.reveal() == "own"
 
 
 def test_the_orchestrator_finds_a_started_teacher_by_the_supervisors_word(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """The curriculum's section: which task comes next, which completed groups join a batch. Part of the orchestrator's."""
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from prime_hpc.config.secret import Arguments
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.names import known_or_import
 
@@ -27,7 +28,7 @@ class SamplerConfig(Section):
     """`difficulty_pool`: probability that an easy task is drawn when its turn comes."""
     hard_probability: float = Field(0.5, ge=0, le=1)
     """`difficulty_pool`: probability that a hard task is drawn when its turn comes."""
-    args: dict[str, Any] = {}
+    args: Arguments = {}
     """Arguments of your own sampler, by its names."""
 
     @field_validator("type")
@@ -63,7 +64,7 @@ class GateConfig(Section):
     """Least value that is admitted; default: no bound (`advantage_range`: anything above 0)."""
     high: float | None = Field(None, allow_inf_nan=False)
     """Greatest value that is admitted; default: no bound."""
-    args: dict[str, Any] = {}
+    args: Arguments = {}
     """Arguments of your own gate, by its names."""
 
     @property

@@ -1,9 +1,10 @@
 """The engine groups' sections: vLLM servers of the policy and of a teacher, their parallelism and their limits."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
+from prime_hpc.config.secret import Arguments, Secret
 from prime_hpc.config.sections.base import Section
 
 
@@ -21,8 +22,8 @@ class InferenceConfig(Section):
 
     server: ServerConfig = ServerConfig()
     """Address."""
-    api_key: str | None = None
-    """Bearer token that clients must send."""
+    api_key: Secret | None = None
+    """Bearer token that clients must send; `@FILE`: what stands in a file that only you can read."""
     num_replicas: int = Field(1, ge=1)
     """Independent servers."""
     data_parallel_size: int = Field(1, ge=1)
@@ -58,7 +59,7 @@ class InferenceConfig(Section):
     """Deadline of the start-up."""
     max_restarts: int = Field(3, ge=0)
     """How often a dead server is started again before the run fails."""
-    vllm: dict[str, Any] = {}
+    vllm: Arguments = {}
     """Any other vLLM engine argument, by its own name."""
 
 
@@ -74,7 +75,7 @@ class TeacherInferenceConfig(InferenceConfig):
 
     server: TeacherServerConfig = TeacherServerConfig()
     """Address."""
-    api_key: str | None = None
-    """Bearer token that clients must send; default: the policy's."""
+    api_key: Secret | None = None
+    """Bearer token that clients must send, or `@FILE`; default: the policy's."""
     max_model_len: int | None = Field(None, ge=1)
     """Longest sequence; default: `seq_len` + 1, since a score samples one token that is not used."""

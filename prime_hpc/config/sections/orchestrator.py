@@ -4,6 +4,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from prime_hpc.config.secret import Arguments
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.curriculum import CurriculumConfig
 from prime_hpc.config.sections.names import known_or_import
@@ -29,9 +30,9 @@ class EnvConfig(Section):
     importable module that follows verifiers' v1 contract."""
     name: str | None = None
     """Label in metrics; default the id."""
-    args: dict[str, Any] = {}
+    args: Arguments = {}
     """Arguments of the taskset, by its own names."""
-    env_args: dict[str, Any] = {}
+    env_args: Arguments = {}
     """Arguments of the verifiers environment around the taskset, by its own names."""
     ratio: float = Field(1.0, gt=0)
     """Share of the prompts, relative to the other environments."""
@@ -134,7 +135,7 @@ class AdvantageConfig(Section):
     `reinforce` (`none`): r itself; `hierarchical_grpo`: several agents, each against its own kind; `opd`, `opsd`:
     token by token log p_teacher - log p_policy, the teacher being `orchestrator.teacher` or the policy that was shown
     the task's answer; `sft`: the teacher samples, the policy imitates; or your own as `module:function`."""
-    args: dict[str, Any] = {}
+    args: Arguments = {}
     """Arguments of your own algorithm, by its names."""
     eps: float = Field(1e-6, gt=0)
     """`grpo`: added to the standard deviation."""

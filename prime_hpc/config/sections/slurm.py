@@ -8,8 +8,20 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
+from prime_hpc.config.secret import Variables, plainly_assigned
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.sbatch_options import extra_problems
+
+
+def _refuse_plain_secrets(texts: list[str]) -> list[str]:
+    """Raise a ValueError for a key or token in plain text where everybody can read it: a script, a command line."""
+    for text in texts:
+        if (name := plainly_assigned(text)) is not None:
+            raise ValueError(
+                f"gives {name} its value in plain text, for everybody to read; state it in slurm.env, best as "
+                f"`{name}: '@FILE'`, or have the line read it from a file"
+            )
+    return texts
 
 
 class SlurmOptions(Section):
@@ -68,6 +80,12 @@ class SlurmOptions(Section):
         if problems := extra_problems(extra):
             raise ValueError("; ".join(problems))
         return extra
+
+    @field_validator("extra")
+    @classmethod
+    def _without_secrets(cls, value: dict[str, Any]) -> dict[str, Any]:
+        _refuse_plain_secrets([f"{name}={text}" for name, text in value.items()])
+        return value
 
 
 class SlurmGroupConfig(SlurmOptions):
@@ -140,14 +158,19 @@ class SlurmConfig(SlurmOptions):
     """Packed: nodes kept free for the server of a lost inference node."""
     setup: list[str] = []
     """Shell lines of the batch script before the supervisor starts, after the site's."""
-    env: dict[str, str] = {}
-    """Environment of all roles, over the site's."""
+    env: Variables = {}
+    """Environment of all roles, over the site's; `@FILE` as the value of a key or token: what stands in that file."""
     srun_args: list[str] = []
     """More arguments of every srun."""
     survive: SurviveConfig = SurviveConfig()
     """How the job comes back."""
     preflight: PreflightConfig = PreflightConfig()
     """Checks before the roles start."""
+
+    @field_validator("setup", "srun_args")
+    @classmethod
+    def _in_nobodys_sight(cls, value: list[str]) -> list[str]:
+        return _refuse_plain_secrets(value)
 
 
 class SitePartition(Section):
@@ -185,6 +208,11 @@ class ContainerConfig(Section):
     python: str = "python3"
     """Python inside, with prime-hpc installed."""
 
+    @field_validator("args")
+    @classmethod
+    def _in_nobodys_sight(cls, value: list[str]) -> list[str]:
+        return _refuse_plain_secrets(value)
+
 
 class SiteConfig(Section):
     """A cluster: `slurm/sites/<name>.yaml`. Nothing of an experiment."""
@@ -199,7 +227,7 @@ class SiteConfig(Section):
     """Defaults of every job."""
     setup: list[str] = []
     """Shell lines of the batch script, e.g. `module load cuda`."""
-    env: dict[str, str] = {}
+    env: Variables = {}
     """Environment of all roles."""
     container: ContainerConfig | None = None
     """Container of the roles."""
@@ -225,3 +253,8 @@ class SiteConfig(Section):
     """Whether a bad node is excluded from the next life."""
     srun_args: list[str] = ["--mpi=none"]
     """Arguments of every srun."""
+
+    @field_validator("setup", "srun_args")
+    @classmethod
+    def _in_nobodys_sight(cls, value: list[str]) -> list[str]:
+        return _refuse_plain_secrets(value)

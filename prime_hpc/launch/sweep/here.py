@@ -1,6 +1,5 @@
 """A sweep without Slurm: its points as local jobs, so many at a time, in the foreground. Called by `submit`."""
 
-import os
 import signal
 import sys
 import time
@@ -8,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from prime_hpc.config.secret import masked_command
 from prime_hpc.launch.control import STOP
 from prime_hpc.launch.job import local_job
-from prime_hpc.launch.local import end_local
+from prime_hpc.launch.local import changed_by_submitit, end_local
 from prime_hpc.launch.records import open_record, write_record
 from prime_hpc.launch.sweep.state import PointRow, Sweep, new_submit
 from prime_hpc.supervisor.attempts import read_attempts
@@ -70,14 +70,16 @@ def _start(sweep: Sweep, row: PointRow) -> Any:
     run_dir = sweep.run_dir(row)
     submit = new_submit("local", [row.index])
     sweep.record(submit)
-    open_record(run_dir, token=submit.token, state="local", command=sys.argv, layout="local", cluster=None)
+    open_record(
+        run_dir, token=submit.token, state="local", command=masked_command(sys.argv), layout="local", cluster=None
+    )
     executor = submitit.LocalExecutor(folder=run_dir / "logs" / "submitit")
     # submitit's local jobs end after `timeout_min`: ours have no limit
     executor.update_parameters(timeout_min=_NO_LIMIT_MIN, stderr_to_stdout=True)
     # inherited by submitit's controller, which would kill the supervisor at once on the terminal's Ctrl-C; we end it
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        job = executor.submit(local_job, str(run_dir), dict(os.environ))
+        job = executor.submit(local_job, str(run_dir), changed_by_submitit())
     finally:
         signal.signal(signal.SIGINT, previous)
     write_record(run_dir, job_id=str(job.job_id))

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, write_snapshot
+from prime_hpc.config.secret import secrets_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import SITE_FILE, write_site
 from prime_hpc.config.snapshot import Shared, share
@@ -97,15 +98,19 @@ def write_run_dirs(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig) -> None:
     try:
         shared = share(sys.argv, sweep.dir)
         write_site(site, sweep.dir)
-        _write(sweep, jobs[0], shared)  # alone: it fills what is shared
+        _write(sweep, jobs[0], shared, site)  # alone: it fills what is shared
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(lambda job: _write(sweep, job, shared), jobs[1:]))
+            list(pool.map(lambda job: _write(sweep, job, shared, site), jobs[1:]))
     except OSError as error:
         raise ConfigError(f"{sweep.dir} cannot be written: {error.strerror} ({error.filename})") from error
 
 
-def _write(sweep: Sweep, job: Job, shared: Shared) -> None:
+def _write(sweep: Sweep, job: Job, shared: Shared, site: SiteConfig) -> None:
+    site_secrets = any(True for _ in secrets_of(site))
     run_dir = sweep.run_dir(job.row)
     run_dir.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(sweep.dir / SITE_FILE, run_dir / SITE_FILE)
+    if site_secrets:
+        write_site(site, run_dir)
+    else:
+        shutil.copyfile(sweep.dir / SITE_FILE, run_dir / SITE_FILE)
     write_snapshot(job.experiment, run_dir, [], shared)

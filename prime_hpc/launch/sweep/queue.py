@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prime_hpc.config import Experiment, Problem
+from prime_hpc.config.secret import masked_command
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import cluster_name
 from prime_hpc.launch.command import interpreter
@@ -258,7 +259,7 @@ def _send(sweep: Sweep, part: Part, site: SiteConfig) -> tuple[str | None, str |
         if part.is_array:
             job_id = _send_array(sweep, part, text, submit.token)
         else:
-            job_id = send(run_dir, text, token=submit.token, layout=placement.layout, command=sys.argv)
+            job_id = send(run_dir, text, token=submit.token, layout=placement.layout, command=masked_command(sys.argv))
     except SlurmRefused as error:
         was_refused = (
             isinstance(error, _Refused) if part.is_array else (read_record(run_dir) or {}).get("state") == "failed"
@@ -340,7 +341,7 @@ def _write_point_records(sweep: Sweep, submit: SubmitRow) -> None:
             run_dir,
             token=submit.token,
             state="sent",
-            command=sys.argv,
+            command=masked_command(sys.argv),
             layout="packed",
             cluster=cluster,
             job_id=f"{submit.job_id}_{index - submit.first}",

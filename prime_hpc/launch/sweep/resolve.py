@@ -14,6 +14,7 @@ from typing import Any
 from prime_hpc.config.errors import ConfigError, Origin, Problem
 from prime_hpc.config.files import Document, parse_yaml, read_documents
 from prime_hpc.config.flags import Entry, FileRef, parse_flags
+from prime_hpc.config.secret import taken_out
 from prime_hpc.config.sources import Loaded, environment_entries, file_entries
 from prime_hpc.config.variants import Variants
 from prime_hpc.launch.sweep.naming import check_pattern, default_pattern, point_name
@@ -39,7 +40,16 @@ class Base:
         """What `sweep.yaml` keeps, from which `load_stored` makes the same again without the files it came from."""
         file = self.spec.file.model_dump(mode="json", exclude_unset=True, by_alias=True)
         file |= {"name": self.name, "experiment": str(self.spec.experiment.resolve())}
-        return {"sweep": file, "config": self.variants.stated, "cwd": str(Path.cwd())}
+        if "overrides" in file:  # `config` has them all
+            file["overrides"] = {
+                k: v for k, v in file["overrides"].items() if taken_out({k.rpartition(".")[2]: v})[1] == {}
+            }
+        config, _ = taken_out(self.variants.stated)
+        return {"sweep": file, "config": config, "cwd": str(Path.cwd())}
+
+    def secrets(self) -> dict[str, str]:
+        """Texts of what `stored` names as `@secrets/NAME`, by NAME."""
+        return taken_out(self.variants.stated)[1]
 
 
 @dataclass(frozen=True)

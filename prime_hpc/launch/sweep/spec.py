@@ -23,6 +23,7 @@ from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
 from prime_hpc.config.files import Document, read_documents
 from prime_hpc.config.flags import ALIASES, Entry
 from prime_hpc.config.schema import locate
+from prime_hpc.config.secret import taken_out
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sources import unknown_key
 
@@ -309,6 +310,8 @@ def _wrong_key(entry: Entry, where: str) -> Problem | None:
         return Problem(unknown_key(entry).message, key, entry.origin)
     if full_key(entry) in _OURS:
         return Problem("cannot vary: it is the same for all points, or the sweep's own to choose", key, entry.origin)
+    if taken_out({full_key(entry).rpartition(".")[2]: entry.value})[1]:
+        return Problem("a secret cannot vary: the points' values are for all to read", key, entry.origin)
     return None
 
 

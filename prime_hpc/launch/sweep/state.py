@@ -244,15 +244,15 @@ def merge_points(sweep: Sweep, points: Sequence["Point"]) -> list[tuple[PointRow
     return result
 
 
-def write_text(path: Path, text: str, private: bool = False) -> None:
-    """Replace a small file in one rename; `private`: readable by its owner alone.
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file in one rename.
 
     Raises:
         ConfigError: the disk is full or not writable.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o644)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()

@@ -11,6 +11,7 @@ from typing import Any
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.files import dump_yaml
+from prime_hpc.config.secret import OF_SITE, write_secrets
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import load_site
 from prime_hpc.launch.records import submitting
@@ -135,8 +136,11 @@ def _run_local(base: Base, report: Report, site: SiteConfig, *, dry_run: bool) -
 
 def _write(base: Base, sweep: Sweep, jobs: Sequence[Job], site: SiteConfig) -> None:
     """The sweep's own files, then the run directories: a point's index is on disk before anything of it is."""
-    private = any(job.experiment.holds_secret for job in jobs)
-    write_text(sweep.dir / SWEEP_YAML, dump_yaml(base.stored()), private=private)
+    try:
+        write_secrets(sweep.dir, base.secrets(), keep=OF_SITE)
+    except OSError as error:
+        raise ConfigError(f"{sweep.dir} cannot be written: {error.strerror}") from error
+    write_text(sweep.dir / SWEEP_YAML, dump_yaml(base.stored()))
     sweep.write_points()
     (sweep.dir / "logs").mkdir(exist_ok=True)
     write_run_dirs(sweep, jobs, site)

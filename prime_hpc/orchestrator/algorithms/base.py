@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.names import is_import_path
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
 from prime_hpc.orchestrator.episodes import Episode
@@ -127,7 +128,8 @@ def get_algorithm(name: str) -> Registered:
         raise ConfigError(Problem(f"the class {name!r} has no score_group(group)", _KEY))
 
     def build(config: AdvantageConfig) -> Algorithm:
-        return found(**config.args) if isinstance(found, type) else _Stateless(found, **config.args)
+        arguments = revealed(config.args)
+        return found(**arguments) if isinstance(found, type) else _Stateless(found, **arguments)
 
     teacher: Literal["", "model", "self"] = getattr(found, "teacher", "")
     if teacher not in ("", "model", "self"):

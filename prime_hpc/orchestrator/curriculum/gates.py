@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.curriculum import GateConfig
 from prime_hpc.orchestrator.algorithms.base import centered
 from prime_hpc.orchestrator.curriculum.base import CompletedGroup, Gate, make_own
@@ -62,4 +63,5 @@ def make_gate(config: GateConfig, key: str) -> Gate:
     if config.type == "advantage_range":
         return AdvantageRange(config.low, config.high)
     found = import_own(config.type, key)
-    return make_own(found, config.args, "admits", key) if isinstance(found, type) else _Function(found, config.args)
+    arguments = revealed(config.args)
+    return make_own(found, arguments, "admits", key) if isinstance(found, type) else _Function(found, arguments)
