@@ -20,10 +20,9 @@ from submitit.slurm import slurm
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.launch.runs import ATTEMPTS, read_rows
-from prime_hpc.observe.slurm import ENDED, SlurmError, history, jobs, run_slurm
+from prime_hpc.observe.slurm import ENDED, SCRIPT, SlurmError, history, jobs, run_slurm
 
 SBATCH_TIMEOUT_S = 60.0
-SCRIPT = "job.sbatch"
 SUBMITIT_FOLDER = Path("logs") / "submitit"
 LOST = "LOST"
 """State of a job of which Slurm, the accounting and the run directory know nothing (any more). Not one of Slurm's."""

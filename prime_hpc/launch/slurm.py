@@ -27,6 +27,7 @@ from prime_hpc.launch.render import escape_pattern, render_job, survive_how
 from prime_hpc.launch.runs import ATTEMPTS, read_rows
 from prime_hpc.observe.slurm import (
     COMMENT_PREFIX,
+    SCRIPT,
     JobInfo,
     SlurmError,
     find_by_token,
@@ -118,7 +119,7 @@ def _sent_by_hand(run_dir: Path) -> list[JobInfo]:
     if not rows or rows[-1].get("outcome") in ("completed", "stopped"):
         return []
     info = jobs([str(rows[-1]["job_id"])], ASK_TIMEOUT_S).get(str(rows[-1]["job_id"]))
-    if info is None or not info.is_active or not info.comment.startswith(COMMENT_PREFIX.rstrip(":")):
+    if info is None or not info.is_active:
         return []
     text = run_slurm(["scontrol", "show", "job", "--oneliner", info.job_id], ASK_TIMEOUT_S)
     logs = f"{run_dir / 'logs'}/"
@@ -318,8 +319,6 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
     Raises:
         SlurmError: Slurm refuses it or cannot be reached.
     """
-    from prime_hpc.launch.executors import SCRIPT
-
     record = read_record(run_dir)
     if record is None:  # a script that was sent by hand
         command: list[str] = []

@@ -21,6 +21,7 @@ __all__ = [
     "ACTIVE",
     "COMMENT_PREFIX",
     "ENDED",
+    "SCRIPT",
     "HistoryRow",
     "JobInfo",
     "SlurmError",
@@ -44,6 +45,8 @@ __all__ = [
 TIMEOUT_S = 30.0
 COMMENT_PREFIX = "prime-hpc:"
 """Begins the comment of every job that was submitted by us; the submission's token follows."""
+SCRIPT = "job.sbatch"
+"""Name of the batch script of every job that was submitted by us."""
 
 ACTIVE = (
     *("RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"),
@@ -58,15 +61,15 @@ ENDED = (
 
 _VAGUE = ("Priority", "Resources", "Dependency")
 """Reasons that another component's outweighs."""
-_SEPARATOR = "\x1f"  # cannot be typed by accident into a job's name or comment
+SEPARATOR = "\x1f"  # cannot be typed by accident into a job's name or comment
 _FIELDS = (
     *("JobArrayID", "JobID", "HetJobID", "HetJobOffset", "State", "Reason", "NumNodes", "NodeList"),
     *("StartTime", "EndTime", "TimeLeft", "RestartCnt", "Name", "Comment"),
 )
-_FORMAT = ",".join(f"{field}:0{_SEPARATOR}" for field in _FIELDS)  # width 0: nothing is cut off
+_FORMAT = ",".join(f"{field}:0{SEPARATOR}" for field in _FIELDS)  # width 0: nothing is cut off
 _PR_SET_PDEATHSIG = 1
 _LEAKS = ("SLURM_", "SRUN_", "SBATCH_")
-_KEPT = ("SLURM_CONF", "SLURM_JWT")
+_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _READER_LEAKS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
 
 
@@ -185,7 +188,10 @@ def token_of(comment: str) -> str | None:
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what a surrounding job put there (SLURM_*, SRUN_*, SBATCH_*); SLURM_CONF stays."""
+    """The environment without what a surrounding job put there (SLURM_*, SRUN_*, SBATCH_*).
+
+    How Slurm itself is found stays: SLURM_CONF, and SLURM_CONF_SERVER of a client without configuration files.
+    """
     return {k: v for k, v in environ.items() if k in _KEPT or not k.startswith(_LEAKS)}
 
 
@@ -253,7 +259,10 @@ def jobs(ids: Iterable[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict
     if wanted is not None and not wanted:
         return {}
     bases = None if wanted is None else sorted({re.split(r"[_+]", job)[0] for job in wanted}, key=int)
-    found = fold(_rows(["-u", str(os.getuid())] if bases is None else ["-j", ",".join(bases)], timeout_s))
+    from prime_hpc.observe.job_scripts import with_tokens
+
+    which = ["-u", str(os.getuid())] if bases is None else ["-j", ",".join(bases)]
+    found = with_tokens(fold(_rows(which, timeout_s)), which, timeout_s)
     if wanted is None:
         return found
     by_raw_id = {info.raw_id: info for info in found.values() if info.raw_id in wanted and "_" in info.job_id}
@@ -384,8 +393,8 @@ def _rows(which: list[str], timeout_s: float) -> list[JobInfo]:
         raise
     rows = []
     # a line break in somebody's comment splits a row: rows are told apart by the number of their fields
-    for record in re.findall(rf"(?:[^{_SEPARATOR}]*{_SEPARATOR}){{{len(_FIELDS)}}}", text):
-        rows.append(_parse(dict(zip(_FIELDS, (v.strip() for v in record.split(_SEPARATOR)), strict=False))))
+    for record in re.findall(rf"(?:[^{SEPARATOR}]*{SEPARATOR}){{{len(_FIELDS)}}}", text):
+        rows.append(_parse(dict(zip(_FIELDS, (v.strip() for v in record.split(SEPARATOR)), strict=False))))
     return rows
 
 
@@ -424,14 +433,14 @@ def _is_unknown_job(error: SlurmError) -> bool:
 def _sacct(which: list[str], timeout_s: float) -> list[HistoryRow]:
     """Rows of the accounting; empty where there is none, or where it does not answer: nothing may depend on it."""
     fields = ["JobID", "State", "ExitCode", "Start", "End", "NodeList", "Comment"]
-    argv = ["sacct", "--duplicates", "-X", "--noheader", "--parsable2", "--delimiter", _SEPARATOR]
+    argv = ["sacct", "--duplicates", "-X", "--noheader", "--parsable2", "--delimiter", SEPARATOR]
     try:
         text = run_slurm([*argv, *which, "-o", ",".join(fields)], timeout_s)
     except SlurmError:
         return []
     rows = []
     for line in text.splitlines():
-        values = line.split(_SEPARATOR)
+        values = line.split(SEPARATOR)
         if len(values) == len(fields) and values[0]:
             row = dict(zip(fields, values, strict=True))
             rows.append(
@@ -450,4 +459,4 @@ def _sacct(which: list[str], timeout_s: float) -> list[HistoryRow]:
 
 def _shown(argv: Sequence[str]) -> str:
     """The command as a person would type it; formats with separators are left out."""
-    return " ".join("..." if _SEPARATOR in word else word for word in argv)
+    return " ".join("..." if SEPARATOR in word else word for word in argv)

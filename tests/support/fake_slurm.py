@@ -87,6 +87,11 @@ class FakeSlurm:
                 if job["id"] == job_id:
                     job.update(fields)
 
+    def set_comments(self, text: str | None) -> None:
+        """As a site's job_submit plugin, give every job this comment from now on; None: leave them."""
+        with _state(self.folder) as state:
+            state["comment"] = text
+
     def forget(self, job_id: str) -> None:
         """As the controller does some minutes after a job's end."""
         with _state(self.folder) as state:
@@ -113,7 +118,7 @@ def _state(folder: Path) -> Iterator[dict[str, Any]]:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         state = json.loads(path.read_text()) if path.exists() else {}
-        state = {"next": 100, "jobs": [], "behaviour": {}, "calls": []} | state
+        state = {"next": 100, "jobs": [], "behaviour": {}, "calls": [], "comment": None} | state
         yield state
         path.write_text(json.dumps(state))
 
@@ -165,13 +170,14 @@ def _sbatch(folder: Path, argv: list[str]) -> str:
         job_id = _new_job(
             state,
             {
-                "comment": options.get("comment", ""),
+                "comment": options.get("comment", "") if state["comment"] is None else state["comment"],
                 "name": options.get("job-name", Path(argv[-1]).name),
                 "num_nodes": int(options.get("nodes", "1")),
                 "dependency": options.get("dependency"),
                 "array": options.get("array"),
                 "size": 1 + sum("hetjob" in line for line in header),
                 "script": argv[-1],
+                "text": script,
                 "cwd": str(Path.cwd()),
                 "environ": {k: v for k, v in os.environ.items() if k.startswith(("SLURM", "SBATCH", "PRIMEHPC"))},
             },
@@ -206,6 +212,7 @@ def _parts(job: dict[str, Any]) -> list[dict[str, Any]]:
         "RestartCnt": job["restarts"],
         "Name": job["name"],
         "Comment": job["comment"] or "(null)",
+        "Command": job.get("script") or "(null)",
         "JobID": job["id"],
         "JobArrayID": job["id"],
     }
@@ -239,6 +246,9 @@ def _scontrol(folder: Path, argv: list[str]) -> str:
             facts = {"JobId": int(job["id"]) + i, **het, **shown, **job.get("components", {}).get(str(i), {})}
             lines.append(" ".join(f"{name}={value}" for name, value in facts.items()))
         return "\n".join(lines)
+    if argv[:2] == ["write", "batch_script"] and argv[-1] == "-":
+        with _state(folder) as state:
+            return next(str(job.get("text", "")) for job in state["jobs"] if job["id"] == argv[2])
     return ""
 
 

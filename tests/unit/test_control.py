@@ -12,6 +12,7 @@ from prime_hpc.launch import records
 from prime_hpc.launch.control import load_to_resume
 from prime_hpc.launch.refusals import SlurmRefused
 from prime_hpc.launch.slurm import drop_successor, queue_successor
+from prime_hpc.launch.status import status_of
 from prime_hpc.launch.submission import submit
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import cancel, ended, load, run_dir, use_fake_slurm, wait_for, write_config
@@ -110,6 +111,44 @@ def test_cancel_never_ends_anothers_job(fake: FakeSlurm, config: Path) -> None:
     fake.change("100", state="RUNNING", comment="prime-hpc:of-another-run")
     result = cancel(config, now=True)
     assert result.ended and result.outcome == "over"
+    assert fake.calls("scancel") == []
+
+
+@pytest.mark.parametrize("comment", ["", "charged to project 7"])
+def test_a_site_that_rewrites_comments_takes_no_job_from_its_run(fake: FakeSlurm, config: Path, comment: str) -> None:
+    fake.set_comments(comment)
+    submit(load(config))
+    assert fake.jobs()[0]["comment"] == comment
+    fake.add(state="RUNNING", name="r", script=str(config.parent / "elsewhere" / "job.sbatch"), text="#!/bin/bash")
+    fake.change("100", state="RUNNING", nodes="n1")
+    assert status_of(run_dir(config)).state == "starting"
+    with pytest.raises(ConfigError, match="in Slurm as job 100, RUNNING on n1"):
+        submit(load(config))
+    assert cancel(config, now=True).outcome == "cancelled"
+    assert fake.calls("scancel") == [["scancel", "100"]]
+
+
+def test_there_too_a_lost_answer_makes_no_second_job(fake: FakeSlurm, config: Path) -> None:
+    fake.set_comments("")
+    submit(load(config, "--slurm.survive.how", "successor"))
+    records.write_record(run_dir(config), state="sending", job_id=None, successor=None)
+    submit(load(config, "--slurm.survive.how", "successor"))
+    assert len(fake.jobs()) == 2
+    record = records.read_record(run_dir(config))
+    assert record is not None and (record["job_id"], record["successor"]) == ("100", "101")
+    assert queue_successor(run_dir(config), "100") == "101", "the one that waits is kept"
+    assert cancel(config).outcome == "pending"
+    assert [job["state"] for job in fake.jobs()] == ["CANCELLED"] * 2
+
+
+def test_there_too_anothers_job_of_the_same_id_is_let_alone(fake: FakeSlurm, config: Path) -> None:
+    submit(load(config))
+    fake.change(
+        "100", state="RUNNING", comment="", script="/home/other/job.sbatch", text="#SBATCH --comment=prime-hpc:x"
+    )
+    assert cancel(config, now=True).outcome == "over"
+    fake.change("100", script="/home/other/train.sh")
+    assert cancel(config, now=True).outcome == "over"
     assert fake.calls("scancel") == []
 
 
