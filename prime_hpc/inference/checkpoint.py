@@ -9,7 +9,7 @@ import re
 import struct
 from pathlib import Path
 
-from prime_hpc.store.artifact import ArtifactError, verify_artifact
+from prime_hpc.store.artifact import ArtifactError, Unreadable, verify_artifact
 from prime_hpc.store.files import await_name
 
 INDEX = "model.safetensors.index.json"
@@ -120,10 +120,10 @@ def check_adapter(path: Path, version: int, expected: Signature | None, max_rank
 def _verify(path: Path, version: int) -> None:
     try:
         if path.parent.is_dir():  # by a listing: a look-up that comes too early would be remembered as a miss
-            with contextlib.suppress(ArtifactError):  # what is wrong is said below
+            with contextlib.suppress(ArtifactError, Unreadable):  # what is wrong is said below
                 await_name(path, deadline_s=NAME_VISIBLE_S)
         manifest = verify_artifact(path, deadline_s=VISIBLE_S)
-    except (ArtifactError, OSError) as error:
+    except (ArtifactError, Unreadable, OSError) as error:
         raise BadVersionError(f"{path} is not a complete weight version: {error}") from error
     if manifest.version is not None and manifest.version != version:
         raise BadVersionError(f"{path} holds version {manifest.version}, not {version}")

@@ -36,22 +36,26 @@ def slurm_job(arguments: list[str]) -> int:
 
     Raises:
         ConfigError: the arguments, the sweep or the experiment are wrong.
+        Unreadable: the run directory cannot be read until the deadline.
     """
     from prime_hpc.config.errors import ConfigError
+    from prime_hpc.store.patience import Patience
+    from prime_hpc.supervisor.early import LOAD_S, await_run_dir, told_apart
 
+    patience = Patience(LOAD_S)
     if len(arguments) == 3 and arguments[0] == "--point":
         from prime_hpc.launch.sweep.state import point_run_dir
 
         run_dir = point_run_dir(Path(arguments[1]), int(arguments[2]))
     elif len(arguments) >= 1 and (len(arguments) == 1 or arguments[1] == "--"):
         run_dir = Path(arguments[0])
-        if not (run_dir / "run.yaml").exists():
+        if not await_run_dir(run_dir, os.environ):
             if len(arguments) < 3:
                 raise ConfigError(f"{run_dir} holds no run.yaml, and the script names no experiment after --")
             _prepare(run_dir, arguments[2:])
         from prime_hpc.launch.records import check_in
 
-        refusal = check_in(run_dir.resolve(), os.environ)
+        refusal = patience(lambda: check_in(run_dir.resolve(), os.environ))
         if refusal:
             print(refusal, file=sys.stderr, flush=True)
             return 0  # a late duplicate is no failure: it must not come back
@@ -60,7 +64,7 @@ def slurm_job(arguments: list[str]) -> int:
     from prime_hpc.supervisor.main import supervise
     from prime_hpc.supervisor.survive import EXIT_AGAIN, mode_of_run
 
-    mode = mode_of_run(run_dir)
+    mode = patience(lambda: told_apart(lambda: mode_of_run(run_dir)))
     if mode == "successor":
         _successor(run_dir, wanted=True)
     code = supervise(run_dir, in_job=True)
@@ -127,9 +131,15 @@ def _leave_result(run_dir: Path, code: int) -> None:
 def main() -> None:
     """Entry point of the batch script."""
     from prime_hpc.config.errors import ConfigError
+    from prime_hpc.store.errors import Unreadable
+    from prime_hpc.supervisor.early import EXIT_UNREADABLE, come_back_blindly
+    from prime_hpc.supervisor.survive import EXIT_AGAIN
 
     try:
         sys.exit(slurm_job(sys.argv[1:]))
+    except Unreadable as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_AGAIN if come_back_blindly(os.environ) else EXIT_UNREADABLE)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -8,6 +8,8 @@ from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, write_sna
 from prime_hpc.config.children import is_parent
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.records import LOCK
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.layout import refuse_other_owner
 from prime_hpc.supervisor.attempts import is_held, read_attempts
 
 _OF_A_RUN = ("rollouts", "weights", "checkpoints", "metrics", "attempts.jsonl")
@@ -22,6 +24,10 @@ def prepare_run(loaded: Loaded) -> Path:
     check(loaded)
     run_dir = loaded.experiment.run_dir.resolve()
     if run_dir.exists():
+        try:
+            refuse_other_owner(run_dir)
+        except StoreError as error:
+            raise ConfigError(Problem(str(error), "name")) from error
         from prime_hpc.launch.slurm import refuse_if_queued
 
         refuse_if_queued(run_dir)

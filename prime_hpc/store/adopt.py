@@ -19,17 +19,18 @@ from prime_hpc.store.artifact import (
     FileEntry,
     Manifest,
     StoreError,
+    Unreadable,
     commit_stage,
     prepare_stage,
     verify_artifact,
 )
 from prime_hpc.store.checkpoints import CheckpointInfo, resolve_resume
+from prime_hpc.store.errors import PROOFS
 from prime_hpc.store.layout import RunPaths, list_steps, parse_step
+from prime_hpc.store.newest import POINTER, read_pointer
 
 OWNER = "owner.json"
 """In a checkpoint directory outside its run directory: whose it is."""
-POINTER = "checkpoints.json"
-"""In the run directory: where that directory is."""
 _COPY_THREADS = 8
 _CHUNK = 8 << 20
 
@@ -62,7 +63,7 @@ def _checkpoints_of(run_dir: Path) -> Path:
         return own
     try:
         elsewhere = json.loads((run_dir / POINTER).read_text(encoding="utf-8"))["path"]
-    except (OSError, ValueError, KeyError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
         return own
     return Path(elsewhere)
 
@@ -86,35 +87,52 @@ def claim_root(paths: RunPaths, again: bool = False) -> None:
 
     Raises:
         StoreError: it belongs to another run, or holds checkpoints of an unknown one.
+        Unreadable: the run had it before, and it is not there, or empty: its file system is not mounted.
     """
     root = paths.checkpoints
     if root == paths.root / "checkpoints":
         return
+    is_known = read_pointer(paths) == root
+    steps = list_steps(root, digits=0)
+    if is_known and not steps and OWNER not in files.list_dir(root):
+        raise Unreadable(
+            root,
+            f"this run's checkpoints lie there ({paths.root / POINTER}), and it is empty: is its file system mounted "
+            "here? Should it have been emptied on purpose: start over with --clean",
+        )
     files.make_dir(root)
     owner, here = _read_owner(root), paths.root.resolve()
     if owner is None:
-        steps = list_steps(root, digits=0)
-        if steps and not again:
+        if steps and not (again or is_known):
             raise StoreError(
                 f"{root} holds checkpoints of unknown origin (steps {', '.join(map(str, steps[:5]))}): choose another "
                 "ckpt.path, and start from one of them with ckpt.resume_step = PATH"
             )
         files.write_atomic(root / OWNER, json.dumps({"run_dir": str(here)}).encode())
-    elif owner != here and owner.is_dir():
+    elif owner != here and (owner.is_dir() or not is_known):
         raise StoreError(
             f"{root} holds the checkpoints of another run, {owner}: choose another ckpt.path, and start from one of "
             "them with ckpt.resume_step = PATH"
         )
-    elif owner != here:  # the run directory was moved
+    elif owner != here:  # the run directory was moved, and its own word on where they are came along
         logger.warning(f"{root}: taken over from {owner}, which does not exist any more")
         files.write_atomic(root / OWNER, json.dumps({"run_dir": str(here)}).encode())
     files.write_atomic(paths.root / POINTER, json.dumps({"path": str(root)}).encode())
 
 
 def _read_owner(root: Path) -> Path | None:
+    """Whose a checkpoint directory is; None where nobody said.
+
+    Raises:
+        Unreadable: that cannot be told now.
+    """
     try:
         return Path(json.loads((root / OWNER).read_text(encoding="utf-8"))["run_dir"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError as error:
+        if error.errno not in PROOFS:
+            raise Unreadable.of(error, root / OWNER) from error
+        return None
+    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -26,6 +26,7 @@ from prime_hpc.store.errors import (
     ArtifactTimeout,
     FencedError,
     StoreError,
+    Unreadable,
     WaitCancelled,
 )
 from prime_hpc.store.files import FileEntry
@@ -43,6 +44,7 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "StoreError",
+    "Unreadable",
     "WaitCancelled",
     "check_file",
     "clean_stale_stages",
@@ -57,7 +59,7 @@ __all__ = [
 ]
 
 SET_ASIDE = "set-aside-"
-"""Prefix of what bore an artifact's name and was none."""
+"""Prefix of what bore an artifact's name and was none, or was whole and above the step that a life went back to."""
 IN_THE_WAY_S = files.VISIBLE_S
 """How long to look for the manifest of what is in the way before it is called somebody else's."""
 _HIDDEN = (".stage-", ".trash-", ".tmp-")
@@ -201,6 +203,7 @@ def discard(run: RunPaths, path: Path, incarnation: int) -> None:
 
     Raises:
         FencedError: a newer life has begun; nothing is deleted.
+        Unreadable: what was taken away cannot be looked at now; it is back in its place.
         StoreError: not writable, I/O error.
     """
     check_incarnation(run, incarnation)
@@ -208,16 +211,26 @@ def discard(run: RunPaths, path: Path, incarnation: int) -> None:
         trash = files.set_aside(path)
     except FileNotFoundError:  # this node still saw it
         return
+    _unless_newer(run, path, trash, incarnation)
+    files.remove_tree(trash)
+
+
+def _unless_newer(run: RunPaths, path: Path, taken: Path, incarnation: int) -> None:
+    """Put back what was renamed where it is a newer life's, or where that cannot be told.
+
+    Raises:
+        FencedError: it is.
+        Unreadable, OSError: its manifest, or the run's lives, cannot be read now.
+    """
     try:
         check_incarnation(run, incarnation)
-        newer = _newer_than(incarnation, trash)
+        newer = _newer_than(incarnation, taken)
         if newer is not None:
             raise FencedError(f"{path}: belongs to incarnation {newer}, this process to {incarnation}: it must end")
-    except FencedError:
-        with contextlib.suppress(OSError):  # made anew meanwhile: the new one stays
-            files.rename(trash, path)
+    except (FencedError, Unreadable, OSError):
+        with contextlib.suppress(OSError, StoreError):  # made anew meanwhile: the new one stays
+            files.rename(taken, path)
         raise
-    files.remove_tree(trash)
 
 
 def is_artifact(path: Path) -> bool:
@@ -233,10 +246,28 @@ def clear_name(run: RunPaths, path: Path, incarnation: int) -> None:
     if is_artifact(path):
         discard(run, path, incarnation)
         return
-    aside = path.with_name(f"{SET_ASIDE}{path.name}-{files.unique_suffix()}")
-    with contextlib.suppress(FileNotFoundError):
-        files.rename(path, aside)
+    aside = set_aside(run, path, incarnation)
+    if aside is not None:
         logger.warning(f"{path} holds no manifest: no artifact of ours; set aside as {aside.name}")
+
+
+def set_aside(run: RunPaths, path: Path, incarnation: int) -> Path | None:
+    """Give what bears an artifact's name one that nobody lists, in one rename; its content stays, until its owner
+    deletes it. Returns the new name; None where there was nothing.
+
+    Raises:
+        FencedError: a newer life has begun, or wrote it; it is back in its place.
+        Unreadable, OSError: whose it is cannot be told now; it is back in its place.
+        StoreError: not writable, I/O error.
+    """
+    check_incarnation(run, incarnation)
+    aside = path.with_name(f"{SET_ASIDE}{path.name}-{files.unique_suffix()}")
+    try:
+        files.rename(path, aside)
+    except FileNotFoundError:  # this node still saw it
+        return None
+    _unless_newer(run, path, aside, incarnation)
+    return aside
 
 
 def _newer_than(incarnation: int, directory: Path) -> int | None:
@@ -252,7 +283,7 @@ def _existing(final: Path) -> Manifest:
     """What bears a name that the file server says is taken; this node may see that late."""
     try:
         return files.retry_read(lambda: read_manifest(final), deadline_s=IN_THE_WAY_S)
-    except (ArtifactError, OSError) as error:
+    except (ArtifactError, Unreadable, OSError) as error:
         raise ArtifactExists(f"{final}: something that is no whole artifact is in the way ({error})") from error
 
 

@@ -20,14 +20,15 @@ from prime_hpc.store.artifact import (
     Manifest,
     StoreError,
     check_file,
-    clear_name,
     commit_stage,
     discard,
     is_artifact,
     read_manifest,
+    set_aside,
 )
 from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
 from prime_hpc.store.retention import oldest_of_newest_whole
+from prime_hpc.store.saved import note_saved
 
 TRAINER = "trainer"
 ORCHESTRATOR_STATE = "orchestrator/state.json"
@@ -106,15 +107,22 @@ def commit_checkpoint(
         files=entries,
         meta=dict(meta or {}),
     )
-    return commit_stage(stage, final, manifest, run=run)
+    committed = commit_stage(stage, final, manifest, run=run)
+    note_saved(run, step, incarnation)
+    return committed
 
 
 def newest_first(root: Path, *, deep: bool = False) -> Iterator[CheckpointInfo]:
     """Whole checkpoints below `root`, newest first, each checked in its turn; others are skipped with a warning.
 
+    For those who look. A life that begins takes `newest.choose_newest`.
+
     Args:
         root: directory of `step_<n>` directories.
         deep: check sums too, not only sizes.
+
+    Raises:
+        Unreadable, OSError: whether one is whole cannot be told now.
     """
     for step in reversed(list_steps(root, digits=0)):
         info = _check(root, step, deep)
@@ -132,16 +140,18 @@ def list_checkpoints(root: Path, *, deep: bool = False) -> list[CheckpointInfo]:
     return list(newest_first(root, deep=deep))[::-1]
 
 
-def resolve_resume(root: Path, which: Literal["latest"] | int, *, deep: bool = True) -> CheckpointInfo:
+def resolve_resume(root: Path, which: Literal["latest"] | int, *, deep: bool = True, small: int = 0) -> CheckpointInfo:
     """The checkpoint to resume from.
 
     Args:
         root: directory of checkpoints.
         which: a step, or `latest`: the newest one that is whole.
         deep: check sums too, not only sizes.
+        small: of the step, check the sums of files of at most so many bytes in any case.
 
     Raises:
         StoreError: there is none (lists the steps that exist), or the one asked for is not whole (says why).
+        Unreadable, OSError: that cannot be told now.
     """
     steps = list_steps(root, digits=0)
     listed = ", ".join(map(str, steps)) if steps else "none"
@@ -152,7 +162,7 @@ def resolve_resume(root: Path, which: Literal["latest"] | int, *, deep: bool = T
     if which not in steps:
         raise StoreError(f"{root}: no checkpoint of step {which} (steps there: {listed})")
     try:
-        return _load(root, which, deep)
+        return load_checkpoint(root, which, deep=deep, small=small)
     except ArtifactError as error:
         others = ", ".join(str(info.step) for info in list_checkpoints(root) if info.step != which) or "none"
         raise StoreError(f"checkpoint of step {which} is damaged: {error} (other whole ones: {others})") from error
@@ -200,40 +210,49 @@ def prune_checkpoints(
     return removed
 
 
-def remove_checkpoints_after(paths: RunPaths, step: int, incarnation: int = 0) -> list[int]:
-    """Delete checkpoints of steps above `step`, for a run that is resumed there. Supervisor only.
+def set_checkpoints_aside(paths: RunPaths, step: int, incarnation: int = 0) -> list[Path]:
+    """Take the checkpoints of steps above `step` out of the way of a run that goes on there; nothing is deleted.
 
-    What bears a checkpoint's name without a manifest is not deleted but set aside: it may be somebody else's, and
-    would be in the way of a later save.
+    What it was that a life did not go on from (damaged, too late, newer than what was asked for), its owner decides.
 
     Returns:
-        The steps that were removed.
+        Where they are now.
     """
     after = [n for n in list_steps(paths.checkpoints, digits=0) if n > step]
-    for n in reversed(after):
-        clear_name(paths, paths.checkpoint_step(n), incarnation)
-    return after
+    moved = [set_aside(paths, paths.checkpoint_step(n), incarnation) for n in reversed(after)]
+    return [path for path in moved if path is not None]
 
 
-def _check(root: Path, step: int, deep: bool) -> CheckpointInfo | None:
-    try:
-        return _load(root, step, deep)
-    except ArtifactError as error:
-        logger.warning(f"checkpoint of step {step} is skipped: {error}")
-        return None
+def load_checkpoint(root: Path, step: int, *, deep: bool = False, small: int = 0) -> CheckpointInfo:
+    """One checkpoint, its manifest and the sizes of its files checked.
 
+    Args:
+        root: directory of checkpoints.
+        step: which.
+        deep: check all sums too.
+        small: check the sums of files of at most so many bytes.
 
-def _load(root: Path, step: int, deep: bool) -> CheckpointInfo:
-    path = _named(root, step)
+    Raises:
+        ArtifactError: it is not whole.
+        Unreadable: that cannot be told now.
+    """
+    path = RunPaths(root.parent, checkpoints_root=root).checkpoint_step(step)
     manifest = read_manifest(path)
     if manifest.kind != KIND or manifest.step != step:
         raise ArtifactError(path, f"the checkpoint of step {step}", f"a {manifest.kind} of step {manifest.step}")
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        checks = [pool.submit(check_file, path / n, entry, deep=deep) for n, entry in manifest.files.items()]
+        checks = [
+            pool.submit(check_file, path / n, entry, deep=deep or entry.size <= small)
+            for n, entry in manifest.files.items()
+        ]
         for check in checks:
             check.result()
     return CheckpointInfo(step, path, manifest)
 
 
-def _named(root: Path, step: int) -> Path:
-    return RunPaths(root.parent, checkpoints_root=root).checkpoint_step(step)
+def _check(root: Path, step: int, deep: bool) -> CheckpointInfo | None:
+    try:
+        return load_checkpoint(root, step, deep=deep)
+    except ArtifactError as error:
+        logger.warning(f"checkpoint of step {step} is skipped: {error}")
+        return None

@@ -1,6 +1,11 @@
 """What can go wrong in the store. Raised by every module of this room, caught by roles and the supervisor."""
 
+import errno
+import os
 from pathlib import Path
+
+PROOFS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+"""What a file system that answers says of a name. Every other error of a read tells nothing of what lies there."""
 
 
 class StoreError(RuntimeError):
@@ -21,6 +26,36 @@ class ArtifactError(StoreError):
         self.file = file
         self.expected = expected
         self.found = found
+
+
+class Unreadable(StoreError):
+    """It cannot be read now, so nothing is known of it: whether it is whole, or whether it is there at all.
+
+    Args:
+        file: what was read.
+        why: in words.
+        number: errno, where the system gave one.
+    """
+
+    def __init__(self, file: Path | str, why: str, number: int | None = None) -> None:
+        code = f" [{errno.errorcode.get(number, number)}]" if number is not None else ""
+        super().__init__(f"{file}: cannot be read now: {why}{code}")
+        self.file, self.why, self.errno = Path(file), why, number
+
+    @classmethod
+    def of(cls, error: OSError, path: Path | str | None = None) -> "Unreadable":
+        """From what the system says."""
+        where = path if path is not None else os.fsdecode(error.filename or "a file")
+        return cls(where, error.strerror or str(error), error.errno)
+
+
+class InDoubt(Unreadable):
+    """It was read, and was not what it should be; it is believed only when it is so again `left_s` seconds later."""
+
+    def __init__(self, file: Path, why: str, left_s: float) -> None:
+        super().__init__(file, why)
+        self.args = (f"{file}: {why}; it is read again in {left_s:.0f} s before that is believed",)
+        self.left_s = left_s
 
 
 class ArtifactExists(StoreError):

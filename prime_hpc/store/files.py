@@ -21,7 +21,7 @@ import xxhash
 from loguru import logger
 
 from prime_hpc.store.disk import disk_errors
-from prime_hpc.store.errors import ArtifactError, StoreError
+from prime_hpc.store.errors import ArtifactError, StoreError, Unreadable
 
 FILE_MODE = 0o644
 _CHUNK = 8 << 20
@@ -29,6 +29,8 @@ VISIBLE_S = 90.0
 """How long a finished file may stay unseen by another node: NFS clients believe a cached miss for up to 60 s."""
 GONE_S = 5.0
 """A directory that cannot be opened for so long was deleted."""
+STALE_S = 2.0
+"""How long a directory may answer ESTALE before that is its answer."""
 _MAX_UPDATES = 20  # writers racing for one small file; far above anything real
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _MAX_VIEWS = 512  # buffers of one writev, below every system's limit
@@ -341,13 +343,23 @@ def rename(source: Path, target: Path) -> None:
 
 
 def list_dir(path: Path) -> list[str]:
-    """Names in a directory, unsorted; [] where it does not exist (or is just being replaced), or is none."""
-    try:
-        return [entry.name for entry in path.iterdir()]
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR):
-            return []
-        raise
+    """Names in a directory, unsorted; [] where it does not exist, or is none.
+
+    A stale handle is asked for again by its path: the directory was replaced, or its server came back.
+
+    Raises:
+        OSError: it cannot be listed now; of ESTALE, after `STALE_S`.
+    """
+    end = time.monotonic() + STALE_S
+    while True:
+        try:
+            return [entry.name for entry in path.iterdir()]
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return []
+            if error.errno != errno.ESTALE or time.monotonic() > end:
+                raise
+        time.sleep(0.05)
 
 
 def await_name(path: Path, *, deadline_s: float = VISIBLE_S) -> None:
@@ -449,16 +461,16 @@ def unique_suffix() -> str:
 def retry_read(read: Callable[[], T], *, deadline_s: float, first_pause_s: float = 0.01) -> T:
     """Call `read` until it succeeds or `deadline_s` seconds have passed (0: once), pausing 0.01 .. 0.5 s between.
 
-    Retried: ArtifactError (size or content not yet what the manifest says) and ESTALE, ENOENT, EIO, which a network
-    file system answers while names change. After the deadline the last error is raised.
+    Retried: ArtifactError (size or content not yet what the manifest says), Unreadable, and ESTALE, ENOENT, EIO, which
+    a network file system answers while names change. After the deadline the last error is raised.
     """
     end = time.monotonic() + deadline_s
     pause = first_pause_s
     while True:
         try:
             return read()
-        except (ArtifactError, OSError) as error:
-            transient = isinstance(error, ArtifactError) or error.errno in _TRANSIENT
+        except (ArtifactError, Unreadable, OSError) as error:
+            transient = isinstance(error, StoreError) or error.errno in _TRANSIENT
             if not transient or time.monotonic() + pause > end:
                 raise
         time.sleep(pause)

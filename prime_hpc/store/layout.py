@@ -4,14 +4,17 @@ Every role builds its paths here; nobody joins path strings by hand. The supervi
 start of each attempt; writers carry it and are refused once a newer one exists.
 """
 
+import os
+import pwd
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from prime_hpc.store import files
-from prime_hpc.store.errors import FencedError
+from prime_hpc.store.errors import FencedError, StoreError
 
+_NOBODY = 65534
 _STEP = re.compile(r"step_(\d+)")
 _NUMBER = re.compile(r"\d+")
 _START = re.compile(r"(\d+)\.from_(\d+)")
@@ -188,6 +191,23 @@ def is_late(step: int, incarnation: int, starts: Mapping[int, int]) -> bool:
         starts: from `life_starts`.
     """
     return any(life > incarnation and start < step for life, start in starts.items())
+
+
+def refuse_other_owner(run_dir: Path) -> None:
+    """Raise a StoreError where a run directory is another user's; nothing in it is read or changed.
+
+    The user that no user maps to (nobody: root on a squashed NFS export) is nobody else.
+    """
+    owner, own = run_dir.stat().st_uid, os.geteuid()
+    if owner not in (own, 0, _NOBODY):
+        try:
+            name = pwd.getpwuid(owner).pw_name
+        except KeyError:
+            name = "unknown"
+        raise StoreError(
+            f"{run_dir} belongs to another user ({name}, uid {owner}; this is uid {own}): choose another --name or "
+            "output_dir, and start from one of its checkpoints with --ckpt.resume-step PATH"
+        )
 
 
 def check_incarnation(paths: RunPaths, incarnation: int) -> None:

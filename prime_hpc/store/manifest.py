@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from prime_hpc.store import files
-from prime_hpc.store.errors import ArtifactError
+from prime_hpc.store.errors import PROOFS, ArtifactError, Unreadable
 from prime_hpc.store.files import FileEntry
 
 MANIFEST = "manifest.json"
@@ -121,6 +121,7 @@ def read_manifest(directory: Path, *, deadline_s: float = 0.0) -> Manifest:
 
     Raises:
         ArtifactError: it is missing, broken, or of a newer format.
+        Unreadable: the file system does not give it.
     """
     path = directory / MANIFEST
 
@@ -128,7 +129,7 @@ def read_manifest(directory: Path, *, deadline_s: float = 0.0) -> Manifest:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise ArtifactError(path, "a manifest", error.strerror or str(error)) from error
+            raise _said(error, path, "a manifest") from error
         return Manifest.from_bytes(data, path)
 
     return files.retry_read(read, deadline_s=deadline_s)
@@ -147,6 +148,7 @@ def verify_artifact(
 
     Raises:
         ArtifactError: names the first file that differs, what was expected and what was found.
+        Unreadable: the file system does not give one of them.
     """
 
     def check() -> Manifest:
@@ -164,6 +166,7 @@ def check_file(path: Path, entry: FileEntry, *, deep: bool) -> None:
 
     Raises:
         ArtifactError: missing, other size, other sum.
+        Unreadable: the file system does not give it.
     """
     try:
         size = path.stat().st_size
@@ -174,4 +177,11 @@ def check_file(path: Path, entry: FileEntry, *, deep: bool) -> None:
             if found != entry:
                 raise ArtifactError(path, f"xxh3 {entry.xxh3}", f"xxh3 {found.xxh3} ({found.size} bytes)")
     except OSError as error:
-        raise ArtifactError(path, f"{entry.size} bytes", error.strerror or str(error)) from error
+        raise _said(error, path, f"{entry.size} bytes") from error
+
+
+def _said(error: OSError, path: Path, expected: str) -> ArtifactError | Unreadable:
+    """A failed read proves something only where the file system answered."""
+    if error.errno in PROOFS:
+        return ArtifactError(path, expected, error.strerror or str(error))
+    return Unreadable.of(error, path)

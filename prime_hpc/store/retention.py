@@ -5,7 +5,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from prime_hpc.store.artifact import ArtifactError, verify_artifact
+from prime_hpc.store.artifact import ArtifactError, Unreadable, verify_artifact
 from prime_hpc.store.layout import RunPaths, is_late, life_starts
 
 
@@ -30,8 +30,10 @@ def oldest_of_newest_whole(
             manifest = verify_artifact(path, deadline_s=1.0)
             if is_late(step, manifest.incarnation, starts):
                 continue
-        except ArtifactError as error:
-            logger.warning(f"{path.parent.name}/{path.name} is not whole and does not count as kept: {error}")
+        except (ArtifactError, Unreadable) as error:
+            logger.warning(
+                f"{path.parent.name}/{path.name} is not known to be whole and does not count as kept: {error}"
+            )
             continue
         whole += 1
         if whole == keep_last:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.store import files
-from prime_hpc.store.errors import ArtifactError, ArtifactTimeout, FencedError, StoreError, WaitCancelled
+from prime_hpc.store.errors import ArtifactError, ArtifactTimeout, FencedError, StoreError, Unreadable, WaitCancelled
 from prime_hpc.store.manifest import MANIFEST, Manifest, verify_artifact
 
 if TYPE_CHECKING:
@@ -166,7 +166,12 @@ class _Wait:
         return all(isinstance(value, int) and value >= least for value, least in values)
 
     def list_parent(self) -> None:
-        self.listed = self.directory.name in files.list_dir(self.directory.parent)
+        try:
+            self.listed = self.directory.name in files.list_dir(self.directory.parent)
+        except OSError as error:
+            self.error = Unreadable.of(error, self.directory.parent)
+        else:
+            self.error = None if isinstance(self.error, Unreadable) else self.error
 
     def pause(self, seconds: float) -> None:
         if self.doorbell is not None and not self.doorbell.closed:
@@ -192,7 +197,7 @@ class _Wait:
             digest = announced.get("digest")
             if exact and digest is not None and digest != manifest.digest:
                 raise ArtifactError(self.directory / MANIFEST, f"digest {digest}", f"digest {manifest.digest}")
-        except ArtifactError as error:
+        except (ArtifactError, Unreadable) as error:
             self.error = error
             return None
         if 0 < self.min_incarnation < manifest.incarnation:
@@ -210,6 +215,8 @@ class _Wait:
         return fetched[0] if fetched is not None else None
 
     def failure(self, deadline_s: float) -> StoreError:
+        if isinstance(self.error, Unreadable):
+            return ArtifactTimeout(f"waited {deadline_s:g} s: {self.error}")
         if self.error is not None:
             return self.error
         what = f"{self.topic} {self.key}" if self.topic else "no topic"

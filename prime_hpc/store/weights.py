@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from loguru import logger
 
-from prime_hpc.store.artifact import ArtifactError, clear_name, discard, is_artifact, read_manifest
+from prime_hpc.store.artifact import ArtifactError, Unreadable, clear_name, discard, is_artifact, read_manifest
 from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
 from prime_hpc.store.leases import min_floor
 from prime_hpc.store.retention import oldest_of_newest_whole
@@ -34,7 +34,7 @@ def newest_of_life(paths: RunPaths, above: int, incarnation: int) -> int | None:
         try:
             if read_manifest(paths.weights_step(version)).incarnation >= incarnation:
                 return version
-        except ArtifactError as error:
+        except (ArtifactError, Unreadable) as error:
             logger.debug(f"weights version {version} cannot be read yet: {error}")
     return None
 

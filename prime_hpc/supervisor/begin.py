@@ -4,6 +4,7 @@ Called by the supervisor before any role starts. It alone decides; roles are tol
 """
 
 from pathlib import Path
+from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.children import is_parent
@@ -11,11 +12,22 @@ from prime_hpc.store import files
 from prime_hpc.store.adopt import claim_root
 from prime_hpc.store.checkpoints import newest_first
 from prime_hpc.store.children import list_children
-from prime_hpc.store.errors import StoreError
-from prime_hpc.store.layout import RunPaths, claim_incarnation, current_incarnation, record_start
+from prime_hpc.store.doubts import Doubts, settle_doubts
+from prime_hpc.store.errors import StoreError, Unreadable
+from prime_hpc.store.layout import (
+    RunPaths,
+    claim_incarnation,
+    current_incarnation,
+    is_late,
+    life_starts,
+    record_start,
+    refuse_other_owner,
+)
+from prime_hpc.store.newest import expected_step, require_life
+from prime_hpc.store.patience import Patience
 from prime_hpc.store.rewind import rewind
 from prime_hpc.supervisor.attempts import Attempt, begin, is_held, read_attempts
-from prime_hpc.supervisor.resume import choose_start, remember, take_over
+from prime_hpc.supervisor.resume import Reading, Start, choose_start, remember, take_over
 
 
 def run_paths(experiment: Experiment, run_dir: Path) -> RunPaths:
@@ -24,46 +36,54 @@ def run_paths(experiment: Experiment, run_dir: Path) -> RunPaths:
 
 
 def newest_saved_step(paths: RunPaths) -> int | None:
-    """Step of the newest whole checkpoint, if any; of a run with runs below it, the sum of theirs."""
+    """Step of the newest whole checkpoint, if any; of a run with runs below it, the sum of theirs.
+
+    Raises:
+        Unreadable, OSError: that cannot be told now.
+    """
     children = [newest_saved_step(RunPaths(paths.root / name)) for name in list_children(paths.root)]
     if any(children):
         return sum(step or 0 for step in children)
-    return next((info.step for info in newest_first(paths.checkpoints)), None)
+    starts = life_starts(paths)
+    whole = newest_first(paths.checkpoints)
+    return next((info.step for info in whole if not is_late(info.step, info.manifest.incarnation, starts)), None)
 
 
 def begin_attempt(
-    experiment: Experiment, run_dir: Path, *, job_id: str | None = None, restarts: int | None = None
+    experiment: Experiment,
+    run_dir: Path,
+    *,
+    job_id: str | None = None,
+    restarts: int | None = None,
+    patience: Patience | None = None,
 ) -> Attempt:
     """Claim a life of the run and bring its directory back to the step from which this life goes on.
 
     Args:
         experiment, run_dir: the run.
         job_id, restarts: of the Slurm job, if any.
+        patience: with what cannot be read; default: what the config says.
 
     Raises:
-        ConfigError: another process holds the run, or the checkpoint asked for does not exist or is broken.
+        ConfigError: another process holds the run, it is another user's, or the checkpoint asked for does not exist or
+            is broken.
+        Unreadable: something could not be read until the deadline; no checkpoint, batch or version was touched.
     """
-    paths = run_paths(experiment, run_dir)
-    newest = current_incarnation(paths)
-    earlier = read_attempts(paths.attempts)
-    for row in earlier:
-        if is_held(row):
-            raise ConfigError(
-                f"{run_dir}: attempt {row['attempt']} still runs here (process {row['pid']}); end it first, "
-                "or choose another --name"
-            )
+    paths, config = run_paths(experiment, run_dir), experiment.supervisor
+    patience = patience or Patience(config.read_timeout_s)
     try:
-        claim_root(paths, again=bool(earlier))
-        incarnation = claim_incarnation(paths, after=newest)
-        start = None if is_parent(experiment) else choose_start(experiment, paths, again=bool(earlier))
+        patience(lambda: refuse_other_owner(run_dir))
+        earlier = patience(lambda: _earlier(paths))
+        incarnation = patience(lambda: _claim(paths, earlier))
+        start = None
+        if not is_parent(experiment):
+            doubts = Doubts(config.doubt_s)
+            start = patience(lambda: choose_start(experiment, paths, _read(paths, earlier, incarnation), doubts))
         step = start.info.step if start is not None else None
-        record_start(paths, incarnation, step or 0)
-        rewind(paths, step or 0, incarnation)
-        if start is not None:
-            take_over(start, experiment, paths, incarnation)
-            remember(experiment, paths, start)
-        if experiment.kind == "rl" and not is_parent(experiment):
-            _make_places(paths)
+        patience(lambda: _bring_back(experiment, paths, start, incarnation))
+        saved_before = patience(lambda: newest_saved_step(paths))
+    except Unreadable:
+        raise
     except StoreError as error:
         raise ConfigError(str(error)) from error
     why = "first start" if not earlier else f"resumes at step {step}" if step is not None else "starts over"
@@ -71,15 +91,56 @@ def begin_attempt(
         why = "goes on with its runs"
     if start is not None and start.is_foreign:
         why = f"starts from {start.info.path}"
-    return begin(
-        paths.attempts,
-        incarnation=incarnation,
-        why=why,
-        resume_step=step,
-        saved_before=newest_saved_step(paths),
-        job_id=job_id,
-        restarts=restarts,
+    return patience(
+        lambda: begin(
+            paths.attempts,
+            incarnation=incarnation,
+            why=why,
+            resume_step=step,
+            saved_before=saved_before,
+            job_id=job_id,
+            restarts=restarts,
+        )
     )
+
+
+def _earlier(paths: RunPaths) -> list[dict[str, Any]]:
+    """The attempts so far, none of which may still run here."""
+    earlier = read_attempts(paths.attempts)
+    for row in earlier:
+        if is_held(row):
+            raise ConfigError(
+                f"{paths.root}: attempt {row['attempt']} still runs here (process {row['pid']}); end it first, "
+                "or choose another --name"
+            )
+    return earlier
+
+
+def _claim(paths: RunPaths, earlier: list[dict[str, Any]]) -> int:
+    """A new life, of a run whose lives and checkpoints can be seen."""
+    newest = current_incarnation(paths)
+    require_life(paths, max((row["incarnation"] for row in earlier), default=0))
+    claim_root(paths, again=bool(earlier) or newest > 0)
+    return claim_incarnation(paths, after=newest)
+
+
+def _read(paths: RunPaths, earlier: list[dict[str, Any]], incarnation: int) -> Reading:
+    require_life(paths, incarnation)
+    claims = [(row["incarnation"], row["saved_step"]) for row in earlier if row.get("saved_step")]
+    return Reading(again=bool(earlier) or incarnation > 1, expected=expected_step(paths, claims), life=incarnation)
+
+
+def _bring_back(experiment: Experiment, paths: RunPaths, start: Start | None, incarnation: int) -> None:
+    """Everything that changes the directory; the same again does no harm."""
+    step = start.info.step if start is not None else 0
+    record_start(paths, incarnation, step)
+    rewind(paths, step, incarnation, keep=start is not None and start.passed_over)
+    settle_doubts(paths)
+    if start is not None:
+        take_over(start, experiment, paths, incarnation)
+        remember(experiment, paths, start)
+    if experiment.kind == "rl" and not is_parent(experiment):
+        _make_places(paths)
 
 
 def _make_places(paths: RunPaths) -> None:

@@ -47,7 +47,8 @@ class Controls:
         run_dir: where people put SAVE and STOP.
         allocation: Slurm's; None on one machine.
         lead_s: how long before it the attempt has to be saving (`slurm.survive.signal_lead_s`).
-        needs_s: what one more step and a save take, as measured so far, seconds.
+
+    `needs_s` tells what one more step and a save take, as measured so far, seconds.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Controls:
         run_dir: Path,
         allocation: Allocation | None,
         lead_s: float,
-        needs_s: Callable[[], float],
+        needs_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._run_dir = run_dir
         self._allocation = allocation
@@ -65,7 +66,7 @@ class Controls:
         self._log = JobLog()
         self._warned = False
         self._lead_s = lead_s
-        self._needs_s = needs_s
+        self.needs_s = needs_s
         self._signals: list[int] = []
         self._previous: dict[int, object] = {}
         self._next_look = 0.0
@@ -73,7 +74,9 @@ class Controls:
         """How often SAVE was found."""
 
     def install(self) -> None:
-        """Listen to SIGINT, SIGTERM and SIGUSR1."""
+        """Listen to SIGINT, SIGTERM and SIGUSR1; what came since an earlier `install` is not forgotten."""
+        if self._previous:
+            return
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._previous[number] = signal.signal(number, self._on_signal)
 
@@ -81,6 +84,7 @@ class Controls:
         """Put the handlers back as they were."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous = {}
 
     @property
     def insists(self) -> bool:
@@ -163,7 +167,7 @@ class Controls:
         if self._ends_at is None:
             return None
         left = self._ends_at - now
-        if left > max(min(self._lead_s, 60.0), self._needs_s() + LIMIT_MARGIN_S):
+        if left > max(min(self._lead_s, 60.0), self.needs_s() + LIMIT_MARGIN_S):
             return None
         reason = f"{left:.0f} s before the time limit: one more step and a save may not fit"
         return StopRequest(reason, "requeued", 0, True, self._budget())

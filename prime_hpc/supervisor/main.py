@@ -1,7 +1,8 @@
 """What the job runs: `python -m prime_hpc.supervisor.main RUN_DIR`, and the same as a function.
 
 Called by `launch` (in the foreground, through submitit, or as the batch process of a Slurm job).
-Exit codes: 0 done, 1 a role failed, 2 the config cannot run here, 75 the job comes back, 130 interrupted.
+Exit codes: 0 done, 1 a role failed, 2 the config cannot run here, 74 something cannot be read now, 75 the job comes
+back, 130 interrupted.
 """
 
 import os
@@ -21,15 +22,25 @@ from prime_hpc.observe.bench import tables as bench_tables
 from prime_hpc.observe.hosts import compress_hosts
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
-from prime_hpc.store.errors import StoreError
+from prime_hpc.store.errors import StoreError, Unreadable
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.patience import Patience
 from prime_hpc.supervisor import ports
 from prime_hpc.supervisor.allocation import Allocation, read_allocation
 from prime_hpc.supervisor.attempts import read_attempts, rewrite_row
 from prime_hpc.supervisor.begin import begin_attempt, run_paths
 from prime_hpc.supervisor.caches import NODE_LOCAL
 from prime_hpc.supervisor.checkup import Checkup, nodes_to_avoid, remember
+from prime_hpc.supervisor.controls import Controls, StopRequest
 from prime_hpc.supervisor.devices import visible_gpus
+from prime_hpc.supervisor.early import (
+    EXIT_UNREADABLE,
+    StartEnded,
+    come_back_blindly,
+    heed,
+    load_patiently,
+    write_early_end,
+)
 from prime_hpc.supervisor.orphan import Return
 from prime_hpc.supervisor.placement import place_slurm
 from prime_hpc.supervisor.postmortem import cancel_stale_steps, close_lost_lives
@@ -105,15 +116,28 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
     run_dir = Path(run_dir).resolve()
     raise_descriptor_limit()
     environment = dict(os.environ if environ is None else environ)
+    controls: Controls | None = None
+    supervisor: Supervisor | None = None
     try:
-        experiment = load_run(run_dir)
+        experiment = load_patiently(run_dir)
         log = experiment.log
         setup_logger("supervisor", level=log.level, file=run_dir / "logs" / "supervisor.log", json_lines=log.json_lines)
         allocation = read_allocation(environment) if in_job else None
-        supervisor = _prepare(experiment, run_dir, environment, allocation)
+        controls = Controls(run_dir, allocation, experiment.slurm.survive.signal_lead_s)
+        controls.install()  # before anything long is read
+        patience = Patience(experiment.supervisor.read_timeout_s, heed=lambda: heed(controls))
+        supervisor = _prepare(experiment, run_dir, environment, allocation, controls, patience)
+    except Unreadable as error:
+        words = f"{error}. No checkpoint, batch or version was touched; the next life goes on from the newest"
+        return _end_early(run_dir, environment, in_job, StopRequest(words, "failed", EXIT_UNREADABLE, False, 0.0))
+    except StartEnded as end:
+        return _end_early(run_dir, environment, in_job, end.request)
     except (ConfigError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    finally:
+        if controls is not None and supervisor is None:
+            controls.restore()
     code = supervisor.run()
     is_bench = experiment.trainer.bench or experiment.orchestrator.bench
     for line in bench_tables(run_dir) if is_bench else write_report(run_dir, experiment.name, experiment.kind):
@@ -121,22 +145,45 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
     return code if allocation is None else _come_back(experiment, run_dir, allocation, code)
 
 
+def _end_early(run_dir: Path, environment: dict[str, str], in_job: bool, request: StopRequest) -> int:
+    """The life ends before any role was started: say why, and have the job come back where it is one."""
+    print(f"error: {request.reason}", file=sys.stderr, flush=True)
+    logger.error(request.reason)
+    try:
+        experiment = load_run(run_dir)
+        write_early_end(run_paths(experiment, run_dir), request, environment.get("SLURM_JOB_ID") if in_job else None)
+        allocation = read_allocation(environment) if in_job else None
+        return request.code if allocation is None else _come_back(experiment, run_dir, allocation, request.code)
+    except (ConfigError, StoreError, OSError) as error:
+        logger.error(f"that could not be written down: {error}")
+    if in_job and request.code == EXIT_UNREADABLE and come_back_blindly(environment):
+        return EXIT_AGAIN
+    return request.code
+
+
 def _prepare(
-    experiment: Experiment, run_dir: Path, environment: dict[str, str], allocation: Allocation | None
+    experiment: Experiment,
+    run_dir: Path,
+    environment: dict[str, str],
+    allocation: Allocation | None,
+    controls: Controls,
+    patience: Patience,
 ) -> Supervisor:
     """Place the roles and open the attempt.
 
     Raises:
+        Unreadable: what the start reads cannot be read until the deadline.
+        StartEnded: somebody wants the life to end.
         ConfigError: the nodes, GPUs or ports do not suffice, or another life still runs.
         StoreError: the run directory cannot be used.
     """
-    site = read_site(run_dir)
+    site = patience(lambda: read_site(run_dir))
     paths = run_paths(experiment, run_dir)
-    close_lost_lives(run_dir, paths, allocation)
+    patience(lambda: close_lost_lives(run_dir, paths, allocation))
     if allocation is None:
         specs, urls = place(experiment, run_dir, environment)
         steps, spares, checkup = None, [], None
-        attempt = begin_attempt(experiment, run_dir)
+        attempt = begin_attempt(experiment, run_dir, patience=patience)
     else:
         placement = place_slurm(experiment, site)
         specs, urls = list(slurm_specs(experiment, site, placement, allocation, run_dir)), {}
@@ -162,7 +209,9 @@ def _prepare(
             mode=mode_of_run(run_dir),
             num_nodes=0 if allocation.is_het else placement.num_nodes,
         ).to_env()
-        attempt = begin_attempt(experiment, run_dir, job_id=allocation.job_id, restarts=allocation.restarts)
+        attempt = begin_attempt(
+            experiment, run_dir, job_id=allocation.job_id, restarts=allocation.restarts, patience=patience
+        )
         if allocation.restarts:
             cancel_stale_steps(allocation)
         logger.info(f"job {allocation.job_id} ({placement.layout}): " + _where(specs))
@@ -174,7 +223,7 @@ def _prepare(
         f"run {run_dir}: attempt {attempt.attempt}, incarnation {attempt.incarnation} ({attempt.why}); "
         + ", ".join(_describe(experiment, spec) for spec in specs)
     )
-    return Supervisor(experiment, run_dir, attempt, specs, urls, environment, steps, spares, checkup)
+    return Supervisor(experiment, run_dir, attempt, specs, urls, environment, steps, spares, checkup, controls)
 
 
 def _keys(experiment: Experiment) -> dict[str, str]:

@@ -7,7 +7,6 @@ that go on from the newest whole checkpoint, or a requeued job would fall back t
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import xxhash
 from loguru import logger
@@ -15,11 +14,13 @@ from loguru import logger
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.store import files
 from prime_hpc.store.adopt import adopt_checkpoint, adopt_weights, find_checkpoint, run_of
-from prime_hpc.store.artifact import ArtifactError, verify_artifact
-from prime_hpc.store.checkpoints import CheckpointInfo, newest_first, resolve_resume
-from prime_hpc.store.errors import StoreError
+from prime_hpc.store.artifact import ArtifactError, read_manifest, set_aside, verify_artifact
+from prime_hpc.store.checkpoints import CheckpointInfo, resolve_resume
+from prime_hpc.store.doubts import Doubts
+from prime_hpc.store.errors import StoreError, Unreadable
 from prime_hpc.store.identity import conflicts, model_identity
-from prime_hpc.store.layout import RunPaths, is_late, life_starts
+from prime_hpc.store.layout import RunPaths, is_late, life_starts, list_steps
+from prime_hpc.store.newest import SMALL, Choice, choose_newest
 
 KEY = "ckpt.resume_step"
 
@@ -33,42 +34,67 @@ class Start:
     """It lies with another run."""
     was_asked: bool
     """The config names it; otherwise it is just the newest one."""
+    passed_over: bool = False
+    """There are newer ones, from which the run does not go on."""
 
 
-def choose_start(experiment: Experiment, paths: RunPaths, again: bool) -> Start | None:
+@dataclass(frozen=True)
+class Reading:
+    """What is known of a run when one of its lives begins."""
+
+    again: bool
+    """It has lived before."""
+    expected: int
+    """It must have a checkpoint of this step or a newer one (`newest.expected_step`)."""
+    life: int
+    """Its newest life."""
+
+
+def choose_start(experiment: Experiment, paths: RunPaths, reading: Reading, doubts: Doubts) -> Start | None:
     """The checkpoint that this life goes on from; None: from the beginning.
 
     Args:
         experiment: the tree.
         paths: the run.
-        again: whether the run has lived before.
+        reading: what is known of it.
+        doubts: first readings of what was not as it should be.
 
     Raises:
         ConfigError: the checkpoint asked for does not exist, is broken, or is not of this model or kind of run.
+        StoreError: all that there was is proved broken; the run does not start over by itself.
+        Unreadable, OSError: it cannot be told now.
     """
     asked = experiment.ckpt.resume_step if experiment.ckpt is not None else None
     obeyed_at = _obeyed_at(paths, asked)
     if asked is not None and obeyed_at is None:
-        return _asked(experiment, paths, asked)
-    if not again and obeyed_at is None:
+        return _asked(experiment, paths, asked, reading, doubts)
+    if not reading.again and obeyed_at is None:
         return None
-    for info in newest_first(paths.checkpoints, deep=True):
-        late = _is_of_a_fenced_life(paths, info)
-        if late is not None:
-            logger.warning(f"checkpoint of step {info.step} is skipped: {late}")
-            continue
-        if experiment.kind != "rl" or info.orchestrator_state is not None:
-            return Start(info, is_foreign=False, was_asked=False)
-        logger.warning(f"checkpoint of step {info.step} is skipped: it holds no orchestrator state")
-    return _asked(experiment, paths, asked) if asked is not None else None
+    choice = _newest(experiment, paths, reading, doubts)
+    if choice.info is not None:
+        return Start(choice.info, is_foreign=False, was_asked=False, passed_over=bool(choice.passed_over))
+    return _asked(experiment, paths, asked, reading, doubts) if asked is not None else None
 
 
-def _asked(experiment: Experiment, paths: RunPaths, asked: int | str | Path) -> Start:
+def _newest(experiment: Experiment, paths: RunPaths, reading: Reading, doubts: Doubts) -> Choice:
+    def unfit(info: CheckpointInfo) -> str | None:
+        lacks_half = experiment.kind == "rl" and info.orchestrator_state is None
+        return "it holds no orchestrator state" if lacks_half else None
+
+    return choose_newest(paths, doubts, expected=reading.expected, life=reading.life, unfit=unfit)
+
+
+def _asked(experiment: Experiment, paths: RunPaths, asked: int | str | Path, reading: Reading, doubts: Doubts) -> Start:
     try:
+        passed_over = False
         if isinstance(asked, Path):
-            info = find_checkpoint(asked)
+            info = find_checkpoint(asked, deep=False)
+        elif isinstance(asked, int):
+            info = _own(paths, asked, doubts)
         else:
-            info = _own(paths, "latest" if isinstance(asked, str) else asked)
+            info, passed_over = _latest(experiment, paths, reading, doubts)
+    except Unreadable:
+        raise
     except StoreError as error:
         raise ConfigError(f"{KEY} = {asked}: {error}") from error
     is_foreign = info.path.parent.resolve() != paths.checkpoints.resolve()
@@ -84,25 +110,40 @@ def _asked(experiment: Experiment, paths: RunPaths, asked: int | str | Path) -> 
     wrong = misfits(experiment, info)
     if wrong:
         raise ConfigError(f"{KEY} = {asked}: {info.path} cannot be resumed from: {'; '.join(wrong)}")
-    return Start(info, is_foreign, was_asked=True)
+    passed_over = passed_over or any(step > info.step for step in list_steps(paths.checkpoints, digits=0))
+    return Start(info, is_foreign, was_asked=True, passed_over=passed_over)
 
 
-def _own(paths: RunPaths, which: Literal["latest"] | int) -> CheckpointInfo:
+def _own(paths: RunPaths, step: int, doubts: Doubts) -> CheckpointInfo:
     """The checkpoint of this run that is meant.
 
     Raises:
-        StoreError: there is none, it is broken, or a fenced life wrote it.
+        StoreError: there is none, it is broken (read twice), or a fenced life wrote it.
+        Unreadable, OSError: that cannot be told now.
     """
-    info = resolve_resume(paths.checkpoints, which)
+    try:
+        info = resolve_resume(paths.checkpoints, step, deep=False, small=SMALL)
+        doubts.read_again(paths, step, info.path, info.manifest)
+    except ArtifactError as error:
+        doubts.confirm(error)
+        raise
+    except StoreError as error:
+        if isinstance(error.__cause__, ArtifactError):
+            doubts.confirm(error.__cause__)
+        raise
     why = _is_of_a_fenced_life(paths, info)
-    if why is None:
-        return info
-    if which != "latest":
+    if why is not None:
         raise StoreError(f"checkpoint of step {info.step}: {why}")
-    for other in newest_first(paths.checkpoints, deep=True):
-        if _is_of_a_fenced_life(paths, other) is None:
-            return other
-    raise StoreError(f"{paths.checkpoints}: no whole checkpoint to resume from ({why})")
+    return info
+
+
+def _latest(experiment: Experiment, paths: RunPaths, reading: Reading, doubts: Doubts) -> tuple[CheckpointInfo, bool]:
+    """The newest whole one, and whether there are newer ones that are not."""
+    choice = _newest(experiment, paths, reading, doubts)
+    if choice.info is not None:
+        return choice.info, bool(choice.passed_over)
+    reasons = "; ".join(f"step {step}: {why}" for step, why in choice.passed_over.items())
+    raise StoreError(f"{paths.checkpoints}: no whole checkpoint to resume from ({reasons or 'none is there'})")
 
 
 def _is_of_a_fenced_life(paths: RunPaths, info: CheckpointInfo) -> str | None:
@@ -142,7 +183,11 @@ def _seed_of(state: Path) -> int | None:
 
 
 def _weights_of(info: CheckpointInfo) -> Path | None:
-    """The weights version that belongs to a checkpoint, where it still lies in its run and is whole."""
+    """The weights version that belongs to a checkpoint, where it still lies in its run and is whole.
+
+    Raises:
+        Unreadable: that cannot be told now.
+    """
     home = run_of(info)
     if home is None:
         return None
@@ -167,12 +212,21 @@ def take_over(start: Start, experiment: Experiment, paths: RunPaths, incarnation
     info, own = start.info, paths.weights_step(start.info.step)
     weights = _weights_of(info) if experiment.kind == "rl" else None
     if experiment.kind == "rl" and weights is None and own.exists():
-        files.discard(own)  # broken, or of the step that this run took itself before it starts from another's
+        # broken, or of the step that this run took itself before it starts from another's
+        set_aside(paths, own, incarnation)
     if not start.is_foreign:
         return
     if weights is not None:
+        _make_room(paths, own, incarnation)
         adopt_weights(weights, info.step, paths, incarnation)
+    _make_room(paths, paths.checkpoint_step(info.step), incarnation)
     adopt_checkpoint(info, paths, incarnation)
+
+
+def _make_room(paths: RunPaths, own: Path, incarnation: int) -> None:
+    """What an earlier life of this run made of the same step is set aside."""
+    if own.exists() and read_manifest(own).incarnation < incarnation:
+        set_aside(paths, own, incarnation)
 
 
 def remember(experiment: Experiment, paths: RunPaths, start: Start | None) -> None:
@@ -189,11 +243,18 @@ def remember(experiment: Experiment, paths: RunPaths, start: Start | None) -> No
 
 
 def _obeyed_at(paths: RunPaths, asked: int | str | Path | None) -> int | None:
-    """The step that an earlier life of this submission began at on request."""
+    """The step that an earlier life of this submission began at on request.
+
+    Raises:
+        OSError: that cannot be told now; obeyed again, the run would fall back to that step.
+        StoreError: the record is not what was written.
+    """
     try:
         row = json.loads(_record(paths).read_bytes())
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise StoreError(f"{_record(paths)} is not what was written there ({error}): restore or delete it") from error
     return int(row["step"]) if asked is not None and row.get("request") == _request(paths, asked) else None
 
 

@@ -71,6 +71,7 @@ class Supervisor:
         steps: StepContext | None = None,
         spares: list[str] | None = None,
         checkup: Checkup | None = None,
+        controls: Controls | None = None,
     ) -> None:
         """
         Args:
@@ -81,6 +82,7 @@ class Supervisor:
             steps: the Slurm job; None: processes of this machine.
             spares: nodes of a packed job that take over a lost server.
             checkup: of the nodes, before any role starts.
+            controls: that listen since the life began; default: new ones.
         """
         self._experiment = experiment
         self._paths = run_paths(experiment, run_dir)
@@ -104,12 +106,9 @@ class Supervisor:
         self._saves_asked = 0
         self._children: Children | None = None
         self._console = Console(run_dir, experiment.max_steps, kind=experiment.kind, clock=self._clock)
-        self._controls = Controls(
-            run_dir,
-            steps.allocation if steps else None,
-            experiment.slurm.survive.signal_lead_s,
-            self._console.needs_s,
-        )
+        lead_s = experiment.slurm.survive.signal_lead_s
+        self._controls = controls or Controls(run_dir, steps.allocation if steps else None, lead_s)
+        self._controls.needs_s = self._console.needs_s
         self._live = LiveStatus(run_dir, attempt=attempt.attempt, job_id=attempt.job_id)
 
     def run(self) -> int:

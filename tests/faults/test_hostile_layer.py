@@ -29,7 +29,7 @@ from prime_hpc.store.artifact import (
     wait_for_artifact,
 )
 from prime_hpc.store.batches import prune_batches, read_rank_batch, remove_batches_after, write_batch
-from prime_hpc.store.checkpoints import commit_checkpoint, newest_first, prune_checkpoints, remove_checkpoints_after
+from prime_hpc.store.checkpoints import commit_checkpoint, newest_first, prune_checkpoints, set_checkpoints_aside
 from prime_hpc.store.files import make_dir
 from prime_hpc.store.layout import RunPaths, claim_incarnation, list_steps
 from prime_hpc.store.leases import set_floor
@@ -264,7 +264,7 @@ class HostileStore(RuleBasedStateMachine):
             self.floor = None
             self.whole = {}
             life.step = next((info.step for info in newest_first(paths.checkpoints, deep=True)), 0)
-            remove_checkpoints_after(paths, life.step, life.incarnation)
+            set_checkpoints_aside(paths, life.step, life.incarnation)
             remove_batches_after(paths, life.step, life.incarnation)
             remove_versions_after(paths, life.step, life.incarnation)
             for parent in (paths.checkpoints, paths.rollouts, paths.weights):

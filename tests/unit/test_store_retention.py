@@ -11,8 +11,8 @@ from prime_hpc.store.batches import RankBatch, write_batch
 from prime_hpc.store.checkpoints import (
     commit_checkpoint,
     list_checkpoints,
-    remove_checkpoints_after,
     resolve_resume,
+    set_checkpoints_aside,
 )
 from prime_hpc.store.layout import RunPaths, claim_incarnation
 from prime_hpc.store.leases import clear_leases, drop_lease, min_floor, set_floor
@@ -143,7 +143,7 @@ def test_checkpoint_holds_both_halves(paths):
     assert checkpoint(paths, 20, with_batch=False).step == 20
     assert resolve_resume(paths.checkpoints, "latest").orchestrator_state is None
     assert [c.step for c in list_checkpoints(paths.checkpoints)] == [10, 20]
-    assert remove_checkpoints_after(paths, 10) == [20]
+    assert [path.name.split("-")[2] for path in set_checkpoints_aside(paths, 10)] == ["step_20"]
 
 
 def test_checkpoint_without_trainer_files_is_refused(paths):

@@ -1,0 +1,95 @@
+"""Waiting while something cannot be read: a server that fails over, a client that was evicted, a mount that comes late.
+
+One `Patience` per start of a life: its deadline is for all that the start reads together. What was read and is wrong
+(`ArtifactError`) is no matter of patience, and passes through.
+"""
+
+import errno
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from loguru import logger
+
+from prime_hpc.store.errors import PROOFS, InDoubt, StoreError, Unreadable
+
+T = TypeVar("T")
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 15.0
+SAY_EVERY_S = 30.0
+SLICE_S = 0.2
+"""How soon somebody who wants the process to end is heard."""
+
+
+class Patience:
+    """Tries reads again until they succeed, at most `limit_s` seconds of waiting in all."""
+
+    def __init__(
+        self,
+        limit_s: float,
+        *,
+        heed: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """
+        Args:
+            limit_s: seconds.
+            heed: called all along while it waits; what it raises ends the wait.
+            clock, sleep: of this machine.
+        """
+        self.limit_s, self._left_s = limit_s, limit_s
+        self._heed, self._clock, self._sleep = heed, clock, sleep
+        self._next_word = 0.0
+
+    def __call__(self, read: Callable[[], T]) -> T:
+        """What `read` returns. It may be called many times.
+
+        Raises:
+            Unreadable: it could not be read until the deadline; says for how long it was tried.
+        """
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                return read()
+            except (StoreError, OSError) as error:
+                trouble = _trouble(error)
+                if trouble is None:
+                    raise
+            if isinstance(trouble, InDoubt):  # a wait of its own, whose end is known
+                logger.warning(str(trouble))
+                self._pause(trouble.left_s)
+                continue
+            if self._left_s <= 0:
+                raise Unreadable(
+                    trouble.file,
+                    f"{trouble.why}; waited {self.limit_s:.0f} s (supervisor.read_timeout_s)",
+                    trouble.errno,
+                ) from trouble
+            self._say(trouble)
+            self._left_s -= self._pause(min(pause, max(self._left_s, FIRST_PAUSE_S)))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _say(self, trouble: Unreadable) -> None:
+        now = self._clock()
+        if now >= self._next_word:
+            self._next_word = now + SAY_EVERY_S
+            logger.warning(f"{trouble}; tried again, for {max(0.0, self._left_s):.0f} s at most")
+
+    def _pause(self, seconds: float) -> float:
+        """Sleep; returns the seconds that it took."""
+        began = self._clock()
+        while (left := began + seconds - self._clock()) > 0:
+            self._heed()
+            self._sleep(min(left, SLICE_S))
+        return max(self._clock() - began, FIRST_PAUSE_S)
+
+
+def _trouble(error: StoreError | OSError) -> Unreadable | None:
+    """The same as an `Unreadable`; None where the file system answered, and the answer will not change."""
+    if isinstance(error, Unreadable):
+        return error
+    if isinstance(error, StoreError):
+        cause = error.__cause__
+        is_broken = isinstance(cause, OSError) and cause.errno == errno.EIO
+        return Unreadable.of(cause) if isinstance(cause, OSError) and is_broken else None
+    return None if error.errno is None or error.errno in PROOFS else Unreadable.of(error)
