@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.children import is_parent
@@ -19,6 +19,9 @@ from prime_hpc.launch.refusals import SlurmRefused
 from prime_hpc.launch.runs import ATTEMPTS, read_json, read_rows
 from prime_hpc.launch.slurm import ASK_TIMEOUT_S, jobs_of
 from prime_hpc.observe.slurm import JobInfo, SlurmError, run_slurm
+
+if TYPE_CHECKING:
+    from prime_hpc.store.layout import RunPaths
 
 STOP = "STOP"
 POLL_S = 1.0
@@ -261,7 +264,7 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
 
 def _check_checkpoint(experiment: Experiment, run_dir: Path) -> None:
     """Raise a ConfigError where there is nothing to go on from."""
-    from prime_hpc.store.checkpoints import list_checkpoints, resolve_resume
+    from prime_hpc.store.checkpoints import newest_first, resolve_resume
     from prime_hpc.store.errors import StoreError
     from prime_hpc.supervisor.begin import run_paths
 
@@ -269,7 +272,13 @@ def _check_checkpoint(experiment: Experiment, run_dir: Path) -> None:
         return
     again = f"start over with `prime-hpc submit {run_dir}/run.yaml --clean`"
     paths = run_paths(experiment, run_dir)
-    if not list_checkpoints(paths.checkpoints):
+    try:  # sizes alone: a login node is no place to read a checkpoint
+        newest = next(newest_first(paths.checkpoints), None)
+    except (StoreError, OSError) as error:
+        words = f"{paths.checkpoints}: {error}; nothing was changed: try again when the file system answers"
+        raise ConfigError(Problem(words, "ckpt.resume_step")) from error
+    if newest is None:
+        _refuse_unmounted(paths)
         why = "holds no whole checkpoint"
         why += "" if experiment.ckpt else " (the run has checkpoints off, and no signal or file asked for one)"
         raise ConfigError(Problem(f"{paths.checkpoints} {why}; {again}", "ckpt.resume_step"))
@@ -277,10 +286,31 @@ def _check_checkpoint(experiment: Experiment, run_dir: Path) -> None:
     if asked is None or isinstance(asked, Path):
         return
     try:
-        step = resolve_resume(paths.checkpoints, asked).step
-    except StoreError as error:
+        step = newest.step if asked == "latest" else resolve_resume(paths.checkpoints, asked, deep=False).step
+    except (StoreError, OSError) as error:
         raise ConfigError(Problem(str(error), "ckpt.resume_step")) from error
     if step >= experiment.max_steps:
         raise ConfigError(
             Problem(f"checkpoint {step} is the last of max_steps = {experiment.max_steps}: raise it", "max_steps")
         )
+
+
+def _refuse_unmounted(paths: "RunPaths") -> None:
+    """Raise a ConfigError where checkpoints are missing that were saved."""
+    from prime_hpc.store.errors import StoreError
+    from prime_hpc.store.newest import expected_step, read_pointer
+    from prime_hpc.supervisor.attempts import read_attempts
+
+    try:
+        rows = read_attempts(paths.attempts)
+        step = expected_step(paths, [(row["incarnation"], row["saved_step"]) for row in rows if row.get("saved_step")])
+        known = read_pointer(paths)
+    except (StoreError, OSError) as error:
+        raise ConfigError(Problem(str(error), "ckpt.resume_step")) from error
+    if step:
+        where = f" (the run's checkpoints lie in {known})" if known not in (None, paths.checkpoints) else ""
+        words = (
+            f"{paths.checkpoints} holds no whole checkpoint, but the run saved one of step {step}{where}: is its file "
+            "system mounted here? Nothing was changed"
+        )
+        raise ConfigError(Problem(words, "ckpt.resume_step"))

@@ -22,7 +22,7 @@ from prime_hpc.observe.context import RoleContext
 from prime_hpc.orchestrator.algorithms import get_algorithm
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.teacher import FrozenServer, Teacher
-from prime_hpc.store.artifact import read_manifest
+from prime_hpc.store.artifact import check_file, read_manifest
 from prime_hpc.store.batches import find_batch, read_state
 from prime_hpc.store.checkpoints import ORCHESTRATOR_STATE
 from prime_hpc.store.files import retry_read
@@ -170,9 +170,17 @@ def load_resume_state(paths: RunPaths, step: int) -> dict[str, Any]:
     Raises ArtifactError where neither is whole.
     """
     checkpoint = paths.checkpoint_step(step)
-    if checkpoint.exists() and ORCHESTRATOR_STATE in read_manifest(checkpoint).files:
-        return retry_read(lambda: _read_json(checkpoint / ORCHESTRATOR_STATE), deadline_s=30.0)
-    return read_state(find_batch(paths, step))
+
+    def read() -> dict[str, Any] | None:
+        manifest = read_manifest(checkpoint)
+        entry = manifest.files.get(ORCHESTRATOR_STATE)
+        if entry is None:
+            return None
+        check_file(checkpoint / ORCHESTRATOR_STATE, entry, deep=True)
+        return _read_json(checkpoint / ORCHESTRATOR_STATE)
+
+    state = retry_read(read, deadline_s=30.0) if checkpoint.exists() else None
+    return state if state is not None else read_state(find_batch(paths, step))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

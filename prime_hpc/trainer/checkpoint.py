@@ -35,6 +35,7 @@ from prime_hpc.trainer import shards
 from prime_hpc.trainer.model import Policy
 from prime_hpc.trainer.random_state import random_state, set_random_state
 from prime_hpc.trainer.staging import HostStage
+from prime_hpc.trainer.verify import verify_parts
 
 LAST_JOIN_S = 60.0
 """Rank 0 has heard of a save's end: the others hear of it within this."""
@@ -390,14 +391,17 @@ class Checkpointer:
     def load(self, info: CheckpointInfo) -> dict[str, int]:
         """Restore parameters, optimizer and (for ranks that existed) random states, under any number of ranks.
 
-        Learning rate, betas, decay and the like are the config's, not the saved ones.
+        Learning rate, betas, decay and the like are the config's, not the saved ones. The sums of all files are checked
+        first, each rank's by itself.
 
         Returns:
             the `progress` that was saved.
 
         Raises:
             StoreError: it is a checkpoint of another model, tokenizer, optimizer or kind of run.
+            Unreadable: a file is not what the manifest says, or cannot be read; on all ranks.
         """
+        verify_parts(info, self._paths)
         problems = self.misfits(info)
         progress = info.manifest.meta.get("progress")
         if progress is None:

@@ -25,6 +25,7 @@ from prime_hpc.store.handover import Handover
 from prime_hpc.store.identity import model_identity
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.packed import RolloutPacker
+from prime_hpc.store.patience import Patience
 from prime_hpc.store.weights import list_versions, prune_weights
 from prime_hpc.trainer.checkpoint import Checkpointer
 from prime_hpc.trainer.engine import Engine, Objective, StepRefused
@@ -39,6 +40,7 @@ from prime_hpc.trainer.publish import VersionPublisher, build_publisher
 from prime_hpc.trainer.reference import load_reference
 from prime_hpc.trainer.saving import Saver
 from prime_hpc.trainer.schedule import SaveSchedule, build_schedule
+from prime_hpc.trainer.verify import READ_S
 
 BENCH_STEPS = 5
 """Steps of a `bench` run; the first warms up and is left out of its table."""
@@ -162,13 +164,17 @@ class Session:
         return info.step, progress
 
     def _checkpoint_to_resume(self) -> CheckpointInfo | None:
-        """What the supervisor chose (and verified), else what the config names."""
-        if self.context.resume_step is not None:
-            return resolve_resume(self.paths.checkpoints, self.context.resume_step, deep=False)
+        """What the supervisor chose, else what the config names; `load` checks its sums."""
+        step = self.context.resume_step
+        if step is not None:
+            patience = Patience(READ_S)  # the other ranks wait in a broadcast
+            return patience(lambda: resolve_resume(self.paths.checkpoints, step, deep=False))
         wanted = self.experiment.ckpt.resume_step if self.experiment.ckpt is not None else None
         if wanted is None:
             return None
-        return find_checkpoint(wanted) if isinstance(wanted, Path) else resolve_resume(self.paths.checkpoints, wanted)
+        if isinstance(wanted, Path):
+            return find_checkpoint(wanted, deep=False)
+        return resolve_resume(self.paths.checkpoints, wanted, deep=False)
 
     def publish(self, version: int, *, prune: bool = True) -> None:
         """Publish a weight version, announce it, remove old ones that nobody needs. Collective."""

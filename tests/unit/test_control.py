@@ -255,8 +255,7 @@ def test_resume_goes_on_where_the_run_was(
     submit(load(config, "--clean", "--output-dir", "out"))
     info = CheckpointInfo.__new__(CheckpointInfo)
     object.__setattr__(info, "step", 10)
-    monkeypatch.setattr("prime_hpc.store.checkpoints.list_checkpoints", lambda root: [info])
-    monkeypatch.setattr("prime_hpc.store.checkpoints.resolve_resume", lambda root, asked: info)
+    monkeypatch.setattr("prime_hpc.store.checkpoints.newest_first", lambda root: iter([info]))
     fake.change("100", state="FAILED")
     ended(config)
     elsewhere = tmp_path / "elsewhere"

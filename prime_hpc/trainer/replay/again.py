@@ -90,7 +90,7 @@ def train_again(session: Session, source: RunPaths, start: int, stop: int, metri
     """
     progress: dict[str, int] = {}
     if start:
-        progress = session.saver.checkpointer.load(resolve_resume(source.checkpoints, start, deep=session.rank == 0))
+        progress = session.saver.checkpointer.load(resolve_resume(source.checkpoints, start, deep=False))
     objective = objective_of(session.experiment)
     with batches_of(session, source, progress) as batch_of:
         for step in range(start + 1, stop + 1):
