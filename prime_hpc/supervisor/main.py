@@ -22,7 +22,7 @@ from prime_hpc.observe.bench import tables as bench_tables
 from prime_hpc.observe.hosts import compress_hosts
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
-from prime_hpc.store.errors import StoreError, Unreadable
+from prime_hpc.store.errors import PROOFS, StoreError, Unreadable
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.patience import Patience
 from prime_hpc.supervisor import ports
@@ -39,6 +39,7 @@ from prime_hpc.supervisor.early import (
     come_back_blindly,
     heed,
     load_patiently,
+    told_apart,
     write_early_end,
 )
 from prime_hpc.supervisor.orphan import Return
@@ -127,8 +128,10 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         controls.install()  # before anything long is read
         patience = Patience(experiment.supervisor.read_timeout_s, heed=lambda: heed(controls))
         supervisor = _prepare(experiment, run_dir, environment, allocation, controls, patience)
-    except Unreadable as error:
-        words = f"{error}. No checkpoint, batch or version was touched; the next life goes on from the newest"
+    except (Unreadable, OSError) as error:
+        if isinstance(error, OSError) and error.errno in PROOFS:
+            raise
+        words = f"{error}. Nothing whole was deleted; the next life goes on from the newest checkpoint"
         return _end_early(run_dir, environment, in_job, StopRequest(words, "failed", EXIT_UNREADABLE, False, 0.0))
     except StartEnded as end:
         return _end_early(run_dir, environment, in_job, end.request)
@@ -206,7 +209,7 @@ def _prepare(
             parts=[raw_job, *allocation.component_ids],
             hosts=compress_hosts(allocation.all_hosts),
             batch_host=allocation.batch_host,
-            mode=mode_of_run(run_dir),
+            mode=patience(lambda: told_apart(lambda: mode_of_run(run_dir))),
             num_nodes=0 if allocation.is_het else placement.num_nodes,
         ).to_env()
         attempt = begin_attempt(
