@@ -9,7 +9,7 @@ and the orchestrator.
 from typing import Literal
 
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.config.sections.inference import DEFAULT_PORT, InferenceConfig
 
 EngineRole = Literal["inference", "teacher"]
 ENGINE_ROLES: tuple[EngineRole, ...] = ("inference", "teacher")
@@ -67,3 +67,11 @@ def ready_timeout_s(experiment: Experiment) -> float:
 def sampling_role(experiment: Experiment) -> EngineRole:
     """The group that plays the training episodes: the teacher where it is imitated."""
     return "teacher" if experiment.orchestrator.advantage.type == "sft" else "inference"
+
+
+def first_port(experiment: Experiment, servers: InferenceConfig) -> int:
+    """HTTP port of a group's first server on one machine; 0: free ones are found."""
+    port = servers.server.port
+    if port is None:
+        return 0 if experiment.network.port_range else DEFAULT_PORT
+    return port

@@ -12,6 +12,7 @@ from prime_hpc.config.secret import secrets_of
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.common import CkptConfig, LogConfig, ModelConfig, WandbConfig
 from prime_hpc.config.sections.inference import InferenceConfig, TeacherInferenceConfig
+from prime_hpc.config.sections.network import NetworkConfig
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
 from prime_hpc.config.sections.sft import SFTConfig
 from prime_hpc.config.sections.slurm import SlurmConfig
@@ -62,6 +63,8 @@ class Experiment(Section):
     """Where `submit` starts the job: `auto` takes Slurm where there is an sbatch, else this machine."""
     slurm: SlurmConfig = SlurmConfig()
     """The Slurm job."""
+    network: NetworkConfig = NetworkConfig()
+    """Ports and networks."""
     clean: bool = False
     """Start over: delete a run directory of this name that no running job holds."""
     inference_gpu_ids: list[int] | None = None

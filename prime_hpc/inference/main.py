@@ -17,10 +17,11 @@ from types import FrameType
 from typing import Any
 
 from prime_hpc.config import load_run
-from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, served_by
+from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, first_port, served_by
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.inference import bootstrap
 from prime_hpc.inference.args import build_argv, build_env, section
+from prime_hpc.store import sockets
 
 STATUS_VARIABLES = ("PRIMEHPC_DOORBELL", "PRIMEHPC_ATTEMPT")
 
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         status.starting()
         status.start_heartbeat()
         experiment = _placed(served_by(load_run(args.run_dir), args.role), args)
-        port = args.port if args.port is not None else section(experiment).server.port + args.replica
+        port = args.port if args.port is not None else _own_port(experiment, args.replica)
         _run(experiment, args, port, scratch, status)
         code = 0
         status.done()
@@ -79,7 +80,8 @@ def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: P
         options.api_server_count = 0
         run_headless(options)
         return
-    url = f"http://{config.server.host}:{sock.getsockname()[1]}/v1"
+    host = socket.gethostname() if sockets.is_wildcard(config.server.host) else config.server.host
+    url = sockets.http_url(host, sock.getsockname()[1])
 
     def on_ready(facts: dict[str, Any]) -> None:
         print(f"{args.role} server {args.replica} is ready at {url}: {facts}", flush=True)
@@ -116,21 +118,25 @@ def _placed(experiment: Experiment, args: argparse.Namespace) -> Experiment:
     return experiment.model_copy(update={"inference": config.model_copy(update=changes)}) if changes else experiment
 
 
+def _own_port(experiment: Experiment, replica: int) -> int:
+    """Of a server that was told none: the config's, 0 for a free one."""
+    first = first_port(experiment, section(experiment))
+    return first + replica if first else 0
+
+
 def _bind(host: str, port: int, key: str) -> socket.socket:
     """Take the port before the slow part of the start-up.
 
     Raises:
         ValueError: the port is taken or the address is not this machine's.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if port:
+        sockets.reserve(port)  # under a supervisor, that one has
     try:
-        sock.bind((host, port))
+        return sockets.bind(host, port)
     except OSError as error:
-        sock.close()
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; set {key} to a free one, or 0") from error
-    return sock
+        where = sockets.join(host, port)
+        raise ValueError(f"cannot listen on {where}: {error.strerror}; set {key} to a free one, or 0") from error
 
 
 def _end_on_signal() -> threading.Event:

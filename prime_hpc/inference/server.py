@@ -91,6 +91,9 @@ async def serve(
         server = NoSignalServer(_uvicorn_config(args, app))
         app.state.server = server
         ended.watch_signals()
+        # Not before: until it listens, it is this option's absence that keeps others from binding the port as well.
+        # From now on it lets the next server have the port while connections to this one are being forgotten.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)

@@ -131,8 +131,11 @@ def run_role(loaded: Loaded, role: str) -> int:
     The role keeps its own config in `<run>/roles/<role>/`, so that roles started from different files
     share a run directory without overwriting each other's.
     """
+    from prime_hpc.config.engines import first_port
     from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
     from prime_hpc.launch.checks import check
+    from prime_hpc.store import sockets
+    from prime_hpc.store.network import Network
     from prime_hpc.supervisor import ports
     from prime_hpc.supervisor.caches import node_caches
     from prime_hpc.supervisor.devices import visible_gpus
@@ -144,17 +147,20 @@ def run_role(loaded: Loaded, role: str) -> int:
     own = run_dir / "roles" / role
     write(loaded, own)
     gpus = own_gpus(experiment, role, visible_gpus(dict(os.environ)))
+    within = Network.of(experiment.network.model_dump()).ports
+    base = ports.run_base(run_dir, within=within or ports.BUILT_IN)
     if role == "trainer":
-        (port,) = ports.choose(1, ports.run_base(run_dir))
+        (port,) = ports.choose(1, base, sockets.ALL, within or ports.BUILT_IN)
         spec = trainer_spec(experiment, run_dir, gpus, port)
     elif role == "orchestrator":
         spec = orchestrator_spec(experiment, run_dir)
     else:
         assert experiment.inference is not None
         server = experiment.inference.server
-        if server.port:
-            ports.require_free(server.port, server.host, "inference.server.port")
-        port = server.port or ports.choose(1, ports.run_base(run_dir), server.host)[0]
+        port = first_port(experiment, experiment.inference)
+        if port:
+            ports.require_free(port, server.host, "inference.server.port")
+        port = port or ports.choose(1, base, server.host, within or ports.BUILT_IN)[0]
         spec = inference_spec(experiment, run_dir, 0, port, gpus)
     os.environ.update(node_caches(os.environ))
     os.environ.update(spec.environment, **{RUN_YAML_VARIABLE: str(own / "run.yaml")})

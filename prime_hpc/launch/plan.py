@@ -10,7 +10,7 @@ from typing import Literal
 
 from prime_hpc.config import Experiment, Loaded
 from prime_hpc.config.children import is_parent
-from prime_hpc.config.engines import EngineRole, engine_roles, sampling_role, served_by, servers_of
+from prime_hpc.config.engines import EngineRole, engine_roles, first_port, sampling_role, served_by, servers_of
 from prime_hpc.config.site import load_site
 from prime_hpc.launch.estimate import read_model
 from prime_hpc.launch.interval import interval_facts, interval_lines
@@ -117,7 +117,7 @@ def _engines(experiment: Experiment) -> list[str]:
     for role in engine_roles(experiment):
         view, servers = served_by(experiment, role), servers_of(experiment, role)
         engines = f"data parallel {servers.data_parallel_size} x tensor parallel {servers.tensor_parallel_size}"
-        port = servers.server.port or "chosen at start"
+        port = first_port(experiment, servers) or "chosen at start"
         lines.append(f"{role:<14}{servers.num_replicas} vLLM server(s){of_model(view, role)}, {engines}, port {port}")
     return lines
 

@@ -44,6 +44,7 @@ from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.handover import HandoverServer
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.network import Network
 
 ROLE = "orchestrator"
 STOP_GRACE_S = 4.0
@@ -160,7 +161,7 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
         stack.callback(metrics.close)
         samples = SampleLog(paths.metrics("samples"), config.log_samples)
         stack.callback(samples.close)
-        handover = HandoverServer(bell)
+        handover = HandoverServer(bell, Network.from_env())
         stack.callback(handover.close)
         parts = Parts(
             paths=paths,

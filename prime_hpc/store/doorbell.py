@@ -21,6 +21,7 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.store import sockets
 from prime_hpc.store.admission import Admission
 from prime_hpc.store.auth import StrangerError, new_secret, prove
 from prime_hpc.store.errors import StoreError
@@ -73,16 +74,18 @@ class DoorbellHub:
     """Broadcasts messages between the roles of one attempt, from a daemon thread.
 
     Args:
-        host: address to bind; 0.0.0.0 for several nodes.
+        host: address to bind; "::" for several nodes: every address, of both families.
         port: 0 takes a free one.
         on_message: called with (topic, payload) for every message of a client, in the hub's thread: be quick.
         incarnation: messages of clients that state a lower one are dropped (a former life still running).
-        advertise: host that clients shall use; default `host`, or this machine's name for 0.0.0.0.
+        advertise: host that clients shall use; default `host`, or this machine's name where all are bound.
         secret: what a client must prove to know: on a cluster's network, and on a machine that others use too, anybody
             can reach the port. Default: a new one. It is part of `address`.
+        ports: that may be taken; default: any.
 
     Raises:
         StoreError: the port is taken or the address is not this machine's.
+        NoFreePort: all of `ports` are taken.
     """
 
     def __init__(
@@ -94,13 +97,15 @@ class DoorbellHub:
         incarnation: int = 0,
         advertise: str | None = None,
         secret: str | None = None,
+        ports: sockets.PortRange | None = None,
     ) -> None:
         try:
-            listener = socket.create_server((host, port), backlog=1024)
+            listener = sockets.listen(host, port, ports=ports)
         except OSError as error:
-            raise StoreError(f"the doorbell cannot listen on {host}:{port}: {error.strerror or error}") from error
-        default = socket.gethostname() if host in ("0.0.0.0", "") else host
-        where = f"{advertise or default}:{listener.getsockname()[1]}"
+            where = sockets.join(host, port)
+            raise StoreError(f"the doorbell cannot listen on {where}: {error.strerror or error}") from error
+        default = socket.gethostname() if sockets.is_wildcard(host) else host
+        where = sockets.join(advertise or default, listener.getsockname()[1])
         self._secret = secret or new_secret()
         self.address = f"{self._secret}@{where}"
         self._admission = Admission(listener, self._secret, _PURPOSE)

@@ -26,11 +26,14 @@ import numpy.typing as npt
 import xxhash
 from loguru import logger
 
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.store import sockets
 from prime_hpc.store.auth import Newcomers, check, prove
 from prime_hpc.store.doorbell import Bell
 from prime_hpc.store.errors import ArtifactError
 from prime_hpc.store.files import FileEntry
 from prime_hpc.store.manifest import MANIFEST, Manifest
+from prime_hpc.store.network import Network
 from prime_hpc.store.wire import parse_address
 
 PURPOSE = "handover"
@@ -45,7 +48,6 @@ NEWS_S = 0.5
 """How long the announcement may come after another rank was told to go on."""
 _MAX_LINE = 4096
 _MAX_MANIFEST = 64 << 20
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Fetched = tuple[Manifest, dict[str, npt.NDArray[np.uint8]]]
 
@@ -55,19 +57,29 @@ class HandoverServer:
 
     Args:
         bell: the doorbell that announces them; a caller must prove to know its secret, and its hub's address decides
-            which interface listens. A doorbell without a hub: `offer` returns None, and readers read the files.
+            whether other machines are served. A doorbell without a hub: `offer` returns None, and readers read the
+            files.
+        network: names the ports that may be taken, and the network of which this node's address is bound and
+            announced; default: all, announced by the address that leads to the hub.
     """
 
-    def __init__(self, bell: Bell) -> None:
+    def __init__(self, bell: Bell, network: Network | None = None) -> None:
         self._bell = bell
+        self._host: str | None = None
+        network = Network() if network is None else network
         self._offered: OrderedDict[str, Path] = OrderedDict()
         self._lock = threading.Lock()
         self._server: socketserver.ThreadingTCPServer | None = None
         if bell.hub_host is None:
             return
         try:
-            self._server = _Server(("127.0.0.1" if bell.hub_host in _LOOPBACK else "", 0), _Request)
-        except OSError as error:
+            host = bell.hub_host
+            if not sockets.is_loopback(bell.hub_host):
+                place = network.place("control")
+                self._host = place.address if place is not None else None
+                host = self._host or sockets.ALL
+            self._server = _Server(sockets.listen(host, ports=network.ports), _Request)
+        except (OSError, ConfigError) as error:
             logger.warning(f"batches are handed over by files alone: no socket to listen on ({error})")
             return
         self._server.owner = self
@@ -84,14 +96,14 @@ class HandoverServer:
         Returns:
             "host:port" for the announcement; None where nobody could come.
         """
-        host = self._bell.own_host
+        host = self._host or self._bell.own_host
         if self._server is None or host is None:
             return None
         with self._lock:
             self._offered[_key(directory)] = directory
             while len(self._offered) > NUM_OFFERED:
                 self._offered.popitem(last=False)
-        return f"{host}:{self._server.server_address[1]}"
+        return sockets.join(host, self._server.server_address[1])
 
     def find(self, request: dict[str, Any]) -> Path:
         """The file that a request means.
@@ -116,12 +128,14 @@ class HandoverServer:
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 1024
     owner: HandoverServer
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, listening: socket.socket, handler: type[socketserver.BaseRequestHandler]) -> None:
         self.newcomers = Newcomers("handover")
-        super().__init__(*arguments)
+        address = listening.getsockname()
+        super().__init__(address, handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.server_address = listening, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for a connection, once few others wait for their proof."""

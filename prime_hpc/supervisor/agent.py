@@ -39,11 +39,14 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.config.errors import ConfigError
 from prime_hpc.observe.awake import AwakeClock
 from prime_hpc.observe.context import LED, RoleContext
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.layout import RunPaths, check_incarnation
+from prime_hpc.store.network import Network, Place
+from prime_hpc.store.sockets import ALL
 from prime_hpc.supervisor import ports
 from prime_hpc.supervisor.caches import node_caches
 from prime_hpc.supervisor.devices import visible_gpus
@@ -53,7 +56,9 @@ from prime_hpc.supervisor.processes import become_subreaper, die_with_parent, en
 BEAT_S = 2.0
 FENCE_LOOK_S = 10.0
 TICK_S = 0.1
-NUM_PORTS = 4
+PORTS = {"trainer": 1, "orchestrator": 0}
+"""Ports that the first agent of each node finds for its role; a server's: HTTP, and its data-parallel head."""
+SERVER_PORTS = 2
 FENCE = "PRIMEHPC_FENCE_S"
 HELLO_AGAIN_S = 5.0
 LAST_WORDS_S = 2.0
@@ -154,6 +159,9 @@ class Agent:
         self._forwarding: threading.Thread | None = None
         role = label.split("[")[0]
         log_dir = self._paths.logs(self._context.attempt, role)
+        self._network = Network.from_env(environ)
+        self._reach: dict[str, Any] | None = None
+        self._num_ports = PORTS.get(role, SERVER_PORTS) if self._local == 0 else 0
         self._output = Output(log_dir / f"{label}_{self._host}_{self._local}.log")
         self._clock = AwakeClock()
         self._heard_at = self._clock.now()
@@ -172,8 +180,9 @@ class Agent:
         signal.signal(signal.SIGINT, self._on_signal)
         for name, target in (("voice", self._speak_and_hear), ("fence", self._look_for_newer_life)):
             threading.Thread(target=target, name=name, daemon=True).start()
-        code = 1
+        code, problem = 1, None
         try:
+            self._reach = self._find_reach()
             while True:
                 ending = self._why_end()
                 if ending is not None:
@@ -184,11 +193,14 @@ class Agent:
                     break
                 with contextlib.suppress(queue.Empty):
                     self._start(self._orders.get(timeout=TICK_S))
+        except ConfigError as error:  # no free port, or this node is not in a network that the config names
+            code, problem = 2, str(error)
+            self._output.say(f"[{self._host}] agent of {self._label}: {error}")
         finally:
             end_strays(os.getpid(), [], grace_s=1.0)
             if self._forwarding is not None:
                 self._forwarding.join(timeout=2.0)
-            self._say("exited", code=code)
+            self._say("exited", code=code, problem=problem)
             if not self._is_wanted_no_more() and (self._is_led_by_nobody or self._is_not_heard()):
                 say, now = self._output.say, self._clock.now
                 give_back(self._paths.root, self._environ, self._host, self._pulses_again(), say, now)
@@ -196,6 +208,21 @@ class Agent:
             self._bell.close()
             self._output.close()
         return code if 0 <= code < 256 else 128 - code
+
+    def _find_reach(self) -> dict[str, Any]:
+        """Where others reach this node's part: addresses, and ports that are reserved until this agent ends.
+
+        Raises:
+            ConfigError: no port is free, or this node is not in a network that the config names.
+        """
+        serving, collectives = self._network.place("serving"), self._network.place("collectives")
+        within = self._network.ports or ports.BUILT_IN
+        base = ports.run_base(self._paths.root, self._environ.get("SLURM_JOB_ID"), within)
+        return {
+            "address": serving.address if serving is not None else socket.gethostname(),
+            "collectives": collectives.address if collectives is not None else socket.gethostname(),
+            "ports": ports.choose(self._num_ports, base, ALL, within),
+        }
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._told_to_end = True
@@ -222,18 +249,15 @@ class Agent:
             self._warned = False
             self._say("warned")
         now = self._clock.now()
-        if not self._has_order and now >= self._next_hello:
+        if self._reach is not None and not self._has_order and now >= self._next_hello:
             self._next_hello = now + HELLO_AGAIN_S
-            self._say("hello", **self._facts())
+            self._say("hello", **self._reach, **self._facts())
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self._say("beat")
 
     def _facts(self) -> dict[str, Any]:
-        base = ports.run_base(self._paths.root, self._environ.get("SLURM_JOB_ID"))
         return {
-            "address": socket.gethostname(),
-            "ports": ports.choose(NUM_PORTS, base + NUM_PORTS * self._local, "0.0.0.0"),
             "gpus": visible_gpus(self._environ),
             "step": self._environ.get("SLURM_STEP_ID"),
             "job_id": self._environ.get("SLURM_JOB_ID"),
@@ -282,6 +306,9 @@ class Agent:
         command = [_fill(token, facts) for token in template]
         environment = {**self._environ, **node_caches(self._environ)}
         environment |= {k: _fill(v, facts) for k, v in order.environment.items()}
+        collectives = self._network.place("collectives")
+        if collectives is not None:
+            environment |= of_collectives(collectives)
         environment[LED] = "1"
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._own_gpus(order))
         self._output.say(f"[{self._host}] $ {' '.join(command)}")
@@ -345,6 +372,16 @@ class Agent:
                 self._output.say(f"[{self._host}] agent of {self._label}: had to kill {len(killed)} processes")
             self._child.wait(timeout=10)
         return code
+
+
+def of_collectives(place: Place) -> dict[str, str]:
+    """What makes NCCL, gloo and vLLM's engines use one of a node's networks."""
+    return {
+        "NCCL_SOCKET_IFNAME": f"={place.interface}",  # exactly this one: without the sign also those that begin so
+        "NCCL_SOCKET_FAMILY": "AF_INET6" if place.is_ipv6 else "AF_INET",
+        "GLOO_SOCKET_IFNAME": place.interface,
+        "VLLM_HOST_IP": place.address,
+    }
 
 
 def _in_child() -> None:

@@ -27,7 +27,7 @@ from prime_hpc.store.layout import RunPaths
 from prime_hpc.supervisor.attempts import Attempt, write_attempt
 from prime_hpc.supervisor.processes import end_families
 from prime_hpc.supervisor.reaper import Reaper
-from prime_hpc.supervisor.role import Role, log_tail
+from prime_hpc.supervisor.role import DIRECT, Role, log_tail
 from prime_hpc.supervisor.roles import orchestrator_spec
 
 LOOK_S = 2.0
@@ -254,7 +254,7 @@ def forget_adapter(urls: list[str], name: str, key: str | None) -> None:
         address = f"{url.rstrip('/').removesuffix('/v1')}/reload_weights?name={quote(name)}"
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            urllib.request.urlopen(urllib.request.Request(address, headers=headers, method="POST"), timeout=FORGET_S)
+            DIRECT.open(urllib.request.Request(address, headers=headers, method="POST"), timeout=FORGET_S)
         except (urllib.error.URLError, OSError) as error:
             logger.debug(f"{url} did not unload {name}: {error}")
 

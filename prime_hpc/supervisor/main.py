@@ -14,17 +14,19 @@ from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment, Problem, load_run
 from prime_hpc.config.children import is_parent
-from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, servers_of
+from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, first_port, servers_of
 from prime_hpc.config.secret import revealed
-from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.site import read_site
 from prime_hpc.observe.bench import tables as bench_tables
 from prime_hpc.observe.hosts import compress_hosts
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
+from prime_hpc.store import network, sockets
 from prime_hpc.store.errors import PROOFS, StoreError, Unreadable
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.network import Network
 from prime_hpc.store.patience import Patience
+from prime_hpc.store.sockets import PortRange
 from prime_hpc.supervisor import ports
 from prime_hpc.supervisor.allocation import Allocation, read_allocation
 from prime_hpc.supervisor.attempts import read_attempts, rewrite_row
@@ -71,31 +73,35 @@ def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tup
     """
     gpus = visible_gpus(environ)
     serving, training = split_gpus(experiment, gpus)
-    base = ports.run_base(run_dir, environ.get("SLURM_JOB_ID"))
+    within = Network.of(experiment.network.model_dump()).ports
+    base = ports.run_base(run_dir, environ.get("SLURM_JOB_ID"), within or ports.BUILT_IN)
     specs: list[RoleSpec] = []
     urls: Urls = {}
     taken: list[int] = []
     for role in engine_roles(experiment):
         servers = servers_of(experiment, role)
-        host, numbers = servers.server.host, _server_ports(role, servers, base, taken)
+        numbers = _server_ports(experiment, role, base, taken, within)
         taken += numbers
-        reached = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        host = sockets.reached_at(servers.server.host)
         for replica, number in enumerate(numbers):
             specs.append(inference_spec(experiment, run_dir, replica, number, serving[role][replica], role))
-        urls[role] = [f"http://{reached}:{number}/v1" for number in numbers]
+        urls[role] = [sockets.http_url(host, number) for number in numbers]
     if experiment.samples and not is_parent(experiment):  # each of its runs gets one when the trainer takes it up
         specs.append(orchestrator_spec(experiment, run_dir))
-    rendezvous = next(port for port in ports.choose(len(taken) + 1, base + 1) if port not in taken)
+    (rendezvous,) = ports.choose(1, base, sockets.ALL, within or ports.BUILT_IN)
     specs.append(trainer_spec(experiment, run_dir, training, rendezvous))
     return specs, urls
 
 
-def _server_ports(role: EngineRole, servers: InferenceConfig, base: int, taken: list[int]) -> list[int]:
+def _server_ports(
+    experiment: Experiment, role: EngineRole, base: int, taken: list[int], within: PortRange | None
+) -> list[int]:
     """A port for each server of a group on this machine; `taken` are the other groups'."""
-    first, count, key = servers.server.port, servers.num_replicas, f"{SECTIONS[role]}.server.port"
+    servers = servers_of(experiment, role)
+    first, count, key = first_port(experiment, servers), servers.num_replicas, f"{SECTIONS[role]}.server.port"
     if not first:
-        found = ports.choose(count + len(taken), base, servers.server.host)
-        return [port for port in found if port not in taken][:count]
+        allowed = within or ports.BUILT_IN
+        return [ports.choose(1, base, servers.server.host, allowed)[0] for _ in range(count)]
     for number in range(first, first + count):
         if number in taken:
             raise ConfigError(
@@ -141,7 +147,10 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
     finally:
         if controls is not None and supervisor is None:
             controls.restore()
-    code = supervisor.run()
+    try:
+        code = supervisor.run()
+    finally:
+        ports.release(sockets.reserved())
     is_bench = experiment.trainer.bench or experiment.orchestrator.bench
     for line in bench_tables(run_dir) if is_bench else write_report(run_dir, experiment.name, experiment.kind):
         logger.info(line)
@@ -222,6 +231,9 @@ def _prepare(
         own = [spec for spec in specs if isinstance(spec, StepSpec)]
         checkup = Checkup(experiment, steps, own, log_dir) if experiment.slurm.preflight.enabled else None
     environment |= _keys(experiment)
+    stated = experiment.network if allocation is None else experiment.network.over(site.network)
+    environment.pop(network.VARIABLE, None)  # of a run that started this one
+    environment |= Network.of(stated.model_dump()).to_env()
     logger.info(
         f"run {run_dir}: attempt {attempt.attempt}, incarnation {attempt.incarnation} ({attempt.why}); "
         + ", ".join(_describe(experiment, spec) for spec in specs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from prime_hpc.config import ConfigError, Experiment, Problem
-from prime_hpc.config.engines import SECTIONS, EngineRole, engine_roles, servers_of
+from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.supervisor.devices import share_out
 from prime_hpc.supervisor.options import Options, RoleOptions, SlurmRole, merge, needs_het, resolve
@@ -100,7 +100,43 @@ def place_slurm(experiment: Experiment, site: SiteConfig) -> Placement:
         ConfigError: the roles do not fit the nodes that are asked for, or the site has no such jobs.
     """
     layout, _ = choose_layout(experiment, site)
-    return _place_het(experiment, site) if layout == "het" else _place_packed(experiment, site)
+    placement = _place_het(experiment, site) if layout == "het" else _place_packed(experiment, site)
+    _check_ports(experiment, placement)
+    return placement
+
+
+def stated_port(experiment: Experiment, placement: Placement, group: RoleGroup) -> int | None:
+    """HTTP port of a server whose section states one: servers of a group that share a node count up from it.
+
+    Returns:
+        None where the node finds a free one.
+    """
+    if group.role not in ENGINE_ROLES:
+        return None
+    first = servers_of(experiment, group.role).server.port
+    if not first:
+        return None
+    place = (group.role, group.component, group.first_node)
+    return first + sum((g.role, g.component, g.first_node) == place for g in placement.groups if g.index < group.index)
+
+
+def _check_ports(experiment: Experiment, placement: Placement) -> None:
+    """Two groups of engines on one node must not be told the same port."""
+    taken: dict[tuple[int, int, int], tuple[EngineRole, int]] = {}
+    for group in placement.groups:
+        port = stated_port(experiment, placement, group)
+        if port is None or group.role not in ENGINE_ROLES:
+            continue
+        for node in range(group.first_node, group.first_node + group.num_nodes):
+            other, index = taken.setdefault((group.component, node, port), (group.role, group.index))
+            if other != group.role:
+                raise ConfigError(
+                    Problem(
+                        f"{servers_of(experiment, group.role).server.port}: on a node that both use, server {index} of "
+                        f"{SECTIONS[other]} listens on {port} as well; leave it out, and a free one is found",
+                        f"{SECTIONS[group.role]}.server.port",
+                    )
+                )
 
 
 def placed_roles(experiment: Experiment) -> list[SlurmRole]:

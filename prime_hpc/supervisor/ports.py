@@ -1,62 +1,63 @@
-"""Ports: derived from what makes a run its own, probed before use.
+"""Ports: derived from what makes a run its own, probed and reserved before use.
 
-Two runs on one node must not collide, and a port below the ephemeral range cannot be taken by an
-outgoing connection between the probe and the bind. Called by the placement and the supervisor.
+Two runs on one node must not collide, nor two roles of one run; and a port below the ephemeral range cannot be taken by
+an outgoing connection between the probe and the bind.
 """
 
 import os
-import socket
-import zlib
 from pathlib import Path
 
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.store import sockets
+from prime_hpc.store.sockets import PortRange, is_free, release, reserve
 
 FIRST, LAST = 10_000, 32_000
 STRIDE = 16
+BUILT_IN = PortRange(FIRST, LAST)
+
+__all__ = ["BUILT_IN", "choose", "is_free", "release", "require_free", "reserve", "run_base"]
 
 
-def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server could bind `host:port` now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def run_base(run_dir: Path, job_id: str | None = None) -> int:
+def run_base(run_dir: Path, job_id: str | None = None, within: PortRange = BUILT_IN) -> int:
     """First port of a run: from the Slurm job id, else from the run directory and this process."""
-    seed = job_id or f"{run_dir.resolve()}:{os.getpid()}"
-    slots = (LAST - FIRST) // STRIDE
-    return FIRST + (zlib.crc32(seed.encode()) % slots) * STRIDE
+    return within.from_seed(job_id or f"{run_dir.resolve()}:{os.getpid()}", STRIDE)
 
 
-def choose(count: int, base: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` free ports, searched upwards from `base` and around.
+def choose(count: int, base: int, host: str = "127.0.0.1", within: PortRange = BUILT_IN) -> list[int]:
+    """`count` neighbouring free ports, searched upwards from `base` and around. They stay reserved for this process
+    and those that it starts until it ends, or `release`s them.
 
     Raises:
         ConfigError: no such ports are free on this node.
     """
     found: list[int] = []
-    for offset in range(LAST - FIRST):
-        port = FIRST + (base - FIRST + offset) % (LAST - FIRST)
-        if is_free(port, host):
+    for port in within.after(base) if count else ():
+        if found and port != found[-1] + 1:
+            release(found)
+            found = []
+        if is_free(port, host, untouched=True) and reserve(port):
             found.append(port)
-            if len(found) == count:
-                return found
-    raise ConfigError(f"no {count} free ports between {FIRST} and {LAST} on this node")
+        else:
+            release(found)
+            found = []
+        if len(found) == count:
+            return found
+    release(found)
+    if count:
+        raise within.full(count)
+    return found
 
 
 def require_free(port: int, host: str, key: str) -> None:
-    """Refuse a port that the user named and somebody else holds.
+    """Reserve a port that the user named; refuse one that somebody else holds.
 
     Raises:
         ConfigError: naming the port, the key and the ways out.
     """
-    if not is_free(port, host):
+    ours = port in sockets.reserved()
+    if not is_free(port, host, but_reserved=ours) or not (ours or reserve(port)):
+        where = "on every address" if sockets.is_wildcard(host) else f"on {host}"
         raise ConfigError(
-            f"{key} = {port}: the port is already taken on {host}; end what listens there, "
-            f"choose another with --{key.replace('_', '-')}, or 0 to let prime-hpc find a free one"
+            f"{key} = {port}: the port is already taken {where}; end what listens there, or will once it has loaded "
+            f"its model, choose another with --{key.replace('_', '-')}, or 0 to let prime-hpc find a free one"
         )

@@ -24,6 +24,8 @@ _TORCHRUN_RANK = re.compile(r"rank\s*:\s*(\d+)")
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
 _LOST_A_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|ended by SIGTERM")
 """In the words of a rank that only ended because another one did."""
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""A proxy variable must not catch calls between a job's own nodes."""
 
 
 def log_tail(path: Path, lines: int = 20) -> str:
@@ -195,7 +197,7 @@ class Role:
         if self.health_url is None:
             return not self.is_server
         try:
-            with urllib.request.urlopen(self.health_url, timeout=timeout_s) as answer:
+            with DIRECT.open(self.health_url, timeout=timeout_s) as answer:
                 well = answer.status == 200
         except (urllib.error.URLError, OSError):
             well = False

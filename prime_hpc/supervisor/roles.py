@@ -10,6 +10,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, ready_timeout_s, servers_of
+from prime_hpc.store.sockets import http_url, reached_at
 from prime_hpc.supervisor.devices import share_out
 
 Urls = dict[str, list[str]]
@@ -162,5 +163,5 @@ def inference_spec(
         index=replica,
         environment={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {},
         max_restarts=servers.max_restarts,
-        health_url=f"http://{servers.server.host}:{port}/health",
+        health_url=http_url(reached_at(servers.server.host), port, "/health"),
     )

@@ -16,11 +16,12 @@ from prime_hpc.config.children import is_parent
 from prime_hpc.config.engines import ENGINE_ROLES, EngineRole, ready_timeout_s, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.observe.context import INFERENCE_URLS, TEACHER_URLS
+from prime_hpc.store.sockets import ALL
 from prime_hpc.supervisor.agent import Order
 from prime_hpc.supervisor.allocation import Allocation
-from prime_hpc.supervisor.placement import Placement, RoleGroup
+from prime_hpc.supervisor.placement import Placement, RoleGroup, stated_port
 from prime_hpc.supervisor.roles import Urls, inference_command
-from prime_hpc.supervisor.steps import Hellos, StepSpec
+from prime_hpc.supervisor.steps import Hellos, StepSpec, http_port
 
 _ORDER = (*ENGINE_ROLES, "trainer", "orchestrator")
 
@@ -48,7 +49,9 @@ def slurm_specs(
         num_servers = Counter(spec.name for spec in specs if spec.is_server)  # they come first
         build = {"trainer": _trainer, "orchestrator": _orchestrator}.get(group.role, _inference)
         spec = build(experiment, site, group, hosts, run_dir, num_servers)
-        specs.append(replace(spec, options=placement.components[group.component].options, gpus=group.gpus))
+        port = stated_port(experiment, placement, group)
+        options = placement.components[group.component].options
+        specs.append(replace(spec, options=options, gpus=group.gpus, port=port))
     return specs
 
 
@@ -101,7 +104,7 @@ def _trainer(
 
     def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> Order:
         first = hellos[f"{spec.hosts[0]}/0"]
-        address, port = first["address"], str(first["ports"][-1])
+        address, port = first["collectives"], str(first["ports"][0])
         environment = _interface(site)
         if trainer.threads_per_rank:
             environment["OMP_NUM_THREADS"] = str(trainer.threads_per_rank)
@@ -154,17 +157,18 @@ def _inference(
     assert group.role in ENGINE_ROLES
     role: EngineRole = group.role
     servers = servers_of(experiment, role)
+    network = experiment.network.over(site.network)
     python = _python(site)
 
     def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> Order:
         first = hellos[f"{spec.hosts[0]}/0"]
-        base = inference_command(python, run_dir, role, group.index, first["ports"][0])
-        base += ["--host", "0.0.0.0"]
+        base = inference_command(python, run_dir, role, group.index, http_port(spec, first))
+        base += ["--host", first["address"] if network.serving else ALL]
         base += ["--data-parallel-size", str(group.dp_size)]
         commands = [base]
         if len(spec.hosts) > 1:
             local = group.dp_size // len(spec.hosts)
-            base += ["--data-parallel-size-local", str(local), "--data-parallel-address", first["address"]]
+            base += ["--data-parallel-size-local", str(local), "--data-parallel-address", first["collectives"]]
             base += ["--data-parallel-rpc-port", str(first["ports"][1])]
             rest = [
                 [*base, "--headless", "--data-parallel-start-rank", str(rank * local)]

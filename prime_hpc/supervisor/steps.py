@@ -19,6 +19,7 @@ from typing import Any
 from prime_hpc.config.sections.slurm import ContainerConfig
 from prime_hpc.observe.context import ATTEMPT
 from prime_hpc.observe.slurm import SlurmError, clean_environment, compress_hosts, run_slurm
+from prime_hpc.store.sockets import http_url
 from prime_hpc.supervisor.agent import Order
 from prime_hpc.supervisor.allocation import Allocation
 from prime_hpc.supervisor.role import Role
@@ -56,6 +57,13 @@ class StepSpec(RoleSpec):
     """sbatch options of its component, for a stand-in."""
     num_engines: int = 1
     """Of a server: data-parallel engines behind it."""
+    port: int | None = None
+    """Of a server: HTTP port that its section states; None: its first agent has found one."""
+
+
+def http_port(spec: StepSpec, first: Mapping[str, Any]) -> int:
+    """Where a server listens, by its first agent's hello."""
+    return spec.port or int(first["ports"][0])
 
 
 @dataclass(frozen=True)
@@ -158,6 +166,7 @@ class StepRole(Role):
         """Of a server, once it is known."""
         self._hellos: dict[str, dict[str, Any]] = {}
         self._exits: dict[str, int] = {}
+        self._problems: dict[str, str] = {}
         self._beats: dict[str, float] = {}
         self._ordered = False
         self._ending = False
@@ -202,7 +211,7 @@ class StepRole(Role):
     def start(self) -> None:
         """Start the step's agents on its hosts; what they run follows with `lead`."""
         self.life += 1
-        self._hellos, self._exits, self._beats = {}, {}, {}
+        self._hellos, self._exits, self._beats, self._problems = {}, {}, {}, {}
         self._ordered = self._ending = False
         arguments = ["prime_hpc.supervisor.agent", str(self._context.run_dir), self.spec.label, str(self.life)]
         if self.stands_in:
@@ -255,6 +264,8 @@ class StepRole(Role):
             self.warned = True
         elif event == "exited":
             self._exits[key] = int(message["code"])
+            if message.get("problem"):
+                self._problems[key] = str(message["problem"])
 
     def lead(self, urls: Urls) -> None:
         """Give the agents their order once all are there and it can be given."""
@@ -266,7 +277,7 @@ class StepRole(Role):
             return
         if self.spec.is_server:
             first = self._hellos[f"{self.hosts[0]}/0"]
-            self.url = f"http://{first['address']}:{first['ports'][0]}/v1"
+            self.url = http_url(first["address"], http_port(spec, first))
             self._ring("server", role=self.spec.name, index=self.spec.index, state="starting", url=self.url)
         self._ordered = True
         self._ring(f"go/{self.spec.label}", **{**vars(order), "life": self.life})
@@ -303,6 +314,8 @@ class StepRole(Role):
 
     def cause_of_death(self) -> str:
         """As for `Role`; a step whose agents never spoke is named with its hosts."""
+        if self._problems:
+            return f"{self.spec.label}: {next(iter(self._problems.values()))}"
         if not self._hellos:
             return f"{self.spec.label} could not be started on {', '.join(self.hosts)} (srun ended)"
         return super().cause_of_death()

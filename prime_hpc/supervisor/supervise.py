@@ -13,15 +13,16 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.config import Experiment
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.children import is_parent
 from prime_hpc.observe.awake import AwakeClock
 from prime_hpc.observe.console import Console
 from prime_hpc.observe.context import role_environment
-from prime_hpc.store import files
+from prime_hpc.store import files, sockets
 from prime_hpc.store.doorbell import DoorbellHub
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.layout import check_incarnation
+from prime_hpc.store.network import Network
 from prime_hpc.supervisor.agent import BEAT_S, FENCE, FENCE_LOOK_S
 from prime_hpc.supervisor.attempts import Attempt, write_attempt
 from prime_hpc.supervisor.begin import newest_saved_step, run_paths
@@ -115,8 +116,13 @@ class Supervisor:
         """Live the attempt to its end; everything started is gone when this returns."""
         become_subreaper()
         self._controls.install()
-        host = "127.0.0.1" if self._steps is None else "0.0.0.0"
-        hub = DoorbellHub(host, on_message=self._on_message, incarnation=self._attempt.incarnation)
+        try:
+            hub = self._open_hub()
+        except (ConfigError, StoreError) as error:  # no port that it may use, no such network on this node
+            self._controls.restore()
+            logger.error(str(error))
+            self._write_down(Ended(2, str(error)))
+            return 2
         self._hub, self._reaper = hub, Reaper()
         stall_s = self._experiment.slurm.survive.stall_s
         self._pulse = Pulse(lambda: hub.ring("pulse", time=time.time()), self._clock, stall_s)
@@ -139,6 +145,16 @@ class Supervisor:
             self._reaper.close()
             self._controls.restore()
         return ended.code
+
+    def _open_hub(self) -> DoorbellHub:
+        """Where all roles meet: on this machine alone, or on the network that the config names for it."""
+        network = Network.from_env(self._environment)
+        host = sockets.loopback()
+        if self._steps is not None:
+            place = network.place("control")
+            host = sockets.ALL if place is None else place.address
+        incarnation = self._attempt.incarnation
+        return DoorbellHub(host, on_message=self._on_message, incarnation=incarnation, ports=network.ports)
 
     def _on_message(self, topic: str, payload: dict[str, Any]) -> None:
         if topic == "status" and {"role", "index", "time", "state"} <= payload.keys():

@@ -16,17 +16,21 @@ import pytest
 from prime_hpc.observe.context import role_environment
 from prime_hpc.store.doorbell import DoorbellHub
 from prime_hpc.store.layout import RunPaths, claim_incarnation
+from prime_hpc.store.network import Network
 from prime_hpc.supervisor.agent import EXIT_FENCED, FENCE, Order, order_message
 from prime_hpc.supervisor.processes import family, send
 
 LABEL = "trainer"
 WAIT_S = 30.0
+ANY = Network()
 
 
 class Lead:
     """The supervisor's side: a hub that pulses while told to, and the agent's messages."""
 
-    def __init__(self, run_dir: Path, fence_s: float) -> None:
+    def __init__(
+        self, run_dir: Path, fence_s: float, label: str = LABEL, network: Network = ANY, job: str = ""
+    ) -> None:
         self.paths = RunPaths(run_dir)
         self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
         incarnation = claim_incarnation(self.paths)
@@ -36,7 +40,8 @@ class Lead:
         )
         environment = {**os.environ, **facts, FENCE: str(fence_s), "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
         environment["SLURMD_NODENAME"] = "n1"
-        command = [sys.executable, "-m", "prime_hpc.supervisor.agent", str(run_dir), LABEL, "1"]
+        environment |= network.to_env() | ({"SLURM_JOB_ID": job} if job else {})
+        command = [sys.executable, "-m", "prime_hpc.supervisor.agent", str(run_dir), label, "1"]
         self.agent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
     def hear(self, event: str) -> dict[str, Any]:
@@ -94,7 +99,7 @@ def gone(numbers: list[int]) -> bool:
 def test_it_runs_what_it_is_told_and_says_how_it_ended(lead: Lead, tmp_path: Path) -> None:
     hello = lead.hear("hello")
     assert (hello["key"], hello["gpus"]) == ("n1/0", ["4", "5", "6", "7"])
-    assert len(set(hello["ports"])) == 4
+    assert len(set(hello["ports"])) == 1  # a trainer needs its rendezvous alone
     out = tmp_path / "out"
     script = 'echo "$CUDA_VISIBLE_DEVICES $RANK $1" > "$2"; exit 3'
     lead.order("bash", "-c", script, "x", "{node_rank}", str(out), environment={"RANK": "{rank}"}, gpus=[1, 2])
@@ -145,3 +150,25 @@ def test_an_order_for_a_newer_start_of_the_step_ends_it(lead: Lead) -> None:
     lead.hear("hello")
     lead.hub.ring(f"go/{LABEL}", **order_message(Order(2, ["n2"], [["true"]])))
     assert lead.agent.wait(WAIT_S) == EXIT_FENCED
+
+
+def test_servers_of_one_node_are_given_different_ports(tmp_path: Path) -> None:
+    leads = [
+        Lead(tmp_path / label, 20.0, label, job="4711") for label in ("inference[0]", "inference[1]", "teacher[0]")
+    ]
+    try:
+        offered = [port for lead in leads for port in lead.hear("hello")["ports"]]
+        assert len(offered) == len(set(offered)) == 6, "of the same job, by agents that know nothing of one another"
+    finally:
+        for lead in leads:
+            lead.close()
+
+
+def test_an_agent_says_what_its_node_lacks(tmp_path: Path) -> None:
+    lead = Lead(tmp_path, 20.0, LABEL, Network(serving="ib7"))
+    try:
+        exited = lead.hear("exited")
+        assert exited["code"] == 2
+        assert "network.serving: ib7: node" in exited["problem"]
+    finally:
+        lead.close()

@@ -1,5 +1,6 @@
 """Which role runs on which nodes of a Slurm job, and with which sbatch options."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,11 @@ from hypothesis import strategies as st
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.supervisor.allocation import Allocation
 from prime_hpc.supervisor.options import format_time, gres_gpus, parse_mem_mib, parse_time_s, resolve
 from prime_hpc.supervisor.placement import Placement, RoleGroup, choose_layout, place_slurm
+from prime_hpc.supervisor.slurm_roles import slurm_specs
+from prime_hpc.supervisor.steps import http_port
 
 SITE = SiteConfig.model_validate(
     {
@@ -105,6 +109,36 @@ def test_several_replicas_of_a_node_have_gpus_of_their_own() -> None:
     values = {"num_replicas": 3, "data_parallel_size": 2, "tensor_parallel_size": 2}
     servers = groups(place(inference=values, trainer={"num_ranks": 8}, slurm=on_h100()), "inference")
     assert [(g.first_node, g.gpus) for g in servers] == [(1, (0, 1, 2, 3)), (1, (4, 5, 6, 7)), (2, (0, 1, 2, 3))]
+
+
+def listening(**values: Any) -> list[tuple[str, str]]:
+    """(host, port) of every server as its order states them, where node agents have found 31000 and up."""
+    tree = experiment(**values)
+    placement = place_slurm(tree, SITE)
+    nodes = tuple(f"n{i}" for i in range(placement.components[0].num_nodes))
+    job = Allocation("7", (nodes,), "n0", 0)
+    found = []
+    for number, spec in enumerate(slurm_specs(tree, SITE, placement, job, Path("/shared/runs/x"))):
+        if spec.is_server:
+            own = [31_000 + 10 * number, 31_001 + 10 * number]
+            order = spec.order(spec, {f"{spec.hosts[0]}/0": {"address": "a", "collectives": "a", "ports": own}}, {})
+            assert order is not None
+            words = order.commands[0]
+            assert words[words.index("--port") + 1] == str(http_port(spec, {"ports": own}))
+            found.append((spec.hosts[0], words[words.index("--port") + 1]))
+    return found
+
+
+def test_servers_of_one_node_listen_on_ports_of_their_own() -> None:
+    many: dict[str, Any] = {"trainer": {"num_ranks": 8}, "slurm": on_h100(layout="packed")}
+    found = listening(inference={"num_replicas": 8}, **many)
+    assert len(found) == len(set(found)) == 8 and {host for host, _ in found} == {"n1"}
+    stated = listening(inference={"num_replicas": 9, "server": {"port": 8100}}, **many)
+    assert sorted(stated) == [*(("n1", str(8100 + i)) for i in range(5)), *(("n2", str(8100 + i)) for i in range(4))]
+    both = taught({"server": {"port": 8101}}, inference={"num_replicas": 2, "server": {"port": 8100}})
+    with pytest.raises(ConfigError, match="teacher_inference.server.port: 8101: on a node that both use, server 1 of"):
+        place(**both, slurm=on_h100())
+    assert place(**both, slurm=on_h100(teacher={"nodes": 1}, inference={"nodes": 1})).num_nodes == 3
 
 
 def taught(teacher: dict[str, Any], **values: Any) -> dict[str, Any]:

@@ -103,8 +103,13 @@ def test_place_refuses_a_taken_port(tmp_path: Path) -> None:
 def test_chosen_ports_are_free_and_distinct(tmp_path: Path) -> None:
     base = ports.run_base(tmp_path, "4711")
     assert base == ports.run_base(tmp_path / "other", "4711")  # the Slurm job decides
-    found = ports.choose(3, base)
-    assert len(set(found)) == 3
+    found, others = ports.choose(3, base), ports.choose(3, base)
+    try:
+        assert found == list(range(found[0], found[0] + 3))
+        assert len({*found, *others}) == 6  # the first are promised, though nobody has bound them yet
+        assert not any(ports.is_free(p) for p in found)
+    finally:
+        ports.release([*found, *others])
     assert all(ports.is_free(p) for p in found)
 
 

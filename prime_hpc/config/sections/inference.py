@@ -7,14 +7,18 @@ from pydantic import Field
 from prime_hpc.config.secret import Arguments, Secret
 from prime_hpc.config.sections.base import Section
 
+DEFAULT_PORT = 8000
+"""Of the first server on one machine."""
+
 
 class ServerConfig(Section):
     """Where the OpenAI-compatible server listens."""
 
     host: str = "127.0.0.1"
-    """Address to bind; 0.0.0.0 to serve other nodes."""
-    port: int = Field(8000, ge=0, le=65535)
-    """First port (replica i takes port + i); 0 lets the supervisor choose."""
+    """Address to bind; `::` to serve other nodes (every address of both families)."""
+    port: int | None = Field(None, ge=0, le=65535)
+    """First port, from which servers on one node count up; 0: a free one is found. Default: 8000 on one machine, a
+    free one in a Slurm job or where `network.port_range` is set."""
 
 
 class InferenceConfig(Section):

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, field_validator
 
 from prime_hpc.config.secret import Variables, plainly_assigned
 from prime_hpc.config.sections.base import Section
+from prime_hpc.config.sections.network import NetworkConfig
 from prime_hpc.config.sections.sbatch_options import extra_problems
 
 
@@ -236,7 +237,9 @@ class SiteConfig(Section):
     node_local: str | None = None
     """Node-local directory for caches and staging; may hold $SLURM_JOB_ID and the like."""
     network_interface: str | None = None
-    """Interface for NCCL's and gloo's sockets; unset: they choose."""
+    """Interface for NCCL's and gloo's sockets; unset: they choose. `network.collectives` says more."""
+    network: NetworkConfig = NetworkConfig()
+    """Ports and networks of every job."""
     het_jobs: bool = True
     """Whether het jobs are accepted."""
     requeue: bool = True

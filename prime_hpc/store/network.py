@@ -1,0 +1,114 @@
+"""By which of its addresses a node is reached, and on which ports a run may listen there.
+
+The supervisor passes the `network` section to all processes of a run in one environment variable; each resolves it on
+its own node.
+"""
+
+import ipaddress
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.store.sockets import PortRange
+
+VARIABLE = "PRIMEHPC_NETWORK"
+KEY = "network"
+Traffic = Literal["control", "serving", "collectives"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One address of this node."""
+
+    interface: str
+    address: str
+
+    @property
+    def is_ipv6(self) -> bool:
+        """Its family."""
+        return ":" in self.address
+
+
+@dataclass(frozen=True)
+class Network:
+    """The `network` section as processes see it."""
+
+    ports: PortRange | None = None
+    """Where one is stated: nothing else is listened on, as far as the libraries can be told."""
+    control: str | None = None
+    serving: str | None = None
+    collectives: str | None = None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Network":
+        """What the supervisor said; nothing stated where there is none."""
+        stated = json.loads(environ.get(VARIABLE) or "{}")
+        return cls.of(stated)
+
+    @classmethod
+    def of(cls, stated: Mapping[str, str | None]) -> "Network":
+        """Of the section's keys."""
+        text = stated.get("port_range")
+        ports = PortRange.parse(text, f"{KEY}.port_range") if text else None
+        return cls(ports, stated.get("control"), stated.get("serving"), stated.get("collectives"))
+
+    def to_env(self) -> dict[str, str]:
+        """The environment from which `from_env` reads the same."""
+        facts = {name: getattr(self, name) for name in ("control", "serving", "collectives") if getattr(self, name)}
+        if self.ports is not None:
+            facts["port_range"] = str(self.ports)
+        return {VARIABLE: json.dumps(facts)} if facts else {}
+
+    def place(self, traffic: Traffic) -> Place | None:
+        """This node's address for a kind of traffic; None where the config names no network for it.
+
+        Raises:
+            ConfigError: this node is not in the network, naming the key and what the node has.
+        """
+        wanted = getattr(self, traffic)
+        return None if wanted is None else find_place(wanted, f"{KEY}.{traffic}")
+
+
+def own_places() -> list[Place]:
+    """Addresses of this node's interfaces, those of IPv4 first; no link-local ones, which need a scope."""
+    import psutil
+
+    found = []
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for interface, cards in psutil.net_if_addrs().items():
+            found += [Place(interface, c.address) for c in cards if c.family == family and "%" not in c.address]
+    return found
+
+
+def find_place(wanted: str, key: str, places: list[Place] | None = None) -> Place:
+    """The first of the named interfaces or networks that this node has.
+
+    Args:
+        wanted: names of interfaces, addresses or networks in CIDR form, separated by commas.
+        key: of the config, for the error.
+        places: of the node; default: this one's.
+
+    Raises:
+        ConfigError: it has none of them.
+    """
+    places = own_places() if places is None else places
+    for word in (word.strip() for word in wanted.split(",")):
+        for place in places:
+            if _matches(word, place):
+                return place
+    has = ", ".join(f"{p.interface} {p.address}" for p in places) or "no address at all"
+    raise ConfigError(
+        Problem(f"{wanted}: node {socket.gethostname()} has no such interface or network; it has {has}", key)
+    )
+
+
+def _matches(word: str, place: Place) -> bool:
+    try:
+        network = ipaddress.ip_network(word, strict=False)
+    except ValueError:
+        return word == place.interface
+    return ipaddress.ip_address(place.address) in network

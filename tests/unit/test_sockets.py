@@ -1,0 +1,185 @@
+"""Ports and addresses: what is taken looks taken from its choice to its end, in both families and in every range."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.inference.main import _bind
+from prime_hpc.store import sockets
+from prime_hpc.store.doorbell import Doorbell, DoorbellHub
+from prime_hpc.store.handover import HandoverServer
+from prime_hpc.store.network import Network, Place, find_place
+from prime_hpc.store.sockets import NoFreePort, PortRange
+from prime_hpc.store.wire import parse_address
+from prime_hpc.supervisor import ports
+from prime_hpc.supervisor.main import place
+
+
+@pytest.fixture(autouse=True)
+def _promises() -> Iterator[None]:
+    yield
+    ports.release(sockets.reserved())
+
+
+@pytest.fixture
+def free() -> int:
+    """A port that nobody has."""
+    (port,) = ports.choose(1, ports.run_base(Path("/"), f"test of sockets {os.getpid()}"))
+    ports.release([port])
+    return port
+
+
+def by_another(code: str) -> str:
+    """Output of a python that knows `sockets`."""
+    words = [sys.executable, "-c", f"from prime_hpc.store import sockets; {code}"]
+    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def test_the_port_of_a_server_that_still_loads_is_taken(free: int) -> None:
+    server = _bind("127.0.0.1", free, "inference.server.port")  # bound, and not listening for minutes
+    with server:
+        assert by_another(f"print(sockets.is_free({free}), sockets.is_free({free}, '::'))") == "False False"
+        with socket.socket() as second:
+            second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with pytest.raises(OSError, match="in use"):
+                second.bind(("127.0.0.1", free))
+        with pytest.raises(ValueError, match=rf"127.0.0.1:{free}.*inference.server.port"):
+            _bind("127.0.0.1", free, "inference.server.port")
+
+
+def test_a_second_run_on_a_machine_is_refused_while_the_first_loads(tmp_path: Path, free: int) -> None:
+    tree = {
+        "model": {"name": "m"},
+        "inference": {"server": {"port": free}},
+        "orchestrator": {"env": [{"id": "reverse-text"}]},
+    }
+    place(Experiment.model_validate(tree), tmp_path, {"CUDA_VISIBLE_DEVICES": ""})  # its server has not even begun
+    second = (
+        "from pathlib import Path; from prime_hpc.config import Experiment; "
+        "from prime_hpc.supervisor.main import place; "
+        f"place(Experiment.model_validate({tree}), Path('{tmp_path}'), dict(CUDA_VISIBLE_DEVICES=''))"
+    )
+    done = subprocess.run([sys.executable, "-c", second], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"inference.server.port = {free}: the port is already taken" in done.stderr
+
+
+def test_connections_that_linger_do_not_take_a_port(free: int) -> None:
+    with sockets.bind("127.0.0.1", free) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does when it begins to serve
+        server.listen()
+        with socket.create_connection(("127.0.0.1", free)) as client:
+            server.accept()[0].close()
+            assert client.recv(1) == b""
+    assert ports.is_free(free, "127.0.0.1")
+    sockets.bind("127.0.0.1", free).close()  # the next server gets it
+
+
+def test_a_reservation_is_seen_by_others_and_ends_with_its_process(free: int) -> None:
+    asked = f"print(sockets.is_free({free}), sockets.reserve({free}))"
+    assert by_another(asked) == "True True"
+    assert ports.reserve(free)
+    assert by_another(asked) == "False False"
+    ports.release([free])
+    assert by_another(asked) == "True True"
+
+
+def test_agents_of_one_node_are_given_different_ports() -> None:
+    base = ports.run_base(Path("/"), "4711")
+    first = ports.choose(2, base, sockets.ALL)
+    assert (
+        by_another(
+            f"from prime_hpc.supervisor import ports; print(set(ports.choose(2, {base}, sockets.ALL)) & set({first}))"
+        )
+        == "set()"
+    )
+
+
+def test_a_full_range_names_itself_its_key_and_the_node(free: int) -> None:
+    narrow = PortRange(free, free, "network.port_range")
+    hub = DoorbellHub(ports=narrow)
+    try:
+        assert hub.address.endswith(f":{free}")
+        for attempt in (lambda: DoorbellHub(ports=narrow), lambda: ports.choose(1, free, within=narrow)):
+            with pytest.raises(NoFreePort) as caught:
+                attempt()
+            text = str(caught.value)
+            assert f"network.port_range: {free}-{free}" in text and socket.gethostname() in text
+        bell = Doorbell(hub.address, "test")
+        server = HandoverServer(bell, Network(narrow))  # the files do without it
+        assert server.offer(Path("/a/b")) is None
+        server.close()
+        bell.close()
+    finally:
+        hub.close()
+
+
+@pytest.mark.parametrize("text", ["20000", "a-b", "30000-20000", "80-90", "60000-70000", ""])
+def test_a_wrong_range_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="FIRST-LAST"):
+        Experiment.model_validate({"network": {"port_range": text}})
+
+
+def test_all_of_a_runs_ports_are_in_its_range(tmp_path: Path, free: int) -> None:
+    tree = {
+        "network": {"port_range": f"{free}-{free + 50}"},
+        "model": {"name": "m"},
+        "inference": {"num_replicas": 2},
+        "orchestrator": {"env": [{"id": "reverse-text"}]},
+    }
+    specs, urls = place(Experiment.model_validate(tree), tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    numbers = [int(url.split(":")[2].split("/")[0]) for url in urls["inference"]]
+    rendezvous = [int(word.rpartition(":")[2]) for word in specs[-1].command if word.rpartition(":")[2].isdigit()]
+    assert len({*numbers, *rendezvous}) >= 3
+    assert all(free <= port <= free + 50 for port in numbers + [port for port in rendezvous if port > 1000])
+
+
+def test_addresses_of_both_families() -> None:
+    assert sockets.http_url("fd00::2", 8000) == "http://[fd00::2]:8000/v1"
+    assert parse_address(sockets.join("fd00::2", 29)) == ("fd00::2", 29)
+    assert parse_address("word@[::1]:29") == ("::1", 29)
+    assert [sockets.is_loopback(h) for h in ("::1", "[::1]", "127.0.1.1", "localhost", "10.0.0.1", "gpu1")] == [
+        *(True, True, True, True),
+        *(False, False),
+    ]
+
+
+def test_a_network_is_an_interface_or_addresses_and_a_node_without_it_says_what_it_has() -> None:
+    places = [Place("eth0", "192.168.0.4"), Place("ib0", "10.1.2.3"), Place("ib0", "fd00::3"), Place("hsn0", "fd01::3")]
+    assert find_place("ib0", "k", places).address == "10.1.2.3"  # IPv4 first, as `own_places` lists them
+    assert find_place("fd00::/8", "k", places).address == "fd00::3"
+    assert find_place("ib1, 10.1.0.0/16", "k", places).address == "10.1.2.3"
+    assert find_place("hsn0", "k", places).is_ipv6
+    with pytest.raises(ConfigError, match=r"network.control: ib7: node .* has no such.*it has eth0 192.168.0.4, ib0"):
+        find_place("ib7", "network.control", places)
+
+
+def test_what_the_supervisor_says_is_what_processes_read() -> None:
+    network = Network(PortRange(20000, 20999, "network.port_range"), "ib0", None, "fd00::/8")
+    assert Network.from_env(network.to_env()) == network
+    assert Network.from_env({}) == Network() and not Network().to_env()
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this kernel has no IPv6")
+def test_hub_and_handover_by_ipv6(tmp_path: Path) -> None:
+    hub = DoorbellHub("::1")
+    assert "@[::1]:" in hub.address
+    bell = Doorbell(hub.address, "test")
+    try:
+        bell.ring("weights", step=1)
+        assert bell.wait("weights", lambda message: message["step"] == 1, 30.0)
+        server = HandoverServer(bell)
+        source = server.offer(tmp_path)
+        assert source is not None
+        with socket.create_connection(parse_address(source), 5):
+            pass
+        server.close()
+    finally:
+        bell.close()
+        hub.close()
