@@ -35,13 +35,13 @@ up() { # [N] [OPTIONS]
 }
 start_all() { # all daemons that do not run; their names go to `begun`
     local node
-    if ! alive munged; then
-        start_munge || die "munged did not start; see $DIR/log/munged.log"
-        begun+=(munged)
-    fi
     if [[ $MODE == netns ]] && ! alive head; then
         make_namespaces head "$NET.254" || die "the head node's namespaces could not be made"
         begun+=(head)
+    fi
+    if ! alive munged; then
+        start_munge || die "munged did not start; see $DIR/log/munged.log"
+        begun+=(munged)
     fi
     if [[ $ACCOUNTING == yes ]] && ! { alive mariadbd && alive slurmdbd; }; then
         start_accounting || die "accounting did not come up; see slurmdbd.log and mariadbd.log in $DIR/log"
@@ -82,7 +82,7 @@ down() { # [--clean]
         say "no cluster runs in $DIR"
     fi
     if [[ ${1:-} == --clean ]]; then
-        rm -rf "${DIR:?}"/{etc,run,log,state,spool,dev,mysql} "$DIR/.devcluster"
+        rm -rf --one-file-system "${DIR:?}"/{root,etc,run,log,state,spool,dev,mysql} "$DIR/.devcluster"
         rmdir "$DIR" 2>/dev/null || say "left alone: other files in $DIR"
     fi
 }

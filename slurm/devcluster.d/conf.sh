@@ -5,7 +5,7 @@
 
 # ---- settings: the defaults, `up`'s options, then kept in RUN/cluster.env
 N=6 GPU_NODES="" GPUS=8 CPUS=16 MEM=64000 SLURMD_TIMEOUT=20 CRED_EXPIRE=10 KILL_WAIT=15 GRACE=0
-ACCOUNTING=no MODE=netns SHARED_CMD="" EXTRA=""
+ACCOUNTING=no MODE=netns SHARED_CMD="" SUITE="" EXTRA=""
 
 number() { # OPTION VALUE LEAST MOST
     if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3 || 10#$2 > $4)); then
@@ -43,6 +43,10 @@ take() { # OPTION VALUE
     --cred-expire) number "$1" "$2" 5 3600 && CRED_EXPIRE=$((10#$2)) ;;
     --kill-wait) number "$1" "$2" 1 3600 && KILL_WAIT=$((10#$2)) ;;
     --grace) number "$1" "$2" 0 3600 && GRACE=$((10#$2)) ;;
+    --suite)
+        [[ $2 =~ ^[a-z]+$ ]] || die 2 "--suite takes the name of a Debian suite, not '$2'"
+        SUITE=$2
+        ;;
     --shared-cmd) SHARED_CMD=$2 ;;
     --conf) EXTRA+=$2$'\n' ;;
     *) die 2 "up has no option $1; see --help" ;;
@@ -85,7 +89,7 @@ ports_used() { # FIRST LAST: a socket is bound to one of these TCP ports
 keep_settings() {
     local name
     for name in DIR CONF N GPU_NODES GPUS CPUS MEM SLURMD_TIMEOUT CRED_EXPIRE KILL_WAIT GRACE ACCOUNTING MODE NET PORT \
-        SHARED_CMD EXTRA; do
+        SHARED_CMD SUITE ROOT EXTRA; do
         printf '%s=%q\n' "$name" "${!name}"
     done >"$RUN/cluster.env.new"
     mv "$RUN/cluster.env.new" "$RUN/cluster.env"
@@ -132,13 +136,15 @@ choose_mode() { # namespaces where they can be had
             why="this kernel has no bridge or veth"
     fi
     [[ -n $why ]] || return 0
+    [[ -z $SUITE ]] || die 4 "--suite needs nodes with namespaces of their own: $why"
     MODE=loopback
     say "no namespaces: $why. All nodes share this machine's name, ports and processes; cut and join do not work"
 }
 install_slurm() {
-    install slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge
-    [[ $ACCOUNTING == no ]] ||
-        install slurmdbd:slurmdbd mariadbd:mariadb-server-core mariadb:mariadb-client-core
+    prepare_root
+    [[ -n $ROOT ]] || install slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge
+    [[ $ACCOUNTING == no ]] || install mariadbd:mariadb-server-core mariadb:mariadb-client-core
+    [[ $ACCOUNTING == no || -n $ROOT ]] || install slurmdbd:slurmdbd
 }
 
 # ---- configuration files
@@ -159,7 +165,7 @@ write_conf() {
     fi
     echo "NodeName=n[1-$GPU_NODES] Name=gpu File=$DIR/dev/nvidia[0-$((GPUS - 1))]" >"$DIR/etc/gres.conf"
     # read even though nothing here uses cgroups; only a newer Slurm can be told so
-    version=$(slurmctld -V | grep -oE '[0-9]+\.[0-9]+' | head -n 1)
+    version=$(root_slurm slurmctld -V | grep -oE '[0-9]+\.[0-9]+' | head -n 1)
     if ((${version%.*} >= 23)); then cgroup=disabled; fi
     echo "CgroupPlugin=$cgroup" >"$DIR/etc/cgroup.conf"
     {

@@ -63,7 +63,7 @@ make_namespaces() { # NAME ADDRESS
     local name=$1 pid i flags=(-n -u -m --propagation slave) PARENT
     [[ $name == head ]] || flags+=(-p --fork --kill-child --mount-proc)
     rm -f "$RUN/$name.ready"
-    "${CLEAN[@]}" setsid unshare "${flags[@]}" bash "$PARTS/holder.sh" "$name" "$DIR" "$2" \
+    "${CLEAN[@]}" setsid unshare "${flags[@]}" bash "$PARTS/holder.sh" "$name" "$DIR" "$2" "$ROOT" \
         >"$DIR/log/ns.$name.out" 2>&1 </dev/null 9>&- &
     pid=$!
     for ((i = 0; i < 500; i++)); do
@@ -102,7 +102,7 @@ in_node() { # NODE CMD ...: run a command on the node, with a daemon's environme
     shift
     if [[ $MODE == netns ]]; then
         alive "$name" || return 1
-        flags=(nsenter -t "$ID_PID" -n -u -m)
+        flags=(nsenter -t "$ID_PID" -n -u -m -r)
         [[ $name == head ]] || flags+=(-p)
     fi
     "${CLEAN[@]}" DEVCLUSTER_NODE="$DIR:$name" "${flags[@]}" env -C / "$@"
@@ -113,15 +113,17 @@ start_munge() {
     ! alive munged || return 0
     [[ -s $RUN/munge.key ]] || (umask 077 && head -c 128 /dev/urandom >"$RUN/munge.key")
     rm -f "$RUN/munged.pid"
-    daemon munged "${CLEAN[@]}" munged --force --key-file="$RUN/munge.key" --socket="$RUN/munge.socket" \
+    daemon munged in_node head munged --force --key-file="$RUN/munge.key" --socket="$RUN/munge.socket" \
         --pid-file="$RUN/munged.pid" --log-file="$DIR/log/munged.log" --seed-file="$RUN/munge.seed" &&
         remember_pidfile munged
 }
 start_controller() { # until it answers
-    local i
+    local i flags=()
     if ! alive slurmctld; then
         rm -f "$RUN/slurmctld.pid"
-        daemon slurmctld in_node head slurmctld && remember_pidfile slurmctld || return 1
+        # killed before it wrote this file for the first time, which takes minutes, a newer Slurm refuses to start
+        [[ $ACCOUNTING == no || ! -d $DIR/state || -e $DIR/state/assoc_usage ]] || flags=(-i)
+        daemon slurmctld in_node head slurmctld "${flags[@]}" && remember_pidfile slurmctld || return 1
     fi
     for ((i = 0; i < 200; i++)); do
         ! on_head timeout 5 sinfo -h >/dev/null 2>&1 || return 0

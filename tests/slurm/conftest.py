@@ -2,8 +2,11 @@
 
 The cluster is started once a session, by slurm/devcluster, which installs Slurm where it is missing (root on Debian);
 where it can be neither found nor installed, the tests are skipped and say why.
+
+    PRIME_HPC_TEST_SLURM=sid pytest tests/slurm    # on the Slurm of another Debian (see `up --suite`): trixie, sid
 """
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -27,8 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """The session's cluster: 4 GPU nodes n1-n4 and 2 CPU-only nodes n5-n6, all idle when a test begins."""
+    suite = os.environ.get("PRIME_HPC_TEST_SLURM", "")
     try:
-        cluster = Cluster()
+        cluster = Cluster(*(["--suite", suite] if suite else []))
     except ClusterError as error:
         if error.code == SLURM_IS_MISSING:
             pytest.skip(f"no Slurm: {error}")
