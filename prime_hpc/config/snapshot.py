@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.config.absolute import from_the_root
 from prime_hpc.config.check import validate
 from prime_hpc.config.coerce import NULL
 from prime_hpc.config.errors import ConfigError, Origin, Problem
@@ -62,6 +63,7 @@ def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: S
     """
     sync = shared is None  # thousands of files forced to the disk one by one would take minutes
     shared = shared or share(command)
+    exp = from_the_root(exp)
     tree, texts = put_back(exp.model_dump(mode="json"), exp)
     from_below, _ = put_back(exp.model_dump(mode="json"), exp, above="../") if texts else (tree, texts)
     configs = run_dir / CONFIGS

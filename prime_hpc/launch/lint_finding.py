@@ -65,6 +65,9 @@ CODES = {
     "PH321": "option value that Slurm cannot read",
     "PH322": "start-up deadlines beyond the time limit",
     "PH323": "script that cannot be rendered",
+    "PH324": "container image",
+    "PH325": "paths inside the container",
+    "PH326": "GPUs that Slurm does not know",
 }
 """Stable codes: a number is never given a new meaning. 1xx the model, 2xx the run, 3xx Slurm and the site."""
 

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.engines import sampling_role
 from prime_hpc.launch.lint_finding import Finding, Subject
+from prime_hpc.supervisor.containers import fixed_part
 from prime_hpc.supervisor.options import JOB_WIDE, SlurmRole, key_of, parse_mem_mib, split_names
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -142,6 +143,14 @@ def resources(subject: Subject) -> Iterator[Finding]:
                 "only one of mem, mem-per-cpu and mem-per-gpu may be asked for",
                 "take one back (in `extra`: false)",
             )
+        if asked.gpus_per_node and subject.site.gpu_option == "none" and not exclusive:
+            yield Finding(
+                "PH326",
+                "warning",
+                key_of(role, "exclusive", experiment),
+                f"the site {subject.site.name!r} does not give GPUs out (gpu_option none): another job may share them",
+                "exclusive = true",
+            )
         if not asked.gpus_per_node and role != "orchestrator" and not _speaks_of_gpus(subject, role):
             yield Finding(
                 "PH318",
@@ -243,7 +252,7 @@ def paths(subject: Subject) -> Iterator[Finding]:
     """The run directory must be the same on all nodes, and on this one."""
     experiment, site = subject.experiment, subject.site
     run_dir = experiment.run_dir.resolve()
-    local = [*_NODE_LOCAL, *([_fixed_part(site.node_local)] if site.node_local else [])]
+    local = [*_NODE_LOCAL, *([fixed_part(site.node_local)] if site.node_local else [])]
     home = next((root for root in local if root and run_dir.is_relative_to(root)), None)
     if home is None or (site.scratch is not None and run_dir.is_relative_to(site.scratch)):
         return
@@ -256,14 +265,6 @@ def paths(subject: Subject) -> Iterator[Finding]:
         + (f": the {subject.num_nodes} nodes of the job do not see one another's files" if many else ""),
         "a directory of the shared file system" + (f", for instance {site.scratch}" if site.scratch else ""),
     )
-
-
-def _fixed_part(path: str) -> str:
-    """`/scratch/$USER/x` -> `/scratch`; `$TMPDIR` -> ``."""
-    fixed = path.split("$")[0]
-    if "$" in path:
-        fixed = fixed.rpartition("/")[0]
-    return fixed.rstrip("/")
 
 
 def networks(subject: Subject) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """Preflight as the first phase of an attempt in a Slurm job, and what is done about bad nodes.
 
-`main` makes a `Checkup` where the config wants one; the supervisor runs it before it starts any role.
+`main` makes a `Checkup` where the config wants one, or the site has a container; the supervisor runs it before it
+starts any role.
 """
 
 import subprocess
@@ -11,11 +12,14 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.supervisor.ledger import bad_nodes, ledger_path, record
-from prime_hpc.supervisor.preflight.run import HostCheck, PreflightPlan, Report, run_preflight
+from prime_hpc.supervisor.preflight.images import start_images
+from prime_hpc.supervisor.preflight.run import FOLDER, REPORT, HostCheck, PreflightPlan, Report, run_preflight
 from prime_hpc.supervisor.steps import StepContext, StepSpec
 
 NO_STEP = ("Unable to create step", "Unable to confirm allocation")
 """srun's words when the controller refuses: no fault of a node."""
+OUTSIDE = "prime_hpc.supervisor.preflight.node"
+"""Looks at the node itself, so that it runs outside the container."""
 
 
 class Checkup:
@@ -54,7 +58,10 @@ class Checkup:
 
         def run_step(argv: list[str], hosts: list[str], component: int) -> "subprocess.Popen[bytes]":
             # `run_preflight` names the interpreter and -m itself; inside a container it is another one
-            command = self._context.srun(hosts, component, 1, "preflight", argv[argv.index("-m") + 1 :], quiet=True)
+            module, *rest = argv[argv.index("-m") + 1 :]
+            command = self._context.srun(
+                hosts, component, 1, "preflight", [module, *rest], quiet=True, outside=module == OUTSIDE
+            )
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -64,7 +71,13 @@ class Checkup:
                 start_new_session=True,
             )
 
-        report = run_preflight(plan, run_step, stop=stop)
+        report = Report([], 0.0, self._log_dir / FOLDER / REPORT, attempt=attempt)
+        box = self._context.container
+        if box is not None:
+            logger.info(f"starting the container {box.config.image} on every node")
+            start_images(plan.hosts, run_step, box.config.start_timeout_s, stop, report)
+        if report.ok and self._experiment.slurm.preflight.enabled:
+            report = run_preflight(plan, run_step, stop=stop)
         for line in report.lines():
             (logger.info if report.ok else logger.error)(line)
         return report

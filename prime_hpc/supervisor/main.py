@@ -33,6 +33,7 @@ from prime_hpc.supervisor.attempts import read_attempts, rewrite_row
 from prime_hpc.supervisor.begin import begin_attempt, run_paths
 from prime_hpc.supervisor.caches import NODE_LOCAL
 from prime_hpc.supervisor.checkup import Checkup, nodes_to_avoid, remember
+from prime_hpc.supervisor.containers import container_of
 from prime_hpc.supervisor.controls import Controls, StopRequest
 from prime_hpc.supervisor.devices import visible_gpus
 from prime_hpc.supervisor.early import (
@@ -200,18 +201,18 @@ def _prepare(
         placement = place_slurm(experiment, site)
         specs, urls = list(slurm_specs(experiment, site, placement, allocation, run_dir)), {}
         spares = spare_hosts(placement, allocation)
-        steps = StepContext(
-            allocation=allocation,
-            run_dir=run_dir,
-            no_kill=placement.layout == "packed",
-            srun_args=(*site.srun_args, *experiment.slurm.srun_args),
-            container=site.container,
-        )
         for name in OF_THE_BATCH_HOST:  # a CPU-only component's steps would take them for their own
             environment.pop(name, None)
         environment = for_srun(environment) | revealed({**site.env, **experiment.slurm.env})
         if site.node_local:
             environment.setdefault(NODE_LOCAL, site.node_local)
+        steps = StepContext(
+            allocation=allocation,
+            run_dir=run_dir,
+            no_kill=placement.layout == "packed",
+            srun_args=(*site.srun_args, *experiment.slurm.srun_args),
+            container=container_of(experiment, site, run_dir, allocation.job_id, environment),
+        )
         raw_job = environment.get("SLURM_JOB_ID", allocation.job_id)
         environment |= Return(
             job=raw_job,
@@ -229,7 +230,8 @@ def _prepare(
         logger.info(f"job {allocation.job_id} ({placement.layout}): " + _where(specs))
         log_dir = run_dir / "logs" / f"attempt_{attempt.attempt}"
         own = [spec for spec in specs if isinstance(spec, StepSpec)]
-        checkup = Checkup(experiment, steps, own, log_dir) if experiment.slurm.preflight.enabled else None
+        wanted = experiment.slurm.preflight.enabled or site.container is not None
+        checkup = Checkup(experiment, steps, own, log_dir) if wanted else None
     environment |= _keys(experiment)
     stated = experiment.network if allocation is None else experiment.network.over(site.network)
     environment.pop(network.VARIABLE, None)  # of a run that started this one

@@ -110,6 +110,11 @@ class Role:
         return self.spec.health_url
 
     @property
+    def start_timeout_s(self) -> float:
+        """Deadline of its readiness, from `started`."""
+        return self.spec.start_timeout_s
+
+    @property
     def is_server(self) -> bool:
         """Whether it is asked for its health instead of for heartbeats."""
         return self.spec.health_url is not None

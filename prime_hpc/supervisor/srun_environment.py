@@ -35,6 +35,14 @@ SRUN_INPUTS = frozenset(
 job it is in (SLURM_JOB_ID, SLURM_JOB_NUM_NODES, SLURM_JOB_NODELIST, SLURM_JOB_NAME, SLURM_HET_SIZE) and those that a
 site sets on purpose (SLURM_NETWORK, which Slingshot's steps need, SLURM_TASK_PROLOG, SLURM_TASK_EPILOG)."""
 
+SET_BY_SBATCH = (
+    *("SLURM_CPUS_PER_GPU", "SLURM_CPUS_PER_TASK", "SLURM_DISTRIBUTION", "SLURM_EXACT", "SLURM_EXPORT_ENV"),
+    *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GRES_FLAGS", "SLURM_HINT"),
+    *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_NPROCS", "SLURM_NTASKS"),
+    *("SLURM_NTASKS_PER_NODE", "SLURM_THREADS_PER_CORE", "SLURM_TRES_PER_TASK"),
+)
+"""Those of them that sbatch, or Slurm in the batch step, makes from options of ours or of a site."""
+
 
 def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
     """An environment without srun's input variables."""

@@ -16,14 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config.sections.slurm import ContainerConfig
 from prime_hpc.observe.context import ATTEMPT
 from prime_hpc.observe.slurm import SlurmError, clean_environment, compress_hosts, run_slurm
 from prime_hpc.store.sockets import http_url
 from prime_hpc.supervisor.agent import Order
 from prime_hpc.supervisor.allocation import Allocation
+from prime_hpc.supervisor.containers import Container, one_node_srun
 from prime_hpc.supervisor.role import Role
 from prime_hpc.supervisor.roles import RoleSpec, Urls
+from prime_hpc.supervisor.srun_environment import SET_BY_SBATCH
 
 HELLO_TIMEOUT_S = 180.0
 _OF_NODES = (
@@ -75,7 +76,12 @@ class StepContext:
     no_kill: bool
     """Packed jobs: a step outlives a lost node."""
     srun_args: tuple[str, ...] = ()
-    container: ContainerConfig | None = None
+    container: Container | None = None
+
+    @property
+    def hello_timeout_s(self) -> float:
+        """Deadline of the agents' first word: on a node that has no image yet, of the image too."""
+        return HELLO_TIMEOUT_S if self.container is None else HELLO_TIMEOUT_S + self.container.config.start_timeout_s
 
     def srun(
         self,
@@ -86,8 +92,18 @@ class StepContext:
         arguments: list[str],
         *,
         quiet: bool = False,
+        outside: bool = False,
     ) -> list[str]:
-        """The command that runs `python -m ARGUMENTS` on the hosts; `quiet`: without task numbers in its output.
+        """The command that runs `python -m ARGUMENTS` on the hosts.
+
+        Args:
+            hosts: where.
+            component: of a het job.
+            tasks_per_node: so many on each.
+            name: of the step.
+            arguments: the module's name, and its own.
+            quiet: without task numbers in its output.
+            outside: not in the container, where there is one.
 
         `--overlap` because steps share nodes and because a step that failed to start would otherwise hold its nodes
         until the job ends; which GPUs a role uses is decided by its agents.
@@ -104,7 +120,9 @@ class StepContext:
         if len(hosts) * tasks_per_node > 1 and not quiet:
             command.append("--label")
         command += self.srun_args
-        return [*command, *self._python(), "-m", *arguments]
+        if self.container is None or outside:
+            return [*command, sys.executable, "-m", *arguments]
+        return [*command, *self.container.srun_args(), *self.container.command(), "-m", *arguments]
 
     def stand_in(self, options: Mapping[str, str | bool], name: str, log: Path, arguments: list[str]) -> list[str]:
         """The command that runs `python -m ARGUMENTS` on a node of another, one-node job, and waits for its end.
@@ -115,17 +133,11 @@ class StepContext:
         own = {k: v for k, v in options.items() if k in _OF_NODES}
         command += [f"--{k}" if v is True else f"--{k}={v}" for k, v in own.items() if v is not False]
         command += [f"--job-name={name}", f"--output={str(log).replace('%', '%%')}", "--open-mode=append"]
-        return [*command, f"--wrap=exec {shlex.join([*self._python(), '-m', *arguments])}"]
-
-    def _python(self) -> list[str]:
-        box = self.container
-        if box is None:
-            return [sys.executable]
-        mounts = [f"{self.run_dir}:{self.run_dir}", *box.mounts]
-        if box.runtime == "pyxis":
-            return [f"--container-image={box.image}", f"--container-mounts={','.join(mounts)}", *box.args, box.python]
-        binds = [token for mount in mounts for token in ("--bind", mount)]
-        return ["apptainer", "exec", "--nv", *binds, *box.args, box.image, box.python]
+        if self.container is None:
+            return [*command, f"--wrap=exec {shlex.join([sys.executable, '-m', *arguments])}"]
+        box = replace(self.container, name=None)  # the name is of this job's containers
+        step = one_node_srun([*self.srun_args, *box.srun_args()], SET_BY_SBATCH)
+        return [*command, f"--wrap=exec {step} {shlex.join([*box.command(), '-m', *arguments])}"]
 
 
 class StepRole(Role):
@@ -177,6 +189,13 @@ class StepRole(Role):
     def health_url(self) -> str | None:
         """Of a server that was told where to listen."""
         return self.url and f"{self.url.removesuffix('/v1')}/health"
+
+    @property
+    def start_timeout_s(self) -> float:
+        """As for `Role`; until its agents are all there, the image's deadline comes on top."""
+        if self._ordered or self._context.container is None:
+            return self.spec.start_timeout_s
+        return self.spec.start_timeout_s + self._context.hello_timeout_s
 
     @property
     def is_server(self) -> bool:
@@ -280,6 +299,8 @@ class StepRole(Role):
             self.url = http_url(first["address"], http_port(spec, first))
             self._ring("server", role=self.spec.name, index=self.spec.index, state="starting", url=self.url)
         self._ordered = True
+        if self._context.container is not None:
+            self.started = self._clock()  # the image has had a deadline of its own
         self._ring(f"go/{self.spec.label}", **{**vars(order), "life": self.life})
 
     def lost_hosts(self, silence_s: float) -> list[str]:
@@ -307,7 +328,7 @@ class StepRole(Role):
 
     def missing_hosts(self) -> list[str]:
         """Hosts whose agents have not said hello though the deadline is over."""
-        if self._clock() - self.started < HELLO_TIMEOUT_S:
+        if self._clock() - self.started < self._context.hello_timeout_s:
             return []
         spoken = {key.split("/")[0] for key in list(self._hellos)}
         return [host for host in self.hosts if host not in spoken]

@@ -336,8 +336,8 @@ class Supervisor:
             if self._is_ready(role):
                 role.state, role.was_ready = "ready", True
                 logger.info(f"{role.spec.label} is ready after {self._clock.now() - role.started:.0f} s")
-            elif self._clock.now() - role.started > role.spec.start_timeout_s:
-                self._on_death(role, f"{role.spec.label} was not ready within {role.spec.start_timeout_s:.0f} s")
+            elif self._clock.now() - role.started > role.start_timeout_s:
+                self._on_death(role, f"{role.spec.label} was not ready within {role.start_timeout_s:.0f} s")
         elif role.is_server:
             self._check_health(role)
         elif role.silent_s() > self._experiment.supervisor.heartbeat_timeout_s:

@@ -198,16 +198,27 @@ class SitePartition(Section):
 class ContainerConfig(Section):
     """Container in which the roles run; the supervisor runs outside."""
 
-    runtime: Literal["apptainer", "pyxis"] = "apptainer"
-    """`pyxis`: srun --container-image (enroot)."""
+    runtime: Literal["apptainer", "pyxis", "edf"] = "apptainer"
+    """`pyxis`: srun --container-image (enroot); `edf`: srun --environment, as at CSCS."""
     image: str
-    """Path or URI."""
+    """Path or URI; of `edf` an environment definition file, by path or by name."""
     mounts: list[str] = []
-    """host:container pairs; the run directory is always mounted."""
+    """host:container pairs; what the experiment states (run directory, checkpoints, model, data, caches) is always
+    mounted, at its own path."""
     args: list[str] = []
     """More arguments of the runtime."""
     python: str = "python3"
     """Python inside, with prime-hpc installed."""
+    start_timeout_s: float = Field(1800, gt=0)
+    """So long a node may take to fetch the image and to start it for the first time."""
+
+    @field_validator("mounts")
+    @classmethod
+    def _are_pairs(cls, mounts: list[str]) -> list[str]:
+        for mount in mounts:
+            if not mount.startswith(("/", "$", "~")) or "," in mount:
+                raise ValueError(f"{mount!r} is not host:container with absolute paths, one pair an entry")
+        return mounts
 
     @field_validator("args")
     @classmethod

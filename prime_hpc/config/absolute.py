@@ -1,0 +1,39 @@
+"""Models that are directories, named from the root: a role may start elsewhere, in a container for instance.
+
+Called by `snapshot` and by those who must know which paths a run needs.
+"""
+
+from pathlib import Path
+
+from prime_hpc.config.experiment import Experiment
+
+
+def local_directory(name: str) -> Path | None:
+    """The directory that a model's name means here; None: it is a name of the hub."""
+    path = Path(name).expanduser()
+    if path.is_absolute():
+        return path
+    return path.absolute() if name.startswith(".") or path.is_dir() else None
+
+
+def from_the_root(experiment: Experiment) -> Experiment:
+    """The same experiment, models in local directories named by their absolute paths."""
+    model = experiment.model.model_copy(update=_absolute(experiment.model.name, "name"))
+    loss = experiment.trainer.loss
+    if loss.kl is not None:
+        loss = loss.model_copy(update={"kl": loss.kl.model_copy(update=_absolute(loss.kl.model, "model"))})
+    teacher = experiment.orchestrator.teacher
+    if teacher is not None:
+        teacher = teacher.model_copy(update=_absolute(teacher.model, "model"))
+    return experiment.model_copy(
+        update={
+            "model": model,
+            "trainer": experiment.trainer.model_copy(update={"loss": loss}),
+            "orchestrator": experiment.orchestrator.model_copy(update={"teacher": teacher}),
+        }
+    )
+
+
+def _absolute(name: str | None, field: str) -> dict[str, str]:
+    path = local_directory(name) if name else None
+    return {} if path is None else {field: str(path)}

@@ -1,0 +1,14 @@
+"""What each node runs first in the site's container: it says that the image is there and holds prime-hpc.
+
+    python -m prime_hpc.supervisor.preflight.image
+
+Started by `checkup`, one process a node, before anything else runs in the container: a node that has no image yet
+fetches it now, within the image's own deadline.
+"""
+
+import time
+
+from prime_hpc.supervisor.preflight.node import own_names, say
+
+if __name__ == "__main__":
+    say(own_names()[0], "started", started=time.time())
