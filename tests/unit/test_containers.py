@@ -23,7 +23,7 @@ from prime_hpc.supervisor.preflight.plan import HostCheck, Report
 from prime_hpc.supervisor.steps import HELLO_TIMEOUT_S, StepContext, StepRole, StepSpec
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-RUNTIMES = {
+RUNTIMES: dict[str, dict[str, Any]] = {
     "pyxis": {"runtime": "pyxis", "image": "/shared/images/prime.sqsh", "args": ["--no-container-entrypoint"]},
     "apptainer": {"runtime": "apptainer", "image": "/shared/images/prime.sif", "args": ["--cleanenv"]},
     "edf": {"runtime": "edf", "image": "prime"},

@@ -226,6 +226,9 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH321", "error", {SLURM: {"mem": "lots"}}, {}, "no memory size"),
     ("PH322", "info", {SLURM: {"time": "14", "survive": {"signal_lead_s": 700}}}, {}, "may take 900 s"),
     ("PH323", "error", {SLURM: {"job_name": "a\nb"}}, {}, "line break"),
+    ("PH324", "error", {}, {"container": {"image": "./x.sif"}}, "relative path"),
+    ("PH325", "error", {}, {"container": {"image": "x", "mounts": ["/a:/shared"]}}, "/shared is the host's /a"),
+    ("PH326", "warning", {SLURM: {"exclusive": None}}, {"gpu_option": "none"}, "does not give GPUs out"),
     (
         "PH312",
         "warning",
