@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from tests.integration.test_trainer import (
     weights,
     write_run,
 )
+from tests.support import forked
 from tests.support.runs import wait_until
 from tests.support.tiny_model import make_tiny_model
 
@@ -124,15 +124,9 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, model: Path, uninterrup
 
 
 @contextmanager
-def running(paths: RunPaths, num_ranks: int, hub: DoorbellHub, **extra: str) -> Iterator["subprocess.Popen[bytes]"]:
+def running(paths: RunPaths, num_ranks: int, hub: DoorbellHub, **extra: str) -> Iterator[forked.ForkedProcess]:
     """A trainer that hears the hub."""
-    process = subprocess.Popen(
-        command(paths, num_ranks),
-        env=environment(PRIMEHPC_DOORBELL=hub.address, **extra),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    process = forked.start(command(paths, num_ranks), env=environment(PRIMEHPC_DOORBELL=hub.address, **extra))
     try:
         yield process
     finally:
@@ -204,9 +198,7 @@ def test_a_failed_background_write_on_another_rank_ends_the_run(tmp_path: Path, 
     paths = write_run(tmp_path / "full", model, max_steps=20, ckpt=ckpt, trainer=TRAINER)
     write_batches(paths, range(1, 21), 2)
     line = [word.replace("prime_hpc.trainer.main", "tests.support.faulty_trainer") for word in command(paths, 2)]
-    result = subprocess.run(
-        line, env=environment(FAULT="1:create:checkpoints/.stage-step_1-"), capture_output=True, text=True, timeout=200
-    )
+    result = forked.run(line, env=environment(FAULT="1:create:checkpoints/.stage-step_1-"))
     assert result.returncode != 0
     said = [status for rank in (0, 1) if (status := read_status(paths.logs(1, "trainer"), rank)) is not None]
     reasons = [row["error"] for row in said if row["state"] == "failed" and "SIGTERM" not in row["error"]]
@@ -241,7 +233,7 @@ def test_killed_while_a_save_is_in_flight(tmp_path: Path, model: Path) -> None:
     assert live(1, 1) is None
     line = [word.replace("prime_hpc.trainer.main", "tests.support.faulty_trainer") for word in command(paths, 1)]
     fault = environment(FAULT="0:create:checkpoints/.stage-step_3-:hang", PRIMEHPC_INCARNATION="1")
-    process = subprocess.Popen(line, env=fault, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = forked.start(line, env=fault)
     try:
         wait_until(lambda: 4 in list_versions(paths), 120, "step 4 while step 3 is being saved")
         time.sleep(1)  # what it prunes after publishing

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from prime_hpc.store.checkpoints import resolve_resume
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.weights import list_versions
 from prime_hpc.trainer.batches import redistribute
+from tests.support import forked
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
 pytestmark = pytest.mark.slow
@@ -65,9 +65,9 @@ def write_batches(paths: RunPaths, steps: range, num_ranks: int) -> None:
 
 
 def command(paths: RunPaths, num_ranks: int) -> list[str]:
-    """One rank runs without torchrun, which the trainer allows: it saves seconds a run."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"] if num_ranks > 1 else []
-    return [sys.executable, *torchrun, "-m", "prime_hpc.trainer.main", str(paths.root)]
+    """What follows `python -m`. One rank runs without torchrun, which the trainer allows: it saves seconds a run."""
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"] if num_ranks > 1 else []
+    return [*torchrun, "prime_hpc.trainer.main", str(paths.root)]
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -75,9 +75,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def run_trainer(paths: RunPaths, num_ranks: int = 1, **extra: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(paths, num_ranks), env=environment(**extra), capture_output=True, text=True, timeout=200, check=False
-    )
+    return forked.run(command(paths, num_ranks), env=environment(**extra))
 
 
 def weights(paths: RunPaths, version: int) -> dict[str, torch.Tensor]:
@@ -198,17 +196,11 @@ def test_missing_batch_and_sigterm_end_the_process(tmp_path: Path, model: Path) 
     assert status is not None and "batch 1" in status["error"] and "batch_timeout_s" in status["error"]
 
     paths = write_run(tmp_path / "term", model, trainer=short | {"batch_timeout_s": 600})
-    child = subprocess.Popen(
-        command(paths, 2),
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    child = forked.start(command(paths, 2), env=environment())
     try:
         wait_for_state(paths, "ready")
         child.send_signal(signal.SIGTERM)
-        child.wait(timeout=10)
+        child.wait(timeout=60)
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)

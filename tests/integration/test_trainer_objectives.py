@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.weights import list_versions
 from prime_hpc.trainer.batches import redistribute
 from tests.integration.test_trainer import assert_done, environment, full_batch, run_trainer, weights, write_run
+from tests.support import forked
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -98,18 +98,8 @@ def test_masked_correction_and_sign_descent_resume_exactly_and_warn_once(tmp_pat
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
-PRIME_HPC = "import sys; from prime_hpc.cli import main; sys.exit(main())"
-
-
 def replay(kept: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PRIME_HPC, "replay", str(kept), "--ranks", "1"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return forked.run(["tests.faults.entry", "prime-hpc", "replay", str(kept), "--ranks", "1"], env=environment())
 
 
 def test_a_mismatch_above_the_limit_stops_before_publishing_and_is_kept(tmp_path: Path, model: Path) -> None:
@@ -126,8 +116,7 @@ def test_a_mismatch_above_the_limit_stops_before_publishing_and_is_kept(tmp_path
     again = replay(kept)  # two ranks' batch on one rank
     assert again.returncode == 1, again.stderr
     assert "mismatch.stop" in again.stdout and "8 sequences with targets" in again.stdout
-    other = [sys.executable, "-m", "prime_hpc.trainer.replay", str(paths.root)]
-    assert subprocess.run(other, env=environment(), capture_output=True, timeout=200, check=False).returncode == 2
+    assert forked.run(["prime_hpc.trainer.replay", str(paths.root)], env=environment()).returncode == 2
 
 
 def test_labels_all_masked_leave_the_weights_as_they_are(tmp_path: Path, model: Path) -> None:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +19,7 @@ from prime_hpc.store.children import list_children, read_state
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.trainer.batches import redistribute
+from tests.support import forked
 from tests.support.tiny_model import random_rank_batch
 
 REPO = Path(__file__).resolve().parents[2]
@@ -98,12 +97,12 @@ def environment(**extra: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)} | extra
 
 
-def start_trainer(run_dir: Path, num_ranks: int = 1, **extra: str) -> "subprocess.Popen[str]":
+def start_trainer(run_dir: Path, num_ranks: int = 1, **extra: str) -> forked.ForkedProcess:
     """The trainer's ranks on a run directory, a parent's or a single run's."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"] if num_ranks > 1 else []
-    command = [sys.executable, *torchrun, "-m", "prime_hpc.trainer.main", str(run_dir)]
-    log = (run_dir / "trainer.log").open("a")
-    return subprocess.Popen(command, env=environment(**extra), stdout=log, stderr=subprocess.STDOUT, text=True)
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"] if num_ranks > 1 else []
+    command = [*torchrun, "prime_hpc.trainer.main", str(run_dir)]
+    with (run_dir / "trainer.log").open("a") as log:
+        return forked.ForkedProcess(command, env=environment(**extra), stdout=log, stderr=log)
 
 
 def run_trainer(run_dir: Path, num_ranks: int = 1, timeout_s: float = 200, **extra: str) -> int:

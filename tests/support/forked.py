@@ -1,0 +1,151 @@
+"""Processes of `python -m MODULE` that begin at once: forks of a server that has imported everything (`fork_server`).
+
+One server per process of pytest, started when first asked for, ended with it. What is started are real processes of
+their own; only `psutil`'s command line of theirs is the server's.
+"""
+
+import array
+import atexit
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 240.0
+
+
+@lru_cache(maxsize=1)
+def _server() -> Path:
+    """The socket of this process's server, which listens."""
+    folder = Path(tempfile.mkdtemp(prefix="fork-", dir="/tmp"))  # socket paths must stay short
+    path = folder / "s"
+    log = (folder / "log").open("wb")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.fork_server", str(path)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+    def end() -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(path))
+                return path
+        except OSError:
+            text = (folder / "log").read_text(errors="replace")
+            assert process.poll() is None, f"the fork server ended with {process.returncode}:\n{text[-3000:]}"
+            assert time.monotonic() < deadline, f"no fork server after {START_S:g} s:\n{text[-3000:]}"
+            time.sleep(0.05)
+
+
+class ForkedProcess:
+    """As `subprocess.Popen([sys.executable, "-m", *command], env=..., stdout=..., stderr=...)`, of open files."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: IO[bytes] | IO[str],
+        stderr: IO[bytes] | IO[str],
+        new_session: bool = False,
+    ) -> None:
+        self.args = [sys.executable, "-m", *command]
+        self.returncode: int | None = None
+        self._received = b""
+        request = {"command": list(command), "env": dict(env), "cwd": str(ROOT), "new_session": new_session}
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(_server()))
+        fds = array.array("i", [stdout.fileno(), stderr.fileno()])
+        data = json.dumps(request).encode() + b"\n"
+        sent = self._socket.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        self._socket.sendall(data[sent:])
+        self.pid = int(self._line(None) or 0)
+        assert self.pid, f"the fork server could not start {command}"
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        return self._code(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it ends. Raises subprocess.TimeoutExpired."""
+        code = self._code(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return code
+
+    def _code(self, timeout: float | None) -> int | None:
+        if self.returncode is None:
+            try:
+                line = self._line(timeout)
+            except (TimeoutError, BlockingIOError):
+                return None
+            self.returncode = int(line) if line else -signal.SIGKILL  # the server is gone, and all with it
+            self._socket.close()
+        return self.returncode
+
+    def _line(self, timeout: float | None) -> bytes:
+        """An answer, without its newline; empty where the server has gone."""
+        self._socket.settimeout(timeout)
+        while b"\n" not in self._received:
+            more = self._socket.recv(64)
+            if not more:
+                return b""
+            self._received += more
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def send_signal(self, number: int) -> None:
+        """Unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run(
+    command: Sequence[str], *, env: Mapping[str, str], timeout: float = 200.0
+) -> "subprocess.CompletedProcess[str]":
+    """As `subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, ...)`."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = ForkedProcess(command, env=env, stdout=out, stderr=err, new_session=True)
+        try:
+            code = process.wait(timeout)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(process.args, code, out.read(), err.read())
+
+
+def start(command: Sequence[str], *, env: Mapping[str, str]) -> ForkedProcess:
+    """One in a session of its own, whose output nobody reads."""
+    with open(os.devnull, "wb") as nothing:  # noqa: PTH123
+        return ForkedProcess(command, env=env, stdout=nothing, stderr=nothing, new_session=True)
