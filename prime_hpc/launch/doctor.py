@@ -24,6 +24,8 @@ NEEDED_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 OPTIONAL_COMMANDS = ("sinfo", "sacct", "sacctmgr")
 OLDEST_SLURM = (20, 11)
 """The first with `srun --overlap`."""
+NEWEST_SLURM = (26, 5)
+"""The newest whose answers are recorded in `tests/data/slurm`."""
 SUPPORTED_PYTHON = ((3, 11), (3, 13))
 MIN_SHM, GOOD_SHM = 64 * 2**20, 2 * GIB
 GOOD_OPEN_FILES = 4096
@@ -237,6 +239,9 @@ def check_slurm(environ: Mapping[str, str]) -> Iterator[Finding]:
     note = f" (without {', '.join(absent)})" if absent else ""
     if (int(match[1]), int(match[2])) < OLDEST_SLURM:
         yield Finding("slurm", "fail", f"version {match[0]} is too old", "20.11 is the first with `srun --overlap`")
+    elif (int(match[1]), int(match[2])) > NEWEST_SLURM:
+        remedy = "should a run's end be called by a wrong name (`prime-hpc status`), its log has Slurm's own words"
+        yield Finding("slurm", "warn", f"version {match[0]} is newer than any that was tried{note}", remedy)
     else:
         yield Finding("slurm", "ok", f"version {match[0]}{note}")
     began = time.monotonic()

@@ -48,9 +48,11 @@ COMMENT_PREFIX = "prime-hpc:"
 SCRIPT = "job.sbatch"
 """Name of the batch script of every job that was submitted by us."""
 
+_PENDING = ("EXPEDITING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 ACTIVE = (
     *("RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"),
-    *("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "POWER_UP_NODE"),
+    *_PENDING,
+    "POWER_UP_NODE",
 )
 """States of a job that has not ended, the one that speaks for a heterogeneous job first."""
 ENDED = (
@@ -159,7 +161,7 @@ class JobInfo:
     @property
     def is_pending(self) -> bool:
         """Whether it holds no node yet."""
-        return self.state in ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+        return self.state in _PENDING
 
     @property
     def token(self) -> str | None:
@@ -411,15 +413,19 @@ def _parse(row: dict[str, str]) -> JobInfo:
         state=state,
         reason=_said(row["Reason"]),
         nodes=_said(row["NodeList"]),
-        num_nodes=int(row["NumNodes"].partition("-")[0] or 0),
+        num_nodes=_count(row["NumNodes"].partition("-")[0]),
         start=parse_time(row["StartTime"]),
         end=end,
         time_left_s=left_s,
-        restarts=int(row["RestartCnt"] or 0),
+        restarts=_count(row["RestartCnt"]),
         comment=_said(row["Comment"]),
         name=row["Name"],
         raw_id=row["JobID"],
     )
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdigit() else 0  # of a Slurm that words it otherwise: unknown, and no reason to fail
 
 
 def _said(text: str) -> str:

@@ -19,7 +19,9 @@ from prime_hpc.supervisor.allocation import parse_end_time
 ASK_TIMEOUT_S = 5.0
 LIMIT_SLACK_S = 15.0
 """Slurm ends a job up to so long after (and its clock may be so far before) the time limit."""
-_CANCELLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+))? \*\*\*")
+_CANCELLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT [^\s*]+(.*?) \*\*\*")
+_DUE_TO = re.compile(r" DUE to SIGNAL | DUE TO (PREEMPTION|TIME LIMIT|JOB REQUEUE|NODE FAILURE)(?:,|$)")
+"""What slurmstepd may add: `SIGNAL` is a plain scancel, which Slurm before 25.05 does not explain at all."""
 _DOWN = ("DOWN", "NOT_RESPONDING", "FAIL", "POWERED_DOWN")
 
 
@@ -58,7 +60,18 @@ class JobLog:
         except OSError:
             return None
         found = _CANCELLED.findall(text)
-        return found[-1].strip() if found else None
+        return parse_words(found[-1]) if found else None
+
+
+def parse_words(added: str) -> str | None:
+    """The reason in what slurmstepd adds to `CANCELLED AT ...`; see `JobLog.words`. None: words of no known Slurm."""
+    known = _DUE_TO.match(added)
+    if known is None and added:
+        logger.warning(
+            f"Slurm's reason for the end is of no known version ({added.strip()!r}): its state and fields decide"
+        )
+        return None
+    return (known and known[1]) or ""
 
 
 def granted_until(job_id: str) -> float | None:
@@ -139,7 +152,8 @@ def parse_termination(
         return Verdict("requeued", "put back into the queue (scontrol requeue, or a lost node)", True)
     if words == "TIME LIMIT" or past_limit or state == "TIMEOUT" or field(job, "Reason") == "TimeLimit":
         return Verdict("requeued", "the time limit was reached before everything was saved", False)
-    if words is None and "CANCEL" in mode and state != "CANCELLED":
+    # `PreemptTime=None` denies it; a Slurm that prints no such field leaves it open
+    if words is None and "CANCEL" in mode and state != "CANCELLED" and not field(job, "PreemptTime"):
         return Verdict("preempted", "preempted, or cancelled, in a partition that cancels preempted jobs", False)
     return Verdict("interrupted", "cancelled (scancel)", False)
 

@@ -80,6 +80,8 @@ def test_slurm_absent_broken_old_silent_and_well(tmp_path: Path, monkeypatch: py
     assert slurm_states(tmp_path, monkeypatch)["slurm controller"] == "fail"
     fake_command(tmp_path, "sbatch", "echo slurm 19.05.2")
     assert slurm_states(tmp_path, monkeypatch)["slurm"] == "fail"
+    fake_command(tmp_path, "sbatch", "echo slurm 31.11.0")
+    assert slurm_states(tmp_path, monkeypatch)["slurm"] == "warn", "newer than any that was tried"
 
 
 def test_shared_memory_and_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
