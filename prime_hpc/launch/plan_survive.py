@@ -52,6 +52,8 @@ def _preemption(experiment: Experiment, site: SiteConfig, placement: Placement, 
     kinds = {part.preempt for part in known_partitions(names, site)}
     if kinds == {"off"}:
         return "jobs of this partition are not preempted"
+    if kinds == {"suspend"}:
+        return "all processes are stopped and go on later where they were; the time does not count"
     if "cancel" in kinds and how == "requeue":
         return "the job is cancelled, and requeue does nothing then: `prime-hpc resume` goes on by hand"
     if how == "off":

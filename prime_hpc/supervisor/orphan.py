@@ -12,7 +12,6 @@ Called by `agent`; what it needs of the run directory is read with a deadline, f
 """
 
 import json
-import queue
 import random
 import threading
 import time
@@ -198,11 +197,11 @@ def give_back(
 
     restarts = environ.get("SLURM_RESTART_COUNT", "0")
     orphan = Orphan(known, restarts, host, is_led, ask, clock=clock, sleep=time.sleep)
-    settle_s, refusals = SETTLE_S, 0
+    settle_s, refusals, policy = SETTLE_S, 0, _Policy(run_dir, known)
     say(f"[{host}] job {known.job} has nobody to lead it; without a word of Slurm it is given back in {settle_s:.0f} s")
     while orphan.wait(settle_s):
         settle_s = AGAIN_S
-        comes_back, why = _policy(run_dir, known)
+        comes_back, why = policy.get()
         say(f"[{host}] job {known.job} is led by nobody: {why}")
         try:
             if comes_back and known.mode == "requeue" and refusals < MAX_REFUSALS:
@@ -214,29 +213,34 @@ def give_back(
             say(f"[{host}] job {known.job} could not be given back: {error}")
 
 
-def _policy(run_dir: Path, known: Return) -> tuple[bool, str]:
-    """Whether the job comes back, and why. Where the run directory cannot be read in time, it does."""
-    answer: queue.SimpleQueue[tuple[bool, str]] = queue.SimpleQueue()
+class _Policy:
+    """Whether the job comes back, read from the run directory beside the wait for Slurm's verdict."""
 
-    def read() -> None:
+    def __init__(self, run_dir: Path, known: Return) -> None:
+        self._run_dir, self._known = run_dir, known
+        self._answer: tuple[bool, str] | None = None
+        self._reader = threading.Thread(target=self._read, name="policy", daemon=True)
+        self._reader.start()
+
+    def get(self) -> tuple[bool, str]:
+        """Whether, and why. Where the run directory cannot be read in time, the job comes back."""
+        self._reader.join(READ_S)
+        why = f"the run directory does not answer within {READ_S:.0f} s"
+        return self._answer or (self._known.mode != "off", why)
+
+    def _read(self) -> None:
         from prime_hpc.config import load_run
         from prime_hpc.supervisor.attempts import read_attempts
         from prime_hpc.supervisor.begin import newest_saved_step, run_paths
         from prime_hpc.supervisor.survive import decide, mode_of_run
 
         try:
-            experiment = load_run(run_dir)
-            paths = run_paths(experiment, run_dir)
+            experiment = load_run(self._run_dir)
+            paths = run_paths(experiment, self._run_dir)
             rows = read_attempts(paths.attempts)
             # the life is still open in the ledger; the next one finds out what became of it
             lost = {**rows[-1], "outcome": "node_lost", "saved_step": newest_saved_step(paths)}
-            decision = decide([*rows[:-1], lost], experiment.slurm.survive, mode_of_run(run_dir))
-            answer.put((decision.again, decision.why))
+            decision = decide([*rows[:-1], lost], experiment.slurm.survive, mode_of_run(self._run_dir))
+            self._answer = decision.again, decision.why
         except (OSError, ValueError, RuntimeError, LookupError) as error:
-            answer.put((known.mode != "off", f"the run's policy cannot be read ({error})"))
-
-    threading.Thread(target=read, name="policy", daemon=True).start()
-    try:
-        return answer.get(timeout=READ_S)
-    except queue.Empty:
-        return known.mode != "off", f"the run directory does not answer within {READ_S:.0f} s"
+            self._answer = self._known.mode != "off", f"the run's policy cannot be read ({error})"

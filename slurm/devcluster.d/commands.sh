@@ -153,6 +153,15 @@ cable() { # NODE up|down
     alive head
     nsenter -t "$ID_PID" -n ip link set "v$1" "$2"
 }
+shared() { # hang-shared|wake-shared
+    local pids signal=STOP
+    [[ $1 == hang-shared ]] || signal=CONT
+    pids=$(shared_processes)
+    [[ -n $pids ]] || die 2 "hang-shared needs a cluster whose --shared-cmd started a file system, e.g. bindfs"
+    # shellcheck disable=SC2086  # a list of pids
+    kill -s "$signal" $pids
+    say "the shared file system $([[ $signal == STOP ]] && echo "hangs on every node" || echo "answers again")"
+}
 preempt() { # [SECONDS [NODES]]
     local seconds=${1:-5} number=${2:-$GPU_NODES} id
     number "the seconds" "$seconds" 1 86400
@@ -205,6 +214,7 @@ drill() { # NAME [ARGUMENT ...]
         start_controller || die "slurmctld did not start; see $DIR/log/slurmctld.log"
         say "slurmctld restarted"
         ;;
+    hang-shared | wake-shared) shared "$name" ;;
     preempt) preempt "${@:2}" ;;
     *) die 2 "unknown command $name; see --help" ;;
     esac

@@ -85,7 +85,7 @@ make_namespaces() { # NAME ADDRESS
         done
         plug "$name" "$2" || return 1
     fi
-    [[ -z $SHARED_CMD ]] || daemon "shared.$name" in_node "$name" sh -c "${SHARED_CMD//%n/$name}"
+    [[ -z $SHARED_CMD ]] || daemon "shared.$name" in_node "$name" env DEVCLUSTER_SHARED="$DIR" sh -c "${SHARED_CMD//%n/$name}"
 }
 plug() { # NODE ADDRESS: a cable from the node to the head's bridge
     local node_pid head_pid
@@ -106,6 +106,14 @@ in_node() { # NODE CMD ...: run a command on the node, with a daemon's environme
         [[ $name == head ]] || flags+=(-p)
     fi
     "${CLEAN[@]}" DEVCLUSTER_NODE="$DIR:$name" "${flags[@]}" env -C / "$@"
+}
+
+shared_processes() { # those of --shared-cmd that live on, e.g. a FUSE file system
+    local environ
+    for environ in $(grep -lzxF "DEVCLUSTER_SHARED=$DIR" /proc/[0-9]*/environ 2>/dev/null); do
+        environ=${environ#/proc/}
+        echo "${environ%/environ}"
+    done
 }
 
 # ---- daemons

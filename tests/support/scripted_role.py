@@ -2,7 +2,8 @@
 
 usage: python -m tests.support.scripted_role ROLE RUN_DIR ACTION [ACTION ...]
 actions: ready, done, fail:REASON, sleep:SECONDS, exit:CODE, child (starts a child in a session of its own),
-once:FILE:ACTION (only the first time, remembered by FILE), serve:PORT (a health route), kill (SIGKILL itself)
+once:FILE:ACTION (only the first time, remembered by FILE), serve:PORT (a health route), kill (SIGKILL itself),
+beat:SECONDS (a heartbeat from now on), write:FILE:COUNT (so many lines, one every 0.1 s, each by opening it)
 """
 
 import http.server
@@ -45,6 +46,14 @@ def act(action: str, status: RoleStatus) -> None:
         status.failed(value)
     elif name == "exit":
         sys.exit(int(value))
+    elif name == "beat":
+        status.start_heartbeat(float(value))
+    elif name == "write":
+        path, _, count = value.rpartition(":")
+        for number in range(int(count)):
+            with Path(path).open("a") as file:
+                file.write(f"{number}\n")
+            time.sleep(0.1)
     elif name == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif name == "child":

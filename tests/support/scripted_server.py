@@ -66,6 +66,7 @@ class ScriptedServer:
         self.tokenizer = tokenizer
         self.script = script
         self.port = port
+        self.host = "127.0.0.1"
         self.max_model_len = max_model_len
         self.version = 0
         self.requests: list[dict[str, Any]] = []
@@ -113,7 +114,7 @@ class ScriptedServer:
         app.add_routes(self.routes())
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(self._runner, self.host, self.port, reuse_address=True)
         await site.start()
         self.port = self._runner.addresses[0][1]
 

@@ -20,6 +20,7 @@ SITE: dict[str, Any] = {
         "h100": {"nodes": 2000, "gpus_per_node": 8, "gpu_memory_gib": 80},
         "spot": {"gpus_per_node": 8, "preempt": "requeue"},
         "firm": {"gpus_per_node": 8, "preempt": "cancel"},
+        "gang": {"gpus_per_node": 8, "preempt": "suspend"},
         "cpu": {},
     },
 }
@@ -174,6 +175,7 @@ def test_preemption(model: Path) -> None:
     assert "are not preempted" in events(model)["preemption"]
     assert "requeued" in events(model, partition="spot")["preemption"]
     assert "successor" in events(model, partition="firm")["preemption"]
+    assert events(model, partition="gang")["preemption"].startswith("all processes are stopped and go on later")
     assert "is cancelled" in events(model, partition="firm", survive={"how": "requeue"})["preemption"]
     assert "does not say" in events(model, {"partitions": {}}, gpus_per_node=8)["preemption"]
 

@@ -1,0 +1,199 @@
+"""A stall is not a death: clocks that stand still, threads that never wait for a file, a controller that is away."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loguru import logger
+
+from prime_hpc.observe import logs
+from prime_hpc.observe.awake import MAX_GAP_S, AwakeClock
+from prime_hpc.observe.console import Console
+from prime_hpc.observe.context import RoleContext
+from prime_hpc.observe.slurm import SlurmError
+from prime_hpc.observe.status import RoleStatus
+from prime_hpc.supervisor import controls, survive
+from prime_hpc.supervisor.allocation import Allocation
+from prime_hpc.supervisor.pulse import PULSE_S, Pulse
+from prime_hpc.supervisor.role import Role
+from prime_hpc.supervisor.roles import RoleSpec
+
+WAIT_S = 20.0
+
+
+class Raw:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_stopped_process_sees_no_time_pass() -> None:
+    raw = Raw()
+    clock = AwakeClock(raw)
+    for _ in range(10):
+        raw.now += 0.2
+        clock.now()
+    assert clock.now() == pytest.approx(1002.0)
+    raw.now += 600.0  # SIGSTOP, SIGCONT
+    assert clock.now() == pytest.approx(1002.0 + MAX_GAP_S)
+    assert clock.missed() == pytest.approx(600.0 - MAX_GAP_S)
+
+
+def test_the_pulse_goes_on_without_the_loop_but_not_for_ever() -> None:
+    raw = Raw()
+    clock = AwakeClock(raw, max_gap_s=1e9)
+    rung = threading.Semaphore(0)
+    pulse = Pulse(rung.release, clock, stall_s=100.0)
+    try:
+        assert rung.acquire(timeout=WAIT_S)
+        raw.now += PULSE_S  # the loop stands still
+        assert rung.acquire(timeout=WAIT_S)
+        raw.now += 100.0
+        assert not rung.acquire(timeout=1.0), "given up"
+        pulse.tick()
+        assert rung.acquire(timeout=WAIT_S)
+    finally:
+        pulse.close()
+
+
+class Bell:
+    """Hears what a role says."""
+
+    connected = True
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.rang = threading.Semaphore(0)
+
+    def ring(self, topic: str, /, **payload: Any) -> None:
+        self.rows.append(payload)
+        self.rang.release()
+
+
+def test_a_role_whose_status_file_hangs_is_heard(tmp_path: Path) -> None:
+    context = RoleContext("trainer", tmp_path)
+    path = context.log_dir / f".status.json.{os.getpid()}"
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)  # opening it for writing blocks until somebody reads
+    bell = Bell()
+    status = RoleStatus(context, bell)
+    status.start_heartbeat(0.05)
+    main = threading.Thread(target=status.ready, daemon=True)
+    main.start()
+    for _ in range(5):
+        assert bell.rang.acquire(timeout=WAIT_S)
+    assert main.is_alive(), "its own report still waits for the file"
+    assert "ready" in [row["state"] for row in bell.rows]
+    counts = [row["count"] for row in bell.rows]
+    assert counts == sorted(set(counts)), "in order"
+    with path.open() as file:  # the file system is back
+        assert json.loads(file.read())["role"] == "trainer"
+    status.done()
+
+
+def test_logging_never_waits_for_a_file_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_WAITING", 3)
+    gate, written = threading.Event(), []
+
+    def write(message: str) -> None:
+        gate.wait()
+        written.append(message)
+
+    sink = logs._PatientSink(write)
+    caller = threading.Thread(target=lambda: [sink.write(f"{number}\n") for number in range(50)], daemon=True)
+    caller.start()
+    caller.join(WAIT_S)
+    assert not caller.is_alive() and not written
+    gate.set()
+    end = time.monotonic() + WAIT_S
+    while not any("last" in line for line in written):
+        assert time.monotonic() < end
+        sink.write("last\n")
+    assert written[0] == "0\n"
+    assert " lines were lost while this could not be written)" in written[1]
+
+
+def test_a_line_is_in_the_file_when_the_call_returns(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "supervisor.log"
+    logs.setup_logger("supervisor", file=path, console=False)
+    try:
+        for number in range(20):
+            logger.info(f"line {number}")
+            assert f"line {number}" in path.read_text()
+    finally:
+        logger.remove()
+
+
+def test_a_roles_deadlines_wait_with_a_supervisor_that_was_held_up(tmp_path: Path) -> None:
+    raw = Raw()
+    role = Role(RoleSpec("trainer", ["true"], 30.0), tmp_path, dict(os.environ), {}, raw)
+    role.start()
+    role.reap()
+    raw.now += 500
+    assert role.silent_s() == 500
+    role.forgive(490)
+    assert role.silent_s() == 10
+    assert raw.now - role.started == 10 and role.unwell_s() == 10
+
+
+def test_the_time_limit_moves_with_a_suspended_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> controls.Controls:
+        job = Allocation("7", (("n1",),), "n1", 0, ends_at=time.time() + 20)
+        return controls.Controls(tmp_path, job, 60.0, lambda: 1.0)
+
+    assert make().poll() is not None, "as if it were over"
+    monkeypatch.setattr(controls, "granted_until", lambda job: time.time() + 2000)
+    one = make()
+    one.was_stopped(600)
+    assert one.poll() is None
+    monkeypatch.setattr(controls, "granted_until", lambda job: None)  # the controller does not answer
+    one = make()
+    one.was_stopped(600)
+    assert one.poll() is None
+
+
+def test_a_step_that_was_suspended_is_no_measure_of_the_next(tmp_path: Path) -> None:
+    raw = Raw()
+    console = Console(tmp_path, 9, kind="sft", clock=AwakeClock(raw))
+    row = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "tokens_per_s": 1.0, "time/step": 1.0, "time/checkpoint": 0.5}
+    path = tmp_path / "metrics" / "trainer.jsonl"
+    path.parent.mkdir()
+    for step, seconds in ((1, 1.0), (2, 1.0), (3, 600.0)):
+        raw.now += seconds
+        slow = {"time/step": seconds, "time/checkpoint": seconds / 2}
+        with path.open("a") as file:
+            file.write(json.dumps({**row, "step": step, **slow}) + "\n")
+        console.tick({})
+    assert console.needs_s() < 5
+
+
+def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = SlurmError(["scontrol"], 1, "Unable to contact slurm controller (connect failure)")
+    answers: list[object] = [away, away, "JobId=7 NumNodes=2"]
+
+    def requeue(job: str, num_nodes: int) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, SlurmError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(survive, "requeue", requeue)
+    now = Raw()
+
+    def sleep(seconds: float) -> None:
+        now.now += seconds
+
+    assert survive.come_back("7", "requeue", 2, clock=now, sleep=sleep)
+    answers[:] = [SlurmError(["scontrol"], 1, "Requested operation is presently disabled"), ""]
+    assert not survive.come_back("7", "requeue", 2, clock=now, sleep=sleep)
+    assert len(answers) == 1, "a refusal is final"
+    answers[:] = [away] * 1000
+    assert not survive.come_back("7", "requeue", 2, clock=now, sleep=sleep)
