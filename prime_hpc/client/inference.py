@@ -4,7 +4,6 @@ Used by the orchestrator (updates), by evals and by tests. Every call has a dead
 """
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import httpx
 import numpy as np
 
 from prime_hpc.client.versions import versions_from_spans
+from prime_hpc.observe.loops import loop_time
 
 POLICY = "policy"
 READY_POLL_S = 0.25
@@ -135,9 +135,9 @@ class InferenceClient:
         Raises:
             InferenceError: not ready after `deadline_s` seconds.
         """
-        end = time.monotonic() + deadline_s
+        end = loop_time() + deadline_s
         while not await self.health():
-            if time.monotonic() >= end:
+            if loop_time() >= end:
                 raise InferenceError(f"{self.base_url} was not ready after {deadline_s:g} s; see the server's log")
             await asyncio.sleep(READY_POLL_S)
 

@@ -7,7 +7,6 @@ one-process orchestrator does not need (OpenAI SDK, a thread per render).
 
 import asyncio
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from verifiers.v1.types import Message, Response, SamplingConfig, Tool
 
 from prime_hpc.client.versions import VersionSpanError, versions_from_spans
 from prime_hpc.envs.rendering import PromptRenderer
+from prime_hpc.observe.loops import loop_time
 
 NO_LOGPROB = -9999.0
 """vLLM's stand-in for a log-probability that it does not have."""
@@ -181,7 +181,7 @@ class PolicyClient(Client):
             )
         data = to_json(body)
         headers = {SESSION_ID_HEADER: session_id} if session_id else None
-        give_up = time.monotonic() + self.patience_s
+        give_up = loop_time() + self.patience_s
         attempt = 0
         while True:
             try:
@@ -194,7 +194,7 @@ class PolicyClient(Client):
                 raw, status = f"{type(error).__name__}: {error}".encode(), 503
             if status == 200:
                 return _first_choice(raw)
-            if status not in UNAVAILABLE or time.monotonic() >= give_up:
+            if status not in UNAVAILABLE or loop_time() >= give_up:
                 text = raw[:500].decode(errors="replace")
                 raise ProviderError(f"{self.base_url} answered {status}: {text}", status_code=status)
             await asyncio.sleep(RETRY_DELAYS_S[min(attempt, len(RETRY_DELAYS_S) - 1)])

@@ -12,7 +12,6 @@ does not answer after that is interrupted, and replaced if that does not help.
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.envs.sources import EnvSource, Split
 from prime_hpc.envs.worker import LoopThread
+from prime_hpc.observe.loops import loop_time
 
 OPEN_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 5.0
@@ -170,7 +170,7 @@ class EnvPool:
         if not 0 <= url_index < len(self._urls):
             raise IndexError(f"url_index is {url_index}; there are {len(self._urls)} servers")
         assert self._closed is not None, "enter the pool first"
-        started = time.monotonic()
+        started = loop_time()
         timeout_s = source.config.timeout_s
         label = f"{source.name} task {task_index}"
         if self._replacing is not None:
@@ -186,7 +186,7 @@ class EnvPool:
         try:
             await asyncio.wait(
                 waited,
-                timeout=max(0.0, started + timeout_s - time.monotonic()),
+                timeout=max(0.0, started + timeout_s - loop_time()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if running.done():
@@ -308,7 +308,7 @@ class EnvPool:
 def _unfinished(state: EpisodeState, reason: str, error_type: str, started: float) -> EpisodeResult:
     """A result without a trace."""
     return EpisodeResult(
-        state=state, usable=False, reason=reason, error_type=error_type, duration_s=time.monotonic() - started
+        state=state, usable=False, reason=reason, error_type=error_type, duration_s=loop_time() - started
     )
 
 

@@ -15,6 +15,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from prime_hpc.observe.loops import new_event_loop
+
 T = TypeVar("T")
 
 POLL_S = 0.02
@@ -33,7 +35,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         """Start the thread and its loop."""
-        self.loop = asyncio.new_event_loop()
+        self.loop = new_event_loop()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

@@ -2,7 +2,7 @@
 
 A process that was stopped (SIGSTOP, `scontrol suspend`, a machine that slept) heard nobody, and that is nobody's fault.
 `time.monotonic` runs on under SIGSTOP; here a gap between two readings counts for `MAX_GAP_S` at most, so somebody must
-read it more often than that: a thread that does nothing else and touches no file (`keep_awake`).
+read it more often than that: a thread that touches no file, or an event loop (`loops`).
 """
 
 import threading
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 
 MAX_GAP_S = 1.0
-READ_S = 0.2
 
 
 class AwakeClock:
@@ -45,12 +44,3 @@ class AwakeClock:
         gap, self._last = raw - self._last, raw
         self._now += min(gap, self._max_gap_s)
         self._missed += max(0.0, gap - self._max_gap_s)
-
-    def keep_awake(self, stop: threading.Event) -> None:
-        """Read the clock from a thread of its own until `stop` is set."""
-
-        def run() -> None:
-            while not stop.wait(READ_S):
-                self.now()
-
-        threading.Thread(target=run, name="clock", daemon=True).start()

@@ -6,7 +6,6 @@ that answers; other failures are final.
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 from loguru import logger
 
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.observe.loops import loop_time
 from prime_hpc.orchestrator.episodes import is_retryable, is_server_error
 from prime_hpc.orchestrator.servers import ServerTable
 
@@ -79,7 +79,7 @@ class Dispatcher:
         self._dropped: set[asyncio.Task[EpisodeResult]] = set()
         self.num_running = 0
         self.num_retries = 0
-        self.last_end = time.monotonic()
+        self.last_end = loop_time()
         """When an episode last ended (or was started after a pause): a stall shows here."""
 
     @property
@@ -153,7 +153,7 @@ class Dispatcher:
             assert url is not None, "pump starts jobs only while a server is ready"
             lane.url = url
         if self.num_running == 0:
-            self.last_end = time.monotonic()
+            self.last_end = loop_time()
         self.num_running += 1
         url = lane.url
         self._servers.servers[url].in_flight += 1
@@ -171,7 +171,7 @@ class Dispatcher:
         job.lane.tasks.discard(task)
         self.num_running -= 1
         self._servers.servers[url].in_flight -= 1
-        self.last_end = time.monotonic()
+        self.last_end = loop_time()
         if self._closed:
             return
         if dropped and not job.lane.cancelled:  # no fault of the episode: it costs none of its retries

@@ -8,13 +8,13 @@ resumes catches up on due versions that are on disk and have no row in the metri
 """
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from loguru import logger
 
 from prime_hpc.config import Experiment
+from prime_hpc.observe.loops import loop_time
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.orchestrator.dispatch import Dispatcher
 from prime_hpc.orchestrator.errors import OrchestratorError
@@ -54,7 +54,7 @@ class EvalLoop:
         rows = read_metrics(parts.paths.metrics(ROLE))
         done = {int(row["step"]) for row in rows if "eval/seconds" in row}
         self.versions = due_versions(self._config.interval, exp.max_steps, start_step, list_versions(parts.paths), done)
-        self._table = ServerTable(parts.urls, time.monotonic())
+        self._table = ServerTable(parts.urls, loop_time())
         self._changed = asyncio.Event()
         self._dispatcher = Dispatcher(
             self._table,
@@ -95,7 +95,7 @@ class EvalLoop:
 
     async def _wait_for(self, version: int) -> bool:
         """Until the trainer has published it; False where it was, and is gone again."""
-        waited = time.monotonic()
+        waited = loop_time()
         while version > 0:
             try:
                 await asyncio.to_thread(
@@ -113,7 +113,7 @@ class EvalLoop:
                     logger.warning(f"version {version} is not on disk any more: not evaluated")
                     return False
                 limit = self._exp.orchestrator.weights_timeout_s * max(1, self._config.interval)
-                if time.monotonic() - waited > limit:
+                if loop_time() - waited > limit:
                     raise OrchestratorError(
                         f"no weights version {version} within {limit:.0f} s (orchestrator.weights_timeout_s a step); "
                         "see the trainer's log"
@@ -161,7 +161,7 @@ class EvalLoop:
             await asyncio.gather(keep, return_exceptions=True)
 
     def _check_servers(self) -> None:
-        down = self._table.all_down_since(time.monotonic())
+        down = self._table.all_down_since(loop_time())
         if down > self._parts.ready_timeout_s:
             raise OrchestratorError(
                 f"no inference server answered for {down:.0f} s ({', '.join(self._parts.urls)}); see their logs"

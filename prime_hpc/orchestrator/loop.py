@@ -10,7 +10,6 @@ version is served; the trainer wakes on the batch. `main` builds the parts and r
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from prime_hpc.client.inference import POLICY
 from prime_hpc.config import Experiment
 from prime_hpc.config.engines import sampling_role
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.observe.loops import loop_time
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.status import RoleStatus
 from prime_hpc.orchestrator.algorithms import Scorer
@@ -116,7 +116,7 @@ class Orchestrator:
         )
         self.broken: OrchestratorError | None = None
         """What a sampler or gate of the user's own failed with in a callback; the loop raises it."""
-        now = time.monotonic()
+        now = loop_time()
         self.table = ServerTable(parts.urls, now)
         self.failures = FailureWindow(config.max_failed_share)
         self.stats = StepStats(now)
@@ -159,7 +159,7 @@ class Orchestrator:
             await asyncio.gather(follow, work, return_exceptions=True)
 
     async def _work(self) -> None:
-        self.stats = StepStats(time.monotonic())
+        self.stats = StepStats(loop_time())
         self._served_changed()
         for step in range(self.start_step + 1, self.last_step + 1):
             groups, state = await self._collect(step)
@@ -310,7 +310,7 @@ class Orchestrator:
 
     def _report(self, step: int, scored: list[ScoredGroup], manifest: Manifest) -> None:
         """One metrics row, one status beat, one console line, the sample rollouts."""
-        row = self.stats.drain(time.monotonic()) | batch_metrics(scored, self.env_names, step)
+        row = self.stats.drain(loop_time()) | batch_metrics(scored, self.env_names, step)
         row |= group_metrics(self.book.drain_counts()) | self.curriculum.drain_metrics()
         row |= {
             "batch/tokens": manifest.meta["num_tokens"],
@@ -344,7 +344,7 @@ class Orchestrator:
     async def _wait_for_change(self, what: str, version: int) -> None:
         """Sleep until an episode ends or a version is served; every deadline of the loop is looked at here."""
         reason = self._wait_reason(version)
-        start = time.monotonic()
+        start = loop_time()
         try:
             async with asyncio.timeout(TICK_S):
                 await self.changed.wait()
@@ -353,7 +353,7 @@ class Orchestrator:
         self.changed.clear()
         if self.broken is not None:
             raise self.broken
-        now = time.monotonic()
+        now = loop_time()
         self.stats.add_wait(reason, now - start)
         self.dispatcher.pump()
         self.failures.check()

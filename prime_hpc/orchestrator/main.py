@@ -25,6 +25,7 @@ from prime_hpc.observe.bench import table, write_report
 from prime_hpc.observe.context import LED, RoleContext
 from prime_hpc.observe.heap import settle_heap
 from prime_hpc.observe.logs import setup_logger
+from prime_hpc.observe.loops import new_event_loop
 from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
 from prime_hpc.observe.status import RoleStatus
 from prime_hpc.orchestrator.bench import bench_experiment, bench_paths, bench_report
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         exp = load_run(run_dir)
         setup_logger(ROLE, level=exp.log.level, json_lines=exp.log.json_lines)
-        asyncio.run(_until_stopped(exp, context, bell, status))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(_until_stopped(exp, context, bell, status))
     except (ConfigError, EnvError, OrchestratorError, StoreError) as error:
         logger.error(str(error))
         status.failed(str(error))

@@ -8,7 +8,6 @@ Also here: `FrozenServer`, a server whose weights nobody changes, for runs whose
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from prime_hpc.client.inference import InferenceClient, InferenceError
+from prime_hpc.observe.loops import loop_time
 from prime_hpc.orchestrator.algorithms.scorer import References
 from prime_hpc.orchestrator.episodes import Episode
 from prime_hpc.orchestrator.errors import OrchestratorError
@@ -135,7 +135,7 @@ class Teacher:
         before = np.asarray(self._prefix(prompt.source, prompt.task) if self._prefix else [], np.int32)
         sequence, tries = np.concatenate([before, token_ids]), 0
         async with self._room:
-            end = time.monotonic() + self._deadline_s
+            end = loop_time() + self._deadline_s
             while True:
                 client = self._clients[self._turn % len(self._clients)]
                 self._turn += 1
@@ -144,7 +144,7 @@ class Teacher:
                 except InferenceError as error:
                     pause = RETRY_S[min(tries, len(RETRY_S) - 1)]
                     final = error.status is not None and error.status < 500 and error.status not in _WORTH_ANOTHER_TRY
-                    if final or time.monotonic() + pause > end:
+                    if final or loop_time() + pause > end:
                         raise OrchestratorError(
                             f"the teacher gave no log-probabilities of a sequence of {len(sequence)} tokens"
                             f"{'' if final else f' within {self._deadline_s:g} s, {tries + 1} tries'}: {error}"

@@ -6,7 +6,6 @@ version that the run serves before it gets episodes again.
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 from loguru import logger
 
 from prime_hpc.client.inference import POLICY, InferenceError
+from prime_hpc.observe.loops import loop_time
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.servers import ServerTable
 from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, StoreError, wait_for_artifact
@@ -140,13 +140,13 @@ class WeightSync:
 
     def report_error(self, index: int) -> None:
         """An episode failed because of this server: nothing is sent to it until it was looked at."""
-        if self._table.mark_suspect(index, time.monotonic()):
+        if self._table.mark_suspect(index, loop_time()):
             logger.warning(f"inference server {self._table.servers[index].url} failed; looking at it")
         self._trouble.set()
 
     def drop(self, index: int) -> None:
         """The server's node is gone: nothing of it is waited for until it is back."""
-        if self._table.mark_suspect(index, time.monotonic()):
+        if self._table.mark_suspect(index, loop_time()):
             logger.warning(f"inference server {self._table.servers[index].url} is gone with its node")
         loading = self._loading.get(index)
         if loading is not None:
@@ -217,10 +217,10 @@ class WeightSync:
             except (ArtifactTimeout, ArtifactError) as error:
                 logger.warning(f"weights version {version} cannot be read yet: {error}")
                 continue
-            start = time.monotonic()
+            start = loop_time()
             self.current = version
             await asyncio.gather(*(self._load_unless_dropped(i) for i in self._table.ready_indices))
-            self.update_seconds = time.monotonic() - start
+            self.update_seconds = loop_time() - start
             await self._announce()
 
     def _wait_for(self, version: int) -> None:
@@ -279,19 +279,19 @@ class WeightSync:
         self._on_change()
 
     async def _bring_back_forever(self) -> None:
-        warned = time.monotonic()
+        warned = loop_time()
         while True:
             await _wait_for_event(self._trouble, PROBE_PAUSE_S)
             self._trouble.clear()
             down = [i for i, server in enumerate(self._table.servers) if not server.ready]
             if not down:
-                warned = time.monotonic()
+                warned = loop_time()
                 continue
             results = await asyncio.gather(*(self._bring_back(i) for i in down))
             if any(results):
                 await self._announce()
-            if time.monotonic() - warned > DOWN_WARNING_S:
-                warned = time.monotonic()
+            if loop_time() - warned > DOWN_WARNING_S:
+                warned = loop_time()
                 urls = ", ".join(self._table.servers[i].url for i in down if not self._table.servers[i].ready)
                 logger.warning(f"still waiting for {urls}")
             await asyncio.sleep(0 if all(results) else PROBE_PAUSE_S)
@@ -312,7 +312,7 @@ class WeightSync:
             logger.info(f"{server.url} is back with version {found}; it gets version {self.current}")
             await self._load(index)
         if server.ready:
-            seconds = time.monotonic() - server.not_ready_since
+            seconds = loop_time() - server.not_ready_since
             logger.info(f"inference server {server.url} takes episodes again after {seconds:.1f} s")
         return server.ready
 

@@ -1,5 +1,6 @@
 """A stall is not a death: clocks that stand still, threads that never wait for a file, a controller that is away."""
 
+import asyncio
 import json
 import os
 import threading
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from loguru import logger
 
-from prime_hpc.observe import logs
+from prime_hpc.observe import logs, loops
 from prime_hpc.observe.awake import MAX_GAP_S, AwakeClock
 from prime_hpc.observe.console import Console
 from prime_hpc.observe.context import RoleContext
@@ -197,3 +198,26 @@ def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatc
     assert len(answers) == 1, "a refusal is final"
     answers[:] = [away] * 1000
     assert not survive.come_back("7", "requeue", 2, clock=now, sleep=sleep)
+
+
+def test_an_event_loop_that_stood_still_has_no_late_timers() -> None:
+    async def standing_still() -> str:
+        loop = asyncio.get_running_loop()
+        began, answer = loops.loop_time(), loop.create_future()
+        loop.call_soon_threadsafe(lambda: raw.__setattr__("skipped", 600.0))  # SIGSTOP, SIGCONT, or a file that hangs
+        loop.call_later(0.2, answer.set_result, "in time")
+        async with asyncio.timeout(60.0):
+            words = await answer
+        assert loops.loop_time() - began < 60.0
+        return words
+
+    class Skipping:
+        skipped = 0.0
+
+        def __call__(self) -> float:
+            return time.monotonic() + self.skipped
+
+    raw = Skipping()
+    loop = loops.new_event_loop(raw)
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        assert runner.run(standing_still()) == "in time"

@@ -189,8 +189,8 @@ class TrainerConfig(Section):
     """Batch source."""
     logits_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose logits (vocabulary-sized rows) exist at once; more where those take less than 64 MiB."""
-    dist_timeout_s: float = Field(600, gt=0)
-    """Deadline of a collective."""
+    dist_timeout_s: float = Field(1200, gt=0)
+    """Deadline of a collective; longer than a shared file system may hang, for a rank may wait for it."""
     batch_timeout_s: float = Field(1800, gt=0)
     """Deadline of the wait for one batch."""
     keep_weights: int = Field(2, ge=1)
