@@ -109,7 +109,12 @@ def test_logging_never_waits_for_a_file_that_hangs(tmp_path: Path, monkeypatch: 
         written.append(message)
 
     sink = logs._PatientSink(write)
-    caller = threading.Thread(target=lambda: [sink.write(f"{number}\n") for number in range(50)], daemon=True)
+
+    def call() -> None:
+        for number in range(50):
+            sink.write(f"{number}\n")
+
+    caller = threading.Thread(target=call, daemon=True)
     caller.start()
     caller.join(WAIT_S)
     assert not caller.is_alive() and not written
