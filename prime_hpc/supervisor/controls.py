@@ -15,6 +15,7 @@ from loguru import logger
 from prime_hpc.store import files
 from prime_hpc.supervisor.allocation import Allocation
 from prime_hpc.supervisor.inquest import JobLog, granted_until, why_terminated
+from prime_hpc.supervisor.timelimit import TimeLimit
 
 SAVE, STOP = "SAVE", "STOP"
 LOOK_S = 2.0
@@ -60,7 +61,7 @@ class Controls:
     ) -> None:
         self._run_dir = run_dir
         self._allocation = allocation
-        self._ends_at = allocation.ends_at if allocation else None
+        self._limit = TimeLimit(allocation.job_id, allocation.ends_at) if allocation else None
         self._began = time.time()
         self._of_slurm: StopRequest | None = None
         self._log = JobLog()
@@ -74,7 +75,9 @@ class Controls:
         """How often SAVE was found."""
 
     def install(self) -> None:
-        """Listen to SIGINT, SIGTERM and SIGUSR1; what came since an earlier `install` is not forgotten."""
+        """Listen to signals, and to changes of the limit; what came since an earlier `install` is not forgotten."""
+        if self._limit is not None:
+            self._limit.start()
         if self._previous:
             return
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -82,9 +85,16 @@ class Controls:
 
     def restore(self) -> None:
         """Put the handlers back as they were."""
+        if self._limit is not None:
+            self._limit.stop()
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous = {}
+
+    @property
+    def _ends_at(self) -> float | None:
+        """Epoch seconds of the time limit as it is now; None: unknown or unlimited."""
+        return None if self._limit is None else self._limit.ends_at
 
     @property
     def insists(self) -> bool:
@@ -100,10 +110,10 @@ class Controls:
 
     def was_stopped(self, seconds: float) -> None:
         """The job was suspended for so long: Slurm has moved its end, for the time did not count."""
-        if self._allocation is not None and self._ends_at is not None:
+        if self._allocation is not None and self._limit is not None and self._limit.ends_at is not None:
             end = granted_until(self._allocation.job_id)
-            self._ends_at = end if end is not None else self._ends_at + seconds
-            logger.info(f"the job's time limit is {self._ends_at - time.time():.0f} s away")
+            self._limit.ends_at = end if end is not None else self._limit.ends_at + seconds
+            logger.info(f"the job's time limit is {self._limit.ends_at - time.time():.0f} s away")
 
     def poll(self) -> StopRequest | None:
         """What was asked for since the start, if anything."""

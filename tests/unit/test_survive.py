@@ -1,17 +1,20 @@
 """Whether a job comes back, and what its ends are called: from Slurm's own words, recorded on 22.05."""
 
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from prime_hpc.config.sections.slurm import SiteConfig, SlurmConfig, SurviveConfig
+from prime_hpc.supervisor import timelimit
 from prime_hpc.supervisor.allocation import Allocation, parse_end_time, read_allocation
 from prime_hpc.supervisor.controls import SAVE, STOP, Controls
 from prime_hpc.supervisor.inquest import JobLog, parse_termination
 from prime_hpc.supervisor.mode import resolve_mode
 from prime_hpc.supervisor.survive import decide, lives_without_progress
+from prime_hpc.supervisor.timelimit import TimeLimit
 
 JOB = (
     "JobId=15 JobName=x Priority=4294901745 JobState={state} Reason={reason} Dependency=(null) Requeue=1 "
@@ -178,6 +181,59 @@ def test_the_time_limit_is_seen_before_it_strikes(tmp_path: Path) -> None:
     # a step and a save that take long need more than the signal's lead
     assert controls(tmp_path, left_s=500, needs_s=480).poll() is None
     assert controls(tmp_path, left_s=500, needs_s=495).poll() is not None
+
+
+def shown(limit: str, end: float | None, state: str = "RUNNING") -> str:
+    when = "Unknown" if end is None else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(end))
+    return f"JobId=7 JobState={state} TimeLimit={limit} EndTime={when} Deadline=N/A"
+
+
+def test_the_time_limit_may_change() -> None:
+    now = float(int(time.time()))
+    limit = TimeLimit("7", now + 3600)
+    limit.hear(shown("01:00:00", now + 3600))
+    assert limit.ends_at == now + 3600
+    limit.hear(shown("01:00:00", now + 30))
+    assert limit.ends_at == now + 3600, "a preemption's grace moves the end alone"
+    limit.hear(shown("02:00:00", now + 7200))
+    assert limit.ends_at == now + 7200, "extended"
+    limit.hear(shown("00:20:00", now + 1200))
+    assert limit.ends_at == now + 1200, "shortened"
+    limit.hear(shown("00:20:00", now + 1500))
+    assert limit.ends_at == now + 1500, "suspended for 5 min"
+    limit.hear(shown("00:20:00", now + 1200, "COMPLETING"))
+    assert limit.ends_at == now + 1500, "the job is ending"
+    limit.hear(shown("UNLIMITED", None))
+    assert limit.ends_at is None
+    limit.hear(shown("01:00:00", now + 3600))
+    assert limit.ends_at == now + 3600
+    unknown = TimeLimit("7", None)
+    unknown.hear(shown("01:00:00", now + 3600))
+    assert unknown.ends_at == now + 3600, "the controller was away at the start"
+
+
+def test_a_changed_limit_is_seen_while_the_attempt_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+
+    def ask(*_: object, **__: object) -> str:
+        text = shown("00:10:00" if asked.is_set() else "02:00:00", time.time() + (20 if asked.is_set() else 5000))
+        asked.set()
+        return text
+
+    monkeypatch.setattr(timelimit, "run_slurm", ask)
+    monkeypatch.setattr(timelimit.TimeLimit.__init__, "__defaults__", (0.01,))
+    one = controls(tmp_path, left_s=5000)
+    assert one.poll() is None
+    one.install()
+    try:
+        deadline = time.monotonic() + 60
+        while (request := one.poll()) is None:
+            assert time.monotonic() < deadline
+            one._next_look = 0.0
+            time.sleep(0.01)
+    finally:
+        one.restore()
+    assert "before the time limit" in request.reason
 
 
 def test_signals(tmp_path: Path) -> None:
