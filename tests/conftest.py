@@ -25,8 +25,22 @@ def _room(nodeid: str) -> str:
     return nodeid.split("/")[1]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order in which several processes end at about the same time."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--all`."""
+    parser.addoption("--all", action="store_true", help="also the tests marked `exhaustive`")
+
+
+def _takes_all(config: pytest.Config) -> bool:
+    """Asked for all of them, or for some by name or marker."""
+    return config.getoption("--all") or "exhaustive" in config.option.markexpr or any("::" in a for a in config.args)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Which tests, in the order in which several processes end at about the same time."""
+    if not _takes_all(config):
+        left = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
     items.sort(key=lambda item: LONGEST_FIRST.index(_room(item.nodeid)))
 
 

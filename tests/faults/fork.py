@@ -5,7 +5,7 @@ verifiers). Children that would run `sys.executable -m MODULE ...` become forks 
 pid, session, environment, descriptors and signals, children of the process that started them, ended and waited for as
 always. The product's code is untouched and knows nothing of it. Everything else is started as usual.
 
-Used by the fault harness alone (`tools/faults`), never inside pytest's own process.
+Used by the fault harness (`tools/faults`) and `tests.support.fork_server`, never inside pytest's own process.
 """
 
 import contextlib

@@ -7,6 +7,7 @@ import pytest
 from tests.support.hostile.mount import why_not
 
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(why_not() is not None, reason=f"hostile mounts: {why_not()}"),

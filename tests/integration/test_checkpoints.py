@@ -22,7 +22,6 @@ from prime_hpc.store.layout import RunPaths, list_steps
 from prime_hpc.store.weights import list_versions
 from prime_hpc.supervisor.begin import begin_attempt
 from prime_hpc.trainer.batches import redistribute
-from prime_hpc.verbs import replay
 from tests.integration.test_trainer import (
     assert_done,
     command,
@@ -273,13 +272,17 @@ def test_sft_saves_on_request_and_stops_with_a_save(tmp_path: Path, model: Path)
     }
 
 
-def test_replay_is_equal_to_the_last_bit(uninterrupted: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
-    run = str(uninterrupted.root)
-    assert replay.run([run, "--json"], "prime-hpc replay") == 0
-    whole = json.loads(capsys.readouterr().out)
+def replayed(run: RunPaths, *flags: str, code: int = 0) -> str:
+    """`prime-hpc replay`; what it printed."""
+    done = forked.run(["tests.faults.entry", "prime-hpc", "replay", str(run.root), *flags], env=environment())
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_replay_is_equal_to_the_last_bit(uninterrupted: RunPaths) -> None:
+    whole = json.loads(replayed(uninterrupted, "--json"))
     assert (whole["start"], whole["num_equal"], whole["equal"], whole["max_loss_difference"]) == (0, 6, True, 0.0)
-    assert replay.run([run, "--steps", "5:6"], "prime-hpc replay") == 0
-    said = capsys.readouterr().out
+    said = replayed(uninterrupted, "--steps", "5:6")
     assert "from the checkpoint of step 4, 2 rank(s)" in said and "2 steps: every figure equal" in said
     log = uninterrupted.metrics("trainer")
     text = log.read_text()
@@ -287,8 +290,7 @@ def test_replay_is_equal_to_the_last_bit(uninterrupted: RunPaths, capsys: pytest
     rows[-1]["grad_norm"] *= 1 + 1e-15
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
     try:
-        assert replay.run([run, "--steps", "6", "--json"], "prime-hpc replay") == 1
+        worse = json.loads(replayed(uninterrupted, "--steps", "6", "--json", code=1))
     finally:
         log.write_text(text)
-    worse = json.loads(capsys.readouterr().out)
     assert worse["first_difference"]["figure"] == "grad_norm" and worse["first_difference"]["step"] == 6

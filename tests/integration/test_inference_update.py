@@ -1,7 +1,8 @@
 """Weight updates of real vLLM servers on CPU: exact, versioned per token, refused when wrong, ended in order.
 
-For a model with tied embeddings (two data-parallel engines behind one server) and one with untied ones (one engine,
-an api key). Each is compared with a server started fresh on the version, or with transformers' log-probabilities.
+For a model with tied embeddings (two data-parallel engines behind one server, an api key) and, in `tools/test --all`,
+one with untied ones (one engine, no key). Each is compared with transformers' log-probabilities; the untied one also
+with a server started fresh on the version.
 """
 
 import asyncio
@@ -16,13 +17,15 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from prime_hpc.client.inference import Generation, InferenceClient, InferenceError
-from tests.support.inference_server import ServerProcess, hf_logprobs, publish, save_model
+from tests.support.inference_server import ServerProcess, hf_logprobs, hf_logprobs_of_all, publish, save_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 TOLERANCE = 1e-4
+TRIES = 8
 GREEDY = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
 PROMPTS = [[(7 * i + 3 * j) % 400 for j in range(5 + 3 * i)] for i in range(12)]
 KEY = "a secret"
@@ -30,18 +33,17 @@ KEY = "a secret"
 
 @dataclass
 class Family:
-    """One model: base, two versions, and what a fresh server says on the first of them."""
+    """One model: base and two versions."""
 
     tied: bool
     base: Path
     run_dir: Path
     v1: Path
     v2: Path
-    fresh_v1: list[Generation]
 
     @property
     def inference(self) -> dict[str, Any]:
-        return {"data_parallel_size": 2} if self.tied else {"api_key": KEY}
+        return {"data_parallel_size": 2, "api_key": KEY} if self.tied else {}
 
 
 def client_of(server: ServerProcess, key: str | None = KEY) -> InferenceClient:
@@ -78,19 +80,24 @@ def assert_different(found: list[Generation], other: list[Generation]) -> None:
     assert any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(found, other, strict=True))
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+def assert_is(found: list[Generation], folder: Path) -> None:
+    """Greedy answers of the model in `folder`: the log-probabilities, and that no token was likelier."""
+    for prompt, generation in zip(PROMPTS, found, strict=True):
+        completion = generation.token_ids.tolist()
+        every = hf_logprobs_of_all(folder, prompt, completion)
+        own = every[torch.arange(len(completion)), completion]
+        np.testing.assert_allclose(generation.logprobs, own, atol=TOLERANCE, rtol=0)
+        assert (every.max(-1).values - own).max() < TOLERANCE
+
+
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.exhaustive)])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     root = tmp_path_factory.mktemp(request.param)
     tied = request.param == "tied"
     models = [save_model(root / f"model{seed}", tied=tied, seed=seed) for seed in range(3)]
     run_dir = root / "run"
     v1, v2 = (publish(models[version], run_dir, version) for version in (1, 2))
-    fresh = ServerProcess(root / "fresh", v1)
-    try:
-        generations = greedy_now(fresh.wait_ready())
-    finally:
-        fresh.close()
-    return Family(tied, models[0], run_dir, v1, v2, generations)
+    return Family(tied, models[0], run_dir, v1, v2)
 
 
 @pytest.fixture(scope="module")
@@ -124,28 +131,37 @@ def test_scores_of_a_sequence_are_the_models_own(family: Family, server: ServerP
         )
 
 
-def test_an_updated_server_equals_a_fresh_one(
-    family: Family, server: ServerProcess, base_outputs: list[Generation]
+def test_an_updated_server_serves_the_version(
+    family: Family, server: ServerProcess, base_outputs: list[Generation], tmp_path: Path
 ) -> None:
+    assert_is(base_outputs, family.base)
     answer = call(server, "update_weights", family.v1, 1)
     assert answer["changed"] and call(server, "policy_version") == 1
     updated = greedy_now(server)
-    assert_same(updated, family.fresh_v1)
+    assert_is(updated, family.v1)
     assert_different(updated, base_outputs)
     assert all((generation.versions == 1).all() for generation in updated)
+    if not family.tied:
+        fresh = ServerProcess(tmp_path / "fresh", family.v1)
+        try:
+            assert_same(updated, greedy_now(fresh.wait_ready()))
+        finally:
+            fresh.close()
 
 
 def test_the_same_update_again_changes_nothing(family: Family, server: ServerProcess) -> None:
     call(server, "update_weights", family.v1, 1)
     assert call(server, "update_weights", family.v1, 1)["changed"] is False
-    assert_same(greedy_now(server), family.fresh_v1)
+    assert_is(greedy_now(server), family.v1)
 
 
 def test_both_engines_got_the_update(family: Family, server: ServerProcess) -> None:
-    """vLLM's own header picks the engine; every engine must answer as the fresh server does."""
+    """vLLM's own header picks the engine; every engine must answer alike."""
     call(server, "update_weights", family.v1, 1)
+    updated = greedy_now(server)
+    assert_is(updated, family.v1)
     for engine in range(2 if family.tied else 1):
-        for prompt, expected in zip(PROMPTS, family.fresh_v1, strict=True):
+        for prompt, expected in zip(PROMPTS, updated, strict=True):
             body = {"model": "policy", "token_ids": prompt, "sampling_params": {**GREEDY, "logprobs": 0}}
             headers = {"X-data-parallel-rank": str(engine), "Authorization": f"Bearer {KEY}"}
             answer = httpx.post(f"{server.url}/inference/v1/generate", json=body, headers=headers, timeout=60).json()
@@ -159,7 +175,7 @@ def test_both_engines_got_the_update(family: Family, server: ServerProcess) -> N
 
 
 def test_requests_in_flight_keep_their_tokens_and_label_each(family: Family, server: ServerProcess) -> None:
-    sampling = {"max_tokens": 360, "temperature": 1.0, "ignore_eos": True}
+    sampling = {"max_tokens": 440, "temperature": 1.0, "ignore_eos": True}
 
     async def run() -> list[Generation]:
         async with client_of(server) as client:
@@ -169,11 +185,14 @@ def test_requests_in_flight_keep_their_tokens_and_label_each(family: Family, ser
             await client.update_weights(family.v2, 2)
             return list(await asyncio.gather(*tasks))
 
-    generations = asyncio.run(run())
-    mixed = [g for g in generations if len(set(g.versions.tolist())) == 2]
-    assert mixed, "the update fell outside every request"
+    for _ in range(TRIES):  # on a busy machine the update may come before or after all of them
+        generations = asyncio.run(run())
+        if any(len(set(g.versions.tolist())) == 2 for g in generations):
+            break
+    else:
+        pytest.fail("the update fell outside every request")
     for prompt, generation in zip(PROMPTS, generations, strict=True):
-        assert len(generation.token_ids) == 360
+        assert len(generation.token_ids) == 440
         assert (np.diff(generation.versions) >= 0).all() and set(generation.versions.tolist()) <= {1, 2}
         completion = generation.token_ids.tolist()
         by_version = {1: hf_logprobs(family.v1, prompt, completion), 2: hf_logprobs(family.v2, prompt, completion)}
@@ -222,7 +241,7 @@ def test_a_wrong_version_is_refused_and_harms_nothing(family: Family, server: Se
             call(server, "update_weights", path, version)
         assert refused.value.status == 400
     assert call(server, "policy_version") == 1
-    assert_same(greedy_now(server), family.fresh_v1)
+    assert_is(greedy_now(server), family.v1)
 
 
 def test_the_key_guards_every_route(family: Family, server: ServerProcess) -> None:
@@ -237,7 +256,7 @@ def test_the_key_guards_every_route(family: Family, server: ServerProcess) -> No
             answers = await asyncio.gather(*calls, return_exceptions=True)
             return [a.status if isinstance(a, InferenceError) else None for a in answers]
 
-    guarded = not family.tied
+    guarded = family.tied
     assert asyncio.run(refused("another")) == [401 if guarded else None] * 4
     assert asyncio.run(refused(None)) == [401 if guarded else None] * 4
     call(server, "reload_weights")

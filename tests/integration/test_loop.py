@@ -15,7 +15,8 @@ import yaml
 
 from prime_hpc.observe.status import read_status
 from prime_hpc.supervisor import ports
-from tests.support.runs import ROOT, background, command, rows, steps, used_prompts, wait_until
+from tests.support import forked
+from tests.support.runs import ENVIRONMENT, ROOT, background, command, rows, steps, used_prompts, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -65,29 +66,42 @@ def server(work: Path) -> Iterator[str]:
 
 
 def attached(work: Path, server: str, name: str, *flags: object) -> tuple[int, str, Path]:
-    done = command("rl", "@", work / "exp.yaml", "--name", name, "--orchestrator.client.base-url", server, *flags)
+    words = ["rl", "@", work / "exp.yaml", "--name", name, "--orchestrator.client.base-url", server, *flags]
+    done = forked.run(["tests.faults.entry", *map(str, words)], env=ENVIRONMENT, timeout=280)
     return done.returncode, done.stdout + done.stderr, work / name
 
 
-def test_learning_rate_zero_keeps_the_engines_probabilities_and_the_same_model_teaches_nothing(
-    work: Path, server: str
-) -> None:
+LR_ZERO = ("--trainer.optim.lr", 0, "--trainer.optim.weight-decay", 0)
+
+
+def assert_probabilities_are_the_engines(run_dir: Path, num_steps: int) -> None:
+    table = rows(run_dir, "trainer")
+    assert [row["step"] for row in table] == list(range(1, num_steps + 1))
+    assert max(row["logprob_diff"] for row in table) < 1e-4
+    assert max(row["ratio_max"] for row in table) < 1.01
+    assert max(row["logprob_diff_max"] for row in table) < 0.01  # bounds the least ratio too
+    assert {row["lag_max"] for row in table} <= {0, 1, 2}
+
+
+def test_learning_rate_zero_keeps_the_engines_probabilities(work: Path, server: str) -> None:
+    code, output, run_dir = attached(work, server, "lr0", *LR_ZERO, "--max-steps", 5)
+    assert code == 0, output
+    assert_probabilities_are_the_engines(run_dir, 5)
+
+
+@pytest.mark.exhaustive
+def test_the_same_model_teaches_nothing(work: Path, server: str) -> None:
     """The run starts its teacher, the very model that it trains: no token's advantage comes from there."""
-    flags = ("--trainer.optim.lr", 0, "--trainer.optim.weight-decay", 0, "--max-steps", 10)
+    flags = (*LR_ZERO, "--max-steps", 10)
     teacher = ("--orchestrator.teacher.model", work / "starter" / "model", "--teacher-inference.cpu-kv-cache-gib", 0.25)
     opd = ("--orchestrator.advantage.type", "opd", "--orchestrator.advantage.reward-weight", 1)
-    code, output, run_dir = attached(work, server, "lr0", *flags, *teacher, *opd)
+    code, output, run_dir = attached(work, server, "taught", *flags, *teacher, *opd)
     assert code == 0, output
     gaps = [row["teacher/reverse_kl"] for row in rows(run_dir, "orchestrator") if "teacher/reverse_kl" in row]
     assert len(gaps) == 10 and max(map(abs, gaps)) < 1e-4
     assert "teacher server 0 is ready" in (run_dir / "logs/attempt_1/teacher/teacher.log").read_text()
     assert not members(run_dir, "inference")
-    table = rows(run_dir, "trainer")
-    assert [row["step"] for row in table] == list(range(1, 11))
-    assert max(row["logprob_diff"] for row in table) < 1e-4
-    assert max(row["ratio_max"] for row in table) < 1.01
-    assert max(row["logprob_diff_max"] for row in table) < 0.01  # bounds the least ratio too
-    assert {row["lag_max"] for row in table} <= {0, 1, 2}
+    assert_probabilities_are_the_engines(run_dir, 10)
 
 
 def test_two_lives_are_one_run(work: Path, server: str) -> None:
@@ -135,6 +149,7 @@ def members(run_dir: Path, name: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_killed_server_is_restarted_and_a_killed_rank_ends_the_run(work: Path) -> None:
     run_dir = work / "killed"
     log = work / "killed.log"
@@ -170,7 +185,7 @@ def test_killed_server_is_restarted_and_a_killed_rank_ends_the_run(work: Path) -
     wait_until(lambda: not any(members(run_dir, r) for r in ("inference", "trainer", "orchestrator")), 10, "all gone")
 
 
-@pytest.mark.parametrize("program", ["rl", "submit"])
+@pytest.mark.parametrize("program", ["rl", pytest.param("submit", marks=pytest.mark.exhaustive)])
 def test_interrupt_ends_everything(work: Path, server: str, program: str) -> None:
     name = f"interrupted-{program}"
     run_dir, log = work / name, work / f"{name}.log"

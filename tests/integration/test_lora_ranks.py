@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.trainer import LossConfig
@@ -14,6 +13,7 @@ from prime_hpc.trainer.batches import redistribute
 from prime_hpc.trainer.lora import reset_slot, slot_parameters, slot_weights
 from prime_hpc.trainer.rl import rl_objective
 from tests.support.lora import lora_engine, lora_policy
+from tests.support.ranks import spawn
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
 pytestmark = pytest.mark.slow
@@ -61,4 +61,4 @@ def test_ranks_equal_one_process(tmp_path: Path) -> None:
     model, expected = make_tiny_model(tmp_path / "model"), tmp_path / "expected"
     for world_size in (1, 3):
         args = (world_size, str(tmp_path / f"store{world_size}"), model, expected)
-        mp.spawn(work, args=args, nprocs=world_size)
+        spawn(work, args, world_size)

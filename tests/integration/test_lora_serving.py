@@ -26,6 +26,7 @@ from tests.support.lora import fill_randomly, lora_policy, merged_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 TOLERANCE = 1e-4
+TRIES = 8
 LORA = {"rank": 6, "alpha": 12}
 GREEDY = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
 PROMPTS = [[(7 * i + 3 * j) % 400 for j in range(5 + 3 * i)] for i in range(6)]
@@ -121,20 +122,25 @@ def test_the_trainer_says_the_same(world: World) -> None:
 
 
 def test_requests_in_flight_end_with_their_version(world: World) -> None:
-    async def work(client: InferenceClient) -> tuple[list[Generation], Generation]:
+    async def work(client: InferenceClient) -> tuple[list[Generation], list[bool], Generation]:
         await client.update_weights(world.versions[1], 1)
         early = [asyncio.create_task(client.generate(p, {**GREEDY, "max_tokens": 480})) for p in PROMPTS * 2]
-        await client.generate(PROMPTS[0], {**GREEDY, "max_tokens": 2})  # sent last: the others are under way
+        await client.generate(PROMPTS[0], {**GREEDY, "max_tokens": 2})  # sent last: most others are under way
         await client.update_weights(world.versions[2], 2)
-        assert not all(task.done() for task in early), "the update fell behind every request: the test is blind"
+        under_way = [not task.done() for task in early]
         late = await client.generate(PROMPTS[1], GREEDY)
-        return list(await asyncio.gather(*early)), late
+        return list(await asyncio.gather(*early)), under_way, late
 
-    early, late = world.run(work)
-    for prompt, generation in zip(PROMPTS * 2, early, strict=True):
-        assert len(generation.token_ids) == 480 and generation.finish_reason == "length"
-        assert_sampled_by(world.merged[1], 1, prompt, generation)
-    assert_sampled_by(world.merged[2], 2, PROMPTS[1], late)
+    for _ in range(TRIES):  # on a busy machine the update may come before or after all of them
+        early, under_way, late = world.run(work)
+        for prompt, generation in zip(PROMPTS * 2, early, strict=True):
+            assert len(generation.token_ids) == 480 and generation.finish_reason == "length"
+            version = int(generation.versions[0])
+            assert_sampled_by(world.merged[version], version, prompt, generation)
+        assert_sampled_by(world.merged[2], 2, PROMPTS[1], late)
+        if any(held and one.versions[0] == 1 for held, one in zip(under_way, early, strict=True)):
+            return
+    pytest.fail("no request was under way while the version changed")
 
 
 def test_several_names_and_the_base_in_one_batch(world: World) -> None:
@@ -170,7 +176,7 @@ def test_many_versions_under_one_long_request(world: World) -> None:
     async def work(client: InferenceClient) -> tuple[Generation, list[Generation]]:
         await client.update_weights(world.versions[1], 1)
         early = asyncio.create_task(client.generate(PROMPTS[1], {**GREEDY, "max_tokens": 450}))
-        await asyncio.sleep(0.1)
+        await client.generate(PROMPTS[0], {**GREEDY, "max_tokens": 2})
         for version in range(4, 20):
             await client.update_weights(world.versions[version], version)
         await client.update_weights(world.versions[2], 2)
@@ -178,7 +184,7 @@ def test_many_versions_under_one_long_request(world: World) -> None:
         return await early, list(later)
 
     early, later = world.run(work)
-    assert early.finish_reason in ("abort", "length") and (early.versions == 1).all()
+    assert early.finish_reason in ("abort", "length") and len(set(early.versions.tolist())) <= 1
     assert_sampled_by(world.merged[1], 1, PROMPTS[1], early)
     for prompt, generation in zip(PROMPTS, later, strict=True):
         assert_sampled_by(world.merged[2], 2, prompt, generation)

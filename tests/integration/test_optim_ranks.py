@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from prime_hpc.config.sections.trainer import OptimConfig
 from prime_hpc.trainer.optim import build_optimizer
+from tests.support.ranks import spawn
 
 pytestmark = pytest.mark.slow
 
@@ -58,4 +58,4 @@ def work(rank: int, world_size: int, store: str, hybrid: bool) -> None:
 
 @pytest.mark.parametrize(("world_size", "hybrid"), [(2, False), (4, False), (4, True)])
 def test_sharded_updates_equal_plain_ones(tmp_path: Path, world_size: int, hybrid: bool) -> None:
-    mp.spawn(work, args=(world_size, str(tmp_path / "store"), hybrid), nprocs=world_size)
+    spawn(work, (world_size, str(tmp_path / "store"), hybrid), world_size)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -22,6 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from prime_hpc.store.artifact import verify_artifact
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.trainer.publish import Publisher
+from tests.support.ranks import spawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -104,7 +104,7 @@ def test_published_tensors_are_the_models_bit_by_bit(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
     save_file(stored, tmp_path / "model" / "model.safetensors")
-    mp.spawn(work, args=(str(tmp_path / "store"), tmp_path), nprocs=WORLD_SIZE)
+    spawn(work, (str(tmp_path / "store"), tmp_path), WORLD_SIZE)
     in_place = {}
     for layout in ("fsdp", "hybrid", "tensor-parallel"):
         for local_size in (4, 2):

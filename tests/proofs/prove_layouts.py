@@ -7,22 +7,19 @@ float32: sums are taken in other orders, nothing else differs.
 """
 
 import json
-import multiprocessing
 import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch.multiprocessing as mp
-
 from tests.proofs import Proof
 from tests.proofs.layout_world import LOSSES, Case, each_error, work
+from tests.support.ranks import spawn
 from tests.support.tiny_families import make_family
 
 BOUNDS = {"loaded": 1e-12, "metrics": 2e-5, "grad norm": 2e-5, "weights": 2e-4, "resumed": 2e-4}
 """Float32: about 1e-6 a step in losses and gradients, which Adam's division amplifies; reading loses nothing."""
 FAMILIES = ("qwen3", "llama", "qwen3_moe")
-MODELING = [f"transformers.models.{name}.modeling_{name}" for name in FAMILIES]
 
 
 def layouts(family: str, world_size: int) -> list[dict[str, int]]:
@@ -73,13 +70,10 @@ def run_worlds(folder: Path, worlds: dict[int, list[Case]]) -> dict[str, dict[st
     alone = list({case.alone.name: case.alone for cases in worlds.values() for case in cases}.values())
     for family in {case.family for case in alone}:
         make_family(folder / "models" / family, family)
-    # Importing torch and transformers costs a process more than all it does here: one does it, and is forked.
-    multiprocessing.set_forkserver_preload(["tests.proofs.layout_world", *MODELING])
     found: dict[str, dict[str, float]] = {}
     resume: dict[str, str] = {}
     for world_size, cases in {1: alone, **worlds}.items():
-        arguments = (world_size, str(folder), cases, resume, len(LOSSES))
-        mp.start_processes(work, args=arguments, nprocs=world_size, start_method="forkserver")
+        spawn(work, (world_size, str(folder), cases, resume, len(LOSSES)), world_size, limit_s=1800)
         result = json.loads((folder / f"world_{world_size}.json").read_text(encoding="utf-8"))
         found |= {f"{name} of {world_size}": errors for name, errors in result["errors"].items()}
         resume = result["resume"]

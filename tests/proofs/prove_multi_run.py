@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from loguru import logger
 
 from prime_hpc.config import Experiment
@@ -51,6 +50,7 @@ from tests.support.many_runs import (
     put_batches,
     versions,
 )
+from tests.support.ranks import spawn
 from tests.support.tiny_model import make_tiny_model
 
 BITWISE = sys.float_info.min
@@ -275,7 +275,7 @@ def errors_of(num_ranks: int, trials: int, claims: Iterable[str] = CLAIMS) -> di
     """The errors of every trial of each claim, on so many ranks."""
     with tempfile.TemporaryDirectory() as root:
         make_tiny_model(Path(root) / "model")
-        mp.spawn(work, args=(num_ranks, root, trials, list(claims)), nprocs=num_ranks)
+        spawn(work, (num_ranks, root, trials, list(claims)), num_ranks)
         return torch.load(Path(root) / f"errors{num_ranks}")
 
 

@@ -32,7 +32,7 @@ def work_with_one_slot(*args: Any) -> None:
 
 
 def test_the_proof_sees_runs_that_share_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    spawn = prove_multi_run.mp.spawn
-    monkeypatch.setattr(prove_multi_run.mp, "spawn", lambda _, **kw: spawn(work_with_one_slot, **kw))
+    spawn = prove_multi_run.spawn
+    monkeypatch.setattr(prove_multi_run, "spawn", lambda _, *rest: spawn(work_with_one_slot, *rest))
     errors = prove_multi_run.errors_of(1, 1, ["together"])
     assert errors["together"][0] > 1e-3

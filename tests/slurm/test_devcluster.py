@@ -109,6 +109,7 @@ def test_a_job_in_high_preempts_one_is_requeued_and_one_cancelled(cluster: Clust
     assert cluster.wait_state(high, DONE) == "COMPLETED"
 
 
+@pytest.mark.exhaustive
 def test_power_off_ends_the_tasks_and_slurm_finds_out(cluster: Cluster) -> None:
     beat = "echo life ${SLURM_RESTART_COUNT:-0} on $SLURMD_NODENAME\n[ ${SLURM_RESTART_COUNT:-0} = 1 ] && exit\n"
     beat += 'while :; do date +%s.%N >"beat.$SLURM_JOB_ID"; sleep 0.1; done'
@@ -135,6 +136,7 @@ def test_power_off_ends_the_tasks_and_slurm_finds_out(cluster: Cluster) -> None:
     cluster.wait_idle()
 
 
+@pytest.mark.exhaustive
 def test_the_controller_restarts_under_a_running_job(cluster: Cluster) -> None:
     job = cluster.sbatch("until [ -e end ]; do sleep 0.1; done; echo lived")
     cluster.wait_state(job, "RUNNING")
@@ -235,6 +237,7 @@ def test_down_leaves_nothing(cluster: Cluster, folder: Path, mode: str) -> None:
     assert cluster.is_idle(), "the session's cluster noticed nothing"
 
 
+@pytest.mark.exhaustive
 def test_stale_pid_files_are_no_obstacle_and_strangers_are_left_alone(cluster: Cluster, folder: Path) -> None:
     assert devcluster("--dir", folder, "up", "1").returncode == 0
     files = {path: path.read_text() for path in (folder / "run").glob("*.id")}

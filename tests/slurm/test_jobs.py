@@ -109,6 +109,7 @@ def test_a_job_completes_and_frees_its_nodes(cluster: Cluster, undisturbed: Path
     assert (status["state"], status["step"]) == ("ended", NUM_STEPS)
 
 
+@pytest.mark.exhaustive
 def test_the_rendered_script_does_the_same_by_hand(cluster: Cluster, experiment: Path, undisturbed: Path) -> None:
     done = prime_hpc(cluster, "render", experiment, "--name", "by hand")
     assert done.returncode == 0, done.stderr
@@ -130,6 +131,7 @@ def test_preempted_it_saves_and_comes_back(cluster: Cluster, experiment: Path, u
     assert last["resume_step"] == first["saved_step"]
 
 
+@pytest.mark.exhaustive
 def test_preempted_where_jobs_are_cancelled_a_successor_goes_on(
     cluster: Cluster, experiment: Path, undisturbed: Path
 ) -> None:
@@ -146,7 +148,11 @@ def test_preempted_where_jobs_are_cancelled_a_successor_goes_on(
 
 
 @pytest.mark.parametrize(
-    "lost", ["n2", "n1"], ids=["a trainer node", "the batch host, without which Slurm lets it run"]
+    "lost",
+    [
+        pytest.param("n2", id="a trainer node"),
+        pytest.param("n1", id="the batch host, without which Slurm lets it run", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_lost_node_brings_it_back_on_others(cluster: Cluster, experiment: Path, undisturbed: Path, lost: str) -> None:
     job, run_dir = submit(cluster, experiment, f"lost-{lost}")
@@ -160,6 +166,7 @@ def test_a_lost_node_brings_it_back_on_others(cluster: Cluster, experiment: Path
     assert lost not in last["nodes"]["trainer"] and len(last["nodes"]["trainer"]) == 2
 
 
+@pytest.mark.exhaustive
 def test_the_time_limit_is_no_end(cluster: Cluster, experiment: Path) -> None:
     flags = (
         "--slurm.time",
@@ -182,6 +189,7 @@ def test_the_time_limit_is_no_end(cluster: Cluster, experiment: Path) -> None:
     assert cancelled.returncode == 0, cancelled.stderr
 
 
+@pytest.mark.exhaustive
 def test_stop_saves_and_ends_and_resume_goes_on(cluster: Cluster, experiment: Path, undisturbed: Path) -> None:
     job, run_dir = submit(cluster, experiment, "stopped", "--ckpt.interval", 1000)
     wait_for_step(cluster, run_dir, 5)
@@ -197,6 +205,7 @@ def test_stop_saves_and_ends_and_resume_goes_on(cluster: Cluster, experiment: Pa
     assert job
 
 
+@pytest.mark.exhaustive
 def test_a_crash_is_tried_again_but_not_for_ever(cluster: Cluster, experiment: Path) -> None:
     # `attn = flash` cannot work on CPU: every life fails, and none saves anything
     job, run_dir = submit(cluster, experiment, "crashes", "--model.attn", "flash")
@@ -207,6 +216,7 @@ def test_a_crash_is_tried_again_but_not_for_ever(cluster: Cluster, experiment: P
     assert "flash" in lives[0]["cause"]
 
 
+@pytest.mark.exhaustive
 def test_the_controller_may_be_restarted_under_a_job(cluster: Cluster, experiment: Path, undisturbed: Path) -> None:
     job, run_dir = submit(cluster, experiment, "controlled")
     wait_for_step(cluster, run_dir, 3)
@@ -215,6 +225,7 @@ def test_the_controller_may_be_restarted_under_a_job(cluster: Cluster, experimen
     assert len(assert_finished(cluster, job, run_dir, undisturbed)) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_task_a_rank_instead_of_torchrun(cluster: Cluster, experiment: Path, undisturbed: Path) -> None:
     job, run_dir = submit(cluster, experiment, "srun-ranks", "--trainer.launcher", "srun")
     assert_finished(cluster, job, run_dir, undisturbed)

@@ -11,7 +11,7 @@ from prime_hpc.supervisor.attempts import read_attempts
 from tests.support.runs import BIN, ROOT, command, rows, used_prompts
 from tests.support.slurm import Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 START_S = 240
 

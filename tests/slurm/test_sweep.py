@@ -86,6 +86,7 @@ def attempts(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.exhaustive
 def test_array_of_six_two_at_a_time_and_the_failed_one_again(cluster: Cluster, folder: Path) -> None:
     fake = {"type": "fake", "batch_size": 2, "micro_batch_size": 2}
     experiment(folder, "sft", kind="sft", seq_len=64, sft={"data": fake}, slurm={"partition": "all"})
@@ -149,6 +150,7 @@ def test_two_thousand_points_wait_and_are_cancelled(cluster: Cluster, folder: Pa
     assert cluster.x(["squeue", "-h", "-j", f"{first['job_id']},{second['job_id']}", "-t", "pending"]).stdout == ""
 
 
+@pytest.mark.exhaustive
 def test_cancel_saves_and_resume_goes_on(cluster: Cluster, folder: Path) -> None:
     fake = {"type": "fake", "batch_size": 2, "micro_batch_size": 2}
     tree = {"kind": "sft", "seq_len": 64, "sft": {"data": fake}, "ckpt": {"interval": 100_000}, "max_steps": 100_000}

@@ -58,14 +58,18 @@ def publish(source: Path, run_dir: Path, version: int) -> Path:
     return final
 
 
-def hf_logprobs(folder: Path, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    """Log-probability of each completion token given all tokens before it, float32 [len(completion)]."""
+def hf_logprobs_of_all(folder: Path, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """Log-probabilities of every token of the vocabulary where each completion token is: [len(completion), vocab]."""
     model = _hf_model(folder)
     ids = torch.tensor([prompt + completion])
     with torch.no_grad():
         logprobs = model(ids).logits[0].log_softmax(-1)
-    positions = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
-    return logprobs[positions, ids[0, len(prompt) :]]
+    return logprobs[len(prompt) - 1 : -1]
+
+
+def hf_logprobs(folder: Path, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """Log-probability of each completion token given all tokens before it, float32 [len(completion)]."""
+    return hf_logprobs_of_all(folder, prompt, completion)[torch.arange(len(completion)), completion]
 
 
 @lru_cache(maxsize=4)

@@ -5,7 +5,6 @@ answer in vLLM's format and can be killed, restarted and slowed down.
 """
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -29,19 +28,11 @@ from prime_hpc.store.batches import RankBatch, list_batches, read_rank_batch, re
 from prime_hpc.store.doorbell import Doorbell, DoorbellHub
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.weights import prune_weights
+from tests.support.forked import ForkedProcess
 from tests.support.scripted_server import AdminServer, Reply
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = [
-    "prime_hpc.orchestrator.main",
-    "prime_hpc.envs.engine",
-    "prime_hpc.envs.harness",
-    "renderers",
-    "transformers.generation.configuration_utils",
-    "transformers.models.auto.tokenization_auto",
-    "verifiers.v1.utils.loaders",
-]
-"""What a starting orchestrator spends its first seconds on."""
+Process = subprocess.Popen[bytes] | ForkedProcess
 
 
 def varied_reply(seed: int, delay_s: float = 0.02) -> Any:
@@ -128,53 +119,15 @@ def make_experiment(tokenizer_dir: Path, run_dir: Path, **orchestrator: Any) -> 
     )
 
 
-class _ShellProcess:
-    """`python -m prime_hpc.orchestrator.main`, as the supervisor starts it: seconds of imports."""
-
-    def __init__(self, run_dir: Path, env: dict[str, str], log: Path) -> None:
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        with log.open("ab") as file:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "prime_hpc.orchestrator.main", str(run_dir)],
-                env={**os.environ, **env, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-        self.poll, self.wait = self._popen.poll, self._popen.wait
-        self.terminate, self.kill = self._popen.terminate, self._popen.kill
-
-
-class _ForkedProcess:
-    """The same main in a process that a fork server, which has imported everything once, forks at once."""
-
-    def __init__(self, run_dir: Path, env: dict[str, str], log: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self._process = context.Process(target=_forked_main, args=(str(run_dir), env, str(log)))
-        self._process.start()
-        self.terminate, self.kill = self._process.terminate, self._process.kill
-
-    def poll(self) -> int | None:
-        """The exit code, None while it runs."""
-        return self._process.exitcode
-
-    def wait(self, timeout_s: float) -> int:
-        """Until it ends."""
-        self._process.join(timeout_s)
-        assert self._process.exitcode is not None, f"the orchestrator runs on after {timeout_s:g} s"
-        return self._process.exitcode
-
-
-def _forked_main(run_dir: str, env: dict[str, str], log: str) -> None:
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.environ.update(env)
-    from prime_hpc.orchestrator.main import main
-
-    code = main([run_dir])
-    sys.stdout.flush()
-    os._exit(code)
+def start_orchestrator(run_dir: Path, env: dict[str, str], log: Path, in_shell: bool) -> Process:
+    """`python -m prime_hpc.orchestrator.main`, as the supervisor starts it (seconds of imports), or as a fork."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, **env, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = ["prime_hpc.orchestrator.main", str(run_dir)]
+    with log.open("ab") as file:
+        if in_shell:
+            return subprocess.Popen([sys.executable, "-m", *command], env=env, stdout=file, stderr=file)
+        return ForkedProcess(command, env=env, stdout=file, stderr=file)
 
 
 class World:
@@ -184,7 +137,7 @@ class World:
         self.paths = RunPaths(run_dir)
         self.exp, self.servers = exp, list(servers)
         self.hub = DoorbellHub()
-        self.process: _ShellProcess | _ForkedProcess | None = None
+        self.process: Process | None = None
         self.trainer: ScriptedTrainer | None = None
         self.log = run_dir / "orchestrator.log"
         write_snapshot(exp, run_dir, ["test"])
@@ -221,10 +174,7 @@ class World:
             self.paths, self.hub.address, first=(resume or 0) + 1, last=last or self.exp.max_steps, step_s=step_s
         )
         self.trainer.start()
-        if in_shell:
-            self.process = _ShellProcess(self.paths.root, env, self.log)
-        else:
-            self.process = _ForkedProcess(self.paths.root, env, self.log)
+        self.process = start_orchestrator(self.paths.root, env, self.log, in_shell)
 
     def wait(self, timeout_s: float = 90.0) -> int:
         """The orchestrator's exit code."""
