@@ -324,13 +324,14 @@ def check_ports() -> Iterator[Finding]:
 
 def check_name(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Whether other machines could reach this one by its own name."""
+    from prime_hpc.store.sockets import is_loopback
     from prime_hpc.supervisor.preflight.node import own_address
 
     address = own_address()
     on_cluster = shutil.which("srun", path=environ.get("PATH")) is not None
     if address is None:
         yield Finding("host name", "warn", "does not resolve", "add it to /etc/hosts; gloo and NCCL look it up")
-    elif address.startswith("127.") and on_cluster:
+    elif is_loopback(address) and on_cluster:
         remedy = "set network_interface in the site profile, or give the name its real address in /etc/hosts"
         yield Finding("host name", "warn", f"resolves to {address}: other nodes cannot use it", remedy)
     else:

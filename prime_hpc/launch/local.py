@@ -161,7 +161,8 @@ def run_role(loaded: Loaded, role: str) -> int:
         if port:
             ports.require_free(port, server.host, "inference.server.port")
         port = port or ports.choose(1, base, server.host, within or ports.BUILT_IN)[0]
-        spec = inference_spec(experiment, run_dir, 0, port, gpus)
+        engines_port = ports.for_engines(within, base)
+        spec = inference_spec(experiment, run_dir, 0, port, gpus, engines_port=engines_port)
     os.environ.update(node_caches(os.environ))
     os.environ.update(spec.environment, **{RUN_YAML_VARIABLE: str(own / "run.yaml")})
     sys.stdout.flush()

@@ -4,19 +4,25 @@ The supervisor passes the `network` section to all processes of a run in one env
 its own node.
 """
 
+import contextlib
 import ipaddress
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from prime_hpc.config.errors import ConfigError, Problem
-from prime_hpc.store.sockets import PortRange
+from prime_hpc.store.sockets import PortRange, is_loopback
 
 VARIABLE = "PRIMEHPC_NETWORK"
 KEY = "network"
+GLOO = "GLOO_SOCKET_IFNAME"
+ENGINES_PORT = "VLLM_PORT"
+"""From which vLLM's engines count up to find ports for themselves."""
+NUM_ENGINE_PORTS = 8
+"""As many are kept for the engines of a server, where a range is stated; else the kernel gives them some."""
 Traffic = Literal["control", "serving", "collectives"]
 
 
@@ -71,6 +77,66 @@ class Network:
         """
         wanted = getattr(self, traffic)
         return None if wanted is None else find_place(wanted, f"{KEY}.{traffic}")
+
+
+def of_collectives(place: Place) -> dict[str, str]:
+    """What makes NCCL, gloo and vLLM's engines use one of a node's networks."""
+    return {
+        "NCCL_SOCKET_IFNAME": f"={place.interface}",  # exactly this one: without the sign also those that begin so
+        "NCCL_SOCKET_FAMILY": "AF_INET6" if place.is_ipv6 else "AF_INET",
+        "GLOO_SOCKET_IFNAME": place.interface,
+        "VLLM_HOST_IP": place.address,
+    }
+
+
+def network_environment(
+    network: Network, environ: Mapping[str, str], nodes: Sequence[str], host: str
+) -> dict[str, str]:
+    """What makes a role's collectives use the right network of this node.
+
+    Args:
+        network: the config's.
+        environ: of the role, as it is without; an interface that it names for gloo wins over what is guessed here.
+        nodes: all nodes of the role.
+        host: this one.
+    """
+    place = network.place("collectives")
+    if place is not None:
+        return of_collectives(place)
+    if GLOO in environ:
+        return {}
+    if len(nodes) == 1:
+        return on_loopback()
+    if not _is_own_name_loopback():
+        return {}
+    # gloo would give its peers the address of its own name, which leads each of them back to itself
+    peer = next(node for node in nodes if node != host)
+    place = route_to(peer)
+    return {} if place is None else {GLOO: place.interface}
+
+
+def on_loopback() -> dict[str, str]:
+    """For collectives within one machine: gloo's sockets ask nobody who he is, so nobody else shall reach them."""
+    mine = next((place for place in own_places() if is_loopback(place.address)), None)
+    return {} if mine is None else {GLOO: mine.interface}
+
+
+def route_to(host: str) -> Place | None:
+    """The address of this machine that a packet to `host` would carry; None where it is not known."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                source = probe.getsockname()[0]
+            return next((p for p in own_places() if p.address == source and not is_loopback(source)), None)
+    return None
+
+
+def _is_own_name_loopback() -> bool:
+    try:
+        return is_loopback(str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]))
+    except OSError:
+        return True
 
 
 def own_places() -> list[Place]:

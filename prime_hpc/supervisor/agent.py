@@ -45,7 +45,7 @@ from prime_hpc.observe.context import LED, RoleContext
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.layout import RunPaths, check_incarnation
-from prime_hpc.store.network import Network, Place
+from prime_hpc.store.network import ENGINES_PORT, NUM_ENGINE_PORTS, Network, network_environment
 from prime_hpc.store.sockets import ALL
 from prime_hpc.supervisor import ports
 from prime_hpc.supervisor.caches import node_caches
@@ -162,6 +162,8 @@ class Agent:
         self._network = Network.from_env(environ)
         self._reach: dict[str, Any] | None = None
         self._num_ports = PORTS.get(role, SERVER_PORTS) if self._local == 0 else 0
+        if role not in PORTS and self._network.ports is not None:
+            self._num_ports += NUM_ENGINE_PORTS
         self._output = Output(log_dir / f"{label}_{self._host}_{self._local}.log")
         self._clock = AwakeClock()
         self._heard_at = self._clock.now()
@@ -306,9 +308,9 @@ class Agent:
         command = [_fill(token, facts) for token in template]
         environment = {**self._environ, **node_caches(self._environ)}
         environment |= {k: _fill(v, facts) for k, v in order.environment.items()}
-        collectives = self._network.place("collectives")
-        if collectives is not None:
-            environment |= of_collectives(collectives)
+        environment |= network_environment(self._network, environment, order.nodes, self._host)
+        if len(own := (self._reach or {})["ports"]) > SERVER_PORTS:
+            environment[ENGINES_PORT] = str(own[SERVER_PORTS])
         environment[LED] = "1"
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._own_gpus(order))
         self._output.say(f"[{self._host}] $ {' '.join(command)}")
@@ -372,16 +374,6 @@ class Agent:
                 self._output.say(f"[{self._host}] agent of {self._label}: had to kill {len(killed)} processes")
             self._child.wait(timeout=10)
         return code
-
-
-def of_collectives(place: Place) -> dict[str, str]:
-    """What makes NCCL, gloo and vLLM's engines use one of a node's networks."""
-    return {
-        "NCCL_SOCKET_IFNAME": f"={place.interface}",  # exactly this one: without the sign also those that begin so
-        "NCCL_SOCKET_FAMILY": "AF_INET6" if place.is_ipv6 else "AF_INET",
-        "GLOO_SOCKET_IFNAME": place.interface,
-        "VLLM_HOST_IP": place.address,
-    }
 
 
 def _in_child() -> None:

@@ -98,7 +98,8 @@ class Checkup:
                 here = [spec for spec in self._specs if host in spec.hosts]
                 needed = {gpu for spec in here for gpu in spec.gpus or ()}
                 roles = tuple(spec.label for spec in here)
-                checks.append(HostCheck(host, component, max(needed) + 1 if needed else 0, roles))
+                stated = tuple(s.port for s in here if s.port is not None and s.hosts[0] == host)
+                checks.append(HostCheck(host, component, max(needed) + 1 if needed else 0, roles, stated))
         return checks
 
 

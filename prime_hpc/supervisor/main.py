@@ -85,7 +85,8 @@ def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tup
         taken += numbers
         host = sockets.reached_at(servers.server.host)
         for replica, number in enumerate(numbers):
-            specs.append(inference_spec(experiment, run_dir, replica, number, serving[role][replica], role))
+            own = ports.for_engines(within, base)
+            specs.append(inference_spec(experiment, run_dir, replica, number, serving[role][replica], role, own))
         urls[role] = [sockets.http_url(host, number) for number in numbers]
     if experiment.samples and not is_parent(experiment):  # each of its runs gets one when the trainer takes it up
         specs.append(orchestrator_spec(experiment, run_dir))

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.store import sockets
+from prime_hpc.store.network import NUM_ENGINE_PORTS
 from prime_hpc.store.sockets import PortRange, is_free, release, reserve
 
 FIRST, LAST = 10_000, 32_000
 STRIDE = 16
 BUILT_IN = PortRange(FIRST, LAST)
 
-__all__ = ["BUILT_IN", "choose", "is_free", "release", "require_free", "reserve", "run_base"]
+__all__ = ["BUILT_IN", "choose", "for_engines", "is_free", "release", "require_free", "reserve", "run_base"]
 
 
 def run_base(run_dir: Path, job_id: str | None = None, within: PortRange = BUILT_IN) -> int:
@@ -46,6 +47,11 @@ def choose(count: int, base: int, host: str = "127.0.0.1", within: PortRange = B
     if count:
         raise within.full(count)
     return found
+
+
+def for_engines(within: PortRange | None, base: int) -> int | None:
+    """First of the ports that a server's engines may take for themselves; None where no range is stated."""
+    return None if within is None else choose(NUM_ENGINE_PORTS, base, sockets.ALL, within)[0]
 
 
 def require_free(port: int, host: str, key: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, ready_timeout_s, servers_of
+from prime_hpc.store.network import ENGINES_PORT, GLOO, on_loopback
 from prime_hpc.store.sockets import http_url, reached_at
 from prime_hpc.supervisor.devices import share_out
 
@@ -125,6 +126,8 @@ def trainer_spec(experiment: Experiment, run_dir: Path, gpus: list[str], rendezv
         environment["OMP_WAIT_POLICY"] = "passive"
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if GLOO not in os.environ:
+        environment |= on_loopback()
     return RoleSpec(
         "trainer",
         command,
@@ -152,16 +155,27 @@ def inference_command(python: str, run_dir: Path, role: EngineRole, replica: int
 
 
 def inference_spec(
-    experiment: Experiment, run_dir: Path, replica: int, port: int, gpus: list[str], role: EngineRole = "inference"
+    experiment: Experiment,
+    run_dir: Path,
+    replica: int,
+    port: int,
+    gpus: list[str],
+    role: EngineRole = "inference",
+    engines_port: int | None = None,
 ) -> RoleSpec:
     """One vLLM server (with its data-parallel engines) of a group."""
     servers = servers_of(experiment, role)
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    if engines_port is not None:
+        environment[ENGINES_PORT] = str(engines_port)
+    if GLOO not in os.environ and not (servers.headless or servers.data_parallel_address):
+        environment |= on_loopback()
     return RoleSpec(
         role,
         inference_command(sys.executable, run_dir, role, replica, port),
         servers.ready_timeout_s,
         index=replica,
-        environment={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {},
+        environment=environment,
         max_restarts=servers.max_restarts,
         health_url=http_url(reached_at(servers.server.host), port, "/health"),
     )

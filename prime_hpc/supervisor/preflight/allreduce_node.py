@@ -22,7 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_hpc.store import files
+from prime_hpc.store import files, sockets
+from prime_hpc.store.network import Network, Place, of_collectives, own_places
 from prime_hpc.supervisor import ports
 from prime_hpc.supervisor.preflight.node import own_names, pick_host, say, wait_for_json
 
@@ -104,22 +105,22 @@ def machine() -> str:
     return f"{boot.read_text().strip() if boot.exists() else ''}:{space.readlink() if space.is_symlink() else ''}"
 
 
-def own_addresses() -> list[str]:
-    """Names and IPv4 addresses under which others may reach this node, the likeliest first."""
-    import psutil
-
-    found = [address.address for cards in psutil.net_if_addrs().values() for address in cards if address.family == 2]
-    return [*own_names(), *(address for address in found if not address.startswith("127."))]
+def own_addresses(place: Place | None = None) -> list[str]:
+    """Names and addresses under which others may reach this node, the likeliest first; `place`: that one alone."""
+    if place is not None:
+        return [place.address]
+    return [*own_names(), *(p.address for p in own_places() if not sockets.is_loopback(p.address))]
 
 
 def reachable(addresses: list[str], port: int) -> str | None:
     """The first address at which something listens on `port`; loopback ones lead to this machine only."""
     for address in addresses:
         with contextlib.suppress(OSError):
-            number = socket.gethostbyname(address)
-            if not number.startswith("127."):
-                socket.create_connection((number, port), timeout=CONNECT_TIMEOUT_S).close()
-                return number
+            for *_, (number, *_) in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+                with contextlib.suppress(OSError):
+                    if not sockets.is_loopback(str(number)):
+                        socket.create_connection((str(number), port), timeout=CONNECT_TIMEOUT_S).close()
+                        return str(number)
     return None
 
 
@@ -134,16 +135,19 @@ def join(spec: Mapping[str, Any], folder: Path, rank: int, world: int, end: floa
     path = folder / f"rendezvous-{spec['token'][:8]}.json"
     left = timedelta(seconds=max(1.0, end - time.monotonic()))
     if rank == 0:
-        (port,) = ports.choose(1, ports.run_base(folder), "")
-        store = TCPStore("127.0.0.1", port, world, True, timeout=left, wait_for_workers=False)
-        where = {"addresses": [spec["hosts"][0], *own_addresses()], "port": port, "machine": machine()}
+        network = Network.from_env()
+        within, place = network.ports or ports.BUILT_IN, network.place("collectives")
+        (port,) = ports.choose(1, ports.run_base(folder, within=within), sockets.ALL, within)
+        store = TCPStore(sockets.loopback(), port, world, True, timeout=left, wait_for_workers=False)
+        names = own_addresses(place) if place is not None else [spec["hosts"][0], *own_addresses()]
+        where = {"addresses": names, "port": port, "machine": machine()}
         files.write_atomic(path, json.dumps(where).encode())
         return store
     told = wait_for_json(path, end - time.monotonic())
     if told is None:
         raise Fault(f"the first trainer node, {spec['hosts'][0]}, did not publish its address", spec["hosts"][0])
     here = told["machine"] == machine()
-    address = "127.0.0.1" if here else reachable(told["addresses"], told["port"])
+    address = sockets.loopback() if here else reachable(told["addresses"], told["port"])
     if address is None:
         tried = ", ".join(dict.fromkeys(told["addresses"]))
         raise Fault(f"it cannot reach port {told['port']} of {spec['hosts'][0]} (tried {tried})", spec["hosts"][0])
@@ -238,6 +242,9 @@ def measure(spec: Mapping[str, Any], folder: Path, rank: int, progress: Progress
     os.environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,NET")
     os.environ.setdefault("NCCL_DEBUG_FILE", str(log))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    place = Network.from_env().place("collectives")
+    if place is not None:
+        os.environ.update(of_collectives(place))
     import torch
     import torch.distributed as dist
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.store import files
+from prime_hpc.store import files, sockets
 from prime_hpc.supervisor.preflight import rules
 from prime_hpc.supervisor.preflight.node import FACTS, LOST, RESULT, own_names, pick_host, read_json
 from prime_hpc.supervisor.preflight.plan import HostCheck, NodeVerdict, PreflightPlan, merged
@@ -296,7 +296,7 @@ class FactsRound:
         """A node whose own name resolves to its loopback cannot be reached by gloo from another machine."""
         machines = {tuple(v.facts.get("names", [v.host])[-1:]) for v in verdicts}
         for verdict in verdicts if len(machines) > 1 else []:
-            if str(verdict.facts.get("address", "")).startswith("127."):
+            if sockets.is_loopback(str(verdict.facts.get("address", ""))):
                 text = (
                     f"its own name resolves to {verdict.facts['address']}: gloo may need the site's network_interface"
                 )

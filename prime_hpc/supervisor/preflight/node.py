@@ -156,7 +156,7 @@ def _free_gib(folder: str) -> float | None:
 def own_address() -> str | None:
     """The address that this node's own name resolves to; gloo and others listen there."""
     try:
-        return socket.gethostbyname(socket.gethostname())
+        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return None
 
