@@ -116,12 +116,28 @@ class Site:
         path.write_text(yaml.safe_dump(tree))
         return self.view / "exp.yaml"
 
-    def submit(self, layout: str, *flags: object) -> "Job":
+    def sft(self, num_steps: int) -> Path:
+        """Two trainer nodes alone, on made-up data: bit for bit repeatable."""
+        tree = yaml.safe_load((self.back / self.experiment().name).read_text())
+        del tree["orchestrator"], tree["inference"], tree["slurm"]["inference"], tree["async_level"]
+        del tree["trainer"]["keep_weights"], tree["model"]["renderer"]
+        tree |= {"kind": "sft", "max_steps": num_steps, "seq_len": 64}
+        tree["supervisor"]["heartbeat_timeout_s"] = FENCE_S
+        tree["sft"] = {"data": {"type": "fake", "batch_size": 96}}
+        path = self.back / "sft.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        return self.view / "sft.yaml"
+
+    def submit(self, layout: str, *flags: object, experiment: Path | None = None) -> "Job":
         """A job of that layout."""
         self._number += 1
         name = f"{layout}-{self._number}"
-        more = ["--slurm.trainer.partition", "all", "--slurm.trainer.gpus-per-node", "0"] if layout == "het" else []
-        words = ["submit", self.experiment(), "--name", name, "--slurm.layout", layout, *more, *flags, "--json"]
+        # components in partitions without a common node: Slurm 22.05 plans both of a requeued job onto the same nodes
+        more = ["--slurm.trainer.partition", "cpu", "--slurm.trainer.gpus-per-node", "0"]
+        if layout == "packed":
+            more = ["--slurm.partition", "all", "--slurm.gpus-per-node", "0"]
+        path = experiment or self.experiment()
+        words = ["submit", path, "--name", name, "--slurm.layout", layout, *more, *flags, "--json"]
         done = self.cluster.x([str(BIN / "prime-hpc"), *map(str, words)], cwd=Path("/"), timeout=120)
         if done.returncode:
             raise ClusterError(done.stdout + done.stderr)
@@ -167,7 +183,7 @@ class Job:
 
 @contextmanager
 def site() -> Iterator[Site]:
-    """A cluster of 6 nodes for the drills.
+    """A cluster of 8 nodes for the drills: 4 with GPUs, 4 without.
 
     Raises:
         ClusterError: no Slurm, no namespaces or no bindfs here.
@@ -181,7 +197,8 @@ def site() -> Iterator[Site]:
     back, view = folder / "back", folder / "view"
     back.mkdir()
     view.mkdir()
-    cluster = Cluster("--slurmd-timeout", str(SLURMD_TIMEOUT_S), "--shared-cmd", f"bindfs {back} {view}")
+    options = ("--gpu-nodes", "4", "--slurmd-timeout", str(SLURMD_TIMEOUT_S), "--shared-cmd", f"bindfs {back} {view}")
+    cluster = Cluster(*options, num_nodes=8)
     try:
         if not cluster.netns:
             raise ClusterError("the nodes have no namespaces of their own here (not root)", 4)
