@@ -8,9 +8,12 @@ the same life or in a later one. Used by `tools/fault-pairs` and tests/slurm.
 
 import itertools
 import json
+import queue
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -259,6 +262,29 @@ def drill(place: Site, layout: str, faults: tuple[str, str], *flags: object) -> 
         cluster.x(["timeout", "20", "scancel", job.job_id], cwd=Path("/"))
     outcome.causes = [str(row["cause"]) for row in job.attempts() if row["cause"]]
     return outcome
+
+
+def drill_all(todo: list[tuple[str, tuple[str, str]]], jobs: int, log: Path | None) -> list[Outcome]:
+    """Layouts and pairs, on `jobs` clusters at once; each row is said, and appended to `log`, as it is known."""
+    left: queue.SimpleQueue[tuple[str, tuple[str, str]]] = queue.SimpleQueue()
+    for item in todo:
+        left.put(item)
+
+    def work() -> list[Outcome]:
+        done: list[Outcome] = []
+        with site() as place:
+            while not left.empty():
+                done.append(drill(place, *left.get()))
+                print(table(done[-1:]).splitlines()[1], file=sys.stderr, flush=True)
+                if log is not None:
+                    with log.open("a") as file:
+                        file.write(as_json(done[-1:]) + "\n")
+        return done
+
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        workers = [pool.submit(work) for _ in range(min(max(1, jobs), len(todo)))]
+        found = [outcome for worker in workers for outcome in worker.result()]
+    return sorted(found, key=lambda one: todo.index((one.layout, one.faults)))
 
 
 def _watch(job: Job, outcome: Outcome, repairs: list[tuple[float, Callable[[], object]]], dead: list[str]) -> None:
