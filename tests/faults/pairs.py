@@ -273,13 +273,16 @@ def drill_all(todo: list[tuple[str, tuple[str, str]]], jobs: int, log: Path | No
     def work() -> list[Outcome]:
         done: list[Outcome] = []
         with site() as place:
-            while not left.empty():
-                done.append(drill(place, *left.get()))
+            while True:
+                try:
+                    layout, faults = left.get_nowait()
+                except queue.Empty:
+                    return done
+                done.append(drill(place, layout, faults))
                 print(table(done[-1:]).splitlines()[1], file=sys.stderr, flush=True)
                 if log is not None:
                     with log.open("a") as file:
                         file.write(as_json(done[-1:]) + "\n")
-        return done
 
     with ThreadPoolExecutor(max(1, jobs)) as pool:
         workers = [pool.submit(work) for _ in range(min(max(1, jobs), len(todo)))]
