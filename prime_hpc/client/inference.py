@@ -13,6 +13,7 @@ from urllib.parse import quote
 import httpx
 import numpy as np
 
+from prime_hpc.client.keys import find_key
 from prime_hpc.client.versions import versions_from_spans
 from prime_hpc.observe.loops import loop_time
 
@@ -93,15 +94,15 @@ class InferenceClient:
 
         Args:
             base_url: `http://host:port`, with or without a trailing `/v1`.
-            api_key: sent as a Bearer token.
+            api_key: sent as a Bearer token; None: that of this user's own servers on this machine (`client.keys`).
             timeout_s: deadline of one generation or small call.
             update_timeout_s: deadline of one weight update (reading the weights included).
         """
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._update_timeout_s = update_timeout_s
+        self._stated_key, self._key = api_key, api_key
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,  # a proxy variable must not catch calls between a job's own nodes
@@ -228,9 +229,10 @@ class InferenceClient:
     ) -> dict[str, Any]:
         what = f"{method} {self.base_url}{path}"
         try:
-            response = await self._http.request(
-                method, path, json=body, timeout=httpx.USE_CLIENT_DEFAULT if timeout is None else timeout
-            )
+            response = await self._request(method, path, body, timeout)
+            if response.status_code == 401 and not self._stated_key:
+                self._key = find_key(self.base_url)  # a server that was started by hand, perhaps again
+                response = await self._request(method, path, body, timeout)
         except httpx.TimeoutException as error:
             raise InferenceError(f"{what}: no answer in time ({type(error).__name__})") from error
         except httpx.HTTPError as error:
@@ -238,6 +240,17 @@ class InferenceClient:
         if response.status_code >= 400:
             raise InferenceError(f"{what}: {response.status_code} {_reason(response)}", response.status_code)
         return response.json()
+
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
+    ) -> httpx.Response:
+        return await self._http.request(
+            method,
+            path,
+            json=body,
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            timeout=httpx.USE_CLIENT_DEFAULT if timeout is None else timeout,
+        )
 
 
 def _named(name: str) -> str:

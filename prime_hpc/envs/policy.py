@@ -23,6 +23,7 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Message, Response, SamplingConfig, Tool
 
+from prime_hpc.client.keys import find_key
 from prime_hpc.client.versions import VersionSpanError, versions_from_spans
 from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.observe.loops import loop_time
@@ -59,7 +60,7 @@ class PolicyClient(Client):
 
         Args:
             base_url: `http://host:port`, with or without a trailing `/v1`.
-            api_key: sent as a Bearer token.
+            api_key: sent as a Bearer token; None: that of this user's own servers on this machine (`client.keys`).
             renderer: turns messages into prompt tokens.
             max_model_len: prompt and completion tokens together, at most.
             patience_s: how long an unreachable server (being restarted) is asked again before a turn fails.
@@ -68,9 +69,7 @@ class PolicyClient(Client):
         self.renderer = renderer
         self.max_model_len = max_model_len
         self.patience_s = patience_s
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._stated_key, self._key = api_key, api_key
         self._session: aiohttp.ClientSession | None = None
         self._turns: dict[str, list[SampledTurn]] = {}
 
@@ -177,13 +176,15 @@ class PolicyClient(Client):
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
                 timeout=aiohttp.ClientTimeout(total=None, connect=30),  # the episode's deadline bounds the answer
-                headers=self._headers,
+                headers={"Content-Type": "application/json"},
             )
         data = to_json(body)
-        headers = {SESSION_ID_HEADER: session_id} if session_id else None
+        headers = {SESSION_ID_HEADER: session_id} if session_id else {}
         give_up = loop_time() + self.patience_s
         attempt = 0
         while True:
+            if self._key:
+                headers["Authorization"] = f"Bearer {self._key}"
             try:
                 async with self._session.post(
                     f"{self.base_url}/inference/v1/generate", data=data, headers=headers
@@ -194,6 +195,9 @@ class PolicyClient(Client):
                 raw, status = f"{type(error).__name__}: {error}".encode(), 503
             if status == 200:
                 return _first_choice(raw)
+            if status == 401 and not self._stated_key and self._key != (found := find_key(self.base_url)):
+                self._key = found  # a server that was started by hand, perhaps again
+                continue
             if status not in UNAVAILABLE or loop_time() >= give_up:
                 text = raw[:500].decode(errors="replace")
                 raise ProviderError(f"{self.base_url} answered {status}: {text}", status_code=status)

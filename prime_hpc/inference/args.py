@@ -101,7 +101,6 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         "served_model_name": list(dict.fromkeys([POLICY, model.name])),
         "host": config.server.host,
         "port": port,
-        "api_key": revealed(config.api_key),
         "dtype": model.dtype,
         "max_model_len": experiment.max_model_len,
         "seed": experiment.seed + REPLICA_SEED_STRIDE * replica,
@@ -143,8 +142,8 @@ def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[
         "DO_NOT_TRACK": "1",
         # Weight updates go through our own guarded routes; the dev routes would open far more.
         "VLLM_SERVER_DEV_MODE": "0",
-        # A key from the environment of whoever submitted the run must not close an open server.
-        "VLLM_API_KEY": revealed(config.api_key) or "",
+        # `guard` stands before every route; vLLM's own check, of some of them, would only want the same key again.
+        "VLLM_API_KEY": "",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if Path(experiment.model.name).is_dir():

@@ -16,9 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from prime_hpc.client.keys import own_key
 from prime_hpc.config import load_run
 from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, first_port, served_by
 from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.secret import revealed
 from prime_hpc.inference import bootstrap
 from prime_hpc.inference.args import build_argv, build_env, section
 from prime_hpc.store import sockets
@@ -80,6 +82,7 @@ def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: P
         options.api_server_count = 0
         run_headless(options)
         return
+    key = own_key(revealed(config.api_key), args.role, experiment.orchestrator.client.api_key_var)
     host = socket.gethostname() if sockets.is_wildcard(config.server.host) else config.server.host
     url = sockets.http_url(host, sock.getsockname()[1])
 
@@ -87,7 +90,7 @@ def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: P
         print(f"{args.role} server {args.replica} is ready at {url}: {facts}", flush=True)
         status.ready(url=url, **facts)
 
-    uvloop.run(server.serve(options, sock=sock, device=device, on_ready=on_ready))
+    uvloop.run(server.serve(options, sock=sock, device=device, key=key, on_ready=on_ready))
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

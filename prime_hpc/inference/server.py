@@ -36,6 +36,7 @@ from prime_hpc.inference.args import Device
 from prime_hpc.inference.bootstrap import end_hard_soon
 from prime_hpc.inference.checkpoint import BadVersionError, weight_files
 from prime_hpc.inference.gathering import Gathering
+from prime_hpc.inference.guard import KeyGuard, Visitors
 from prime_hpc.inference.policy import PolicyService
 from prime_hpc.observe.heap import settle_heap
 
@@ -70,7 +71,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 async def serve(
-    args: argparse.Namespace, *, sock: socket.socket, device: Device, on_ready: Callable[[dict[str, Any]], None]
+    args: argparse.Namespace,
+    *,
+    sock: socket.socket,
+    device: Device,
+    key: str,
+    on_ready: Callable[[dict[str, Any]], None],
 ) -> None:
     """Start the engines, serve until SIGTERM or SIGINT, end everything that was started.
 
@@ -78,6 +84,7 @@ async def serve(
         args: from `parse`.
         sock: bound socket to listen on.
         device: what the engines run on.
+        key: without which a client gets nothing.
         on_ready: called once when requests are answered, with facts for the console.
 
     Raises:
@@ -88,7 +95,8 @@ async def serve(
     try:
         ended = _End()
         app, policy = await build(args, engine, ended)
-        server = NoSignalServer(_uvicorn_config(args, app))
+        visitors = Visitors()
+        server = NoSignalServer(_uvicorn_config(args, KeyGuard(app, key, visitors), visitors))
         app.state.server = server
         ended.watch_signals()
         # Not before: until it listens, it is this option's absence that keeps others from binding the port as well.
@@ -235,9 +243,10 @@ async def _stop_http(engine: AsyncLLM, server: NoSignalServer, serving: asyncio.
         task.cancel()
 
 
-def _uvicorn_config(args: argparse.Namespace, app: FastAPI) -> uvicorn.Config:
+def _uvicorn_config(args: argparse.Namespace, app: KeyGuard, visitors: Visitors) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=visitors.protocol(),
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,

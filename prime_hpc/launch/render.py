@@ -242,7 +242,7 @@ def _submission(placement: Placement, run_dir: Path, token: str | None) -> list[
 def _command(
     experiment: Experiment, run_dir: Path, python: str, command_tail: Sequence[str], array: ArrayPart | None
 ) -> list[str]:
-    command = [python, "-m", "prime_hpc.launch.job"]
+    command = [python, "-P", "-m", "prime_hpc.launch.job"]
     if array is not None:
         words = f'{shlex.join([*command, "--point", str(array.sweep_dir)])} "$SLURM_ARRAY_TASK_ID"'
     else:

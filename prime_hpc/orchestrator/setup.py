@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.client.inference import POLICY, InferenceClient
+from prime_hpc.client.keys import KEY_VARIABLES
 from prime_hpc.config import Experiment
 from prime_hpc.config.engines import SECTIONS, EngineRole, sampling_role, servers_of
 from prime_hpc.config.secret import revealed
@@ -129,7 +130,9 @@ def _teacher_client(kind: type[InferenceClient], url: str, exp: Experiment) -> I
 
 def _teacher_key(exp: Experiment) -> str | None:
     """Of the teacher's servers, where the run has started them: the policy's may have another one."""
-    return revealed(servers_of(exp, "teacher").api_key) if exp.teacher_inference is not None else None
+    if exp.teacher_inference is None:
+        return None
+    return os.environ.get(KEY_VARIABLES["teacher"]) or revealed(servers_of(exp, "teacher").api_key)
 
 
 def make_pool(

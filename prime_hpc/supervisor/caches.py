@@ -9,13 +9,14 @@ the user has them; a variable that the user or the site sets is left alone.
 import importlib.metadata
 import os
 import platform
-import stat
 import string
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
 from loguru import logger
+
+from prime_hpc.store.private import NotPrivateError, make_private_dir
 
 NODE_LOCAL = "PRIMEHPC_NODE_LOCAL"
 """Tells agents the site profile's `node_local`, variables not yet expanded."""
@@ -57,13 +58,11 @@ def _own_directory(environ: Mapping[str, str]) -> Path | None:
     root = Path(_expand(named, environ) if named else "/tmp") / f"prime-hpc-{os.getuid()}"
     base = root / _versions()
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = root.lstat()
-        # what lies in it will be executed: nobody else may have prepared it
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            logger.warning(f"{root} is not this user's alone: compilers' caches stay where the libraries put them")
-            return None
+        make_private_dir(root)  # what lies in it will be executed: nobody else may have prepared it
         base.mkdir(mode=0o700, exist_ok=True)
+    except NotPrivateError as error:
+        logger.warning(f"{error}: compilers' caches stay where the libraries put them")
+        return None
     except OSError as error:
         logger.warning(f"{base} cannot be made ({error.strerror}): compilers' caches stay where the libraries put them")
         return None

@@ -12,16 +12,18 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.client.keys import KEY_VARIABLES
 from prime_hpc.config import ConfigError, Experiment, Problem, load_run
 from prime_hpc.config.children import is_parent
 from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, first_port, servers_of
-from prime_hpc.config.secret import revealed
+from prime_hpc.config.secret import Secret, revealed
 from prime_hpc.config.site import read_site
 from prime_hpc.observe.bench import tables as bench_tables
 from prime_hpc.observe.hosts import compress_hosts
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
 from prime_hpc.store import network, sockets
+from prime_hpc.store.auth import new_secret
 from prime_hpc.store.errors import PROOFS, StoreError, Unreadable
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.network import Network
@@ -245,12 +247,15 @@ def _prepare(
 
 
 def _keys(experiment: Experiment) -> dict[str, str]:
-    """The keys of the engines that are started, where the orchestrator looks for them; the policy's win."""
-    config, keys = experiment.orchestrator, {}
+    """The keys of the engines that are started, where they themselves and the orchestrator look for them; the policy's
+    win. Where the config states none, all get one that is made for this attempt."""
+    config, keys, made = experiment.orchestrator, {}, Secret(new_secret()).reveal()
     for role in reversed(engine_roles(experiment)):
-        client, key = config.teacher if role == "teacher" else config.client, servers_of(experiment, role).api_key
-        if client is not None and key:
-            keys[client.api_key_var] = key.reveal()
+        client = config.teacher if role == "teacher" else config.client
+        key = revealed(servers_of(experiment, role).api_key) or made
+        keys[KEY_VARIABLES[role]] = key
+        if client is not None:
+            keys[client.api_key_var] = key
     return keys
 
 

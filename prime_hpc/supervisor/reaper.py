@@ -21,7 +21,7 @@ class Reaper:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "prime_hpc.supervisor.reaper"],
+            [sys.executable, "-P", "-m", "prime_hpc.supervisor.reaper"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C and a killed process group must not reach it

@@ -114,7 +114,7 @@ def trainer_spec(experiment: Experiment, run_dir: Path, gpus: list[str], rendezv
     trainer = experiment.trainer
     threads = trainer.threads_per_rank or max(1, (os.cpu_count() or 1) // trainer.num_ranks)
     command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-P", "-m", "torch.distributed.run"),
         *("--nnodes", "1", "--nproc-per-node", str(trainer.num_ranks)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{rendezvous_port}", "--rdzv-id", "trainer"),
         *("--max-restarts", "0"),
@@ -141,7 +141,7 @@ def orchestrator_spec(experiment: Experiment, run_dir: Path) -> RoleSpec:
     """The orchestrator waits for the servers, so its deadline includes theirs."""
     return RoleSpec(
         "orchestrator",
-        [sys.executable, "-m", "prime_hpc.orchestrator.main", str(run_dir)],
+        [sys.executable, "-P", "-m", "prime_hpc.orchestrator.main", str(run_dir)],
         experiment.supervisor.start_timeout_s + ready_timeout_s(experiment),
         environment={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )
@@ -149,7 +149,7 @@ def orchestrator_spec(experiment: Experiment, run_dir: Path) -> RoleSpec:
 
 def inference_command(python: str, run_dir: Path, role: EngineRole, replica: int, port: int) -> list[str]:
     """What starts one vLLM server of a group."""
-    command = [python, "-m", "prime_hpc.inference.main", str(run_dir)]
+    command = [python, "-P", "-m", "prime_hpc.inference.main", str(run_dir)]
     command += [] if role == "inference" else ["--role", role]
     return [*command, "--replica", str(replica), "--port", str(port)]
 

@@ -109,7 +109,7 @@ def _trainer(
         if trainer.threads_per_rank:
             environment["OMP_NUM_THREADS"] = str(trainer.threads_per_rank)
         if by_task:
-            command = [python, *program]
+            command = [python, "-P", *program]
             environment |= {
                 "RANK": "{rank}",
                 "LOCAL_RANK": "{local_rank}" if group.gpus is None else "0",
@@ -119,7 +119,7 @@ def _trainer(
                 "MASTER_PORT": port,
             }
         else:
-            command = [python, "-m", "torch.distributed.run", "--nnodes", str(len(spec.hosts))]
+            command = [python, "-P", "-m", "torch.distributed.run", "--nnodes", str(len(spec.hosts))]
             command += ["--nproc-per-node", str(per_node), "--node-rank", "{node_rank}"]
             command += ["--master-addr", address, "--master-port", port, "--max-restarts", "0"]
             command += ["--signals-to-handle", "SIGINT", *program]
@@ -216,7 +216,7 @@ def _orchestrator(
         return Order(
             life=0,
             nodes=list(spec.hosts),
-            commands=[[python, "-m", "prime_hpc.orchestrator.main", str(run_dir)]],
+            commands=[[python, "-P", "-m", "prime_hpc.orchestrator.main", str(run_dir)]],
             environment=environment,
             grace_s=experiment.supervisor.grace_s,
         )

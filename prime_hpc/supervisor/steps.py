@@ -121,8 +121,8 @@ class StepContext:
             command.append("--label")
         command += self.srun_args
         if self.container is None or outside:
-            return [*command, sys.executable, "-m", *arguments]
-        return [*command, *self.container.srun_args(), *self.container.command(), "-m", *arguments]
+            return [*command, sys.executable, "-P", "-m", *arguments]
+        return [*command, *self.container.srun_args(), *self.container.command(), "-P", "-m", *arguments]
 
     def stand_in(self, options: Mapping[str, str | bool], name: str, log: Path, arguments: list[str]) -> list[str]:
         """The command that runs `python -m ARGUMENTS` on a node of another, one-node job, and waits for its end.
@@ -134,10 +134,10 @@ class StepContext:
         command += [f"--{k}" if v is True else f"--{k}={v}" for k, v in own.items() if v is not False]
         command += [f"--job-name={name}", f"--output={str(log).replace('%', '%%')}", "--open-mode=append"]
         if self.container is None:
-            return [*command, f"--wrap=exec {shlex.join([sys.executable, '-m', *arguments])}"]
+            return [*command, f"--wrap=exec {shlex.join([sys.executable, '-P', '-m', *arguments])}"]
         box = replace(self.container, name=None)  # the name is of this job's containers
         step = one_node_srun([*self.srun_args, *box.srun_args()], SET_BY_SBATCH)
-        return [*command, f"--wrap=exec {step} {shlex.join([*box.command(), '-m', *arguments])}"]
+        return [*command, f"--wrap=exec {step} {shlex.join([*box.command(), '-P', '-m', *arguments])}"]
 
 
 class StepRole(Role):

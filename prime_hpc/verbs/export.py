@@ -75,7 +75,7 @@ def _merge(experiment: "Experiment", paths: "RunPaths", values: dict[str, str]) 
         raise ConfigError(f"--merged {wanted}: no such version in {paths.weights}; there are {there}")
     output = Path(values.get("--output") or paths.root / f"merged_{version:06d}")
     options = ["--dtype", values["--dtype"]] if "--dtype" in values else []
-    command = [sys.executable, "-m", "prime_hpc.trainer.lora.merge"]
+    command = [sys.executable, "-P", "-m", "prime_hpc.trainer.lora.merge"]
     command += [str(paths.weights_step(version)), experiment.model.name, str(output), *options]
     return subprocess.run(command, check=False, timeout=MERGE_TIMEOUT_S).returncode
 

@@ -245,7 +245,7 @@ class _scratch:
 
 def _trainer(what: Replay) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={what.num_ranks}"]
-    return [sys.executable, *(torchrun if what.num_ranks > 1 else []), "-m", "prime_hpc.trainer.replay"]
+    return [sys.executable, "-P", *(torchrun if what.num_ranks > 1 else []), "-m", "prime_hpc.trainer.replay"]
 
 
 def _environment(what: Replay) -> dict[str, str]:

@@ -55,7 +55,7 @@ PRELOAD = [
 """What the processes of a run spend their first seconds on."""
 NEVER_FORKED = "prime_hpc.inference"
 """vLLM and its engines are started as ever."""
-_FLAGS = ("-u", "-B", "-I", "-E", "-s", "-S")
+_FLAGS = ("-u", "-B", "-P", "-I", "-E", "-s", "-S")
 
 
 def module_of(args: Sequence[Any]) -> list[str] | None:

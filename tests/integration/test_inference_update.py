@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from prime_hpc.client.inference import Generation, InferenceClient, InferenceError
+from prime_hpc.client.keys import find_key
 from tests.support.inference_server import ServerProcess, hf_logprobs, hf_logprobs_of_all, publish, save_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -46,8 +47,8 @@ class Family:
         return {"data_parallel_size": 2, "api_key": KEY} if self.tied else {}
 
 
-def client_of(server: ServerProcess, key: str | None = KEY) -> InferenceClient:
-    return InferenceClient(server.url, api_key=key, timeout_s=60)
+def client_of(server: ServerProcess, key: str | None = None) -> InferenceClient:
+    return InferenceClient(server.url, api_key=key or server.key, timeout_s=60)
 
 
 async def greedy(client: InferenceClient) -> list[Generation]:
@@ -160,10 +161,14 @@ def test_both_engines_got_the_update(family: Family, server: ServerProcess) -> N
     call(server, "update_weights", family.v1, 1)
     updated = greedy_now(server)
     assert_is(updated, family.v1)
+    key = server.key or find_key(server.url)
     for engine in range(2 if family.tied else 1):
         for prompt, expected in zip(PROMPTS, updated, strict=True):
             body = {"model": "policy", "token_ids": prompt, "sampling_params": {**GREEDY, "logprobs": 0}}
-            headers = {"X-data-parallel-rank": str(engine), "Authorization": f"Bearer {KEY}"}
+            headers = {
+                "X-data-parallel-rank": str(engine),
+                "Authorization": f"Bearer {key}",
+            }
             answer = httpx.post(f"{server.url}/inference/v1/generate", json=body, headers=headers, timeout=60).json()
             choice = answer["choices"][0]
             assert choice["token_ids"] == expected.token_ids.tolist()
@@ -245,8 +250,10 @@ def test_a_wrong_version_is_refused_and_harms_nothing(family: Family, server: Se
 
 
 def test_the_key_guards_every_route(family: Family, server: ServerProcess) -> None:
-    async def refused(key: str | None) -> list[int | None]:
-        async with client_of(server, key) as client:
+    """Ours and vLLM's own, as the server itself lists them; without a stated key the server has made one."""
+
+    async def refused() -> list[int | None]:
+        async with client_of(server, "another") as client:
             calls = [
                 client.update_weights(family.v1, 1),
                 client.reload_weights(),
@@ -256,9 +263,17 @@ def test_the_key_guards_every_route(family: Family, server: ServerProcess) -> No
             answers = await asyncio.gather(*calls, return_exceptions=True)
             return [a.status if isinstance(a, InferenceError) else None for a in answers]
 
-    guarded = family.tied
-    assert asyncio.run(refused("another")) == [401 if guarded else None] * 4
-    assert asyncio.run(refused(None)) == [401 if guarded else None] * 4
+    assert asyncio.run(refused()) == [401] * 4
+    key = server.key or find_key(server.url)
+    assert key and key not in server.log.read_text()
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        listed = http.get("/openapi.json", headers={"Authorization": f"Bearer {key}"}).json()["paths"]
+        assert {"/update_weights", "/v1/chat/completions", "/inference/v1/generate", "/health"} <= set(listed)
+        routes = [(method.upper(), path) for path, methods in listed.items() for method in methods]
+        routes += [("GET", path) for path in ("/docs", "/redoc", "/openapi.json", "/metrics", "/v1/realtime")]
+        for method, path in routes:
+            answer = http.request(method, path)
+            assert answer.status_code == (200 if (method, path) == ("GET", "/health") else 401), (method, path)
     call(server, "reload_weights")
 
 

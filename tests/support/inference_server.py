@@ -105,6 +105,8 @@ class ServerProcess:
             "inference": {"cpu_kv_cache_gib": 0.25, **(inference or {})},
         }
         (run_dir / "run.yaml").write_text(yaml.safe_dump(tree))
+        self.key: str | None = (inference or {}).get("api_key")
+        """As the config states it; None: the server makes its own."""
         self.run_dir = run_dir
         self.log = run_dir / "server.log"
         self.port = port or free_port()

@@ -77,7 +77,7 @@ def test_a_stand_in_is_a_script_that_a_shell_can_run(tmp_path: Path) -> None:
         environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_EXPORT_ENV": "NONE"}
         said = subprocess.run(["sh", "-c", wrapped], env=environ, capture_output=True, text=True, check=True).stdout
         words = said.splitlines()
-        assert words[-3:] == ["-m", "module", "it's"], runtime
+        assert words[-4:] == ["-P", "-m", "module", "it's"], runtime
         assert "--container-name=prime-hpc-7" not in words, "that name is of the main job's containers"
 
 

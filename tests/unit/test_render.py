@@ -223,7 +223,7 @@ def test_array() -> None:
     assert "#SBATCH --array=0-2,7%2\n" in script
     assert "#SBATCH --output=/shared/5%%/slurm-%A_%a.out\n" in script
     assert script.endswith(
-        f"""exec {PYTHON} -m prime_hpc.launch.job --point '/shared/it'"'"'s 5%' "$SLURM_ARRAY_TASK_ID"\n"""
+        f"""exec {PYTHON} -P -m prime_hpc.launch.job --point '/shared/it'"'"'s 5%' "$SLURM_ARRAY_TASK_ID"\n"""
     )
     with pytest.raises(ConfigError, match="refuses arrays of het jobs"):
         render(*CASES["het"], array=array)
@@ -329,7 +329,7 @@ def test_the_command_survives_any_path() -> None:
     line = script.splitlines()[-1].replace("exec ", "printf '%s\\n' ", 1)
     shown = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=30, check=False)
     assert shown.stdout.splitlines() == [
-        *("/opt/my env/python", "-m", "prime_hpc.launch.job", "/shared/a 'b' \"c\" $d é/math-rl", "--"),
+        *("/opt/my env/python", "-P", "-m", "prime_hpc.launch.job", "/shared/a 'b' \"c\" $d é/math-rl", "--"),
         *("/x y/exp.yaml", "--name", "it's"),
     ]
 

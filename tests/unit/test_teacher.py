@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from prime_hpc.client.inference import InferenceClient, InferenceError, parse_scores
 from prime_hpc.config import Experiment
 from prime_hpc.config.engines import engine_roles, served_by
+from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
 from prime_hpc.inference.args import build_argv
 from prime_hpc.launch.checks import _teacher
@@ -194,7 +195,8 @@ def test_a_started_teacher_sees_its_own_model_servers_and_nodes_where_the_policy
     options = build_argv(view, device="cpu", replica=0, port=7)
     stated = dict(pairwise(options))
     assert (stated["--model"], stated["--max-model-len"], stated["--data-parallel-size"]) == ("o/teacher", "65", "2")
-    assert stated["--api-key"] == "policys" and "--enable-lora" not in options
+    assert view.inference is not None and revealed(view.inference.api_key) == "policys"
+    assert "--enable-lora" not in options
     assert (view.inference_gpu_ids, view.slurm.inference.partition) == ([3, 4], "big")
     assert served_by(exp, "inference") is exp and engine_roles(exp) == ["inference", "teacher"]
     own = served_by(started("o/p", "o/t", teacher_inference={"api_key": "own"}), "teacher").inference

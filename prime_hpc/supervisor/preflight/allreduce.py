@@ -81,7 +81,7 @@ def check_allreduce(
     # a node gives up a little before the supervisor does, so that its own words arrive
     spec = {"token": token, "hosts": hosts, "timeout_s": max(LEAST_S - 1, left - 4)}
     files.write_atomic(spec_path, json.dumps(spec).encode())
-    argv = [sys.executable, "-m", "prime_hpc.supervisor.preflight.allreduce_node", str(spec_path), f"{left:.1f}"]
+    argv = [sys.executable, "-P", "-m", "prime_hpc.supervisor.preflight.allreduce_node", str(spec_path), f"{left:.1f}"]
     nodes = {host: _Node() for host in hosts}
     steps = Steps(run_step)
     try:

@@ -102,7 +102,7 @@ class FactsRound:
         }
         path = self._folder / f"spec-{self._token[:8]}.json"
         files.write_atomic(path, json.dumps(spec).encode())
-        return [sys.executable, "-m", "prime_hpc.supervisor.preflight.node", str(path), f"{wait_s:.1f}"]
+        return [sys.executable, "-P", "-m", "prime_hpc.supervisor.preflight.node", str(path), f"{wait_s:.1f}"]
 
     def _launch(self, hosts: list[str], component: int) -> None:
         try:

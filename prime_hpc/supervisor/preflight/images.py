@@ -29,7 +29,7 @@ def start_images(
     try:
         for component in sorted({check.component for check in checks}):
             here = [check.host for check in checks if check.component == component]
-            steps.start([sys.executable, "-m", _MODULE], here, component)
+            steps.start([sys.executable, "-P", "-m", _MODULE], here, component)
         while time.monotonic() - began < timeout_s and not stop() and started < set(hosts):
             over = all(steps.silent_end(step) for step in steps.steps)
             for message in steps.listen(TICK_S):

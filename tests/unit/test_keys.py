@@ -1,0 +1,236 @@
+"""The keys of inference servers: each server has one, its own clients find it, nobody else does."""
+
+import asyncio
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from prime_hpc.client import keys
+from prime_hpc.client.inference import InferenceClient, InferenceError
+from prime_hpc.client.keys import find_key, key_file, own_key
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.inference.guard import KeyGuard, Visitors
+from prime_hpc.store.private import NotPrivateError, check_way, make_private_dir
+from prime_hpc.supervisor.main import _keys
+
+WAIT_S = 20.0
+KEY = "the-right-key"
+
+
+async def _app(scope: Any, receive: Any, send: Any) -> None:
+    """Answers everything with its path."""
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": f'{{"data": "{scope["path"]}"}}'.encode()})
+
+
+class Guarded:
+    """A guarded HTTP server on a thread."""
+
+    def __init__(self, key: str) -> None:
+        self.visitors = Visitors()
+        app = KeyGuard(_app, key, self.visitors)
+        config = uvicorn.Config(app, http=self.visitors.protocol(), lifespan="off", log_level="error")
+        self.server = uvicorn.Server(config)
+        self.sock = socket.create_server(("127.0.0.1", 0))
+        self.address = self.sock.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.sock]}, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """End it."""
+        self.server.should_exit = True
+        self.thread.join(WAIT_S)
+
+
+@pytest.fixture
+def guarded(request):
+    server = Guarded(getattr(request, "param", KEY))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    return tmp_path
+
+
+ROUTES = ["/", "/v1/models", "/update_weights", "/metrics", "/docs", "/openapi.json", "/health/", "//health", "/HEALTH"]
+
+
+def test_no_route_but_the_health_answers_without_the_key(guarded):
+    client = httpx.Client()
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}):
+        for route in ROUTES:
+            for method in ("GET", "POST", "OPTIONS", "HEAD", "DELETE", "TRACE"):
+                answer = client.request(method, guarded.url + route, headers=headers)
+                assert answer.status_code == 401, (method, route, headers)
+        assert client.get(f"{guarded.url}/health", headers=headers).status_code == 200
+        assert client.post(f"{guarded.url}/health", headers=headers).status_code == 401
+    right = {"Authorization": f"bearer {KEY}"}
+    assert all(client.get(guarded.url + route, headers=right).status_code == 200 for route in ROUTES)
+
+
+def test_who_sends_no_key_is_let_go_and_who_sent_it_stays(guarded):
+    with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}) as known:
+        assert known.get(guarded.url + "/v1/models").status_code == 200
+        idle = [socket.create_connection(guarded.address, WAIT_S) for _ in range(50)]
+        halfway = socket.create_connection(guarded.address, WAIT_S)
+        halfway.sendall(b"POST /update_weights HTTP/1.1\r\nHost: x\r\n")
+        for sock in [*idle, halfway]:
+            sock.settimeout(WAIT_S)
+            try:
+                assert sock.recv(1) == b""
+            except ConnectionResetError:
+                pass
+            sock.close()
+        (connection,) = known._transport._pool.connections  # type: ignore[attr-defined]
+        assert known.get(guarded.url + "/v1/models").status_code == 200
+        assert known._transport._pool.connections == [connection]  # type: ignore[attr-defined]
+    assert len(guarded.visitors) == 0
+
+
+def test_the_oldest_stranger_goes_where_there_are_too_many(guarded, monkeypatch):
+    monkeypatch.setattr("prime_hpc.inference.guard.MAX_UNKNOWN", 5)
+    monkeypatch.setattr("prime_hpc.inference.guard.UNKNOWN_S", 600.0)
+    idle = [socket.create_connection(guarded.address, WAIT_S) for _ in range(6)]
+    idle[0].settimeout(WAIT_S)
+    with pytest.raises(ConnectionResetError):
+        idle[0].recv(1)
+        raise ConnectionResetError
+    assert httpx.get(guarded.url + "/x", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+    for sock in idle:
+        sock.close()
+
+
+def test_a_server_by_hand_makes_a_key_that_its_users_clients_find(cache):
+    key = own_key(None, "inference", "VLLM_API_KEY")
+    path = key_file()
+    assert len(key) >= 32 and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    server = Guarded(key)
+    try:
+
+        async def ask(stated: str | None) -> str:
+            async with InferenceClient(server.url, stated) as client:
+                return (await client._call("GET", "/v1/models"))["data"]
+
+        assert asyncio.run(ask(None)) == "/v1/models"
+        with pytest.raises(InferenceError, match="401"):
+            asyncio.run(ask("another"))
+        assert find_key("http://gpu17:8000/v1") is None  # never sent elsewhere
+    finally:
+        server.close()
+
+
+def test_the_key_is_not_sent_to_a_port_of_another_user(cache, monkeypatch):
+    own_key(None, "inference", "VLLM_API_KEY")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://localhost:{listener.getsockname()[1]}/v1"
+        assert find_key(url)
+        monkeypatch.setattr(keys.os, "geteuid", lambda: os.getuid() + 1)
+        assert find_key(url) is None
+
+
+def test_servers_share_a_key_while_one_lives(cache):
+    code = (
+        "import sys; from pathlib import Path; from prime_hpc.client.keys import take_key;"
+        "print(take_key(Path(sys.argv[1])), flush=True); sys.stdin.read()"
+    )
+
+    def start() -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, "-c", code, str(key_file())]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        return process, process.stdout.readline().strip()
+
+    first, one = start()
+    second, two = start()
+    first.communicate("")
+    third, three = start()
+    second.communicate("")
+    third.communicate("")
+    fourth, four = start()
+    fourth.communicate("")
+    assert one == two == three != four and len(one) >= 32
+
+
+def test_what_is_stated_wins_and_what_others_can_read_is_refused(cache, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "of-the-environment")
+    assert own_key("stated", "inference", "VLLM_API_KEY") == "stated"
+    assert own_key(None, "inference", "VLLM_API_KEY") == "of-the-environment"
+    monkeypatch.setenv("PRIMEHPC_TEACHER_KEY", "of-the-attempt")
+    assert own_key("stated", "teacher", "VLLM_API_KEY") == "of-the-attempt"
+    monkeypatch.delenv("VLLM_API_KEY")
+    own_key(None, "inference", "VLLM_API_KEY")
+    key_file().chmod(0o644)
+    with pytest.raises(ValueError, match=r"not this user's alone.*set inference.api_key or \$VLLM_API_KEY"):
+        own_key(None, "inference", "VLLM_API_KEY")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert find_key(f"http://localhost:{listener.getsockname()[1]}") is None
+    key_file().unlink()
+    key_file().symlink_to(cache / "elsewhere")
+    with pytest.raises(ValueError, match=r"set inference.api_key"):
+        own_key(None, "inference", "VLLM_API_KEY")
+
+
+def test_every_attempt_has_a_key_of_its_own():
+    def keys_of(**values: Any) -> dict[str, str]:
+        teacher = {"advantage": {"type": "opd"}, "teacher": {"model": "o/teacher"}}
+        tree = {"orchestrator": teacher, "inference": {}, "teacher_inference": {}} | values
+        return _keys(Experiment.model_validate(tree))
+
+    one, two = keys_of(), keys_of()
+    assert set(one) == {"PRIMEHPC_INFERENCE_KEY", "PRIMEHPC_TEACHER_KEY", "VLLM_API_KEY"}
+    assert len(set(one.values())) == 1 and set(one.values()).isdisjoint(two.values())
+    both = keys_of(inference={"api_key": "p"}, teacher_inference={"api_key": "t"})
+    assert both == {"PRIMEHPC_INFERENCE_KEY": "p", "PRIMEHPC_TEACHER_KEY": "t", "VLLM_API_KEY": "p"}
+
+
+# ------------------------------------------------------------------------------------ directories nobody else prepared
+
+
+def test_a_way_that_others_could_swap_is_refused(tmp_path):
+    safe = tmp_path / "a" / "b"
+    make_private_dir(safe)
+    assert stat.S_IMODE(safe.stat().st_mode) == 0o700
+    (tmp_path / "link").symlink_to("a")
+    make_private_dir(tmp_path / "link" / "c")
+    (tmp_path / "a").chmod(0o777)
+    for path in (safe, tmp_path / "link" / "c", tmp_path / "a" / "b" / "new"):
+        with pytest.raises(NotPrivateError, match=f"others may write to {tmp_path / 'a'}"):
+            make_private_dir(path)
+    (tmp_path / "a").chmod(0o1777)  # sticky, as /tmp is: what is there stays its owner's
+    make_private_dir(safe)
+    safe.chmod(0o770)
+    os.chown(safe, -1, os.getgid())
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(OSError, match="symbolic links"):
+        check_way(tmp_path / "loop" / "x")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_directory_of_another_user_is_refused_wherever_it_stands(tmp_path):
+    theirs = tmp_path / "theirs"
+    (theirs / "mine").mkdir(parents=True)
+    os.chown(theirs, 65534, 65534)
+    with pytest.raises(NotPrivateError, match=f"{theirs} belongs to user 65534"):
+        make_private_dir(theirs / "mine")
+    (tmp_path / "sticky").mkdir(mode=0o1777)
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "sticky" / "link"
+    link.symlink_to(tmp_path / "real")
+    os.chown(link, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(NotPrivateError, match=f"{link} belongs to user 65534"):
+        make_private_dir(link / "x")
