@@ -68,6 +68,7 @@ CODES = {
     "PH324": "container image",
     "PH325": "paths inside the container",
     "PH326": "GPUs that Slurm does not know",
+    "PH327": "port range",
 }
 """Stable codes: a number is never given a new meaning. 1xx the model, 2xx the run, 3xx Slurm and the site."""
 

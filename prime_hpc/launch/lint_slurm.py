@@ -281,7 +281,8 @@ def networks(subject: Subject) -> Iterator[Finding]:
                 "PH312",
                 "info",
                 "inference.server.host",
-                f"{host} is of one node alone; in a job of several the servers listen on all addresses",
+                f"{host} is of one node alone; in a job of several the servers listen on all addresses, or on those of "
+                "network.serving",
                 "nothing to do",
             )
         for name in by_hand:

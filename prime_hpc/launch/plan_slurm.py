@@ -13,6 +13,7 @@ from prime_hpc.config.engines import ENGINE_ROLES, EngineRole, engine_roles, ser
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate import ModelFacts, engine_memory, read_model, trainer_gib
 from prime_hpc.launch.interval import interval_facts, interval_lines
+from prime_hpc.launch.lint_network import network_facts, network_line
 from prime_hpc.launch.pace import Pace, pace
 from prime_hpc.launch.plan import (
     attached_lines,
@@ -61,6 +62,7 @@ def slurm_plan(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
         ],
         "roles": [_group(experiment, group) for group in placement.groups],
         "spares": list(placement.spares),
+        "network": network_facts(experiment, site, placement),
         "survive": {"how": how, "signal_lead_s": experiment.slurm.survive.signal_lead_s}
         | {"events": survive_words(experiment, site, placement, how)},
         "checkpoints": _checkpoints(experiment, site, placement, speed),
@@ -169,6 +171,7 @@ def slurm_plan_text(experiment: Experiment, plan: dict[str, Any]) -> str:
         *(f"  {line}" for line in _component_lines(plan)),
         "roles",
         *(f"  {line}" for line in _role_lines(experiment, plan)),
+        f"network      {network_line(plan['network'])}",
         *_memory_lines(experiment, plan),
         *_checkpoint_lines(experiment, plan),
         f"survive      {plan['survive']['how']}",

@@ -126,6 +126,13 @@ def test_a_wrong_range_is_refused(text: str) -> None:
         Experiment.model_validate({"network": {"port_range": text}})
 
 
+@pytest.mark.parametrize(("text", "said"), [("10.0.0.0/40", "write a network as"), ("ib0,,ib1", "must name")])
+def test_a_wrong_network_is_refused(text: str, said: str) -> None:
+    for key in ("control", "serving", "collectives"):
+        with pytest.raises(ValueError, match=said):
+            Experiment.model_validate({"network": {key: text}})
+
+
 def test_all_of_a_runs_ports_are_in_its_range(tmp_path: Path, free: int) -> None:
     tree = {
         "network": {"port_range": f"{free}-{free + 50}"},

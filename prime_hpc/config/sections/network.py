@@ -3,6 +3,8 @@
 Stated in the experiment (`network`) or in the site profile (`network`); the experiment's keys win, one by one.
 """
 
+from ipaddress import ip_network
+
 from pydantic import Field, field_validator
 
 from prime_hpc.config.sections.base import Section
@@ -28,6 +30,19 @@ class NetworkConfig(Section):
             first, dash, last = text.partition("-")
             if not (dash and first.isdigit() and last.isdigit() and 1024 <= int(first) <= int(last) <= 65535):
                 raise ValueError("must be FIRST-LAST with 1024 <= FIRST <= LAST <= 65535, for instance 20000-20999")
+        return text
+
+    @field_validator("control", "serving", "collectives")
+    @classmethod
+    def _is_network(cls, text: str | None) -> str | None:
+        for word in (text or "").split(",") if text is not None else ():
+            if not word.strip():
+                raise ValueError("must name an interface (`ib0`) or a network (`10.1.0.0/16`)")
+            if "/" in word:
+                try:
+                    ip_network(word.strip(), strict=False)
+                except ValueError as error:
+                    raise ValueError(f"{error}; write a network as `10.1.0.0/16` or `fd00::/8`") from error
         return text
 
     def over(self, other: "NetworkConfig") -> "NetworkConfig":
