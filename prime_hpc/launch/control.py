@@ -18,14 +18,15 @@ from prime_hpc.launch.records import local_controller, read_record, write_record
 from prime_hpc.launch.refusals import SlurmRefused
 from prime_hpc.launch.runs import ATTEMPTS, read_json, read_rows
 from prime_hpc.launch.slurm import ASK_TIMEOUT_S, jobs_of
+from prime_hpc.observe.backoff import Backoff
 from prime_hpc.observe.slurm import JobInfo, SlurmError, run_slurm
 
 if TYPE_CHECKING:
     from prime_hpc.store.layout import RunPaths
 
 STOP = "STOP"
-POLL_S = 1.0
-ASK_EVERY_S = 5.0
+POLL_S, LONGEST_POLL_S = 1.0, 10.0
+ASK_EVERY_S, LONGEST_ASK_S = 5.0, 30.0
 GONE_TIMEOUT_S = 120.0
 """After scancel: KillWait is 30 s on most sites, the epilog comes on top."""
 _TELL_EVERY_S = 30.0
@@ -118,20 +119,22 @@ def _stop_and_wait(run_dir: Path, job_id: str | None, timeout_s: float, say: Say
     stop = run_dir / STOP
     stop.touch()
     began = asked = told = time.monotonic()
+    pause, ask_pause = Backoff(POLL_S, ASK_EVERY_S), Backoff(ASK_EVERY_S, LONGEST_ASK_S)
+    next_ask_s = ask_pause.next()
     try:
         while (passed := time.monotonic() - began) < timeout_s:
             last = _last_row(run_dir, job_id)
             if last is not None and last.get("ended") is not None:
                 return True
-            if job_id is not None and time.monotonic() - asked >= ASK_EVERY_S:
-                asked = time.monotonic()
+            if job_id is not None and time.monotonic() - asked >= next_ask_s:
+                asked, next_ask_s = time.monotonic(), ask_pause.next()
                 if not _is_there(run_dir, job_id):  # requeued meanwhile, or killed: scancel makes sure
                     return False
             if time.monotonic() - told >= _TELL_EVERY_S:
                 told = time.monotonic()
                 word = read_json(run_dir / "status.json") or {}
                 say(f"{run_dir}: {word.get('state', 'running')}, step {word.get('step', '?')}, {passed:.0f} s")
-            time.sleep(POLL_S)
+            time.sleep(pause.next())
         return False
     finally:
         stop.unlink(missing_ok=True)
@@ -147,14 +150,14 @@ def _is_there(run_dir: Path, job_id: str) -> bool:
 
 def _wait_until_gone(run_dir: Path, job_id: str) -> bool:
     """Wait for the job to leave its nodes. Raises SlurmError when Slurm does not answer."""
-    began = time.monotonic()
+    began, pause = time.monotonic(), Backoff(POLL_S, LONGEST_POLL_S)
     while time.monotonic() - began < GONE_TIMEOUT_S:
         mine = [info for info in jobs_of(run_dir) if info.job_id == job_id and info.is_active]
         if not mine:
             return True
         if mine[0].is_pending:  # it had requeued itself a moment before
             run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
-        time.sleep(POLL_S)
+        time.sleep(pause.next())
     return False
 
 

@@ -5,6 +5,7 @@ Nothing is asked of the run itself. Of each directory three small files are read
 only about runs whose directory leaves a doubt. Works without accounting, and without Slurm at all.
 """
 
+import random
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from prime_hpc.launch.runs import run_name
 from prime_hpc.launch.verdict import is_sending, jobs_in_doubt, judge
 
 _THREADS = 16
+_SHARE = 20.0
+"""Of the time, Slurm is busy with the questions of one who looks again and again for at most one part in so many."""
 
 Ask = Callable[[set[str], bool], Queue]
 """Answers about these job ids; with True also about all jobs of this user (to look for a token)."""
@@ -31,7 +34,7 @@ def ask_slurm(wanted: set[str], by_token: bool) -> Queue:
     try:
         found = jobs(None) if by_token else {}  # a token can only be looked for among all of the user's jobs
         missing = wanted - found.keys()  # also other users' jobs: their runs can be looked at too
-        found |= jobs(missing)
+        found |= jobs(missing, of_others=by_token)
     except SlurmError as error:
         said = (error.stderr.splitlines() or ["it said nothing"])[-1].removeprefix("slurm_load_jobs error: ")
         return Queue(trouble="there is no squeue here" if error.is_missing else said, asked=asked)
@@ -39,10 +42,14 @@ def ask_slurm(wanted: set[str], by_token: bool) -> Queue:
 
 
 class PatientAsk:
-    """`ask_slurm` for those who look again and again: it asks only every few seconds, or about other jobs."""
+    """`ask_slurm` for those who look again and again: it asks only every few seconds, or about other jobs.
+
+    A controller that takes long to answer is asked less often.
+    """
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
+        self._pause_s = 0.0
         self._about: tuple[set[str], bool] | None = None
         self._asked = 0.0
         self._answer = Queue()
@@ -50,9 +57,11 @@ class PatientAsk:
     def __call__(self, wanted: set[str], by_token: bool) -> Queue:
         """Answer as `ask_slurm` does."""
         now = time.monotonic()
-        if (wanted, by_token) != self._about or now - self._asked >= self._every_s:
+        if (wanted, by_token) != self._about or now - self._asked >= self._pause_s:
             self._answer = ask_slurm(wanted, by_token)
-            self._about, self._asked = (wanted, by_token), now
+            self._about, self._asked = (wanted, by_token), time.monotonic()
+            busy_s = self._asked - now
+            self._pause_s = max(self._every_s, min(_SHARE * busy_s, 60.0)) * random.uniform(0.8, 1.2)
         return self._answer
 
 

@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prime_hpc.observe.hosts import compress_hosts, expand_hosts
@@ -61,6 +61,8 @@ ENDED = (
 )
 """States of a job that has ended, worst first."""
 
+_SINGLE_QUESTIONS = 4
+"""Up to so many jobs that are not this user's (or forgotten) are asked for one by one."""
 _VAGUE = ("Priority", "Resources", "Dependency")
 """Reasons that another component's outweighs."""
 SEPARATOR = "\x1f"  # cannot be typed by accident into a job's name or comment
@@ -242,12 +244,15 @@ def run_slurm(
     return str(done.stdout)
 
 
-def jobs(ids: Iterable[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict[str, JobInfo]:
-    """What the controller remembers of jobs, in one call: waiting, running, and ended in the last minutes.
+def jobs(
+    ids: Iterable[str] | None = None, timeout_s: float = TIMEOUT_S, *, of_others: bool = False
+) -> dict[str, JobInfo]:
+    """What the controller remembers of jobs: waiting, running, and ended in the last minutes.
 
     Args:
         ids: job ids (`12`; of an array `12` or `12_3`); None: all jobs of this user.
-        timeout_s: deadline of the question.
+        timeout_s: deadline of each question.
+        of_others: all of this user's jobs are known not to be among them.
 
     Returns:
         by job id: a plain job's, a heterogeneous job's leader, each of an array's tasks as `ID_k` (asked for by the
@@ -260,15 +265,37 @@ def jobs(ids: Iterable[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict
     wanted = None if ids is None else {str(i) for i in ids}
     if wanted is not None and not wanted:
         return {}
-    bases = None if wanted is None else sorted({re.split(r"[_+]", job)[0] for job in wanted}, key=int)
     from prime_hpc.observe.job_scripts import with_tokens
 
-    which = ["-u", str(os.getuid())] if bases is None else ["-j", ",".join(bases)]
-    found = with_tokens(fold(_rows(which, timeout_s)), which, timeout_s)
+    found: dict[str, JobInfo] = {}
+    for which in _questions(wanted, found, of_others):
+        found |= with_tokens(fold(_rows(which, timeout_s)), which, timeout_s) | found
     if wanted is None:
         return found
     by_raw_id = {info.raw_id: info for info in found.values() if info.raw_id in wanted and "_" in info.job_id}
     return by_raw_id | {key: info for key, info in found.items() if {key, key.split("_")[0], info.raw_id} & wanted}
+
+
+def _questions(wanted: set[str] | None, found: dict[str, JobInfo], of_others: bool) -> Iterator[list[str]]:
+    """Options of squeue that find these jobs without having the controller send its whole table.
+
+    It picks out the jobs of one user or a single job; with several ids squeue gets all jobs and picks by itself. So
+    this user's are asked for first, and by id only what is not among them (`found` is what the answers so far held).
+    """
+    own = ["-u", str(os.getuid())]
+    if wanted is None:
+        yield own
+        return
+    bases = sorted({re.split(r"[_+]", job)[0] for job in wanted}, key=int)
+    if len(bases) > 1 and not of_others:
+        yield own
+        parts = [part for info in found.values() for part in (info, *info.components)]
+        known = {word for part in parts for word in (re.split(r"[_+]", part.job_id)[0], part.raw_id)}
+        bases = [base for base in bases if base not in known]
+    if len(bases) > _SINGLE_QUESTIONS:
+        yield ["-j", ",".join(bases)]
+    else:
+        yield from (["-j", base] for base in bases)
 
 
 def job(job_id: str, timeout_s: float = TIMEOUT_S) -> JobInfo | None:

@@ -17,7 +17,8 @@ from prime_hpc.verbs.common import print_json, refuse_unknown, take_flags
 
 USAGE = "prime-hpc status [RUN|FOLDER] [--all] [--watch] [--json]"
 SHOWN = 50
-REFRESH_S = 2.0
+REFRESH_S, LONGEST_REFRESH_S = 2.0, 30.0
+"""Between two pages; many runs on a slow file system are read again less often."""
 ASK_EVERY_S = 10.0
 """With --watch Slurm is not asked more often than this."""
 _COLORS = {"completed": "32", "running": "36", "saving": "36", "failed": "31", "lost": "31"}
@@ -75,15 +76,17 @@ def _watch(one: Path | None, folder: Path, limit: int | None, as_json: bool) -> 
     ask = PatientAsk(ASK_EVERY_S)
     try:
         while True:
+            began = time.monotonic()
             if as_json:
                 print_json(_document(one, folder, limit, ask))
             else:
                 page = _page(one, folder, limit, ask)
                 clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
-                print(f"{clear}{page}{time.strftime('%H:%M:%S')}, every {REFRESH_S:.0f} s; Ctrl-C ends", flush=True)
+                print(f"{clear}{page}{time.strftime('%H:%M:%S')}, refreshed by itself; Ctrl-C ends", flush=True)
+            pause_s = min(LONGEST_REFRESH_S, max(REFRESH_S, 10 * (time.monotonic() - began)))
             if one is not None and status_of(one, ask=ask, details=False).is_final:
                 return 0
-            time.sleep(REFRESH_S)
+            time.sleep(pause_s)
     except KeyboardInterrupt:
         print()
         return 0

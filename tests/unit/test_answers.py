@@ -13,7 +13,7 @@ from loguru import logger
 
 from prime_hpc.launch import probe, refusals
 from prime_hpc.launch.executors import PackedSlurmExecutor
-from prime_hpc.observe import slurm
+from prime_hpc.observe import job_scripts, slurm
 from prime_hpc.supervisor import inquest
 from prime_hpc.supervisor.allocation import parse_end_time, read_allocation
 from prime_hpc.supervisor.checkup import NO_STEP
@@ -32,6 +32,13 @@ OUTCOMES = {
     "node lost": ("node_lost", True),
     "time limit": ("requeued", False),
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_job_of_a_site_that_changes_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_scripts, "run_slurm", lambda *_: "")
+
+
 Replay = Callable[..., str]
 
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_hpc.observe import slurm
+from prime_hpc.observe import job_scripts, slurm
+from prime_hpc.observe.backoff import Backoff
 from prime_hpc.observe.slurm import (
     JobInfo,
     SlurmError,
@@ -131,6 +132,41 @@ def test_a_line_break_in_somebodys_comment(tmp_path: Path, monkeypatch: pytest.M
     say(tmp_path, [row(Comment="a\nb"), row(JobArrayID="13", JobID="13")], monkeypatch)
     found = jobs(["12", "13"])
     assert found["12"].comment == "a\nb" and found["13"].token == "abc"
+
+
+def test_the_controller_is_not_asked_for_its_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def answer(argv: list[str], *_: object) -> str:
+        which = argv[argv.index("all") + 1 : argv.index("-O")]
+        asked.append(which)
+        if which[0] == "-u":
+            het = [row(JobArrayID=str(i), JobID=str(i), HetJobID="20", HetJobOffset=str(i - 20)) for i in (20, 21)]
+            return "".join([row(), *het])
+        if "," in which[1]:
+            return ""
+        raise SlurmError(argv, 1, "slurm_load_jobs error: Invalid job id specified")
+
+    monkeypatch.setattr(slurm, "run_slurm", answer)
+    monkeypatch.setattr(job_scripts, "run_slurm", lambda *_: "")
+    own = ["-u", str(os.getuid())]
+    assert set(jobs(["12", "20", "21"])) >= {"12", "20"} and len(jobs(["12", "20"])["20"].components) == 2
+    assert asked == [own, own], "all of them are this user's"
+    asked.clear()
+    assert set(jobs(["12", "77", "78"])) == {"12"}
+    assert asked == [own, ["-j", "77"], ["-j", "78"]]
+    asked.clear()
+    assert jobs(["77", "78"], of_others=True) == {} and asked == [["-j", "77"], ["-j", "78"]]
+    asked.clear()
+    many = [str(i) for i in range(100, 110)]
+    assert jobs(many) == {} and asked == [own, ["-j", ",".join(many)]]
+
+
+def test_pauses_grow_and_differ() -> None:
+    pause = Backoff(1.0, 10.0)
+    lengths = [pause.next() for _ in range(20)]
+    assert 0.8 <= lengths[0] <= 1.2 and all(8 <= length <= 12 for length in lengths[8:])
+    assert len(set(lengths)) > 10
 
 
 def test_odd_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -319,18 +320,26 @@ def test_those_under_way_come_first_and_are_never_left_out(tmp_path: Path) -> No
 
 def test_a_waiting_squeue_is_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[set[str]] = []
+    clock = [0.0]
 
     def ask_slurm(wanted: set[str], by_token: bool) -> Queue:
         calls.append(wanted)
+        clock[0] += 2.0
         return Queue()
 
     monkeypatch.setattr("prime_hpc.launch.status.ask_slurm", ask_slurm)
+    monkeypatch.setattr("prime_hpc.launch.status.time", SimpleNamespace(monotonic=lambda: clock[0]))
     ask = PatientAsk(every_s=1000)
     for wanted in ({"1"}, {"1"}, {"1", "2"}, {"1", "2"}):
         ask(wanted, False)
     assert calls == [{"1"}, {"1", "2"}]
-    eager = PatientAsk(every_s=0)
-    eager({"1"}, False), eager({"1"}, False)
+    eager = PatientAsk(every_s=1.0)
+    eager({"1"}, False)
+    clock[0] += 30.0
+    eager({"1"}, False)
+    assert len(calls) == 3, "the controller took 2 s to answer: it is left alone for longer"
+    clock[0] += 20.0
+    eager({"1"}, False)
     assert len(calls) == 4
 
 

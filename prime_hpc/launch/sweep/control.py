@@ -18,9 +18,10 @@ from prime_hpc.launch.slurm import ASK_TIMEOUT_S
 from prime_hpc.launch.status import PatientAsk
 from prime_hpc.launch.sweep.progress import View, ask_strictly, look
 from prime_hpc.launch.sweep.state import Sweep, new_submit, read_sweep
+from prime_hpc.observe.backoff import Backoff
 from prime_hpc.observe.slurm import JobInfo, SlurmError, jobs, run_slurm
 
-POLL_S = 1.0
+POLL_S, LONGEST_POLL_S = 1.0, 15.0
 ASK_EVERY_S = 5.0
 _IDS_AT_ONCE = 100
 
@@ -132,12 +133,12 @@ def _end(sweep: Sweep, live: Sequence[View], *, save: bool, timeout_s: float, sa
 def _wait(sweep: Sweep, views: Sequence[View], timeout_s: float, ask: PatientAsk) -> list[View]:
     """Wait until none of these points is under way; returns those that still are."""
     wanted = {view.row.index for view in views}
-    began = time.monotonic()
+    began, pause = time.monotonic(), Backoff(POLL_S, LONGEST_POLL_S)
     while True:
         left = [view for view in look(sweep, ask=ask) if view.row.index in wanted and view.is_under_way]
         if not left or time.monotonic() - began > timeout_s:
             return left
-        time.sleep(POLL_S)
+        time.sleep(pause.next())
 
 
 def _counted(sweep: Sweep, running: Sequence[View], *, waiting: int, left: Sequence[View]) -> Cancelled:
