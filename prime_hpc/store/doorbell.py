@@ -408,7 +408,8 @@ class Doorbell:
                 sock.close()
                 return None
             here, there = sock.getsockname()[0], sock.getpeername()[0]
-            self._own_host = self._address[0] if here == there else here  # on the hub's machine: as the hub is known
+            # on the hub's machine: as the hub is known (its name may be 127.0.1.1 there, asked from 127.0.0.1)
+            self._own_host = self._address[0] if here == there or sockets.is_loopback(here) else here
             prove(sock, self._secret, _PURPOSE)
             self._peer = Peer(sock)
         except OSError as error:  # the hub is not there yet, or is gone: listing takes over, and this is tried again

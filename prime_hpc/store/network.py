@@ -121,6 +121,16 @@ def on_loopback() -> dict[str, str]:
     return {} if mine is None else {GLOO: mine.interface}
 
 
+def past_proxies(environ: Mapping[str, str]) -> dict[str, str]:
+    """Where a proxy is named for the internet: no program of a run may ask it for what is on its own machine. (Calls
+    between the run's own processes never ask it.)"""
+    if not any(environ.get(name.lower()) or environ.get(name) for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")):
+        return {}
+    named = ",".join(environ.get(name, "") for name in ("no_proxy", "NO_PROXY"))
+    words = dict.fromkeys(word.strip() for word in [*named.split(","), "localhost", "127.0.0.1", "::1"] if word.strip())
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(words))
+
+
 def route_to(host: str) -> Place | None:
     """The address of this machine that a packet to `host` would carry; None where it is not known."""
     with contextlib.suppress(OSError):

@@ -237,6 +237,7 @@ def _prepare(
         checkup = Checkup(experiment, steps, own, log_dir) if wanted else None
     environment |= _keys(experiment)
     stated = experiment.network if allocation is None else experiment.network.over(site.network)
+    environment |= network.past_proxies(environment)
     environment.pop(network.VARIABLE, None)  # of a run that started this one
     environment |= Network.of(stated.model_dump()).to_env()
     logger.info(

@@ -4,21 +4,26 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import HTTPServer
 from pathlib import Path
 
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.inference.main import _bind
-from prime_hpc.store import sockets
+from prime_hpc.store import network, sockets
 from prime_hpc.store.doorbell import Doorbell, DoorbellHub
 from prime_hpc.store.handover import HandoverServer
-from prime_hpc.store.network import Network, Place, find_place
+from prime_hpc.store.network import Network, Place, find_place, network_environment, own_places, past_proxies
 from prime_hpc.store.sockets import NoFreePort, PortRange
 from prime_hpc.store.wire import parse_address
 from prime_hpc.supervisor import ports
 from prime_hpc.supervisor.main import place
+from prime_hpc.supervisor.role import Role
+from prime_hpc.supervisor.roles import RoleSpec
+from tests.support.scripted_role import Health
 
 
 @pytest.fixture(autouse=True)
@@ -168,8 +173,8 @@ def test_a_network_is_an_interface_or_addresses_and_a_node_without_it_says_what_
 
 
 def test_what_the_supervisor_says_is_what_processes_read() -> None:
-    network = Network(PortRange(20000, 20999, "network.port_range"), "ib0", None, "fd00::/8")
-    assert Network.from_env(network.to_env()) == network
+    stated = Network(PortRange(20000, 20999, "network.port_range"), "ib0", None, "fd00::/8")
+    assert Network.from_env(stated.to_env()) == stated
     assert Network.from_env({}) == Network() and not Network().to_env()
 
 
@@ -190,3 +195,52 @@ def test_hub_and_handover_by_ipv6(tmp_path: Path) -> None:
     finally:
         bell.close()
         hub.close()
+
+
+def test_on_the_hubs_machine_the_hubs_name_is_announced() -> None:
+    """Debian gives a machine's own name the address 127.0.1.1, which is asked from 127.0.0.1."""
+    hub = DoorbellHub("", advertise="127.0.1.1")
+    bell = Doorbell(hub.address, "test")
+    try:
+        bell.ring("weights", step=1)
+        assert bell.wait("weights", lambda message: message["step"] == 1, 30.0)
+        assert bell.own_host == "127.0.1.1"
+    finally:
+        bell.close()
+        hub.close()
+
+
+def test_which_interface_a_roles_collectives_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = next((place for place in own_places() if not sockets.is_loopback(place.address)), None)
+    loopback = next(place for place in own_places() if sockets.is_loopback(place.address))
+    alone = network_environment(Network(), {}, ["a"], "a")
+    assert alone == {"GLOO_SOCKET_IFNAME": loopback.interface}, "nobody else shall reach what asks for no key"
+    assert network_environment(Network(), {"GLOO_SOCKET_IFNAME": "ib0"}, ["a"], "a") == {}, "the site's word"
+    named = network_environment(Network(collectives=loopback.interface), {}, ["a", "b"], "a")
+    assert named["NCCL_SOCKET_IFNAME"] == f"={loopback.interface}"
+    assert named["VLLM_HOST_IP"] == loopback.address
+    monkeypatch.setattr(network, "_is_own_name_loopback", lambda: False)
+    assert network_environment(Network(), {}, ["a", "b"], "a") == {}
+    monkeypatch.setattr(network, "_is_own_name_loopback", lambda: True)
+    if outer is not None:
+        told = network_environment(Network(), {}, ["a", outer.address], "a")
+        assert told["GLOO_SOCKET_IFNAME"] in {p.interface for p in own_places() if p.address == outer.address}
+    assert network_environment(Network(), {}, ["a", "no such node."], "a") == {}
+
+
+def test_a_proxy_is_not_asked_for_ones_own_machine() -> None:
+    assert past_proxies({"PATH": "/bin"}) == {}
+    told = past_proxies({"https_proxy": "http://proxy:3128", "NO_PROXY": "example.org"})
+    assert told["no_proxy"] == told["NO_PROXY"] == "example.org,localhost,127.0.0.1,::1"
+
+
+def test_a_servers_health_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/health"
+        role = Role(RoleSpec("inference", ["true"], 1.0, health_url=url), tmp_path, {}, {})
+        assert role.healthy(timeout_s=30.0)
+        server.shutdown()
