@@ -25,7 +25,8 @@ def requeue(job_id: str, num_nodes: int) -> str:
     Raises:
         SlurmError: Slurm refuses, or cannot be asked.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the requeue's own; what follows takes a second or two
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # the requeue's own, and Slurm's warning of the time limit
+        signal.signal(number, signal.SIG_IGN)
     job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=SCONTROL_TIMEOUT_S)
     run_slurm(["scontrol", "requeue", job_id], timeout_s=SCONTROL_TIMEOUT_S)
     logger.info(f"job {job_id} is requeued")

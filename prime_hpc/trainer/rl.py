@@ -12,6 +12,7 @@ import torch
 from loguru import logger
 
 from prime_hpc.config.sections.trainer import LossConfig
+from prime_hpc.observe.awake import AwakeClock
 from prime_hpc.store.artifact import wait_for_artifact
 from prime_hpc.store.batches import RankBatch
 from prime_hpc.store.errors import ArtifactTimeout, WaitCancelled
@@ -81,9 +82,10 @@ def _next_signal(session: Session, step: int, num_samples: int, *, is_fake: bool
     Raises:
         ArtifactTimeout: on rank 0 after `trainer.batch_timeout_s`.
     """
-    end = time.monotonic() + session.experiment.trainer.batch_timeout_s
+    clock = AwakeClock(max_gap_s=2 * LOOK_S)  # neither a save nor time in which the job is suspended counts
+    end = clock.now() + session.experiment.trainer.batch_timeout_s
     while True:
-        signal = _look(session, step, end, is_fake=is_fake) if session.rank == 0 else Signal.WAIT
+        signal = _look(session, step, end - clock.now(), is_fake=is_fake) if session.rank == 0 else Signal.WAIT
         signal = session.agree(signal)
         if signal is Signal.SAVE:
             _save(session, step - 1, num_samples)
@@ -91,14 +93,13 @@ def _next_signal(session: Session, step: int, num_samples: int, *, is_fake: bool
             return signal
 
 
-def _look(session: Session, step: int, end: float, *, is_fake: bool) -> Signal:
-    """Rank 0: what was asked for, else wait a little for batch `step`."""
+def _look(session: Session, step: int, remaining: float, *, is_fake: bool) -> Signal:
+    """Rank 0: what was asked for, else wait a little for batch `step`, `remaining` seconds before it is too late."""
     asked = session.requested()
     if asked is not None:
         return asked
     if is_fake:
         return Signal.GO
-    remaining = end - time.monotonic()
     try:
         wait_for_artifact(
             session.paths.rollouts_step(step),

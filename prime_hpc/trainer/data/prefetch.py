@@ -6,10 +6,10 @@ on every rank ends all of them at the same place.
 
 import queue
 import threading
-import time
 
 from loguru import logger
 
+from prime_hpc.observe.awake import AwakeClock
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.stream import Batch, SampleStream
 
@@ -39,14 +39,15 @@ class Prefetcher:
         Raises:
             SFTDataError: what the stream raised, or no batch within `timeout_s`.
         """
-        end = time.monotonic() + self._timeout_s
+        clock = AwakeClock(max_gap_s=5.0)
+        end = clock.now() + self._timeout_s
         while True:
             try:
                 made = self._made.get(timeout=1.0)
             except queue.Empty:
                 if not self._thread.is_alive() and self._made.empty():
                     raise SFTDataError("the thread that makes batches has ended") from None
-                if time.monotonic() > end:
+                if clock.now() > end:
                     raise SFTDataError(
                         f"no batch within trainer.batch_timeout_s = {self._timeout_s:g} s: is the file system of the "
                         "data slow, or sft.data.num_workers too small?"
