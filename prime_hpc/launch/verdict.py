@@ -188,12 +188,18 @@ def _judge_open(status: RunStatus, one: Evidence, queue: Queue, now: float) -> N
         _take_job(status, job, "lost")
         status.note = f"Slurm says {job.state}{f' ({job.reason})' if job.reason else ''}"
         status.note += f", attempt {status.attempt} wrote no end"
+    elif _is_next_life(job, last) and job.state == "COMPLETING":
+        _take_job(status, job, "requeued")
+        status.note = f"Slurm still ends the last life on {job.nodes}: a node that does not answer must come back, or "
+        status.note += "be set down by an admin, before the job starts again"
     elif _is_next_life(job, last):
         _take_job(status, job, "starting")
         status.note = f"a new life of job {job.job_id} (restart {job.restarts}); the last one wrote no end"
     else:
         _take_job(status, job, "running")
         _alive(status, one, silent)
+        if job.state == "SUSPENDED":
+            status.note = "suspended by Slurm; it goes on where it was when it is resumed"
 
 
 def _judge_local(status: RunStatus, one: Evidence, silent: float) -> None:

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
     server = AdminServer(tokenizer, reverse_last_user, port=known.port)
-    server.host = known.host
+    server.host = None if known.host == "::" else known.host  # all addresses, IPv4 as well
     with server:
         print(f"scripted server on {known.host}:{known.port}", file=sys.stderr, flush=True)
         over.wait()

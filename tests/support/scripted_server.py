@@ -66,7 +66,7 @@ class ScriptedServer:
         self.tokenizer = tokenizer
         self.script = script
         self.port = port
-        self.host = "127.0.0.1"
+        self.host: str | None = "127.0.0.1"
         self.max_model_len = max_model_len
         self.version = 0
         self.requests: list[dict[str, Any]] = []

@@ -174,6 +174,8 @@ def test_the_word_of_an_earlier_attempt_is_not_taken_for_this_ones(run: Run) -> 
         ([job("NODE_FAIL")], 30, None, "lost", "Slurm says NODE_FAIL"),
         ([job("PENDING", reason="BeginTime", restarts=1)], 30, None, "requeued", "wrote no end; BeginTime"),
         ([job("RUNNING", restarts=1)], 30, None, "starting", "a new life of job 12 (restart 1)"),
+        ([job("COMPLETING", restarts=1)], 30, None, "requeued", "must come back, or be set down"),
+        ([job("SUSPENDED")], 300, None, "running", "suspended by Slurm"),
         ([job("NODE_FAIL"), job("PENDING", "13", reason="Resources")], 30, None, "requeued", "Resources"),
         ([job("NODE_FAIL"), job("RUNNING", "13")], 30, None, "starting", "a new life of job 13"),
         ([job("NODE_FAIL"), job("PENDING", "13", reason="DependencyNeverSatisfied")], 30, None, "lost", "NODE_FAIL"),
