@@ -134,7 +134,6 @@ def run_role(loaded: Loaded, role: str) -> int:
     from prime_hpc.config.engines import first_port
     from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
     from prime_hpc.launch.checks import check
-    from prime_hpc.store import sockets
     from prime_hpc.store.network import Network
     from prime_hpc.supervisor import ports
     from prime_hpc.supervisor.caches import node_caches
@@ -150,8 +149,7 @@ def run_role(loaded: Loaded, role: str) -> int:
     within = Network.of(experiment.network.model_dump()).ports
     base = ports.run_base(run_dir, within=within or ports.BUILT_IN)
     if role == "trainer":
-        (port,) = ports.choose(1, base, sockets.ALL, within or ports.BUILT_IN)
-        spec = trainer_spec(experiment, run_dir, gpus, port)
+        spec = trainer_spec(experiment, run_dir, gpus)
     elif role == "orchestrator":
         spec = orchestrator_spec(experiment, run_dir)
     else:

@@ -19,6 +19,8 @@ RUN = "PRIMEHPC_RUN"
 """Set for a role of one of several runs that share a doorbell: the run's id."""
 LED = "PRIMEHPC_LED"
 """Set by an agent: SIGTERM is Slurm's warning to the whole job and no order; the agent ends its role by SIGINT."""
+RANKS_FILE = "PRIMEHPC_RANKS_FILE"
+"""Where the ranks of a trainer on one node meet; absent: as torch's own variables say."""
 
 
 @dataclass(frozen=True)

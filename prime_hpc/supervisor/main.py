@@ -92,8 +92,7 @@ def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tup
         urls[role] = [sockets.http_url(host, number) for number in numbers]
     if experiment.samples and not is_parent(experiment):  # each of its runs gets one when the trainer takes it up
         specs.append(orchestrator_spec(experiment, run_dir))
-    (rendezvous,) = ports.choose(1, base, sockets.ALL, within or ports.BUILT_IN)
-    specs.append(trainer_spec(experiment, run_dir, training, rendezvous))
+    specs.append(trainer_spec(experiment, run_dir, training))
     return specs, urls
 
 

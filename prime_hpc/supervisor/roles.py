@@ -109,15 +109,13 @@ def own_gpus(experiment: Experiment, role: str, gpus: list[str]) -> list[str]:
     return own[:need]
 
 
-def trainer_spec(experiment: Experiment, run_dir: Path, gpus: list[str], rendezvous_port: int) -> RoleSpec:
-    """torchrun with one process a rank."""
+def trainer_spec(experiment: Experiment, run_dir: Path, gpus: list[str]) -> RoleSpec:
+    """torchrun with one process a rank, which meet over a file: nothing listens."""
     trainer = experiment.trainer
     threads = trainer.threads_per_rank or max(1, (os.cpu_count() or 1) // trainer.num_ranks)
     command = [
-        *(sys.executable, "-P", "-m", "torch.distributed.run"),
-        *("--nnodes", "1", "--nproc-per-node", str(trainer.num_ranks)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{rendezvous_port}", "--rdzv-id", "trainer"),
-        *("--max-restarts", "0"),
+        *(sys.executable, "-P", "-m", "prime_hpc.trainer.torchrun"),
+        *("--nproc-per-node", str(trainer.num_ranks), "--max-restarts", "0"),
         *("-m", "prime_hpc.trainer.main", str(run_dir)),
     ]
     environment = {"OMP_NUM_THREADS": str(threads)}

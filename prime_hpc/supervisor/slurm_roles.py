@@ -15,7 +15,8 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.children import is_parent
 from prime_hpc.config.engines import ENGINE_ROLES, EngineRole, ready_timeout_s, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.observe.context import INFERENCE_URLS, TEACHER_URLS
+from prime_hpc.observe.context import INFERENCE_URLS, RANKS_FILE, TEACHER_URLS
+from prime_hpc.store.auth import new_secret
 from prime_hpc.store.sockets import ALL
 from prime_hpc.supervisor.agent import Order
 from prime_hpc.supervisor.allocation import Allocation
@@ -118,10 +119,14 @@ def _trainer(
                 "MASTER_ADDR": address,
                 "MASTER_PORT": port,
             }
+            if len(spec.hosts) == 1:
+                environment[RANKS_FILE] = f"/tmp/prime-hpc-ranks-{new_secret()}/store"
         else:
-            command = [python, "-P", "-m", "torch.distributed.run", "--nnodes", str(len(spec.hosts))]
-            command += ["--nproc-per-node", str(per_node), "--node-rank", "{node_rank}"]
-            command += ["--master-addr", address, "--master-port", port, "--max-restarts", "0"]
+            own = ["prime_hpc.trainer.torchrun"]  # on one node nothing need listen
+            several = ["torch.distributed.run", "--nnodes", str(len(spec.hosts)), "--node-rank", "{node_rank}"]
+            several += ["--master-addr", address, "--master-port", port]
+            command = [python, "-P", "-m", *(own if len(spec.hosts) == 1 else several)]
+            command += ["--nproc-per-node", str(per_node), "--max-restarts", "0"]
             command += ["--signals-to-handle", "SIGINT", *program]
             environment |= {} if trainer.threads_per_rank else _threads(per_node)
         return Order(

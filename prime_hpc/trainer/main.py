@@ -33,6 +33,7 @@ from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.status import RoleStatus
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import StoreError
+from prime_hpc.trainer.ranks import deafen_listeners, file_store
 
 TERM_GRACE_S = 3.5
 """After SIGTERM: time to leave the current Python code; a rank stuck in a collective is ended after it."""
@@ -110,7 +111,14 @@ def start_process_group(experiment: Experiment) -> torch.device:
         keep_freed_memory()
     timeout = datetime.timedelta(seconds=experiment.trainer.dist_timeout_s)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+        bound = device if device.type == "cuda" else None
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if (meeting := file_store(world_size)) is None:
+            dist.init_process_group(backend, timeout=timeout, device_id=bound)
+        else:
+            dist.init_process_group(
+                backend, timeout=timeout, device_id=bound, store=meeting, rank=rank, world_size=world_size
+            )
     else:
         store = dist.HashStore()
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
@@ -142,6 +150,9 @@ def train(experiment: Experiment, context: RoleContext, doorbell: Doorbell, stat
         dist.destroy_process_group()
         return
     session = build_session(experiment, context, device, doorbell, status)
+    if device.type == "cpu":  # NCCL may still need its listeners, for peers that it has not talked to yet
+        dist.barrier()
+        deafen_listeners()
     settle_heap()
     try:
         (run_rl if experiment.kind == "rl" else run_sft)(session)

@@ -25,6 +25,7 @@ from prime_hpc.store.files import FileEntry
 from prime_hpc.store.summed import SummedFile, open_summed
 from prime_hpc.trainer.lora import slot_named_parameters
 from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.plain_metadata import PlainReader
 
 MODEL, OPTIMIZER = "model.", "optimizer.state."
 
@@ -172,14 +173,18 @@ def signature(state: Mapping[str, torch.Tensor]) -> tuple[tuple[str, tuple[int, 
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """What a checkpoint holds."""
-    return dcp.FileSystemReader(directory).read_metadata()
+    """What a checkpoint holds.
+
+    Raises:
+        ArtifactError: the file holds something else than a checkpoint's metadata, or names objects that are no tensors.
+    """
+    return PlainReader(directory).read_metadata()
 
 
 def load_state(directory: Path, state: dict[str, torch.Tensor]) -> None:
     """Fill tensors in place from a checkpoint, whatever ranks wrote it. Collective."""
     with torch.no_grad():
-        dcp.load(state, storage_reader=dcp.FileSystemReader(directory))
+        dcp.load(state, storage_reader=PlainReader(directory))
 
 
 def differences(metadata: Metadata, state: Mapping[str, torch.Tensor]) -> list[str]:

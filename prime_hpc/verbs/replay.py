@@ -244,7 +244,7 @@ class _scratch:
 
 
 def _trainer(what: Replay) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={what.num_ranks}"]
+    torchrun = ["-m", "prime_hpc.trainer.torchrun", f"--nproc-per-node={what.num_ranks}"]
     return [sys.executable, "-P", *(torchrun if what.num_ranks > 1 else []), "-m", "prime_hpc.trainer.replay"]
 
 

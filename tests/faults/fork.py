@@ -42,6 +42,7 @@ PRELOAD = [
     "renderers",
     "safetensors.torch",
     "tests.support.scripted_server",
+    "prime_hpc.trainer.torchrun",
     "torch.distributed.run",
     "torch.distributed.checkpoint.format_utils",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
@@ -101,10 +102,6 @@ def install() -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     subprocess_handler.Popen = ForkingPopen  # type: ignore[misc]
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    # For a log line it inspects the whole stack and every module, thousands of them here: 3 s of CPU a start.
-    dynamic_rendezvous.get_method_name = lambda depth=2: "rendezvous"
     gc.collect()
     gc.freeze()  # or every collection in every child would copy the pages of what is shared
 

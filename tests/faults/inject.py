@@ -65,7 +65,9 @@ def role_of(module: str) -> str:
         return "supervisor"
     if module == "prime_hpc.trainer.main":
         return f"rank{os.environ.get('RANK', '0')}"
-    return {"prime_hpc.orchestrator.main": "orchestrator", "torch.distributed.run": "torchrun"}.get(module, "other")
+    return {"prime_hpc.orchestrator.main": "orchestrator", "prime_hpc.trainer.torchrun": "torchrun"}.get(
+        module, "other"
+    )
 
 
 def begin(module: str) -> None:

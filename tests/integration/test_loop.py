@@ -175,7 +175,9 @@ def test_killed_server_is_restarted_and_a_killed_rank_ends_the_run(work: Path) -
         seen = len(steps(run_dir))
         wait_until(lambda: len(steps(run_dir)) >= seen + 4, 240, "the run went on")
         ranks = [
-            p for p in members(run_dir, "trainer") if p.children() == [] or "torch.distributed.run" not in p.cmdline()
+            p
+            for p in members(run_dir, "trainer")
+            if p.children() == [] or "prime_hpc.trainer.torchrun" not in p.cmdline()
         ]
         victim = next(p for p in ranks if p.environ().get("RANK") == "1")
         os.kill(victim.pid, signal.SIGKILL)

@@ -1,0 +1,73 @@
+"""Reading a DCP checkpoint without running what its files say: they may be a colleague's, in a directory of a group.
+
+DCP pickles its metadata. Here only the few classes that describe tensors may be named in it, and a checkpoint that
+holds anything but tensors is refused: torch reads tensors alone without pickle's freedom (`weights_only`).
+"""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from prime_hpc.store.errors import ArtifactError
+
+METADATA = ".metadata"
+_EXPECTED = "the description of a checkpoint's tensors"
+_BROKEN = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+"""Whatever a pickle may raise that was made otherwise, or damaged."""
+_DESCRIPTIONS = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}
+_DTYPES = ("float", "bfloat", "int", "uint", "bool", "complex", "quint", "qint", "half", "double", "long", "short")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the classes of a tensor's description and no other name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and name.startswith(_DTYPES)
+        if name in _DESCRIPTIONS.get(module, ()) or is_dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+class PlainReader(dcp.FileSystemReader):
+    """As DCP's reader of files, for checkpoints of tensors."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint holds.
+
+        Raises:
+            ArtifactError: its metadata is something else, or it holds objects that are no tensors.
+        """
+        path = Path(self.path) / METADATA
+        try:
+            metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        except _BROKEN as error:
+            raise ArtifactError(path, _EXPECTED, f"something else ({error})") from error
+        if not isinstance(metadata, Metadata):
+            raise ArtifactError(path, _EXPECTED, type(metadata).__name__)
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise ArtifactError(path, "tensors only", f"{name}, which is none")
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata

@@ -1,0 +1,70 @@
+"""torchrun for the ranks of one node: `python -m prime_hpc.trainer.torchrun --nproc-per-node N ... -m MODULE ...`.
+
+Takes torchrun's own options. The agent and the ranks meet over a file (`ranks`), so that nothing listens.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from torch.distributed import FileStore, PrefixStore
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+
+from prime_hpc.observe.context import RANKS_FILE
+from prime_hpc.trainer.ranks import meeting_file, stay_on_loopback
+
+_BACKEND = "file"
+
+
+class _FileRendezvous(RendezvousHandler):
+    """The agent is alone: there is nobody to wait for."""
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        self._run_id = params.run_id
+        self._store = PrefixStore("agent", FileStore(params.endpoint, 1))
+
+    def get_backend(self) -> str:
+        return _BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("localhost", 0))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None: ...
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run torchrun; its exit codes."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    rendezvous_handler_registry.register(_BACKEND, _FileRendezvous)
+    stay_on_loopback()
+    with meeting_file() as path:
+        os.environ[RANKS_FILE] = str(path)
+        own = Path(f"{path}.agent")
+        torchrun.main(["--nnodes", "1", "--rdzv-backend", _BACKEND, "--rdzv-endpoint", str(own), *arguments])
+
+
+if __name__ == "__main__":
+    main()

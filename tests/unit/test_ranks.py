@@ -1,0 +1,156 @@
+"""Ranks of one node meet without a port that others can reach; checkpoints are read without running what they say."""
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.store.errors import ArtifactError
+from prime_hpc.supervisor.roles import trainer_spec
+from prime_hpc.trainer import ranks
+from prime_hpc.trainer.shards import load_state, read_metadata
+
+RANK = """
+import json, os, socket, sys
+import torch, torch.distributed as dist
+from pathlib import Path
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.trainer.main import start_process_group
+from prime_hpc.trainer.ranks import deafen_listeners
+
+start_process_group(Experiment.model_validate({"kind": "sft", "trainer": {"backend": "gloo"}}))
+dist.barrier()
+assert deafen_listeners() >= 1
+dist.barrier()
+
+
+def listeners():
+    inodes = {p.readlink().name for p in Path("/proc/self/fd").iterdir() if p.is_symlink()}
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for row in Path(table).read_text().splitlines()[1:]:
+            field = row.split()
+            if field[3] == "0A" and f"socket:[{field[9]}]" in inodes:
+                found.append(field[1].split(":"))
+    return found
+
+
+total = torch.ones(1)
+dist.all_reduce(total)
+names = [None] * dist.get_world_size()
+dist.all_gather_object(names, os.getpid())
+said = [total.item(), listeners(), os.environ["PRIMEHPC_RANKS_FILE"]]
+Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(said))
+dist.barrier()
+if dist.get_rank() == 0:
+    for _, port in listeners():
+        try:
+            socket.create_connection(("127.0.0.1", int(port, 16)), 0.3)
+        except TimeoutError:
+            continue
+        raise SystemExit("a stranger could connect")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_meet_over_a_file_and_listen_to_nobody(tmp_path: Path) -> None:
+    (tmp_path / "some_rank.py").write_text(RANK)
+    command = [sys.executable, "-P", "-m", "prime_hpc.trainer.torchrun", "--nproc-per-node", "2", "--max-restarts", "0"]
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}",
+    }
+    done = subprocess.run(
+        [*command, "-m", "some_rank", str(tmp_path)], env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in "01":
+        total, listeners, file = json.loads((tmp_path / rank).read_text())
+        assert total == 2.0 and listeners
+        assert {address for address, _ in listeners} == {"0100007F"}  # the loopback interface alone
+        assert not Path(file).parent.exists()
+
+
+def test_one_machine_runs_have_no_rendezvous_port(tmp_path: Path) -> None:
+    command = trainer_spec(Experiment.model_validate({}), tmp_path, []).command
+    assert "prime_hpc.trainer.torchrun" in command
+    assert not [word for word in command if "rdzv" in word or "master" in word]
+
+
+def test_the_meeting_place_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ranks.meeting_file() as path:
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv("PRIMEHPC_RANKS_FILE", raising=False)
+    assert ranks.file_store(1) is None
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setenv("PRIMEHPC_RANKS_FILE", str(tmp_path / "open" / "store"))
+    with pytest.raises(OSError, match="others may write"):
+        ranks.file_store(1)
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+
+class Payload:
+    """What an attacker's pickle says."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.mark}",)
+
+
+def save(folder: Path) -> dict[str, torch.Tensor]:
+    state = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(2, dtype=torch.bfloat16), "c": torch.tensor(3)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    return state
+
+
+def test_a_checkpoint_of_tensors_is_read(tmp_path: Path) -> None:
+    state = save(tmp_path)
+    found, expected = read_metadata(tmp_path), dcp.FileSystemReader(tmp_path).read_metadata()
+    assert found.state_dict_metadata == expected.state_dict_metadata and found.storage_data == expected.storage_data
+    again = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    load_state(tmp_path, again)
+    assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("kind", ["code", "nested code", "other", "damaged", "objects"])
+def test_what_is_no_description_of_tensors_is_refused_and_not_run(tmp_path: Path, kind: str) -> None:
+    save(tmp_path)
+    mark, file = tmp_path / "mark", tmp_path / ".metadata"
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    if kind == "code":
+        file.write_bytes(pickle.dumps(Payload(mark)))
+    elif kind == "nested code":
+        metadata.planner_data = Payload(mark)
+        file.write_bytes(pickle.dumps(metadata))
+    elif kind == "other":
+        file.write_bytes(pickle.dumps({"a": 1}))
+    elif kind == "damaged":
+        file.write_bytes(file.read_bytes()[:-40])
+    else:
+        dcp.save(
+            {"a": torch.ones(2), "o": {"x"}},
+            storage_writer=dcp.FileSystemWriter(tmp_path, overwrite=True),
+            no_dist=True,
+        )
+    with pytest.raises(ArtifactError, match=r"\.metadata: expected (the description|tensors only)"):
+        read_metadata(tmp_path)
+    assert not mark.exists()
+    if "code" in kind:  # what is refused would have run
+        with pytest.raises(AttributeError) if kind == "code" else contextlib.nullcontext():
+            dcp.FileSystemReader(tmp_path).read_metadata()
+        assert mark.exists()
