@@ -6,12 +6,13 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.secret import secrets_of
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.common import CkptConfig, LogConfig, ModelConfig, WandbConfig
 from prime_hpc.config.sections.inference import InferenceConfig, TeacherInferenceConfig
+from prime_hpc.config.sections.names import directory_name
 from prime_hpc.config.sections.network import NetworkConfig
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
 from prime_hpc.config.sections.sft import SFTConfig
@@ -27,7 +28,7 @@ class Experiment(Section):
 
     kind: Literal["rl", "sft"] = "rl"
     """Which loop runs."""
-    name: str = Field("run", pattern=r"^[^/\x00]+$")
+    name: str = "run"
     """Run name; the run directory is `<output_dir>/<name>` (`--exp-id` is an alias)."""
     output_dir: Path = Path("outputs")
     """Parent of the run directory, on a file system that all nodes share."""
@@ -73,6 +74,11 @@ class Experiment(Section):
     """GPUs of the teacher's engines on one node; default: those after the policy's."""
     trainer_gpu_ids: list[int] | None = None
     """GPUs of the trainer on one node."""
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_directory(cls, name: str) -> str:
+        return directory_name(name)
 
     @property
     def run_dir(self) -> Path:
@@ -137,6 +143,7 @@ class Experiment(Section):
                 f"ckpt.resume_step ({resume}) is not below max_steps ({self.max_steps}): nothing is left to do; raise "
                 "--max-steps"
             )
+        self._uses_its_gpus()
         self._can_be_taught()
         if self.kind == "rl":
             self._can_distil()
@@ -158,6 +165,21 @@ class Experiment(Section):
         if self.kind == "sft":
             self._sft_fits()
         return self
+
+    def _uses_its_gpus(self) -> None:
+        """No GPU that a key names stays idle: it was meant to be used."""
+        counts = [("trainer_gpu_ids", self.trainer_gpu_ids, self.trainer.num_ranks, "trainer.num_ranks")]
+        for section, ids in (("inference", self.inference_gpu_ids), ("teacher_inference", self.teacher_gpu_ids)):
+            engines: InferenceConfig | None = getattr(self, section)
+            if engines is not None:
+                need = engines.num_replicas * engines.data_parallel_size * engines.tensor_parallel_size
+                counts.append((f"{'inference' if section == 'inference' else 'teacher'}_gpu_ids", ids, need, section))
+        for key, named, need, where in counts:
+            if named is not None and len(named) > need:
+                raise ValueError(
+                    f"{key} names {len(named)} GPUs, but {where} uses {need}: name those, or leave the counts out "
+                    "(num_ranks, data_parallel_size), which then follow from the ids"
+                )
 
     def _sft_fits(self) -> None:
         data, evaluation = self.sft.data, self.orchestrator.eval
@@ -240,8 +262,7 @@ class Experiment(Section):
         if imitates and (self.inference is not None or o.eval is not None):
             section = "inference" if self.inference is not None else "orchestrator.eval"
             raise ValueError(
-                f"{key} samples from the teacher's servers alone, the policy is served nowhere: leave {section} out "
-                "(the `eval` entrypoint evaluates a checkpoint)"
+                f"{key} samples from the teacher's servers alone, the policy is served nowhere: leave {section} out"
             )
 
     def _can_use_fp8(self) -> None:

@@ -109,6 +109,14 @@ def read_site(run_dir: Path) -> SiteConfig:
     return parse_site(path) if path.exists() else GENERIC
 
 
+def has_accounting(run_dir: Path) -> bool:
+    """Whether accounting answers where a run (or a sweep) was sent, as its profile says."""
+    try:
+        return read_site(run_dir).sacct
+    except ConfigError:  # the file is damaged: to ask in vain costs nothing
+        return True
+
+
 def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
     """ClusterName from the slurm.conf that is in force, where it can be read. No command is run."""
     for path in (environ.get("SLURM_CONF"), "/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf"):

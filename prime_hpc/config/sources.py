@@ -13,6 +13,7 @@ from typing import Any
 
 from prime_hpc.config.check import check_complete, check_secrets, validate
 from prime_hpc.config.coerce import CoerceError, coerce, is_reference, mapping, switch
+from prime_hpc.config.counts import derive_counts
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.files import Document, read_documents
@@ -22,6 +23,8 @@ from prime_hpc.config.schema import Node, all_paths, locate, resolve, type_text
 from prime_hpc.config.secret import MASK, anchored, masked, names_secret
 
 ENV_PREFIX = "PRIME_"
+_OTHERS_VARIABLES = ("PRIME_LOG_LEVEL",)
+"""Ours, but no keys of the config: `prime_hpc.observe.logs` reads it."""
 KINDS = {"rl": "rl", "sft": "sft"}
 """Entrypoints that decide the tree's `kind`."""
 
@@ -68,6 +71,7 @@ def load_experiment(argv: list[str], entrypoint: str, environ: Mapping[str, str]
     tree.place(parsed.entries)
     if entrypoint in KINDS:
         tree.place([Entry(("kind",), KINDS[entrypoint], Origin("command line", entrypoint))])
+    tree.problems += derive_counts(tree.values, tree.provenance)
     experiment = tree.experiment()
     tree.warnings += check_secrets(experiment, tree.provenance)
     check_complete(experiment, entrypoint, tree.provenance)
@@ -97,7 +101,7 @@ def environment_entries(environ: Mapping[str, str], scope: str | None, warnings:
     """
     entries = []
     for variable, text in environ.items():
-        if not variable.startswith(ENV_PREFIX) or variable == ENV_PREFIX:
+        if not variable.startswith(ENV_PREFIX) or variable in (ENV_PREFIX, *_OTHERS_VARIABLES):
             continue
         segments = tuple(variable[len(ENV_PREFIX) :].lower().split("__"))
         if "" in segments:

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterable
 
 from prime_hpc.config.check import check_complete
+from prime_hpc.config.counts import derive_counts
 from prime_hpc.config.errors import Problem
 from prime_hpc.config.flags import Entry
 from prime_hpc.config.sources import Loaded, Tree
@@ -30,6 +31,7 @@ class Variants:
         self._tree = Tree(problems)
         self._tree.warnings += warnings
         self._tree.place(entries)
+        self._tree.problems += derive_counts(self._tree.values, self._tree.provenance)
 
     @property
     def problems(self) -> list[Problem]:

@@ -158,7 +158,10 @@ def remove_child(path: Path, *, delete: bool, timeout_s: float) -> str:
         return f"{said}; its directory stays (`prime-hpc runs resume` brings it back)"
     trash = path.with_name(f".removed-{path.name}-{os.getpid()}")
     path.rename(trash)  # gone for everybody at once
-    shutil.rmtree(trash)
+    if trash.is_symlink():
+        trash.unlink()  # what it points at is not the parent's
+    else:
+        shutil.rmtree(trash)
     return f"{said}; its directory is deleted"
 
 

@@ -19,6 +19,7 @@ from submitit.core import core, utils
 from submitit.slurm import slurm
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.site import has_accounting
 from prime_hpc.launch.runs import ATTEMPTS, read_rows
 from prime_hpc.observe.slurm import ENDED, SCRIPT, SlurmError, history, jobs, run_slurm
 
@@ -80,7 +81,8 @@ class RunWatcher(slurm.SlurmInfoWatcher):
 
 def state_of_forgotten(job_id: str, run_dir: Path | None) -> str:
     """How a job ended that the controller has forgotten: as the accounting says, else the run directory, else LOST."""
-    lives = [row for row in history(job_id) if row.job_id.partition("+")[0] == job_id]
+    asked = history(job_id) if run_dir is None or has_accounting(run_dir) else []
+    lives = [row for row in asked if row.job_id.partition("+")[0] == job_id]
     if lives:
         last = lives[-1].state
         return last if last in ENDED else LOST
@@ -137,6 +139,19 @@ class RunJob(slurm.SlurmJob[Any]):
                 raise
 
 
+def job_id_in(answer: str) -> str:
+    """The job id in what sbatch says: `12` or `12;cluster`, whatever a site's wrapper says around it.
+
+    Raises:
+        SlurmError: there is none.
+    """
+    for line in reversed(answer.split("\n")):
+        job_id = line.strip().partition(";")[0]
+        if job_id.isdigit():
+            return job_id
+    raise SlurmError(["sbatch", "--parsable"], 0, f"its answer holds no job id: {answer.strip()!r}")
+
+
 class _RunExecutor(slurm.SlurmExecutor):
     """Sends one rendered script; the common part of the two layouts."""
 
@@ -184,12 +199,7 @@ class _RunExecutor(slurm.SlurmExecutor):
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
         """The job id in sbatch's answer: `12` or `12;cluster`, whatever a site's wrapper says around it."""
-        text = string if isinstance(string, str) else string.decode()
-        for line in reversed(text.split("\n")):
-            job_id = line.strip().partition(";")[0]
-            if job_id.isdigit():
-                return job_id
-        raise SlurmError(["sbatch", "--parsable"], 0, f"its answer holds no job id: {text.strip()!r}")
+        return job_id_in(string if isinstance(string, str) else string.decode())
 
     def _submit_command(self, command: str) -> core.Job[Any]:
         return self.job_class(folder=self.folder, job_id=self._send())

@@ -77,22 +77,30 @@ def interval_facts(
         events=events,
     )
     chosen = experiment.ckpt.interval if experiment.ckpt else None
-    steps = chosen if isinstance(chosen, int) else best.num_steps
+    most = experiment.max_steps
+    if walltime_s is not None:
+        most = max(1, min(most, int(walltime_s / speed.step_s)))
+    why, best_loss, best_steps, best_s = best.why, best.loss_percent, best.num_steps, best.interval_s
+    if best_steps > most:  # there is no such interval in a run that is shorter
+        best_steps, best_s = most, most * speed.step_s
+        best_loss = expected_loss_percent(best_s, speed.stall_s, best.mtbf_s, restart_s, speed.save_s)
+        why += f"; at most {most} steps: " + ("the run" if most == experiment.max_steps else "the time limit")
+    steps = chosen if isinstance(chosen, int) else best_steps
     seconds = steps * speed.step_s
     loss = expected_loss_percent(seconds, speed.stall_s, best.mtbf_s, restart_s, speed.save_s)
     source = f"{site.failures_per_1000_node_days:g} failures in 1000 node-days (site profile {site.name})"
     if num_attempts:
         source += f"; {events.num_failures} in {events.seconds / DAY_S:.2g} days of {num_attempts} attempts"
     return {
-        "best_interval_s": round(best.interval_s),
-        "best_steps": best.num_steps,
-        "best_loss_percent": round(best.loss_percent, 3),
+        "best_interval_s": round(best_s),
+        "best_steps": best_steps,
+        "best_loss_percent": round(best_loss, 3),
         "set_steps": steps if chosen is not None else None,
         "set_loss_percent": round(loss, 3) if chosen is not None else None,
         "mtbf_s": None if math.isinf(best.mtbf_s) else round(best.mtbf_s),
         "failures_from": source,
         "restart_s": round(restart_s),
-        "why": best.why,
+        "why": why,
     }
 
 

@@ -7,12 +7,16 @@ import sys
 import time
 from pathlib import Path
 
-from prime_hpc.config import Loaded
+from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.plan import launcher, plan_text
 from prime_hpc.launch.prepare import prepare_run, write
 from prime_hpc.launch.records import new_token, open_record, read_record, submitting
 from prime_hpc.launch.runs import read_json
+from prime_hpc.observe.context import RESUME_STEP
+from prime_hpc.store.checkpoints import resolve_resume
+from prime_hpc.store.errors import StoreError
+from prime_hpc.supervisor.begin import run_paths
 
 POLL_S = 0.3
 END_TIMEOUT_S = 30.0
@@ -152,6 +156,7 @@ def run_role(loaded: Loaded, role: str) -> int:
         spec = trainer_spec(experiment, run_dir, gpus)
     elif role == "orchestrator":
         spec = orchestrator_spec(experiment, run_dir)
+        spec.environment.update(_resume_by_hand(experiment, run_dir))
     else:
         assert experiment.inference is not None
         server = experiment.inference.server
@@ -165,3 +170,25 @@ def run_role(loaded: Loaded, role: str) -> int:
     os.environ.update(spec.environment, **{RUN_YAML_VARIABLE: str(own / "run.yaml")})
     sys.stdout.flush()
     os.execv(spec.command[0], spec.command)
+
+
+def _resume_by_hand(experiment: Experiment, run_dir: Path) -> dict[str, str]:
+    """Where an orchestrator that no supervisor starts goes on: after the step that the trainer by hand resumes from.
+
+    Raises:
+        ConfigError: there is no such checkpoint in this run's directory.
+    """
+    wanted = experiment.ckpt.resume_step if experiment.ckpt is not None else None
+    if wanted is None or RESUME_STEP in os.environ:
+        return {}
+    if isinstance(wanted, Path):
+        message = (
+            f"{wanted}: an orchestrator by hand goes on in its own run's directory alone; start from another run's "
+            "checkpoint with `rl`, or name a step"
+        )
+        raise ConfigError(Problem(message, "ckpt.resume_step"))
+    try:
+        found = resolve_resume(run_paths(experiment, run_dir).checkpoints, wanted)
+    except StoreError as error:
+        raise ConfigError(Problem(str(error), "ckpt.resume_step")) from error
+    return {RESUME_STEP: str(found.step)}

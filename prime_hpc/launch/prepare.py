@@ -1,5 +1,6 @@
 """The run directory before a run: refuse to overwrite, write the snapshot. Called by `local`, `submit` and `job`."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, write_sna
 from prime_hpc.config.children import is_parent
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.records import LOCK
+from prime_hpc.store.children import list_children
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import refuse_other_owner
 from prime_hpc.supervisor.attempts import is_held, read_attempts
@@ -63,8 +65,7 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
     if held:
         raise ConfigError(Problem(f"{run_dir}: a run is going on there (process {held[-1]['pid']})", "name"))
     if experiment.clean:
-        if not (run_dir / "run.yaml").exists():
-            raise ConfigError(Problem(f"{run_dir} holds no run.yaml, so it is not deleted: not a run of ours", "clean"))
+        refuse_to_delete(experiment.run_dir.absolute())
         _delete(run_dir)
         return
     if not any(_holds_something(run_dir / name) for name in _OF_A_RUN):
@@ -79,6 +80,32 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
                 "name",
             )
         )
+
+
+def refuse_to_delete(run_dir: Path) -> None:
+    """Raise where a directory is anything but one run of this user's.
+
+    Raises:
+        ConfigError: saying what it is.
+    """
+
+    def refuse(what: str) -> ConfigError:
+        return ConfigError(Problem(f"{run_dir} {what}, so it is not deleted; choose another --name", "clean"))
+
+    if run_dir.is_symlink():
+        raise refuse(f"is a link to {run_dir.resolve()}")
+    if not (run_dir / "run.yaml").is_file():
+        raise refuse("holds no run.yaml: it is no run of ours")
+    if run_dir.stat().st_uid != os.geteuid():
+        raise refuse(f"belongs to another user (uid {run_dir.stat().st_uid})")
+    if Path.home().resolve().is_relative_to(run_dir.resolve()):
+        raise refuse("holds your home directory")
+    if any((run_dir / name).exists() for name in ("sweep.yaml", "points.jsonl")):
+        raise refuse("is a sweep's")
+    own = set(list_children(run_dir))
+    others = sorted(path.parent.name for path in run_dir.glob("*/run.yaml") if path.parent.name not in own)
+    if others:
+        raise refuse(f"holds other runs ({', '.join(others[:5])})")
 
 
 def _holds_something(path: Path) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.config.site import cluster_name, load_site
+from prime_hpc.config.site import cluster_name, has_accounting, load_site
 from prime_hpc.launch.command import command_tail, interpreter
 from prime_hpc.launch.records import (
     local_controller,
@@ -216,7 +216,7 @@ def settle(run_dir: Path) -> JobInfo | None:
         successor = found[1].job_id if len(found) > 1 else None
         write_record(run_dir, state="sent", job_id=found[0].job_id, successor=successor)
         return next((info for info in found if info.is_active), None)
-    ended = find_in_history(token, sent - 60, ASK_TIMEOUT_S)
+    ended = find_in_history(token, sent - 60, ASK_TIMEOUT_S) if has_accounting(run_dir) else []
     if ended:
         write_record(run_dir, state="sent", job_id=ended[0].job_id.partition("+")[0])
         return None
@@ -319,6 +319,8 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
     Raises:
         SlurmError: Slurm refuses it or cannot be reached.
     """
+    from prime_hpc.launch.executors import job_id_in
+
     record = read_record(run_dir)
     if record is None:  # a script that was sent by hand
         command: list[str] = []
@@ -347,7 +349,7 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
         extra=submission_environment(run_dir, token),
         dies_with_us=True,
     )
-    successor = answer.strip().splitlines()[-1].partition(";")[0]
+    successor = job_id_in(answer)
     write_record(run_dir, successor=successor)
     return successor
 

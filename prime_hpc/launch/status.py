@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from prime_hpc.config.site import has_accounting
 from prime_hpc.launch.evidence import Evidence, Queue, RunStatus, read_evidence
 from prime_hpc.launch.figures import add_checkpoint, add_figures, log_paths
 from prime_hpc.launch.runs import run_name
@@ -105,7 +106,7 @@ def status_of(path: Path, *, ask: Ask = ask_slurm, details: bool = True) -> RunS
         add_checkpoint(status, path)
         status.logs = log_paths(path, status.attempt)
         if status.state == "lost" and status.job_id and not queue.trouble and status.job_id not in queue.jobs:
-            status.note += _from_accounting(status.job_id)
+            status.note += _from_accounting(status.job_id) if has_accounting(path) else ""
     return status
 
 

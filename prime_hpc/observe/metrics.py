@@ -54,12 +54,13 @@ class MetricsWriter:
             self._start_wandb(wandb)
 
     def _start_wandb(self, arguments: dict[str, Any]) -> None:
-        arguments = dict(arguments)
-        if arguments.get("mode") is None:
-            arguments["mode"] = "online" if os.environ.get("WANDB_API_KEY") else "offline"
         try:
             import wandb
 
+            arguments = dict(arguments)
+            if "mode" not in arguments and not os.environ.get("WANDB_MODE") and not _has_credentials(wandb):
+                arguments["mode"] = "offline"  # it would ask for a key, and nobody is there to answer
+                logger.info("W&B has no credentials (`wandb login`, WANDB_API_KEY): its files stay here, `wandb sync`")
             self._wandb = wandb.init(**arguments)
             # our step is an ordinary value: an evaluation of an earlier version may come after a later batch
             self._wandb.define_metric("*", step_metric="step")
@@ -90,6 +91,14 @@ class MetricsWriter:
             except Exception as error:  # noqa: BLE001 - see _start_wandb
                 logger.warning(f"W&B did not finish: {error}")
             self._wandb = None
+
+
+def _has_credentials(wandb: Any) -> bool:
+    """Whether W&B itself finds a key: in the environment, in its settings, in ~/.netrc. Its server is not asked."""
+    try:
+        return bool(wandb.login(verify=False, prompt=False))
+    except TypeError:  # a version whose `login` always asks
+        return bool(wandb.api.api_key)
 
 
 def wandb_arguments(

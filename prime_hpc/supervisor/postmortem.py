@@ -11,6 +11,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config import ConfigError
+from prime_hpc.config.site import has_accounting
 from prime_hpc.observe.slurm import SlurmError, history, jobs, run_slurm
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.supervisor.allocation import Allocation
@@ -43,7 +44,7 @@ def close_lost_lives(run_dir: Path, paths: RunPaths, allocation: Allocation | No
             )
         if not own and row.get("job_id"):
             _refuse_if_running(run_dir, row)
-        outcome, cause, nodes = _cause(row, allocation)
+        outcome, cause, nodes = _cause(row, allocation, run_dir)
         lost += nodes
         last_word = _last_word(run_dir, row)
         saved = newest_saved_step(paths)
@@ -98,7 +99,7 @@ def _last_word(run_dir: Path, row: dict[str, Any]) -> float:
     return max([row["began"], *(t for t in times if t <= time.time())])
 
 
-def _cause(row: dict[str, Any], allocation: Allocation | None) -> tuple[str, str, list[str]]:
+def _cause(row: dict[str, Any], allocation: Allocation | None, run_dir: Path) -> tuple[str, str, list[str]]:
     """Outcome, cause and lost nodes of a life that left no end."""
     if row.get("job_id") is None:
         return "failed", f"the supervisor (process {row['pid']} on {row['host']}) was killed", []
@@ -106,7 +107,7 @@ def _cause(row: dict[str, Any], allocation: Allocation | None) -> tuple[str, str
     lost = lost_hosts(hosts, row["began"], silent_end=True)
     if lost:
         return "node_lost", f"node {', '.join(lost)} was lost", lost
-    states = _accounting(row)
+    states = _accounting(row) if has_accounting(run_dir) else []
     for state, outcome, words in (
         ("NODE_FAIL", "node_lost", "Slurm lost a node"),
         ("PREEMPTED", "preempted", "preempted, with no time to save"),

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 
+import psutil
+
 from prime_hpc.supervisor.processes import end_families
 
 FAREWELL = "bye"
@@ -63,16 +65,22 @@ def main() -> None:
     """Read process ids until the pipe closes; then end what is left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to every process of a job; the pipe decides
-    watched: set[int] = set()
+    watched: dict[int, psutil.Process] = {}  # with their start times: a number alone may be another process's by then
     for raw in sys.stdin:
         line = raw.strip()
         if line == FAREWELL:
             return
         if line.startswith("+"):
-            watched.add(int(line[1:]))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                watched[int(line[1:])] = psutil.Process(int(line[1:]))
         elif line.startswith("-"):
-            watched.discard(int(line[1:]))
-    end_families(watched - {os.getpid()}, grace_s=4.0)
+            watched.pop(int(line[1:]), None)
+    end_families(still_themselves(watched), grace_s=4.0)
+
+
+def still_themselves(watched: dict[int, psutil.Process]) -> list[int]:
+    """Ids that still belong to the processes that were to be watched; this one's is never among them."""
+    return [pid for pid, process in watched.items() if pid != os.getpid() and process.is_running()]
 
 
 if __name__ == "__main__":

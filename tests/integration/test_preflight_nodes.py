@@ -223,8 +223,11 @@ def trainer_plan(folder: Path, timeout_s: float) -> PreflightPlan:
 
 
 @pytest.mark.slow
-def test_an_allreduce_is_measured_on_every_trainer_node(tmp_path: Path) -> None:
+def test_an_allreduce_is_measured_on_every_trainer_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     report = run_preflight(trainer_plan(tmp_path, 200), Nodes())
+    assert list((tmp_path / "tmp").glob("preflight-*")) == [], "nothing stays on the nodes"
     assert report.ok, report.lines()
     for verdict, after in zip(report.verdicts, "bca", strict=True):
         found = verdict.facts["allreduce"]

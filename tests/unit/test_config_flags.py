@@ -61,7 +61,7 @@ def problem(*argv: str, entrypoint: str = "trainer") -> str:
         (["--model.ac"], "model.ac.freq", 1),
         (["--exp-id", "x"], "name", "x"),
         (["--name", "x"], "name", "x"),
-        (["--name=--x"], "name", "--x"),
+        (["--wandb.project=--x"], "wandb.project", "--x"),
         (["--name", "3"], "name", "3"),
         (["--trainer-gpus", "4"], "trainer.num_ranks", 4),
         (["--inference-gpus", "2"], "inference.data_parallel_size", 2),

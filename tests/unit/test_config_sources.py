@@ -263,3 +263,10 @@ def test_no_key_of_a_component_hides_a_shared_one() -> None:
 )
 def test_command_lines_of_the_reference_pages(entrypoint: str, argv: list[str]) -> None:
     load(argv, entrypoint)
+
+
+def test_the_log_levels_variable_is_no_misspelt_key(tmp_path: Path) -> None:
+    config = tmp_path / "e.yaml"
+    config.write_text("seed: 1\n")
+    loaded = load_experiment(["@", str(config)], "trainer", {"PRIME_LOG_LEVEL": "DEBUG", "PRIME_ASYNC_LEVL": "1"})
+    assert len(loaded.warnings) == 1 and "PRIME_ASYNC_LEVL" in loaded.warnings[0]

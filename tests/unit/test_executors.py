@@ -9,12 +9,16 @@ import pytest
 from submitit.core.utils import UncompletedJobError
 
 from prime_hpc.config import ConfigError
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.site import write_site
 from prime_hpc.launch.executors import (
     LOST,
     HetSlurmExecutor,
     PackedSlurmExecutor,
     RunJob,
     executor_class,
+    job_id_in,
+    state_of_forgotten,
     submitit_folder,
 )
 from prime_hpc.launch.job import local_job
@@ -188,3 +192,25 @@ def test_cancel(fake: FakeSlurm, run_dir: Path) -> None:
 
 def test_the_executor_of_a_layout() -> None:
     assert executor_class("het") is HetSlurmExecutor and executor_class("packed") is PackedSlurmExecutor
+
+
+@pytest.mark.parametrize(
+    "answer", ["12\n", "12;cluster\n", "Welcome!\n12\n", "12;c\nThank you for using this site\n\n"]
+)
+def test_the_job_id_in_whatever_a_site_says_around_it(answer: str) -> None:
+    assert job_id_in(answer) == "12"
+
+
+def test_an_answer_without_a_job_id_is_an_error() -> None:
+    with pytest.raises(SlurmError, match="holds no job id"):
+        job_id_in("Submitted\n")
+
+
+def test_accounting_that_the_profile_denies_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeSlurm(tmp_path)
+    fake.use(monkeypatch)
+    assert state_of_forgotten("77", tmp_path) == LOST
+    assert len(fake.calls("sacct")) == 1
+    write_site(SiteConfig(name="x", sacct=False), tmp_path)
+    assert state_of_forgotten("77", tmp_path) == LOST
+    assert len(fake.calls("sacct")) == 1

@@ -1,13 +1,20 @@
 """What is refused before anything starts."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from prime_hpc import cli
 from prime_hpc.config import ConfigError, Experiment, Loaded, load_run
+from prime_hpc.launch import local
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.plan import plan_text
 from prime_hpc.launch.prepare import prepare_run
+from prime_hpc.observe.context import RESUME_STEP
+from prime_hpc.store.layout import RunPaths
+from tests.support.checkpoints import make_checkpoint
 
 
 @pytest.fixture
@@ -107,7 +114,7 @@ def test_a_life_that_ended_before_it_wrote_anything_is_no_run(tmp_path: Path, mo
 def test_clean_deletes_only_runs(tmp_path: Path, model: Path) -> None:
     run_dir = tmp_path / "out" / "x"
     (run_dir / "weights").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="not a run of ours"):
+    with pytest.raises(ConfigError, match="no run of ours"):
         prepare_run(loaded(tmp_path, model, clean=True))
     assert (run_dir / "weights").exists()
 
@@ -132,3 +139,80 @@ def test_context_beyond_the_model_is_refused(tmp_path: Path, model: Path) -> Non
             tmp_path, model, seq_len=512, orchestrator={"env": [{"id": "reverse-text"}], "sampling": {"max_tokens": 64}}
         )
     )
+
+
+@pytest.mark.parametrize("name", [".", "..", "", ".hidden", "-rf", "~", "a/b", "a\nb", " a", "x" * 201])
+def test_a_name_that_would_be_another_place_is_refused(tmp_path: Path, model: Path, name: str) -> None:
+    other = prepare_run(loaded(tmp_path, model, name="other"))
+    with pytest.raises(ValueError, match=r"directory|begins|bytes long"):
+        prepare_run(loaded(tmp_path, model, name=name, clean=True))
+    assert cli.main(["submit", str(other / "run.yaml"), f"--name={name}", "--clean", "--dry-run"]) == 2
+    assert (other / "run.yaml").exists()
+
+
+def _clean(tmp_path: Path, model: Path, name: str = "x") -> None:
+    prepare_run(loaded(tmp_path, model, name=name, clean=True))
+
+
+def test_clean_refuses_what_is_not_one_run_of_ones_own(tmp_path: Path, model: Path) -> None:
+    inner = prepare_run(loaded(tmp_path, model, output_dir=str(tmp_path / "out" / "x"), name="inner"))
+    outer = prepare_run(loaded(tmp_path, model))
+    (outer / "weights").mkdir()
+    with pytest.raises(ConfigError, match=r"holds other runs \(inner\)"):
+        _clean(tmp_path, model)
+    assert (inner / "run.yaml").exists() and (outer / "run.yaml").exists()
+    link = tmp_path / "out" / "link"
+    link.symlink_to(outer)
+    with pytest.raises(ConfigError, match="is a link to .*/x"):
+        _clean(tmp_path, model, "link")
+    shutil.rmtree(inner)
+    (outer / "points.jsonl").touch()
+    with pytest.raises(ConfigError, match="is a sweep's"):
+        _clean(tmp_path, model)
+    (outer / "points.jsonl").unlink()
+    (outer / "roles" / "trainer").mkdir(parents=True)
+    (outer / "roles" / "trainer" / "run.yaml").touch()  # of a role by hand: this run's own
+    _clean(tmp_path, model)
+    assert not (outer / "weights").exists()
+
+
+def test_clean_leaves_a_home_directory(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = prepare_run(loaded(tmp_path, model))
+    (run_dir / "weights").mkdir()
+    monkeypatch.setenv("HOME", str(run_dir / "weights"))
+    with pytest.raises(ConfigError, match="holds your home directory"):
+        _clean(tmp_path, model)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a directory of another user")
+def test_clean_leaves_another_users_run(tmp_path: Path, model: Path) -> None:
+    run_dir = prepare_run(loaded(tmp_path, model))
+    (run_dir / "weights").mkdir()
+    os.chown(run_dir, 12345, 12345)
+    with pytest.raises(ConfigError, match=r"belongs to another user .*uid 12345"):
+        _clean(tmp_path, model)
+    assert (run_dir / "weights").exists()
+
+
+def test_an_orchestrator_by_hand_goes_on_where_its_trainer_does(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str | None] = []
+    monkeypatch.setattr(os, "execv", lambda *_: started.append(os.environ.get(RESUME_STEP)))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+
+    def by_hand(**ckpt: object) -> str | None:
+        os.environ.pop(RESUME_STEP, None)
+        local.run_role(loaded(tmp_path, model, ckpt=ckpt), "orchestrator")
+        return started.pop()
+
+    assert by_hand() is None
+    with pytest.raises(ConfigError, match=r"ckpt.resume_step: "):
+        by_hand(resume_step=4)
+    paths = RunPaths(tmp_path / "out" / "x")
+    for step in (2, 4):
+        make_checkpoint(paths, step)
+    assert by_hand(resume_step=2) == "2"
+    assert by_hand(resume_step="latest") == "4"
+    with pytest.raises(ConfigError, match="by hand goes on in its own run's directory alone"):
+        by_hand(resume_step=str(paths.checkpoints))

@@ -117,6 +117,17 @@ def test_the_interval_with_its_expected_loss(model: Path, tmp_path: Path) -> Non
     assert short["checkpoints"]["mtbf_s"] < 12 * 3600 and "its end counts too" in text
 
 
+def test_no_interval_is_longer_than_the_run_or_its_time_limit(model: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "runs")
+    plan, text = planned(model, output_dir=out, ckpt={"interval": 10}, max_steps=40)
+    assert plan["checkpoints"]["best_steps"] == 40 and "every 40 steps" in text
+    assert "at most 40 steps: the run" in text
+    assert plan["checkpoints"]["best_interval_s"] == round(40 * plan["pace"]["step_s"])
+    slurm = {"partition": "h100", "time": "00:30:00"}
+    plan, text = planned(model, output_dir=out, ckpt={"interval": 10}, max_steps=10_000, slurm=slurm)
+    assert plan["checkpoints"]["best_steps"] <= int(1800 / plan["pace"]["step_s"])
+
+
 def planned(model: Path, site: dict[str, Any] | None = None, **values: Any) -> tuple[dict[str, Any], str]:
     one = Experiment.model_validate(tree(model, **values))
     plan = slurm_plan(one, SiteConfig.model_validate({**SITE, **(site or {})}))

@@ -266,7 +266,7 @@ def test_the_comment_holds_the_token() -> None:
     ("values", "words"),
     [
         ({"slurm": {"job_name": "a\nb"}}, "line break"),
-        ({"name": "a\nb"}, "name: .*line break"),
+        ({"output_dir": "/shared/a\nb"}, "line break"),
         ({"output_dir": "/shared/a\\b"}, "output_dir: .*backslash"),
         ({"slurm": {"env": {"A B": "x"}}}, "slurm.env.*no name of an environment variable"),
         ({"slurm": {"env": {"A": "x\0"}}}, "NUL"),

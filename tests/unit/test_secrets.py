@@ -153,7 +153,7 @@ def test_secrets_in_shell_lines_are_refused() -> None:
     with pytest.raises(ValueError, match="gives HF_TOKEN its value in plain text"):
         Experiment.model_validate({"slurm": {"setup": [f"export HF_TOKEN={CANARY}"]}})
     with pytest.raises(ValueError, match="WANDB_API_KEY"):
-        Experiment.model_validate({"slurm": {"extra": {"export": f"ALL,WANDB_API_KEY={CANARY}"}}})
+        Experiment.model_validate({"slurm": {"srun_args": [f"--export=ALL,WANDB_API_KEY={CANARY}"]}})
     Experiment.model_validate({"slurm": {"setup": ["export HF_TOKEN=$(cat ~/.hf)", 'export A_KEY="$B"', "x=1"]}})
     assert plainly_assigned("--env HF_TOKEN=abc") == "HF_TOKEN" and plainly_assigned("KEY_FILE=abc") is None
 

@@ -199,7 +199,9 @@ def test_a_started_teacher_sees_its_own_model_servers_and_nodes_where_the_policy
     assert "--enable-lora" not in options
     assert (view.inference_gpu_ids, view.slurm.inference.partition) == ([3, 4], "big")
     assert served_by(exp, "inference") is exp and engine_roles(exp) == ["inference", "teacher"]
-    own = served_by(started("o/p", "o/t", teacher_inference={"api_key": "own"}), "teacher").inference
+    own = served_by(
+        started("o/p", "o/t", teacher_inference={"api_key": "own", "data_parallel_size": 2}), "teacher"
+    ).inference
     assert own is not None and own.api_key is not None and own.api_key.reveal() == "own"
 
 

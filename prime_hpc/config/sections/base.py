@@ -10,4 +10,6 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """A part of the experiment tree: unknown keys are errors, values are checked, nothing mutates."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), hide_input_in_errors=True
+    )

@@ -98,7 +98,7 @@ class CkptConfig(Section):
 
 
 class WandbConfig(Section):
-    """Weights & Biases. Offline where there is no API key; it can never stop a run."""
+    """Weights & Biases. Offline where it has no credentials; it can never stop a run."""
 
     project: str = "prime-hpc"
     """W&B project."""
@@ -107,7 +107,8 @@ class WandbConfig(Section):
     id: str | None = None
     """Resume the W&B run with this id."""
     offline: bool | None = None
-    """Force offline (or online) mode; default: offline unless WANDB_API_KEY is set."""
+    """Force offline (or online) mode; default: as WANDB_MODE says, else offline where W&B finds no credentials
+    (WANDB_API_KEY, `wandb login`)."""
 
 
 class LogConfig(Section):

@@ -1,8 +1,8 @@
 """The engine groups' sections: vLLM servers of the policy and of a teacher, their parallelism and their limits."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from prime_hpc.config.secret import Arguments, Secret
 from prime_hpc.config.sections.base import Section
@@ -65,6 +65,17 @@ class InferenceConfig(Section):
     """How often a dead server is started again before the run fails."""
     vllm: Arguments = {}
     """Any other vLLM engine argument, by its own name."""
+
+    @field_validator("vllm")
+    @classmethod
+    def _one_stage(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in ("pipeline_parallel_size", "pipeline-parallel-size"):
+            if value.get(name, 1) not in (1, "1"):
+                raise ValueError(
+                    f"{name} = {value[name]}: engines are given GPUs, and their weights updated, for tensor and data "
+                    "parallelism alone; set tensor_parallel_size instead"
+                )
+        return value
 
 
 class TeacherServerConfig(ServerConfig):

@@ -27,3 +27,20 @@ def known_or_import(name: str, known: Sequence[str], what: str, form: str = "mod
     near = nearest_path(name, known)
     hint = f"did you mean {near}? " if near else ""
     raise ValueError(f"{name!r} is not {what}: {hint}known are {', '.join(known)}; your own is `{form}`")
+
+
+_MAX_NAME_BYTES = 200
+
+
+def directory_name(name: str) -> str:
+    """A name that becomes a directory beside others. Raises a ValueError for one that would be another place."""
+    if not name or "/" in name or any(ord(c) < 32 or ord(c) == 127 for c in name):
+        raise ValueError(f"{name!r} cannot name a directory: no slash, no line break or other control character")
+    if name.startswith((".", "-", "~")):
+        what = "is the directory itself or the one above" if name in (".", "..") else "begins with . or - or ~"
+        raise ValueError(f"{name!r} {what}: choose a name that begins with a letter or a digit")
+    if name != name.strip():
+        raise ValueError(f"{name!r} begins or ends with a space")
+    if len(name.encode()) > _MAX_NAME_BYTES:
+        raise ValueError(f"{name[:40]!r}... is {len(name.encode())} bytes long; at most {_MAX_NAME_BYTES}")
+    return name

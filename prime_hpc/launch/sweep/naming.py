@@ -12,7 +12,7 @@ from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.schema import locate
 
 MAX_LENGTH = 120
-RESERVED = frozenset({"logs"})
+RESERVED = frozenset({"logs", "secrets"})
 """Names of the sweep directory's own folders (others are hidden, which no point is)."""
 _PLACE = re.compile(r"\{([^{}]*)\}")
 _UNSAFE = re.compile(r"[^\w.+=,@-]+")

@@ -16,7 +16,7 @@ from typing import Any
 from prime_hpc.config import Experiment, Problem
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.config.site import cluster_name
+from prime_hpc.config.site import cluster_name, has_accounting
 from prime_hpc.launch.command import interpreter
 from prime_hpc.launch.executors import PackedSlurmExecutor
 from prime_hpc.launch.records import open_record, read_record, submission_environment, write_record
@@ -391,5 +391,6 @@ def _find(sweep: Sweep, submit: SubmitRow) -> str | None:
         ) from error
     if found:
         return _array_id(found)
-    ended = find_in_history(submit.token, submit.time - 60, ASK_TIMEOUT_S)
+    asked = has_accounting(sweep.dir)
+    ended = find_in_history(submit.token, submit.time - 60, ASK_TIMEOUT_S) if asked else []
     return ended[0].job_id.partition("_")[0].partition("+")[0] if ended else None

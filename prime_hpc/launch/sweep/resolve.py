@@ -15,6 +15,7 @@ from prime_hpc.config.errors import ConfigError, Origin, Problem
 from prime_hpc.config.files import Document, parse_yaml, read_documents
 from prime_hpc.config.flags import Entry, FileRef, parse_flags
 from prime_hpc.config.secret import taken_out
+from prime_hpc.config.sections.names import directory_name
 from prime_hpc.config.sources import Loaded, environment_entries, file_entries
 from prime_hpc.config.variants import Variants
 from prime_hpc.launch.sweep.naming import check_pattern, default_pattern, point_name
@@ -133,8 +134,10 @@ def load_stored(sweep_yaml: Path, *, enter: bool = False) -> Base:
 
 
 def _base(spec: Spec, variants: Variants, name: str) -> Base:
-    if "/" in name or name in ("", ".", ".."):
-        raise ConfigError(Problem(f"{name!r} cannot name a directory", "name"))
+    try:
+        directory_name(name)
+    except ValueError as error:
+        raise ConfigError(Problem(str(error), "name")) from error
     parent = Path(str(variants.stated.get("output_dir") or "outputs")).expanduser()
     return Base(spec, variants, name, parent.resolve() / name)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
 from prime_hpc.config.files import Document, read_documents
@@ -25,6 +25,7 @@ from prime_hpc.config.flags import ALIASES, Entry
 from prime_hpc.config.schema import locate
 from prime_hpc.config.secret import taken_out
 from prime_hpc.config.sections.base import Section
+from prime_hpc.config.sections.names import directory_name
 from prime_hpc.config.sources import unknown_key
 
 MAX_POINTS = 100_000
@@ -46,7 +47,7 @@ class Axes(Section):
 class SweepFile(Section):
     """What a sweep file may hold."""
 
-    name: str = Field(pattern=r"^[^/\x00.][^/\x00]*$")
+    name: str
     """Name; the sweep's directory is `<output_dir>/<name>`. Default: the file's."""
     experiment: str
     """Experiment file, relative to the sweep file."""
@@ -70,6 +71,11 @@ class SweepFile(Section):
     """The metric's value is its mean over so many last steps (of an evaluation: the last one)."""
     output_dir: str | None = None
     """Parent of the sweep's directory; default: the experiment's."""
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_directory(cls, name: str) -> str:
+        return directory_name(name)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import statistics
 import sys
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from prime_hpc.store import files, sockets
 from prime_hpc.store.network import Network, Place, of_collectives, own_places
@@ -235,9 +236,13 @@ def transport(log: Path) -> str | None:
     return match[1] if match else None
 
 
-def measure(spec: Mapping[str, Any], folder: Path, rank: int, progress: Progress, end: float) -> dict[str, Any]:
-    """All phases of this node. Raises RuntimeError, OSError, ImportError, ValueError for what goes wrong."""
-    log = Path(tempfile.mkdtemp(prefix="preflight-")) / "nccl.log"
+def measure(
+    spec: Mapping[str, Any], folder: Path, rank: int, progress: Progress, end: float, log: Path
+) -> dict[str, Any]:
+    """All phases of this node. Raises RuntimeError, OSError, ImportError, ValueError for what goes wrong.
+
+    `log` is where NCCL writes to.
+    """
     os.environ.setdefault("NCCL_DEBUG", "INFO")
     os.environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,NET")
     os.environ.setdefault("NCCL_DEBUG_FILE", str(log))
@@ -300,12 +305,14 @@ def main(argv: list[str]) -> int:
         say(own_names()[0], PHASES[0], result={"problem": reason})
         return 0
     # whatever hangs below, and though the launcher may be gone: this process ends
-    watchdog = threading.Timer(spec["timeout_s"] + BEYOND_S, os._exit, (0,))
+    scratch = Path(tempfile.mkdtemp(prefix="preflight-"))
+    watchdog = threading.Timer(spec["timeout_s"] + BEYOND_S, _leave, (scratch,))
     watchdog.daemon = True
     watchdog.start()
     with Progress(host, spec_path.parent, spec["token"]) as progress:
         try:
-            result = measure(spec, spec_path.parent, spec["hosts"].index(host), progress, began + spec["timeout_s"])
+            rank, end = spec["hosts"].index(host), began + spec["timeout_s"]
+            result = measure(spec, spec_path.parent, rank, progress, end, scratch / "nccl.log")
             progress.phase = PHASES[-1]
         except (RuntimeError, OSError, ImportError, ValueError) as error:
             result = {"problem": " ".join(str(error).split())[:500] or type(error).__name__}
@@ -313,7 +320,13 @@ def main(argv: list[str]) -> int:
                 result["blamed"] = error.blamed
         progress.finish(result)
     sys.stdout.flush()
-    os._exit(0)  # a communicator that hangs would hold up the interpreter's orderly end
+    return _leave(scratch)
+
+
+def _leave(scratch: Path) -> NoReturn:
+    """End now: a communicator that hangs would hold up the interpreter's orderly end."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    os._exit(0)
 
 
 if __name__ == "__main__":

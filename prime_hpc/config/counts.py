@@ -1,0 +1,67 @@
+"""Counts that follow from GPUs: `--inference-gpus 8`, or a list of GPU ids, says how many ranks or engines there are.
+
+Called once all sources are laid over each other, before the tree is checked.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from prime_hpc.config.errors import Origin, Problem
+
+GPU_FLAGS = {"inference": "--inference-gpus", "teacher_inference": "--teacher-gpus"}
+"""Section of engines -> the flag that says how many GPUs its servers have in all."""
+_IDS = {"inference": "inference_gpu_ids", "teacher_inference": "teacher_gpu_ids"}
+
+
+def derive_counts(values: dict[str, Any], provenance: dict[str, Origin]) -> Iterator[Problem]:
+    """Set `data_parallel_size` and `trainer.num_ranks` where GPUs are stated and they are not.
+
+    Args:
+        values: the merged tree; changed.
+        provenance: where its values were stated; that of what is set is added.
+
+    Yields:
+        what cannot be: GPUs that do not divide among engines.
+    """
+    ids = _length(values.get("trainer_gpu_ids"))
+    trainer = values.get("trainer")
+    if ids and (trainer is None or (isinstance(trainer, dict) and "num_ranks" not in trainer)):
+        values["trainer"] = {**(trainer or {}), "num_ranks": ids}
+        provenance["trainer.num_ranks"] = provenance.get("trainer_gpu_ids", Origin("default"))
+    for section, flag in GPU_FLAGS.items():
+        engines = values.get(section)
+        if not isinstance(engines, dict):
+            continue
+        key = f"{section}.data_parallel_size"
+        origin = provenance.get(key)
+        ids = _length(values.get(_IDS[section]))
+        if origin is not None and origin.source == "command line" and origin.where.replace("_", "-") == flag:
+            count, said = _number(engines["data_parallel_size"]), flag
+        elif ids and "data_parallel_size" not in engines:
+            count, said, origin = ids, _IDS[section], provenance.get(_IDS[section], Origin("default"))
+        else:
+            continue
+        width, replicas = _number(engines.get("tensor_parallel_size", 1)), _number(engines.get("num_replicas", 1))
+        if count is None or width is None or replicas is None or width * replicas < 1:
+            continue  # the check says what is wrong with them
+        if count < 1 or count % (width * replicas):
+            yield Problem(
+                f"{count} GPUs do not divide among {replicas} servers whose engines take {width} each "
+                f"({section}.tensor_parallel_size)",
+                said.lstrip("-").replace("-", "_"),
+                origin,
+            )
+            continue
+        engines["data_parallel_size"] = count // (width * replicas)
+        provenance[key] = origin
+
+
+def _number(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, bool) else int(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) else 0

@@ -1,0 +1,74 @@
+"""Weights & Biases: itself decides whether it is online, it sees no secret, and it can never stop a run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import Experiment
+from prime_hpc.observe.metrics import MetricsWriter, read_metrics, wandb_arguments
+
+CANARY = "can4ry-0f-a-k3y"
+_MODES = """
+import json, os, sys
+from pathlib import Path
+import wandb
+from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
+asked = []
+class Run:
+    def define_metric(self, *a, **k): pass
+    def finish(self): pass
+wandb.init = lambda **arguments: asked.append(arguments.get("mode")) or Run()
+def start(offline=None):
+    arguments = wandb_arguments(project="p", name="n", run_id=None, offline=offline, run_dir=Path("."), config={})
+    MetricsWriter(Path("m.jsonl"), arguments).close()
+start()                                     # no credentials anywhere
+start(offline=False)                        # the config's word
+os.environ["WANDB_MODE"] = "online"; start(); del os.environ["WANDB_MODE"]
+Path(os.environ["HOME"], ".netrc").write_text("machine api.wandb.ai login user password " + "a" * 40 + "\\n")
+Path(os.environ["HOME"], ".netrc").chmod(0o600)
+os.environ["WANDB_BASE_URL"] = "https://api.wandb.ai"
+start()                                     # `wandb login` was here
+print(json.dumps(asked))
+"""
+
+
+def test_wandb_is_offline_only_where_it_has_no_credentials(tmp_path: Path) -> None:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and k != "NETRC"}
+    environ = {**clean, "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", _MODES]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == ["offline", "online", None, None], done.stderr
+
+
+def test_wandb_gets_the_numbers_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    exp = Experiment.model_validate({"inference": {"api_key": CANARY}, "slurm": {"env": {"HF_TOKEN": CANARY}}})
+    arguments = wandb_arguments(
+        project="p", name="n", run_id=None, offline=True, run_dir=tmp_path, config=exp.model_dump(mode="json")
+    )
+    writer = MetricsWriter(tmp_path / "m.jsonl", arguments)
+    assert writer._wandb is not None, "it did not start"
+    writer.log(1, loss=0.25)
+    writer.close()
+    stored = [path for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
+    content = b"".join(path.read_bytes() for path in stored)
+    assert b"seq_len" in content and b"loss" in content, "it kept neither the config nor the numbers"
+    assert CANARY.encode() not in content
+    assert [row["loss"] for row in read_metrics(tmp_path / "m.jsonl")] == [0.25]
+
+
+def test_a_wandb_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    def fail(**arguments: object) -> None:
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    writer = MetricsWriter(tmp_path / "m.jsonl", {"project": "p", "mode": "offline"})
+    writer.log(1, loss=0.5)
+    writer.close()
+    assert [row["loss"] for row in read_metrics(tmp_path / "m.jsonl")] == [0.5]
