@@ -12,6 +12,7 @@ from hypothesis import settings
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
+OWN_CLUSTERS = ("tests/slurm/test_stalls.py", "tests/slurm/test_suites.py")
 LONGEST_FIRST = ("slurm", "integration", "faults", "proofs", "unit")
 
 
@@ -46,11 +47,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests share a process, for they share fixtures; so do all on Slurm, for there is one cluster."""
+    """A file's tests share a process, for they share fixtures; so do those of all files that share the cluster."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/slurm" if _room(nodeid) == "slurm" else nodeid.split("::", 1)[0]
+            file = nodeid.split("::", 1)[0]
+            return "tests/slurm" if _room(nodeid) == "slurm" and file not in OWN_CLUSTERS else file
 
     return ByFile(config, log)

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from prime_hpc.observe.status import read_status
-from prime_hpc.supervisor import ports
 from tests.support import forked
+from tests.support.inference_server import free_port
 from tests.support.runs import ENVIRONMENT, ROOT, background, command, rows, steps, used_prompts, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -49,7 +49,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(work: Path) -> Iterator[str]:
     """Two data-parallel engines, started by hand with the `inference` entrypoint."""
-    (port,) = ports.choose(1, 21_000)
+    port = free_port()
     config = {
         "model": {"name": str(work / "starter" / "model"), "dtype": "float32"},
         "data_parallel_size": 2,

@@ -72,6 +72,7 @@ def test_a_shared_file_system_that_hangs_for_longer_than_every_deadline(
     assert_it_went_on(job, undisturbed)
 
 
+@pytest.mark.exhaustive
 def test_suspended_and_resumed(site: pairs.Site, undisturbed: dict[int, float]) -> None:
     job = site.submit("packed", experiment=site.sft(NUM_STEPS))
     site.cluster.wait_until(lambda: job.step() >= 5, "the first steps", timeout=pairs.START_S)
@@ -83,6 +84,7 @@ def test_suspended_and_resumed(site: pairs.Site, undisturbed: dict[int, float]) 
     assert "was stopped for" in (job.run_dir / "logs" / "supervisor.log").read_text()
 
 
+@pytest.mark.exhaustive
 def test_batch_host_and_controller_at_once_the_nodes_are_given_back(site: pairs.Site) -> None:
     """Slurm 22.05 never misses the dead node then: its controller has not heard it since it was started anew."""
     outcome = pairs.drill(site, "het", ("batch-host", "controller"))

@@ -10,7 +10,7 @@ import pytest
 from tests.support.slurm import DEVCLUSTER, SLURM_IS_MISSING, Cluster, ClusterError
 
 
-@pytest.fixture(scope="module", params=["trixie", "sid"])
+@pytest.fixture(scope="module", params=["trixie", pytest.param("sid", marks=pytest.mark.exhaustive)])
 def other(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A small cluster of that suite."""
     try:
