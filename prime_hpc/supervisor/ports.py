@@ -5,6 +5,7 @@ an outgoing connection between the probe and the bind.
 """
 
 import os
+import socket
 from pathlib import Path
 
 from prime_hpc.config.errors import ConfigError
@@ -31,6 +32,7 @@ def choose(count: int, base: int, host: str = "127.0.0.1", within: PortRange = B
     Raises:
         ConfigError: no such ports are free on this node.
     """
+    _require_own(host)
     found: list[int] = []
     for port in within.after(base) if count else ():
         if found and port != found[-1] + 1:
@@ -54,12 +56,22 @@ def for_engines(within: PortRange | None, base: int) -> int | None:
     return None if within is None else choose(NUM_ENGINE_PORTS, base, sockets.ALL, within)[0]
 
 
+def _require_own(host: str) -> None:
+    try:
+        sockets.bind(host, 0).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{host} is no address of node {socket.gethostname()} ({error.strerror or error}): nothing can listen on it"
+        ) from error
+
+
 def require_free(port: int, host: str, key: str) -> None:
     """Reserve a port that the user named; refuse one that somebody else holds.
 
     Raises:
         ConfigError: naming the port, the key and the ways out.
     """
+    _require_own(host)
     ours = port in sockets.reserved()
     if not is_free(port, host, but_reserved=ours) or not (ours or reserve(port)):
         where = "on every address" if sockets.is_wildcard(host) else f"on {host}"

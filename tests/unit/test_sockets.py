@@ -1,6 +1,7 @@
 """Ports and addresses: what is taken looks taken from its choice to its end, in both families and in every range."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -84,6 +85,12 @@ def test_connections_that_linger_do_not_take_a_port(free: int) -> None:
             assert client.recv(1) == b""
     assert ports.is_free(free, "127.0.0.1")
     sockets.bind("127.0.0.1", free).close()  # the next server gets it
+
+
+def test_an_address_of_another_machine_is_not_called_a_taken_port(free: int) -> None:
+    for attempt in (lambda: ports.choose(1, free, "192.0.2.1"), lambda: ports.require_free(free, "192.0.2.1", "k")):
+        with pytest.raises(ConfigError, match=r"192.0.2.1 is no address of node"):
+            attempt()
 
 
 def test_a_reservation_is_seen_by_others_and_ends_with_its_process(free: int) -> None:
@@ -244,3 +251,36 @@ def test_a_servers_health_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch,
         role = Role(RoleSpec("inference", ["true"], 1.0, health_url=url), tmp_path, {}, {})
         assert role.healthy(timeout_s=30.0)
         server.shutdown()
+
+
+IPV6_ALONE = """
+from pathlib import Path
+from prime_hpc.store import sockets
+from prime_hpc.store.doorbell import Doorbell, DoorbellHub
+from prime_hpc.store.handover import HandoverServer
+from prime_hpc.supervisor import ports
+assert sockets.loopback() == "::1", sockets.loopback()
+(port,) = ports.choose(1, 20000, sockets.ALL)
+with sockets.bind(sockets.ALL, port) as server:
+    assert not sockets.is_free(port, "::1")
+for host in (sockets.loopback(), sockets.ALL):
+    hub = DoorbellHub(host, advertise="::1")
+    bell = Doorbell(hub.address, "test")
+    bell.ring("weights", step=1)
+    assert bell.wait("weights", lambda message: message["step"] == 1, 60.0)
+    server = HandoverServer(bell)
+    print(server.offer(Path("/a/b")))
+    server.close(), bell.close(), hub.close()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network without IPv4 needs a namespace, which needs root")
+@pytest.mark.skipif(not (shutil.which("unshare") and shutil.which("ip")), reason="unshare or ip (iproute2) is missing")
+def test_a_machine_with_ipv6_alone() -> None:
+    script = 'ip link set lo up && ip address del 127.0.0.1/8 dev lo && exec "$0" -c "$1"'
+    words = ["unshare", "-n", "sh", "-c", script, sys.executable, IPV6_ALONE]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    if "unshare" in done.stderr:
+        pytest.skip(f"no namespace of its own here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert all(line.startswith("[::1]:") for line in done.stdout.split()) and len(done.stdout.split()) == 2
