@@ -37,8 +37,8 @@ FENCE_S = 15.0
 SILENCE_S = 8.0
 STEPS_BEFORE = 7
 STEPS_AFTER = 3
-START_S = 150.0
-WATCH_S = 280.0
+START_S = 300.0
+WATCH_S = 360.0
 PATIENCE_S = 60.0
 """So long a job that was given back may wait for a node without power before a person sets that node down."""
 IDLE_S = 3.0
