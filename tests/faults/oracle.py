@@ -53,7 +53,7 @@ class Oracle:
         """End both."""
         for process in self._processes:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 class Rank:

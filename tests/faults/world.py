@@ -73,7 +73,7 @@ class Life:
         inject.strike_all(self.scratch, signal.SIGCONT)
         inject.strike_all(self.scratch, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(10)
+            self.process.wait(60)
 
     def tail(self, lines: int = 40) -> str:
         """The end of its output."""
@@ -104,7 +104,7 @@ class World:
     def close(self) -> None:
         """End the server."""
         self._server.kill()
-        self._server.wait(10)
+        self._server.wait(60)
 
     def config(self, name: str, ckpt: dict[str, Any]) -> Path:
         """Write the experiment as a user would."""

@@ -21,7 +21,7 @@ from prime_hpc.supervisor.agent import EXIT_FENCED, FENCE, Order, order_message
 from prime_hpc.supervisor.processes import family, send
 
 LABEL = "trainer"
-WAIT_S = 30.0
+WAIT_S = 120.0
 ANY = Network()
 
 
@@ -83,9 +83,11 @@ def sleeper(marker: Path) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def pids(marker: Path) -> list[int]:
+def pids(lead: Lead, marker: Path) -> list[int]:
+    """Of the role and its child; pulses until they run."""
     end = time.monotonic() + WAIT_S
     while time.monotonic() < end:
+        lead.hub.ring("pulse")
         if marker.exists() and len(words := marker.read_text().split()) == 2:
             return [int(word) for word in words]
         time.sleep(0.05)
@@ -111,7 +113,7 @@ def test_it_runs_what_it_is_told_and_says_how_it_ended(lead: Lead, tmp_path: Pat
 def test_told_to_end_it_leaves_nothing(lead: Lead, tmp_path: Path) -> None:
     lead.hear("hello")
     lead.order(*sleeper(tmp_path / "pids"))
-    members = pids(tmp_path / "pids")
+    members = pids(lead, tmp_path / "pids")
     lead.hub.ring(f"end/{LABEL}", life=1, grace_s=1.0)
     assert lead.agent.wait(WAIT_S) == 0
     assert gone(members)
@@ -120,7 +122,7 @@ def test_told_to_end_it_leaves_nothing(lead: Lead, tmp_path: Path) -> None:
 def test_sigterm_is_a_warning(lead: Lead, tmp_path: Path) -> None:
     lead.hear("hello")
     lead.order(*sleeper(tmp_path / "pids"))
-    pids(tmp_path / "pids")
+    pids(lead, tmp_path / "pids")
     lead.agent.send_signal(signal.SIGTERM)
     lead.hear("warned")
     assert lead.agent.poll() is None
@@ -130,7 +132,7 @@ def test_sigterm_is_a_warning(lead: Lead, tmp_path: Path) -> None:
 def test_without_a_supervisor_it_ends_its_role(lead: Lead, tmp_path: Path) -> None:
     lead.hear("hello")
     lead.order(*sleeper(tmp_path / "pids"))
-    members = pids(tmp_path / "pids")
+    members = pids(lead, tmp_path / "pids")
     assert lead.agent.wait(WAIT_S) == EXIT_FENCED  # nobody pulses any more
     assert gone(members)
 
@@ -139,7 +141,7 @@ def test_without_a_supervisor_it_ends_its_role(lead: Lead, tmp_path: Path) -> No
 def test_a_newer_life_ends_it_though_the_old_supervisor_still_pulses(lead: Lead, tmp_path: Path) -> None:
     lead.hear("hello")
     lead.order(*sleeper(tmp_path / "pids"))
-    members = pids(tmp_path / "pids")
+    members = pids(lead, tmp_path / "pids")
     claim_incarnation(lead.paths)
     assert lead.hear("exited")["code"] == EXIT_FENCED
     lead.agent.wait(WAIT_S)

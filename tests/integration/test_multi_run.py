@@ -12,6 +12,7 @@ import yaml
 
 from prime_hpc.store.children import ChildState, read_state
 from prime_hpc.store.layout import RunPaths
+from tests.support import forked
 from tests.support.many_runs import (
     Feeder,
     batch_of,
@@ -28,7 +29,7 @@ from tests.support.many_runs import (
     versions,
 )
 from tests.support.named_server import NamedServer
-from tests.support.runs import background, command, rows, wait_until
+from tests.support.runs import ENVIRONMENT, command, rows, wait_until
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -101,7 +102,7 @@ def test_a_killed_trainer_goes_on_exactly_and_a_deleted_run_is_left_out(tmp_path
         wait_until(lambda: "run_c: removed" in log_of(cut), 60, "that it is gone was noticed")
         wait_until(lambda: len(versions(RunPaths(cut / "run_a"))) >= 3, 120, "run_a took three steps")
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
         feeder.release("run_a")
         assert run_trainer(cut, PRIMEHPC_INCARNATION="2", PRIMEHPC_ATTEMPT="2") == 0, log_of(cut)
     for name in ("run_a", "run_b"):
@@ -158,7 +159,7 @@ def test_orchestrators_come_and_go_with_their_runs(tmp_path: Path, model: Path) 
         again = command("prime-hpc", "runs", "add", files["many"], files["a"])
         assert again.returncode == 2 and "exists already" in again.stderr
         log = tmp_path / "rl.log"
-        with background("rl", "@", files["many"], log=log) as process:
+        with forked.background("rl", "@", files["many"], log=log, env=ENVIRONMENT) as process:
             wait_until(lambda: rows(parent / "run_a", "trainer") or process.poll() is not None, 240, "run_a trains")
             added = command("prime-hpc", "runs", "add", parent, files["b"], "--id", "second")
             assert added.returncode == 0, added.stderr

@@ -64,7 +64,7 @@ class Run:
         self.now.unlink(missing_ok=True)
         members = self.all()
         send(members, signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
         self.log.close()
 
     def assert_it_went_on(self) -> None:

@@ -100,7 +100,7 @@ def assert_finished(cluster: Cluster, job: str, run_dir: Path, undisturbed: Path
 
 
 def test_a_job_completes_and_frees_its_nodes(cluster: Cluster, undisturbed: Path) -> None:
-    cluster.wait_idle(timeout=10)
+    cluster.wait_idle(timeout=60)
     (life,) = attempts(undisturbed)
     assert life["nodes"]["trainer"] == ["n1", "n2"]
     assert (life["outcome"], life["saved_step"]) == ("completed", NUM_STEPS)
@@ -195,7 +195,7 @@ def test_stop_saves_and_ends_and_resume_goes_on(cluster: Cluster, experiment: Pa
     wait_for_step(cluster, run_dir, 5)
     done = prime_hpc(cluster, "cancel", run_dir)
     assert done.returncode == 0, done.stderr
-    cluster.wait_idle(timeout=20)
+    cluster.wait_idle(timeout=60)
     (life,) = attempts(run_dir)
     assert life["outcome"] == "stopped"
     assert 5 <= life["saved_step"] < NUM_STEPS

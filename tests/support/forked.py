@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import IO
@@ -149,3 +150,20 @@ def start(command: Sequence[str], *, env: Mapping[str, str]) -> ForkedProcess:
     """One in a session of its own, whose output nobody reads."""
     with open(os.devnull, "wb") as nothing:  # noqa: PTH123
         return ForkedProcess(command, env=env, stdout=nothing, stderr=nothing, new_session=True)
+
+
+@contextmanager
+def background(program: str, *arguments: object, log: Path, env: Mapping[str, str]) -> Iterator[ForkedProcess]:
+    """A console script that runs beside the test, and all that it starts; interrupted at the end, or killed."""
+    with log.open("wb") as file:
+        command = ["tests.faults.entry", program, *map(str, arguments)]
+        process = ForkedProcess(command, env=env, stdout=file, stderr=file, new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)

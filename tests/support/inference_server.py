@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import yaml
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from prime_hpc.store.artifact import MANIFEST, ArtifactWriter
+from tests.support.runs import free_port
 from tests.support.tiny_tokenizer import make_tokenizer
 
 VOCAB = 512
@@ -35,7 +35,7 @@ SIZE = {
     "initializer_range": 0.1,
 }
 READY_S = 150
-STOP_S = 5
+STOP_S = 90
 
 
 def save_model(folder: Path, *, tied: bool, seed: int, **changes: Any) -> Path:
@@ -75,13 +75,6 @@ def hf_logprobs(folder: Path, prompt: list[int], completion: list[int]) -> torch
 @lru_cache(maxsize=4)
 def _hf_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class ServerProcess:
@@ -148,7 +141,7 @@ class ServerProcess:
         return found
 
     def terminate(self) -> int:
-        """SIGTERM; the exit code. Raises subprocess.TimeoutExpired when the orderly end takes over 5 s."""
+        """SIGTERM; the exit code. Raises subprocess.TimeoutExpired when it does not end in order."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(STOP_S)
 
@@ -156,5 +149,5 @@ class ServerProcess:
         """End whatever still lives and remove the temporary folder."""
         for process in self.members():
             process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         shutil.rmtree(self.temporary, ignore_errors=True)

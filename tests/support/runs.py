@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,13 @@ ENVIRONMENT = {
 }
 for name in [n for n in ENVIRONMENT if n.startswith(("PRIME_", "PRIMEHPC_"))]:
     del ENVIRONMENT[name]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def command(program: str, *arguments: object, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:

@@ -3,7 +3,8 @@
 usage: python -m tests.support.scripted_role ROLE RUN_DIR ACTION [ACTION ...]
 actions: ready, done, fail:REASON, sleep:SECONDS, exit:CODE, child (starts a child in a session of its own),
 once:FILE:ACTION (only the first time, remembered by FILE), serve:PORT (a health route), kill (SIGKILL itself),
-beat:SECONDS (a heartbeat from now on), write:FILE:COUNT (so many lines, one every 0.1 s, each by opening it)
+beat:SECONDS (a heartbeat from now on), touch:FILE, await:FILE (until it is there),
+write:FILE:COUNT (so many lines, one every 0.1 s, each by opening it)
 """
 
 import http.server
@@ -36,6 +37,11 @@ def act(action: str, status: RoleStatus) -> None:
         if not Path(marker).exists():
             Path(marker).touch()
             act(rest, status)
+    elif name == "touch":
+        Path(value).touch()
+    elif name == "await":
+        while not Path(value).exists():
+            time.sleep(0.05)
     elif name == "sleep":
         time.sleep(float(value))
     elif name == "ready":

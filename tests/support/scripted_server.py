@@ -84,7 +84,7 @@ class ScriptedServer:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._ready.wait(10), "the scripted server did not start"
+        assert self._ready.wait(60), "the scripted server did not start"
         return self
 
     def __exit__(self, *exc: object) -> None:

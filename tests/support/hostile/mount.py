@@ -101,7 +101,7 @@ def _mounted(back: Path, mount: Path, flags: list[str]) -> Iterator[None]:
     finally:
         subprocess.run(["umount", "--lazy", str(mount)], capture_output=True, check=False)
         try:
-            process.wait(10)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
