@@ -78,7 +78,19 @@ def write_state(child: Path, state: ChildState) -> None:
 def read_state(child: Path) -> ChildState | None:
     """The trainer's last word; None where it never said one, or where it cannot be read."""
     try:
+        return read_state_strictly(child)
+    except OSError:
+        return None
+
+
+def read_state_strictly(child: Path) -> ChildState | None:
+    """The trainer's last word; None where it never said one.
+
+    Raises:
+        OSError: it cannot be read now.
+    """
+    try:
         row: dict[str, Any] = json.loads((child / STATE).read_bytes())
         return ChildState(**row)
-    except (OSError, ValueError, TypeError):  # absent, half-visible on a network file system, or foreign
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):  # absent, half-visible, or foreign
         return None

@@ -7,7 +7,7 @@ start of each attempt; writers carry it and are refused once a newer one exists.
 import os
 import pwd
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,7 +137,12 @@ def list_steps(parent: Path, digits: int = 6) -> list[int]:
 def current_incarnation(paths: RunPaths) -> int:
     """Number of the run's newest life; 0 where none was ever claimed."""
     # opendir revalidates the directory on NFS, a lookup by name could be answered from a cached miss.
-    return max((int(name) for name in files.list_dir(paths.incarnation) if _NUMBER.fullmatch(name)), default=0)
+    return newest_life(files.list_dir(paths.incarnation))
+
+
+def newest_life(names: Iterable[str]) -> int:
+    """The highest number among the names in `incarnation/`; 0 where there is none."""
+    return max((int(name) for name in names if _NUMBER.fullmatch(name)), default=0)
 
 
 def claim_incarnation(paths: RunPaths, after: int | None = None) -> int:
@@ -176,9 +181,14 @@ def record_start(paths: RunPaths, incarnation: int, step: int) -> None:
     files.fsync_dir(paths.incarnation)
 
 
-def life_starts(paths: RunPaths) -> dict[int, int]:
-    """Incarnation -> the step that it went on from; lives that changed nothing are not in it."""
-    found = (_START.fullmatch(name) for name in files.list_dir(paths.incarnation))
+def life_starts(paths: RunPaths, names: Iterable[str] | None = None) -> dict[int, int]:
+    """Incarnation -> the step that it went on from; lives that changed nothing are not in it.
+
+    Args:
+        paths: the run.
+        names: in `incarnation/`, where they were listed already.
+    """
+    found = (_START.fullmatch(name) for name in (files.list_dir(paths.incarnation) if names is None else names))
     return {int(match.group(1)): int(match.group(2)) for match in found if match is not None}
 
 

@@ -16,7 +16,7 @@ from prime_hpc.store import files
 from prime_hpc.store.checkpoints import CheckpointInfo, load_checkpoint
 from prime_hpc.store.doubts import Doubts
 from prime_hpc.store.errors import ArtifactError, StoreError, Unreadable
-from prime_hpc.store.layout import RunPaths, current_incarnation, is_late, life_starts, list_steps
+from prime_hpc.store.layout import RunPaths, is_late, life_starts, list_steps, newest_life
 from prime_hpc.store.saved import read_saved
 
 POINTER = "checkpoints.json"
@@ -34,17 +34,18 @@ class Choice:
     """Newer steps -> why not."""
 
 
-def expected_step(paths: RunPaths, claims: Iterable[tuple[int, int]] = ()) -> int:
+def expected_step(paths: RunPaths, claims: Iterable[tuple[int, int]] = (), life: int = 0) -> int:
     """The step at or above which the run must have a checkpoint, by all that is written down; 0: none.
 
     Args:
         paths: the run.
         claims: (life, step that was saved when it ended), from `attempts.jsonl`.
+        life: the newest that the caller knows of.
 
     Raises:
         OSError, StoreError: it cannot be read now, or is not what was written.
     """
-    starts = life_starts(paths)
+    starts = starts_of(paths, life)
     saved = read_saved(paths)
     told = [*claims, *([(saved.incarnation, saved.step)] if saved is not None else [])]
     step = 0
@@ -75,8 +76,7 @@ def choose_newest(
         Unreadable: something cannot be read, or is not there and must be; InDoubt: or has to be read once more.
         StoreError: what must be there is proved broken, and nothing else is.
     """
-    require_life(paths, life)
-    starts = life_starts(paths)
+    starts = starts_of(paths, life)
     steps = list_steps(paths.checkpoints, digits=0)
     choice = Choice(None)
     for step in reversed(steps):
@@ -100,10 +100,16 @@ def choose_newest(
     return choice
 
 
-def require_life(paths: RunPaths, life: int) -> None:
-    """Raise Unreadable where the run's lives are listed without one that has begun: its file system went away."""
-    if current_incarnation(paths) < life:
+def starts_of(paths: RunPaths, life: int) -> dict[int, int]:
+    """`life_starts` of a directory that lists all lives.
+
+    Raises:
+        Unreadable: life `life` has begun, and is not listed: its file system went away.
+    """
+    names = files.list_dir(paths.incarnation)
+    if newest_life(names) < life:
         raise Unreadable(paths.incarnation, f"life {life} of this run is not listed there: is it mounted here?")
+    return life_starts(paths, names)
 
 
 def _must_be_there(paths: RunPaths, choice: Choice, expected: int, steps: list[int]) -> None:

@@ -52,7 +52,7 @@ class Patience:
             try:
                 return read()
             except (StoreError, OSError) as error:
-                trouble = _trouble(error)
+                trouble = as_unreadable(error)
                 if trouble is None:
                     raise
             if isinstance(trouble, InDoubt):  # a wait of its own, whose end is known
@@ -84,7 +84,7 @@ class Patience:
         return max(self._clock() - began, FIRST_PAUSE_S)
 
 
-def _trouble(error: StoreError | OSError) -> Unreadable | None:
+def as_unreadable(error: BaseException | None) -> Unreadable | None:
     """The same as an `Unreadable`; None where the file system answered, and the answer will not change."""
     if isinstance(error, Unreadable):
         return error
@@ -92,4 +92,6 @@ def _trouble(error: StoreError | OSError) -> Unreadable | None:
         cause = error.__cause__
         is_broken = isinstance(cause, OSError) and cause.errno == errno.EIO
         return Unreadable.of(cause) if isinstance(cause, OSError) and is_broken else None
-    return None if error.errno is None or error.errno in PROOFS else Unreadable.of(error)
+    if not isinstance(error, OSError) or error.errno is None or error.errno in PROOFS:
+        return None
+    return Unreadable.of(error)

@@ -14,6 +14,7 @@ from prime_hpc.store.checkpoints import set_checkpoints_aside
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import RunPaths, list_steps
 from prime_hpc.store.leases import clear_leases
+from prime_hpc.store.saved import note_saved, read_saved
 from prime_hpc.store.weights import list_versions, remove_versions_after
 
 
@@ -35,6 +36,7 @@ def rewind(paths: RunPaths, step: int, incarnation: int, *, keep: bool = False) 
         FencedError: a newer life has begun.
         StoreError: something cannot be moved or removed; what is above `step` is still there, or set aside.
     """
+    saved = read_saved(paths)
     if keep or any(n > step for n in list_steps(paths.checkpoints, digits=0)):
         _set_aside(paths, step, incarnation)
     else:
@@ -45,6 +47,8 @@ def rewind(paths: RunPaths, step: int, incarnation: int, *, keep: bool = False) 
         for what, steps in removed.items():
             if steps:
                 logger.info(f"{paths.root.name}: removed {what} of {len(steps)} steps after step {step}")
+    if saved is not None and saved.step > step:
+        note_saved(paths, step, incarnation)
     artifacts = (paths.checkpoints, paths.rollouts, paths.packed_rollouts, paths.weights)
     for parent in (*artifacts, paths.leases, paths.root, paths.root / "logs"):
         clean_stale_stages(parent)

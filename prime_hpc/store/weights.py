@@ -13,6 +13,7 @@ from prime_hpc.store.artifact import ArtifactError, Unreadable, clear_name, disc
 from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
 from prime_hpc.store.leases import min_floor
 from prime_hpc.store.retention import oldest_of_newest_whole
+from prime_hpc.store.saved import read_saved
 
 
 def list_versions(paths: RunPaths) -> list[int]:
@@ -68,7 +69,11 @@ def prune_weights(paths: RunPaths, keep_last: int, incarnation: int = 0, *, keep
     floor = min_floor(paths)
     # A checkpoint's name appears in one rename with all its content, so the name alone protects: cheap, and a damaged
     # checkpoint protects too much rather than too little.
-    protected = set(list_steps(paths.checkpoints, digits=0)) | set(keep)
+    checkpoints = list_steps(paths.checkpoints, digits=0)
+    if not checkpoints and (saved := read_saved(paths)) is not None and saved.step:
+        logger.warning(f"{paths.checkpoints} lists not even step {saved.step}: no weight version is removed")
+        return []
+    protected = set(checkpoints) | set(keep)
     limit = newest_kept if floor is None else min(newest_kept, floor)
     candidates = [v for v in versions if v < limit and v not in protected]
     doomed = [v for v in candidates if is_artifact(paths.weights_step(v))]

@@ -6,6 +6,8 @@ Called by the supervisor before any role starts. It alone decides; roles are tol
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
+
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.children import is_parent
 from prime_hpc.store import files
@@ -23,7 +25,7 @@ from prime_hpc.store.layout import (
     record_start,
     refuse_other_owner,
 )
-from prime_hpc.store.newest import expected_step, require_life
+from prime_hpc.store.newest import expected_step, starts_of
 from prime_hpc.store.patience import Patience
 from prime_hpc.store.rewind import rewind
 from prime_hpc.supervisor.attempts import Attempt, begin, is_held, read_attempts
@@ -41,12 +43,21 @@ def newest_saved_step(paths: RunPaths) -> int | None:
     Raises:
         Unreadable, OSError: that cannot be told now.
     """
-    children = [newest_saved_step(RunPaths(paths.root / name)) for name in list_children(paths.root)]
+    children = [saved_step_if_known(RunPaths(paths.root / name)) for name in list_children(paths.root)]
     if any(children):
         return sum(step or 0 for step in children)
     starts = life_starts(paths)
     whole = newest_first(paths.checkpoints)
     return next((info.step for info in whole if not is_late(info.step, info.manifest.incarnation, starts)), None)
+
+
+def saved_step_if_known(paths: RunPaths, known: int | None = None) -> int | None:
+    """`newest_saved_step`, or what is known where that cannot be told now."""
+    try:
+        return newest_saved_step(paths)
+    except (StoreError, OSError) as error:
+        logger.warning(f"which checkpoint of {paths.root.name} is the newest cannot be told now: {error}")
+        return known
 
 
 def begin_attempt(
@@ -119,15 +130,16 @@ def _earlier(paths: RunPaths) -> list[dict[str, Any]]:
 def _claim(paths: RunPaths, earlier: list[dict[str, Any]]) -> int:
     """A new life, of a run whose lives and checkpoints can be seen."""
     newest = current_incarnation(paths)
-    require_life(paths, max((row["incarnation"] for row in earlier), default=0))
+    starts_of(paths, max((row["incarnation"] for row in earlier), default=0))
     claim_root(paths, again=bool(earlier) or newest > 0)
     return claim_incarnation(paths, after=newest)
 
 
 def _read(paths: RunPaths, earlier: list[dict[str, Any]], incarnation: int) -> Reading:
-    require_life(paths, incarnation)
     claims = [(row["incarnation"], row["saved_step"]) for row in earlier if row.get("saved_step")]
-    return Reading(again=bool(earlier) or incarnation > 1, expected=expected_step(paths, claims), life=incarnation)
+    return Reading(
+        again=bool(earlier) or incarnation > 1, expected=expected_step(paths, claims, incarnation), life=incarnation
+    )
 
 
 def _bring_back(experiment: Experiment, paths: RunPaths, start: Start | None, incarnation: int) -> None:

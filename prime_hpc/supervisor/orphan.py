@@ -231,7 +231,7 @@ class _Policy:
     def _read(self) -> None:
         from prime_hpc.config import load_run
         from prime_hpc.supervisor.attempts import read_attempts
-        from prime_hpc.supervisor.begin import newest_saved_step, run_paths
+        from prime_hpc.supervisor.begin import run_paths, saved_step_if_known
         from prime_hpc.supervisor.survive import decide, mode_of_run
 
         try:
@@ -239,7 +239,8 @@ class _Policy:
             paths = run_paths(experiment, self._run_dir)
             rows = read_attempts(paths.attempts)
             # the life is still open in the ledger; the next one finds out what became of it
-            lost = {**rows[-1], "outcome": "node_lost", "saved_step": newest_saved_step(paths)}
+            saved = saved_step_if_known(paths, rows[-1].get("saved_before"))
+            lost = {**rows[-1], "outcome": "node_lost", "saved_step": saved}
             decision = decide([*rows[:-1], lost], experiment.slurm.survive, mode_of_run(self._run_dir))
             self._answer = decision.again, decision.why
         except (OSError, ValueError, RuntimeError, LookupError) as error:

@@ -25,7 +25,7 @@ from prime_hpc.store.layout import check_incarnation
 from prime_hpc.store.network import Network
 from prime_hpc.supervisor.agent import BEAT_S, FENCE, FENCE_LOOK_S
 from prime_hpc.supervisor.attempts import Attempt, write_attempt
-from prime_hpc.supervisor.begin import newest_saved_step, run_paths
+from prime_hpc.supervisor.begin import run_paths, saved_step_if_known
 from prime_hpc.supervisor.checkup import Checkup
 from prime_hpc.supervisor.children import Children
 from prime_hpc.supervisor.controls import Controls, StopRequest
@@ -474,7 +474,7 @@ class Supervisor:
         now = time.time()
         attempt = self._attempt
         attempt.ended, attempt.exit_code, attempt.cause, attempt.outcome = now, ended.code, ended.cause, ended.outcome
-        attempt.saved_step = newest_saved_step(self._paths)
+        attempt.saved_step = saved_step_if_known(self._paths, attempt.saved_before)
         ready = self._ready_at or now
         attempt.seconds = {
             "start": round(ready - attempt.began, 1),

@@ -3,15 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from loguru import logger
-
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.children import check_child
 from prime_hpc.config.snapshot import RUN_YAML, read_experiment
-from prime_hpc.store import files
-from prime_hpc.store.artifact import ArtifactError, verify_artifact
-from prime_hpc.store.checkpoints import CheckpointInfo, newest_first
+from prime_hpc.store.artifact import ArtifactError, set_aside, verify_artifact
+from prime_hpc.store.checkpoints import CheckpointInfo
+from prime_hpc.store.doubts import Doubts, settle_doubts
 from prime_hpc.store.layout import RunPaths, claim_incarnation, record_start
+from prime_hpc.store.newest import choose_newest, expected_step
 from prime_hpc.store.rewind import rewind
 
 
@@ -50,37 +49,48 @@ def read_child(parent: Experiment, path: Path) -> Experiment:
     return child
 
 
-def prepare(parent: Experiment, path: Path, slot: int) -> Admission:
+def prepare(parent: Experiment, path: Path, slot: int, doubts: Doubts, life: int = 0) -> Admission:
     """Begin a life of the child: claim it, choose the checkpoint, bring the directory back to its step.
+
+    Args:
+        parent: what all children share.
+        path: the child's directory.
+        slot: that it gets.
+        doubts: first readings of this child's files.
+        life: the newest that is known of.
 
     Raises:
         ConfigError: see `read_child`.
-        StoreError: its directory cannot be used.
+        StoreError: its directory cannot be used, or all checkpoints that it had are proved broken.
+        Unreadable, OSError: that cannot be told now; nothing was deleted.
     """
     child, paths = read_child(parent, path), RunPaths(path)
+    expected = expected_step(paths, life=life)
+    choice = choose_newest(paths, doubts, expected=expected, life=life, unfit=_lacks_half)
     incarnation = claim_incarnation(paths)
-    resume = next((info for info in newest_first(paths.checkpoints, deep=True) if _has_both_halves(info)), None)
+    step = choice.info.step if choice.info is not None else 0
     if incarnation > 1:  # what lies there before its first life was put there to be trained on
-        step = resume.step if resume is not None else 0
         record_start(paths, incarnation, step)
-        rewind(paths, step, incarnation)
-    republish = resume is not None and not _is_whole(paths.weights_step(resume.step))
-    return Admission(path.name, path, child, slot, incarnation, resume, republish)
+        rewind(paths, step, incarnation, keep=bool(choice.passed_over))
+        settle_doubts(paths)
+    republish = choice.info is not None and not _is_whole(paths, choice.info.step, incarnation)
+    return Admission(path.name, path, child, slot, incarnation, choice.info, republish)
 
 
-def _is_whole(version: Path) -> bool:
-    """Whether a weights version can be served; a broken one is taken away."""
+def _is_whole(paths: RunPaths, version: int, incarnation: int) -> bool:
+    """Whether a weights version can be served; a broken one is set aside.
+
+    Raises:
+        Unreadable: that cannot be told now.
+    """
     try:
-        verify_artifact(version, deadline_s=1.0)
+        verify_artifact(paths.weights_step(version), deadline_s=1.0)
     except ArtifactError:
-        if version.exists():
-            files.discard(version)
+        if paths.weights_step(version).exists():
+            set_aside(paths, paths.weights_step(version), incarnation)
         return False
     return True
 
 
-def _has_both_halves(info: CheckpointInfo) -> bool:
-    if info.orchestrator_state is not None:
-        return True
-    logger.warning(f"{info.path} is skipped: it holds no orchestrator state")
-    return False
+def _lacks_half(info: CheckpointInfo) -> str | None:
+    return None if info.orchestrator_state is not None else "it holds no orchestrator state"

@@ -256,6 +256,8 @@ class MultiTrainer:
     def _failed(self, name: str, error: BaseException) -> None:
         if name in self._children:
             self._close(name, "failed", str(error), error)
+        elif self._roster is not None and isinstance(error, RunFailed) and error.is_unread:
+            self._roster.put_back(name, str(error))
         elif self._roster is not None:  # it could not even begin
             self._roster.ended(name, "failed", str(error))
 

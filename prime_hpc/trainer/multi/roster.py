@@ -18,15 +18,17 @@ from loguru import logger
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.store import files
 from prime_hpc.store.children import STOP as STOP_FILE
-from prime_hpc.store.children import ChildState, Phase, list_children, read_state, write_state
-from prime_hpc.store.errors import StoreError
+from prime_hpc.store.children import ChildState, Phase, list_children, read_state_strictly, write_state
+from prime_hpc.store.doubts import Doubts
+from prime_hpc.store.errors import PROOFS, InDoubt, StoreError, Unreadable
 from prime_hpc.store.layout import RunPaths, current_incarnation
+from prime_hpc.store.patience import as_unreadable
 from prime_hpc.trainer.multi.admit import Admission, prepare, read_child
 
 RUN_YAML = "run.yaml"
 STOPPED = "the file STOP was found"
 DELETED = "its directory was deleted or replaced"
-OURS = frozenset({"weights", "checkpoints", "metrics", "failed", "leases", "state.json"})
+OURS = frozenset({"weights", "checkpoints", "metrics", "failed", "leases", "doubts", "state.json", "saved.json"})
 """What a trainer writes into a run's directory."""
 LOOK_S = 2.0
 """Between two looks at the parent's directory: one listing, and two small operations for each run that trains."""
@@ -34,6 +36,8 @@ ENDED_LOOK_S = 15.0
 """The same for runs that ended: there may be many of them, and all that can happen is that one is resumed."""
 STATE_S = 2.0
 """Progress is written into `state.json` no more often."""
+UNREAD_S = 5.0
+"""Between two tries to begin a run of which something cannot be read."""
 SETTLE_S = 5.0
 """A run.yaml that cannot be read counts as wrong when it has not changed for so long: it may be being written."""
 
@@ -58,6 +62,16 @@ class _Seen:
     said: str | None = None
     """What was warned of last."""
     next_look: float = 0.0
+
+
+@dataclass
+class _Unread:
+    """A run that cannot begin because something of it cannot be read now."""
+
+    doubts: Doubts
+    since: float | None = None
+    """Of what cannot be read; a doubt has a wait of its own."""
+    next_try: float = 0.0
 
 
 class Roster:
@@ -85,8 +99,12 @@ class Roster:
         self._states: dict[str, ChildState] = {}
         self._lives: dict[str, int] = {}
         """Incarnation of each run that holds a slot: another one in its directory is another run."""
+        self._lives_known: dict[str, int] = {}
+        """Incarnation that each run had at least, by the last word on it."""
+        self._unread: dict[str, _Unread] = {}
         self._slots: list[str | None] = [None] * parent.trainer.max_concurrent_runs
         self._next_look = 0.0
+        self._has_yaml = RUN_YAML in files.list_dir(parent_dir)
 
     @property
     def training(self) -> list[str]:
@@ -125,17 +143,24 @@ class Roster:
             return []
         self._next_look = moment + LOOK_S
         try:
+            if self._has_yaml and RUN_YAML not in files.list_dir(self._dir):
+                raise Unreadable(self._dir, "it does not list its own run.yaml: is it mounted here?")
             names = list_children(self._dir)
-        except OSError as error:
+        except (Unreadable, OSError) as error:
             logger.warning(f"{self._dir} cannot be listed ({error}); the runs go on, new ones are not seen")
             return []
         for name in [n for n in self._seen if n not in names]:
             self._gone(name)
-        for name in names:
-            if name not in self._slots:
-                self._look_at(name, moment)
-        found = (self._trouble(name, name in names) for name in self.training)
-        return [leave for leave in found if leave is not None]
+        found = []
+        for name in names + [n for n in self.training if n not in names]:
+            try:
+                if name not in self._slots:
+                    self._look_at(name, moment)
+                elif (leave := self._trouble(name, name in names)) is not None:
+                    found.append(leave)
+            except OSError as error:
+                logger.warning(f"{self._dir / name} cannot be looked at ({error}); it is looked at again")
+        return found
 
     def _look_at(self, name: str, moment: float) -> None:
         """A directory without a slot: is it a run that wants one?"""
@@ -158,15 +183,18 @@ class Roster:
         if RUN_YAML not in inside:
             self._say(seen, f"{path} is passed over as long as it holds no {RUN_YAML}: half-written, or no run")
             return
-        before = read_state(path)
+        before = read_state_strictly(path)
         if before is not None and before.has_ended:
             self._states[name], seen.next_look = before, moment + ENDED_LOOK_S
             return
         try:
             experiment = read_child(self._parent, path)
         except ConfigError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno not in PROOFS:
+                raise error.__cause__ from error
             self._refuse_when_settled(name, seen, path, str(error), moment)
             return
+        self._lives_known[name] = before.incarnation if before is not None else 0
         was = f", goes on (it was {before.phase})" if before is not None else ""
         logger.info(f"found {path.name}: {experiment.max_steps} steps{was}")
         self._set(name, ChildState("waiting", "for a slot", max_steps=experiment.max_steps))
@@ -212,21 +240,57 @@ class Roster:
     def admit(self) -> Admission | None:
         """Give a free slot to the run that has waited longest; None where there is neither. Runs that cannot begin
         have failed by then."""
-        while self.waiting and None in self._slots:
-            name, slot = self.waiting[0], self._slots.index(None)
-            path = self._dir / name
+        for name in self.waiting:
+            unread = self._unread.setdefault(name, _Unread(Doubts(self._parent.supervisor.doubt_s)))
+            if None not in self._slots:
+                break
+            if self._clock() < unread.next_try:
+                continue
+            slot, known = self._slots.index(None), self._lives_known.get(name, 0)
             try:
-                admission = prepare(self._parent, path, slot)
+                admission = prepare(self._parent, self._dir / name, slot, unread.doubts, known)
             except (ConfigError, StoreError, OSError) as error:
-                self.ended(name, "failed", str(error))
+                trouble = as_unreadable(error.__cause__ if isinstance(error, ConfigError) else error)
+                if trouble is not None:
+                    self._put_off(name, unread, trouble)
+                else:
+                    self.ended(name, "failed", str(error))
                 continue
             if admission.is_done:
                 self.ended(name, "done", "nothing was left to do")
                 continue
             self._slots[slot], self._lives[name] = name, admission.incarnation
-            del self._seen[name]
+            self._lives_known[name] = admission.incarnation
+            del self._seen[name], self._unread[name]
             return admission
         return None
+
+    def _put_off(self, name: str, unread: _Unread, trouble: Unreadable) -> None:
+        """It waits, and others take their turn.
+
+        Raises:
+            Unreadable: for so long that, with nothing else to train, this trainer's life is over; the next one goes on.
+        """
+        now, limit = self._clock(), self._parent.supervisor.read_timeout_s
+        logger.warning(f"{name} waits: {trouble}")
+        if isinstance(trouble, InDoubt):
+            unread.next_try = now + trouble.left_s
+        else:
+            unread.since = now if unread.since is None else unread.since
+            unread.next_try = now + UNREAD_S
+        if unread.since is not None and now - unread.since > limit and not self.training:
+            raise Unreadable(trouble.file, f"{trouble.why}; waited {limit:.0f} s (supervisor.read_timeout_s)")
+        self._set(name, replace(self._states[name], phase="waiting", reason=str(trouble), slot=None))
+
+    def put_back(self, name: str, reason: str) -> None:
+        """A run that was given a slot could not begin, for something could not be read: it waits for another try."""
+        if name in self._slots:
+            self._slots[self._slots.index(name)] = None
+            self._lives.pop(name, None)
+        self._seen.setdefault(name, _Seen(self._clock()))
+        unread = self._unread.setdefault(name, _Unread(Doubts(self._parent.supervisor.doubt_s)))
+        self._states.setdefault(name, ChildState("waiting"))
+        self._put_off(name, unread, Unreadable(self._dir / name, reason))
 
     def began(self, admission: Admission, step: int, progress: dict[str, int]) -> None:
         """Every rank holds the run now: its orchestrator may begin."""
