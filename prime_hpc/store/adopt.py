@@ -117,7 +117,13 @@ def claim_root(paths: RunPaths, again: bool = False) -> None:
     elif owner != here:  # the run directory was moved, and its own word on where they are came along
         logger.warning(f"{root}: taken over from {owner}, which does not exist any more")
         files.write_atomic(root / OWNER, json.dumps({"run_dir": str(here)}).encode())
-    files.write_atomic(paths.root / POINTER, json.dumps({"path": str(root)}).encode())
+
+
+def point_to_root(paths: RunPaths) -> None:
+    """Write down in the run directory where its checkpoints are, when that is outside. After the life has found what it
+    goes on from: until then the file says where they were."""
+    if paths.checkpoints != paths.root / "checkpoints":
+        files.write_atomic(paths.root / POINTER, json.dumps({"path": str(paths.checkpoints)}).encode())
 
 
 def _read_owner(root: Path) -> Path | None:

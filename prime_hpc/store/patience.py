@@ -90,8 +90,8 @@ def as_unreadable(error: BaseException | None) -> Unreadable | None:
         return error
     if isinstance(error, StoreError):
         cause = error.__cause__
-        is_broken = isinstance(cause, OSError) and cause.errno == errno.EIO
-        return Unreadable.of(cause) if isinstance(cause, OSError) and is_broken else None
+        passes = isinstance(cause, OSError) and cause.errno in (errno.EIO, errno.EACCES)  # EACCES: a ticket ran out
+        return Unreadable.of(cause) if isinstance(cause, OSError) and passes else None
     if not isinstance(error, OSError) or error.errno is None or error.errno in PROOFS:
         return None
     return Unreadable.of(error)

@@ -11,7 +11,7 @@ from loguru import logger
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.children import is_parent
 from prime_hpc.store import files
-from prime_hpc.store.adopt import claim_root
+from prime_hpc.store.adopt import claim_root, point_to_root
 from prime_hpc.store.checkpoints import newest_first
 from prime_hpc.store.children import list_children
 from prime_hpc.store.doubts import Doubts, settle_doubts
@@ -146,6 +146,7 @@ def _bring_back(experiment: Experiment, paths: RunPaths, start: Start | None, in
     """Everything that changes the directory; the same again does no harm."""
     step = start.info.step if start is not None else 0
     record_start(paths, incarnation, step)
+    point_to_root(paths)
     rewind(paths, step, incarnation, keep=start is not None and start.passed_over)
     settle_doubts(paths)
     if start is not None:

@@ -23,6 +23,8 @@ from prime_hpc.store.layout import RunPaths, is_late, life_starts, list_steps
 from prime_hpc.store.newest import SMALL, Choice, choose_newest
 
 KEY = "ckpt.resume_step"
+SETTLE_S = 1.0
+"""How long a small file may be what a network file system shows while names change."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def misfits(experiment: Experiment, info: CheckpointInfo) -> list[str]:
 
 
 def _seed_of(state: Path) -> int | None:
-    content = json.loads(files.retry_read(state.read_bytes, deadline_s=5.0))
+    content = json.loads(files.retry_read(state.read_bytes, deadline_s=SETTLE_S))
     return (content.get("prompts") or {}).get("seed")
 
 
@@ -193,7 +195,7 @@ def _weights_of(info: CheckpointInfo) -> Path | None:
         return None
     weights = RunPaths(home).weights_step(info.step)
     try:
-        verify_artifact(weights, deadline_s=1.0)
+        verify_artifact(weights, deadline_s=SETTLE_S)
     except ArtifactError as error:
         logger.warning(f"{info.path}: its weights version cannot be used, the trainer will publish it anew ({error})")
         return None

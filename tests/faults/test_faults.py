@@ -15,6 +15,23 @@ HOWS = "kill,kill-all,stop,twins,ENOSPC"
 SAMPLE = 10
 
 
+READS = 40
+"""Of some 5,000: the sample holds some of each kind of run, error and duration."""
+
+
+def test_no_read_that_fails_deletes_or_starts_over() -> None:
+    flags = ["--reads", "--json", "--sample", str(READS), "--jobs", "2"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "faults"), *flags], cwd=ROOT, capture_output=True, text=True, timeout=290
+    )
+    assert done.stdout, done.stderr[-3000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    wrong = {key: figures[key] for key in ("deleted_whole", "started_over", "skipped", "duplicated", "mismatches")}
+    assert not any(wrong.values()) and not figures["failed"], f"{wrong}\n{done.stderr[-6000:]}"
+    assert done.returncode == 0 and set(figures["kinds"]) == {"rl", "sft", "path", "many"}
+    assert figures["never_reached"] <= 2 and figures["ended"] > READS // 5
+
+
 @pytest.mark.slow
 def test_a_run_broken_in_every_way_loses_nothing(tmp_path: Path) -> None:
     flags = ["--how", HOWS, "--roles", "orchestrator,rank0,rank1", "--sample", str(SAMPLE), "--profiles", "async"]

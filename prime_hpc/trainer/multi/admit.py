@@ -13,6 +13,9 @@ from prime_hpc.store.layout import RunPaths, claim_incarnation, record_start
 from prime_hpc.store.newest import choose_newest, expected_step
 from prime_hpc.store.rewind import rewind
 
+SETTLE_S = 1.0
+"""How long a version may be what a network file system shows while names change."""
+
 
 @dataclass(frozen=True)
 class Admission:
@@ -84,7 +87,7 @@ def _is_whole(paths: RunPaths, version: int, incarnation: int) -> bool:
         Unreadable: that cannot be told now.
     """
     try:
-        verify_artifact(paths.weights_step(version), deadline_s=1.0)
+        verify_artifact(paths.weights_step(version), deadline_s=SETTLE_S)
     except ArtifactError:
         if paths.weights_step(version).exists():
             set_aside(paths, paths.weights_step(version), incarnation)

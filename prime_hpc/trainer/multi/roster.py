@@ -104,7 +104,8 @@ class Roster:
         self._unread: dict[str, _Unread] = {}
         self._slots: list[str | None] = [None] * parent.trainer.max_concurrent_runs
         self._next_look = 0.0
-        self._has_yaml = RUN_YAML in files.list_dir(parent_dir)
+        self._has_yaml = False
+        """Whether the parent's directory was seen with its own run.yaml: without, it is not all there."""
 
     @property
     def training(self) -> list[str]:
@@ -143,7 +144,9 @@ class Roster:
             return []
         self._next_look = moment + LOOK_S
         try:
-            if self._has_yaml and RUN_YAML not in files.list_dir(self._dir):
+            had, self._has_yaml = self._has_yaml, RUN_YAML in files.list_dir(self._dir)
+            if had and not self._has_yaml:
+                self._has_yaml = had
                 raise Unreadable(self._dir, "it does not list its own run.yaml: is it mounted here?")
             names = list_children(self._dir)
         except (Unreadable, OSError) as error:
