@@ -183,7 +183,7 @@ class _Broken(io.FileIO):
         number = getattr(errno, self._how)
         raise OSError(number, os.strerror(number), self.name)
 
-    read = readinto = readall = _fail  # type: ignore[assignment]
+    read = readinto = readall = _fail
 
 
 _OS_OPEN, _LISTDIR = os.open, os.listdir
