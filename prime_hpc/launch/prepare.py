@@ -12,7 +12,7 @@ from prime_hpc.launch.records import LOCK
 from prime_hpc.store.children import list_children
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import refuse_other_owner
-from prime_hpc.supervisor.attempts import is_held, read_attempts
+from prime_hpc.supervisor.attempts import is_held, lives_elsewhere, read_attempts
 
 _OF_A_RUN = ("rollouts", "weights", "checkpoints", "metrics", "attempts.jsonl")
 
@@ -61,7 +61,11 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
     """
     if not any((run_dir / name).exists() for name in _OF_A_RUN):
         return
-    held = [row for row in read_attempts(run_dir / "attempts.jsonl") if is_held(row)]
+    attempts = read_attempts(run_dir / "attempts.jsonl")
+    for row in attempts:
+        if (signs := lives_elsewhere(run_dir, row)) is not None:
+            raise ConfigError(Problem(f"{run_dir}: {signs}; or choose another --name", "name"))
+    held = [row for row in attempts if is_held(row)]
     if held:
         raise ConfigError(Problem(f"{run_dir}: a run is going on there (process {held[-1]['pid']})", "name"))
     if experiment.clean:

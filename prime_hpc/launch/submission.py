@@ -13,6 +13,7 @@ from typing import Any
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.site import cluster_name
+from prime_hpc.launch.refusals import SlurmRefused
 from prime_hpc.launch.slurm import (
     ASK_TIMEOUT_S,
     Draft,
@@ -65,10 +66,15 @@ def submit(loaded: Loaded, *, follow: bool | None = None, dry_run: bool = False,
 
 
 def uses_slurm(experiment: Experiment, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether `submit` goes through Slurm: as `launch` says, or (`auto`) where an sbatch belongs to a cluster."""
+    """Whether `submit` goes through Slurm: as `launch` says, or (`auto`) where an sbatch belongs to a cluster.
+
+    Raises:
+        SlurmRefused: there is none, though the experiment is meant for one: it would run on the login node.
+    """
     if experiment.launch != "auto":
         return experiment.launch == "slurm"
     if shutil.which("sbatch", path=environ.get("PATH")) is None:
+        _refuse_login_node(experiment, environ, "there is no sbatch on PATH (is Slurm's module loaded?)")
         return False
     if cluster_name(environ) is not None or Path("/run/slurm/conf/slurm.conf").exists():
         return True
@@ -77,9 +83,23 @@ def uses_slurm(experiment: Experiment, environ: Mapping[str, str] = os.environ) 
     except SlurmError as error:
         if "configuration source" not in error.stderr:
             return True
+        _refuse_login_node(experiment, environ, f"Slurm's commands find no configuration ({error})")
         print("note: there is an sbatch, but no slurm.conf is in force: starting on this machine", file=sys.stderr)
         return False
     return True
+
+
+def _refuse_login_node(experiment: Experiment, environ: Mapping[str, str], why: str) -> None:
+    """Raise where an experiment states what only Slurm has, or a site was chosen: here it was not meant to run."""
+    stated = sorted(experiment.slurm.model_dump(exclude_defaults=True))
+    if stated:
+        meant = f"the experiment states slurm.{stated[0]}"
+    elif environ.get("PRIMEHPC_SITE"):
+        meant = f"PRIMEHPC_SITE is {environ['PRIMEHPC_SITE']}"
+    else:
+        return
+    message = f"{why}, but {meant}: nothing was started; --launch local runs it on this machine all the same"
+    raise SlurmRefused(Problem(message, "launch"))
 
 
 def _refuse(loaded: Loaded, made: Draft, *, quiet: bool) -> None:

@@ -13,6 +13,9 @@ from typing import Any
 
 from prime_hpc.store import files
 
+ALIVE_S = 120.0
+"""A life on another host that was silent for longer is over: twice what an NFS client may show of an older state."""
+
 
 @dataclass
 class Attempt:
@@ -136,6 +139,36 @@ def is_held(row: dict[str, Any]) -> bool:
         return psutil.Process(row["pid"]).create_time() <= row["began"] + 1
     except psutil.NoSuchProcess:
         return False
+
+
+def lives_elsewhere(run_dir: Path, row: dict[str, Any]) -> str | None:
+    """Signs that an attempt that wrote no end still runs on another host, outside of Slurm; None: there are none.
+
+    Its supervisor replaces `status.json` every two seconds. The file's age is told by the file system's own clock.
+    """
+    if row["ended"] is not None or row.get("job_id") or row["host"] == socket.gethostname():
+        return None
+    try:
+        age_s = _clock_of(run_dir) - (run_dir / "status.json").stat().st_mtime
+    except OSError:
+        return None
+    if age_s > ALIVE_S:
+        return None
+    return (
+        f"attempt {row['attempt']} runs on {row['host']} (process {row['pid']}), whose last sign of life is "
+        f"{max(age_s, 0):.0f} s old: end it there (prime-hpc cancel {run_dir}), or, if that process is gone, wait "
+        f"until it has been silent for {ALIVE_S:.0f} s"
+    )
+
+
+def _clock_of(folder: Path) -> float:
+    """Now, by the clock that gives the folder's files their times."""
+    probe = folder / f".clock-{socket.gethostname()}-{os.getpid()}"
+    try:
+        probe.touch()
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def process_token(pid: int) -> str | None:

@@ -15,7 +15,7 @@ from prime_hpc.config.site import has_accounting
 from prime_hpc.observe.slurm import SlurmError, history, jobs, run_slurm
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.supervisor.allocation import Allocation
-from prime_hpc.supervisor.attempts import is_held, read_attempts, rewrite_row
+from prime_hpc.supervisor.attempts import is_held, lives_elsewhere, read_attempts, rewrite_row
 from prime_hpc.supervisor.begin import newest_saved_step
 from prime_hpc.supervisor.inquest import lost_hosts
 
@@ -42,6 +42,8 @@ def close_lost_lives(run_dir: Path, paths: RunPaths, allocation: Allocation | No
                 f"{run_dir}: attempt {row['attempt']} still runs here (process {row['pid']}); end it first, "
                 "or choose another --name"
             )
+        if not own and (signs := lives_elsewhere(run_dir, row)) is not None:
+            raise ConfigError(f"{run_dir}: {signs}")
         if not own and row.get("job_id"):
             _refuse_if_running(run_dir, row)
         outcome, cause, nodes = _cause(row, allocation, run_dir)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from prime_hpc.launch.plan import plan_text
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.observe.context import RESUME_STEP
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.supervisor.attempts import ALIVE_S, begin, read_attempts, rewrite_row
+from prime_hpc.supervisor.postmortem import close_lost_lives
 from tests.support.checkpoints import make_checkpoint
 
 
@@ -216,3 +219,23 @@ def test_an_orchestrator_by_hand_goes_on_where_its_trainer_does(
     assert by_hand(resume_step="latest") == "4"
     with pytest.raises(ConfigError, match="by hand goes on in its own run's directory alone"):
         by_hand(resume_step=str(paths.checkpoints))
+
+
+def test_a_run_that_lives_on_another_login_node_is_not_started_twice(tmp_path: Path, model: Path) -> None:
+    one = loaded(tmp_path, model, ckpt={"resume_step": "latest"})
+    run_dir = prepare_run(one)
+    (run_dir / "logs").mkdir()
+    begin(run_dir / "attempts.jsonl", incarnation=1, why="first start", resume_step=None, job_id=None)
+    (row,) = read_attempts(run_dir / "attempts.jsonl")
+    rewrite_row(run_dir / "attempts.jsonl", row | {"host": "login2", "pid": 4711})
+    status = run_dir / "status.json"
+    status.write_text("{}")
+    for start in (lambda: prepare_run(one), lambda: close_lost_lives(run_dir, RunPaths(run_dir), None)):
+        with pytest.raises(ConfigError, match=r"attempt 1 runs on login2 \(process 4711\), whose last sign of life is"):
+            start()
+    assert not list(run_dir.glob(".clock-*"))
+    os.utime(status, (0, time.time() - ALIVE_S - 60))  # silent for longer: it is taken over, and said to have ended
+    prepare_run(one)
+    close_lost_lives(run_dir, RunPaths(run_dir), None)
+    (row,) = read_attempts(run_dir / "attempts.jsonl")
+    assert row["ended"] is not None and "4711 on login2" in row["cause"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from prime_hpc.config import ConfigError
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.launch import records, slurm, submission
 from prime_hpc.launch.refusals import SlurmRefused
 from prime_hpc.launch.slurm import refuse_if_queued
@@ -131,12 +131,18 @@ def test_het_refused() -> None:
 def test_no_sbatch(fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.remove("sbatch")
     monkeypatch.setenv("PATH", str(fake.bin))
-    assert not uses_slurm(load(config, "--launch", "auto").experiment)
+    with pytest.raises(SlurmRefused, match="no sbatch on PATH .*module.*states slurm.gpus_per_node.*--launch local"):
+        uses_slurm(load(config, "--launch", "auto").experiment)
+    assert not uses_slurm(load(config, "--launch", "local").experiment)
+    for plain in (Experiment(), Experiment(launch="auto", max_steps=3)):
+        assert not uses_slurm(plain)  # nothing speaks of Slurm: a laptop
+        with pytest.raises(SlurmRefused, match="PRIMEHPC_SITE is mine"):
+            uses_slurm(plain, {**os.environ, "PRIMEHPC_SITE": "mine"})
     with pytest.raises(SlurmRefused, match="sbatch is not found on PATH.*--launch local"):
         submit(load(config))
 
 
-def test_without_a_configuration_auto_stays_here(
+def test_without_a_configuration_auto_stays_here_where_slurm_was_not_meant(
     fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     auto = load(config, "--launch", "auto").experiment
@@ -144,7 +150,9 @@ def test_without_a_configuration_auto_stays_here(
     monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
     monkeypatch.setattr(submission, "cluster_name", lambda environ: None)
     fake.behave("sinfo", code=1, stderr="sinfo: fatal: Could not establish a configuration source")
-    assert not uses_slurm(auto)
+    assert not uses_slurm(Experiment())
+    with pytest.raises(SlurmRefused, match="find no configuration .*nothing was started"):
+        uses_slurm(auto)
     fake.behave("sinfo")  # configless, found by DNS
     assert uses_slurm(auto)
 
