@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_hpc.launch.runs import ATTEMPTS, SUBMIT_JSON, read_json, read_rows
+from prime_hpc.launch.runs import ATTEMPTS, read_json, read_rows, read_submission
 
 if TYPE_CHECKING:
     from prime_hpc.observe.slurm import JobInfo
@@ -124,7 +124,7 @@ def read_evidence(path: Path) -> Evidence:
     base = os.fspath(path)
     return Evidence(
         path,
-        read_json(f"{base}/{SUBMIT_JSON}"),
+        read_submission(base),
         read_rows(f"{base}/{ATTEMPTS}"),
         read_json(f"{base}/{STATUS_JSON}"),
     )

@@ -1,8 +1,9 @@
 """The submit record: written before sbatch is called, so that a lost answer never makes two jobs.
 
-`<run_dir>/submit.json` says what was sent: with state `sending` before sbatch, `sent` after it. Its token is in the
-job's comment (where squeue shows it) and in the job's environment, where `check_in` compares it. Written by `submit`,
-`resume`, `cancel` and the job itself; read by `status` and many others.
+`<run_dir>/submit.json` says what was sent: with state `sending` before sbatch, `sent` after it; what the job itself has
+to say is in `submit.job.json`, and `read_record` gives both. Its token is in the job's comment (where squeue shows it)
+and in the job's environment, where `check_in` compares it. Written by `submit`, `resume`, `cancel` and the job; read by
+`status` and many others.
 """
 
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.errors import ConfigError, Problem
-from prime_hpc.launch.runs import SUBMIT_JSON, read_json
+from prime_hpc.launch.runs import STAMPS, SUBMIT_JOB_JSON, SUBMIT_JSON, read_json, read_submission
 
 SUBMISSION_VARIABLE = "PRIMEHPC_SUBMISSION"
 """In a job's environment: its token, a space, its run directory."""
@@ -32,20 +33,35 @@ def new_token() -> str:
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
     """The record of a run's newest submission, None where there is none."""
-    return read_json(run_dir / SUBMIT_JSON)
+    return read_submission(run_dir)
 
 
-def write_record(run_dir: Path, **fields: Any) -> dict[str, Any]:
+def write_record(run_dir: Path, *, by_job: bool | None = None, **fields: Any) -> dict[str, Any]:
     """Change fields of the record, on disk when this returns.
+
+    A client and the job may do so at once, each from its own host, where the other's newest word is not seen yet: each
+    writes a file of its own, and who reads takes the later word about each field.
 
     Args:
         run_dir: the run directory, or a sweep's.
+        by_job: whether this is the job; None: as the environment says.
         fields: see the contract of `open_record`; others stay as they are.
 
     Returns:
         the whole record.
     """
-    return _replace(run_dir, (read_record(run_dir) or {}) | fields)
+    record, now = read_json(run_dir / SUBMIT_JSON) or {}, time.time()
+    if by_job is None:
+        by_job = SUBMISSION_VARIABLE in os.environ
+    if by_job and record:
+        job = read_json(run_dir / SUBMIT_JOB_JSON)
+        known = job["fields"] if job is not None and job.get("of") == record["token"] else {}
+        said = known | {name: [now, value] for name, value in fields.items()}
+        _replace(run_dir / SUBMIT_JOB_JSON, {"of": record["token"], "fields": said})
+    else:
+        record[STAMPS] = record.get(STAMPS, {}) | dict.fromkeys(fields, now)
+        _replace(run_dir / SUBMIT_JSON, record | fields)
+    return read_record(run_dir) or {}
 
 
 def open_record(
@@ -69,12 +85,11 @@ def open_record(
     """
     known = {"token": token, "state": state, "job_id": None, "time": time.time(), "command": command, "layout": layout}
     client = {"cluster": cluster, "successor": None, "host": socket.gethostname(), "pid": os.getpid()}
-    return _replace(run_dir, {**known, **client, **more})
+    return _replace(run_dir / SUBMIT_JSON, {**known, **client, **more})
 
 
-def _replace(run_dir: Path, record: dict[str, Any]) -> dict[str, Any]:
-    path = run_dir / SUBMIT_JSON
-    temporary = path.with_name(f".{SUBMIT_JSON}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
+def _replace(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             json.dump(record, file, indent=1)
@@ -85,7 +100,7 @@ def _replace(run_dir: Path, record: dict[str, Any]) -> dict[str, Any]:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    descriptor = os.open(run_dir, os.O_RDONLY)
+    descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)  # the new name too is on disk before sbatch is called
     finally:
@@ -204,7 +219,8 @@ def check_in(run_dir: Path, environ: Mapping[str, str]) -> str | None:
     if record is None or not token or job_id is None or is_of_array or Path(folder) != run_dir:
         return None
     if record.get("successor_token") == token:  # after a script sent by hand, or an array's task
-        write_record(run_dir, token=token, state="sent", job_id=job_id, successor=None, successor_token=None)
+        fields = {"token": token, "state": "sent", "job_id": job_id, "successor": None, "successor_token": None}
+        write_record(run_dir, by_job=True, **fields)
         return None
     if record.get("token") != token:
         return (
@@ -213,5 +229,5 @@ def check_in(run_dir: Path, environ: Mapping[str, str]) -> str | None:
         )
     if record.get("job_id") != job_id:
         successor = None if record.get("successor") == job_id else record.get("successor")
-        write_record(run_dir, state="sent", job_id=job_id, successor=successor)
+        write_record(run_dir, by_job=True, state="sent", job_id=job_id, successor=successor)
     return None

@@ -19,6 +19,10 @@ MARKS = ("run.yaml", "submit.json", "attempts.jsonl")
 POINTS = "points.jsonl"
 """Marks a sweep's directory; its points are runs below it."""
 SUBMIT_JSON = "submit.json"
+SUBMIT_JOB_JSON = "submit.job.json"
+"""What the job itself adds to the record: each of the two files has one writer, so that no word is lost."""
+STAMPS = "_at"
+"""In `submit.json`: when its fields were changed, since the record was opened."""
 ATTEMPTS = "attempts.jsonl"
 _MAX_DEPTH = 3
 """Folders of folders: outputs/<sweep>/<point>."""
@@ -105,9 +109,22 @@ def read_rows(path: Path | str) -> list[dict[str, Any]]:
     return [rows[number] for number in sorted(rows)]
 
 
+def read_submission(path: Path | str) -> dict[str, Any] | None:
+    """The record of a run's newest submission: the client's words and the job's, the later one of each field."""
+    record = read_json(f"{path}/{SUBMIT_JSON}")
+    if record is None:
+        return None
+    stamps = record.pop(STAMPS, {})
+    job = read_json(f"{path}/{SUBMIT_JOB_JSON}")
+    if job is None or job.get("of") != record.get("token"):  # there is none, or it speaks of an earlier submission
+        return record
+    said: dict[str, tuple[float, Any]] = job["fields"]
+    return record | {name: value for name, (at, value) in said.items() if at >= stamps.get(name, 0.0)}
+
+
 def job_ids(path: Path) -> set[str]:
     """Every Slurm job that a run ever was."""
-    record = read_json(path / SUBMIT_JSON) or {}
+    record = read_submission(path) or {}
     ids = {record.get("job_id"), record.get("successor")} if record.get("state") != "local" else set()
     ids |= {row.get("job_id") for row in read_rows(path / ATTEMPTS)}
     return {str(number) for number in ids if number}

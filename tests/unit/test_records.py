@@ -14,6 +14,7 @@ from prime_hpc.config import ConfigError
 from prime_hpc.launch import records
 from prime_hpc.launch.command import command_tail
 from prime_hpc.launch.records import (
+    SUBMISSION_VARIABLE,
     check_in,
     open_record,
     read_record,
@@ -21,6 +22,7 @@ from prime_hpc.launch.records import (
     submitting,
     write_record,
 )
+from prime_hpc.launch.runs import job_ids
 
 
 def opened(run_dir: Path, token: str = "t") -> dict[str, object]:
@@ -179,3 +181,24 @@ def test_files_become_absolute_and_values_stay(tmp_path: Path, monkeypatch: pyte
         f"@{here}/b.toml",
     ]
     assert command_tail(["/x/a b.yaml", "--output-dir", "outputs"]) == ["/x/a b.yaml", "--output-dir", "outputs"]
+
+
+def test_the_job_and_a_client_that_write_at_once_lose_no_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that still sees the file as it was before the job wrote: what an NFS client's cache shows it."""
+    open_record(tmp_path, token="t", state="sending", command=["x"], layout="packed", cluster="c")
+    stale = (tmp_path / "submit.json").read_bytes()
+    write_record(tmp_path, by_job=True, state="sent", job_id="12", successor="13")
+    (tmp_path / "submit.json").write_bytes(stale)
+    write_record(tmp_path, by_job=False, state="sent", job_id="12")
+    record = read_record(tmp_path)
+    assert record is not None and (record["job_id"], record["successor"]) == ("12", "13")
+    assert not any(name.startswith("_") for name in record)
+    write_record(tmp_path, by_job=False, cancelled=1.0, successor=None)  # the later word counts, whoever says it
+    assert (read_record(tmp_path) or {})["successor"] is None
+    monkeypatch.setenv(SUBMISSION_VARIABLE, f"t {tmp_path}")
+    write_record(tmp_path, successor="14")
+    assert (read_record(tmp_path) or {})["successor"] == "14"
+    assert job_ids(tmp_path) == {"12", "14"}
+    # a new submission: the old job's words are of another time
+    open_record(tmp_path, token="u", state="sending", command=["x"], layout="packed", cluster="c")
+    assert (read_record(tmp_path) or {})["successor"] is None and (read_record(tmp_path) or {})["job_id"] is None
