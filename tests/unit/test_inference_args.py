@@ -261,3 +261,8 @@ def test_a_broken_version_is_refused(tmp_path: Path) -> None:
         read_signature(folder)
     with pytest.raises(BadVersionError, match="not a directory"):
         read_signature(tmp_path / "nowhere")
+
+
+def test_code_that_ships_with_the_weights_runs_only_where_it_is_asked_for() -> None:
+    assert "--trust-remote-code" not in options()
+    assert options(model={"name": "m", "trust_remote_code": True})["--trust-remote-code"] == []

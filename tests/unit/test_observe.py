@@ -7,6 +7,7 @@ import pytest
 
 from prime_hpc.observe.console import Console, Tail, duration, short, sparkline
 from prime_hpc.observe.context import RoleContext, role_environment
+from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter, last_step, read_metrics
 from prime_hpc.observe.report import write_report
 from prime_hpc.observe.status import RoleStatus, read_status
@@ -194,3 +195,20 @@ def test_report_names_gain_and_samples(tmp_path: Path) -> None:
     assert "before (reward 0.50): 'ab'" in text
     assert "after  (reward 1.00): 'ba'" in text
     assert (tmp_path / "reward.png").stat().st_size > 5000
+
+
+def test_the_environments_log_level_overrides_the_configs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        for level, seen in (("debug", True), ("ERROR", False)):
+            monkeypatch.setenv("PRIME_LOG_LEVEL", level)
+            log = setup_logger("t", level="INFO", file=tmp_path / f"{level}.log", console=False)
+            log.debug("a detail")
+            log.error("an error")
+            log.complete()
+            text = (tmp_path / f"{level}.log").read_text()
+            assert ("a detail" in text) is seen and "an error" in text
+    finally:
+        monkeypatch.delenv("PRIME_LOG_LEVEL")
+        setup_logger("t")

@@ -1,0 +1,32 @@
+"""What becomes of a server whose node was lost: a spare node at once, else its own node, else a job of its own."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from prime_hpc.supervisor.replicas import Replicas
+
+
+def server(*hosts: str) -> Any:
+    spec = SimpleNamespace(label="inference[0]")
+    return SimpleNamespace(spec=spec, state="ready", hosts=list(hosts), stands_in=False, lives=False)
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one_at_once() -> None:
+    replicas = Replicas(retry_s=60.0, spares=["n8", "n9"], clock=lambda: 5.0)
+    role = server("n1", "n2")
+    assert replicas.send_away(role, ["n2"]) == "its server is started on the spare node n8"
+    assert (role.hosts, role.state, role.stands_in) == (["n1", "n8"], "away", False)
+    assert replicas.is_on_trial(role)
+    assert replicas._due["inference[0]"] == 0.0, "nothing is waited for"
+    role.state = "ready"
+    assert not replicas.is_on_trial(role)
+    assert replicas.send_away(role, ["n1"]).endswith("spare node n9") and role.hosts == ["n9", "n8"]
+
+
+def test_without_enough_spares_its_node_is_tried_and_then_a_job_of_its_own() -> None:
+    replicas = Replicas(retry_s=60.0, spares=["n8"], clock=lambda: 5.0)
+    role = server("n1", "n2")
+    assert replicas.send_away(role, ["n1", "n2"]) == "its server is tried again on its node in 60 s"
+    assert role.hosts == ["n1", "n2"] and not role.stands_in
+    assert replicas.send_away(role, ["n1", "n2"]) == "its server is tried again as a job of its own in 60 s"
+    assert role.stands_in
