@@ -89,10 +89,12 @@ def _context(
 
 
 def _srun_step(allocation: "Allocation", folder: Path, environ: Mapping[str, str]) -> "RunStep":
+    from prime_hpc.supervisor.preflight.steps import module_arguments
+
     context, clean = _context(allocation, folder, environ)
 
     def run_step(argv: list[str], hosts: list[str], component: int) -> "subprocess.Popen[Any]":
-        command = context.srun(hosts, component, 1, "preflight", argv[2:])
+        command = context.srun(hosts, component, 1, "preflight", module_arguments(argv))
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=clean
         )

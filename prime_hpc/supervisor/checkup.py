@@ -14,6 +14,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.supervisor.ledger import bad_nodes, ledger_path, record
 from prime_hpc.supervisor.preflight.images import start_images
 from prime_hpc.supervisor.preflight.run import FOLDER, REPORT, HostCheck, PreflightPlan, Report, run_preflight
+from prime_hpc.supervisor.preflight.steps import module_arguments
 from prime_hpc.supervisor.steps import StepContext, StepSpec
 
 NO_STEP = ("Unable to create step", "Unable to confirm allocation")
@@ -57,10 +58,9 @@ class Checkup:
         )
 
         def run_step(argv: list[str], hosts: list[str], component: int) -> "subprocess.Popen[bytes]":
-            # `run_preflight` names the interpreter and -m itself; inside a container it is another one
-            module, *rest = argv[argv.index("-m") + 1 :]
+            words = module_arguments(argv)
             command = self._context.srun(
-                hosts, component, 1, "preflight", [module, *rest], quiet=True, outside=module == OUTSIDE
+                hosts, component, 1, "preflight", words, quiet=True, outside=words[0] == OUTSIDE
             )
             return subprocess.Popen(
                 command,

@@ -109,8 +109,9 @@ in_node() { # NODE CMD ...: run a command on the node, with a daemon's environme
 }
 
 shared_processes() { # those of --shared-cmd that live on, e.g. a FUSE file system
-    local environ
-    for environ in $(grep -lzxF "DEVCLUSTER_SHARED=$DIR" /proc/[0-9]*/environ 2>/dev/null); do
+    local environ files=()
+    mapfile -t files < <(grep -lzxF "DEVCLUSTER_SHARED=$DIR" /proc/[0-9]*/environ 2>/dev/null)
+    for environ in "${files[@]}"; do
         environ=${environ#/proc/}
         echo "${environ%/environ}"
     done

@@ -138,6 +138,14 @@ class Steps:
                     stream.close()
 
 
+def module_arguments(argv: list[str]) -> list[str]:
+    """The module's name and its own arguments, of an `argv` that names an interpreter, its options and `-m`.
+
+    A launcher chooses the interpreter itself: inside a container it is another one.
+    """
+    return argv[argv.index("-m") + 1 :]
+
+
 def parse_line(line: str, arrived: float) -> Message | None:
     """The message in a line, whatever label its launcher put before it; None where it is no message."""
     _, mark, text = line.partition(MARK)
