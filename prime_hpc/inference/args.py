@@ -146,6 +146,9 @@ def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[
         "VLLM_API_KEY": "",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if not config.headless and config.data_parallel_address is None:
+        # All engines are on this node: what they listen on need not be seen from another.
+        env["GLOO_SOCKET_IFNAME"] = "lo"
     if Path(experiment.model.name).is_dir():
         # A local model needs no hub: without this every start asks it, and waits where there is no route.
         env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

@@ -8,6 +8,7 @@ submitit's own SlurmExecutor writes a script for one homogeneous srun and asks s
     job = executor.submit(local_job, str(run_dir), {})
 """
 
+import json
 import logging
 import os
 import time
@@ -105,6 +106,11 @@ class RunPaths(utils.JobPaths):
         """The job's log, standard error included."""
         return self.log or self._folder.parent / f"slurm-{self.job_id}.out"
 
+    @property
+    def result_pickle(self) -> Path:
+        """Where the job leaves its exit code; submitit's name for it, but nothing in it is unpickled."""
+        return super().result_pickle.with_suffix(".json")
+
 
 class RunJob(slurm.SlurmJob[Any]):
     """One run as a Slurm job. Can be made again from `<run_dir>/logs/submitit` and the job id."""
@@ -124,6 +130,16 @@ class RunJob(slurm.SlurmJob[Any]):
         self._paths = RunPaths(folder, job_id=job_id, task_id=0)
         self._paths.log = log
         self.watcher.run_dirs[job_id] = Path(folder).parent.parent
+
+    def _get_outcome_and_result(self) -> tuple[str, Any]:
+        """As submitit's, from JSON: the run directory may be a group's."""
+        path, end = self.paths.result_pickle, time.monotonic() + self._results_timeout_s
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.2)
+        if not path.exists():
+            return super()._get_outcome_and_result()  # raises, with the end of the log
+        outcome, code = json.loads(path.read_bytes())
+        return str(outcome), int(code)
 
     def stdout(self) -> str | None:
         """The job's log so far, None where it has none."""

@@ -7,8 +7,8 @@ The arguments after `--` are what the script was rendered from: a script that wa
 run directory from them. Nothing else of `launch` is imported where the run directory is there already.
 """
 
+import json
 import os
-import pickle
 import sys
 from pathlib import Path
 
@@ -122,9 +122,9 @@ def _leave_result(run_dir: Path, code: int) -> None:
         return
     if "SLURM_ARRAY_TASK_ID" in os.environ:
         job_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    final = folder / f"{job_id}_0_result.pkl"
+    final = folder / f"{job_id}_0_result.json"
     temporary = final.with_suffix(".tmp")
-    temporary.write_bytes(pickle.dumps(("success", code)))
+    temporary.write_bytes(json.dumps(["success", code]).encode())
     temporary.replace(final)
 
 

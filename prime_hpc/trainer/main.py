@@ -33,7 +33,8 @@ from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.status import RoleStatus
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import StoreError
-from prime_hpc.trainer.ranks import deafen_listeners, file_store
+from prime_hpc.store.sockets import deafen_listeners
+from prime_hpc.trainer.ranks import file_store
 
 TERM_GRACE_S = 3.5
 """After SIGTERM: time to leave the current Python code; a rank stuck in a collective is ended after it."""

@@ -6,11 +6,8 @@ On one node there is a FileStore, and the ranks' own connections stay on the loo
 """
 
 import contextlib
-import ctypes
 import os
 import shutil
-import socket
-import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +19,6 @@ from prime_hpc.store.private import make_private_dir
 
 _NODE_LOCAL = "/tmp"
 """Never $TMPDIR, which may be on a shared file system whose locks do not work."""
-_SO_ATTACH_FILTER = 26
 
 
 @contextlib.contextmanager
@@ -53,23 +49,3 @@ def file_store(world_size: int) -> FileStore | None:
     make_private_dir(Path(path).parent)  # whichever rank comes first
     stay_on_loopback()
     return FileStore(path, world_size)
-
-
-def deafen_listeners() -> int:
-    """After gloo's groups are connected: their listeners, which nobody needs any more and which ask nobody for a key,
-    take no further connection. Returns how many there were.
-
-    The kernel drops what arrives (a packet filter that any process may put on its own socket); what is connected stays.
-    """
-    drop_all = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K, 0 bytes
-    number = 0
-    with contextlib.suppress(OSError):
-        for entry in list(Path("/proc/self/fd").iterdir()):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as sock:
-                is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
-                if is_tcp and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    program = ctypes.create_string_buffer(drop_all)
-                    filter_ = struct.pack("HL", 1, ctypes.addressof(program))
-                    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
-                    number += 1
-    return number

@@ -21,11 +21,11 @@ from prime_hpc.launch.records import new_token, open_record, read_record, write_
 from prime_hpc.launch.slurm import queue_successor
 from prime_hpc.observe.slurm import find_by_token, job
 
-RESULT = """import os, pickle, pathlib, sys
+RESULT = """import json, os, pathlib, sys
 name = os.environ["SLURM_JOB_ID"]
 if "SLURM_ARRAY_TASK_ID" in os.environ:
     name = os.environ["SLURM_ARRAY_JOB_ID"] + "_" + os.environ["SLURM_ARRAY_TASK_ID"]
-pathlib.Path(sys.argv[1], "logs/submitit", name + "_0_result.pkl").write_bytes(pickle.dumps(("success", 7)))
+pathlib.Path(sys.argv[1], "logs/submitit", name + "_0_result.json").write_text(json.dumps(["success", 7]))
 """
 LIMIT_S = 60.0
 

@@ -1,6 +1,6 @@
 """submitit's jobs over our scripts: what it reads back, with a Slurm that forgets, hangs and lies."""
 
-import pickle
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def submitted(run_dir: Path, text: str = SCRIPT, kind: Any = PackedSlurmExecutor
 
 
 def leave_result(job: RunJob, code: int) -> None:
-    job.paths.result_pickle.write_bytes(pickle.dumps(("success", code)))
+    job.paths.result_pickle.write_text(json.dumps(["success", code]))
 
 
 @pytest.mark.parametrize(("kind", "text"), [(PackedSlurmExecutor, SCRIPT), (HetSlurmExecutor, HET)])
@@ -214,3 +214,18 @@ def test_accounting_that_the_profile_denies_is_not_asked(tmp_path: Path, monkeyp
     write_site(SiteConfig(name="x", sacct=False), tmp_path)
     assert state_of_forgotten("77", tmp_path) == LOST
     assert len(fake.calls("sacct")) == 1
+
+
+def test_a_result_that_is_a_pickle_is_not_run(fake: FakeSlurm, run_dir: Path) -> None:
+    job, mark = submitted(run_dir), run_dir / "mark"
+    code = f"cos\nsystem\n(S'touch {mark}'\ntR."
+    job.paths.result_pickle.write_text(code)
+    fake.change("100", state="COMPLETED")
+    with pytest.raises(ValueError, match="JSON|Expecting"):
+        job.result()
+    job.paths.result_pickle.unlink()
+    job.paths.result_pickle.with_suffix(".pkl").write_text(code)
+    job._results_timeout_s = 0
+    with pytest.raises(UncompletedJobError):
+        job.result()
+    assert not mark.exists()
