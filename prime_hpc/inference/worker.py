@@ -7,6 +7,7 @@ Called through `collective_rpc` by `policy`. Method names must not collide with 
 """
 
 import contextlib
+import os
 import time
 import weakref
 from collections import Counter
@@ -18,6 +19,7 @@ from safetensors import safe_open
 
 from prime_hpc.inference import cpu_lora
 from prime_hpc.observe.heap import keep_freed_memory
+from prime_hpc.store.sockets import deafen_listeners
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,6 +49,8 @@ class PolicyWorker:
             return
         if self.vllm_config.lora_config is not None:
             cpu_lora.install()
+        if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":  # no engine is on another node (`args.build_env`)
+            deafen_listeners()  # the engines are connected, and the HTTP server does not listen yet
         keep_freed_memory()
         _pack_no_embeddings(self.model_runner.get_model())
 

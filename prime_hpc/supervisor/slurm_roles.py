@@ -106,7 +106,7 @@ def _trainer(
     def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> Order:
         first = hellos[f"{spec.hosts[0]}/0"]
         address, port = first["collectives"], str(first["ports"][0])
-        environment = _interface(site)
+        environment = {**_interface(site), "PYTHONSAFEPATH": "1"}  # torchrun starts the ranks without -P
         if trainer.threads_per_rank:
             environment["OMP_NUM_THREADS"] = str(trainer.threads_per_rank)
         if by_task:

@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     rendezvous_handler_registry.register(_BACKEND, _FileRendezvous)
     stay_on_loopback()
+    os.environ["PYTHONSAFEPATH"] = "1"  # torchrun starts the ranks without -P
     with meeting_file() as path:
         os.environ[RANKS_FILE] = str(path)
         own = Path(f"{path}.agent")

@@ -8,16 +8,21 @@ came back, by port; `told` are answers that a stranger should not get.
 """
 
 import argparse
+import encodings.idna  # noqa: F401 - looked up at the first connection, when the interpreter may be out of reach
 import json
 import os
 import selectors
 import socket
 import struct
 import time
+from concurrent.futures.thread import ThreadPoolExecutor
 from typing import Any
 
 WAIT_S = 3.0
 """A server may hold a silent connection for 2 s."""
+NUM_AT_ONCE = 8
+GONE_S = 10.0
+"""A thousand come in by and by, a few dozen at once, each for 2 s at most."""
 _PATH = "/tmp/stranger/weights/step_000001"
 _NONCE = json.dumps({"nonce": "0" * 32})
 MESSAGES: dict[str, bytes] = {
@@ -111,7 +116,7 @@ def is_harmless(answer: bytes) -> bool:
 
 
 def flood(host: str, port: int, number: int) -> int:
-    """Hold `number` silent connections; how many the other end has closed, or never took, `WAIT_S` after the last."""
+    """Hold `number` silent connections; how many the other end has closed, or never took, `GONE_S` after the last."""
     selector = selectors.DefaultSelector()
     gone, end = 0, time.monotonic() + 30
     for _ in range(number):
@@ -124,7 +129,7 @@ def flood(host: str, port: int, number: int) -> int:
             continue
         sock.setblocking(False)
         selector.register(sock, selectors.EVENT_READ)
-    end = time.monotonic() + WAIT_S
+    end = time.monotonic() + GONE_S
     while gone < number and time.monotonic() < end:
         for key, _ in selector.select(0.2):
             selector.unregister(key.fileobj)
@@ -137,7 +142,8 @@ def flood(host: str, port: int, number: int) -> int:
 
 def visit(host: str, port: int, num_idle: int) -> dict[str, Any]:
     """Everything, on one port."""
-    told, held, states = [], 0, set()
+    told: list[list[Any]] = []
+    held, states = 0, set()
     is_http = False
     for name, message in MESSAGES.items():
         state, answer = talk(host, port, message)
@@ -182,11 +188,12 @@ def main() -> None:
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 16384)), hard))
         os.setgroups([])
         os.setgid(args.uid)
         os.setuid(args.uid)
-    found = [visit(args.host, int(port), args.flood) for port in args.ports.split(",") if port]
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:  # most of the time a connection is waited for that nobody takes
+        found = list(pool.map(lambda port: visit(args.host, int(port), args.flood), args.ports.split(",")))
     print(json.dumps({"uid": os.getuid(), "ports": found}))
 
 
