@@ -13,11 +13,16 @@ import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.files import dump_yaml, parse_yaml
 from prime_hpc.config.secret import OF_SITE, anchored, put_back, secrets_of, write_secrets
+from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.slurm import SiteConfig
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 SITE_FILE = "site.yaml"
 GENERIC = SiteConfig(name="generic")
@@ -40,8 +45,15 @@ def list_sites(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
     return found
 
 
-def load_site(name: str | None = None, environ: Mapping[str, str] = os.environ) -> SiteConfig:
+def load_site(
+    name: str | None = None, environ: Mapping[str, str] = os.environ, cluster: str | None = None
+) -> SiteConfig:
     """The profile called `name` (or at that path), else $PRIMEHPC_SITE's, else this cluster's, else a generic one.
+
+    Args:
+        name: of the profile, or its path.
+        environ: of the command.
+        cluster: another cluster of the site, which takes this one's place.
 
     Raises:
         ConfigError: a named profile does not exist or is wrong.
@@ -57,7 +69,7 @@ def load_site(name: str | None = None, environ: Mapping[str, str] = os.environ) 
                 Problem(f"no site profile {name!r}; {hint}found are {', '.join(sites) or 'none'}", "slurm.site")
             )
         return _usable(parse_site(path), path)
-    cluster = cluster_name(environ)
+    cluster = cluster or cluster_name(environ)
     if cluster is not None:
         for path in sites.values():
             text = path.read_text(encoding="utf-8")
@@ -91,9 +103,33 @@ def parse_site(path: Path) -> SiteConfig:
     try:
         return SiteConfig.model_validate({"name": path.stem, **anchored(data, path.parent)})
     except ValidationError as error:
-        raise ConfigError(
-            Problem(f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}", "slurm.site") for e in error.errors()
-        ) from error
+        raise ConfigError(_problem(path, detail) for detail in error.errors()) from error
+
+
+def _problem(path: Path, detail: "ErrorDetails") -> Problem:
+    """What is wrong with one key, and the line that states it."""
+    names = [str(part) for part in detail["loc"]]
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        model: type[Section] | None = SiteConfig
+        for name in names[:-1]:  # `partitions.gpu.x`: a mapping's names are the site's own
+            field = model.model_fields.get(name) if model is not None else None
+            model = _section(field.annotation) if field is not None else model
+        known = list(model.model_fields) if model is not None else []
+        near = get_close_matches(names[-1], known, n=1, cutoff=0.5)
+        message = f"unknown key; did you mean {near[0]}?" if near else f"unknown key; there are {', '.join(known)}"
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    stated = [i for i, line in enumerate(lines, 1) if re.search(rf"(?:^|[\s{{,]){re.escape(names[-1])}\s*:", line)]
+    where = f"{path}:{stated[0]}" if len(stated) == 1 else str(path)
+    return Problem(f"{where}: {'.'.join(names)}: {message}", "slurm.site")
+
+
+def _section(annotation: Any) -> type[Section] | None:
+    """The section in `Section`, `Section | None` or `dict[str, Section]`; None where there is none."""
+    found = [
+        kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Section)
+    ]
+    return found[0] if found else None
 
 
 def write_site(site: SiteConfig, run_dir: Path) -> None:
@@ -117,9 +153,16 @@ def has_accounting(run_dir: Path) -> bool:
         return True
 
 
+def other_cluster(stated: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The cluster that a job is to be sent to with `-M`: as stated, else $SLURM_CLUSTERS'; None: this one."""
+    chosen = stated or environ.get("SLURM_CLUSTERS") or None
+    return None if chosen == cluster_name(environ) else chosen
+
+
 def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
     """ClusterName from the slurm.conf that is in force, where it can be read. No command is run."""
-    for path in (environ.get("SLURM_CONF"), "/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf"):
+    places = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
+    for path in (environ.get("SLURM_CONF"), *places):  # the last is of a host that got its files from the controller
         if path and os.access(path, os.R_OK):
             match = re.search(r"^\s*ClusterName\s*=\s*(\S+)", Path(path).read_text(errors="replace"), re.M | re.I)
             if match:

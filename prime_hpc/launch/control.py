@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.children import is_parent
 from prime_hpc.launch.command import command_tail
-from prime_hpc.launch.records import local_controller, read_record, write_record
+from prime_hpc.launch.records import cluster_of, local_controller, read_record, write_record
 from prime_hpc.launch.refusals import SlurmRefused
 from prime_hpc.launch.runs import ATTEMPTS, read_json, read_rows
 from prime_hpc.launch.slurm import ASK_TIMEOUT_S, jobs_of
 from prime_hpc.observe.backoff import Backoff
-from prime_hpc.observe.slurm import JobInfo, SlurmError, run_slurm
+from prime_hpc.observe.slurm import JobInfo, SlurmError, on_cluster, run_slurm
 
 if TYPE_CHECKING:
     from prime_hpc.store.layout import RunPaths
@@ -63,6 +63,11 @@ def cancel_run(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended
     Raises:
         SlurmRefused: Slurm cannot be asked whether there is a job; nothing was done.
     """
+    with on_cluster(cluster_of(run_dir)):
+        return _cancel(run_dir, now=now, timeout_s=timeout_s, say=say)
+
+
+def _cancel(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended:
     try:
         active = [info for info in jobs_of(run_dir) if info.is_active]
         if not active:

@@ -21,8 +21,9 @@ from submitit.slurm import slurm
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.site import has_accounting
+from prime_hpc.launch.records import cluster_of
 from prime_hpc.launch.runs import ATTEMPTS, read_rows
-from prime_hpc.observe.slurm import ENDED, SCRIPT, SlurmError, history, jobs, run_slurm
+from prime_hpc.observe.slurm import ENDED, SCRIPT, SlurmError, history, jobs, on_cluster, run_slurm, sbatch_answer
 
 SBATCH_TIMEOUT_S = 60.0
 SUBMITIT_FOLDER = Path("logs") / "submitit"
@@ -58,14 +59,19 @@ class RunWatcher(slurm.SlurmInfoWatcher):
         if not open_jobs:
             return
         self._num_calls += 1
-        try:
-            known = jobs(open_jobs)
-        except SlurmError as error:
-            # states stay as they were: a controller that restarts ends no job
-            logging.getLogger("submitit").warning("Slurm cannot be asked: %s", error)
-            known = None
-        if known is not None:
-            for job_id in open_jobs:
+        there: dict[str | None, set[str]] = {}
+        for job_id in open_jobs:
+            run_dir = self.run_dirs.get(job_id)
+            there.setdefault(cluster_of(run_dir) if run_dir else None, set()).add(job_id)
+        for cluster, ids in there.items():
+            try:
+                with on_cluster(cluster):
+                    known = jobs(ids)
+            except SlurmError as error:
+                # states stay as they were: a controller that restarts ends no job
+                logging.getLogger("submitit").warning("Slurm cannot be asked: %s", error)
+                continue
+            for job_id in ids:
                 info = known.get(job_id)
                 self._info_dict[job_id] = (
                     {"JobID": job_id, "State": info.state, "NodeList": info.nodes, "Reason": info.reason}
@@ -149,23 +155,11 @@ class RunJob(slurm.SlurmJob[Any]):
     def cancel(self, check: bool = True) -> None:
         """End the job at once. Raises SlurmError, if `check`."""
         try:
-            run_slurm(["scancel", self.job_id])
+            with on_cluster(cluster_of(self.watcher.run_dirs[self.job_id])):
+                run_slurm(["scancel", self.job_id])
         except SlurmError:
             if check:
                 raise
-
-
-def job_id_in(answer: str) -> str:
-    """The job id in what sbatch says: `12` or `12;cluster`, whatever a site's wrapper says around it.
-
-    Raises:
-        SlurmError: there is none.
-    """
-    for line in reversed(answer.split("\n")):
-        job_id = line.strip().partition(";")[0]
-        if job_id.isdigit():
-            return job_id
-    raise SlurmError(["sbatch", "--parsable"], 0, f"its answer holds no job id: {answer.strip()!r}")
 
 
 class _RunExecutor(slurm.SlurmExecutor):
@@ -197,6 +191,8 @@ class _RunExecutor(slurm.SlurmExecutor):
         self._options = list(options)
         self._extra = dict(environment or {})
         self._timeout_s = timeout_s
+        self.cluster: str | None = None
+        """Name of the cluster that took the job, where it is another than this one."""
 
     @classmethod
     def affinity(cls) -> int:
@@ -214,8 +210,8 @@ class _RunExecutor(slurm.SlurmExecutor):
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        """The job id in sbatch's answer: `12` or `12;cluster`, whatever a site's wrapper says around it."""
-        return job_id_in(string if isinstance(string, str) else string.decode())
+        """The job id in sbatch's answer."""
+        return sbatch_answer(string if isinstance(string, str) else string.decode())[0]
 
     def _submit_command(self, command: str) -> core.Job[Any]:
         return self.job_class(folder=self.folder, job_id=self._send())
@@ -231,7 +227,8 @@ class _RunExecutor(slurm.SlurmExecutor):
         temporary.replace(script)
         Path(self.folder).mkdir(parents=True, exist_ok=True)  # also `logs`, without which Slurm has no log
         answer = run_slurm(self._make_submission_command(script), self._timeout_s, extra=self._extra, dies_with_us=True)
-        return self._get_job_id_from_submission_command(answer)
+        job_id, self.cluster = sbatch_answer(answer)
+        return job_id
 
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
         if len(delayed_submissions) != 1:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.site import cluster_name
 from prime_hpc.launch.runs import STAMPS, SUBMIT_JOB_JSON, SUBMIT_JSON, read_json, read_submission
 
 SUBMISSION_VARIABLE = "PRIMEHPC_SUBMISSION"
@@ -34,6 +35,12 @@ def new_token() -> str:
 def read_record(run_dir: Path) -> dict[str, Any] | None:
     """The record of a run's newest submission, None where there is none."""
     return read_submission(run_dir)
+
+
+def cluster_of(run_dir: Path) -> str | None:
+    """The other cluster of the site that a run was sent to, for `observe.slurm.on_cluster`; None: this one."""
+    other = (read_record(run_dir) or {}).get("other_cluster")
+    return None if other is None or other == cluster_name() else str(other)
 
 
 def write_record(run_dir: Path, *, by_job: bool | None = None, **fields: Any) -> dict[str, Any]:
@@ -80,8 +87,8 @@ def open_record(
 
     Returns:
         token, state (`sending`, `sent`, `failed`, `local`), job_id, time (epoch seconds), command, layout, cluster,
-        successor (job id), successor_token (where its comment has another), error (of `failed`), cancelled (epoch
-        seconds), host and pid of the client, and `more`.
+        other_cluster (to which it was sent with -M), successor (job id), successor_token (where its comment has
+        another), error (of `failed`), cancelled (epoch seconds), host and pid of the client, and `more`.
     """
     known = {"token": token, "state": state, "job_id": None, "time": time.time(), "command": command, "layout": layout}
     client = {"cluster": cluster, "successor": None, "host": socket.gethostname(), "pid": os.getpid()}

@@ -5,16 +5,18 @@ Called by `submit`, `resume`, `cancel`, sweeps, and (`queue_successor`) by the j
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.config.site import cluster_name, has_accounting, load_site
+from prime_hpc.config.site import cluster_name, has_accounting, load_site, other_cluster
 from prime_hpc.launch.command import command_tail, interpreter
 from prime_hpc.launch.records import (
+    cluster_of,
     local_controller,
     new_token,
     open_record,
@@ -33,10 +35,14 @@ from prime_hpc.observe.slurm import (
     find_by_token,
     find_in_history,
     jobs,
+    on_cluster,
     run_slurm,
+    sbatch_answer,
 )
 from prime_hpc.supervisor.placement import Placement, place_slurm
 
+P = ParamSpec("P")
+R = TypeVar("R")
 SBATCH_TIMEOUT_S = 60.0
 ASK_TIMEOUT_S = 20.0
 SETTLE_S = 15.0
@@ -59,6 +65,19 @@ class Draft:
     token: str
     text: str
     """The batch script."""
+    other: str | None = None
+    """Cluster of the site that it goes to; None: this one."""
+
+
+def _where_it_was_sent(ask: Callable[Concatenate[Path, P], R]) -> Callable[Concatenate[Path, P], R]:
+    """Have a function of a run directory ask the cluster that the run was sent to."""
+
+    @wraps(ask)
+    def asking(run_dir: Path, *args: P.args, **kwargs: P.kwargs) -> R:
+        with on_cluster(cluster_of(run_dir)):
+            return ask(run_dir, *args, **kwargs)
+
+    return asking
 
 
 def draft(loaded: Loaded, *, as_rendered: bool = False) -> Draft:
@@ -73,7 +92,8 @@ def draft(loaded: Loaded, *, as_rendered: bool = False) -> Draft:
     """
     experiment = loaded.experiment
     token = new_token()
-    site = load_site(experiment.slurm.site)
+    other = other_cluster(experiment.slurm.cluster)
+    site = load_site(experiment.slurm.site, cluster=other)
     placement = place_slurm(experiment, site)
     text = render_job(
         placement,
@@ -84,9 +104,10 @@ def draft(loaded: Loaded, *, as_rendered: bool = False) -> Draft:
         token=None if as_rendered else token,
     )
     how = survive_how(experiment, site, str(placement.components[0].options.get("partition", "")))
-    return Draft(experiment, site, placement, how, token, text)
+    return Draft(experiment, site, placement, how, token, text, other)
 
 
+@_where_it_was_sent
 def jobs_of(run_dir: Path) -> list[JobInfo]:
     """Slurm's jobs of a run that the controller remembers, oldest first: its own, and its successor.
 
@@ -182,6 +203,7 @@ def _is_at_rest(run_dir: Path, record: dict[str, Any]) -> bool:
     return str(last.get("job_id")) == str(record.get("job_id")) and last.get("outcome") in _AT_REST
 
 
+@_where_it_was_sent
 def settle(run_dir: Path) -> JobInfo | None:
     """Find out what became of the submission before this one.
 
@@ -234,6 +256,7 @@ def send(
     command: list[str],
     options: Sequence[str] = (),
     timeout_s: float = SBATCH_TIMEOUT_S,
+    other: str | None = None,
 ) -> str:
     """Submit a rendered script through submitit; the caller holds `records.submitting`.
 
@@ -245,6 +268,7 @@ def send(
         command: as it was typed, for the record.
         options: of sbatch, over the script's.
         timeout_s: deadline of sbatch.
+        other: cluster of the site that it goes to; None: this one.
 
     Returns:
         the job id.
@@ -256,9 +280,9 @@ def send(
     from prime_hpc.launch.executors import executor_class
     from prime_hpc.launch.job import local_job
 
-    cluster = cluster_name()
+    more = {"cluster": cluster_name(), "other_cluster": other}
     try:
-        open_record(directory, token=token, state="sending", command=command, layout=layout, cluster=cluster)
+        open_record(directory, token=token, state="sending", command=command, layout=layout, **more)
         executor = executor_class(layout)(
             directory,
             text,
@@ -266,9 +290,13 @@ def send(
             environment=submission_environment(directory, token),
             timeout_s=timeout_s,
         )
-        job_id = str(executor.submit(local_job, str(directory), {}).job_id)
+        with on_cluster(other):
+            job_id = str(executor.submit(local_job, str(directory), {}).job_id)
+        if executor.cluster is not None:
+            write_record(directory, other_cluster=executor.cluster)
     except SlurmError as error:
-        job_id = _without_answer(directory, token, error, layout)
+        with on_cluster(other):
+            job_id = _without_answer(directory, token, error, layout)
     except KeyboardInterrupt:
         _note(
             "interrupted while sbatch was asked; whether the job was queued is not known: `prime-hpc cancel "
@@ -303,6 +331,7 @@ def _without_answer(directory: Path, token: str, error: SlurmError, layout: str)
     ) from error
 
 
+@_where_it_was_sent
 def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> str:
     """Queue the job that takes over when `job_id` ends otherwise than well; one that waits already is kept.
 
@@ -319,8 +348,6 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
     Raises:
         SlurmError: Slurm refuses it or cannot be reached.
     """
-    from prime_hpc.launch.executors import job_id_in
-
     record = read_record(run_dir)
     if record is None:  # a script that was sent by hand
         command: list[str] = []
@@ -349,11 +376,12 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
         extra=submission_environment(run_dir, token),
         dies_with_us=True,
     )
-    successor = job_id_in(answer)
+    successor, _ = sbatch_answer(answer)
     write_record(run_dir, successor=successor)
     return successor
 
 
+@_where_it_was_sent
 def drop_successor(run_dir: Path) -> str | None:
     """Take the successor out of the queue: for a job that ends ill and is not to come back.
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from prime_hpc.config.site import has_accounting
+from prime_hpc.config.site import cluster_name, has_accounting
 from prime_hpc.launch.evidence import Evidence, Queue, RunStatus, read_evidence
 from prime_hpc.launch.figures import add_checkpoint, add_figures, log_paths
 from prime_hpc.launch.runs import run_name
 from prime_hpc.launch.verdict import is_sending, jobs_in_doubt, judge
+from prime_hpc.observe.slurm import asked_cluster, on_cluster
 
 _THREADS = 16
 _SHARE = 20.0
@@ -50,20 +51,19 @@ class PatientAsk:
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
-        self._pause_s = 0.0
-        self._about: tuple[set[str], bool] | None = None
-        self._asked = 0.0
-        self._answer = Queue()
+        self._known: dict[str | None, tuple[set[str], bool, float, Queue]] = {}
+        """By cluster: what it was asked about, until when its answer holds, and the answer."""
 
     def __call__(self, wanted: set[str], by_token: bool) -> Queue:
         """Answer as `ask_slurm` does."""
-        now = time.monotonic()
-        if (wanted, by_token) != self._about or now - self._asked >= self._pause_s:
-            self._answer = ask_slurm(wanted, by_token)
-            self._about, self._asked = (wanted, by_token), time.monotonic()
-            busy_s = self._asked - now
-            self._pause_s = max(self._every_s, min(_SHARE * busy_s, 60.0)) * random.uniform(0.8, 1.2)
-        return self._answer
+        now, cluster = time.monotonic(), asked_cluster()
+        known = self._known.get(cluster)
+        if known is None or known[:2] != (wanted, by_token) or now >= known[2]:
+            answer = ask_slurm(wanted, by_token)
+            asked = time.monotonic()
+            pause_s = max(self._every_s, min(_SHARE * (asked - now), 60.0)) * random.uniform(0.8, 1.2)
+            known = self._known[cluster] = wanted, by_token, asked + pause_s, answer
+        return known[3]
 
 
 def collect(
@@ -85,8 +85,8 @@ def collect(
     with ThreadPoolExecutor(min(_THREADS, max(1, len(found) // 8))) as pool:
         evidence = list(pool.map(read_evidence, found))
         now = time.time()
-        queue = _ask_about(evidence, ask)
-        judged = [judge(one, queue, now) for one in evidence]
+        queues = _ask_about(evidence, ask)
+        judged = [judge(one, queues[_cluster(one)], now) for one in evidence]
         pairs = sorted(zip(evidence, judged, strict=True), key=lambda p: (not p[1].is_under_way, -p[0].since))
         under_way = sum(status.is_under_way for _, status in pairs)
         shown = pairs if limit is None else pairs[: max(limit, under_way)]
@@ -99,7 +99,7 @@ def collect(
 def status_of(path: Path, *, ask: Ask = ask_slurm, details: bool = True) -> RunStatus:
     """The status of one run; `details`: its figures, checkpoint and logs too."""
     evidence = read_evidence(path)
-    queue = _ask_about([evidence], ask)
+    queue = _ask_about([evidence], ask)[_cluster(evidence)]
     status = judge(evidence, queue, time.time())
     if details:
         add_figures(status, evidence)
@@ -110,13 +110,25 @@ def status_of(path: Path, *, ask: Ask = ask_slurm, details: bool = True) -> RunS
     return status
 
 
-def _ask_about(evidence: list[Evidence], ask: Ask) -> Queue:
-    wanted: set[str] = set()
-    by_token = False
-    for one in evidence:
-        wanted |= {i for i in jobs_in_doubt(one, time.time()) if i.replace("_", "").isdigit()}
-        by_token |= is_sending(one)
-    return ask(wanted, by_token) if wanted or by_token else Queue()
+def _cluster(one: Evidence) -> str | None:
+    """The other cluster of the site that a run was sent to; None: this one."""
+    other = (one.record or {}).get("other_cluster")
+    return None if other is None else str(other)
+
+
+def _ask_about(evidence: list[Evidence], ask: Ask) -> dict[str | None, Queue]:
+    """Each cluster's answer about its runs."""
+    answers: dict[str | None, Queue] = {}
+    for cluster in {_cluster(one) for one in evidence}:
+        wanted: set[str] = set()
+        by_token = False
+        for one in evidence:
+            if _cluster(one) == cluster:
+                wanted |= {i for i in jobs_in_doubt(one, time.time()) if i.replace("_", "").isdigit()}
+                by_token |= is_sending(one)
+        with on_cluster(None if cluster == cluster_name() else cluster):
+            answers[cluster] = ask(wanted, by_token) if wanted or by_token else Queue()
+    return answers
 
 
 def _from_accounting(job_id: str) -> str:

@@ -22,7 +22,7 @@ from prime_hpc.launch.slurm import (
     send,
     settle,
 )
-from prime_hpc.observe.slurm import ENDED, JobInfo, SlurmError, jobs, run_slurm
+from prime_hpc.observe.slurm import ENDED, JobInfo, SlurmError, jobs, on_cluster, run_slurm
 
 FOLLOW_POLL_S = 1.0
 ASK_EVERY_S = 5.0
@@ -59,10 +59,12 @@ def submit(loaded: Loaded, *, follow: bool | None = None, dry_run: bool = False,
     if dry_run:
         return _show(made, as_json)
     from prime_hpc.launch.checks import check
+    from prime_hpc.launch.records import cluster_of
 
     check(loaded)
     run_dir, job, adopted = _queue(loaded, made)
-    return _after(run_dir, job, made, adopted=adopted, follow=bool(follow), as_json=as_json)
+    with on_cluster(cluster_of(run_dir)):
+        return _after(run_dir, job, made, adopted=adopted, follow=bool(follow), as_json=as_json)
 
 
 def uses_slurm(experiment: Experiment, environ: Mapping[str, str] = os.environ) -> bool:
@@ -177,6 +179,7 @@ def _queue(loaded: Loaded, made: Draft) -> tuple[Path, str, bool]:
             token=made.token,
             layout=made.placement.layout,
             command=(read_json(run_dir / LOCK_JSON) or {}).get("command") or masked_command(sys.argv),
+            other=made.other,
         )
         if made.how == "successor":
             try:

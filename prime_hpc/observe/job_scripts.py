@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from prime_hpc.observe.slurm import COMMENT_PREFIX, SCRIPT, SEPARATOR, JobInfo, SlurmError, run_slurm
+from prime_hpc.observe.slurm import COMMENT_PREFIX, SCRIPT, SEPARATOR, JobInfo, SlurmError, asked_cluster, run_slurm
 
 
 def with_tokens(found: dict[str, JobInfo], which: list[str], timeout_s: float) -> dict[str, JobInfo]:
@@ -30,7 +30,7 @@ def with_tokens(found: dict[str, JobInfo], which: list[str], timeout_s: float) -
         if Path(scripts.get(base, "")).name != SCRIPT:
             continue
         try:
-            token = _token_in_script(base, scripts[base], timeout_s)
+            token = _token_in_script(base, scripts[base], asked_cluster(), timeout_s)
         except SlurmError as error:
             if error.is_unreachable:
                 raise
@@ -54,7 +54,7 @@ def _scripts(which: list[str], timeout_s: float) -> dict[str, str]:
 
 
 @lru_cache(maxsize=1024)
-def _token_in_script(job_id: str, script: str, timeout_s: float) -> str | None:
+def _token_in_script(job_id: str, script: str, cluster: str | None, timeout_s: float) -> str | None:
     """The token that a job was submitted with, from the text that Slurm keeps of its script; asked for once."""
     text = run_slurm(["scontrol", "write", "batch_script", job_id, "-"], timeout_s)
     match = re.search(rf"^#SBATCH --comment=\"?{COMMENT_PREFIX}([^\s\"]+)", text, re.MULTILINE)

@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from prime_hpc.observe.clusters import asked_cluster, on_cluster
 from prime_hpc.observe.hosts import compress_hosts, expand_hosts
+from prime_hpc.observe.times import parse_duration, parse_time
 
 __all__ = [
     "ACTIVE",
@@ -25,6 +27,7 @@ __all__ = [
     "HistoryRow",
     "JobInfo",
     "SlurmError",
+    "asked_cluster",
     "clean_environment",
     "compress_hosts",
     "expand_hosts",
@@ -35,9 +38,11 @@ __all__ = [
     "history",
     "job",
     "jobs",
+    "on_cluster",
     "parse_duration",
     "parse_time",
     "run_slurm",
+    "sbatch_answer",
     "start_estimate",
     "token_of",
 ]
@@ -74,6 +79,7 @@ _FORMAT = ",".join(f"{field}:0{SEPARATOR}" for field in _FIELDS)  # width 0: not
 _PR_SET_PDEATHSIG = 1
 _LEAKS = ("SLURM_", "SRUN_", "SBATCH_")
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+_OF_A_CLUSTER = ("sbatch", "squeue", "scontrol", "scancel", "sinfo", "sacct")
 _READER_LEAKS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
 
 
@@ -199,6 +205,19 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if k in _KEPT or not k.startswith(_LEAKS)}
 
 
+def sbatch_answer(text: str) -> tuple[str, str | None]:
+    """Job id and cluster of `12` or `12;cluster`, whatever a site's wrapper says around it.
+
+    Raises:
+        SlurmError: it holds no job id.
+    """
+    for line in reversed(text.split("\n")):
+        job_id, _, cluster = line.strip().partition(";")
+        if job_id.isdigit():
+            return job_id, cluster or None
+    raise SlurmError(["sbatch", "--parsable"], 0, f"its answer holds no job id: {text.strip()!r}")
+
+
 def run_slurm(
     argv: Sequence[str],
     timeout_s: float = TIMEOUT_S,
@@ -221,6 +240,8 @@ def run_slurm(
     """
     environment = {k: v for k, v in clean_environment(os.environ).items() if not k.startswith(_READER_LEAKS)}
     environment |= extra or {}
+    if (cluster := asked_cluster()) is not None and argv[0] in _OF_A_CLUSTER:
+        argv = [argv[0], f"--clusters={cluster}", *argv[1:]]
     try:
         done = subprocess.run(
             list(argv),
@@ -381,29 +402,6 @@ def fold_states(states: Sequence[str]) -> str:
     return next((state for state in (*ACTIVE, *ENDED) if state in states), states[0])
 
 
-def parse_time(text: str) -> float | None:
-    """Epoch seconds of Slurm's local `2026-01-31T23:59:59`; None for `N/A`, `Unknown`, `None`."""
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None
-
-
-def parse_duration(text: str) -> float | None:
-    """Seconds of Slurm's `[D-]HH:MM:SS`, `MM:SS` or `D-HH[:MM]`; None for UNLIMITED, NOT_SET, INVALID."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text.strip())
-    if match is None:
-        return None
-    numbers = [int(part) for part in match[2].split(":")]
-    if match[1] is not None:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-        return float(((int(match[1]) * 24 + hours) * 60 + minutes) * 60 + seconds)
-    if len(numbers) == 1:
-        return numbers[0] * 60.0  # a bare number is minutes, as in `--time`
-    hours, minutes, seconds = [0, *numbers][-3:]
-    return float((hours * 60 + minutes) * 60 + seconds)
-
-
 def _die_with_parent() -> Callable[[], None]:
     """What a child calls between fork and exec; all that it needs is loaded beforehand."""
     import ctypes
@@ -423,7 +421,13 @@ def _rows(which: list[str], timeout_s: float) -> list[JobInfo]:
     rows = []
     # a line break in somebody's comment splits a row: rows are told apart by the number of their fields
     for record in re.findall(rf"(?:[^{SEPARATOR}]*{SEPARATOR}){{{len(_FIELDS)}}}", text):
-        rows.append(_parse(dict(zip(_FIELDS, (v.strip() for v in record.split(SEPARATOR)), strict=False))))
+        values = dict(zip(_FIELDS, (value.strip() for value in record.split(SEPARATOR)), strict=False))
+        try:
+            rows.append(_parse(values))
+        except ValueError as error:
+            raise SlurmError(["squeue"], 0, f"its answer is of a form that is not known here: {values}") from error
+    if text.strip() and not rows:  # a version that answers in another way: none of these jobs is gone
+        raise SlurmError(["squeue"], 0, f"its answer is of a form that is not known here: {text.strip()[:200]!r}")
     return rows
 
 

@@ -133,6 +133,8 @@ def _new_job(state: dict[str, Any], fields: dict[str, Any]) -> str:
 
 
 def _program(command: str, folder: Path, argv: list[str]) -> int:
+    if argv and argv[0].startswith("--clusters="):
+        os.environ["FAKE_CLUSTER"] = argv[0].partition("=")[2]
     with _state(folder) as state:
         state["calls"].append([command, *argv])
         how = state["behaviour"].get(command, {})
@@ -150,6 +152,8 @@ def _program(command: str, folder: Path, argv: list[str]) -> int:
             _DO[command](folder, argv)
             return 0
         time.sleep(HANG_S)
+    if "FAKE_CLUSTER" in os.environ:
+        argv = argv[1:]
     answer = _DO[command](folder, argv)
     if how.get("hang") == "after":
         time.sleep(HANG_S)
@@ -178,17 +182,23 @@ def _sbatch(folder: Path, argv: list[str]) -> str:
                 "size": 1 + sum("hetjob" in line for line in header),
                 "script": argv[-1],
                 "text": script,
+                "cluster": os.environ.get("FAKE_CLUSTER"),
                 "cwd": str(Path.cwd()),
                 "environ": {k: v for k, v in os.environ.items() if k.startswith(("SLURM", "SBATCH", "PRIMEHPC"))},
             },
         )
-    return job_id
+    return f"{job_id};{os.environ['FAKE_CLUSTER']}" if "FAKE_CLUSTER" in os.environ else job_id
+
+
+def _here(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The jobs of the cluster that is asked."""
+    return [job for job in state["jobs"] if job.get("cluster") == os.environ.get("FAKE_CLUSTER")]
 
 
 def _squeue(folder: Path, argv: list[str]) -> str:
     flags = dict(zip(argv, [*argv[1:], ""], strict=True))
     with _state(folder) as state:
-        jobs = state["jobs"]
+        jobs = _here(state)
     if "-j" in flags:
         wanted = flags["-j"].split(",")
         jobs = [job for job in jobs if job["id"] in wanted]
@@ -228,7 +238,7 @@ def _parts(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _scancel(folder: Path, argv: list[str]) -> str:
     with _state(folder) as state:
-        for job in state["jobs"]:
+        for job in _here(state):
             if job["id"] in argv and job["state"] in ("PENDING", "RUNNING"):
                 job["state"] = "CANCELLED"
     return ""

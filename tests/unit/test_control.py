@@ -152,6 +152,39 @@ def test_there_too_anothers_job_of_the_same_id_is_let_alone(fake: FakeSlurm, con
     assert fake.calls("scancel") == []
 
 
+@pytest.mark.parametrize("by", ["config", "environment"])
+def test_a_run_on_another_cluster_of_the_site_is_asked_about_and_ended_there(
+    fake: FakeSlurm, config: Path, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by == "environment":
+        monkeypatch.setenv("SLURM_CLUSTERS", "other")
+    submit(load(config, *(["--slurm.cluster", "other"] if by == "config" else [])))
+    monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
+    record = records.read_record(run_dir(config))
+    assert record is not None and (record["job_id"], record["other_cluster"], record["cluster"]) == (
+        "100",
+        "other",
+        "fake",
+    )
+    fake.add(state="RUNNING", comment="prime-hpc:of-another-run")  # on this cluster
+    fake.change("100", state="RUNNING", nodes="n1")
+    assert status_of(run_dir(config)).state == "starting"
+    with pytest.raises(ConfigError, match="in Slurm as job 100, RUNNING"):
+        submit(load(config))
+    assert cancel(config, now=True).outcome == "cancelled"
+    assert fake.calls("scancel") == [["scancel", "--clusters=other", "100"]]
+    assert [job["state"] for job in fake.jobs()] == ["CANCELLED", "RUNNING"]
+
+
+def test_this_cluster_by_its_own_name_is_no_other(
+    fake: FakeSlurm, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CLUSTERS", "fake")
+    submit(load(config))
+    assert not any("--clusters=fake" in call for call in fake.calls())
+    assert cancel(config).outcome == "pending"
+
+
 def test_cancel_of_a_finished_run(fake: FakeSlurm, config: Path) -> None:
     submit(load(config))
     fake.change("100", state="COMPLETED")

@@ -17,12 +17,11 @@ from prime_hpc.launch.executors import (
     PackedSlurmExecutor,
     RunJob,
     executor_class,
-    job_id_in,
     state_of_forgotten,
     submitit_folder,
 )
 from prime_hpc.launch.job import local_job
-from prime_hpc.observe.slurm import SlurmError
+from prime_hpc.observe.slurm import SlurmError, sbatch_answer
 from prime_hpc.supervisor.attempts import Attempt, write_attempt
 from tests.support.fake_slurm import FakeSlurm
 
@@ -198,12 +197,12 @@ def test_the_executor_of_a_layout() -> None:
     "answer", ["12\n", "12;cluster\n", "Welcome!\n12\n", "12;c\nThank you for using this site\n\n"]
 )
 def test_the_job_id_in_whatever_a_site_says_around_it(answer: str) -> None:
-    assert job_id_in(answer) == "12"
+    assert sbatch_answer(answer)[0] == "12"
 
 
 def test_an_answer_without_a_job_id_is_an_error() -> None:
     with pytest.raises(SlurmError, match="holds no job id"):
-        job_id_in("Submitted\n")
+        sbatch_answer("Submitted\n")
 
 
 def test_accounting_that_the_profile_denies_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.sections.sbatch_options import REFUSED
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import parse_site
+from prime_hpc.observe.slurm import SlurmError, jobs
 from prime_hpc.supervisor import devices, survive
 from prime_hpc.supervisor.agent import Agent, Order
 from prime_hpc.supervisor.allocation import Allocation
@@ -189,3 +190,34 @@ def test_a_stand_in_is_ended_by_its_own_job_id(fake: FakeSlurm, tmp_path: Path) 
 
 def test_site_profile_may_say_that_slurm_knows_no_gpus() -> None:
     assert SiteConfig.model_validate({"name": "x", "gpu_option": "none"}).gpu_option == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("optionz: {qos: x}\n", r"site.yaml:1: optionz: unknown key; did you mean options\?"),
+        ("het_jobs: true\ngpu_optoin: gres\n", r"site.yaml:2: gpu_optoin: unknown key; did you mean gpu_option\?"),
+        ("partitions:\n  gpu: {gpus: 8}\n", r"site.yaml:2: partitions.gpu.gpus: unknown key; did you mean gpu\w+\?"),
+        ("container: {image: x, imige: y}\n", r"container.imige: unknown key; did you mean image\?"),
+        ("options: {extra: {gpus: 1}}\n", r"options.extra: --gpus would break the job: state slurm.gpus_per_node"),
+        ("container: {image: x, mounts: ['a:b']}\n", r"container.mounts: 'a:b' is not host:container"),
+    ],
+)
+def test_a_site_profile_with_a_wrong_key_names_file_line_and_the_nearest(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        parse_site(path)
+
+
+@pytest.mark.parametrize("answer", ["JOBID PARTITION NAME", '{"jobs": []}'])
+def test_an_answer_of_a_form_that_is_not_known_makes_no_job_lost(fake: FakeSlurm, answer: str) -> None:
+    fake.behave("squeue", say=answer)
+    with pytest.raises(SlurmError, match="a form that is not known here"):
+        jobs(["100"])
+
+
+def test_a_state_of_a_newer_slurm_is_no_end(fake: FakeSlurm) -> None:
+    job = fake.add(state="HIBERNATING", comment="prime-hpc:x")
+    info = jobs([job])[job]
+    assert (info.state, info.is_active, info.is_pending) == ("HIBERNATING", True, False)

@@ -145,6 +145,8 @@ class SlurmConfig(SlurmOptions):
     """`het`: a component per role group; `packed`: one homogeneous job; `auto`: het only where node types differ."""
     site: str | None = None
     """Site profile: a name in `slurm/sites`, or a path; default: $PRIMEHPC_SITE, else the one of this cluster."""
+    cluster: str | None = None
+    """Of a site with several clusters, the one that the job goes to (`-M`); default: $SLURM_CLUSTERS, else this one."""
     job_name: str | None = None
     """Default: the experiment's name."""
     trainer: SlurmGroupConfig = SlurmGroupConfig()

@@ -13,7 +13,7 @@ from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.files import dump_yaml
 from prime_hpc.config.secret import OF_SITE, write_secrets
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.config.site import load_site
+from prime_hpc.config.site import load_site, other_cluster
 from prime_hpc.launch.records import submitting
 from prime_hpc.launch.refusals import SlurmRefused
 from prime_hpc.launch.submission import unseen_by_others, uses_slurm
@@ -88,6 +88,18 @@ def submit_sweep(base: Base, *, states: Sequence[str] = RERUN, dry_run: bool = F
         return _submit(base, points, states, dry_run=False)
 
 
+def _stay_here(points: Sequence[Point]) -> None:
+    """Raise where points are to go to another cluster of the site: a sweep's jobs are this one's."""
+    slurms = [point.loaded.experiment.slurm for point in points if point.loaded is not None]
+    stated = next((slurm.cluster for slurm in slurms if slurm.cluster), None)
+    other = other_cluster(stated)
+    if other is not None and _for_slurm(points):
+        where = f"slurm.cluster = {stated}" if stated else f"SLURM_CLUSTERS={other}"
+        raise ConfigError(
+            Problem(f"{where}: a sweep goes to the cluster where it is submitted; log in there", "slurm.cluster")
+        )
+
+
 def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_run: bool) -> Report:
     sweep = read_sweep(base.sweep_dir)
     if not dry_run:
@@ -96,6 +108,7 @@ def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_r
     views = look(sweep, ask=ask_strictly)
     wanted = {view.row.index for view in views if view.state in (*states, "invalid")}
     jobs = jobs_of(sweep, pairs, wanted)
+    _stay_here(points)
     site = load_site(_first_site(points))
     jobs, findings = refuse_bad(sweep, jobs, site, touch=not dry_run)
     report = Report(sweep, views, jobs, warnings=[*_warnings(sweep, points), *findings])

@@ -1,0 +1,155 @@
+"""Sites with ways of their own, on a real Slurm: comments cleared, --export=NONE, nodes excluded, GPUs without GRES."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.slurm.test_jobs import attempts, prime_hpc, submit, wait_for_step
+from tests.support.slurm import Cluster
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+CLEARS_COMMENTS = """
+function slurm_job_submit(job_desc, part_list, submit_uid)
+   job_desc.comment = ""
+   return slurm.SUCCESS
+end
+function slurm_job_modify(job_desc, job_rec, part_list, modify_uid)
+   return slurm.SUCCESS
+end
+return slurm.SUCCESS
+"""
+OWN_DEV = """
+set -e
+mkdir -p "$1" && mount -t tmpfs none "$1"
+for name in null zero full random urandom tty; do cp -a /dev/$name "$1"; done
+mkdir "$1/shm" && mount --bind /dev/shm "$1/shm"
+ln -s /proc/self/fd "$1/fd"
+touch "$1/nvidia0" "$1/nvidia1"
+mount --rbind "$1" /dev
+"""
+
+
+@pytest.fixture
+def experiment(cluster: Cluster) -> Path:
+    """A run of one node and a few steps."""
+    folder = Path(cluster.shared) / "sites"
+    folder.mkdir(exist_ok=True)
+    make_tiny_model(folder / "model")
+    tree = {
+        "kind": "sft",
+        "output_dir": str(folder / "out"),
+        "max_steps": 10,
+        "seq_len": 64,
+        "model": {"name": str(folder / "model"), "dtype": "float32"},
+        "trainer": {"num_ranks": 1, "threads_per_rank": 1},
+        "sft": {"data": {"type": "fake", "batch_size": 8}},
+        "slurm": {"site": "devcluster", "gpus_per_node": 1, "cpus_per_task": 2, "time": "10"},
+    }
+    path = folder / "exp.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.fixture
+def clears_comments(cluster: Cluster) -> Iterator[None]:
+    """A site whose job_submit plugin clears every job's comment."""
+    conf = cluster.state / "etc" / "slurm.conf"
+    before = conf.read_text()
+    (conf.parent / "job_submit.lua").write_text(CLEARS_COMMENTS)
+    conf.write_text(before + "JobSubmitPlugins=lua\n")
+    cluster.drill("restart-controller")
+    said = cluster.ask("scontrol", "show", "config")
+    if "JobSubmitPlugins        = lua" not in said:
+        conf.write_text(before)
+        cluster.drill("restart-controller")
+        pytest.skip("this Slurm has no job_submit/lua plugin")
+    yield
+    conf.write_text(before)
+    cluster.drill("restart-controller")
+
+
+def test_a_run_is_found_again_where_comments_are_cleared(
+    cluster: Cluster, experiment: Path, clears_comments: None
+) -> None:
+    job, run_dir = submit(cluster, experiment, "cleared", "--max-steps", 100000)
+    assert cluster.ask("squeue", "-h", "-j", job, "-o", "%k") in ("", "(null)")
+    stranger = cluster.sbatch("sleep 300", "--partition=cpu", "--job-name=cleared")
+    wait_for_step(cluster, run_dir, 1)
+    (status,) = json.loads(prime_hpc(cluster, "status", run_dir, "--json").stdout)["runs"]
+    assert (status["state"], status["job_id"]) == ("running", job)
+    again = prime_hpc(cluster, "submit", experiment, "--name", "cleared")
+    assert again.returncode == 2 and f"in Slurm as job {job}, RUNNING" in again.stderr
+    done = prime_hpc(cluster, "cancel", run_dir, "--now")
+    assert done.returncode == 0, done.stderr
+    assert cluster.wait_state(job, {"CANCELLED", "COMPLETED", "FAILED"}) == "CANCELLED"
+    assert cluster.job(stranger)["JobState"] == "RUNNING"
+
+
+def test_a_job_sent_with_export_none_runs(cluster: Cluster, experiment: Path) -> None:
+    extra = json.dumps({"export": "NONE", "cpus-per-gpu": 2, "threads-per-core": 1, "hint": "nomultithread"})
+    job, run_dir = submit(cluster, experiment, "bare", "--slurm.extra", extra, "--slurm.cpus-per-task", "null")
+    assert "#SBATCH --export=NONE" in (run_dir / "job.sbatch").read_text()
+    cluster.wait_state(job, "COMPLETED", timeout=200)
+    (life,) = attempts(run_dir)
+    assert life["outcome"] == "completed" and life["lost_nodes"] == []
+
+
+def test_a_requeue_keeps_what_its_user_excluded(cluster: Cluster) -> None:
+    job = cluster.sbatch("sleep 300", "--partition=gpu", "--exclude=n4", "--requeue", "--nodelist=n1")
+    cluster.wait_state(job, "RUNNING")
+    code = (
+        "import sys; from prime_hpc.supervisor.survive import come_back; come_back(sys.argv[1], 'requeue', 1, ['n3'])"
+    )
+    done = cluster.x([sys.executable, "-c", code, job], timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert cluster.job(job)["ExcNodeList"] == "n[3-4]"
+    cluster.ask("scancel", job)
+
+
+@pytest.mark.netns
+def test_gpus_that_slurm_does_not_know(cluster: Cluster, experiment: Path, tmp_path: Path) -> None:
+    """Whole nodes are given out, and the driver's device files say what they have."""
+    node = f"n{cluster.num_nodes}"  # CPU-only, as far as Slurm knows
+    pid = (cluster.state / "run" / f"{node}.id").read_text().split()[0]
+    enter = ["nsenter", "-t", pid, "-m"]
+    made = subprocess.run(
+        [*enter, "sh", "-c", OWN_DEV, "sh", str(cluster.shared / "dev")], capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    try:
+        site = yaml.safe_load((Path(__file__).parents[2] / "slurm" / "sites" / "devcluster.yaml").read_text())
+        site |= {"name": "no-gres", "gpu_option": "none"}
+        (experiment.parent / "site.yaml").write_text(yaml.safe_dump(site))
+        flags: list[Any] = ["--slurm.site", experiment.parent / "site.yaml", "--slurm.partition", "all"]
+        flags += ["--slurm.nodelist", node, "--slurm.exclusive", "--trainer-gpu-ids", "[1]", "--slurm.gpus-per-node", 2]
+        job, run_dir = submit(cluster, experiment, "no-gres", *flags, "--max-steps", 100000)
+        assert "gres" not in (run_dir / "job.sbatch").read_text()
+        wait_for_step(cluster, run_dir, 1)
+        given = {
+            process.environ().get("CUDA_VISIBLE_DEVICES")
+            for process in psutil.process_iter()
+            if _is_trainer(process, run_dir)
+        }
+        assert given == {"1"}
+        prime_hpc(cluster, "cancel", run_dir, "--now")
+        cluster.wait_state(job, "CANCELLED")
+    finally:
+        subprocess.run([*enter, "umount", "-l", "/dev"], check=True)
+        subprocess.run([*enter, "umount", "-R", "-l", str(cluster.shared / "dev")], check=False)
+
+
+def _is_trainer(process: psutil.Process, run_dir: Path) -> bool:
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    return "prime_hpc.trainer.main" in words and str(run_dir) in words and "torch.distributed.run" not in words
