@@ -19,13 +19,13 @@ from prime_hpc.store.errors import StoreError, Unreadable
 from prime_hpc.store.layout import (
     RunPaths,
     claim_incarnation,
-    current_incarnation,
     is_late,
     life_starts,
+    newest_life,
     record_start,
     refuse_other_owner,
 )
-from prime_hpc.store.newest import expected_step, starts_of
+from prime_hpc.store.newest import expected_step
 from prime_hpc.store.patience import Patience
 from prime_hpc.store.rewind import rewind
 from prime_hpc.supervisor.attempts import Attempt, begin, is_held, read_attempts
@@ -129,8 +129,10 @@ def _earlier(paths: RunPaths) -> list[dict[str, Any]]:
 
 def _claim(paths: RunPaths, earlier: list[dict[str, Any]]) -> int:
     """A new life, of a run whose lives and checkpoints can be seen."""
-    newest = current_incarnation(paths)
-    starts_of(paths, max((row["incarnation"] for row in earlier), default=0))
+    newest = newest_life(files.list_dir(paths.incarnation))
+    known = max((row["incarnation"] for row in earlier), default=0)
+    if newest < known:
+        raise Unreadable(paths.incarnation, f"life {known} of this run is not listed there: is it mounted here?")
     claim_root(paths, again=bool(earlier) or newest > 0)
     return claim_incarnation(paths, after=newest)
 

@@ -44,7 +44,8 @@ class Plan:
     """Which time."""
     how: str = "kill"
     """`kill` this process; `kill-all`; `stop` this process and all others (SIGSTOP); ENOSPC, EDQUOT or EIO from then
-    on; `once:ENOSPC` and so on only there."""
+    on; `once:ENOSPC` and so on only there; `read:EIO/once`, `read:EIO/for-ever` of a read (`operation` open, read,
+    stat, list, `path` beginning with `run/`)."""
     host: str = ""
     """Name of the machine that this life's supervisor believes to be on; empty: the real one."""
 
@@ -106,8 +107,28 @@ class Fault:
         """Watch this process's operations until it ends."""
         from prime_hpc.store import files
 
-        if self._role == self._plan.role or not self._plan.role:
+        if self._role == self._plan.role and self._plan.how.startswith("read:"):
+            self._break_reads()
+        elif self._role == self._plan.role or not self._plan.role:
             files._observers.append(self.observe)
+
+    def _break_reads(self) -> None:
+        """See `reads`; waits of minutes are moments."""
+        from prime_hpc.supervisor import early
+        from tests.faults.reads import Fault as ReadFault
+        from tests.faults.reads import ReadFaults
+
+        plan = self._plan
+        how, _, duration = plan.how.removeprefix("read:").partition("/")
+        fault = ReadFault(plan.operation, plan.path, plan.number, how, duration == "for-ever")
+        faults = ReadFaults({"run": Path(plan.run_dir)}, fault)
+        faults.on_strike = (Path(plan.scratch) / "reached").touch
+        faults.install()
+        early.LOAD_S = 1.0
+        if self._role.startswith("rank"):
+            from prime_hpc.trainer import session, verify
+
+            session.READ_S = verify.READ_S = 1.0
 
     def observe(self, operation: str, path: Path) -> None:
         """An operation is about to happen (`torn`: a write is half done)."""

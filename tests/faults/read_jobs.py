@@ -55,8 +55,9 @@ def thin(faults: list[tuple[str, Fault]], count: int, seed: int) -> list[tuple[s
         groups.setdefault((job[0], job[1].how, job[1].for_ever), []).append(job)
     for group in groups.values():
         rng.shuffle(group)
+    keys = rng.sample(list(groups), len(groups))
     turns = sorted(
-        (place, str(key), job[0], str(job[1])) for key, group in groups.items() for place, job in enumerate(group)
+        (i, keys.index(k), job[0], str(job[1])) for k, group in groups.items() for i, job in enumerate(group)
     )
     by_name = {(kind, str(fault)): (kind, fault) for kind, fault in faults}
     return [by_name[kind, name] for *_, kind, name in turns[:count]]

@@ -57,6 +57,8 @@ class ReadFaults:
         self._fault, self._normal = fault, normal
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = threading.RLock()
+        self.on_strike: Callable[[], None] = lambda: None
+        """Called when the read that breaks has come."""
         self.points: list[Point] = []
         self.reached = False
 
@@ -107,6 +109,7 @@ class ReadFaults:
                 return None
             if (operation, where, number) == (fault.operation, fault.path, fault.number):
                 self.reached = True
+                self.on_strike()
                 return fault.how
             if not (self.reached and fault.for_ever):
                 return None
