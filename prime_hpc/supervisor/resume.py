@@ -184,13 +184,12 @@ def _seed_of(state: Path) -> int | None:
     return (content.get("prompts") or {}).get("seed")
 
 
-def _weights_of(info: CheckpointInfo) -> Path | None:
-    """The weights version that belongs to a checkpoint, where it still lies in its run and is whole.
+def _weights_of(info: CheckpointInfo, home: Path | None) -> Path | None:
+    """The weights version that belongs to a checkpoint, where it still lies in its run (`home`) and is whole.
 
     Raises:
         Unreadable: that cannot be told now.
     """
-    home = run_of(info)
     if home is None:
         return None
     weights = RunPaths(home).weights_step(info.step)
@@ -212,7 +211,8 @@ def take_over(start: Start, experiment: Experiment, paths: RunPaths, incarnation
         StoreError: disk full, or a file that is not what its manifest says.
     """
     info, own = start.info, paths.weights_step(start.info.step)
-    weights = _weights_of(info) if experiment.kind == "rl" else None
+    home = run_of(info) if start.is_foreign else paths.root
+    weights = _weights_of(info, home) if experiment.kind == "rl" else None
     if experiment.kind == "rl" and weights is None and own.exists():
         # broken, or of the step that this run took itself before it starts from another's
         set_aside(paths, own, incarnation)
