@@ -326,7 +326,7 @@ def _await_dir(path: Path) -> None:
 
     def look() -> None:
         if path.name not in list_dir(path.parent):
-            raise ArtifactError(path, "a directory", "a name that this node does not see yet")
+            raise Unreadable(path, "it exists, and this node does not see it yet")
         if not path.is_dir():
             raise ArtifactError(
                 path, "a directory", "a file" if path.exists() else "a name that cannot be looked up yet"

@@ -38,7 +38,14 @@ ADMIT_S = 1.0
 """A run that was not given its slot so long after the others waits for something."""
 CHILDREN = ("run_a", "run_b")
 KINDS = ("rl", "sft", "path", "many")
-WORDS = ("cannot be read now", "cannot be looked at", "is not what was written there", "I/O error", "not writable")
+WORDS = (
+    "cannot be read now",
+    "cannot be looked at",
+    "cannot be listed",
+    "is not what was written there",
+    "I/O error",
+    "not writable",
+)
 
 
 @dataclass

@@ -104,6 +104,7 @@ class Roster:
         self._unread: dict[str, _Unread] = {}
         self._slots: list[str | None] = [None] * parent.trainer.max_concurrent_runs
         self._next_look = 0.0
+        self._blind_since: float | None = None
         self._has_yaml = False
         """Whether the parent's directory was seen with its own run.yaml: without, it is not all there."""
 
@@ -120,8 +121,11 @@ class Roster:
 
     @property
     def is_settling(self) -> bool:
-        """Whether a directory cannot be read as a run, and changed so lately that it may still be being written."""
-        return any(seen.stamp is not None and self._phase(name) is None for name, seen in self._seen.items())
+        """Whether a directory cannot be read as a run, and changed so lately that it may still be being written; or
+        whether none can be seen at all."""
+        return self._blind_since is not None or any(
+            seen.stamp is not None and self._phase(name) is None for name, seen in self._seen.items()
+        )
 
     def state(self, name: str) -> ChildState:
         """The last word on a run."""
@@ -144,14 +148,18 @@ class Roster:
             return []
         self._next_look = moment + LOOK_S
         try:
-            had, self._has_yaml = self._has_yaml, RUN_YAML in files.list_dir(self._dir)
-            if had and not self._has_yaml:
-                self._has_yaml = had
+            inside = files.list_dir(self._dir)
+            if not inside or (self._has_yaml and RUN_YAML not in inside):
                 raise Unreadable(self._dir, "it does not list its own run.yaml: is it mounted here?")
-            names = list_children(self._dir)
+            names, self._has_yaml = list_children(self._dir), RUN_YAML in inside
         except (Unreadable, OSError) as error:
+            self._blind_since = moment if self._blind_since is None else self._blind_since
+            limit = self._parent.supervisor.read_timeout_s
+            if not self.training and moment - self._blind_since > limit:
+                raise Unreadable(self._dir, f"{error}; waited {limit:.0f} s (supervisor.read_timeout_s)") from error
             logger.warning(f"{self._dir} cannot be listed ({error}); the runs go on, new ones are not seen")
             return []
+        self._blind_since = None
         for name in [n for n in self._seen if n not in names]:
             self._gone(name)
         found = []
