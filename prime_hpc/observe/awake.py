@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 
 MAX_GAP_S = 1.0
+STOPPED_S = 4.0
+"""A gap of which more than this did not count is no busy machine: the process was stopped."""
 
 
 class AwakeClock:

@@ -40,7 +40,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.observe.awake import AwakeClock
+from prime_hpc.observe.awake import STOPPED_S, AwakeClock
 from prime_hpc.observe.context import LED, RoleContext
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import FencedError, StoreError
@@ -239,9 +239,13 @@ class Agent:
     # ---- the thread "voice": nothing here may touch a file
 
     def _speak_and_hear(self) -> None:
+        missed = self._clock.missed()
         while not self._over.is_set():
             self._talk()
             self._read()
+            stopped, missed = self._clock.missed() - missed, self._clock.missed()
+            if stopped > STOPPED_S:  # as the supervisor may be still: its silence begins anew
+                self._heard_at = self._clock.now()
             if self._clock.now() - self._heard_at > self._fence_s:
                 self._is_led_by_nobody = True
 

@@ -89,6 +89,11 @@ class Children:
         for role in self._roles.values():
             role.forgive(seconds)
 
+    def forget_silence(self) -> None:
+        """As for `Role`."""
+        for role in self._roles.values():
+            role.forget_silence()
+
     @property
     def is_idle(self) -> bool:
         """Whether no orchestrator lives."""

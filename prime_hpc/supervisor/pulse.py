@@ -40,9 +40,11 @@ class Pulse:
         self._thread.join()
 
     def _run(self) -> None:
-        due = self._clock.now()
+        due, missed = self._clock.now(), self._clock.missed()
         while not self._stop.wait(_TICK_S):
             now = self._clock.now()
+            if self._clock.missed() > missed:  # stopped, as the agents may have been: they hear of it at once
+                due, missed = now, self._clock.missed()
             if now >= due and now - self._ticked < self._stall_s:
                 due = now + PULSE_S
                 self._ring()

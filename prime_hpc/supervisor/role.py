@@ -140,6 +140,12 @@ class Role:
         self._healthy_at += seconds
         self._words = {index: (mark, noticed + seconds) for index, (mark, noticed) in self._words.items()}
 
+    def forget_silence(self) -> None:
+        """The supervisor was stopped, and the role may be still: whatever was not heard begins anew."""
+        now = self._clock()
+        self._healthy_at = max(self._healthy_at, now)
+        self._words = {index: (mark, now) for index, (mark, _) in self._words.items()}
+
     def ask_to_end(self) -> None:
         """Politely and at once; `processes.end_families` does it for this machine's processes."""
 

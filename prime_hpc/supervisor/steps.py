@@ -333,6 +333,12 @@ class StepRole(Role):
         spoken = {key.split("/")[0] for key in list(self._hellos)}
         return [host for host in self.hosts if host not in spoken]
 
+    def forget_silence(self) -> None:
+        """As for `Role`; of the agents as well."""
+        super().forget_silence()
+        for key in list(self._beats):
+            self._beats[key] = self._clock()
+
     def cause_of_death(self) -> str:
         """As for `Role`; a step whose agents never spoke is named with its hosts."""
         if self._problems:

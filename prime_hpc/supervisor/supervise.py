@@ -15,7 +15,7 @@ from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.children import is_parent
-from prime_hpc.observe.awake import AwakeClock
+from prime_hpc.observe.awake import STOPPED_S, AwakeClock
 from prime_hpc.observe.console import Console
 from prime_hpc.observe.context import role_environment
 from prime_hpc.store import files, sockets
@@ -274,7 +274,11 @@ class Supervisor:
             if self._stop is not None:
                 self._stop = self._stop[0], self._stop[1] + gap
         stopped, self._missed = missed - self._missed, missed
-        if stopped > HELD_UP_S:
+        if stopped > STOPPED_S:
+            for role in self._roles:
+                role.forget_silence()
+            if self._children is not None:
+                self._children.forget_silence()
             logger.warning(f"the supervisor was stopped for {stopped:.0f} s (suspended?); the run goes on where it was")
             self._controls.was_stopped(stopped)
 

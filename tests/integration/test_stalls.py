@@ -17,7 +17,7 @@ from prime_hpc.supervisor.processes import family, send
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 90.0
-FENCE_S = 3.0
+FENCE_S = 5.0
 STALL_S = 2 * FENCE_S
 LINES = 40
 
@@ -112,7 +112,7 @@ def test_stopped_and_woken_in_any_order(run: Run, first: str) -> None:
     stalled(STALL_S)
     for group in groups:
         send(group, signal.SIGCONT)
-        stalled(FENCE_S / 3)  # the others sleep on meanwhile
+        stalled(FENCE_S / 5)  # the others sleep on meanwhile
     run.assert_it_went_on()
     assert "was stopped for" in run.said()
 
