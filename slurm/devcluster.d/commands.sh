@@ -99,6 +99,7 @@ end_all() {
     for node in $(nodes); do power_off "$node"; done
     for name in slurmdbd mariadbd munged; do end "$name"; done
     [[ $MODE != netns ]] || end_head
+    [[ -z $CGROUP ]] || find /sys/fs/cgroup -depth -type d -path '*/slurm_n[0-9]*' -exec rmdir {} + 2>/dev/null || true
     rm -f "$RUN"/*.id "$RUN"/*.pid "$RUN"/*.socket*
 }
 end_head() { # commands that still run on the head keep its namespaces: they end with it

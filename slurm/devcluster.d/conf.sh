@@ -5,7 +5,7 @@
 
 # ---- settings: the defaults, `up`'s options, then kept in RUN/cluster.env
 N=6 GPU_NODES="" GPUS=8 CPUS=16 MEM=64000 SLURMD_TIMEOUT=20 CRED_EXPIRE=10 KILL_WAIT=15 GRACE=0
-ACCOUNTING=no MODE=netns SHARED_CMD="" SUITE="" EXTRA=""
+ACCOUNTING=no MODE=netns SHARED_CMD="" SUITE="" CGROUP="" EXTRA=""
 
 number() { # OPTION VALUE LEAST MOST
     if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || ((10#$2 < $3 || 10#$2 > $4)); then
@@ -17,6 +17,7 @@ parse_up() { # up's arguments -> settings
         if [[ $1 == --*=* ]]; then set -- "${1%%=*}" "${1#*=}" "${@:2}"; fi
         case $1 in
         --accounting) ACCOUNTING=yes ;;
+        --cgroup) CGROUP=$(cgroup_version) ;;
         --loopback) MODE=loopback ;;
         --*)
             [[ $# -ge 2 ]] || die 2 "$1 needs a value"
@@ -89,7 +90,7 @@ ports_used() { # FIRST LAST: a socket is bound to one of these TCP ports
 keep_settings() {
     local name
     for name in DIR CONF N GPU_NODES GPUS CPUS MEM SLURMD_TIMEOUT CRED_EXPIRE KILL_WAIT GRACE ACCOUNTING MODE NET PORT \
-        SHARED_CMD SUITE ROOT EXTRA; do
+        SHARED_CMD SUITE ROOT CGROUP EXTRA; do
         printf '%s=%q\n' "$name" "${!name}"
     done >"$RUN/cluster.env.new"
     mv "$RUN/cluster.env.new" "$RUN/cluster.env"
@@ -154,7 +155,14 @@ write_conf() {
     mkdir -p "$DIR"/{etc,run,log,state,spool,dev}
     chmod 755 "$DIR" "$DIR"/{etc,run,log,spool,dev}
     # a fake GPU must be a character device (a plain file: the right count, but no CUDA_VISIBLE_DEVICES)
-    for ((i = 0; i < GPUS; i++)); do ln -sfn /dev/null "$DIR/dev/nvidia$i"; done
+    for ((i = 0; i < GPUS; i++)); do
+        if [[ -n $CGROUP ]]; then # each its own: what a job did not ask for is denied to it
+            rm -f "$DIR/dev/nvidia$i"
+            mknod "$DIR/dev/nvidia$i" c 195 "$i" || die "--cgroup needs devices of its own, which cannot be made here"
+        else
+            ln -sfn /dev/null "$DIR/dev/nvidia$i"
+        fi
+    done
     {
         printf '127.0.0.1 localhost\n::1 localhost\n%s head\n' "$addr"
         for ((i = 1; i <= N; i++)); do echo "$NET.$i n$i"; done
@@ -167,7 +175,12 @@ write_conf() {
     # read even though nothing here uses cgroups; only a newer Slurm can be told so
     version=$(root_slurm slurmctld -V | grep -oE '[0-9]+\.[0-9]+' | head -n 1)
     if ((${version%.*} >= 23)); then cgroup=disabled; fi
-    echo "CgroupPlugin=$cgroup" >"$DIR/etc/cgroup.conf"
+    if [[ -n $CGROUP ]]; then
+        printf '%s\n' "CgroupPlugin=cgroup/$CGROUP" IgnoreSystemd=yes ConstrainDevices=yes >"$DIR/etc/cgroup.conf"
+        ((${version%.*} >= 23)) || sed -i /IgnoreSystemd/d "$DIR/etc/cgroup.conf"
+    else
+        echo "CgroupPlugin=$cgroup" >"$DIR/etc/cgroup.conf"
+    fi
     {
         slurm_conf "$host" "$addr" "$me"
         [[ $ACCOUNTING == no ]] || printf '%s\n' AccountingStorageType=accounting_storage/slurmdbd \
@@ -179,7 +192,12 @@ write_conf() {
     } >"$CONF"
     [[ $ACCOUNTING == no ]] || dbd_conf "$host" "$addr" "$me"
 }
+cgroup_version() { # v1 or v2, as this machine has it; Slurm takes no mixture for v2
+    if grep -qvE '^0::' /proc/self/cgroup; then echo v1; else echo v2; fi
+}
 slurm_conf() { # HOST ADDRESS USER
+    local proctrack=linuxproc task=none
+    if [[ -n $CGROUP ]]; then proctrack=cgroup task=cgroup; fi
     cat <<X
 ClusterName=primehpcdev
 SlurmctldHost=$1($2)
@@ -198,8 +216,8 @@ SlurmctldLogFile=$DIR/log/slurmctld.log
 SlurmdLogFile=$DIR/log/slurmd.%n.log
 SlurmctldDebug=verbose
 SlurmdDebug=verbose
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+ProctrackType=proctrack/$proctrack
+TaskPlugin=task/$task
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=5
 SelectType=select/cons_tres

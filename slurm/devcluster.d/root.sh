@@ -20,7 +20,7 @@ prepare_root() { # unpack (or first make) the root of $SUITE; without one nothin
         echo "$SUITE" >"$ROOT/.whole"
     fi
     cp -L /etc/passwd /etc/group /etc/localtime "$ROOT/etc/" 2>/dev/null || true # the same users and hours in both
-    : >>"$ROOT/etc/hosts"
+    touch "$ROOT/etc/hosts" "$ROOT/etc/resolv.conf" # mounted over, by nodes and by containers
     seen_in_root >"$RUN/seen"
 }
 root_slurm() { # CMD ...: run a command of the Slurm that the cluster has, e.g. to ask for its version
