@@ -239,3 +239,26 @@ def test_a_run_that_lives_on_another_login_node_is_not_started_twice(tmp_path: P
     close_lost_lives(run_dir, RunPaths(run_dir), None)
     (row,) = read_attempts(run_dir / "attempts.jsonl")
     assert row["ended"] is not None and "4711 on login2" in row["cause"]
+
+
+@pytest.mark.parametrize(
+    ("role", "module"), [("trainer", "prime_hpc.trainer.torchrun"), ("orchestrator", "prime_hpc.orchestrator.main")]
+)
+def test_a_role_by_hand_becomes_its_process(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, role: str, module: str
+) -> None:
+    """The console scripts with a config that is right, up to the exec."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    config = tmp_path / "e.yaml"
+    config.write_text(
+        f"name: x\noutput_dir: {tmp_path / 'out'}\nmodel: {{name: {model}}}\n"
+        "orchestrator: {env: [{id: reverse-text}]}\n"
+    )
+    monkeypatch.setattr("sys.argv", [role, "@", str(config)])
+    getattr(cli, role)()
+    assert len(started) == 1
+    assert module in started[0] and str(tmp_path / "out" / "x") in started[0]
+    own = tmp_path / "out" / "x" / "roles" / role / "run.yaml"
+    assert os.environ["PRIMEHPC_RUN_YAML"] == str(own) and own.exists()

@@ -1,5 +1,6 @@
 """Which role runs on which nodes of a Slurm job, and with which sbatch options."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,24 @@ def listening(**values: Any) -> list[tuple[str, str]]:
             assert words[words.index("--port") + 1] == str(http_port(spec, {"ports": own}))
             found.append((spec.hosts[0], words[words.index("--port") + 1]))
     return found
+
+
+def test_the_nodes_of_an_engine_group_are_a_head_and_headless_ones() -> None:
+    inference = {"data_parallel_size": 16, "vllm": {"enable_expert_parallel": True}}
+    tree = experiment(inference=inference, slurm=on_h100())
+    placement = place_slurm(tree, SITE)
+    nodes = tuple(f"n{i}" for i in range(placement.components[0].num_nodes))
+    specs = slurm_specs(tree, SITE, placement, Allocation("7", (nodes,), "n0", 0), Path("/shared/runs/x"))
+    (spec,) = [spec for spec in specs if spec.is_server]
+    assert len(spec.hosts) == 2
+    hello = {"address": "a", "collectives": "10.0.0.1", "ports": [31_000, 31_001, 31_002, 31_003]}
+    order = spec.order(spec, {f"{host}/0": hello for host in spec.hosts}, {})
+    assert order is not None
+    head, rest = order.commands
+    stated = dict(pairwise(head))
+    assert (stated["--data-parallel-size"], stated["--data-parallel-size-local"]) == ("16", "8")
+    assert "--data-parallel-rpc-port" in head and "--headless" not in head
+    assert "--headless" in rest and rest[rest.index("--data-parallel-start-rank") + 1] == "8"
 
 
 def test_servers_of_one_node_listen_on_ports_of_their_own() -> None:
