@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.secret import Secret, anchored, hide
 from prime_hpc.launch.runs import ATTEMPTS, read_json, read_rows
 from prime_hpc.observe.bench import read_figures
 
 _OF_THE_DIRECTORY = ("name", "output_dir")
 """Keys that say where a run is: the two directories are named anyway."""
-_SECRETS = ("api_key",)
 _LOCK_KEYS = ("python", "platform", "host", "cwd")
 Pair = tuple[Any, Any]
 
@@ -178,7 +178,8 @@ def _config(run: Path) -> Any:
 
     try:
         text = (run / "run.yaml").read_text(encoding="utf-8")
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        # secrets are compared by what they are, wherever each run keeps them
+        return hide(anchored(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), run))
     except OSError:
         return {}
     except yaml.YAMLError as error:
@@ -209,7 +210,7 @@ def _figures_of_file(path: Path) -> dict[str, Any]:
 
 
 def _hidden(key: str, pair: Pair) -> Pair:
-    if key.rpartition(".")[2] not in _SECRETS:
+    if not any(isinstance(value, Secret) for value in pair):
         return pair
     return ("***" if pair[0] else pair[0], "*** (another)" if pair[1] else pair[1])
 

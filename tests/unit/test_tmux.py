@@ -128,13 +128,13 @@ def test_roles_by_hand(tmux: Tmux) -> None:
 def test_dry_run_needs_no_tmux(tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").touch()
     command = [str(TOOL), "a b", "--config", "exp.yaml", "--seed", "3", "--dry-run"]
-    env = {**os.environ, "TRAINER_GPUS": "2,3", "WANDB_API_KEY": "secret", "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, "TRAINER_GPUS": "2,3", "WANDB_API_KEY": "hush-hush", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     trainer, _, _, orchestrator, *_ = result.stdout.splitlines()
     assert trainer.endswith(r"pane run env CUDA_VISIBLE_DEVICES=2\,3 trainer @ exp.yaml --name a\ b --seed 3")
     assert orchestrator.endswith(r"orchestrator @ exp.yaml --name a\ b --seed 3 --client.port PORT")
-    assert "secret" not in result.stdout and "HF_HUB_OFFLINE=1" in trainer
+    assert "hush-hush" not in result.stdout and "HF_HUB_OFFLINE=1" in trainer
 
 
 def test_without_tmux_it_says_so(tmp_path: Path) -> None:
