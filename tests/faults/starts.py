@@ -42,6 +42,7 @@ WORDS = (
     "cannot be read now",
     "cannot be looked at",
     "cannot be listed",
+    "is passed over as long as",
     "is not what was written there",
     "I/O error",
     "not writable",
