@@ -85,7 +85,7 @@ def test_a_run_is_found_again_where_comments_are_cleared(
     assert cluster.ask("squeue", "-h", "-j", job, "-o", "%k") in ("", "(null)")
     stranger = cluster.sbatch("sleep 300", "--partition=cpu", "--job-name=cleared")
     wait_for_step(cluster, run_dir, 1)
-    (status,) = json.loads(prime_hpc(cluster, "status", run_dir, "--json").stdout)["runs"]
+    status = json.loads(prime_hpc(cluster, "status", run_dir, "--json").stdout)
     assert (status["state"], status["job_id"]) == ("running", job)
     again = prime_hpc(cluster, "submit", experiment, "--name", "cleared")
     assert again.returncode == 2 and f"in Slurm as job {job}, RUNNING" in again.stderr
