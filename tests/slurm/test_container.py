@@ -1,0 +1,99 @@
+"""Runs whose roles live in an apptainer container, on the Slurm of Debian's sid, which has both (26.05, 1.4).
+
+The image is a root of another Debian; the checkout, its environment and interpreter are mounted, as a site would mount
+a shared installation. As root of a machine that grants less than all capabilities apptainer needs --userns.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.slurm import DEVCLUSTER, SLURM_IS_MISSING, Cluster, ClusterError
+from tests.support.small_jobs import attempts, make_folder, sft, wait_for_step
+
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
+
+MAKER = DEVCLUSTER.parents[1] / "tools" / "lib" / "debian-root"
+ROOT = DEVCLUSTER.parent / "devcluster.d" / "root.sh"
+WRAPPER = """#!/bin/sh
+echo "$(cat /etc/debian_version) $*" >>'{log}'
+exec '{python}' "$@"
+"""
+
+
+@pytest.fixture(scope="module")
+def boxed() -> Iterator[Cluster]:
+    """A cluster that has apptainer, and in `shared` an image and a site profile that names it."""
+    try:
+        cluster = Cluster("--suite", "sid", "--gpu-nodes", "2", num_nodes=4)
+    except ClusterError as error:
+        if error.code == SLURM_IS_MISSING:
+            pytest.skip(f"no Slurm of sid: {error}")
+        raise
+    try:
+        image = _image(cluster)
+        root, base = DEVCLUSTER.parents[1], Path(sys.base_prefix).resolve()
+        mounts = sorted({str(path) for path in (root, Path(sys.prefix).resolve(), base)} - {"/usr"})
+        box = {
+            "runtime": "apptainer",
+            "image": str(image),
+            "args": ["--userns"],
+            "python": "/opt/python",
+            "mounts": [f"{path}:{path}" for path in mounts],
+        }
+        make_folder(cluster, {"container": box})
+        yield cluster
+    finally:
+        cluster.down()
+
+
+def _image(cluster: Cluster) -> Path:
+    """A root in which `/opt/python` says that it was called there, then is this interpreter."""
+    image = cluster.shared / "image"
+    # that of the dev cluster on trixie: its archive is there, and it has the libraries that an interpreter needs
+    script = 'source "$1"; exec "$2" trixie "$3" "${ROOT_PACKAGES[@]}"'
+    words = ["bash", "-c", script, "bash", str(ROOT), str(MAKER), str(image)]
+    made = subprocess.run(words, capture_output=True, text=True, timeout=1800)
+    if made.returncode in (3, 4):
+        pytest.skip(f"no image: {made.stderr}")
+    assert made.returncode == 0, made.stderr
+    python = image / "opt" / "python"
+    python.write_text(WRAPPER.format(log=cluster.shared / "inside.log", python=sys.executable))
+    python.chmod(0o755)
+    if os.environ.get("PRIME_HPC_TEST_SIF"):  # one file, as sites have it; minutes to compress
+        built = cluster.x(["apptainer", "build", "--userns", str(image) + ".sif", str(image)], timeout=900)
+        assert built.returncode == 0, built.stderr
+        return image.with_suffix(".sif")
+    return image
+
+
+def said_inside(cluster: Cluster) -> list[str]:
+    """A line a Python that was started in the container: the image's Debian, and what was started."""
+    path = cluster.shared / "inside.log"
+    lines = path.read_text().splitlines() if path.exists() else []
+    path.write_text("")
+    return lines
+
+
+def assert_all_in_the_image(lines: list[str], *roles: str) -> None:
+    assert {line.split()[0] for line in lines} == {lines[0].split()[0]} and lines[0].startswith("13")
+    for role in roles:
+        assert any("prime_hpc.supervisor.agent" in line and f" {role} " in line for line in lines), (role, lines)
+
+
+def test_a_packed_job_is_preempted_and_comes_back(boxed: Cluster) -> None:
+    said_inside(boxed)
+    job, run_dir = sft(boxed, boxed.shared, "boxed", "scavenge", 60)
+    wait_for_step(boxed, run_dir, 3)
+    boxed.drill("preempt", "2")
+    boxed.wait_state(job, "COMPLETED", timeout=400)
+    first, last = attempts(run_dir)
+    assert (first["outcome"], last["outcome"]) == ("preempted", "completed")
+    assert last["resume_step"] == first["saved_step"] >= 3
+    lines = said_inside(boxed)
+    assert_all_in_the_image(lines, "trainer")
+    assert sum("supervisor.agent" in line for line in lines) == 2, "one agent a life"
