@@ -15,6 +15,7 @@ import pytest
 from prime_hpc.config.sections.slurm import PreflightConfig
 from prime_hpc.supervisor.preflight import allreduce as preflight_allreduce
 from prime_hpc.supervisor.preflight.run import HostCheck, PreflightPlan, Report, run_preflight, summary
+from prime_hpc.supervisor.preflight.steps import module_arguments
 
 LAUNCH = """
 import json, os, signal, subprocess, sys
@@ -95,8 +96,8 @@ def test_every_bad_node_is_named_with_its_own_reason(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         private = tmp_path / "private"
         odd: dict[str, Callable[[list[str]], list[str]]] = {
-            "skewed": lambda argv: [sys.executable, "-c", SKEWED, "100", *argv[3:]],
-            "blind": lambda argv: [*argv[:3], str(private / "spec.json"), "0.5"],
+            "skewed": lambda argv: [sys.executable, "-c", SKEWED, "100", *module_arguments(argv)[1:]],
+            "blind": lambda argv: [*argv[: argv.index("-m") + 2], str(private / "spec.json"), "0.5"],
             "dead": lambda argv: [sys.executable, "-c", "print('slurmstepd: error: dead: cannot start')"],
         }
         hosts: list[HostCheck | str] = [
@@ -154,7 +155,8 @@ def test_a_directory_of_the_same_name_that_is_not_shared(tmp_path: Path) -> None
             "import shutil, sys; from prime_hpc.supervisor.preflight.node import main; "
             "shutil.copy(sys.argv[1], sys.argv[2]); sys.exit(main([sys.argv[2], sys.argv[3]]))"
         )
-        return [sys.executable, "-c", code, argv[3], str(private / "spec.json"), argv[4]]
+        _, spec, wait_s = module_arguments(argv)
+        return [sys.executable, "-c", code, spec, str(private / "spec.json"), wait_s]
 
     report = run_preflight(
         make_plan(tmp_path, ["a", "b", "alone"], timeout_s=6, max_visibility_s=1), Nodes({"alone": elsewhere})
@@ -212,7 +214,8 @@ def spoiled(device: str) -> dict[str, Callable[[list[str]], list[str]]]:
     """Host `b` tries its device in this way instead."""
 
     def change(argv: list[str]) -> list[str]:
-        return [sys.executable, "-c", SPOILED, device, *argv[3:]] if argv[2].endswith("allreduce_node") else argv
+        module, *words = module_arguments(argv)
+        return [sys.executable, "-c", SPOILED, device, *words] if module.endswith("allreduce_node") else argv
 
     return {"b": change}
 

@@ -318,6 +318,7 @@ def main(argv: list[str]) -> int:
             result = {"problem": " ".join(str(error).split())[:500] or type(error).__name__}
             if isinstance(error, Fault):
                 result["blamed"] = error.blamed
+        shutil.rmtree(scratch, ignore_errors=True)  # before the result: the launcher is ended once all have come
         progress.finish(result)
     sys.stdout.flush()
     return _leave(scratch)
