@@ -128,30 +128,36 @@ def come_back(
             logger.warning(f"job {job_id} is to be requeued as soon as Slurm can be asked: {error}")
             sleep(LOOK_S)
     if exclude and _enough_without(job_id, exclude, num_nodes):
-        for component, own in _excluded_before(job, job_id):
-            names = list(dict.fromkeys([*own, *exclude]))
-            update(component, f"ExcNodeList={compress_hosts(names)}")
+        for component, own, required in _nodes_before(job, job_id):
+            # a job that must run on a node and must not would wait for ever: it gets its node again
+            new = [node for node in exclude if node not in required]
+            if new:
+                update(component, f"ExcNodeList={compress_hosts(list(dict.fromkeys([*own, *new])))}")
     return True
 
 
-def _excluded_before(job: str, job_id: str) -> list[tuple[str, list[str]]]:
-    """The nodes that each component's user, or an admin, had excluded: an update replaces the whole list.
+def _nodes_before(job: str, job_id: str) -> list[tuple[str, list[str], list[str]]]:
+    """The nodes that each component's user, or an admin, had excluded (an update replaces the whole list) or asked for.
 
     Args:
         job: of `scontrol show job --oneliner`, a line a component.
         job_id: of the job, or of a het job's leader.
 
     Returns:
-        the id of the job, or of each component (`12+1`), and its nodes.
+        the id of the job, or of each component (`12+1`), its excluded nodes, and those that it must have.
     """
     found = []
     for line in job.splitlines():
         if not line.startswith("JobId="):
             continue
-        offset, text = field(line, "HetJobOffset"), field(line, "ExcNodeList")
-        own = [] if text in ("", "(null)") else expand_hosts(text)
-        found.append((f"{job_id}+{offset}" if offset else job_id, own))
-    return found or [(job_id, [])]
+        offset = field(line, "HetJobOffset")
+        own, required = (_hosts_of(field(line, name)) for name in ("ExcNodeList", "ReqNodeList"))
+        found.append((f"{job_id}+{offset}" if offset else job_id, own, required))
+    return found or [(job_id, [], [])]
+
+
+def _hosts_of(text: str) -> list[str]:
+    return [] if text in ("", "(null)") else expand_hosts(text)
 
 
 def _enough_without(job_id: str, exclude: Sequence[str], num_nodes: int) -> bool:

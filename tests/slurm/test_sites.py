@@ -33,6 +33,7 @@ set -e
 mkdir -p "$1" && mount -t tmpfs none "$1"
 for name in null zero full random urandom; do touch "$1/$name"; mount --bind /dev/$name "$1/$name"; done
 mkdir "$1/shm" && mount --bind /dev/shm "$1/shm"
+mkdir "$1/pts" && mount --bind /dev/pts "$1/pts" && ln -s pts/ptmx "$1/ptmx"  # of srun --unbuffered
 ln -s /proc/self/fd "$1/fd"
 touch "$1/nvidia0" "$1/nvidia1"
 mount --rbind "$1" /dev

@@ -82,6 +82,12 @@ def wait(cluster: Cluster, path: Path, timeout_s: float, look: Callable[[], None
     return found
 
 
+def _ends(folder: Path) -> str:
+    """The last words of every supervisor below, for a test that fails."""
+    logs = sorted(folder.rglob("supervisor.log"))
+    return "\n".join(f"{log}:\n{log.read_text()[-1500:]}" for log in logs)
+
+
 def attempts(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
 
@@ -217,7 +223,7 @@ def test_het_points_in_two_lanes(cluster: Cluster, folder: Path) -> None:
     text = cluster.x(["squeue", "-h", "-a", "-o", "%i %E", "-j", ",".join(ids)]).stdout
     assert len({line.split()[0] for line in text.splitlines()}) == 6, "two components a job"
     assert f"{ids[2]}+0 afterany:{ids[0]}(unfulfilled)" in text
-    assert set(wait(cluster, path, 700).values()) == {"completed"}
+    assert set(wait(cluster, path, 700).values()) == {"completed"}, _ends(folder)
     spans = [attempts(folder / "out" / "lanes" / f"seed{seed}")[0] for seed in range(3)]
     assert spans[0]["began"] < spans[1]["ended"] and spans[1]["began"] < spans[0]["ended"], "two lanes at once"
     assert spans[0]["ended"] < spans[2]["began"], "one after the other in a lane"

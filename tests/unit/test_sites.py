@@ -157,6 +157,13 @@ def test_a_requeue_keeps_the_nodes_that_were_excluded_before(fake: FakeSlurm) ->
     assert update[2:] == [f"JobId={job}", "ExcNodeList=n[3,7-8]"]
 
 
+def test_a_node_that_the_job_must_have_is_not_excluded(fake: FakeSlurm) -> None:
+    """Slurm would keep it for ever: BadConstraints."""
+    job = fake.add(state="RUNNING", num_nodes=2, shown={"ReqNodeList": "n[3-4]"})
+    assert survive.come_back(job, "requeue", 2, ["n3"])
+    assert not [call for call in fake.calls("scontrol") if call[1] == "update"]
+
+
 def test_of_a_het_job_each_component_keeps_its_own(fake: FakeSlurm) -> None:
     job = fake.add(state="RUNNING", size=2, components={"0": {"ExcNodeList": "(null)"}, "1": {"ExcNodeList": "n5"}})
     assert survive.come_back(job, "requeue", 0, ["n3"])
