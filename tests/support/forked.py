@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
@@ -25,9 +24,18 @@ ROOT = Path(__file__).resolve().parents[2]
 START_S = 240.0
 
 
-@lru_cache(maxsize=1)
+_running: list[tuple["subprocess.Popen[bytes]", Path]] = []
+"""This process's server, and its socket."""
+
+
 def _server() -> Path:
-    """The socket of this process's server, which listens."""
+    """The socket of this process's server, which listens.
+
+    Another is started where the last one is gone: a supervisor that a test runs in this very process ends, when it is
+    done, all that this process has started.
+    """
+    if _running and _running[-1][0].poll() is None:
+        return _running[-1][1]
     folder = Path(tempfile.mkdtemp(prefix="fork-", dir="/tmp"))  # socket paths must stay short
     path = folder / "s"
     log = (folder / "log").open("wb")
@@ -53,6 +61,7 @@ def _server() -> Path:
         try:
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.connect(str(path))
+                _running.append((process, path))
                 return path
         except OSError:
             text = (folder / "log").read_text(errors="replace")

@@ -275,7 +275,8 @@ def test_an_axis_over_a_secret_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_local_job_is_not_handed_the_environment_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", CANARY)
-    job = local._start(tmp_path)  # there is no run.yaml: it ends at once
+    (tmp_path / "run.yaml").write_text("max_steps: many\n")
+    job = local._start(tmp_path)  # its config is wrong: it ends at once
     assert job.result() == 2
     assert leaks(tmp_path) == []
 
