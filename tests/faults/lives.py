@@ -145,7 +145,10 @@ def _is_of(paths: RunPaths, step: int, incarnation: int) -> bool:
 
 def _first_words(paths: RunPaths, life: Life) -> list[str]:
     """The first life failed and said why, unless its work was done before it was stopped."""
-    code = life.process.poll()
+    try:
+        code: int | None = life.process.wait(10)  # its environment, by which it was found, goes before its number
+    except subprocess.TimeoutExpired:
+        code = None
     if code == 0 and read_attempts(paths.attempts)[0]["saved_step"] == STEPS:
         return []
     if code in (0, None):
