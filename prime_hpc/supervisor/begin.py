@@ -18,6 +18,7 @@ from prime_hpc.store.doubts import Doubts, settle_doubts
 from prime_hpc.store.errors import StoreError, Unreadable
 from prime_hpc.store.layout import (
     RunPaths,
+    check_incarnation,
     claim_incarnation,
     is_late,
     life_starts,
@@ -93,6 +94,7 @@ def begin_attempt(
         step = start.info.step if start is not None else None
         patience(lambda: _bring_back(experiment, paths, start, incarnation))
         saved_before = patience(lambda: newest_saved_step(paths))
+        patience(lambda: check_incarnation(paths, incarnation))  # all this may have taken long
     except Unreadable:
         raise
     except StoreError as error:
