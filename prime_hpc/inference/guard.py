@@ -1,4 +1,4 @@
-"""Who may talk to a server: clients that send its key; all others learn from `GET /health` whether it is well.
+"""The gate before every route of a server: clients must send its key; all others get nothing but `GET /health`.
 
 vLLM's own key check knows a few path prefixes only; this one stands before every route, ours, vLLM's and those that
 plugins bring. A connection that has sent no request with the key is closed after `UNKNOWN_S`, and of such connections

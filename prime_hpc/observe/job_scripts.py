@@ -1,4 +1,4 @@
-"""Whose job it is where a site has changed its comment: by the batch script that Slurm keeps of it.
+"""Tells whose a job is, where a site has changed its comment, by the batch script that Slurm keeps of it.
 
 A job_submit plugin may set or clear every job's comment, in which our token is (`observe.slurm`). The script still says
 what we asked for.

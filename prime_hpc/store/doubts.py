@@ -1,4 +1,4 @@
-"""What was read once and was not what it should be. It is believed when it is so again, minutes later.
+"""Doubts about files: a wrong reading is noted, and believed when it is wrong again minutes later.
 
 A first reading that is wrong may be a cache of this node, or a server in the middle of its failover; a life that
 believed it would go back to an older checkpoint. `Doubts` remembers first readings within a process. A trainer rank

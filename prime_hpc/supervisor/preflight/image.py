@@ -1,4 +1,4 @@
-"""What each node runs first in the site's container: it says that the image is there and holds prime-hpc.
+"""The first process on each node in the site's container: it says that the image is there and holds prime-hpc.
 
     python -m prime_hpc.supervisor.preflight.image
 
