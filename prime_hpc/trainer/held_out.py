@@ -74,8 +74,6 @@ class HeldOut:
         session = self._session
         policy, device = session.engine.policy, session.device
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        was_training = policy.training
-        policy.eval()
         for batch in self._batches:
             for i in range(batch.num_micro_batches):
                 micro = make_micro_batch(batch, i, device, session.parallel)
@@ -84,7 +82,6 @@ class HeldOut:
                 total[0] -= logprobs.double().sum()
                 total[1] += micro.num_targets
         policy.reshard()  # type: ignore[operator]  # no backward pass comes that would do it
-        policy.train(was_training)
         dist.all_reduce(total if session.parallel.leads else total.zero_())  # ranks of one part all have its sums
         loss = float(total[0] / total[1])
         return {

@@ -200,13 +200,13 @@ def load_policy(
     if config.fp8:
         check_device(device)
     hf = _build_empty(source, config)
-    hf.eval()  # no dropout anywhere: log-probabilities must be those of the engine's policy
     policy = Policy(hf, config.attn, chunk_tokens, parallel)
     files = checkpoint_files(source)
     missing = [name for name, tensor in policy.named_weights() if not pieces(name, tensor.shape, files)]
     if missing:
         logger.info(f"{source} does not hold {missing[0]} by that name: loading through transformers on every rank")
-        policy = Policy(_load_whole(source, config).eval(), config.attn, chunk_tokens, parallel)
+        policy = Policy(_load_whole(source, config), config.attn, chunk_tokens, parallel)
+    policy.eval()  # for good: log-probabilities are the engine's, so no dropout in any pass, and nothing to restore
     if config.lora is not None:
         add_lora(policy.hf, config.lora, dtype)
     if missing:

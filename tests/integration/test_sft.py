@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.observe.status import read_status
@@ -102,3 +103,20 @@ def test_other_data_than_the_checkpoints_is_refused(folder: Path, half: RunPaths
     assert run_trainer(paths).returncode == 1
     status = read_status(paths.logs(1, "trainer"))
     assert status is not None and "sft.data.on_change = restart" in status["error"]
+
+
+def test_held_out_evaluations_leave_a_model_with_dropout_as_it_was(folder: Path, tmp_path: Path) -> None:
+    """One run evaluates before its first step, the other begins after its second and does not: same bits."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    shape: Any = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256, "vocab_size": len(tokenizer)}
+    dropout: Any = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
+    GPT2LMHeadModel(GPT2Config(**shape, **dropout)).save_pretrained(tmp_path / "model")
+    for name in ("data.jsonl", "held.jsonl"):
+        (tmp_path / name).symlink_to(folder / name)
+    whole = run(tmp_path, "whole", held_out=True, max_steps=4)
+    half = run(tmp_path, "half", max_steps=2, ckpt={})
+    resumed = run(tmp_path, "resumed", max_steps=4, ckpt={"resume_step": str(half.root)})
+    assert [step for step, row in rows_of(whole).items() if "eval/loss" in row] == [0, 4]
+    a, b = weights(whole, 4), weights(resumed, 4)
+    assert all(torch.equal(a[name], b[name]) for name in a)

@@ -6,6 +6,7 @@ FSDP2; FSDP2 takes the rest. Losses carry the batch's global denominators: FSDP 
 
 import functools
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ def distribute(
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
     )
+    # The root's input is a whole micro-batch: FSDP would round its float fields, temperatures among them, to `dtype`.
+    exact = replace(precision, cast_forward_inputs=False)
     for module in experts:
         placement = functools.partial(_expert_dimension, ranks=parallel.layout.expert_shard)
         fully_shard(
@@ -83,7 +86,7 @@ def distribute(
         if config.compile:
             block.compile(dynamic=True)
         fully_shard(block, mesh=parallel.fsdp, mp_policy=precision, reshard_after_forward=reshard)
-    fully_shard(policy, mesh=parallel.fsdp, mp_policy=precision, reshard_after_forward=False)
+    fully_shard(policy, mesh=parallel.fsdp, mp_policy=exact, reshard_after_forward=False)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
