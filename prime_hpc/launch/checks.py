@@ -14,6 +14,7 @@ from prime_hpc.config.children import is_parent
 from prime_hpc.config.engines import MODELS, served_by
 from prime_hpc.envs.resolve import BUNDLED
 from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
+from prime_hpc.store.model_files import other_vocabulary, quantised, stored_tensors
 
 MIN_FREE_BYTES = 64 * 2**20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
@@ -26,6 +27,7 @@ def check(loaded: Loaded, role: str | None = None) -> None:
     experiment = loaded.experiment
     problems = [
         *(_model(experiment) if role != "orchestrator" else []),
+        *(trained_models(experiment) if role in (None, "trainer") else []),
         *(_environments(experiment) if _samples(experiment, role) else []),
         *(_data(experiment) if experiment.kind == "sft" else []),
         *_teacher(experiment),
@@ -57,6 +59,26 @@ def _model(experiment: Experiment) -> list[Problem]:
 
     wanted = max(experiment.seq_len, experiment.max_model_len) if experiment.samples else experiment.seq_len
     return [*_context(folder, wanted, "model.name"), *adapter_problems(experiment)]
+
+
+def trained_models(experiment: Experiment) -> list[Problem]:
+    """Why the weights of a model that the trainer would load cannot be: they are quantised, or not their config's."""
+    from prime_hpc.launch.estimate import find_config  # it builds on `is_local_path`
+
+    kl = experiment.trainer.loss.kl if experiment.kind == "rl" else None
+    names = {"model.name": experiment.model.name, "trainer.loss.kl.model": kl.model if kl else None}
+    problems = []
+    for key, name in names.items():
+        config = find_config(name) if name else None
+        if config is None:
+            continue
+        try:
+            tensors = stored_tensors(config.parent)
+        except ValueError:  # not all here (yet): the config can be read all the same
+            tensors = {}
+        wrong = (quantised(config.parent, tensors), other_vocabulary(config.parent, tensors))
+        problems += [Problem(message, key) for message in wrong if message]
+    return problems
 
 
 def _folder(name: str, key: str) -> list[Problem]:

@@ -8,7 +8,6 @@ has its config.
 import json
 import math
 import os
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.lora import matches
 from prime_hpc.launch.checks import is_local_path
+from prime_hpc.store.model_files import read_header
 
 GIB = 2**30
 CONTEXT_GIB = 1.0
@@ -26,7 +26,6 @@ ENGINE_GIB = 2.0
 VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of this before it splits it over tensor-parallel ranks."""
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MAX_HEADER = 100_000_000  # bytes of a safetensors header: the format's own limit
 
 
 @dataclass(frozen=True)
@@ -133,16 +132,11 @@ def stored_params(folder: Path) -> int | None:
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     """Name -> shape of the tensors in a directory's safetensors files; None where they cannot be read, or are none."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in folder.glob("*.safetensors"):
-        try:
-            with path.open("rb") as file:
-                (size,) = struct.unpack("<Q", file.read(8))
-                if size > _MAX_HEADER:
-                    return None
-                header = json.loads(file.read(size))
-            shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
-            return None  # half-written, or no safetensors at all
+    try:
+        for path in folder.glob("*.safetensors"):
+            shapes |= {name: tensor.shape for name, tensor in read_header(path).items()}
+    except ValueError:  # half-written, or no safetensors at all
+        return None
     return shapes or None
 
 

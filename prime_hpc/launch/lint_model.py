@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from prime_hpc.config.engines import MODELS
 from prime_hpc.launch.adapters import adapter_problems
-from prime_hpc.launch.checks import is_local_path
+from prime_hpc.launch.checks import is_local_path, trained_models
 from prime_hpc.launch.estimate import ModelFacts, engine_memory, find_config, trainer_gib, vocab_fits
 from prime_hpc.launch.lint_finding import Finding, Subject
 
@@ -178,4 +178,10 @@ def adapters(subject: Subject) -> Iterator[Finding]:
         yield Finding("PH113", "error", problem.key, problem.message, "")
 
 
-CHECKS = (known, precision, adapters, tensor_parallel, context, context_of_teacher, trainer_memory, engines)
+def weights(subject: Subject) -> Iterator[Finding]:
+    """Quantised weights, and weights that are not of their config."""
+    for problem in trained_models(subject.experiment):
+        yield Finding("PH118", "error", problem.key, problem.message, "")
+
+
+CHECKS = (known, weights, precision, adapters, tensor_parallel, context, context_of_teacher, trainer_memory, engines)

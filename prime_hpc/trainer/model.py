@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.store.model_files import other_vocabulary, quantised, stored_tensors
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.batches import MicroBatch
 from prime_hpc.trainer.fp8 import check_device
@@ -123,6 +124,14 @@ def compute_dtype(config: ModelConfig) -> torch.dtype:
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
+def _check_weights(source: Path, config: ModelConfig) -> None:
+    """Raise a ValueError for weights that would load as noise, or not at all."""
+    tensors = stored_tensors(source)
+    for wrong in (quantised(source, tensors), other_vocabulary(source, tensors)):
+        if wrong is not None:
+            raise ValueError(f"model.name = {config.name}: {wrong}")
+
+
 def _build_empty(source: Path, config: ModelConfig) -> Any:
     """The model's modules without memory for parameters; buffers (rotary frequencies) are real."""
     from accelerate import init_empty_weights
@@ -192,13 +201,14 @@ def load_policy(
         num_slots: adapters at once, with `model.lora` (all zero until `lora.reset_slot` or a checkpoint fills them).
 
     Raises:
-        ValueError: no config, no weights, wrong shapes, a dtype or attention that cannot run here, a LoRA target that
-            matches nothing.
+        ValueError: no config, no weights, wrong shapes, quantised weights, a dtype or attention that cannot run here, a
+            LoRA target that matches nothing.
     """
     dtype = compute_dtype(config)
     attention.select_kernel(config.attn, device.type, dtype)
     if config.fp8:
         check_device(device)
+    _check_weights(source, config)
     hf = _build_empty(source, config)
     policy = Policy(hf, config.attn, chunk_tokens, parallel)
     files = checkpoint_files(source)

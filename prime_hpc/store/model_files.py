@@ -1,0 +1,158 @@
+"""A Hugging Face model directory as its files say it, without torch: names, types and shapes of the stored tensors,
+whether they are quantised, and whether they are what config.json describes.
+
+Reads config.json and the headers of the safetensors alone. Used on login nodes (`launch`) and by the trainer before it
+loads anything.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_HEADER = 100_000_000  # the format's own limit
+_QUANTISED_CONFIG = ("quantization_config", "compression_config")
+_QUANTISED_NAMES = (
+    ".weight_scale_inv",
+    ".weight_scale",
+    ".input_scale",
+    ".qweight",
+    ".qzeros",
+    ".g_idx",
+    ".weight_packed",
+    ".weight_scales",
+    ".weight_zero_point",
+    ".absmax",
+    ".SCB",
+    "_proj_blocks",
+)
+"""Ends of names: scales, packed values, indices of FP8, GPTQ, AWQ, compressed-tensors, bitsandbytes, MXFP4."""
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_TOKEN_TABLES = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+    "tok_embeddings.weight",
+)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file."""
+
+    file: Path
+    dtype: str
+    """As the format writes it: F32, BF16, I64, F8_E4M3, ..."""
+    shape: tuple[int, ...]
+
+
+def _weight_map(folder: Path) -> dict[str, Path] | None:
+    """Name -> file as a directory's index has it; None without an index."""
+    index = folder / INDEX
+    if not index.is_file():
+        return None
+    try:
+        return {name: folder / file for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of safetensors files ({type(error).__name__}: {error})") from error
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        ValueError: it cannot be read, or is no safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > _MAX_HEADER:
+                raise ValueError(f"a header of {size} bytes")
+            header = json.loads(file.read(size))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        return {name: StoredTensor(path, str(e["dtype"]), tuple(map(int, e["shape"]))) for name, e in entries.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ValueError(f"{path} is no readable safetensors file ({type(error).__name__}: {error})") from error
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Name -> tensor of all safetensors of a model directory; {} where it has none.
+
+    Raises:
+        ValueError: a file is missing or cannot be read, or does not hold what the index says.
+    """
+    weight_map = _weight_map(folder)
+    if weight_map is None:
+        return read_header(folder / SINGLE) if (folder / SINGLE).is_file() else {}
+    headers = {path: read_header(path) for path in sorted(set(weight_map.values()))}
+    absent = next((name for name, path in weight_map.items() if name not in headers[path]), None)
+    if absent is not None:
+        raise ValueError(f"{folder / INDEX} says that {weight_map[absent].name} holds {absent}, which it does not")
+    return {name: headers[path][name] for name, path in weight_map.items()}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, {} where there is none that is readable."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def quantised(folder: Path, tensors: Mapping[str, StoredTensor]) -> str | None:
+    """Why a model is a quantised one, which cannot be trained: a sentence with the file and what to do; else None.
+
+    Args:
+        folder: its directory.
+        tensors: from `stored_tensors`; {} judges config.json alone.
+    """
+    where = _quantised_config(folder) or _quantised_tensor(tensors)
+    if where is None:
+        return None
+    return (
+        f"{where}: a quantised checkpoint cannot be trained (its scales are no parameters). Name the bfloat16 "
+        "original, or write a dequantised copy with transformers first"
+    )
+
+
+def _quantised_config(folder: Path) -> str | None:
+    config = read_config(folder)
+    for tree in (config, config.get("text_config")):
+        for key in _QUANTISED_CONFIG:
+            if isinstance(tree, dict) and tree.get(key):
+                method = tree[key].get("quant_method") if isinstance(tree[key], dict) else None
+                return f"{folder / 'config.json'} has {key}" + (f" (quant_method {method})" if method else "")
+    return None
+
+
+def _quantised_tensor(tensors: Mapping[str, StoredTensor]) -> str | None:
+    for name, tensor in tensors.items():
+        if name.endswith(_QUANTISED_NAMES):
+            return f"{tensor.file} holds {name}"
+        small_float = tensor.dtype.startswith("F") and tensor.dtype not in _FLOATS
+        packed = tensor.dtype in ("I8", "U8", "I16", "U16", "I32", "U32") and len(tensor.shape) > 1
+        if small_float or (packed and not name.endswith("bias")):  # old GPTs keep a mask of bytes as `attn.bias`
+            return f"{tensor.file} holds {name} as {tensor.dtype}"
+    return None
+
+
+def other_vocabulary(folder: Path, tensors: Mapping[str, StoredTensor]) -> str | None:
+    """A sentence where config.json says another number of tokens than the stored embedding has rows; else None."""
+    config = read_config(folder)
+    text = config.get("text_config")
+    wanted = (text if isinstance(text, dict) and "vocab_size" in text else config).get("vocab_size")
+    for name, tensor in tensors.items():
+        is_table = name.endswith(_TOKEN_TABLES) and "visual" not in name and len(tensor.shape) == 2
+        if is_table and isinstance(wanted, int) and tensor.shape[0] != wanted:
+            return (
+                f"{folder / 'config.json'} says vocab_size = {wanted}, but {name} in {tensor.file.name} has "
+                f"{tensor.shape[0]} rows: config and weights are of different models; set vocab_size to "
+                f"{tensor.shape[0]} if only the config is wrong, or fetch the model again"
+            )
+    return None
