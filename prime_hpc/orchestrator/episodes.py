@@ -24,7 +24,7 @@ class Episode:
     result: EpisodeResult
     usable: bool
     reason: str
-    """One line: why it is not usable."""
+    """One line: why it is not usable; of a usable one, that a deadline cut it off: it has a reward, no samples."""
     min_version: int | None
     """Oldest version that sampled a trained token; None without any."""
     max_version: int | None
@@ -50,11 +50,17 @@ def is_server_error(result: EpisodeResult) -> bool:
     return result.state is EpisodeState.FAILED and result.error_type in SERVER_ERRORS
 
 
-def to_episode(result: EpisodeResult, seq_len: int, *, is_policy: bool = True) -> Episode:
+def to_episode(
+    result: EpisodeResult, seq_len: int, *, is_policy: bool = True, timeout_reward: float | None = None
+) -> Episode:
     """Judge a result: usable needs finite rewards and samples that the trainer can take (at most `seq_len` tokens).
 
-    Where another model sampled (not `is_policy`), tokens are of no policy version and never grow stale.
+    Where another model sampled (not `is_policy`), tokens are of no policy version and never grow stale. With a
+    `timeout_reward`, a rollout that its deadline cut off is usable without samples: it has this reward.
     """
+    if result.state is EpisodeState.TIMEOUT and timeout_reward is not None:
+        counted = replace(result, reward=timeout_reward, samples=[])
+        return Episode(counted, True, result.reason or result.state.value, None, None, 0, 0, 0)
     reason = "" if result.usable else (result.reason or result.state.value)
     if not reason and not math.isfinite(result.reward):
         reason = f"reward is {result.reward}"

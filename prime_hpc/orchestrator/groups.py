@@ -5,6 +5,7 @@ Step n turns version n - 1 into version n, and batch n may hold no token sampled
 - the *gate* opens no more groups than the batches that the served version already allows, so that little becomes stale;
 - every finished group is checked token by token against the floor of the batch it would join; a stale one gives its
   prompt back to the stream (`take_stale`), to be sampled again by the newer policy.
+A complete group whose rollouts have no tokens (each was cut off by its deadline) counts as one without usable rollouts.
 A complete group that the curriculum's `gate` rejects is consumed like one with too few usable rollouts: its position is
 recorded as dropped, and the room that it leaves opens another prompt.
 
@@ -139,7 +140,8 @@ class GroupBook:
         if group.num_ended < self.group_size:
             return
         del self.in_flight[group.prompt.position]
-        if len(group.usable) < self.min_usable:
+        usable = group.usable
+        if len(usable) < self.min_usable or not any(e.result.samples for e in usable):
             self.counts.dropped += 1
             self._consume(group)
         elif self._is_stale(group):

@@ -216,7 +216,9 @@ class Orchestrator:
         return True
 
     def _episode_ended(self, group: Group, index: int, result: EpisodeResult) -> None:
-        episode = to_episode(result, self.exp.seq_len, is_policy=self.exp.orchestrator.advantage.type != "sft")
+        advantage = self.exp.orchestrator.advantage
+        timeout_reward = advantage.timeout_reward if advantage.timeout == "penalize" else None
+        episode = to_episode(result, self.exp.seq_len, is_policy=advantage.type != "sft", timeout_reward=timeout_reward)
         self.stats.add_episode(episode)
         if result.state is not EpisodeState.CANCELLED:
             self.failures.add(episode.reason)

@@ -65,8 +65,8 @@ def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step:
     """Rewards, groups, lengths and lag of one batch (all its groups, also those without signal)."""
     episodes = [e for entry in scored for e in entry.episodes]
     rewards = np.array([e.result.reward for e in episodes])
-    sampled = np.array([e.num_sampled_tokens for e in episodes])
-    spreads = np.array([np.ptp([e.result.reward for e in entry.episodes]) for entry in scored])
+    sampled = np.array([e.num_sampled_tokens for e in episodes if e.result.samples])
+    spreads = np.array([_spread(entry.episodes) for entry in scored])
     # A token's lag: how many updates the policy of this batch (version step - 1) is ahead of the one that sampled it.
     lags = [step - 1 - e.min_version for e in episodes if e.min_version is not None]
     versions = sum(e.version_sum for e in episodes)
@@ -92,6 +92,18 @@ def batch_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str], step:
         if values:
             row |= {f"reward/{name}/mean": float(np.mean(values)), f"reward/{name}/std": float(np.std(values))}
     return row | _env_metrics(scored, env_names)
+
+
+def _spread(episodes: Sequence[Episode]) -> float:
+    """Largest difference between rewards that are compared: the rollouts', or where these have several traces, those
+    of one role."""
+    by_role: defaultdict[str, list[float]] = defaultdict(list)
+    if any(sample.trace for e in episodes for sample in e.result.samples):
+        for episode in episodes:
+            traces = {sample.trace: sample for sample in episode.result.samples}
+            for sample in traces.values():
+                by_role[sample.agent].append(sample.reward)
+    return max(np.ptp(r) for r in (list(by_role.values()) or [[e.result.reward for e in episodes]]))
 
 
 def _reverse_kl(scored: Sequence[ScoredGroup]) -> float:

@@ -14,6 +14,12 @@ from tests.support.scripted_server import AdminServer
 pytestmark = pytest.mark.slow
 
 
+def only(baselines: dict[str, float]) -> float:
+    """Of an environment with one role."""
+    [value] = baselines.values()
+    return value
+
+
 def half(group: RewardGroup, factor: float) -> np.ndarray:
     """An algorithm of the user's own."""
     return factor * (group.rewards - group.rewards.max())
@@ -32,21 +38,21 @@ def test_moving_baselines_are_stored_with_each_batch_and_go_on(
         world.wait_for_batch(3)
         world.kill()
         assert "(trouble, task " in log_of(world) and "reward 'length' is nan; it counts as failed" in log_of(world)
-        baselines = [world.state(step)["algorithm"]["trouble"] for step in (1, 2)]
+        baselines = [only(world.state(step)["algorithm"]["trouble"]) for step in (1, 2)]
         assert baselines[0] != baselines[1]
         world.rewind(2)
         world.start(resume=2, attempt=2)
         assert world.wait() == 0, log_of(world)
         world.check_batches(range(1, 5))
-        # The first rollout of batch 3 was scored against the baseline that batch 2 left.
-        after = world.state(3)["algorithm"]["trouble"]
+        # The first rollout of batch 3 moved the baseline that batch 2 left: half of it and half its reward.
+        after = only(world.state(3)["algorithm"]["trouble"])
         assert after != baselines[1]
         rewards = {
             (int(s), float(a)): float(r)
             for rank in world.ranks(3)
             for s, a, r in zip(rank.sample_ids, _first_advantages(rank), rank.rewards, strict=True)
         }
-        offsets = [r - a for (_, a), r in rewards.items()]
+        offsets = [r - 2 * a for (_, a), r in rewards.items()]
         assert min(abs(o - baselines[1]) for o in offsets) < 1e-6
 
 

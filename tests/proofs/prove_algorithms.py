@@ -1,9 +1,11 @@
 """Algorithm x claim: advantages and penalties against the reference, and what a baseline must not change.
 
 `value`: against the reference. `order`: the same rollouts in another order. `shift`: a constant added to all rewards.
+`roles`: games of two seats, each against its own.
 `equal`: equal rewards give exact zeros. `mean`: advantages, weighed as the baseline weighs rewards, sum to 0.
 """
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +19,7 @@ from prime_hpc.config.sections.orchestrator import (
     SoftOverlongConfig,
 )
 from prime_hpc.envs.samples import Sample
-from prime_hpc.orchestrator.algorithms import Scorer
+from prime_hpc.orchestrator.algorithms import Scorer, Scores
 from prime_hpc.orchestrator.algorithms.penalties import length_penalty, repetition_penalty, soft_overlong_penalty
 from prime_hpc.orchestrator.episodes import Episode, to_episode
 from tests.proofs import Proof
@@ -78,10 +80,11 @@ def random_group(rng: np.random.Generator, *, positive: bool = False) -> list[Ep
 
 def with_rewards(episodes: list[Episode], rewards: np.ndarray) -> list[Episode]:
     """The same rollouts with other rewards."""
-    results = [
-        type(e.result)(**{**e.result.__dict__, "reward": float(r)}) for e, r in zip(episodes, rewards, strict=True)
-    ]
-    return [to_episode(result, 10_000) for result in results]
+    found = []
+    for e, r in zip(episodes, rewards.tolist(), strict=True):
+        samples = [replace(s, reward=r) for s in e.result.samples]
+        found.append(to_episode(replace(e.result, reward=r, samples=samples), 10_000))
+    return found
 
 
 def advantages(kind: str, episodes: list[Episode]) -> np.ndarray:
@@ -133,17 +136,67 @@ def mean_error(kind: str, rng: np.random.Generator) -> float:
     return abs(float(found @ weights)) / max(1.0, float(np.abs(found).max()))
 
 
+def seats(rng: np.random.Generator, roles: tuple[str, ...], *, zero_sum: bool) -> tuple[list[Episode], list[list]]:
+    """2 to 8 games with a trace a role (the second role's in two branches), and each one's (role, reward, tokens)."""
+    group, rows = [], []
+    for _ in range(int(rng.integers(2, 9))):
+        won = float(rng.choice([-1.0, 1.0]))
+        row: list = []
+        samples: list[Sample] = []
+        for number, role in enumerate(roles):
+            reward = won * (1 - 2 * (number % 2)) if zero_sum else float(rng.normal(0, 3))
+            branches = [
+                episode(reward, [int(rng.integers(1, 9))], rng).result.samples[0] for _ in range(1 + number % 2)
+            ]
+            samples += [replace(s, agent=role, trace=number) for s in branches]
+            row.append((role, reward, sum(s.num_loss_tokens for s in branches)))
+        mean = float(np.mean([reward for _, reward, _ in row]))
+        group.append(to_episode(make_result(samples=samples, reward=mean), 10_000))
+        rows.append(row)
+    return group, rows
+
+
+def traces_error(group: list[Episode], scores: Scores, wanted: list[list[float]]) -> float:
+    """Of every trace's tokens, and of the episodes' means."""
+    assert scores.tokens is not None
+    worst = 0.0
+    for e, by_sample, by_trace, mean in zip(group, scores.tokens, wanted, scores.advantages, strict=True):
+        worst = max(worst, _error(np.array([mean]), np.array([np.mean(by_trace)])))
+        for sample, found in zip(e.result.samples, by_sample, strict=True):
+            expected = np.where(sample.loss_mask, by_trace[sample.trace], 0.0)
+            worst = max(worst, _error(found, expected) / SINGLE)
+    return worst
+
+
+def roles_error(kind: str, rng: np.random.Generator) -> float:
+    """Games of two seats: every trace against its own role's, and a zero-sum game has a signal unless one seat won."""
+    group, rows = seats(rng, ("first", "second"), zero_sum=kind != "max_rl" and bool(rng.integers(2)))
+    columns = []
+    for seat in range(2):
+        rewards, lengths = [row[seat][1] for row in rows], [row[seat][2] for row in rows]
+        equal = max(rewards) == min(rewards) and kind in CENTERED
+        columns.append([0.0] * len(rows) if equal else REFERENCES[kind](rewards, lengths))
+    scores = Scorer(AdvantageConfig(type=kind), max_tokens=100).score(group)
+    return traces_error(group, scores, [list(pair) for pair in zip(*columns, strict=True)])
+
+
 def rae_error(rng: np.random.Generator) -> float:
-    """Several groups of two environments in turn, through a saved state half-way."""
+    """Several groups of two environments in turn, one or two roles, zero-sum or not, a saved state half-way."""
     config = AdvantageConfig(type="rae", decay=0.9)
-    scorer, baselines, worst = Scorer(config, max_tokens=9), {"a": 0.0, "b": 0.0}, 0.0
+    scorer, baselines, worst = Scorer(config, max_tokens=9), dict[tuple[str, str], float](), 0.0
     for step in range(6):
         if step == 3:
-            state, scorer = scorer.state_dict(), Scorer(config, max_tokens=9)
+            state, scorer = json.loads(json.dumps(scorer.state_dict())), Scorer(config, max_tokens=9)
             scorer.load_state_dict(state)
-        env, group = "ab"[int(rng.integers(2))], random_group(rng)
-        wanted, baselines[env] = reference.rae(_parts(group)[0].tolist(), baselines[env], 0.9)
-        worst = max(worst, _error(scorer.score(group, env=env).advantages, np.array(wanted)))
+        env = "ab"[int(rng.integers(2))]
+        roles = ("first", "second") if rng.integers(2) else ("alone",)
+        group, rows = seats(rng, roles, zero_sum=bool(rng.integers(2)))
+        wanted = reference.rae([[(role, r) for role, r, _ in row] for row in rows], env, baselines, 0.9)
+        scores = scorer.score(group, env=env)
+        if len(roles) == 1:
+            worst = max(worst, _error(scores.advantages, np.array(wanted)[:, 0]))
+        else:
+            worst = max(worst, traces_error(group, scores, wanted))
     return worst
 
 
@@ -185,14 +238,7 @@ def hierarchical_error(rng: np.random.Generator) -> float:
         group.append(to_episode(make_result(samples=samples, reward=float(np.mean([r for _, r in row]))), 10_000))
     stated = ["solver"] if rng.integers(2) else []
     scores = Scorer(AdvantageConfig(type="hierarchical_grpo", within=stated), max_tokens=9).score(group)
-    assert scores.tokens is not None
-    wanted, worst = reference.hierarchical(rows, {"solver"}), 0.0
-    for e, by_sample, by_trace, mean in zip(group, scores.tokens, wanted, scores.advantages, strict=True):
-        worst = max(worst, _error(np.array([mean]), np.array([np.mean(by_trace)])))
-        for sample, found in zip(e.result.samples, by_sample, strict=True):
-            expected = np.where(sample.loss_mask, by_trace[sample.trace], 0.0)
-            worst = max(worst, _error(found, expected) / SINGLE)
-    return worst
+    return traces_error(group, scores, reference.hierarchical(rows, {"solver"}))
 
 
 def length_error(rng: np.random.Generator) -> float:
@@ -225,19 +271,20 @@ def repetition_error(rng: np.random.Generator) -> float:
 
 
 def overlong_error(rng: np.random.Generator) -> float:
-    """DAPO's soft overlong punishment."""
+    """DAPO's soft overlong punishment, of the longest turn or of the whole episode."""
     limit = int(rng.integers(2, 40))
-    cache = int(rng.integers(1, limit))
-    lengths = rng.integers(1, 60, 8)
-    config = SoftOverlongConfig(max_tokens=limit, buffer=cache, coef=1.0)
-    wanted = [reference.soft_overlong(int(n), limit, cache) for n in lengths]
-    return _error(soft_overlong_penalty(config, lengths, 999), np.array(wanted))
+    cache, per = int(rng.integers(1, limit)), str(rng.choice(["turn", "episode"]))
+    turns = [rng.integers(1, 60, int(rng.integers(1, 4))).tolist() for _ in range(8)]
+    config = SoftOverlongConfig(per=per, max_tokens=limit, buffer=cache, coef=1.0)
+    wanted = [max(reference.soft_overlong(n, limit, cache) for n in (t if per == "turn" else [sum(t)])) for t in turns]
+    return _error(soft_overlong_penalty(config, [episode(0.0, t, rng) for t in turns], 999), np.array(wanted))
 
 
 CLAIMS: dict[str, tuple[Callable[[str, np.random.Generator], float], tuple[str, ...]]] = {
     "value": (value_error, tuple(REFERENCES)),
     "order": (order_error, tuple(REFERENCES)),
     "shift": (shift_error, tuple(k for k in CENTERED if k != "max_rl")),
+    "roles": (roles_error, tuple(k for k in REFERENCES if k != "sft")),
     "equal": (equal_error, CENTERED),
     "mean": (mean_error, CENTERED),
 }

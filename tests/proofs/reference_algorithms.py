@@ -73,13 +73,18 @@ def hierarchical(episodes: Sequence[Sequence[tuple[str, float]]], solvers: set[s
     return found
 
 
-def rae(r: Sequence[float], baseline: float, decay: float) -> tuple[list[float], float]:
-    """r_i - b, then b <- decay b + (1 - decay) r_i; returns the new b, too."""
-    advantages = []
-    for x in r:
-        advantages.append(x - baseline)
-        baseline = decay * baseline + (1 - decay) * x
-    return advantages, baseline
+def rae(
+    games: Sequence[Sequence[tuple[str, float]]], game: str, b: dict[tuple[str, str], float], decay: float
+) -> list[list[float]]:
+    """SPIRAL's eq. 4 and 5 for each (role, R) in turn: b_Gp <- decay b_Gp + (1 - decay) R, A = R - b_Gp; changes b."""
+    found = []
+    for seats in games:
+        row = []
+        for role, reward in seats:
+            b[game, role] = decay * b.get((game, role), 0.0) + (1 - decay) * reward
+            row.append(reward - b[game, role])
+        found.append(row)
+    return found
 
 
 def length_penalty(r: Sequence[float], counts: Sequence[tuple[float, Sequence[int]]], by_success: bool) -> list[float]:

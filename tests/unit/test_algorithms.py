@@ -10,6 +10,7 @@ import pytest
 from prime_hpc.config import Experiment
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.orchestrator.algorithms import RewardGroup, Scorer, get_algorithm
 from prime_hpc.orchestrator.algorithms.penalties import sampled_runs
 from prime_hpc.orchestrator.episodes import Episode, to_episode
@@ -87,12 +88,15 @@ def test_a_group_of_one_needs_no_baseline() -> None:
 def test_rae_remembers_each_environment_and_its_state_goes_on() -> None:
     config = AdvantageConfig(type="rae", decay=0.5)
     scorer = Scorer(config, max_tokens=9)
-    assert scorer.score(episodes([1.0, 1.0]), env="a").advantages.tolist() == [1.0, 0.5]
-    assert scorer.score(episodes([4.0]), env="b").advantages.tolist() == [4.0]
+    assert scorer.score(episodes([1.0, 1.0]), env="a").advantages.tolist() == [0.5, 0.25]
+    assert scorer.score(episodes([4.0]), env="b").advantages.tolist() == [2.0]
     later = Scorer(config, max_tokens=9)
     later.load_state_dict(scorer.state_dict())
     for one in (scorer, later):
-        assert one.score(episodes([1.0]), env="a").advantages.tolist() == [0.25]
+        assert one.score(episodes([1.0]), env="a").advantages.tolist() == [0.125]
+    before_roles = Scorer(config, max_tokens=9)
+    before_roles.load_state_dict({"a": 0.75})
+    assert before_roles.score(episodes([1.0]), env="a").advantages.tolist() == [0.125]
     assert Scorer(AdvantageConfig(), max_tokens=9).state_dict() == {}
 
 
@@ -173,6 +177,36 @@ def test_ngrams_never_span_what_was_not_sampled() -> None:
     sample = replace(sample, loss_mask=np.array([True, True, False, True, True, True]))
     [first, second] = sampled_runs(to_episode(make_result(samples=[sample]), 1000))
     assert (first.tolist(), second.tolist()) == ([100, 101], [103, 104, 105])
+
+
+def test_soft_overlong_looks_at_turns_and_not_at_their_sum() -> None:
+    turns = make_sample([0] * 65, num_prompt=0)
+    turns = replace(turns, loss_mask=np.arange(65) % 11 < 10)  # six turns of 10 tokens, one between them
+    group = [to_episode(make_result(samples=[turns], reward=1.0), 1000)]
+
+    def reward(**soft: object) -> float:
+        config = AdvantageConfig.model_validate({"type": "none", "soft_overlong": soft})
+        return Scorer(config, max_tokens=20).score(group).rewards.item()
+
+    assert reward() == 1.0
+    assert reward(per="episode", max_tokens=60) == 0.0
+    with pytest.raises(ValueError, match="per = episode needs max_tokens"):
+        reward(per="episode")
+
+
+def test_a_rollout_over_its_deadline_counts_where_that_is_asked_for() -> None:
+    timeout = EpisodeResult(state=EpisodeState.TIMEOUT, usable=False, reason="no end after 5 s", error_type="Timeout")
+    assert not to_episode(timeout, 100).usable
+    late = to_episode(timeout, 100, timeout_reward=-0.5)
+    assert late.usable and late.result.reward == -0.5 and late.reason == "no end after 5 s"
+    scores = Scorer(AdvantageConfig(type="dr_grpo"), max_tokens=9).score([*episodes([1.0, 1.0]), late])
+    assert scores.advantages.tolist() == pytest.approx([0.5, 0.5, -1.0])
+    # of two agents, it counts for each of the roles
+    two = [replace(make_sample([0], reward=r), agent=a, trace=n) for n, (a, r) in enumerate([("x", 1.0), ("y", 0.0)])]
+    both = to_episode(make_result(samples=two, reward=0.5), 1000)
+    tokens = Scorer(AdvantageConfig(type="dr_grpo"), max_tokens=9).score([both, late]).tokens
+    assert tokens is not None and [row.max() for row in tokens[0]] == pytest.approx([0.75, 0.25])
+    assert tokens[1] == []
 
 
 def test_soft_overlong_has_defaults_from_the_sampling_limit() -> None:

@@ -99,12 +99,22 @@ class RepetitionPenaltyConfig(Section):
 class SoftOverlongConfig(Section):
     """DAPO's soft overlong punishment: reward falls evenly over the last `buffer` tokens before the limit."""
 
+    per: Literal["turn", "episode"] = "turn"
+    """Of which tokens `max_tokens` is the limit: those of one turn (the longest one of an episode counts), or those of
+    all its turns and agents together."""
     max_tokens: int | None = Field(None, ge=1)
-    """Sampled tokens from which the whole `coef` is taken off; default `orchestrator.sampling.max_tokens`."""
+    """Sampled tokens from which the whole `coef` is taken off; default, of a turn, `orchestrator.sampling.max_tokens`;
+    to be stated for an episode."""
     buffer: int | None = Field(None, ge=1)
     """Tokens before the limit over which it rises; default a fifth of the limit."""
     coef: float = Field(1.0, ge=0)
     """Taken off at the limit and beyond."""
+
+    @model_validator(mode="after")
+    def _limits_an_episode(self) -> "SoftOverlongConfig":
+        if self.per == "episode" and self.max_tokens is None:
+            raise ValueError("per = episode needs max_tokens: sampling.max_tokens is the limit of one turn")
+        return self
 
 
 AdvantageName = Literal[
@@ -131,16 +141,17 @@ class AdvantageConfig(Section):
 
     type: AdvantageName | str = "grpo"
     """`grpo`: (r - mean) / std over the group; `dr_grpo` (`grpo_no_std`): r - mean; `rloo`: r - mean of the others;
-    `opo`: r - mean weighted by length; `max_rl`: (r - mean) / mean; `rae`: r - the environment's moving average;
-    `reinforce` (`none`): r itself; `hierarchical_grpo`: several agents, each against its own kind; `opd`, `opsd`:
-    token by token log p_teacher - log p_policy, the teacher being `orchestrator.teacher` or the policy that was shown
-    the task's answer; `sft`: the teacher samples, the policy imitates; or your own as `module:function`."""
+    `opo`: r - mean weighted by length; `max_rl`: (r - mean) / mean; `rae`: r - a moving average of each role's
+    rewards in the environment; `reinforce` (`none`): r itself; `hierarchical_grpo`: each agent against its own kind;
+    `opd`, `opsd`: token by token log p_teacher - log p_policy, the teacher being `orchestrator.teacher` or the policy
+    that was shown the task's answer; `sft`: the teacher samples, the policy imitates; or your own as
+    `module:function`. Where an episode has several agents, all compare the traces of one role."""
     args: Arguments = {}
     """Arguments of your own algorithm, by its names."""
     eps: float = Field(1e-6, gt=0)
     """`grpo`: added to the standard deviation."""
     decay: float = Field(0.95, ge=0, lt=1)
-    """`rae`: what the moving average keeps of itself at each rollout."""
+    """`rae`: what the moving average keeps of itself at each trace."""
     reward_weight: float = Field(0.0, ge=0)
     """`opd`, `opsd`: weight of r - mean beside the teacher's word; 0 is distillation alone."""
     max_gap: float = Field(20.0, gt=0)
@@ -160,6 +171,12 @@ class AdvantageConfig(Section):
     them as failed; `penalize` takes `overlong_penalty` off their reward."""
     overlong_penalty: float = Field(1.0, ge=0)
     """`overlong = penalize`: taken off the reward."""
+    timeout: Literal["drop", "penalize"] = "drop"
+    """Rollouts that their environment's `timeout_s` cut off; either way `episodes/timeout` counts them. `drop`: as if
+    they had not been sampled, so what is left of a group is the quick ones; `penalize`: each is compared with the group
+    as a rollout of reward `timeout_reward`. It has no whole reply, so its own tokens do not train."""
+    timeout_reward: float = 0.0
+    """`timeout = penalize`: the reward of a rollout that was cut off."""
     soft_overlong: SoftOverlongConfig | None = None
     """Penalty near the token limit; off when absent."""
     length: LengthPenaltyConfig | None = None

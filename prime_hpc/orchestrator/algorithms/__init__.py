@@ -3,6 +3,10 @@
 `Scorer` runs the whole way: penalties and overlong handling, then the algorithm, then which rollouts train. `assemble`
 calls it for every group of a batch.
 
+An episode of several agents has several traces, each with a reward of its own: the algorithms here compare every trace
+with those of its role (`base.score_by_role`). An algorithm of your own sees the mean over an episode's traces in
+`group.rewards`, and may ask `base.traces_of`.
+
 To add an algorithm, write a file here with one function `(RewardGroup, AdvantageConfig) -> float64[G]` under
 `@register("name")`, import it below and add the name to `config.sections.orchestrator.AdvantageName`. Or keep it in
 your own package and state `orchestrator.advantage.type = module:function`; it is called as `function(group, **args)`

@@ -46,6 +46,83 @@ class RewardGroup:
         return f"the group of prompt {self.position}" + (f" ({self.env})" if self.env else "")
 
 
+@dataclass(frozen=True)
+class Trace:
+    """One agent's part in one rollout: what the environment gave a reward of its own."""
+
+    episode: int
+    """Which of the group's rollouts."""
+    number: int
+    """Which of the rollout's trained traces."""
+    agent: str
+    """The role: the environment's name of the agent."""
+    reward: float
+    """The episode's penalties taken off."""
+    num_tokens: int
+    """Sampled tokens, over all its samples."""
+
+
+def traces_of(group: RewardGroup) -> list[Trace]:
+    """Every rollout's traces, in order; a rollout that kept no tokens (a deadline) counts for each of the roles."""
+    found: list[Trace] = []
+    empty: list[int] = []
+    for i, episode in enumerate(group.episodes):
+        penalty = episode.result.reward - float(group.rewards[i])
+        by_number: dict[int, list[Any]] = {}
+        for sample in episode.result.samples:
+            by_number.setdefault(sample.trace, []).append(sample)
+        for number, samples in by_number.items():
+            num_tokens = sum(sample.num_loss_tokens for sample in samples)
+            found.append(Trace(i, number, samples[0].agent, samples[0].reward - penalty, num_tokens))
+        if not by_number:
+            empty.append(i)
+    roles = list(dict.fromkeys(trace.agent for trace in found))
+    found += [Trace(i, n, role, float(group.rewards[i]), 0) for i in empty for n, role in enumerate(roles)]
+    return sorted(found, key=lambda trace: trace.episode)
+
+
+def score_by_role(
+    group: RewardGroup, score: Callable[[RewardGroup], FloatArray], min_group: int = 1
+) -> dict[tuple[int, int], float]:
+    """(episode, trace) -> advantage, every trace compared with those of the same role in the whole group.
+
+    In self-play the mean over the seats says nothing (in a zero-sum game it is 0 whoever wins), and seats differ: the
+    first move may be worth something. Roles with fewer than `min_group` traces get 0.
+    """
+    by_role: dict[str, list[Trace]] = {}
+    for trace in traces_of(group):
+        by_role.setdefault(trace.agent, []).append(trace)
+    found: dict[tuple[int, int], float] = {}
+    for traces in by_role.values():
+        rewards = np.array([t.reward for t in traces])
+        lengths = np.array([t.num_tokens for t in traces], dtype=np.int64)
+        part = RewardGroup(rewards, lengths, group.env, group.position)
+        scores = score(part) if len(traces) >= min_group else np.zeros_like(rewards)
+        found |= {(t.episode, t.number): a for t, a in zip(traces, scores.tolist(), strict=True)}
+    return found
+
+
+def episode_means(group: RewardGroup, per_trace: dict[tuple[int, int], float]) -> FloatArray:
+    """float64[G], each rollout's mean over its traces: what the log shows of advantages that differ within it."""
+    values: list[list[float]] = [[] for _ in group.episodes]
+    for (episode, _), advantage in per_trace.items():
+        values[episode].append(advantage)
+    return np.array([float(np.mean(v)) if v else 0.0 for v in values])
+
+
+def token_advantages(group: RewardGroup, per_trace: dict[tuple[int, int], float]) -> list[list[FloatArray]]:
+    """For every rollout, each of its samples, float64[L]: all tokens get their trace's advantage."""
+    return [
+        [np.full(sample.num_tokens, per_trace[i, sample.trace]) for sample in episode.result.samples]
+        for i, episode in enumerate(group.episodes)
+    ]
+
+
+def has_roles(group: RewardGroup) -> bool:
+    """Whether any rollout has more than one trained trace."""
+    return any(sample.trace for episode in group.episodes for sample in episode.result.samples)
+
+
 class Algorithm(Protocol):
     """What scores groups; stateless ones are made by `register`."""
 
@@ -53,7 +130,8 @@ class Algorithm(Protocol):
         """Advantages float64[G].
 
         An algorithm whose advantages differ within a rollout also has `score_tokens(group, advantages)`, called with
-        what this returned, -> for every rollout, for each of its samples, float64[L]; read where tokens train.
+        what this returned, -> for every rollout, for each of its samples, float64[L], read where tokens train; None
+        where they do not differ in this group.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,7 +154,7 @@ class Registered:
 
 
 class _Stateless:
-    """An algorithm that is one function."""
+    """An algorithm that is one function of rollouts, whatever these are."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         self._function, self._arguments, self._named = function, arguments, named
@@ -91,19 +169,39 @@ class _Stateless:
         pass
 
 
+class _ByRole(_Stateless):
+    """A function that compares rewards: of rollouts, or where these have several traces, of each role's traces."""
+
+    def __init__(self, function: Callable[..., Any], config: AdvantageConfig, min_group: int) -> None:
+        super().__init__(function, config)
+        self._min_group = min_group
+        self._per_trace: dict[tuple[int, int], float] | None = None
+
+    def score_group(self, group: RewardGroup) -> FloatArray:
+        self._per_trace = None
+        if not has_roles(group):
+            return super().score_group(group)
+        self._per_trace = score_by_role(group, super().score_group, self._min_group)
+        return episode_means(group, self._per_trace)
+
+    def score_tokens(self, group: RewardGroup, advantages: FloatArray) -> list[list[FloatArray]] | None:
+        return None if self._per_trace is None else token_advantages(group, self._per_trace)
+
+
 _REGISTRY: dict[str, Registered] = {}
 
 
 def register(*names: str, min_group: int = 2, teacher: Literal["", "model", "self"] = "") -> Callable[[Any], Any]:
     """Make a function `(group, config)`, or a class made with the config, known as `names`.
 
-    Groups below `min_group` rollouts are unusable and never get there.
+    Groups below `min_group` rollouts are unusable and never get there. A function that sees rewards and lengths alone
+    serves episodes of several agents as well: see `score_by_role`.
     """
 
     def decorate(found: Any) -> Any:
         for name in names:
             assert name not in _REGISTRY, f"advantage {name} is registered twice"
-            build = found if isinstance(found, type) else lambda config: _Stateless(found, config)
+            build = found if isinstance(found, type) else lambda config: _ByRole(found, config, min_group)
             _REGISTRY[name] = Registered(name, build, min_group, teacher)
         return found
 

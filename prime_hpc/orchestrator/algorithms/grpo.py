@@ -7,7 +7,8 @@ grpo (DeepSeekMath, arXiv 2402.03300, section 4.1.2, outcome supervision), std o
 dr_grpo, also called grpo_no_std (arXiv 2503.20783, section 3.2): A_i = r_i - mean(r). Without the division, questions
 whose rewards hardly differ do not get the weight of those that differ much.
 
-Edge cases: equal rewards give exact zeros. eps is far below any real spread (1e-6).
+Edge cases: equal rewards give exact zeros. eps is far below any real spread (1e-6). Where episodes have several agents
+the group is one role's traces (`base.score_by_role`).
 """
 
 import numpy as np

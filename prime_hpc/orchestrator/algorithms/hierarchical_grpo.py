@@ -17,12 +17,21 @@ Penalties, which are the episode's, are taken off each of its traces' rewards. A
 its advantage; the episode's own, which the log shows, is the mean over its traces.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
-from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, centered, register
+from prime_hpc.orchestrator.algorithms.base import (
+    FloatArray,
+    RewardGroup,
+    Trace,
+    centered,
+    episode_means,
+    register,
+    token_advantages,
+    traces_of,
+)
 
 
 @register("hierarchical_grpo", min_group=1)
@@ -34,35 +43,22 @@ class HierarchicalGRPO:
 
     def score_group(self, group: RewardGroup) -> FloatArray:
         """Mean of each episode's traces."""
-        per_trace = self._score_traces(group)
-        return np.array(
-            [
-                np.mean([per_trace[i, trace] for trace in dict.fromkeys(s.trace for s in episode.result.samples)])
-                for i, episode in enumerate(group.episodes)
-            ]
-        )
+        return episode_means(group, self._score_traces(group))
 
     def score_tokens(self, group: RewardGroup, advantages: FloatArray) -> list[list[FloatArray]]:
         """Every sample's tokens get their trace's advantage."""
-        per_trace = self._score_traces(group)
-        return [
-            [np.full(sample.num_tokens, per_trace[i, sample.trace]) for sample in episode.result.samples]
-            for i, episode in enumerate(group.episodes)
-        ]
+        return token_advantages(group, self._score_traces(group))
 
     def _score_traces(self, group: RewardGroup) -> dict[tuple[int, int], float]:
         """(episode, trace) -> advantage."""
-        traces = {(i, s.trace): s for i, e in enumerate(group.episodes) for s in e.result.samples}
-        acting: defaultdict[tuple[int, str], int] = defaultdict(int)
-        for (i, _), sample in traces.items():
-            acting[i, sample.agent] += 1
+        traces = traces_of(group)
+        acting = Counter((trace.episode, trace.agent) for trace in traces)
         solvers = self._within or {agent for (_, agent), count in acting.items() if count > 1}
-        peers: defaultdict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
-        for (i, trace), sample in traces.items():
-            peers[i if sample.agent in solvers else -1, sample.agent].append((i, trace))
-        penalties = [e.result.reward - r for e, r in zip(group.episodes, group.rewards.tolist(), strict=True)]
+        peers: defaultdict[tuple[int, str], list[Trace]] = defaultdict(list)
+        for trace in traces:
+            peers[trace.episode if trace.agent in solvers else -1, trace.agent].append(trace)
         found: dict[tuple[int, int], float] = {}
-        for keys in peers.values():
-            rewards = np.array([traces[key].reward - penalties[key[0]] for key in keys])
-            found |= dict(zip(keys, centered(rewards).tolist(), strict=True))
+        for same in peers.values():
+            scores = centered(np.array([trace.reward for trace in same]))
+            found |= {(t.episode, t.number): a for t, a in zip(same, scores.tolist(), strict=True)}
         return found

@@ -12,15 +12,22 @@ The teacher scores the very token ids: it must share the policy's tokenizer (che
 disk). Its log-probabilities are those of temperature 1, so the policy must sample at 1 (refused otherwise).
 
 Edge cases: a token that the teacher thinks impossible (engines say -9999) weighs -g. Equal rewards leave the teacher's
-word alone; a group of one has no reward part. A rollout that a limit cut short has tokens as good as any other's:
-`overlong` applies to it all the same. Algorithms of your own get the scores too: a class with `teacher = "model"` and
-`score_tokens`.
+word alone; a group of one has no reward part. Rewards of episodes of several agents are compared role by role. A
+rollout that a limit cut short has tokens as good as any other's: `overlong` applies to it all the same. Algorithms of
+your own get the scores too: a class with `teacher = "model"` and `score_tokens`.
 """
 
 import numpy as np
 
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
-from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, centered, register
+from prime_hpc.orchestrator.algorithms.base import (
+    FloatArray,
+    RewardGroup,
+    centered,
+    episode_means,
+    register,
+    score_by_role,
+)
 
 
 @register("opd", min_group=1, teacher="model")
@@ -29,17 +36,20 @@ class Distillation:
 
     def __init__(self, config: AdvantageConfig) -> None:
         self._weight, self._max_gap = config.reward_weight, config.max_gap
+        self._per_trace: dict[tuple[int, int], float] = {}
 
     def score_group(self, group: RewardGroup) -> FloatArray:
-        """The rewards' part, the same for all tokens of a rollout."""
-        return self._weight * centered(group.rewards)
+        """The rewards' part, the same for all tokens of a trace."""
+        self._per_trace = score_by_role(group, lambda same: self._weight * centered(same.rewards))
+        return episode_means(group, self._per_trace)
 
     def score_tokens(self, group: RewardGroup, advantages: FloatArray) -> list[list[FloatArray]]:
         """The teacher's part on top, token by token."""
         return [
             [
-                advantage + np.clip(scores.astype(np.float64) - sample.logprobs, -self._max_gap, self._max_gap)
+                self._per_trace[i, sample.trace]
+                + np.clip(scores.astype(np.float64) - sample.logprobs, -self._max_gap, self._max_gap)
                 for sample, scores in zip(episode.result.samples, teacher, strict=True)
             ]
-            for advantage, episode, teacher in zip(advantages.tolist(), group.episodes, group.references, strict=True)
+            for i, (episode, teacher) in enumerate(zip(group.episodes, group.references, strict=True))
         ]

@@ -55,16 +55,23 @@ def sampled_runs(episode: Episode) -> Iterator[NDArray[np.int32]]:
             yield sample.token_ids[start:stop]
 
 
-def soft_overlong_penalty(config: SoftOverlongConfig, num_tokens: NDArray[np.int64], max_tokens: int) -> FloatArray:
+def soft_overlong_penalty(config: SoftOverlongConfig, episodes: Sequence[Episode], max_tokens: int) -> FloatArray:
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), times coef.
 
-    0 up to max - buffer tokens, then rising evenly to 1 at max tokens, 1 beyond.
+    0 up to max - buffer tokens, then rising evenly to 1 at max tokens, 1 beyond. The paper's answers have one turn;
+    of several turns, each is held against the limit of a turn and the longest counts, or all together against that of
+    the episode (`config.per`).
 
     Args:
         config: the section.
-        num_tokens: int64[G], sampled tokens.
-        max_tokens: stands for `config.max_tokens` where that is not set.
+        episodes: the group's.
+        max_tokens: of one turn; stands for `config.max_tokens` where that is not set.
     """
+    if config.per == "turn":
+        longest = [max((len(run) for run in sampled_runs(e)), default=0) for e in episodes]
+        num_tokens = np.array(longest, dtype=np.int64)
+    else:
+        num_tokens = np.array([e.num_sampled_tokens for e in episodes], dtype=np.int64)
     limit = config.max_tokens or max_tokens
     buffer = min(config.buffer or max(1, limit // 5), limit)
     return config.coef * np.clip((num_tokens - (limit - buffer)) / buffer, 0.0, 1.0)

@@ -53,7 +53,7 @@ class Scorer:
         """
         Args:
             config: `orchestrator.advantage`.
-            max_tokens: `orchestrator.sampling.max_tokens`, the default limit of the soft overlong penalty.
+            max_tokens: `orchestrator.sampling.max_tokens`, the default limit of the soft overlong penalty on a turn.
 
         Raises:
             ConfigError: the algorithm is unknown or cannot be imported.
@@ -87,7 +87,7 @@ class Scorer:
         """
         num_tokens = np.array([e.num_sampled_tokens for e in episodes], dtype=np.int64)
         truncated = np.array([e.result.truncated for e in episodes], dtype=bool)
-        rewards = self._shaped(episodes, num_tokens, truncated)
+        rewards = self._shaped(episodes, truncated)
         scored = ~truncated if self._config.overlong == "drop" else np.ones(len(episodes), dtype=bool)
         kept = ~truncated if self._config.overlong in ("drop", "mask") else scored
         if scored.sum() < self.min_group:  # as if those rollouts had failed; nothing is left to compare
@@ -109,9 +109,7 @@ class Scorer:
             return Scores(rewards, np.zeros_like(rewards), np.zeros_like(kept), problem)
         return Scores(rewards, advantages, kept, tokens=tokens)
 
-    def _shaped(
-        self, episodes: Sequence[Episode], num_tokens: NDArray[np.int64], truncated: NDArray[np.bool_]
-    ) -> FloatArray:
+    def _shaped(self, episodes: Sequence[Episode], truncated: NDArray[np.bool_]) -> FloatArray:
         config = self._config
         rewards = np.array([e.result.reward for e in episodes], dtype=np.float64)
         assert np.isfinite(rewards).all(), "an episode whose reward is not finite is not usable"
@@ -121,7 +119,7 @@ class Scorer:
         if config.repetition is not None:
             penalty += repetition_penalty(config.repetition, episodes)
         if config.soft_overlong is not None:
-            penalty += soft_overlong_penalty(config.soft_overlong, num_tokens, self._max_tokens)
+            penalty += soft_overlong_penalty(config.soft_overlong, episodes, self._max_tokens)
         if config.overlong == "penalize":
             penalty += config.overlong_penalty * truncated
         return rewards - penalty
@@ -145,7 +143,10 @@ class Scorer:
         if score is None:
             return None
         with self._named(group), np.errstate(all="ignore"):
-            scored = {id(e): rows for e, rows in zip(group.episodes, score(group, advantages), strict=True)}
+            by_rollout = score(group, advantages)
+            if by_rollout is None:
+                return None
+            scored = {id(e): rows for e, rows in zip(group.episodes, by_rollout, strict=True)}
             found = []
             for episode, trains in zip(episodes, kept.tolist(), strict=True):
                 samples = episode.result.samples

@@ -11,7 +11,7 @@ import numpy as np
 
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.curriculum import GateConfig
-from prime_hpc.orchestrator.algorithms.base import centered
+from prime_hpc.orchestrator.algorithms.base import RewardGroup, centered, has_roles, score_by_role
 from prime_hpc.orchestrator.curriculum.base import CompletedGroup, Gate, make_own
 from prime_hpc.orchestrator.own import import_own
 
@@ -28,7 +28,8 @@ class RewardRange:
 
 
 class AdvantageRange:
-    """max_i |r_i - mean(r)| within [low, high]; without `low`: above 0 by more than rounding.
+    """max_i |r_i - mean(r)| within [low, high]; without `low`: above 0 by more than rounding. Role by role where an
+    episode has several agents.
 
     These are Dr. GRPO's advantages, whatever algorithm trains: gates look at groups one by one as they complete, and an
     algorithm that remembers (RAE) may score a group once only.
@@ -39,7 +40,12 @@ class AdvantageRange:
         self._high = math.inf if high is None else high
 
     def admits(self, group: CompletedGroup) -> bool:
-        return bool(self._low <= np.abs(centered(group.rewards)).max() <= self._high)
+        whole = RewardGroup(group.rewards, np.zeros(len(group.rewards), np.int64), episodes=group.episodes)
+        if has_roles(whole):
+            largest = max(map(abs, score_by_role(whole, lambda same: centered(same.rewards)).values()))
+        else:
+            largest = float(np.abs(centered(group.rewards)).max())
+        return bool(self._low <= largest <= self._high)
 
 
 class _Function:
