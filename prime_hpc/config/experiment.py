@@ -137,6 +137,7 @@ class Experiment(Section):
                 f"orchestrator.sampling.max_tokens ({o.sampling.max_tokens}) cannot fit "
                 f"inference.max_model_len ({self.max_model_len}) together with a prompt"
             )
+        self._can_evaluate()
         resume = self.ckpt.resume_step if self.ckpt is not None else None
         if isinstance(resume, int) and resume >= self.max_steps:
             raise ValueError(
@@ -147,6 +148,8 @@ class Experiment(Section):
         self._can_be_taught()
         if self.kind == "rl":
             self._can_distil()
+            for name, why in o.policy_sampling.untrainable().items():
+                raise ValueError(f"orchestrator.sampling.extra.{name} cannot be used in training: {why}; leave it out")
         if self.trainer.max_concurrent_runs > 1:
             self._can_train_many()
         if self.model.fp8:
@@ -185,11 +188,6 @@ class Experiment(Section):
         data, evaluation = self.sft.data, self.orchestrator.eval
         if evaluation is not None and not evaluation.env:
             raise ValueError("orchestrator.eval names no environment to evaluate on: set orchestrator.eval.env")
-        if evaluation is not None and evaluation.sampling.max_tokens >= self.max_model_len:
-            raise ValueError(
-                f"orchestrator.eval.sampling.max_tokens ({evaluation.sampling.max_tokens}) cannot fit "
-                f"inference.max_model_len ({self.max_model_len}) together with a prompt"
-            )
         longest = data.seq_len or self.seq_len
         if data.type != "fake" and longest > self.micro_batch_tokens:
             raise ValueError(
@@ -200,6 +198,19 @@ class Experiment(Section):
             raise ValueError(
                 f"sft.data.batch_tokens ({data.batch_tokens}) is below sft.data.seq_len ({longest}): the longest "
                 "sample would not fit into a step"
+            )
+
+    def _can_evaluate(self) -> None:
+        """Replies of an evaluation leave room for a prompt."""
+        o = self.orchestrator
+        if o.eval is None or not (o.eval.env or o.env):
+            return
+        length = o.eval_sampling.max_tokens
+        if length >= self.max_model_len:
+            stated = "orchestrator.eval.sampling" if o.eval.sampling.max_tokens else "orchestrator.sampling"
+            raise ValueError(
+                f"{stated}.max_tokens ({length}) cannot fit inference.max_model_len ({self.max_model_len}) together "
+                "with a prompt"
             )
 
     def _can_be_taught(self) -> None:
@@ -253,6 +264,11 @@ class Experiment(Section):
             raise ValueError(
                 f"{key} compares log-probabilities at temperature 1 (so the teacher's are): orchestrator.sampling."
                 f"temperature must be 1, not {o.sampling.temperature:g}"
+            )
+        if o.advantage.distils and o.sampling.truncates:
+            raise ValueError(
+                f"{key} compares log-probabilities over the whole vocabulary (so the teacher's are): leave "
+                "orchestrator.sampling.top_p, top_k and min_p out"
             )
         if imitates and self.trainer.loss.type != "nll":
             raise ValueError(

@@ -17,7 +17,8 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.config.sections.orchestrator import EnvConfig, SamplingConfig
+from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
@@ -259,15 +260,12 @@ class EnvPool:
             ) from error
         self._renderer = load_prompt_renderer(*self._renderer_options)
         self.sources = [EnvSource(config, self._split, self._seed, hold_out=self._hold_out) for config in self._configs]
-        sampling = self._sampling
         self._target = PolicyTarget(
             model_name=self._model_name,
             urls=self._urls,
             api_key_var=self._api_key_var,
             api_key=os.environ.get(self._api_key_var) or self._api_key,
-            sampling=VerifiersSampling(
-                temperature=sampling.temperature, max_tokens=sampling.max_tokens, **sampling.extra
-            ),
+            sampling=VerifiersSampling(**self._sampling.parameters()),
             max_model_len=self._max_model_len,
             patience_s=min(MAX_PATIENCE_S, *(config.timeout_s / 2 for config in self._configs)),
         )

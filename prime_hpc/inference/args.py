@@ -61,6 +61,8 @@ FIXED = {
     "enable_scale_out": "token-in token-out generation needs it",
     "logprobs_mode": "the trainer's importance ratio needs log-probabilities after temperature",
     "generation_config": "a model's own defaults would change the sampling silently",
+    "override_generation_config": "it would change the sampling; orchestrator.sampling states it",
+    "logits_processors": "the trainer cannot compute the log-probabilities of what they make of the distribution",
     "api_server_count": "one process holds the policy version",
 }
 """vLLM arguments that cannot be chosen, and why."""

@@ -43,6 +43,7 @@ CODES = {
     "PH208": "difficulty pools",
     "PH209": "echo without turns",
     "PH210": "a trainer of many runs without a run",
+    "PH211": "greedy training rollouts",
     "PH301": "unknown partition",
     "PH302": "more GPUs a node than the partition has",
     "PH303": "more nodes than the partition has",

@@ -24,6 +24,20 @@ def groups(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def sampling(subject: Subject) -> Iterator[Finding]:
+    """Greedy rollouts of one prompt are all the same, and no sample of the policy's distribution."""
+    orchestrator = subject.experiment.orchestrator
+    if subject.is_rl and orchestrator.sampling.temperature == 0 and orchestrator.advantage.type != "sft":
+        yield Finding(
+            "PH211",
+            "error",
+            "orchestrator.sampling.temperature",
+            "0 is greedy: every rollout of a prompt is the same reply, so that there is nothing to compare, and a "
+            "policy gradient needs samples of the policy",
+            "1, or what the model's makers recommend; orchestrator.eval.sampling is greedy as it is",
+        )
+
+
 def batch(subject: Subject) -> Iterator[Finding]:
     """Ranks without a sample compute on padding."""
     experiment = subject.experiment
@@ -201,4 +215,4 @@ def runs(subject: Subject) -> Iterator[Finding]:
         )
 
 
-CHECKS = (groups, batch, concurrency, curriculum, echo, evaluation, data, checkpoints, runs)
+CHECKS = (groups, sampling, batch, concurrency, curriculum, echo, evaluation, data, checkpoints, runs)

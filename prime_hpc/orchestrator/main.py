@@ -151,7 +151,7 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
         eval_pool = None
         if config.eval is not None:
             envs = config.eval.env or config.env
-            pool = make_pool(exp, urls, envs, config.eval.sampling, "eval", served_as)
+            pool = make_pool(exp, urls, envs, config.eval_sampling, "eval", served_as)
             eval_pool = await stack.enter_async_context(pool)
         teacher = make_teacher(exp, context, clients, train_pool, served_as) if train_pool is not None else None
         if teacher is not None:

@@ -15,7 +15,8 @@ from prime_hpc.client.keys import KEY_VARIABLES
 from prime_hpc.config import Experiment
 from prime_hpc.config.engines import SECTIONS, EngineRole, sampling_role, servers_of
 from prime_hpc.config.secret import revealed
-from prime_hpc.config.sections.orchestrator import EnvConfig, SamplingConfig
+from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.config.sections.teacher import TeacherConfig
 from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.sources import Split

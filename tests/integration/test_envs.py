@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prime_hpc.config.sections.orchestrator import EnvConfig, SamplingConfig
+from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
@@ -123,12 +124,13 @@ def test_single_turn_is_token_exact_and_scored(world: World) -> None:
 
 def test_api_key_sampling_extras_and_session_reach_the_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "secret")
-    sampling = SamplingConfig(temperature=0.0, max_tokens=9, extra={"top_k": 5})
+    sampling = SamplingConfig(temperature=0.0, max_tokens=9, top_k=5, extra={"min_tokens": 2})
     world.play(EnvConfig(id="reverse-text"), api_key_var="SOME_KEY", sampling=sampling)
     headers = world.server.headers[0]
     assert headers["Authorization"] == "Bearer secret" and headers["X-Session-ID"]
     params = world.server.requests[0]["sampling_params"]
-    assert (params["temperature"], params["max_tokens"], params["top_k"]) == (0.0, 9, 5)
+    assert (params["temperature"], params["max_tokens"], params["top_k"], params["min_tokens"]) == (0.0, 9, 5, 2)
+    assert "top_p" not in params and "min_p" not in params
 
 
 def test_versions_of_a_reply_across_a_weight_update(world: World) -> None:

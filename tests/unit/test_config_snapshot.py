@@ -20,7 +20,7 @@ TREE = {
     "orchestrator": {
         "batch_size": 16,
         "rollouts_per_example": 4,
-        "sampling": {"max_tokens": 64, "extra": {"min_p": 0.0, "stop": ["a", "\u00e9\n"]}},
+        "sampling": {"max_tokens": 64, "min_p": 0.0, "extra": {"min_tokens": 0, "stop": ["a", "\u00e9\n"]}},
         "env": [
             {"id": "reverse-text", "args": {"split": "1e-6", "deep": {"a": [1, {"b": None}]}}, "max_turns": None},
             {"id": "calculator", "ratio": 2},

@@ -113,7 +113,7 @@ def test_interpolation_through_a_chain_and_of_a_section(tmp_path: Path) -> None:
     experiment = load(["@", write(tmp_path / "a.yaml", text)])
     assert experiment.trainer.micro_batch_tokens == 512
     assert experiment.orchestrator.eval is not None
-    assert experiment.orchestrator.eval.sampling == experiment.orchestrator.sampling
+    assert experiment.orchestrator.eval_sampling == experiment.orchestrator.sampling
     (problem,) = problems(["@", str(tmp_path / "a.yaml"), "--orchestrator.eval.sampling.temperature", "0"])
     assert "${orchestrator.sampling}" in problem and "as a whole" in problem
 

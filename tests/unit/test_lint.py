@@ -181,6 +181,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ),
     ("PH205", "warning", {**MANY, "ckpt": None}, {}, "a run that does not state its own begins again"),
     ("PH210", "warning", MANY, {}, "no run is below /shared/runs/x yet"),
+    ("PH211", "error", {"orchestrator": {"sampling": {"temperature": 0}}}, {}, "every rollout of a prompt is the same"),
     ("PH301", "error", {SLURM: {"partition": "h10"}}, {}, "no partition 'h10'"),
     ("PH302", "error", {SLURM: {"gpus_per_node": 16}}, {}, "16 GPUs a node are asked of h100"),
     ("PH303", "error", {"trainer": {"num_ranks": 256}}, {}, "needs 33 nodes of h100, which has 16"),

@@ -1,6 +1,6 @@
 """The orchestrator's section: environments, sampling, batching, staleness, evaluation, the client."""
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -8,18 +8,8 @@ from prime_hpc.config.secret import Arguments
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.curriculum import CurriculumConfig
 from prime_hpc.config.sections.names import known_or_import
+from prime_hpc.config.sections.sampling import EvalSamplingConfig, SamplingConfig
 from prime_hpc.config.sections.teacher import EchoConfig, TeacherConfig
-
-
-class SamplingConfig(Section):
-    """How completions are sampled."""
-
-    temperature: float = Field(1.0, ge=0)
-    """Softmax temperature; the trainer's log-probabilities use the same."""
-    max_tokens: int = Field(512, ge=1)
-    """Longest completion of one turn."""
-    extra: dict[str, Any] = {}
-    """Further sampling parameters, by vLLM's names. top_p/top_k below the full vocabulary bias the ratio."""
 
 
 class EnvConfig(Section):
@@ -53,10 +43,11 @@ class EvalConfig(Section):
     """Tasks of each environment."""
     rollouts_per_example: int = Field(1, ge=1)
     """Completions of each task."""
-    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    """Greedy by default."""
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+    """Greedy and as long as in training, where it does not say otherwise."""
     env: list[EnvConfig] = []
-    """Held-out environments; default: the training ones with `split: eval` where they have it."""
+    """Held-out environments; default: the training ones, on their `eval` split where they have one, else on a tenth of
+    the tasks, which is then not trained on."""
 
 
 class ClientConfig(Section):
@@ -243,3 +234,15 @@ class OrchestratorConfig(Section):
     """Compress batches (zstd) in the background once they were trained on; `replay` and `export` read both kinds."""
     bench: bool = False
     """Run a few steps without a trainer, print a table, end."""
+
+    @property
+    def eval_sampling(self) -> SamplingConfig:
+        """How evaluations are sampled, with training's length where they state none."""
+        assert self.eval is not None
+        stated = self.eval.sampling.model_dump()
+        return SamplingConfig(**stated | {"max_tokens": stated["max_tokens"] or self.sampling.max_tokens})
+
+    @property
+    def policy_sampling(self) -> SamplingConfig:
+        """The distribution of which the trainer computes log-probabilities: what is sampled, unless a teacher does."""
+        return SamplingConfig() if self.advantage.type == "sft" else self.sampling
