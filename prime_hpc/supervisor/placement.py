@@ -4,7 +4,7 @@
 the nodes. Nothing here asks the machine or the cluster anything.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from prime_hpc.config import ConfigError, Experiment, Problem
@@ -43,6 +43,8 @@ class RoleGroup:
     """Positions, among the GPUs that the job sees on each node, of those this role uses; None: no GPU."""
     dp_size: int = 1
     """Data-parallel size of this server, over all its nodes."""
+    device: Literal["cuda", "cpu"] = "cpu"
+    """`cuda`: it computes on `gpus`, and ends where they are not there."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,34 @@ def place_slurm(experiment: Experiment, site: SiteConfig) -> Placement:
     layout, _ = choose_layout(experiment, site)
     placement = _place_het(experiment, site) if layout == "het" else _place_packed(experiment, site)
     _check_ports(experiment, placement)
-    return placement
+    groups = tuple(replace(group, device=_device(experiment, site, group)) for group in placement.groups)
+    return replace(placement, groups=groups)
+
+
+def _device(experiment: Experiment, site: SiteConfig, group: RoleGroup) -> Literal["cuda", "cpu"]:
+    """What a role computes on. `auto` is decided here, by the GPUs that the job asks for, and nowhere else.
+
+    Raises:
+        ConfigError: `device` is cuda and the role's nodes have no GPU.
+    """
+    stated = stated_device(experiment, site)
+    if group.role == "orchestrator" or stated == "cpu" or (group.role == "trainer" and computes_on_cpu(experiment)):
+        return "cpu"
+    if group.gpus is None and stated == "cuda":
+        raise ConfigError(
+            Problem(f"cuda, but no GPU is asked for the nodes of {group.role}: state slurm.gpus_per_node", "device")
+        )
+    return "cpu" if group.gpus is None else "cuda"
+
+
+def stated_device(experiment: Experiment, site: SiteConfig) -> Literal["auto", "cuda", "cpu"]:
+    """What the experiment says of the device, else the site profile."""
+    return experiment.device if experiment.device != "auto" else site.device
+
+
+def computes_on_cpu(experiment: Experiment) -> bool:
+    """Whether the trainer's process group is gloo's by the config, which leaves GPUs alone."""
+    return experiment.trainer.backend == "gloo"
 
 
 def stated_port(experiment: Experiment, placement: Placement, group: RoleGroup) -> int | None:

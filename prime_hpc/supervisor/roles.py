@@ -5,14 +5,16 @@ A pure function of the experiment and the node's facts; the supervisor starts wh
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, ready_timeout_s, servers_of
+from prime_hpc.observe.gpus import driver_version, visible_gpus
 from prime_hpc.store.network import ENGINES_PORT, GLOO, on_loopback
 from prime_hpc.store.sockets import http_url, reached_at
-from prime_hpc.supervisor.devices import share_out
+from prime_hpc.supervisor.devices import at_positions, gpu_environment, share_out
 
 Urls = dict[str, list[str]]
 """Group of engines -> the URLs of its servers, in order, as far as they are known."""
@@ -43,21 +45,50 @@ class RoleSpec:
         return f"{self.name}[{self.index}]" if self.name in ENGINE_ROLES else self.name
 
 
+def usable_gpus(experiment: Experiment, environ: Mapping[str, str]) -> list[str]:
+    """The GPUs of this machine that the roles compute on; [] is the CPU, as `device` says or for want of any.
+
+    Raises:
+        ConfigError: GPUs are stated (`device`, `*_gpu_ids`) and there are none.
+    """
+    if experiment.device == "cpu":
+        return []
+    gpus = visible_gpus(environ)
+    named = [key for key in (f"{name}_gpu_ids" for name in ("trainer", *ENGINE_ROLES)) if getattr(experiment, key)]
+    if gpus or (experiment.device == "auto" and not named):
+        return gpus
+    hidden = "CUDA_VISIBLE_DEVICES" in environ
+    driver = driver_version()
+    raise ConfigError(
+        Problem(
+            "GPUs are wanted, but none is to be seen here ("
+            + (f"CUDA_VISIBLE_DEVICES = {environ['CUDA_VISIBLE_DEVICES']!r}" if hidden else "nvidia-smi, /dev/nvidia*")
+            + f"; {f'NVIDIA driver {driver}' if driver else 'no NVIDIA driver'}); device: cpu computes without",
+            named[0] if named else "device",
+        )
+    )
+
+
 def split_gpus(experiment: Experiment, gpus: list[str]) -> tuple[dict[EngineRole, list[list[str]]], list[str]]:
     """GPUs of each server of each group of engines, and of the trainer.
 
-    Explicit ids (`inference_gpu_ids`, ...) win and may overlap (one GPU shared by several roles).
+    Positions that a key names (`inference_gpu_ids`, ...) win and may overlap (one GPU shared by several roles).
+
+    Args:
+        experiment: its counts and keys.
+        gpus: the visible ones, as CUDA_VISIBLE_DEVICES takes them; [] is the CPU.
 
     Raises:
-        ConfigError: the node has fewer GPUs than the roles need.
+        ConfigError: the node has fewer GPUs than the roles need, or none at a position that a key names.
     """
     roles = engine_roles(experiment)
     sizes = {role: _server_gpus(experiment, role) for role in roles}
     counts = {role: servers_of(experiment, role).num_replicas for role in roles}
     if not gpus:
         return {role: [[] for _ in range(counts[role])] for role in roles}, []
-    need = {role: counts[role] * sizes[role] for role in roles} | {"trainer": experiment.trainer.num_ranks}
-    shares = share_out(gpus, need, {role: _named(experiment, role) for role in need})
+    training = 0 if experiment.trainer.backend == "gloo" else experiment.trainer.num_ranks
+    need = {role: counts[role] * sizes[role] for role in roles} | {"trainer": training}
+    shares = share_out(gpus, need, {role: _named(experiment, role, gpus) for role in need})
     for role, have in shares.items():
         if len(have) < need[role]:
             sections = [f"{SECTIONS[name]}.data_parallel_size" for name in roles]
@@ -76,10 +107,10 @@ def _server_gpus(experiment: Experiment, role: EngineRole) -> int:
     return (servers.data_parallel_size_local or servers.data_parallel_size) * servers.tensor_parallel_size
 
 
-def _named(experiment: Experiment, role: str) -> list[str] | None:
-    """GPUs that a role's key names."""
-    ids = getattr(experiment, f"{role}_gpu_ids")
-    return None if ids is None else [str(i) for i in ids]
+def _named(experiment: Experiment, role: str, gpus: list[str]) -> list[str] | None:
+    """GPUs whose positions among the visible ones a role's key names."""
+    positions = getattr(experiment, f"{role}_gpu_ids")
+    return None if positions is None else at_positions(positions, gpus, f"{role}_gpu_ids")
 
 
 def own_gpus(experiment: Experiment, role: str, gpus: list[str]) -> list[str]:
@@ -92,15 +123,29 @@ def own_gpus(experiment: Experiment, role: str, gpus: list[str]) -> list[str]:
         gpus: the visible ones; none on a machine without.
 
     Raises:
-        ConfigError: the key names too few.
+        ConfigError: the key names too few, or too few are left.
     """
-    if not gpus or role == "orchestrator":
+    if not gpus or role == "orchestrator" or (role == "trainer" and experiment.trainer.backend == "gloo"):
         return []
-    own = _named(experiment, role)
-    others = {gpu for name in ("trainer", *ENGINE_ROLES) if name != role for gpu in _named(experiment, name) or ()}
+    own = _named(experiment, role, gpus)
+    # the other side may be on another machine: of its positions those count that are here
+    others = {
+        gpus[i]
+        for name in ("trainer", *ENGINE_ROLES)
+        if name != role
+        for i in getattr(experiment, f"{name}_gpu_ids") or ()
+        if i < len(gpus)
+    }
     need = _server_gpus(experiment, "inference") if role == "inference" else experiment.trainer.num_ranks
     if own is None:
-        return [gpu for gpu in gpus if gpu not in others][:need]
+        own = [gpu for gpu in gpus if gpu not in others][:need]
+        if len(own) < need:
+            raise ConfigError(
+                f"{role} needs {need} GPUs, but {len(own)} of the {len(gpus)} visible ({', '.join(gpus)}) are left: "
+                f"lower {'trainer.num_ranks' if role == 'trainer' else 'inference.data_parallel_size'}, or name them "
+                f"with {role}_gpu_ids"
+            )
+        return own
     if len(own) < need:
         raise ConfigError(
             f"{role}_gpu_ids names {len(own)} GPUs, but {role} needs {need}: name more, or lower "
@@ -122,8 +167,7 @@ def trainer_spec(experiment: Experiment, run_dir: Path, gpus: list[str]) -> Role
     if not gpus and "OMP_WAIT_POLICY" not in os.environ:
         # Engines and trainer share a CPU machine's cores: a thread that waits at a barrier must not keep one busy.
         environment["OMP_WAIT_POLICY"] = "passive"
-    if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    environment |= gpu_environment(gpus, os.environ, trains=True)
     if GLOO not in os.environ:
         environment |= on_loopback()
     return RoleSpec(
@@ -141,7 +185,7 @@ def orchestrator_spec(experiment: Experiment, run_dir: Path) -> RoleSpec:
         "orchestrator",
         [sys.executable, "-P", "-m", "prime_hpc.orchestrator.main", str(run_dir)],
         experiment.supervisor.start_timeout_s + ready_timeout_s(experiment),
-        environment={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        environment={**gpu_environment([], os.environ), "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -163,7 +207,7 @@ def inference_spec(
 ) -> RoleSpec:
     """One vLLM server (with its data-parallel engines) of a group."""
     servers = servers_of(experiment, role)
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    environment = gpu_environment(gpus, os.environ)
     if engines_port is not None:
         environment[ENGINES_PORT] = str(engines_port)
     if GLOO not in os.environ and not (servers.headless or servers.data_parallel_address):

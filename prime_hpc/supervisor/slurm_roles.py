@@ -52,7 +52,8 @@ def slurm_specs(
         spec = build(experiment, site, group, hosts, run_dir, num_servers)
         port = stated_port(experiment, placement, group)
         options = placement.components[group.component].options
-        specs.append(replace(spec, options=options, gpus=group.gpus, port=port))
+        on_gpus = group.device == "cuda"
+        specs.append(replace(spec, options=options, gpus=group.gpus, is_on_gpus=on_gpus, port=port))
     return specs
 
 
@@ -78,6 +79,11 @@ def _check_nodes(placement: Placement, allocation: Allocation) -> None:
 def _interface(site: SiteConfig) -> dict[str, str]:
     name = site.network_interface
     return {} if name is None else {"NCCL_SOCKET_IFNAME": name, "GLOO_SOCKET_IFNAME": name}
+
+
+def _gpus(group: RoleGroup) -> list[int] | None:
+    """Positions of the GPUs that a role computes on; None: it gets none to see."""
+    return list(group.gpus) if group.gpus is not None and group.device == "cuda" else None
 
 
 def _python(site: SiteConfig) -> str:
@@ -113,7 +119,7 @@ def _trainer(
             command = [python, "-P", *program]
             environment |= {
                 "RANK": "{rank}",
-                "LOCAL_RANK": "{local_rank}" if group.gpus is None else "0",
+                "LOCAL_RANK": "{local_rank}" if group.device == "cpu" else "0",
                 "WORLD_SIZE": str(trainer.num_ranks),
                 "LOCAL_WORLD_SIZE": str(per_node),
                 "MASTER_ADDR": address,
@@ -135,7 +141,7 @@ def _trainer(
             commands=[command],
             environment=environment,
             tasks_per_node=per_node if by_task else 1,
-            gpus=None if group.gpus is None else list(group.gpus),
+            gpus=_gpus(group),
             grace_s=experiment.supervisor.grace_s,
         )
 
@@ -185,7 +191,7 @@ def _inference(
             nodes=list(spec.hosts),
             commands=commands,
             environment=_interface(site),
-            gpus=None if group.gpus is None else list(group.gpus),
+            gpus=_gpus(group),
             grace_s=experiment.supervisor.grace_s,
         )
 

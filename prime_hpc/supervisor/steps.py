@@ -54,6 +54,8 @@ class StepSpec(RoleSpec):
     is_server: bool = False
     gpus: tuple[int, ...] | None = None
     """Positions of its GPUs on each node."""
+    is_on_gpus: bool = False
+    """Whether it computes on them."""
     options: Mapping[str, str | bool] = field(default_factory=dict)
     """sbatch options of its component, for a stand-in."""
     num_engines: int = 1

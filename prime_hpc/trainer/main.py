@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m prime_hpc.trainer.main RUN_DIR
 
 Started by the supervisor (or by hand) after the run directory's `run.yaml` was written. Exit code 0 after the last
-step or an orderly stop, 1 on any failure, with the reason in `logs/attempt_k/trainer/status[_<rank>].json`.
+step or an orderly stop, 1 on any failure, with the reason in `logs/attempt_k/trainer/status[_<rank>].json`. A rank to
+which GPUs were given, and which does not see exactly those, fails before it does anything.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from loguru import logger
 from prime_hpc.config import Experiment, load_run
 from prime_hpc.config.children import is_parent
 from prime_hpc.observe.context import LED, RoleContext
+from prime_hpc.observe.device import Device, describe_cpu, describe_gpus, planned_device, require_gpus
 from prime_hpc.observe.heap import keep_freed_memory, settle_heap
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.status import RoleStatus
@@ -81,25 +83,29 @@ def watch_sigterm(status: RoleStatus) -> None:
 
 
 def select_device(experiment: Experiment) -> tuple[torch.device, str]:
-    """This rank's device and the backend of its process group.
+    """This rank's device and the backend of its process group, as the plan has them; nothing is decided here.
 
     Raises:
-        ValueError: `trainer.backend = nccl` without CUDA, or more ranks than GPUs on this node.
+        ValueError: GPUs were planned and are not there, `trainer.backend = nccl` was planned on the CPU, or there are
+            more ranks than GPUs on this node.
     """
     backend = experiment.trainer.backend
-    if backend == "gloo" or (backend == "auto" and not torch.cuda.is_available()):
+    device = Device("cpu", why="trainer.backend = gloo") if backend == "gloo" else planned_device(experiment.device)
+    if device.type == "cpu":
+        if backend == "nccl":
+            raise ValueError(f"trainer.backend = nccl, but the trainer was given no GPU ({device.why}); use auto")
+        logger.log("INFO" if device.is_stated else "WARNING", describe_cpu(device))
         return torch.device("cpu"), "gloo"
-    if not torch.cuda.is_available():
-        raise ValueError("trainer.backend = nccl, but this node has no CUDA device; use auto or gloo")
+    count = require_gpus(device, process="the trainer's ranks on this node")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank >= torch.cuda.device_count():
+    if local_rank >= count:
         raise ValueError(
-            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} visible; lower trainer.num_ranks or "
-            "check trainer_gpu_ids"
+            f"local rank {local_rank} has no GPU: {count} visible; lower trainer.num_ranks or check trainer_gpu_ids"
         )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device, "nccl"
+    own = torch.device("cuda", local_rank)
+    torch.cuda.set_device(own)
+    logger.info(f"{describe_gpus(device, count)}; local rank {local_rank} on {torch.cuda.get_device_name(own)}")
+    return own, "nccl"
 
 
 def start_process_group(experiment: Experiment) -> torch.device:

@@ -251,8 +251,12 @@ def _trainer(what: Replay) -> list[str]:
 def _environment(what: Replay) -> dict[str, str]:
     threads = what.threads or max(1, (os.cpu_count() or 1) // what.num_ranks)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    if what.gpus is not None and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, what.gpus))
+    if what.gpus is not None:
+        from prime_hpc.observe.gpus import visible_gpus
+        from prime_hpc.supervisor.devices import at_positions
+
+        own = at_positions(what.gpus, visible_gpus(os.environ), "trainer_gpu_ids")
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     return environment
 
 

@@ -146,7 +146,7 @@ def test_what_it_says(model: Path) -> None:
     assert "layout       packed: all roles ask for the same nodes" in text
     assert "0 all           4 nodes     partition h100, time 12:00:00, gres gpu:8" in text
     assert "inference     2 vLLM server(s) on 2 nodes (nodes 2-3 of component 0), data parallel 8" in text
-    assert "16 FSDP2 ranks on 2 nodes (nodes 0-1 of component 0), 8 a node; GPUs 0-7" in text
+    assert "16 FSDP2 ranks on 2 nodes (nodes 0-1 of component 0), 8 a node; cuda: GPUs 0-7" in text
     assert "8.03 B parameters" in text
     assert "/shared/runs/x/job.sbatch" in text
     assert "bytes of KV cache a token" in text

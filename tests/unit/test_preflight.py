@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from prime_hpc.observe.gpus import stated_devices
 from prime_hpc.supervisor.preflight import allreduce as preflight_allreduce
 from prime_hpc.supervisor.preflight import node as preflight_node
 from prime_hpc.supervisor.preflight import rules as preflight_rules
-from prime_hpc.supervisor.preflight.gpu import gpu_facts, visible_devices, xid_lines
+from prime_hpc.supervisor.preflight.gpu import gpu_facts, xid_lines
 from prime_hpc.supervisor.preflight.rules import SUPERVISOR, Sighting, blame_unseen, clock_bounds, lateness
 from prime_hpc.supervisor.preflight.steps import parse_line
 from prime_hpc.verbs import preflight as verb
@@ -139,10 +140,10 @@ def test_a_driver_in_trouble_matters_where_gpus_were_asked_for() -> None:
 
 
 def test_hidden_gpus() -> None:
-    assert visible_devices({}) is None
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == []
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == []
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": "0,-1,2"}) == ["0"]
+    assert stated_devices({}) is None
+    assert stated_devices({"CUDA_VISIBLE_DEVICES": ""}) == []
+    assert stated_devices({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == []
+    assert stated_devices({"CUDA_VISIBLE_DEVICES": "0,-1,2"}) == ["0"]
 
 
 def test_recent_hardware_xids_only() -> None:

@@ -13,10 +13,8 @@ from prime_hpc.config.sections.sbatch_options import REFUSED
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import parse_site
 from prime_hpc.observe.slurm import SlurmError, jobs
-from prime_hpc.supervisor import devices, survive
-from prime_hpc.supervisor.agent import Agent, Order
+from prime_hpc.supervisor import survive
 from prime_hpc.supervisor.allocation import Allocation
-from prime_hpc.supervisor.devices import visible_gpus
 from prime_hpc.supervisor.options import resolve
 from prime_hpc.supervisor.preflight.node import node_facts
 from prime_hpc.supervisor.srun_environment import SRUN_INPUTS, for_srun
@@ -118,18 +116,6 @@ def test_a_step_gets_the_whole_environment_whatever_the_job_was_sent_with(tmp_pa
 
 
 # --------------------------------------------------------------------------------------------------------------- GPUs
-
-
-def test_where_slurm_knows_no_gpus_the_agent_takes_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(devices, "DEVICES", tmp_path)
-    assert visible_gpus({}) == ["0", "1", "10"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,5"}) == ["3", "5"]
-    agent = Agent.__new__(Agent)
-    agent._environ, agent._local = {"SLURM_JOB_ID": "7"}, 0
-    order = Order(1, ["n1"], [["true"]], gpus=[0, 2])
-    assert agent._own_gpus(order) == ["0", "10"]
 
 
 def test_preflight_lives_without_the_hosts_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

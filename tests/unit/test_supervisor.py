@@ -9,11 +9,11 @@ import psutil
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.observe.gpus import visible_gpus
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.supervisor import ports
 from prime_hpc.supervisor.attempts import begin, is_held, read_attempts, write_attempt
 from prime_hpc.supervisor.begin import begin_attempt
-from prime_hpc.supervisor.devices import visible_gpus
 from prime_hpc.supervisor.main import place
 from prime_hpc.supervisor.roles import split_gpus
 

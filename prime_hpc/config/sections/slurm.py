@@ -41,7 +41,8 @@ class SlurmOptions(Section):
     gres: str | None = None
     """Generic resources a node, verbatim; replaces what is derived from `gpus_per_node`."""
     gpus_per_node: int | None = Field(None, ge=0)
-    """GPUs asked of each node; default: the partition's in the site profile, else what the roles need; 0: none."""
+    """GPUs asked of each node; default: the partition's in the site profile; where neither says how many, `submit`
+    refuses; 0: none, the roles compute on the CPU."""
     gpu_type: str | None = None
     """GPU type as the site names it, e.g. `h100`."""
     mem: str | None = None
@@ -261,6 +262,8 @@ class SiteConfig(Section):
     """Whether accounting answers."""
     gpu_option: Literal["gres", "gpus-per-node", "none"] = "gres"
     """How GPUs are asked for; `none`: Slurm does not know them, whole nodes are given out."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`device` of every experiment that does not state it; `cpu`: the GPUs exist in Slurm's tables alone."""
     startup_s: float = Field(300, ge=0)
     """Typical time from the job's start to the first step, for lint."""
     failures_per_1000_node_days: float = Field(6.5, ge=0)

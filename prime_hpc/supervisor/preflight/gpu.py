@@ -7,12 +7,12 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-SMI_TIMEOUT_S = 20.0
+from prime_hpc.observe.gpus import SMI_TIMEOUT_S, Runner, num_device_files, run_command, stated_devices, visible_gpus
+
 DMESG_TIMEOUT_S = 5.0
 XID_WINDOW_S = 3600.0
 HARDWARE_XIDS = {48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
@@ -23,9 +23,6 @@ USED_SHARE = 0.1
 _BASIC = "index,uuid,name,memory.total,memory.used"
 _FULL = f"{_BASIC},ecc.errors.uncorrected.volatile.total,temperature.gpu"
 _XID = re.compile(r"\[\s*(\d+\.\d+)\].*NVRM: Xid \(([^)]*)\): (\d+)")
-
-Runner = Callable[[Sequence[str], float], tuple[int, str]]
-"""Runs a command with a timeout: (exit code, its output). Raises FileNotFoundError, subprocess.TimeoutExpired."""
 
 
 @dataclass
@@ -45,40 +42,9 @@ class GpuFacts:
         return {"count": self.count, "visible": self.visible, "listed": self.listed}
 
 
-def run_command(argv: Sequence[str], timeout_s: float) -> tuple[int, str]:
-    """Run a command of the node; its output and errors together."""
-    done = subprocess.run(
-        list(argv),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=timeout_s,
-        check=False,
-        encoding="utf-8",
-        errors="replace",
-    )
-    return done.returncode, done.stdout
-
-
-def visible_devices(environ: Mapping[str, str]) -> list[str] | None:
-    """Entries of CUDA_VISIBLE_DEVICES; [] where it hides all GPUs; None where it is not set."""
-    text = environ.get("CUDA_VISIBLE_DEVICES")
-    if text is None:
-        return None
-    if text.strip() in ("NoDevFiles", "none", "void"):
-        return []
-    entries = [entry.strip() for entry in text.split(",") if entry.strip()]
-    return entries[: entries.index("-1")] if "-1" in entries else entries  # CUDA stops at the first invalid one
-
-
-def device_files() -> list[str]:
-    """Numbers of the driver's device files."""
-    return sorted((p.name.removeprefix("nvidia") for p in Path("/dev").glob("nvidia[0-9]*")), key=int)
-
-
 def gpu_facts(asked: int | None, environ: Mapping[str, str] = os.environ, run: Runner = run_command) -> GpuFacts:
     """Count and health of the GPUs; a driver that does not answer is a problem only where GPUs were asked for."""
-    facts = GpuFacts(visible=visible_devices(environ))
+    facts = GpuFacts(visible=stated_devices(environ))
     rows: list[dict[str, str]] | None = None
     try:
         rows = _smi_rows(run)
@@ -95,7 +61,9 @@ def gpu_facts(asked: int | None, environ: Mapping[str, str] = os.environ, run: R
     if facts.visible is not None:
         facts.count = len(facts.visible)
     else:
-        facts.count = len(facts.listed) if rows is not None else len(device_files())
+        facts.count = len(facts.listed) if rows is not None else num_device_files()
+        if rows is not None:
+            facts.count = len(visible_gpus(environ, run)) or facts.count  # MIG slices are more than their GPUs
     return facts
 
 
