@@ -178,9 +178,9 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
 
     `state`: the rank's shard of master weights, gradients and optimizer state; with `model.lora` that of the frozen
     model in the compute type and of the adapter, of which every rank also holds a whole copy and its gradient.
-    `gathered`: whole blocks in the compute type while they are used, and their gradients. `activations`: of one
-    micro-batch. `logits`: one chunk, a part of its exponentials, its gradient in the compute type. `context`: CUDA and
-    NCCL.
+    `gathered`: whole blocks in the compute type while they are used. `gradients`: whole ones before they are scattered,
+    of a block and of the token tables, or with `no_sync` of the model. `activations`: of one micro-batch. `logits`: one
+    chunk, a part of its exponentials, its gradient in the compute type. `context`: CUDA and NCCL.
     """
     if facts.num_params is None:
         return None
@@ -193,8 +193,7 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     blocks = facts.num_params - embeddings if not trainer.reshard_after_forward else 2 * block
     whole = embeddings / layout.tp + blocks / split
     adapter = adapter_params(experiment, facts)
-    gradients = 0 if adapter else block * 4
-    gathered = whole * width + gradients / split if trainer.num_ranks > 1 else gradients
+    gathered = whole * width if trainer.num_ranks > 1 else 0
     inner = (3 * facts.intermediate + 4 * facts.num_heads * facts.head_dim) / layout.tp
     of_layer = tokens * (10 * facts.hidden + inner) * width
     kept = experiment.model.ac
@@ -216,10 +215,38 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     parts = {
         "state": state + reference,
         "gathered": gathered,
+        "gradients": 0.0 if adapter else _unscattered(experiment, facts, block, embeddings),
         "activations": activations,
         "logits": chunk * facts.vocab_size * (4 + 1 + width) / layout.tp,
     }
     return {name: value / GIB for name, value in parts.items()} | {"context": CONTEXT_GIB}
+
+
+def whole_gradient_bytes(experiment: Experiment, facts: ModelFacts) -> float | None:
+    """Bytes of one rank's whole gradients in float32, before FSDP scatters them; None where they cannot be counted."""
+    if facts.num_params is None:
+        return None
+    if experiment.model.lora is not None:
+        return 0.0
+    layout = experiment.trainer.layout
+    embeddings = facts.vocab_size * facts.hidden * (1 if facts.tied else 2)
+    return 4 * (
+        embeddings / layout.tp + (facts.num_params - embeddings) / (layout.ep if facts.num_experts else layout.tp)
+    )
+
+
+def _unscattered(experiment: Experiment, facts: ModelFacts, block: float, embeddings: float) -> float:
+    """Bytes of gradients that are not yet, or not yet altogether, in shards.
+
+    A block's leave the backward pass in the compute type and are reduced in float32; the token tables' stay until its
+    end.
+    """
+    layout, width = experiment.trainer.layout, _WIDTH[experiment.model.dtype]
+    block /= layout.ep if facts.num_experts else layout.tp
+    whole = whole_gradient_bytes(experiment, facts) or 0.0
+    if experiment.trainer.defers_sync(whole):
+        return whole + block * width
+    return block * (width + 4) + embeddings * width / layout.tp
 
 
 def _product_widths(facts: ModelFacts) -> int:

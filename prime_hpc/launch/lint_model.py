@@ -138,6 +138,7 @@ def trainer_memory(subject: Subject) -> Iterator[Finding]:
         "activations": "--model.ac (recompute), or a smaller trainer.micro_batch_tokens",
         "logits": "a smaller trainer.logits_chunk_tokens",
         "gathered": "trainer.reshard_after_forward = true, or a smaller model",
+        "gradients": "trainer.no_sync = false, or more of trainer.parallel.tp or ep",
     }
     # activations are the rough part of the estimate: they alone refuse a run only when they are far off
     certain = total - parts["activations"] - parts["logits"]

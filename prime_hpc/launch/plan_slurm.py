@@ -11,7 +11,7 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.children import is_parent
 from prime_hpc.config.engines import ENGINE_ROLES, EngineRole, engine_roles, served_by, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.launch.estimate import ModelFacts, engine_memory, read_model, trainer_gib
+from prime_hpc.launch.estimate import ModelFacts, engine_memory, read_model, trainer_gib, whole_gradient_bytes
 from prime_hpc.launch.interval import interval_facts, interval_lines
 from prime_hpc.launch.lint_network import network_facts, network_line
 from prime_hpc.launch.pace import Pace, pace
@@ -135,7 +135,7 @@ def _model(experiment: Experiment, facts: ModelFacts | None) -> dict[str, Any]:
 
 def _memory(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
     """Estimates for one GPU of each role; None where the model is not known."""
-    result: dict[str, Any] = {"trainer_gib": None, "engine": None, "gpu_gib": {}}
+    result: dict[str, Any] = {"trainer_gib": None, "no_sync": None, "engine": None, "gpu_gib": {}}
     facts = read_model(experiment.model.name)
     gpu_gib: dict[str, float | None] = {}
     for role in placed_roles(experiment):
@@ -143,6 +143,8 @@ def _memory(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
         gpu_gib[role] = min((size for size in sizes if size is not None), default=None)
     result["gpu_gib"] = gpu_gib
     parts = trainer_gib(experiment, facts) if facts is not None else None
+    whole = whole_gradient_bytes(experiment, facts) if facts is not None else None
+    result["no_sync"] = None if whole is None else experiment.trainer.defers_sync(whole)
     result["trainer_gib"] = None if parts is None else {name: round(value, 3) for name, value in parts.items()}
     for role in engine_roles(experiment):
         view = served_by(experiment, role)
@@ -260,6 +262,9 @@ def _memory_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
         "memory       estimates, GiB a GPU",
         f"  trainer       {sum(memory['trainer_gib'].values()):.1f}{of.get('trainer', '')}: {parts}",
     ]
+    if not experiment.model.lora:
+        how = "with a step's last micro-batch, and whole until then" if memory["no_sync"] else "with every micro-batch"
+        lines.append(f"  gradients     are reduced and scattered {how} (trainer.no_sync)")
     for role in engine_roles(experiment):
         engine = memory["engine" if role == "inference" else "teacher_engine"]
         if not engine:

@@ -11,6 +11,7 @@ packed into micro-batches or spread over ranks.
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,6 +74,7 @@ class Engine:
         reference: Policy | None = None,
         slot: int = 0,
         share_prefixes: bool = True,
+        no_sync: bool = False,
     ) -> None:
         """
         Args:
@@ -91,6 +93,7 @@ class Engine:
                 model, where it has adapters.
             slot: adapter that is trained, where the policy has any.
             share_prefixes: compute the prompt of a group's samples once, see `prefixes.py`.
+            no_sync: keep whole gradients until the last micro-batch, see `trainer.no_sync`.
         """
         self.policy = policy
         self.optimizer = optimizer
@@ -98,7 +101,7 @@ class Engine:
         self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
         self._normalize, self._reshard, self._device = normalize, reshard, device
         self._batch_tokens, self._mismatch, self._reference = batch_tokens, mismatch, reference
-        self._alarmed, self._share_prefixes = False, share_prefixes
+        self._alarmed, self._share_prefixes, self._no_sync = False, share_prefixes, no_sync
         self._peak_flops, self._with_entropy = peak_flops, with_entropy
         self._flops = FlopsModel.of(policy.hf, 0 if policy.adapters is None else policy.adapters.num_parameters)
         self._parallel = policy.parallel
@@ -158,14 +161,12 @@ class Engine:
     def _forward_backward(
         self, batch: RankBatch, objective: Objective, num_targets: int, num_sequences: int, num_echo: int
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Accumulate gradients over the micro-batches; communicate them with the last one only."""
+        """Accumulate gradients over the micro-batches."""
         sums: dict[str, torch.Tensor] = {}
         maxima: dict[str, torch.Tensor] = {}
         for i in range(batch.num_micro_batches):
             last = i == batch.num_micro_batches - 1
-            self.policy.set_requires_gradient_sync(last)  # type: ignore[operator]
-            self.policy.set_is_last_backward(last)  # type: ignore[operator]
-            self.policy.set_reshard_after_backward(last or self._reshard)  # type: ignore[operator]
+            self._prepare_backward(last)
             micro = make_micro_batch(batch, i, self._device, self._parallel, share_prefixes=self._share_prefixes)
             with self.policy.packing(micro):
                 if self._reference is not None:
@@ -200,6 +201,20 @@ class Engine:
         if self._parallel.tp is not None:
             sum_over([p for m in self.policy.partly_used for p in m.parameters()], self._parallel.tp)
         return sums, maxima
+
+    def _prepare_backward(self, last: bool) -> None:
+        """Tell FSDP what to do with the coming backward pass' gradients, and with the parameters it gathered.
+
+        Each micro-batch's are reduced and scattered at once: a rank then holds its shard of them, and never more than
+        one block's whole ones. Copies of the model (`dp_replicate`) add theirs up with the last one only. With
+        `no_sync` all of it waits for the last one.
+        """
+        policy: Any = self.policy
+        sync = last or not self._no_sync
+        policy.set_requires_gradient_sync(sync)
+        policy.set_requires_all_reduce(last)
+        policy.set_is_last_backward(sync)  # lets go of the buffer of the last reduction
+        policy.set_reshard_after_backward(last or self._reshard)
 
     @torch.no_grad()
     def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor:

@@ -35,6 +35,7 @@ from prime_hpc.trainer.model import Policy, compute_dtype, load_policy, resolve_
 from prime_hpc.trainer.objectives import normalization
 from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
 from prime_hpc.trainer.parallel import Parallel, build_parallel
+from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
 from prime_hpc.trainer.perf import peak_flops
 from prime_hpc.trainer.publish import VersionPublisher, build_publisher
 from prime_hpc.trainer.reference import load_reference
@@ -353,32 +354,9 @@ def open_session(
     Raises:
         ValueError: an objective or optimizer that cannot work.
     """
-    rank, config, policy = dist.get_rank(), experiment.trainer, base.policy
+    rank, policy = dist.get_rank(), base.policy
     paths = RunPaths(context.run_dir, checkpoints_root=experiment.ckpt.path if experiment.ckpt else None)
-    adapter = None
-    if policy.adapters is not None:
-        reset_slot(policy, slot, experiment.seed)
-        adapter = slot_parameters(policy, slot)
-    optimizer = build_optimizer(policy, config.optim, adapter)
-    is_rl = experiment.kind == "rl"
-    is_random = config.bench or config.data.fake is not None  # no engine sampled such batches
-    engine = Engine(
-        policy,
-        optimizer,
-        optim=config.optim,
-        scheduler=config.scheduler,
-        max_steps=experiment.max_steps,
-        normalize=normalization(config.loss) if is_rl else "token",
-        reshard=config.reshard_after_forward,
-        device=base.device,
-        peak_flops=base.peak_flops,
-        with_entropy=is_rl,
-        batch_tokens=config.loss.batch_tokens or experiment.seq_len,
-        mismatch=config.loss.mismatch if is_rl and not is_random and config.loss.type != "nll" else None,
-        reference=load_reference(experiment, policy, base.device),
-        slot=slot,
-        share_prefixes=config.share_prefixes,
-    )
+    engine = build_engine(base, experiment, slot)
     name, incarnation, dtype = experiment.model.name, context.incarnation, compute_dtype(experiment.model)
     publisher = build_publisher(
         policy, base.source, paths, dtype=dtype, incarnation=incarnation, model_name=name, slot=slot
@@ -397,9 +375,48 @@ def open_session(
         metrics=_open_metrics(experiment, paths, context.run) if rank == 0 else None,
         engine=engine,
         publisher=publisher,
-        saver=_build_saver(experiment, context, paths, doorbell, policy, optimizer, base.source, slot),
+        saver=_build_saver(experiment, context, paths, doorbell, policy, engine.optimizer, base.source, slot),
         vocab_size=policy.hf.config.get_text_config().vocab_size,
         source=base.source,
+    )
+
+
+def build_engine(base: Base, experiment: Experiment, slot: int = 0) -> Engine:
+    """The train step of a loaded model. Collective where the objective needs another model.
+
+    Args:
+        base: from `load_base`.
+        experiment: the run.
+        slot: adapter that it trains, with `model.lora`; it begins as the base model.
+
+    Raises:
+        ValueError: an objective or optimizer that cannot work.
+    """
+    config, policy = experiment.trainer, base.policy
+    adapter = None
+    if policy.adapters is not None:
+        reset_slot(policy, slot, experiment.seed)
+        adapter = slot_parameters(policy, slot)
+    optimizer = build_optimizer(policy, config.optim, adapter)
+    is_rl = experiment.kind == "rl"
+    is_random = config.bench or config.data.fake is not None  # no engine sampled such batches
+    return Engine(
+        policy,
+        optimizer,
+        optim=config.optim,
+        scheduler=config.scheduler,
+        max_steps=experiment.max_steps,
+        normalize=normalization(config.loss) if is_rl else "token",
+        reshard=config.reshard_after_forward,
+        device=base.device,
+        peak_flops=base.peak_flops,
+        with_entropy=is_rl,
+        batch_tokens=config.loss.batch_tokens or experiment.seq_len,
+        mismatch=config.loss.mismatch if is_rl and not is_random and config.loss.type != "nll" else None,
+        reference=load_reference(experiment, policy, base.device),
+        slot=slot,
+        share_prefixes=config.share_prefixes,
+        no_sync=config.defers_sync(whole_gradient_bytes(policy)),
     )
 
 

@@ -135,6 +135,7 @@ def our_step(folder: Path, batch: Any, kind: str = "rl") -> Callable[[], float]:
     from prime_hpc.trainer.objectives import LossStats
     from prime_hpc.trainer.optim import build_optimizer
     from prime_hpc.trainer.parallel import build_parallel
+    from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
     from prime_hpc.trainer.rl import rl_objective
     from prime_hpc.trainer.sft import sft_objective
 
@@ -159,6 +160,7 @@ def our_step(folder: Path, batch: Any, kind: str = "rl") -> Callable[[], float]:
         device=device,
         peak_flops=1.0,
         with_entropy=kind == "rl",
+        no_sync=config.defers_sync(whole_gradient_bytes(policy)),
     )
 
     def objective(micro: Any, logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, LossStats]:

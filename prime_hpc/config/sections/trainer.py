@@ -91,6 +91,9 @@ class MismatchConfig(Section):
     """Stop the run, before the update, when it exceeds this."""
 
 
+NO_SYNC_BYTES = 1 << 30
+"""`trainer.no_sync` is on by default where whole gradients take no more than this on a rank."""
+
 ObjectiveName = Literal["aipo", "reinforce", "ppo_clip", "grpo", "dr_grpo", "gspo", "cispo", "dppo", "ipo", "nll"]
 _CLIPPED = ("ppo_clip", "grpo", "dr_grpo")
 _MASKED = ("dppo", "ipo")
@@ -197,6 +200,10 @@ class TrainerConfig(Section):
     """Newest weight versions kept on disk besides those a reader or a checkpoint needs."""
     reshard_after_forward: bool = True
     """Free gathered parameters after each block's forward pass (FSDP2 full sharding)."""
+    no_sync: bool | None = None
+    """Accumulate whole gradients over a step's micro-batches, and reduce and scatter them with the last one only: less
+    communication, for 4 bytes a parameter on every rank however many there are. Off: each micro-batch's are reduced and
+    scattered at once. Default: on where that is at most 1 GiB."""
     max_concurrent_runs: int = Field(1, ge=1)
     """More than 1: one trainer for many runs, each a `run_<id>` directory below this run's (`prime-hpc runs add`) with
     an adapter, optimizer, schedule, progress and orchestrator of its own; so many train at once, others wait."""
@@ -214,6 +221,14 @@ class TrainerConfig(Section):
     def shares_prefixes(self) -> bool:
         """Whether a group's prompt is computed once in a micro-batch: not where ranks split its tokens."""
         return self.share_prefixes and self.layout.ranks_per_part == 1
+
+    def defers_sync(self, whole_bytes: float) -> bool:
+        """Whether gradients stay whole until a step's last micro-batch (`no_sync`).
+
+        Args:
+            whole_bytes: of one rank's whole gradients in float32, after tensor and expert parallelism.
+        """
+        return whole_bytes <= NO_SYNC_BYTES if self.no_sync is None else self.no_sync
 
     @model_validator(mode="after")
     def _lays_out(self) -> "TrainerConfig":

@@ -1,6 +1,6 @@
-"""Gradients of parameters that lie on different meshes: which are still to be summed, and their common norm.
+"""Gradients of parameters that lie on different meshes: how large, which are still to be summed, their common norm.
 
-Called by `engine.py` after the last backward pass of a step. FSDP has summed over `fsdp` and `dp_replicate` by then.
+Sums and norms are taken after the last backward pass of a step: FSDP has summed over `fsdp` and `dp_replicate` by then.
 """
 
 import math
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +17,25 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What this rank holds of every gradient."""
     grads = [p.grad for p in parameters if p.grad is not None]
     return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+
+
+def whole_gradient_bytes(module: nn.Module) -> int:
+    """Bytes of the float32 gradients of all that a rank trains, as they are before FSDP scatters them."""
+    total = 0
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            total += 4 * parameter.numel() // _split_before(parameter)
+    return total
+
+
+def _split_before(parameter: torch.Tensor) -> int:
+    """Among how many ranks tensor or expert parallelism has split a parameter."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    names = enumerate(mesh.mesh_dim_names or ())
+    placed = parameter.placements
+    return math.prod(mesh.size(i) for i, name in names if name in ("tp", "ep") and not placed[i].is_replicate())
 
 
 @torch.no_grad()
