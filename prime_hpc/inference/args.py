@@ -154,6 +154,10 @@ def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[
     if Path(experiment.model.name).is_dir():
         # A local model needs no hub: without this every start asks it, and waits where there is no route.
         env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if config.batch_invariant:
+        if device == "cpu":
+            raise ValueError("inference.batch_invariant: vLLM has such kernels for GPUs alone; leave it out on a CPU")
+        env["VLLM_BATCH_INVARIANT"] = "1"
     if device == "cpu":
         env |= {
             # `auto` would pin every engine to the first cores.

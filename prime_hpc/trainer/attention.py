@@ -225,8 +225,9 @@ def flash_attention(
     cu, longest = packing.cu_seqlens, packing.max_length
     left = -1 if window is None else window - 1
     return flash_attn_varlen_func(
-        query, key, value, cu, cu, longest, longest, softmax_scale=scale, causal=True, window_size=(left, 0)
-    )
+        query, key, value, cu, cu, longest, longest, softmax_scale=scale, causal=True, window_size=(left, 0),
+        deterministic=torch.are_deterministic_algorithms_enabled(),  # torch's own kernel looks for itself
+    )  # fmt: skip
 
 
 def torch_varlen_attention(

@@ -36,6 +36,7 @@ from prime_hpc.observe.status import RoleStatus
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.sockets import deafen_listeners
+from prime_hpc.trainer.determinism import make_deterministic
 from prime_hpc.trainer.ranks import file_store
 
 TERM_GRACE_S = 3.5
@@ -110,6 +111,8 @@ def select_device(experiment: Experiment) -> tuple[torch.device, str]:
 
 def start_process_group(experiment: Experiment) -> torch.device:
     """Join torchrun's process group (alone where there is no torchrun); returns this rank's device."""
+    if experiment.trainer.deterministic:
+        make_deterministic()
     device, backend = select_device(experiment)
     if device.type == "cpu":
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -124,7 +124,14 @@ def test_environment(tmp_path: Path) -> None:
     assert cpu["TMPDIR"] == cpu["VLLM_RPC_BASE_PATH"] == "/s"
     assert cpu["HF_HUB_OFFLINE"] == "1" and cpu["VLLM_NO_USAGE_STATS"] == "1" and cpu["VLLM_SERVER_DEV_MODE"] == "0"
     cuda = build_env(experiment(), device="cuda", scratch=Path("/s"))
-    assert "OMP_NUM_THREADS" not in cuda and "HF_HUB_OFFLINE" not in cuda
+    assert "OMP_NUM_THREADS" not in cuda and "HF_HUB_OFFLINE" not in cuda and "VLLM_BATCH_INVARIANT" not in cuda
+
+
+def test_batch_invariance_is_for_gpus() -> None:
+    tree = experiment({"batch_invariant": True})
+    assert build_env(tree, device="cuda", scratch=Path("/s"))["VLLM_BATCH_INVARIANT"] == "1"
+    with pytest.raises(ValueError, match="inference.batch_invariant"):
+        build_env(tree, device="cpu", scratch=Path("/s"))
 
 
 def test_the_pure_part_imports_neither_torch_nor_vllm() -> None:

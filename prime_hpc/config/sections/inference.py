@@ -59,6 +59,9 @@ class InferenceConfig(Section):
     """Sequences that one engine decodes together."""
     enforce_eager: bool | None = None
     """No graph capture or compilation; default: only on CPU."""
+    batch_invariant: bool = False
+    """A request's log-probabilities do not depend on what else is in the batch (vLLM's VLLM_BATCH_INVARIANT; CUDA with
+    compute capability 8.0 or more): with `trainer.deterministic` a check of the true on-policy ratio. Slower."""
     ready_timeout_s: float = Field(900, gt=0)
     """Deadline of the start-up."""
     max_restarts: int = Field(3, ge=0)

@@ -209,6 +209,9 @@ class TrainerConfig(Section):
     an adapter, optimizer, schedule, progress and orchestrator of its own; so many train at once, others wait."""
     runs_idle_timeout_s: float = Field(300, ge=0)
     """With `max_concurrent_runs`: end so long after the last run has ended."""
+    deterministic: bool = False
+    """Repeat a step to the last bit on CUDA too (resume, replay): kernels without atomics, NCCL rings alone, no
+    autotuning; slower, and an operation that has no such kernel is refused. A CPU does without it."""
     bench: bool = False
     """Run a few steps, print a table, end."""
 

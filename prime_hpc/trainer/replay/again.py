@@ -1,7 +1,7 @@
 """The two ways to train again: a run's steps from the base model or a checkpoint, and one step that was kept.
 
-Neither touches the run. Same machine, same ranks, same threads: the same losses to the last bit. SFT takes its batches
-from the data set instead of the store.
+Neither touches the run. Same machine, same ranks, same threads: the same losses to the last bit, on CUDA where the run
+has `trainer.deterministic`. SFT takes its batches from the data set instead of the store.
 """
 
 from collections.abc import Callable, Iterator
