@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.samples import Sample
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.algorithms.scorer import References, Tokens
@@ -140,7 +141,7 @@ def build_ranks(
     *,
     num_ranks: int,
     micro_batch_tokens: int,
-    temperature: float,
+    sampling: SamplingConfig,
     share_prefixes: bool = True,
 ) -> list[RankBatch]:
     """Pack sequences into micro-batches of at most `micro_batch_tokens` and lay out each rank's arrays.
@@ -149,7 +150,7 @@ def build_ranks(
         samples: all sequences of the batch.
         num_ranks: data-parallel ranks.
         micro_batch_tokens: token budget of a micro-batch.
-        temperature: they were sampled with.
+        sampling: how they were sampled.
         share_prefixes: the trainer computes what a group's samples begin with once in a micro-batch.
     """
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int64)
@@ -157,11 +158,11 @@ def build_ranks(
     if share_prefixes:
         sharing = find_sharing([s.sample.token_ids for s in samples], [s.group_id for s in samples])
     assignment = pack(lengths, num_ranks, micro_batch_tokens, sharing)
-    return [_rank_batch(samples, micro_batches, temperature) for micro_batches in assignment]
+    return [_rank_batch(samples, micro_batches, sampling) for micro_batches in assignment]
 
 
 def _rank_batch(
-    samples: Sequence[TrainSample], micro_batches: Sequence[NDArray[np.int64]], temperature: float
+    samples: Sequence[TrainSample], micro_batches: Sequence[NDArray[np.int64]], sampling: SamplingConfig
 ) -> RankBatch:
     chosen = [samples[i] for micro_batch in micro_batches for i in micro_batch]
     lengths = [s.sample.num_tokens for s in chosen]
@@ -174,12 +175,15 @@ def _rank_batch(
         advantages=_concat([s.advantages for s in chosen], np.float32),
         seq_offsets=_offsets(lengths),
         micro_offsets=_offsets([len(micro_batch) for micro_batch in micro_batches]),
-        temperatures=np.full(len(chosen), temperature, dtype=np.float32),
+        temperatures=np.full(len(chosen), sampling.temperature, dtype=np.float32),
         rewards=np.array([s.reward for s in chosen], dtype=np.float32),
         sample_ids=np.array([s.sample_id for s in chosen], dtype=np.int64),
         group_ids=np.array([s.group_id for s in chosen], dtype=np.int64),
         env_ids=np.array([s.env_id for s in chosen], dtype=np.int32),
         ce_weights=_concat([s.ce_weights for s in chosen], np.float32) if with_echo else None,
+        top_ps=np.full(len(chosen), sampling.top_p, dtype=np.float32) if sampling.truncates else None,
+        top_ks=np.full(len(chosen), sampling.top_k or 0, dtype=np.int32) if sampling.truncates else None,
+        min_ps=np.full(len(chosen), sampling.min_p, dtype=np.float32) if sampling.truncates else None,
     )
 
 

@@ -298,7 +298,7 @@ class Orchestrator:
             train_samples(scored, self.echo),
             num_ranks=self.exp.trainer.layout.num_data_ranks,
             micro_batch_tokens=self.exp.micro_batch_tokens,
-            temperature=config.sampling.temperature,
+            sampling=config.policy_sampling,
             share_prefixes=self.exp.trainer.shares_prefixes,
         )
         if config.bench:

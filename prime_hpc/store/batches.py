@@ -54,9 +54,18 @@ _DTYPES: dict[str, type[np.generic]] = {
     "group_ids": np.int64,
     "env_ids": np.int32,
 }
-_OPTIONAL: dict[str, type[np.generic]] = {"ce_weights": np.float32}
+_OPTIONAL: dict[str, type[np.generic]] = {
+    "ce_weights": np.float32,
+    "top_ps": np.float32,
+    "top_ks": np.int32,
+    "min_ps": np.float32,
+}
 _PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "versions", "advantages")
 _PER_SEQUENCE = ("temperatures", "rewards", "sample_ids", "group_ids", "env_ids")
+TRUNCATION = {"top_ps": (0, 1), "top_ks": (0, np.iinfo(np.int32).max), "min_ps": (0, 1)}
+"""Fields that say which tokens were sampled from, all or none of them present, and their ranges."""
+NOT_TRUNCATED = {"top_ps": 1.0, "top_ks": 0, "min_ps": 0.0}
+"""Their values where every token was."""
 _ST_NAMES = {"F32": np.float32, "I32": np.int32, "I64": np.int64, "U16": np.uint16, "U8": np.uint8}
 _ST_DTYPES = {np.dtype(dtype): name for name, dtype in _ST_NAMES.items()}
 _MAX_WRITERS = 8  # threads of one batch: fsync of many files overlaps, more does not help
@@ -97,6 +106,12 @@ class RankBatch:
     """[S] index of the environment in the config."""
     ce_weights: npt.NDArray[np.float32] | None = None
     """[T] weight of the token in a cross-entropy beside the objective, 0 for none; absent where no token has any."""
+    top_ps: npt.NDArray[np.float32] | None = None
+    """[S] probability of the tokens that were sampled from, at the temperature; 1: all. Absent where all are."""
+    top_ks: npt.NDArray[np.int32] | None = None
+    """[S] number of tokens that were sampled from; 0: all. Present with `top_ps`."""
+    min_ps: npt.NDArray[np.float32] | None = None
+    """[S] least probability of those, relative to the likeliest. Present with `top_ps`."""
 
     @property
     def num_tokens(self) -> int:
@@ -154,11 +169,22 @@ class RankBatch:
         for name in ("logprobs", "advantages", "rewards", "temperatures"):
             if not np.isfinite(getattr(self, name)).all():
                 raise ValueError(f"{name}: holds values that are not finite")
+        self._check_truncation()
         if self.ce_weights is not None:
             if len(self.ce_weights) != self.num_tokens:
                 raise ValueError(f"ce_weights: has {len(self.ce_weights)} values, must have {self.num_tokens}")
             if not (np.isfinite(self.ce_weights) & (self.ce_weights >= 0)).all():
                 raise ValueError("ce_weights: holds values that are negative or not finite")
+
+    def _check_truncation(self) -> None:
+        stated = {name: getattr(self, name) for name in TRUNCATION if getattr(self, name) is not None}
+        if not stated:
+            return
+        for name, (least, most) in TRUNCATION.items():
+            if name not in stated or len(stated[name]) != self.num_sequences:
+                raise ValueError(f"{name}: has {len(stated.get(name, ()))} values, must have {self.num_sequences}")
+            if not ((stated[name] >= least) & (stated[name] <= most)).all():
+                raise ValueError(f"{name}: holds values outside {least} .. {most}")
 
 
 # ---------------------------------------------------------------------------------------------------- writing

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from prime_hpc.store import files
 from prime_hpc.store.artifact import read_manifest
-from prime_hpc.store.batches import NOT_SAMPLED, RankBatch, find_batch, read_rank_batch
+from prime_hpc.store.batches import NOT_SAMPLED, NOT_TRUNCATED, RankBatch, find_batch, read_rank_batch
 from prime_hpc.store.disk import disk_errors
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import RunPaths
@@ -42,6 +42,9 @@ _SCALARS = {
     "env": "string",
     "reward": "float32",
     "temperature": "float32",
+    "top_p": "float32",
+    "top_k": "int32",
+    "min_p": "float32",
     "num_tokens": "int32",
     "num_loss_tokens": "int32",
     "lag_max": "int32",
@@ -79,9 +82,9 @@ def export_batches(
     """Write the sequences of some batches into one Parquet file, which appears whole or not at all.
 
     Columns: step, policy_version (that the batch trains), rank, micro_batch, sample_id, group_id, env, reward,
-    temperature, num_tokens, num_loss_tokens, lag_max (versions between the oldest sampled token and policy_version; 0
-    where nothing was sampled), and the lists token_ids, loss_mask, logprobs, versions (-1: not sampled), advantages,
-    ce_weights (echo's; null where the batch has none).
+    temperature, top_p (1: off), top_k and min_p (0: off), num_tokens, num_loss_tokens, lag_max (versions between the
+    oldest sampled token and policy_version; 0 where nothing was sampled), and the lists token_ids, loss_mask, logprobs,
+    versions (-1: not sampled), advantages, ce_weights (echo's; null where the batch has none).
 
     Args:
         paths: the run.
@@ -165,6 +168,7 @@ def _table(
         "env": [env_names[i] if 0 <= i < len(env_names) else str(i) for i in batch.env_ids],
         "reward": batch.rewards,
         "temperature": batch.temperatures,
+        **{k[:-1]: np.full(count, v) if batch.top_ps is None else getattr(batch, k) for k, v in NOT_TRUNCATED.items()},
         "num_tokens": lengths.astype(np.int32),
         "num_loss_tokens": _per_sequence(np.add, batch.loss_mask.astype(np.int32), offsets, 0),
         "lag_max": (version - oldest).astype(np.int32),

@@ -6,6 +6,7 @@ Called by `engine.py`, `rl.py`, `sft.py`.
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.store import files
-from prime_hpc.store.batches import NOT_SAMPLED, RankBatch, read_rank_batches
+from prime_hpc.store.batches import NOT_SAMPLED, NOT_TRUNCATED, TRUNCATION, RankBatch, read_rank_batches
 from prime_hpc.store.handover import Handover
 from prime_hpc.trainer.attention import Packing, plan_packing
 from prime_hpc.trainer.parallel import Parallel
@@ -60,6 +61,15 @@ class MicroBatch:
     """The targets that this rank computes; all of them where it has the whole row."""
     ce_weights: torch.Tensor | None = None
     """float32[N], weights in the cross-entropy beside the objective; None where the batch has none."""
+    top_p: torch.Tensor | None = None
+    """float32[N], with `top_k` (int64[N]) and `min_p` (float32[N]): the tokens that were sampled from, see
+    `truncation.Truncation`; None where all were."""
+    top_k: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+    most_top_k: int = 0
+    """Largest `top_k`."""
+    all_have_top_k: bool = False
+    """Whether all targets with a `top_p` have one."""
     trained: torch.Tensor | None = None
     """int64, with `ce_weights` the targets that the objective trains (`objective_part`); the others have but that."""
 
@@ -143,6 +153,7 @@ def make_micro_batch(
     at = np.flatnonzero((mask | (ce > 0)) & (positions > 0))
     sequence = sequence_of[at]
     targets, predicting, num_sequences = ids[at], at - 1, len(lengths)
+    truncation = _truncation(batch, sequences, kept, sequence, mask[at])
     own, rows = slice(None), None
     if parallel is not None and parallel.row_multiple > 1:
         fill = -len(ids) % parallel.row_multiple
@@ -161,6 +172,7 @@ def make_micro_batch(
     def tensor(array: NDArray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
+    sampled_from: dict[str, Any] = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in truncation.items()}
     return MicroBatch(
         input_ids=tensor(ids)[None],
         position_ids=tensor(positions)[None],
@@ -169,7 +181,7 @@ def make_micro_batch(
         targets=tensor(targets),
         sequence=tensor(sequence),
         targets_of_sequence=tensor(np.bincount(sequence, minlength=num_sequences)),
-        temperatures=tensor(temperatures[sequence]),
+        temperatures=tensor(np.where(mask[at], temperatures[sequence], np.float32(1))),
         behaviour_logprobs=tensor(logprobs[at]),
         advantages=tensor(advantages[at]),
         num_tokens=num_tokens,
@@ -177,7 +189,30 @@ def make_micro_batch(
         own=own,
         ce_weights=tensor(ce[at]) if batch.ce_weights is not None else None,
         trained=tensor(np.flatnonzero(mask[at])) if batch.ce_weights is not None else None,
+        **sampled_from,
     )
+
+
+def _truncation(
+    batch: RankBatch, sequences: slice, kept: NDArray[np.bool_], sequence: NDArray[np.int64], sampled: NDArray[np.bool_]
+) -> dict[str, Any]:
+    """Fields of `MicroBatch` that say of each target which tokens it was sampled from; none where that was all.
+
+    Args:
+        batch, sequences, kept: the targets' sequences.
+        sequence: int64[N], of each target, among the `kept` ones.
+        sampled: bool[N], whether the policy sampled the target: else it is of the whole distribution.
+    """
+    if batch.top_ps is None or not kept.any():
+        return {}
+    whole = NOT_TRUNCATED
+    values = {k: np.where(sampled, getattr(batch, k)[sequences][kept][sequence], whole[k]) for k in TRUNCATION}
+    if all((values[k] == whole[k]).all() for k in TRUNCATION):
+        return {}
+    top_p, top_k = values["top_ps"].astype(np.float32), values["top_ks"].astype(np.int64)
+    bounded = bool(((top_p == 1) | (top_k > 0)).all())
+    found = {"top_p": top_p, "top_k": top_k, "min_p": values["min_ps"].astype(np.float32)}
+    return found | {"most_top_k": int(top_k.max()), "all_have_top_k": bounded}
 
 
 @dataclass(frozen=True)
@@ -238,6 +273,11 @@ def select_micro_batches(source: list[tuple[RankBatch, int]], num_micro_batches:
     if any(b.ce_weights is not None for b, _, _ in picked):
         rows = [np.zeros(b.num_tokens, np.float32) if b.ce_weights is None else b.ce_weights for b, _, _ in picked]
         arrays["ce_weights"] = np.concatenate([row[t] for row, (_, _, t) in zip(rows, picked, strict=True)])
+    if any(b.top_ps is not None for b, _, _ in picked):
+        for name, whole in NOT_TRUNCATED.items():
+            parts = [np.full(b.num_sequences, whole) if b.top_ps is None else getattr(b, name) for b, _, _ in picked]
+            dtype = np.int32 if name == "top_ks" else np.float32
+            arrays[name] = np.concatenate([v[s] for v, (_, s, _) in zip(parts, picked, strict=True)]).astype(dtype)
     for name in ("seq_offsets", "micro_offsets"):
         arrays[name] = arrays[name].astype(np.int64)
     return RankBatch(**arrays)

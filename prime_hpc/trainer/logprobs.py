@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from prime_hpc.trainer.products import product, product_into
+from prime_hpc.trainer.truncation import Cut, Truncation, apply_cut, find_cut
 
 ROW_BLOCKS = 8
 """Parts in which a chunk's exponentials are made where nobody needs them all at once."""
@@ -33,6 +34,12 @@ class VocabShard:
         """The maximum over ranks, in place."""
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
         return x
+
+    def columns(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' columns of a matrix, in the ranks' order."""
+        parts = [torch.empty_like(x) for _ in range(self.mesh.size())]
+        dist.all_gather(parts, x.contiguous(), group=self.mesh.get_group())
+        return torch.cat(parts, dim=1)
 
 
 def _chunk_logits(
@@ -110,6 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         with_entropy: bool,
         shard: VocabShard | None,
+        truncation: Truncation | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num = hidden.shape[0]
         logprobs = torch.empty(num, dtype=torch.float32, device=hidden.device)
@@ -118,10 +126,15 @@ class _TokenLogprobs(torch.autograd.Function):
         column, own = _columns(targets, weight.shape[0], shard)
         keep = num <= chunk_tokens and softcap is None
         ctx.kept = None
+        ctx.cut = None if truncation is None else Cut(torch.empty_like(logprobs), torch.empty_like(logprobs))
         buffer = logprobs.new_empty((min(num, chunk_tokens), weight.shape[0]))
         for start in range(0, num, chunk_tokens):
             part = slice(start, min(start + chunk_tokens, num))
             logits = _chunk_logits(buffer[: part.stop - start], hidden[part], weight, bias, scale[part], softcap)
+            if truncation is not None:
+                cut = find_cut(logits, truncation.part(part), shard)
+                apply_cut(logits, cut, column[part], None if shard is None else own[part])
+                ctx.cut.least[part], ctx.cut.share[part] = cut
             at_target = logits.gather(1, column[part, None])[:, 0]
             top = logits.amax(dim=1)
             if shard is not None:
@@ -161,6 +174,9 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 delta = _chunk_logits(buffer[: part.stop - start], hidden[part], weight, bias, scale[part], ctx.softcap)
                 slope = None if ctx.softcap is None else 1 - (delta / (scale[part, None] * ctx.softcap)).square()
+                if ctx.cut is not None:
+                    cut = Cut(ctx.cut.least[part], ctx.cut.share[part])
+                    apply_cut(delta, cut, column[part], None if ctx.shard is None else own[part])
                 delta.sub_(log_sums[part, None]).exp_().mul_(-rows[:, None])
             delta.scatter_add_(1, column[part, None], (rows if ctx.shard is None else rows * own[part])[:, None])
             if ctx.softcap is not None:
@@ -179,7 +195,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
         if ctx.shard is not None:
             ctx.shard.total(grad_hidden)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None, None, None
 
 
 def token_logprobs(
@@ -194,6 +210,7 @@ def token_logprobs(
     chunk_tokens: int = 1024,
     with_entropy: bool = False,
     shard: VocabShard | None = None,
+    truncation: Truncation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p(target | hidden) under the softmax of the LM head at a temperature, in float32.
 
@@ -208,6 +225,7 @@ def token_logprobs(
         chunk_tokens: rows of float32 logits that exist at once, in the forward and the backward pass.
         with_entropy: also return the distributions' entropies.
         shard: which rows `weight` (and `bias`) are, where tensor-parallel ranks split them. Collective then.
+        truncation: top-p, top-k and min-p of each target's distribution; None: the whole vocabulary's.
 
     Returns:
         float32 `[N]` log-probabilities, differentiable in hidden, weight and bias; float32 `[N]` entropies in nats
@@ -216,4 +234,6 @@ def token_logprobs(
     scale = logit_scale / torch.where(temperatures > 0, temperatures, torch.ones_like(temperatures))
     if softcap is not None:  # the model scales before it caps; the temperature divides after
         weight, scale = weight * logit_scale if logit_scale != 1.0 else weight, scale / logit_scale
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, scale, softcap, chunk_tokens, with_entropy, shard)
+    return _TokenLogprobs.apply(
+        hidden, weight, bias, targets, scale, softcap, chunk_tokens, with_entropy, shard, truncation
+    )

@@ -29,6 +29,7 @@ from prime_hpc.trainer.parallel.context import gather_targets
 from prime_hpc.trainer.parallel.distribute import distribute
 from prime_hpc.trainer.parallel.tensor import local
 from prime_hpc.trainer.stored import checkpoint_files, pieces, read_tensors
+from prime_hpc.trainer.truncation import Truncation
 
 SMALL_LOGITS = 1 << 24
 """So many logits (64 MiB) are no reason to work in chunks: a small vocabulary's are kept for the backward pass."""
@@ -70,6 +71,7 @@ class Policy(nn.Module):
             softcap=self._softcap,
             chunk_tokens=self._chunk_tokens,
             with_entropy=with_entropy,
+            truncation=_truncation(batch),
             shard=None if tp is None else VocabShard(tp, tp.get_local_rank() * weight.shape[0]),
         )
         if cp is None:
@@ -87,6 +89,14 @@ class Policy(nn.Module):
         every = {name for name, _ in self.hf.named_parameters(remove_duplicate=False)}
         buffers = {k: v for k, v in self.hf.state_dict().items() if k not in every and isinstance(v, torch.Tensor)}
         return list(parameters.items()) + list(buffers.items())
+
+
+def _truncation(batch: MicroBatch) -> Truncation | None:
+    """Of the targets that this rank computes."""
+    if batch.top_p is None or batch.top_k is None or batch.min_p is None:
+        return None
+    whole = Truncation(batch.top_p, batch.top_k, batch.min_p, batch.most_top_k, batch.all_have_top_k)
+    return whole.part(batch.own)
 
 
 def resolve_source(name: str) -> Path:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
+from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.samples import EpisodeResult
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.assemble import EPISODE_BITS, ScoredGroup, build_ranks, score_groups, train_samples
@@ -19,6 +20,8 @@ from prime_hpc.orchestrator.prompts import Prompt
 from prime_hpc.store.batches import RankBatch, read_rank_batch, write_batch
 from prime_hpc.store.layout import RunPaths
 from tests.support.episodes import failed_episode, failed_result, make_episode, make_result, make_sample
+
+SAMPLING, WARM = SamplingConfig(), SamplingConfig(temperature=0.7, top_p=0.9, top_k=20)
 
 
 def score(groups: list[Group], config: AdvantageConfig) -> list[ScoredGroup]:
@@ -40,6 +43,7 @@ def sequences(ranks: list[RankBatch]) -> dict[int, list[dict[str, np.ndarray]]]:
                 k: getattr(rank, k)[tokens] for k in ("token_ids", "loss_mask", "logprobs", "versions", "advantages")
             }
             row |= {k: getattr(rank, k)[s] for k in ("rewards", "group_ids", "env_ids", "temperatures")}
+            row |= {} if rank.top_ps is None else {k: getattr(rank, k)[s] for k in ("top_ps", "top_ks", "min_ps")}
             found.setdefault(int(rank.sample_ids[s]), []).append(row)
     return found
 
@@ -61,7 +65,7 @@ def test_every_token_arrives_with_its_own_values_and_its_episodes_advantage() ->
             results[1] = None
         groups.append(make_group(position, results, source=position % 2))
     scored = score(groups, AdvantageConfig(type="grpo_no_std"))
-    ranks = build_ranks(train_samples(scored), num_ranks=2, micro_batch_tokens=64, temperature=0.7)
+    ranks = build_ranks(train_samples(scored), num_ranks=2, micro_batch_tokens=64, sampling=WARM)
     found = sequences(ranks)
     assert len(found) == 23
     assert len({rank.num_micro_batches for rank in ranks}) == 1
@@ -87,12 +91,13 @@ def test_every_token_arrives_with_its_own_values_and_its_episodes_advantage() ->
             assert row["group_ids"] == group.prompt.position
             assert row["env_ids"] == group.prompt.source
             assert row["temperatures"] == np.float32(0.7)
+            assert (row["top_ps"], row["top_ks"], row["min_ps"]) == (np.float32(0.9), 20, 0)
 
 
 def test_branches_of_one_episode_share_sample_id_and_advantage() -> None:
     two = make_result(samples=[make_sample([0, 0]), make_sample([1], first_token=500)], reward=1.0)
     scored = score([make_group(5, [two, make_result([0], reward=0.0)])], AdvantageConfig(type="grpo_no_std"))
-    found = sequences(build_ranks(train_samples(scored), num_ranks=1, micro_batch_tokens=50, temperature=1.0))
+    found = sequences(build_ranks(train_samples(scored), num_ranks=1, micro_batch_tokens=50, sampling=SAMPLING))
     assert sorted(len(rows) for rows in found.values()) == [1, 2]
     for row in found[5 << EPISODE_BITS]:
         assert set(row["advantages"][row["loss_mask"]]) == {np.float32(0.5)}
@@ -152,7 +157,7 @@ def test_a_group_that_cannot_be_scored_does_not_train_and_is_named(monkeypatch: 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_fewer_samples_than_ranks_still_gives_every_rank_as_many_micro_batches(num_ranks: int) -> None:
     scored = score([make_group(0, [make_result([0], reward=r) for r in (0.0, 1.0)])], AdvantageConfig())
-    ranks = build_ranks(train_samples(scored), num_ranks=num_ranks, micro_batch_tokens=8, temperature=1.0)
+    ranks = build_ranks(train_samples(scored), num_ranks=num_ranks, micro_batch_tokens=8, sampling=SAMPLING)
     assert len(ranks) == num_ranks
     assert len({rank.num_micro_batches for rank in ranks}) == 1
     assert sum(rank.num_sequences for rank in ranks) == 2
@@ -161,7 +166,7 @@ def test_fewer_samples_than_ranks_still_gives_every_rank_as_many_micro_batches(n
 def test_a_batch_survives_the_store(tmp_path: object) -> None:
     paths = RunPaths(tmp_path)  # type: ignore[arg-type]
     scored = score([make_group(3, [make_result([4, 5], reward=r) for r in (0.0, 1.0)])], AdvantageConfig())
-    ranks = build_ranks(train_samples(scored), num_ranks=2, micro_batch_tokens=16, temperature=1.0)
+    ranks = build_ranks(train_samples(scored), num_ranks=2, micro_batch_tokens=16, sampling=SAMPLING)
     write_batch(paths, 1, ranks, state={}, meta={}, incarnation=0)
     again = sequences([read_rank_batch(paths.rollouts_step(1), r) for r in range(2)])
     for ident, rows in sequences(ranks).items():
