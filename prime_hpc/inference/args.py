@@ -47,7 +47,7 @@ OWNED = {
     "headless": "inference.headless",
     "tensor_parallel_size": "inference.tensor_parallel_size",
     "gpu_memory_utilization": "inference.gpu_memory_utilization",
-    "kv_cache_memory_bytes": "inference.cpu_kv_cache_gib",
+    "kv_cache_memory_bytes": "inference.kv_cache_gib (on a CPU inference.cpu_kv_cache_gib)",
     "max_num_seqs": "inference.max_num_seqs",
     "enforce_eager": "inference.enforce_eager",
     "enable_lora": "model.lora",
@@ -124,6 +124,8 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
             options["distributed_executor_backend"] = "uni"  # see build_env
     else:
         options["gpu_memory_utilization"] = config.gpu_memory_utilization
+        if config.kv_cache_gib is not None:
+            options["kv_cache_memory_bytes"] = round(config.kv_cache_gib * GIB)
     options |= {key.replace("-", "_"): value for key, value in revealed(config.vllm).items()}
     return [token for key, value in options.items() for token in _flag(key, value)]
 

@@ -1,7 +1,7 @@
 """What is wrong with an experiment, seen without a cluster: `lint(experiment, site)`.
 
 Called by the `lint` verb, and by `submit`, which refuses an experiment with errors. The checks are in `lint_model`,
-`lint_parallel`, `lint_run`, `lint_slurm`, `lint_time`, `lint_container` and `lint_network`: each a
+`lint_parallel`, `lint_run`, `lint_sharing`, `lint_slurm`, `lint_time`, `lint_container` and `lint_network`: each a
 generator of findings over one `Subject`.
 """
 
@@ -11,7 +11,16 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.engines import engine_roles, served_by
 from prime_hpc.config.sections.slurm import SiteConfig, SlurmConfig
 from prime_hpc.config.site import GENERIC
-from prime_hpc.launch import lint_container, lint_model, lint_network, lint_parallel, lint_run, lint_slurm, lint_time
+from prime_hpc.launch import (
+    lint_container,
+    lint_model,
+    lint_network,
+    lint_parallel,
+    lint_run,
+    lint_sharing,
+    lint_slurm,
+    lint_time,
+)
 from prime_hpc.launch.estimate import read_model
 from prime_hpc.launch.lint_finding import CODES, Check, Engines, Finding, Subject
 from prime_hpc.launch.render import render_job
@@ -21,7 +30,12 @@ from prime_hpc.supervisor.placement import Placement, place_slurm, placed_roles
 __all__ = ["CODES", "Finding", "is_for_slurm", "lint", "lint_errors"]
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}
-_ANYWHERE: tuple[Check, ...] = (*lint_model.CHECKS, *lint_parallel.CHECKS, *lint_run.CHECKS)
+_ANYWHERE: tuple[Check, ...] = (
+    *lint_model.CHECKS,
+    *lint_parallel.CHECKS,
+    *lint_run.CHECKS,
+    *lint_sharing.CHECKS,
+)
 _SLURM: tuple[Check, ...] = (*lint_slurm.CHECKS, *lint_time.CHECKS, *lint_container.CHECKS, *lint_network.CHECKS)
 
 

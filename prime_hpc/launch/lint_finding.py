@@ -33,6 +33,7 @@ CODES = {
     "PH112": "a tensor-parallel group over several nodes",
     "PH113": "adapters that the model has no place for",
     "PH118": "weights that cannot be trained",
+    "PH120": "the memory of a GPU that several roles use",
     "PH201": "group baseline of one rollout",
     "PH202": "batch smaller than the ranks",
     "PH203": "orchestrator concurrency",

@@ -63,6 +63,7 @@ from prime_hpc.supervisor.roles import (
 )
 from prime_hpc.supervisor.slurm_roles import slurm_specs, spare_hosts
 from prime_hpc.supervisor.srun_environment import for_srun
+from prime_hpc.supervisor.start_order import one_after_another
 from prime_hpc.supervisor.steps import StepContext, StepSpec
 from prime_hpc.supervisor.supervise import Supervisor
 from prime_hpc.supervisor.survive import EXIT_AGAIN, FINAL, come_back, decide, mode_of_run
@@ -249,6 +250,7 @@ def _prepare(
         f"run {run_dir}: attempt {attempt.attempt}, incarnation {attempt.incarnation} ({attempt.why}); "
         + ", ".join(_describe(experiment, spec) for spec in specs)
     )
+    specs = one_after_another(specs)
     return Supervisor(experiment, run_dir, attempt, specs, urls, environment, steps, spares, checkup, controls)
 
 

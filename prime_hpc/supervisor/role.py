@@ -18,8 +18,9 @@ from prime_hpc.supervisor.caches import node_caches
 from prime_hpc.supervisor.processes import family, send
 from prime_hpc.supervisor.roles import RoleSpec, Urls
 
-State = Literal["starting", "ready", "done", "dead", "away"]
-"""`away`: a server whose node was lost, and without which the run goes on."""
+State = Literal["waiting", "starting", "ready", "done", "dead", "away"]
+"""`waiting`: not started, see `RoleSpec.after`; `away`: a server whose node was lost, and without which the run goes
+on."""
 _TORCHRUN_RANK = re.compile(r"rank\s*:\s*(\d+)")
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
 _LOST_A_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|ended by SIGTERM")
@@ -64,7 +65,7 @@ class Role:
         self.log_dir = log_dir
         suffix = f"_{spec.index}" if spec.index else ""
         self.log_file = log_dir / f"{spec.name}{suffix}.log"
-        self.state: State = "starting"
+        self.state: State = "waiting" if spec.after else "starting"
         self.restarts = 0
         self.was_ready = False
         self.started = 0.0
@@ -83,6 +84,11 @@ class Role:
         """Process id of the role's leader."""
         assert self._process is not None
         return self._process.pid
+
+    @property
+    def was_started(self) -> bool:
+        """Whether it ever had a process."""
+        return self._process is not None
 
     @property
     def running(self) -> bool:
@@ -248,7 +254,8 @@ class Role:
 
     def kill(self) -> None:
         """SIGKILL the whole family at once."""
-        send(family(self.pid), 9)
+        if self._process is not None:
+            send(family(self.pid), 9)
 
     def reap(self) -> None:
         """Collect the exit code so that no zombie stays."""

@@ -38,6 +38,8 @@ class RoleSpec:
     """How often it may be started again in place; 0: its death ends the attempt."""
     health_url: str | None = None
     """Answers 200 while the server is well."""
+    after: tuple[str, ...] = ()
+    """Labels of the servers that must be ready before it starts: they share a GPU."""
 
     @property
     def label(self) -> str:

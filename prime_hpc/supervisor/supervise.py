@@ -1,7 +1,6 @@
 """The supervisor: starts the roles of one attempt, waits until each is ready, watches them, ends them.
 
 The same object on a laptop, under submitit's LocalExecutor and as a Slurm job's batch process.
-Called by `prime_hpc.supervisor.main`.
 """
 
 import contextlib
@@ -36,6 +35,7 @@ from prime_hpc.supervisor.reaper import Reaper
 from prime_hpc.supervisor.replicas import Replicas
 from prime_hpc.supervisor.role import Role, log_tail
 from prime_hpc.supervisor.roles import RoleSpec, Urls
+from prime_hpc.supervisor.start_order import may_start
 from prime_hpc.supervisor.steps import StepContext, StepRole, StepSpec
 
 TICK_S = 0.2
@@ -201,10 +201,19 @@ class Supervisor:
         for spec in self._specs:
             role = self._make_role(spec, environment)
             self._roles.append(role)  # before it starts: its agents may speak at once
-            role.start()
-            self._reaper.watch(role.pid)
-            logger.info(f"started {spec.label} (process {role.pid}): {' '.join(role.command)}")
+            if role.state == "waiting":
+                role.started = self._clock.now()
+                logger.info(f"{spec.label} shares a GPU with {', '.join(spec.after)}: it starts when they are ready")
+            else:
+                self._begin(role)
         write_attempt(self._paths.attempts, self._attempt)  # a later life asks what became of these nodes
+
+    def _begin(self, role: Role) -> None:
+        role.start()
+        self._reaper.watch(role.pid)
+        if isinstance(role, StepRole):
+            self._attempt.nodes[role.spec.label] = list(role.hosts)
+        logger.info(f"started {role.spec.label} (process {role.pid}): {' '.join(role.command)}")
 
     def _make_role(self, spec: RoleSpec, environment: dict[str, str]) -> Role:
         log_dir = self._paths.logs(self._attempt.attempt, spec.name)
@@ -226,13 +235,16 @@ class Supervisor:
         self._end_if_fenced()
         self._obey()
         for role in self._roles:
-            if role.state not in ("done", "away"):
+            if role.state == "waiting" and may_start(role, self._roles):
+                self._begin(role)
+            elif role.state not in ("waiting", "done", "away"):
                 self._look_at(role)
-        self._replicas.bring_back(self._roles, self._restart)
+        self._replicas.bring_back(self._roles, self._begin)
         if self._children is not None:
             num_servers = sum(role.is_server for role in self._roles)
             self._children.tick(self._known_urls().get("inference", []), num_servers, self._hub.address)
-        waiting = {r.spec.label: self._clock.now() - r.started for r in self._roles if r.state == "starting"}
+        to_come = [role for role in self._roles if role.state in ("waiting", "starting")]
+        waiting = {role.spec.label: self._clock.now() - role.started for role in to_come}
         if not waiting and self._ready_at is None and self._stop is None:
             self._ready_at = time.time()
             logger.info(f"all roles are ready after {self._ready_at - self._attempt.began:.0f} s")
@@ -416,19 +428,13 @@ class Supervisor:
             self._reaper.forget(role.pid)
             role.restarts += 1
             logger.warning(f"{cause}; it is started again ({role.restarts}/{role.spec.max_restarts}), the run goes on")
-            self._restart(role)
+            self._begin(role)
             return
         self._bury(role, cause)
         if self._stop is not None:  # the true cause is what the end was asked for
             request = self._stop[0]
             raise Ended(request.code or 1, f"{request.reason}; nothing was saved: {cause}", request.outcome)
         raise Ended(1, cause)
-
-    def _restart(self, role: Role) -> None:
-        role.start()
-        self._reaper.watch(role.pid)
-        if isinstance(role, StepRole):
-            self._attempt.nodes[role.spec.label] = list(role.hosts)
 
     def _bury(self, role: Role, cause: str) -> None:
         tail = log_tail(role.log_file)
@@ -450,7 +456,8 @@ class Supervisor:
             self._wait_for_steps(grace + 3.0)
             for role in self._roles:
                 role.kill()
-        families = [role.pid for role in self._roles] + (self._children.pids if self._children is not None else [])
+        families = [role.pid for role in self._roles if role.was_started]
+        families += self._children.pids if self._children is not None else []
         killed = end_families(families, grace)
         if self._children is not None:
             self._children.end(ended.cause)

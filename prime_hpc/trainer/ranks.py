@@ -6,12 +6,15 @@ On one node there is a FileStore, and the ranks' own connections stay on the loo
 """
 
 import contextlib
+import datetime
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch.distributed import FileStore
 
 from prime_hpc.observe.context import RANKS_FILE
@@ -49,3 +52,20 @@ def file_store(world_size: int) -> FileStore | None:
     make_private_dir(Path(path).parent)  # whichever rank comes first
     stay_on_loopback()
     return FileStore(path, world_size)
+
+
+def control_group(device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:
+    """The group over which rank 0 tells the others what to do, between steps. Collective.
+
+    Args:
+        device: this rank's. On CUDA it is a gloo group, in which a rank that waits sleeps: NCCL's broadcast is a kernel
+            that spins on every waiting GPU, for as long as a batch takes to come, and takes time slices from an engine
+            on the same GPU.
+        timeout_s: deadline of one collective.
+
+    Returns:
+        None: the default group, which on CPU is gloo itself.
+    """
+    if device.type != "cuda":
+        return None
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))

@@ -38,6 +38,7 @@ from prime_hpc.trainer.parallel import Parallel, build_parallel
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
 from prime_hpc.trainer.perf import peak_flops
 from prime_hpc.trainer.publish import VersionPublisher, build_publisher
+from prime_hpc.trainer.ranks import control_group
 from prime_hpc.trainer.reference import load_reference
 from prime_hpc.trainer.saving import Saver
 from prime_hpc.trainer.schedule import SaveSchedule, build_schedule
@@ -92,6 +93,8 @@ class Session:
     vocab_size: int
     source: Path
     """Directory of the model that training began with."""
+    control: dist.ProcessGroup | None = None
+    """Of `agree`, see `ranks.control_group`."""
     packer: RolloutPacker | None = None
     """Rank 0 only, with `orchestrator.compress_rollouts`."""
     bench_rows: list[dict[str, float]] = field(default_factory=list)
@@ -116,8 +119,9 @@ class Session:
         Raises:
             StoreError: that save failed.
         """
-        value = torch.tensor([int(signal), int(self.saver.checkpointer.has_ended)], device=self.device)
-        dist.broadcast(value, src=0)
+        own = [int(signal), int(self.saver.checkpointer.has_ended)]
+        value = torch.tensor(own, device=self.device if self.control is None else "cpu")
+        dist.broadcast(value, src=0, group=self.control)
         decided, has_ended = value.tolist()
         if has_ended:
             self.saver.settle()
@@ -292,6 +296,8 @@ class Base:
     """Directory of the model that training began with."""
     device: torch.device
     peak_flops: float
+    control: dist.ProcessGroup | None
+    """See `ranks.control_group`."""
 
 
 def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) -> Base:
@@ -320,7 +326,8 @@ def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) 
         chunk_tokens=config.logits_chunk_tokens,
         num_slots=num_slots,
     )
-    return Base(policy, source, device, peak_flops(device, compute_dtype(experiment.model)))
+    control = control_group(device, config.dist_timeout_s)
+    return Base(policy, source, device, peak_flops(device, compute_dtype(experiment.model)), control)
 
 
 def build_session(
@@ -378,6 +385,7 @@ def open_session(
         saver=_build_saver(experiment, context, paths, doorbell, policy, engine.optimizer, base.source, slot),
         vocab_size=policy.hf.config.get_text_config().vocab_size,
         source=base.source,
+        control=base.control,
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from prime_hpc.config import Experiment
 from prime_hpc.supervisor.attempts import begin, read_attempts
 from prime_hpc.supervisor.roles import RoleSpec
+from prime_hpc.supervisor.start_order import one_after_another
 from prime_hpc.supervisor.supervise import Supervisor
 from tests.support.runs import free_port
 
@@ -63,6 +64,38 @@ def test_run_ends_when_the_workers_are_done_and_servers_are_ended(run_dir: Path)
     code, attempt = supervise(run_dir, specs)
     assert (code, attempt["outcome"]) == (0, "completed")
     assert not strays(str(run_dir))
+
+
+def test_roles_on_one_gpu_start_one_after_the_other(run_dir: Path) -> None:
+    """Two servers and the trainer on GPU 0: each finds the files that the one before it has left when it was ready."""
+    first, second, others = (run_dir / name for name in ("first", "second", "others"))
+    ports = free_port(), free_port()
+    on_gpu = {"environment": {"CUDA_VISIBLE_DEVICES": "0"}}
+
+    def server(index: int, *actions: str) -> RoleSpec:
+        end = f"serve:{ports[index]}", "sleep:300"
+        url = f"http://127.0.0.1:{ports[index]}"
+        return role("inference", run_dir, *actions, *end, health_url=url, index=index, **on_gpu)
+
+    specs = one_after_another(
+        [
+            server(0, "sleep:1", f"touch:{first}"),
+            server(1, f"require:{first}", "sleep:1", f"touch:{second}"),
+            role("orchestrator", run_dir, f"touch:{others}", "ready", "done", environment={"CUDA_VISIBLE_DEVICES": ""}),
+            role("trainer", run_dir, f"require:{second}", f"require:{others}", "ready", "done", **on_gpu),
+        ]
+    )
+    assert [spec.after for spec in specs] == [(), ("inference[0]",), (), ("inference[0]", "inference[1]")]
+    code, attempt = supervise(run_dir, specs)
+    assert (code, attempt["outcome"]) == (0, "completed"), attempt["cause"]
+
+
+def test_a_role_that_was_never_started_ends_with_the_run(run_dir: Path) -> None:
+    on_gpu = {"environment": {"CUDA_VISIBLE_DEVICES": "0"}}
+    server = role("inference", run_dir, "exit:3", health_url=f"http://127.0.0.1:{free_port()}", **on_gpu)
+    code, attempt = supervise(run_dir, one_after_another([server, role("trainer", run_dir, "ready", **on_gpu)]))
+    assert code == 1 and "exit code 3" in attempt["cause"]
+    assert not (run_dir / "logs" / "attempt_1" / "trainer" / "trainer.log").exists()
 
 
 def test_a_failed_role_ends_the_run_and_is_named(run_dir: Path) -> None:

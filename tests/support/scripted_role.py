@@ -3,7 +3,7 @@
 usage: python -m tests.support.scripted_role ROLE RUN_DIR ACTION [ACTION ...]
 actions: ready, done, fail:REASON, sleep:SECONDS, exit:CODE, child (starts a child in a session of its own),
 once:FILE:ACTION (only the first time, remembered by FILE), serve:PORT (a health route), kill (SIGKILL itself),
-beat:SECONDS (a heartbeat from now on), touch:FILE, await:FILE (until it is there),
+beat:SECONDS (a heartbeat from now on), touch:FILE, await:FILE (until it is there), require:FILE (fail without),
 write:FILE:COUNT (so many lines, one every 0.1 s, each by opening it)
 """
 
@@ -42,6 +42,10 @@ def act(action: str, status: RoleStatus) -> None:
     elif name == "await":
         while not Path(value).exists():
             time.sleep(0.05)
+    elif name == "require":
+        if not Path(value).exists():
+            status.failed(f"{value} is not there")
+            sys.exit(1)
     elif name == "sleep":
         time.sleep(float(value))
     elif name == "ready":

@@ -62,6 +62,13 @@ def test_cpu_is_eager_with_a_fixed_cache_and_cuda_is_not() -> None:
     assert "--no-enforce-eager" in options({"enforce_eager": False})
 
 
+def test_a_stated_cache_on_a_gpu() -> None:
+    cuda = options({"kv_cache_gib": 6, "gpu_memory_utilization": 0.4}, device="cuda")
+    assert cuda["--kv-cache-memory-bytes"] == [str(6 << 30)] and cuda["--gpu-memory-utilization"] == ["0.4"]
+    assert "--kv-cache-memory-bytes" not in options(device="cuda")
+    assert options({"kv_cache_gib": 6})["--kv-cache-memory-bytes"] == [str(1 << 30)]  # a CPU's has a key of its own
+
+
 def test_parallelism_and_key() -> None:
     found = options(
         {
@@ -109,6 +116,7 @@ def test_other_vllm_arguments_pass_through_by_their_own_name() -> None:
     [
         ("max-model-len", "inference.max_model_len"),
         ("model", "model.name"),
+        ("kv_cache_memory_bytes", "inference.kv_cache_gib"),
         ("logprobs_mode", "importance ratio"),
         ("served_model_name", "policy"),
     ],

@@ -114,6 +114,20 @@ MANY: dict[str, Any] = {
     "max_steps": 5,
 }
 """A trainer of many runs; environments and steps are its runs' own."""
+ON_ONE_GPU: dict[str, Any] = {
+    "trainer": {"num_ranks": 1},
+    "inference": {"data_parallel_size": 1},
+    "inference_gpu_ids": [0],
+    "trainer_gpu_ids": [0],
+    "slurm": {"gpus_per_node": 1},
+}
+OPD_ON_ONE_GPU: dict[str, Any] = {
+    **ON_ONE_GPU,
+    "trainer_gpu_ids": [1],
+    "teacher_gpu_ids": [0],
+    "slurm": {"gpus_per_node": 2},
+    "orchestrator": {"env": [{"id": "reverse-text"}], **OPD},
+}
 PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH101", "error", {"inference": {"tensor_parallel_size": 3, "data_parallel_size": 2}}, {}, "32 attention heads"),
     ("PH102", "error", {"inference": {"tensor_parallel_size": 3, "data_parallel_size": 2}}, {}, "8 key-value heads"),
@@ -144,6 +158,21 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         {"trainer": {"num_ranks": 12, "parallel": {"tp": 4}}, "slurm": {"trainer": {"nodes": 2}}},
         {},
         "groups of 4 ranks do not fit into nodes of 6",
+    ),
+    ("PH120", "error", ON_ONE_GPU, {}, "90% of GPU 0 are the engines', 8 GiB are left"),
+    (
+        "PH120",
+        "warning",
+        {**ON_ONE_GPU, "model": {"name": "owner/unheard-of"}},
+        {},
+        "90% of GPU 0, on which the trainer",
+    ),
+    (
+        "PH120",
+        "error",
+        {**OPD_ON_ONE_GPU, "teacher_inference": {"gpu_memory_utilization": 0.2}},
+        {},
+        "engines on GPU 0 take 110% of its memory together",
     ),
     ("PH202", "warning", {"orchestrator": {"batch_size": 8}}, {}, "leaves 8 of 16"),
     ("PH202", "warning", {"orchestrator": {"batch_size": 24}}, {}, "do not divide"),

@@ -7,16 +7,21 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.store.errors import ArtifactError
 from prime_hpc.supervisor.roles import trainer_spec
 from prime_hpc.trainer import ranks
+from prime_hpc.trainer.session import Session, Signal
 from prime_hpc.trainer.shards import load_state, read_metadata
+from tests.support.ranks import spawn
 
 RANK = """
 import json, os, socket, sys
@@ -155,3 +160,23 @@ def test_what_is_no_description_of_tensors_is_refused_and_not_run(tmp_path: Path
         with pytest.raises(AttributeError) if kind == "code" else contextlib.nullcontext():
             dcp.FileSystemReader(tmp_path).read_metadata()
         assert mark.exists()
+
+
+def agree_beside_cuda(rank: int, folder: str) -> None:
+    """On a rank that says it is on CUDA, where this machine has none: only over the side group can it be told."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    assert ranks.control_group(torch.device("cpu"), 30.0) is None
+    cuda = torch.device("cuda", rank)
+    control = ranks.control_group(cuda, 30.0)
+    assert control is not None and dist.get_backend(control) == "gloo"
+    checkpointer = SimpleNamespace(has_ended=rank == 0)
+    settled: list[int] = []
+    saver = SimpleNamespace(checkpointer=checkpointer, settle=lambda: settled.append(rank))
+    session: Any = SimpleNamespace(device=cuda, control=control, saver=saver)
+    assert Session.agree(session, Signal.SAVE if rank == 0 else Signal.WAIT) is Signal.SAVE
+    assert settled == [rank]
+    dist.destroy_process_group()
+
+
+def test_a_waiting_rank_is_told_over_gloo_beside_cuda(tmp_path: Path) -> None:
+    spawn(agree_beside_cuda, (str(tmp_path),), nprocs=2)

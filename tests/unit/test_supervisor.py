@@ -16,6 +16,8 @@ from prime_hpc.supervisor.attempts import begin, is_held, read_attempts, write_a
 from prime_hpc.supervisor.begin import begin_attempt
 from prime_hpc.supervisor.main import place
 from prime_hpc.supervisor.roles import split_gpus
+from prime_hpc.supervisor.start_order import one_after_another
+from prime_hpc.supervisor.steps import StepSpec
 
 
 def experiment(tmp_path: Path, **values: object) -> Experiment:
@@ -77,6 +79,26 @@ def test_a_teachers_servers_are_a_group_of_their_own(tmp_path: Path) -> None:
     ports_of_both = {"inference": {"server": {"port": 8000}}, "teacher_inference": {"server": {"port": 8000}}}
     with pytest.raises(ConfigError, match="teacher_inference.server.port.*another group of engines listens on 8000"):
         place(experiment(tmp_path, **{**TAUGHT, **ports_of_both}), tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_only_who_shares_a_gpu_waits(tmp_path: Path) -> None:
+    shared = experiment(tmp_path, inference={"num_replicas": 2}, trainer_gpu_ids=[0], inference_gpu_ids=[0, 1])
+    specs = one_after_another(place(shared, tmp_path, {"CUDA_VISIBLE_DEVICES": "0,1"})[0])
+    assert {spec.label: spec.after for spec in specs} == {
+        "inference[0]": (), "inference[1]": (), "orchestrator": (), "trainer": ("inference[0]",),
+    }  # fmt: skip
+    for visible in ("0,1,2", ""):  # GPUs of their own, or none at all
+        apart = experiment(tmp_path, inference={"num_replicas": 2})
+        specs = one_after_another(place(apart, tmp_path, {"CUDA_VISIBLE_DEVICES": visible})[0])
+        assert not any(spec.after for spec in specs)
+    hosts = {"hosts": ("a", "b"), "gpus": (0, 1)}
+    steps = [
+        StepSpec("inference", [], 1.0, is_server=True, **hosts),  # type: ignore[arg-type]
+        StepSpec("inference", [], 1.0, index=1, is_server=True, hosts=("c",), gpus=(0, 1)),
+        StepSpec("trainer", [], 1.0, hosts=("b", "c"), gpus=(1, 2)),
+        StepSpec("orchestrator", [], 1.0, hosts=("b",)),
+    ]
+    assert [spec.after for spec in one_after_another(steps)] == [(), (), ("inference[0]", "inference[1]"), ()]
 
 
 def test_visible_gpus_follow_the_environment() -> None:

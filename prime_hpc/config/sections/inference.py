@@ -50,7 +50,10 @@ class InferenceConfig(Section):
     max_model_len: int | None = Field(None, ge=1)
     """Longest prompt + completion; default: the tree's `seq_len`."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """Share of a GPU's memory that an engine may take."""
+    """Share of a GPU's memory that an engine may take; so much must be free when it starts, and starts again. On a GPU
+    that it shares: less, and the trainer starts when the engine is ready."""
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """KV cache of one engine on one GPU, GiB; default: what `gpu_memory_utilization` leaves beside the weights."""
     cpu_kv_cache_gib: float = Field(1.0, gt=0)
     """KV cache of one engine on CPU, GiB."""
     cpu_threads: int = Field(1, ge=1)

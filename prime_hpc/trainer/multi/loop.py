@@ -119,7 +119,8 @@ class MultiTrainer:
 
     def _tell(self, order: Order | None) -> Order:
         box: list[Any] = [order]
-        dist.broadcast_object_list(box, src=0, device=self._device)
+        device = self._device if self._base.control is None else None
+        dist.broadcast_object_list(box, src=0, group=self._base.control, device=device)
         return box[0]
 
     # ------------------------------------------------------------------------------------------------ rank 0 decides
