@@ -7,14 +7,17 @@ import pytest
 from prime_hpc.config import load_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
+ON_GPUS = ("reasoning_gym", "instructions")
+"""More of these: tests/unit/test_recipes.py."""
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_config_resolves(path: Path) -> None:
     experiment = load_experiment(["@", str(path)], "plan", environ={}).experiment
-    assert experiment.kind == ("sft" if path.stem == "sft" else "rl")
-    assert experiment.model.dtype == "float32"  # these run on a machine without a GPU
+    assert experiment.kind == ("sft" if path.stem.startswith("sft") else "rl")
+    if path.parent.name not in ON_GPUS:
+        assert experiment.model.dtype == "float32"  # these run on a machine without a GPU
 
 
 def test_there_are_configs() -> None:

@@ -1,0 +1,68 @@
+"""The recipes for GPUs: they fit their nodes as far as the config alone tells, and their jobs read as they should.
+
+`PRIMEHPC_UPDATE_GOLDEN=1 pytest tests/unit/test_recipes.py` writes tests/golden anew: read the difference before it is
+committed.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import Experiment, load_experiment
+from prime_hpc.config.site import parse_site
+from prime_hpc.launch.estimate import engine_memory, read_model, trainer_gib
+from prime_hpc.launch.lint import lint
+from prime_hpc.launch.render import render_job
+from prime_hpc.supervisor.placement import place_slurm
+from tests.support.qwen3_shapes import fake_hub
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = parse_site(ROOT / "slurm" / "sites" / "example.yaml")
+RECIPES = sorted([*ROOT.glob("configs/reasoning_gym/*.yaml"), *ROOT.glob("configs/instructions/*.yaml")])
+NODES = {"two_nodes": 2}
+NEEDED_GIB = {"rl_0.6b": 24.0, "sft_0.6b": 40.0}
+"""Of one GPU: smaller cards than 80 GB that the recipe's first lines promise, with what an engine beside it takes."""
+
+
+def recipe(path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Experiment:
+    monkeypatch.setenv("HF_HUB_CACHE", str(fake_hub(cache)))
+    return load_experiment(["@", str(path), "--output-dir", "/scratch/runs"], "plan", environ={}).experiment
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_a_recipe_fits_its_nodes(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    experiment = recipe(path, monkeypatch, tmp_path)
+    assert experiment.kind == path.stem.split("_")[0] and experiment.model.dtype == "bfloat16"
+    assert [finding.line() for finding in lint(experiment, SITE)] == []
+    placement = place_slurm(experiment, SITE)
+    assert placement.num_nodes == next((n for word, n in NODES.items() if word in path.stem), 1)
+    facts = read_model(experiment.model.name)
+    assert facts is not None
+    parts = trainer_gib(experiment, facts)
+    assert parts is not None and sum(parts.values()) < NEEDED_GIB.get(path.stem, 0.9 * 80)
+    if experiment.kind == "rl":
+        memory = engine_memory(experiment, facts, 80.0)
+        assert memory is not None and memory.max_tokens is not None
+        assert memory.max_tokens > 16 * experiment.seq_len  # a group at full length, at the least, without a preemption
+
+
+@pytest.mark.parametrize("name", ["rl_0.6b", "rl_30b_a3b_two_nodes"])
+def test_a_recipes_job(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    experiment = recipe(ROOT / "configs" / "reasoning_gym" / f"{name}.yaml", monkeypatch, tmp_path)
+    text = render_job(
+        place_slurm(experiment, SITE), experiment, SITE, python="/opt/prime-hpc/.venv/bin/python", command_tail=[]
+    )
+    golden = ROOT / "tests" / "golden" / f"recipe_{name}.sbatch"
+    if os.environ.get("PRIMEHPC_UPDATE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def test_the_engine_comes_first_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from prime_hpc.supervisor.main import place
+    from prime_hpc.supervisor.start_order import one_after_another
+
+    shared = recipe(ROOT / "configs" / "reasoning_gym" / "rl_0.6b.yaml", monkeypatch, tmp_path)
+    specs = one_after_another(place(shared, tmp_path, {"CUDA_VISIBLE_DEVICES": "0"})[0])
+    assert {spec.label: spec.after for spec in specs}["trainer"] == ("inference[0]",)
