@@ -6,21 +6,24 @@ waits for the disk. Used by both publishers, on rank 0.
 """
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from prime_hpc.store import files
 from prime_hpc.store.disk import disk_errors
 from prime_hpc.store.files import FileEntry
 
+Content = Path | bytes | Callable[[], Iterable[bytes]]
+"""The file to copy, or what stands in it: at once, or in parts for what is large."""
+
 
 class Companions:
     """The files of one publisher."""
 
-    def __init__(self, sources: Mapping[str, Path | bytes]) -> None:
+    def __init__(self, sources: Mapping[str, Content]) -> None:
         """
         Args:
-            sources: name in a version -> the file to copy, or its content.
+            sources: by name in a version.
         """
         self._sources = dict(sources)
         self._entries: dict[str, FileEntry] = {}
@@ -57,6 +60,8 @@ class Companions:
 
     def _written(self, name: str, stage: Path) -> FileEntry:
         content = self._sources[name]
-        entry = files.write_file(stage / name, [content if isinstance(content, bytes) else content.read_bytes()])
+        if isinstance(content, Path):
+            content = content.read_bytes()
+        entry = files.write_file(stage / name, [content] if isinstance(content, bytes) else content())
         self._entries[name] = entry
         return entry

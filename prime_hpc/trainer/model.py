@@ -4,8 +4,7 @@ Called by `session.py`. Master parameters and optimizer state are float32; the f
 `model.dtype`; gradients are reduced in float32.
 
 Loading: the model is built without memory (meta device), sharded, and every rank reads only its own rows from the
-memory-mapped safetensors (`stored.py`). Where the checkpoint's names are of a kind that only transformers knows, every
-rank loads the whole model through it and keeps its shard.
+memory-mapped safetensors (`stored.py`), whatever names and forms they have there (`conversions.py`).
 """
 
 from pathlib import Path
@@ -18,9 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from prime_hpc.config.sections.common import ModelConfig
-from prime_hpc.store.model_files import other_vocabulary, quantised, stored_tensors
+from prime_hpc.store.model_files import StoredTensor, other_vocabulary, quantised, stored_tensors
 from prime_hpc.trainer import attention
 from prime_hpc.trainer.batches import MicroBatch
+from prime_hpc.trainer.conversions import WeightMap, map_weights
 from prime_hpc.trainer.fp8 import check_device
 from prime_hpc.trainer.logprobs import VocabShard, token_logprobs
 from prime_hpc.trainer.lora import Adapters, add_lora
@@ -28,7 +28,7 @@ from prime_hpc.trainer.parallel import Parallel
 from prime_hpc.trainer.parallel.context import gather_targets
 from prime_hpc.trainer.parallel.distribute import distribute
 from prime_hpc.trainer.parallel.tensor import local
-from prime_hpc.trainer.stored import checkpoint_files, pieces, read_tensors
+from prime_hpc.trainer.stored import check_tied, read_tensors
 from prime_hpc.trainer.truncation import Truncation
 
 SMALL_LOGITS = 1 << 24
@@ -40,6 +40,9 @@ class Policy(nn.Module):
 
     adapters: Adapters | None = None
     """With `model.lora`: what is trained instead of the model's own parameters. They are none of this module's."""
+
+    weights: WeightMap | None = None
+    """What its tensors are made of in the checkpoint that they come from, and how they are published."""
 
     def __init__(self, hf: Any, attn: str, chunk_tokens: int, parallel: Parallel) -> None:
         super().__init__()
@@ -134,12 +137,15 @@ def compute_dtype(config: ModelConfig) -> torch.dtype:
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
-def _check_weights(source: Path, config: ModelConfig) -> None:
-    """Raise a ValueError for weights that would load as noise, or not at all."""
-    tensors = stored_tensors(source)
-    for wrong in (quantised(source, tensors), other_vocabulary(source, tensors)):
+def _stored_weights(source: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint; raises a ValueError for those that would load as noise, or not at all."""
+    stored = stored_tensors(source)
+    if not stored:
+        raise ValueError(f"{source} holds no safetensors; `save_pretrained` of transformers writes them")
+    for wrong in (quantised(source, stored), other_vocabulary(source, stored)):
         if wrong is not None:
-            raise ValueError(f"model.name = {config.name}: {wrong}")
+            raise ValueError(wrong)
+    return stored
 
 
 def _build_empty(source: Path, config: ModelConfig) -> Any:
@@ -150,7 +156,7 @@ def _build_empty(source: Path, config: ModelConfig) -> Any:
     try:
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model.name = {config.name}: {source} holds no usable config.json ({error})") from error
+        raise ValueError(f"{source} holds no usable config.json ({error})") from error
     with init_empty_weights(include_buffers=False):
         hf = AutoModelForCausalLM.from_config(
             hf_config,
@@ -162,31 +168,11 @@ def _build_empty(source: Path, config: ModelConfig) -> Any:
     return hf
 
 
-def _load_whole(source: Path, config: ModelConfig) -> Any:
-    """The whole model in float32 through transformers, which knows every checkpoint's peculiarities."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=torch.float32,
-            attn_implementation=attention.register(),
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )
-    except OSError as error:
-        raise ValueError(f"model.name = {config.name}: {source} holds no loadable weights ({error})") from error
-    hf, info = loaded
-    if info["missing_keys"]:
-        raise ValueError(f"model.name = {config.name}: weights lack {sorted(info['missing_keys'])[:5]}")
-    return hf
-
-
 @torch.no_grad()
-def _load_shards(policy: Policy, files: dict[str, Path], device: torch.device) -> None:
+def _load_shards(policy: Policy, weights: WeightMap, device: torch.device) -> None:
     """Give the empty, sharded parameters memory and read every rank's rows."""
     policy._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    read_tensors({name: tensor.detach() for name, tensor in policy.named_weights()}, files)
+    read_tensors({name: tensor.detach() for name, tensor in policy.named_weights()}, weights)
 
 
 def load_policy(
@@ -218,25 +204,24 @@ def load_policy(
     attention.select_kernel(config.attn, device.type, dtype)
     if config.fp8:
         check_device(device)
-    _check_weights(source, config)
-    hf = _build_empty(source, config)
+    try:
+        stored = _stored_weights(source)
+        hf = _build_empty(source, config)
+        weights = map_weights(hf, stored)
+        check_tied(weights)
+    except ValueError as error:
+        raise ValueError(f"model.name = {config.name}: {error}") from error
+    hf.eval()  # no dropout anywhere: log-probabilities must be those of the engine's policy
     policy = Policy(hf, config.attn, chunk_tokens, parallel)
-    files = checkpoint_files(source)
-    missing = [name for name, tensor in policy.named_weights() if not pieces(name, tensor.shape, files)]
-    if missing:
-        logger.info(f"{source} does not hold {missing[0]} by that name: loading through transformers on every rank")
-        policy = Policy(_load_whole(source, config), config.attn, chunk_tokens, parallel)
-    policy.eval()  # for good: log-probabilities are the engine's, so no dropout in any pass, and nothing to restore
+    policy.weights = weights
     if config.lora is not None:
         add_lora(policy.hf, config.lora, dtype)
-    if missing:
-        policy.to(device)
     policy.partly_used = distribute(policy, policy.hf, config, parallel, dtype, reshard_after_forward)
-    if not missing:
-        _load_shards(policy, files, device)
+    _load_shards(policy, weights, device)
     if config.lora is not None:
         everyone = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("adapters",))
         policy.adapters = Adapters(policy.hf, config.lora, num_slots, everyone, device)
+        policy.adapters.base_names = weights.base_names(policy.adapters.modules)
     if dist.get_rank() == 0:
         count = sum(p.numel() for p in policy.parameters())
         logger.info(f"{type(policy.hf).__name__}, {count:,} parameters, compute {dtype}, {parallel.layout.describe()}")

@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor
 from prime_hpc.store import files as store_files
 from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, own_stage, prepare_stage, stage_dir
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.model_files import INDEX
 from prime_hpc.store.ranges import RangeFile, open_ranges
-from prime_hpc.trainer.companions import Companions
+from prime_hpc.trainer.companions import Companions, Content
 from prime_hpc.trainer.lora.files import AdapterPublisher
 from prime_hpc.trainer.model import Policy
 from prime_hpc.trainer.safetensors_file import host_bytes
-from prime_hpc.trainer.stored import SAFETENSORS_INDEX, checkpoint_files
-from prime_hpc.trainer.version_files import plan_version
+from prime_hpc.trainer.version_files import UNUSED_FILE, plan_version
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 MAX_PENDING_WRITES = 2
@@ -77,7 +77,8 @@ class Publisher:
         self._policy, self._source, self._paths = policy, source, paths
         self._dtype, self._incarnation, self._model_name = dtype, incarnation, model_name
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._plan = plan_version(dict(policy.named_weights()), checkpoint_files(source), dtype)
+        assert policy.weights is not None, "a policy from `load_policy`"
+        self._plan = plan_version(dict(policy.named_weights()), policy.weights, dtype)
         self._companions = Companions(self._companion_files() if self._rank == 0 else {})
 
     def publish(self, version: int) -> Manifest | None:
@@ -135,9 +136,9 @@ class Publisher:
                 for name in file.tensors:
                     if name in self._plan.in_place:
                         for offset, values in self._plan.blocks(file, name, tensors[name]):
-                            writer.write(files[file.name], offset, self._cast(values))
+                            writer.write(files[file.name], offset, values)
             for file, name in self._plan.gathered():
-                whole = self._gather(tensors[name])
+                whole = gather(tensors[name], self._plan.dtype(file, name))
                 if file.owner == self._rank:
                     for offset, values in self._plan.blocks(file, name, whole):
                         writer.write(files[file.name], offset, values)
@@ -145,14 +146,6 @@ class Publisher:
             dist.barrier()  # all ranks have written
             own = [file for file in self._plan.files if file.owner == self._rank]
             return {file.name: files[file.name].seal(file.layout.size) for file in own}
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-
-    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole tensor in the published dtype; cast before communication, which it may halve."""
-        tensor = self._cast(tensor.detach())
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def _manifest(self, version: int, parts: list[dict[str, FileEntry]]) -> Manifest:
         return Manifest(
@@ -165,18 +158,27 @@ class Publisher:
             meta={"model": self._model_name, "dtype": str(self._dtype).removeprefix("torch.")},
         )
 
-    def _companion_files(self) -> dict[str, Path | bytes]:
-        """config.json with the published dtype, the index, generation config, tokenizer, remote code."""
+    def _companion_files(self) -> dict[str, Content]:
+        """config.json with the published dtype, the index, generation config, tokenizer, remote code, tensors that no
+        step changes."""
         config = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
-        found: dict[str, Path | bytes] = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
-        if len(self._plan.files) > 1:
-            found[SAFETENSORS_INDEX] = json.dumps(self._plan.index(), indent=1).encode()
+        found: dict[str, Content] = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+        if self._plan.is_indexed:
+            found[INDEX] = json.dumps(self._plan.index(), indent=1).encode()
         for path in sorted(self._source.iterdir()):
             if path.is_file() and path.name not in _SKIPPED and not path.name.endswith(_WEIGHT_SUFFIXES):
                 found[path.name] = path
+        if self._plan.has_unused:
+            found[UNUSED_FILE] = self._plan.unused_file
         return found
+
+
+def gather(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole tensor in the published dtype; cast before communication, which it may halve. Collective."""
+    tensor = tensor.detach().to(dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class _Writer:

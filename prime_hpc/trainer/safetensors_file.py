@@ -25,6 +25,8 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+"""By the format's names."""
 _ALIGNMENT = 8  # of the header's end; tensors go by falling size of their elements, so that each is aligned
 
 

@@ -1,14 +1,10 @@
-"""A HF checkpoint on disk: which file holds which tensor, under which name, and how a rank reads its part of it.
+"""How a rank reads its part of a checkpoint: for each of the model's tensors the rows of the stored ones that it holds.
 
-Used by `model.py` (loading) and `publish.py` (which writes the names that it came with). A model's tensor is stored
-under its own name, but for the experts of a mixture: transformers fuses `experts.<e>.{gate,up,down}_proj.weight` into
-`experts.gate_up_proj` [experts, 2 x width, hidden] and `experts.down_proj` [experts, hidden, width], while checkpoints
-(and vLLM) keep them apart.
+Which stored tensors a model's are made of says `conversions.WeightMap`. Files are memory-mapped: of a tensor no more is
+read than this rank keeps, and the host never holds a whole one.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,88 +12,40 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-SAFETENSORS_INDEX = "model.safetensors.index.json"
-SAFETENSORS_FILE = "model.safetensors"
+from prime_hpc.trainer.conversions import Box, Piece, WeightMap
+
+COMPARED_ROWS = 4096
+"""Of tied tensors, at once."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One stored tensor, and the part of the model's tensor that it is."""
-
-    name: str
-    expert: int | None = None
-    """Index into the first dimension, which the stored tensor lacks; None: it is the whole."""
-    rows: tuple[int, int] | None = None
-    """Of the expert's matrix; None: all."""
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of the whole tensor."""
-        if self.expert is None:
-            return whole
-        matrix = whole[self.expert]
-        return matrix if self.rows is None else matrix[slice(*self.rows)]
-
-    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """Shape of this part of a tensor of shape `whole`."""
-        if self.expert is None:
-            return tuple(whole)
-        return tuple(whole[1:]) if self.rows is None else (self.rows[1] - self.rows[0], *whole[2:])
+def local_box(tensor: torch.Tensor) -> Box:
+    """Where what this rank holds of a tensor stands in the whole."""
+    offset: tuple[int, ...] = (0,) * tensor.ndim
+    shape: tuple[int, ...] = tuple(tensor.shape)
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple((begin, begin + size) for begin, size in zip(offset, shape, strict=True))
 
 
-def checkpoint_files(source: Path) -> dict[str, Path]:
-    """Stored name -> safetensors file of a HF checkpoint; {} where it has no safetensors."""
-    from safetensors import safe_open
-
-    index = source / SAFETENSORS_INDEX
-    if index.exists():
-        return {k: source / v for k, v in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
-    single = source / SAFETENSORS_FILE
-    if not single.exists():
-        return {}
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
-
-
-def pieces(name: str, shape: Sequence[int], files: Mapping[str, Path]) -> list[Piece]:
-    """Under which names a checkpoint holds a model's tensor; [] where it is not known how.
-
-    Args:
-        name, shape: of the model's tensor.
-        files: from `checkpoint_files`.
-    """
-    if name in files:
-        return [Piece(name)]
-    prefix, _, matrix = name.rpartition(".")
-    if not prefix.endswith(".experts") or len(shape) != 3:
-        return []
-    found = []
-    for e in range(shape[0]):
-        if matrix == "gate_up_proj":
-            half = shape[1] // 2
-            found.append(Piece(f"{prefix}.{e}.gate_proj.weight", e, (0, half)))
-            found.append(Piece(f"{prefix}.{e}.up_proj.weight", e, (half, shape[1])))
-        else:
-            found.append(Piece(f"{prefix}.{e}.{matrix}.weight", e))
-    return found if all(piece.name in files for piece in found) else []
+def inside(part: Box, box: Box) -> tuple[slice, ...]:
+    """A part of a box, counted from the box's beginning."""
+    return tuple(slice(low - begin, high - begin) for (low, high), (begin, _) in zip(part, box, strict=True))
 
 
 @torch.no_grad()
-def read_tensors(tensors: Mapping[str, torch.Tensor], files: Mapping[str, Path]) -> None:
-    """Fill (sharded) tensors with their parts of the stored ones.
+def read_tensors(tensors: Mapping[str, torch.Tensor], weights: WeightMap) -> None:
+    """Fill (sharded) tensors with their parts of the stored ones; those that are not stored stay as they are.
 
     Args:
-        tensors: by the model's names; each has `pieces`.
-        files: from `checkpoint_files`.
-
-    Raises:
-        ValueError: a stored tensor has another shape than the model's.
+        tensors: by the model's names.
+        weights: which stored tensors they are made of.
     """
     from safetensors import safe_open
 
     by_file: dict[Path, list[tuple[Piece, torch.Tensor]]] = {}
     for name, tensor in tensors.items():
-        for piece in pieces(name, tensor.shape, files):
-            by_file.setdefault(files[piece.name], []).append((piece, tensor))
+        for piece in weights.pieces.get(name, []):
+            by_file.setdefault(weights.stored[piece.name].file, []).append((piece, tensor))
     for path, wanted in by_file.items():
         with safe_open(path, framework="pt") as handle:
             for piece, tensor in wanted:
@@ -105,26 +53,30 @@ def read_tensors(tensors: Mapping[str, torch.Tensor], files: Mapping[str, Path])
 
 
 def _read(handle: Any, piece: Piece, tensor: torch.Tensor) -> None:
-    stored = handle.get_slice(piece.name)
-    expected = piece.shape(tensor.shape)
-    if tuple(stored.get_shape()) != expected:
-        raise ValueError(f"{piece.name}: the checkpoint holds {stored.get_shape()}, the config says {list(expected)}")
-    local, offset = tensor, (0,) * tensor.ndim
-    if isinstance(tensor, DTensor):
-        local = tensor.to_local()
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if not local.numel():
+    box = local_box(tensor)
+    part = piece.within(box)
+    if part is None:
         return
-    if piece.expert is not None:
-        expert = piece.expert - offset[0]
-        if not 0 <= expert < local.shape[0]:
-            return
-        local, offset = local[expert], offset[1:]
-    ranges = [(o, o + s) for o, s in zip(offset, local.shape, strict=True)]
-    if piece.rows is not None:
-        (first, stop), (own_first, own_stop) = piece.rows, ranges[0]
-        low, high = max(first, own_first), min(stop, own_stop)
-        if low >= high:
-            return
-        local, ranges[0] = local[low - own_first : high - own_first], (low - first, high - first)
-    local.copy_(stored[tuple(slice(*r) for r in ranges)] if ranges else stored[...])
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    stored = handle.get_slice(piece.name)
+    values = stored[tuple(slice(*ends) for ends in part.stored)] if part.stored else stored[...]
+    local[inside(part.model, box)].copy_(part.to_model(values))
+
+
+def check_tied(weights: WeightMap) -> None:
+    """Raise a ValueError for tensors that the config ties and whose stored values differ: only one can be right."""
+    from safetensors import safe_open
+
+    for name, other in weights.tied.items():
+        with (
+            safe_open(weights.stored[name].file, framework="pt") as own,
+            safe_open(weights.stored[other].file, framework="pt") as others,
+        ):
+            slices = own.get_slice(name), others.get_slice(other)
+            for row in range(0, slices[0].get_shape()[0], COMPARED_ROWS):
+                mine, theirs = (s[row : row + COMPARED_ROWS] for s in slices)
+                if not torch.equal(mine, theirs):
+                    raise ValueError(
+                        f"{weights.stored[name].file} holds {name} and {other} with different values, which "
+                        "config.json ties; set tie_word_embeddings to false if the model was trained so"
+                    )

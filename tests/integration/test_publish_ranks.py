@@ -15,13 +15,19 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor, empty
 from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from prime_hpc.inference.checkpoint import check_version, read_signature
 from prime_hpc.store.artifact import verify_artifact
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.model_files import stored_tensors
+from prime_hpc.trainer.conversions import Piece, WeightMap, map_weights
 from prime_hpc.trainer.publish import Publisher
+from prime_hpc.trainer.stored import read_tensors
 from tests.support.ranks import spawn
+from tests.support.tiny_checkpoints import make_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -42,7 +48,7 @@ def whole_tensors() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def stored_tensors() -> dict[str, torch.Tensor]:
+def checkpoint_tensors() -> dict[str, torch.Tensor]:
     """The same as a checkpoint holds it."""
     tensors = whole_tensors()
     gate_up, down = tensors.pop(f"{EXPERTS}.gate_up_proj"), tensors.pop(f"{EXPERTS}.down_proj")
@@ -51,6 +57,20 @@ def stored_tensors() -> dict[str, torch.Tensor]:
         parts = {"gate_proj": gate, "up_proj": up, "down_proj": down[e]}
         tensors |= {f"{EXPERTS}.{e}.{part}.weight": tensor.contiguous() for part, tensor in parts.items()}
     return tensors
+
+
+def weight_map(folder: Path) -> WeightMap:
+    """How the two belong together."""
+    stored = stored_tensors(folder)
+    pieces = {n: [Piece.whole(n, t.shape)] for n, t in whole_tensors().items() if EXPERTS not in n}
+    kept = {"gate_up_proj": [("gate_proj", (0, 4)), ("up_proj", (4, 8))], "down_proj": [("down_proj", (0, 4))]}
+    for name, parts in kept.items():
+        pieces[f"{EXPERTS}.{name}"] = [
+            Piece(f"{EXPERTS}.{e}.{part}.weight", ((0, 4), (0, 4)), ((e, e + 1), rows, (0, 4)), (None, 0, 1))
+            for e in range(6)
+            for part, rows in parts
+        ]
+    return WeightMap(stored, pieces)
 
 
 def sharded(layout: str, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -89,7 +109,9 @@ def work(rank: int, store: str, root: Path) -> None:
             os.environ |= {"LOCAL_WORLD_SIZE": str(local_size), "LOCAL_RANK": str(rank % local_size)}
             for dtype in (torch.float32, torch.bfloat16):
                 out = root / f"{layout} {local_size} {dtype}".replace(" ", "-")
-                policy: Any = SimpleNamespace(named_weights=lambda tensors=tensors: list(tensors.items()))
+                policy: Any = SimpleNamespace(
+                    named_weights=lambda tensors=tensors: list(tensors.items()), weights=weight_map(root / "model")
+                )
                 publisher = Publisher(
                     policy, root / "model", RunPaths(out), dtype=dtype, incarnation=0, model_name="ours"
                 )
@@ -100,7 +122,7 @@ def work(rank: int, store: str, root: Path) -> None:
 
 
 def test_published_tensors_are_the_models_bit_by_bit(tmp_path: Path) -> None:
-    stored = stored_tensors()
+    stored = checkpoint_tensors()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
     save_file(stored, tmp_path / "model" / "model.safetensors")
@@ -123,3 +145,42 @@ def test_published_tensors_are_the_models_bit_by_bit(tmp_path: Path) -> None:
     assert in_place["fsdp", 4] == in_place["hybrid", 4] == in_place["hybrid", 2] == everything
     assert in_place["fsdp", 2] == {"scalar", "count"}
     assert in_place["tensor-parallel", 4] == everything - {"long", "odd", f"{EXPERTS}.down_proj"}
+
+
+FAMILIES = ("mixtral", "minimax_m2", "hrm_text", "kimi_linear")
+
+
+def load_and_publish(rank: int, store: str, root: Path) -> None:
+    """Two ranks read their rows of checkpoints with other names than the model's, and publish them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    mesh = init_device_mesh("cpu", (2,))
+    for family in FAMILIES:
+        with torch.device("meta"):
+            hf: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(root / family), dtype=torch.float32)
+        weights = map_weights(hf, stored_tensors(root / family))
+        meta = {name: hf.state_dict()[name] for name in weights.pieces}
+        tensors = {n: empty(t.shape, device_mesh=mesh, placements=[Shard(0)]) for n, t in meta.items()}
+        read_tensors(tensors, weights)
+        policy: Any = SimpleNamespace(named_weights=lambda tensors=tensors: list(tensors.items()), weights=weights)
+        run = RunPaths(root / f"{family}-run")
+        Publisher(policy, root / family, run, dtype=torch.bfloat16, incarnation=0, model_name=family).publish(1)
+    dist.destroy_process_group()
+
+
+def test_two_ranks_publish_a_checkpoint_as_it_came(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        make_checkpoint(tmp_path / family, family, torch.bfloat16)
+    spawn(load_and_publish, (str(tmp_path / "store"), tmp_path), 2)
+    for family in FAMILIES:
+        version = RunPaths(tmp_path / f"{family}-run").weights_step(1)
+        check_version(version, 1, read_signature(tmp_path / family), tied=False)
+        before, after = (
+            {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+            for folder in (tmp_path / family, version)
+        )
+        assert before.keys() == after.keys()
+        assert all(after[n].dtype == t.dtype and torch.equal(after[n], t) for n, t in before.items()), family
+        loaded = [AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (tmp_path / family, version)]
+        assert all(torch.equal(tensor, loaded[1][name]) for name, tensor in loaded[0].items()), family

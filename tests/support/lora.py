@@ -32,12 +32,13 @@ def lora_policy(source: Path, num_slots: int = 1, lora: LoraConfig | None = None
 
 
 def fill_randomly(policy: Policy, slot: int, seed: int) -> dict[str, torch.Tensor]:
-    """Both matrices of every module normal, so that neither gradient vanishes; the whole tensors under PEFT's names."""
+    """Both matrices of every module normal, so that neither gradient vanishes; the whole tensors under
+    PEFT's names for the model's own modules."""
     assert policy.adapters is not None
     generator = torch.Generator().manual_seed(seed)
     named = policy.adapters.named_parameters(slot)
     tensors = {f"{PREFIX}{n}.weight": torch.randn(p.shape, generator=generator) * 0.1 for n, p in named.items()}
-    load_slot(policy, slot, tensors)
+    load_slot(policy, slot, {policy.adapters.peft_name(n): tensors[f"{PREFIX}{n}.weight"] for n in named})
     return tensors
 
 

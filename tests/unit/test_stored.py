@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import Layout
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.model_files import stored_tensors
 from prime_hpc.trainer.model import load_policy
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.publish import Publisher
-from prime_hpc.trainer.stored import Piece, checkpoint_files, pieces
 from tests.support.tiny_families import VOCAB, make_family
 
 
@@ -36,22 +36,6 @@ def logits(folder: Path) -> torch.Tensor:
         return model(torch.arange(VOCAB)[None]).logits
 
 
-def test_experts_are_pieces_of_fused_tensors() -> None:
-    files = {f"m.experts.{e}.{n}_proj.weight": Path() for e in range(2) for n in ("gate", "up", "down")}
-    assert pieces("m.experts.gate_up_proj", (2, 6, 4), files) == [
-        Piece("m.experts.0.gate_proj.weight", 0, (0, 3)),
-        Piece("m.experts.0.up_proj.weight", 0, (3, 6)),
-        Piece("m.experts.1.gate_proj.weight", 1, (0, 3)),
-        Piece("m.experts.1.up_proj.weight", 1, (3, 6)),
-    ]
-    assert [p.name for p in pieces("m.experts.down_proj", (2, 4, 3), files)] == [
-        "m.experts.0.down_proj.weight",
-        "m.experts.1.down_proj.weight",
-    ]
-    assert pieces("m.experts.down_proj", (3, 4, 3), files) == []  # a third expert is nowhere
-    assert pieces("m.gate.weight", (2, 4), files) == []
-
-
 def test_a_mixture_is_read_and_published_under_its_own_names(group: None, mixture: Path, tmp_path: Path) -> None:
     policy = load_policy(
         ModelConfig(name=str(mixture), dtype="float32"),
@@ -67,7 +51,7 @@ def test_a_mixture_is_read_and_published_under_its_own_names(group: None, mixtur
     paths = RunPaths(tmp_path / "run")
     Publisher(policy, mixture, paths, dtype=torch.float32, incarnation=0, model_name="mixture").publish(1)
     published = paths.weights_step(1)
-    assert checkpoint_files(published).keys() == checkpoint_files(mixture).keys()
+    assert stored_tensors(published).keys() == stored_tensors(mixture).keys()
     assert torch.equal(logits(published), logits(mixture))
 
 

@@ -97,6 +97,8 @@ class Adapters:
                 self._flat_size += piece.size
         self._slots = [[self._empty(piece) for piece in self._pieces] for _ in range(num_slots)]
         self._in_use: int | None = None
+        self.base_names: Mapping[str, str] = {}
+        """Of the modules that the base's checkpoint calls otherwise: their names there, which engines know."""
 
     @property
     def modules(self) -> list[str]:
@@ -170,10 +172,10 @@ class Adapters:
         with self._lent([None] * len(self._pieces)):
             yield
 
-    @staticmethod
-    def peft_name(name: str) -> str:
+    def peft_name(self, name: str) -> str:
         """A parameter's name in `adapter_model.safetensors`."""
-        return f"{PREFIX}{name}.weight"
+        module, _, kind = name.rpartition(".")
+        return f"{PREFIX}{self.base_names.get(module, module)}.{kind}.weight"
 
     @contextlib.contextmanager
     def _lent(self, wholes: list[Any]) -> Iterator[None]:
