@@ -26,22 +26,52 @@ def test_constant_with_warmup() -> None:
     assert factors(6, type="constant", warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
-def test_linear_ends_at_the_minimum() -> None:
-    assert factors(6, type="linear", warmup_steps=2, min_lr_ratio=0.2) == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2])
-    assert factors(4, type="linear", decay_steps=2) == pytest.approx([0.5, 0.0, 0.0, 0.0])
+def test_linear_ends_a_step_before_the_minimum() -> None:
+    assert factors(6, type="linear", warmup_steps=2, min_lr_ratio=0.2) == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4])
+    assert factors(4, type="linear", decay_steps=2) == pytest.approx([1.0, 0.5, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+def test_every_step_learns_however_few_there_are(kind: str) -> None:
+    for max_steps in range(1, 25):
+        for warmup in range(max_steps + 1):
+            values = factors(max_steps, type=kind, warmup_steps=warmup)
+            assert min(values) > 0 and max(values) == 1.0, (max_steps, warmup, values)
+            assert kind == "constant" or max_steps - warmup < 2 or values[-1] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"), [("linear", "linear"), ("cosine", "cosine"), ("wsd", "warmup_stable_decay")]
+)
+def test_the_decay_is_that_of_hugging_face(kind: str, theirs: str) -> None:
+    from transformers.optimization import get_scheduler
+
+    options = {"num_decay_steps": 8, "min_lr_ratio": 0.1, "decay_type": "linear"} if kind == "wsd" else None
+    ours = {"decay_steps": 8, "min_lr_ratio": 0.1} if kind == "wsd" else {}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = get_scheduler(
+        theirs, optimizer, num_warmup_steps=4, num_training_steps=24, scheduler_specific_kwargs=options
+    )
+    wanted = []
+    for _ in range(24):
+        wanted.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert factors(24, type=kind, warmup_steps=4, **ours)[4:] == pytest.approx(wanted[4:])
 
 
 def test_cosine_is_half_way_in_the_middle_and_never_rises_after_warmup() -> None:
     values = factors(12, type="cosine", warmup_steps=2)
-    assert values[6] == pytest.approx(0.5) and values[-1] == pytest.approx(0.0, abs=1e-12)
+    assert values[7] == pytest.approx(0.5) and 0.02 < values[-1] < 0.03
     assert all(a >= b for a, b in itertools.pairwise(values[1:]))
 
 
 def test_wsd_is_constant_then_linear() -> None:
     assert factors(10, type="wsd", warmup_steps=2, decay_steps=4) == pytest.approx(
-        [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0]
+        [0.5, 1, 1, 1, 1, 1, 1.0, 0.75, 0.5, 0.25]
     )
-    assert factors(20, type="wsd")[17:] == pytest.approx([1.0, 0.5, 0.0])
+    assert factors(20, type="wsd")[17:] == pytest.approx([1.0, 1.0, 0.5])
+    assert factors(3, type="wsd") == pytest.approx([1.0, 1.0, 0.5])
 
 
 def test_schedule_that_does_not_fit_is_refused() -> None:

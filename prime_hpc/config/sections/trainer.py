@@ -45,9 +45,9 @@ class SchedulerConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     """Linear warm-up from 0."""
     decay_steps: int | None = Field(None, ge=0)
-    """Length of the decay; default: all steps after the warm-up (`wsd`: the last tenth)."""
+    """Length of the decay; default: all steps after the warm-up (`wsd`: the last tenth, two at least)."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """Final learning rate as a share of the peak."""
+    """Share of the peak that the decay falls to: the step after its last one would have it."""
 
 
 class KLConfig(Section):

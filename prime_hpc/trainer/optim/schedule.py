@@ -13,8 +13,10 @@ from prime_hpc.config.sections.trainer import SchedulerConfig
 def learning_rate_factor(config: SchedulerConfig, step: int, max_steps: int) -> float:
     """The share of the peak learning rate that step `step` uses.
 
-    Warm-up: step i of w uses i / w, so the first step already moves and step w has the peak. The last decaying step
-    (`max_steps`, or earlier where `decay_steps` says so) has `min_lr_ratio`.
+    Warm-up: step i of w uses i / w, so the first step already moves and step w has the peak. The decay falls from the
+    peak, which its first step still has, towards `min_lr_ratio`, which the step after its last one would have (as in
+    Hugging Face's schedules): no step of the run is for nothing, not even the only one. Where `decay_steps` ends
+    earlier than the run, the rest has `min_lr_ratio`.
 
     Args:
         config: the schedule.
@@ -30,7 +32,8 @@ def learning_rate_factor(config: SchedulerConfig, step: int, max_steps: int) -> 
     if config.type == "constant":
         return 1.0
     after = max(max_steps - warmup, 0)
-    default = max(1, math.ceil(max_steps / 10)) if config.type == "wsd" else after
+    # Of two steps at least, where there are as many: the first one still has the peak.
+    default = min(after, max(2, math.ceil(max_steps / 10))) if config.type == "wsd" else after
     decay = default if config.decay_steps is None else config.decay_steps
     start = max_steps - decay if config.type == "wsd" else warmup
     if start < warmup:
@@ -40,7 +43,7 @@ def learning_rate_factor(config: SchedulerConfig, step: int, max_steps: int) -> 
         )
     if step <= start:
         return 1.0
-    done = min((step - start) / decay, 1.0) if decay else 1.0
+    done = min((step - start - 1) / decay, 1.0) if decay else 1.0
     shape = 0.5 * (1 + math.cos(math.pi * done)) if config.type == "cosine" else 1.0 - done
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
 
