@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prime_hpc.config import Experiment
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.samples import Sample
 from prime_hpc.orchestrator.algorithms import Scorer
@@ -40,6 +41,8 @@ class TrainSample:
     env_id: int
     ce_weights: NDArray[np.float32] | None = None
     """float32[L], see `echo`; None without."""
+    rollout_tokens: int = 0
+    """Trained tokens of the whole rollout: all the samples of its trace."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,36 @@ def _score(group: Group, scorer: Scorer, zero: str, env_names: Sequence[str], he
     )
 
 
+def zero_groups(experiment: Experiment) -> str:
+    """`keep` or `drop`: the configured `advantage.zero`, or with `auto` `keep` where a loss looks at tokens without an
+    advantage, so that leaving them out would change it."""
+    stated, loss = experiment.orchestrator.advantage.zero, experiment.trainer.loss
+    if stated != "auto":
+        return stated
+    return "keep" if loss.type == "nll" or (loss.kl is not None and loss.kl.coef > 0) else "drop"
+
+
+def count_rollouts(scored: Sequence[ScoredGroup]) -> NDArray[np.int64]:
+    """int64[2], the trained tokens and the rollouts (an episode's traces) that have any, of all groups that could be
+    scored, also of those that do not train for want of a signal: `RankBatch.totals`."""
+    counts = [
+        count
+        for entry in scored
+        for episode, kept in zip(entry.episodes, entry.kept.tolist(), strict=True)
+        if kept
+        for count in _tokens_by_trace(episode).values()
+    ]
+    return np.array([sum(counts), np.count_nonzero(counts)], dtype=np.int64)
+
+
+def _tokens_by_trace(episode: Episode) -> dict[int, int]:
+    """Trace -> tokens of all its samples that train; nothing predicts a sample's first one."""
+    found: dict[int, int] = {}
+    for sample in episode.result.samples:
+        found[sample.trace] = found.get(sample.trace, 0) + int(np.count_nonzero(sample.loss_mask[1:]))
+    return found
+
+
 def _num_tokens(episodes: Sequence[Episode]) -> int:
     return sum(e.num_sampled_tokens + e.num_prompt_tokens for e in episodes)
 
@@ -128,11 +161,13 @@ def train_samples(scored: Sequence[ScoredGroup], echo: Echo | None = None) -> li
             if not entry.kept[i]:
                 continue
             ident = sample_id(prompt.position, numbers[id(episode)])
+            whole_rollout = _tokens_by_trace(episode)
             for j, sample in enumerate(episode.result.samples):
                 whole = np.where(sample.loss_mask, np.float32(entry.advantages[i]), np.float32(0.0))
                 advantages = whole if entry.tokens is None else entry.tokens[i][j]
                 reward, heard = episode.result.reward, echo.weights(sample) if echo is not None else None
-                samples.append(TrainSample(sample, advantages, reward, ident, prompt.position, prompt.source, heard))
+                ids, of_rollout = (ident, prompt.position, prompt.source), whole_rollout[sample.trace]
+                samples.append(TrainSample(sample, advantages, reward, *ids, heard, of_rollout))
     return samples
 
 
@@ -143,6 +178,7 @@ def build_ranks(
     micro_batch_tokens: int,
     sampling: SamplingConfig,
     share_prefixes: bool = True,
+    totals: NDArray[np.int64] | None = None,
 ) -> list[RankBatch]:
     """Pack sequences into micro-batches of at most `micro_batch_tokens` and lay out each rank's arrays.
 
@@ -152,18 +188,23 @@ def build_ranks(
         micro_batch_tokens: token budget of a micro-batch.
         sampling: how they were sampled.
         share_prefixes: the trainer computes what a group's samples begin with once in a micro-batch.
+        totals: `count_rollouts` of the step.
     """
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int64)
     sharing = None
     if share_prefixes:
         sharing = find_sharing([s.sample.token_ids for s in samples], [s.group_id for s in samples])
     assignment = pack(lengths, num_ranks, micro_batch_tokens, sharing)
-    return [_rank_batch(samples, micro_batches, sampling) for micro_batches in assignment]
+    return [_rank_batch(samples, micro_batches, sampling, totals) for micro_batches in assignment]
 
 
 def _rank_batch(
-    samples: Sequence[TrainSample], micro_batches: Sequence[NDArray[np.int64]], sampling: SamplingConfig
+    samples: Sequence[TrainSample],
+    micro_batches: Sequence[NDArray[np.int64]],
+    sampling: SamplingConfig,
+    totals: NDArray[np.int64] | None,
 ) -> RankBatch:
+    in_pieces = any(np.count_nonzero(s.sample.loss_mask[1:]) != s.rollout_tokens for s in samples)  # of all ranks alike
     chosen = [samples[i] for micro_batch in micro_batches for i in micro_batch]
     lengths = [s.sample.num_tokens for s in chosen]
     with_echo = any(s.ce_weights is not None for s in samples)  # of all ranks alike
@@ -184,6 +225,8 @@ def _rank_batch(
         top_ps=np.full(len(chosen), sampling.top_p, dtype=np.float32) if sampling.truncates else None,
         top_ks=np.full(len(chosen), sampling.top_k or 0, dtype=np.int32) if sampling.truncates else None,
         min_ps=np.full(len(chosen), sampling.min_p, dtype=np.float32) if sampling.truncates else None,
+        rollout_tokens=np.array([s.rollout_tokens for s in chosen], dtype=np.int32) if in_pieces else None,
+        totals=totals,
     )
 
 

@@ -26,7 +26,14 @@ from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.status import RoleStatus
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.algorithms.scorer import References
-from prime_hpc.orchestrator.assemble import ScoredGroup, build_ranks, score_groups, train_samples
+from prime_hpc.orchestrator.assemble import (
+    ScoredGroup,
+    build_ranks,
+    count_rollouts,
+    score_groups,
+    train_samples,
+    zero_groups,
+)
 from prime_hpc.orchestrator.bench import batch_shape
 from prime_hpc.orchestrator.curriculum import Curriculum
 from prime_hpc.orchestrator.dispatch import Dispatcher, Job, Lane
@@ -290,7 +297,7 @@ class Orchestrator:
     ) -> tuple[Manifest, list[ScoredGroup]]:
         config = self.exp.orchestrator
         scored = score_groups(
-            groups, self.scorer, zero=config.advantage.zero, env_names=self.env_names, references=references
+            groups, self.scorer, zero=zero_groups(self.exp), env_names=self.env_names, references=references
         )
         if algorithm := self.scorer.state_dict():
             state = state | {"algorithm": algorithm}
@@ -300,6 +307,7 @@ class Orchestrator:
             micro_batch_tokens=self.exp.micro_batch_tokens,
             sampling=config.policy_sampling,
             share_prefixes=self.exp.trainer.shares_prefixes,
+            totals=count_rollouts(scored),
         )
         if config.bench:
             self.shape = batch_shape(ranks)

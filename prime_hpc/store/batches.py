@@ -59,6 +59,8 @@ _OPTIONAL: dict[str, type[np.generic]] = {
     "top_ps": np.float32,
     "top_ks": np.int32,
     "min_ps": np.float32,
+    "rollout_tokens": np.int32,
+    "totals": np.int64,
 }
 _PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "versions", "advantages")
 _PER_SEQUENCE = ("temperatures", "rewards", "sample_ids", "group_ids", "env_ids")
@@ -112,6 +114,10 @@ class RankBatch:
     """[S] number of tokens that were sampled from; 0: all. Present with `top_ps`."""
     min_ps: npt.NDArray[np.float32] | None = None
     """[S] least probability of those, relative to the likeliest. Present with `top_ps`."""
+    rollout_tokens: npt.NDArray[np.int32] | None = None
+    """[S] trained tokens of the rollout (an agent's part of an episode) that it is a piece of; absent: it is whole."""
+    totals: npt.NDArray[np.int64] | None = None
+    """[2] trained tokens and rollouts of the step, all ranks', with those that are left out for want of a signal."""
 
     @property
     def num_tokens(self) -> int:
@@ -170,17 +176,18 @@ class RankBatch:
             if not np.isfinite(getattr(self, name)).all():
                 raise ValueError(f"{name}: holds values that are not finite")
         self._check_truncation()
-        if self.ce_weights is not None:
-            if len(self.ce_weights) != self.num_tokens:
-                raise ValueError(f"ce_weights: has {len(self.ce_weights)} values, must have {self.num_tokens}")
-            if not (np.isfinite(self.ce_weights) & (self.ce_weights >= 0)).all():
-                raise ValueError("ce_weights: holds values that are negative or not finite")
+        for array, length in ((self.totals, 2), (self.rollout_tokens, self.num_sequences)):
+            if array is not None and (len(array) != length or (array < 0).any()):
+                raise ValueError(f"totals or rollout_tokens: must be {length} counts, is {array[:4]}")
+        ce = self.ce_weights
+        if ce is not None and len(ce) != self.num_tokens:
+            raise ValueError(f"ce_weights: has {len(ce)} values, must have {self.num_tokens}")
+        if ce is not None and not (np.isfinite(ce) & (ce >= 0)).all():
+            raise ValueError("ce_weights: holds values that are negative or not finite")
 
     def _check_truncation(self) -> None:
         stated = {name: getattr(self, name) for name in TRUNCATION if getattr(self, name) is not None}
-        if not stated:
-            return
-        for name, (least, most) in TRUNCATION.items():
+        for name, (least, most) in TRUNCATION.items() if stated else ():
             if name not in stated or len(stated[name]) != self.num_sequences:
                 raise ValueError(f"{name}: has {len(stated.get(name, ()))} values, must have {self.num_sequences}")
             if not ((stated[name] >= least) & (stated[name] <= most)).all():

@@ -57,6 +57,9 @@ class MicroBatch:
     """Of these, the tokens that are computed with another sample's."""
     reference_logprobs: torch.Tensor | None = None
     """float32[N], the reference model's log-probabilities, where the objective needs them."""
+    targets_of_rollout: torch.Tensor | None = None
+    """int64[S], number of targets of the whole rollout that each sequence is a piece of, over all micro-batches and
+    ranks; None where sequences are whole rollouts."""
     own: slice = field(default_factory=lambda: slice(None))
     """The targets that this rank computes; all of them where it has the whole row."""
     ce_weights: torch.Tensor | None = None
@@ -138,9 +141,11 @@ def make_micro_batch(
     lengths = np.diff(batch.seq_offsets[sequences.start : sequences.stop + 1])
     kept = lengths > 0
     lengths, temperatures, groups = lengths[kept], batch.temperatures[sequences][kept], batch.group_ids[sequences][kept]
+    rollouts = None if batch.rollout_tokens is None else batch.rollout_tokens[sequences][kept].astype(np.int64)
     num_tokens = int(lengths.sum())
     if num_tokens == 0:
         lengths, temperatures, groups = np.ones(1, np.int64), np.ones(1, np.float32), np.zeros(1, np.int64)
+        rollouts = None if rollouts is None else np.ones(1, np.int64)
         ids, mask = np.zeros(1, np.int64), np.zeros(1, bool)
         logprobs = advantages = ce = np.zeros(1, np.float32)
     else:
@@ -186,6 +191,7 @@ def make_micro_batch(
         advantages=tensor(advantages[at]),
         num_tokens=num_tokens,
         num_shared=0 if rows is None else len(rows) - len(ids),
+        targets_of_rollout=None if rollouts is None else tensor(rollouts),
         own=own,
         ce_weights=tensor(ce[at]) if batch.ce_weights is not None else None,
         trained=tensor(np.flatnonzero(mask[at])) if batch.ce_weights is not None else None,
@@ -278,9 +284,21 @@ def select_micro_batches(source: list[tuple[RankBatch, int]], num_micro_batches:
             parts = [np.full(b.num_sequences, whole) if b.top_ps is None else getattr(b, name) for b, _, _ in picked]
             dtype = np.int32 if name == "top_ks" else np.float32
             arrays[name] = np.concatenate([v[s] for v, (_, s, _) in zip(parts, picked, strict=True)]).astype(dtype)
+    if any(b.rollout_tokens is not None for b, _, _ in picked):
+        arrays["rollout_tokens"] = np.concatenate([_rollout_tokens(b)[s] for b, s, _ in picked])
+    if picked:
+        arrays["totals"] = picked[0][0].totals  # the step's, the same for all
     for name in ("seq_offsets", "micro_offsets"):
         arrays[name] = arrays[name].astype(np.int64)
     return RankBatch(**arrays)
+
+
+def _rollout_tokens(batch: RankBatch) -> NDArray[np.int32]:
+    """int32[S], trained tokens of the rollouts that the sequences are of."""
+    if batch.rollout_tokens is not None:
+        return batch.rollout_tokens
+    ends = np.concatenate([[0], np.cumsum(target_mask(batch))])[batch.seq_offsets]
+    return np.diff(ends).astype(np.int32)
 
 
 def redistribute(batches: list[RankBatch], rank: int, world_size: int) -> RankBatch:

@@ -70,6 +70,7 @@ class Engine:
         peak_flops: float,
         with_entropy: bool = True,
         batch_tokens: int = 1,
+        denominators: str = "all",
         mismatch: MismatchConfig | None = None,
         reference: Policy | None = None,
         slot: int = 0,
@@ -88,6 +89,7 @@ class Engine:
             peak_flops: FLOP/s of one rank, for MFU.
             with_entropy: measure the policy's entropy at the targets.
             batch_tokens: constant of `normalize = batch`.
+            denominators: `all` or `trained`: count the step's rollouts, where the batch tells, or its sequences.
             mismatch: alarm on the metric `kl`; None: none.
             reference: frozen, sharded model whose log-probabilities the objective needs; the policy itself: its base
                 model, where it has adapters.
@@ -102,6 +104,7 @@ class Engine:
         self._normalize, self._reshard, self._device = normalize, reshard, device
         self._batch_tokens, self._mismatch, self._reference = batch_tokens, mismatch, reference
         self._alarmed, self._share_prefixes, self._no_sync = False, share_prefixes, no_sync
+        self._counts_all = denominators == "all"
         self._peak_flops, self._with_entropy = peak_flops, with_entropy
         self._flops = FlopsModel.of(policy.hf, 0 if policy.adapters is None else policy.adapters.num_parameters)
         self._parallel = policy.parallel
@@ -131,7 +134,7 @@ class Engine:
             batch = RankBatch.empty(1)
         facts = batch_facts(batch, step)
         with self.timer("forward_backward"):
-            counts = self._global_denominators(facts)
+            counts = self._global_denominators(facts, batch)
             with self.adapted():
                 local = self._forward_backward(batch, objective, *counts)
         with self.timer("optim"):
@@ -150,12 +153,15 @@ class Engine:
         """Context of forward and backward passes through this engine's adapter, if any. Collective."""
         return use_slot(self.policy, self.slot) if self.policy.adapters is not None else nullcontext()
 
-    def _global_denominators(self, facts: BatchFacts) -> tuple[int, int, int]:
-        """Targets, sequences that have any, and tokens of the cross-entropy beside them, over all of the batch."""
+    def _global_denominators(self, facts: BatchFacts, batch: RankBatch) -> tuple[int, int, int]:
+        """Targets, sequences that have any, and tokens of the cross-entropy beside them, over all of the batch; targets
+        and rollouts of the whole step where the batch tells these and they are asked for."""
         own = [facts.num_targets, facts.num_trained_sequences, facts.num_echo]
         counts = torch.tensor(own, device=self._device)
         dist.all_reduce(counts if self._parallel.leads else counts.zero_())
         num_targets, num_sequences, num_echo = counts.tolist()
+        if self._counts_all and batch.totals is not None:
+            num_targets, num_sequences = batch.totals.tolist()
         return num_targets, num_sequences, num_echo
 
     def _forward_backward(
@@ -179,9 +185,10 @@ class Engine:
                         entropy[micro.trained] if self._with_entropy else entropy,
                     )
                     micro = objective_part(micro)
+                rollouts = micro.targets_of_rollout if self._counts_all else None
                 weights = target_weights(
                     micro.sequence,
-                    micro.targets_of_sequence,
+                    micro.targets_of_sequence if rollouts is None else rollouts,
                     self._normalize,
                     num_targets,
                     num_sequences,

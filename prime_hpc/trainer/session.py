@@ -420,6 +420,7 @@ def build_engine(base: Base, experiment: Experiment, slot: int = 0) -> Engine:
         peak_flops=base.peak_flops,
         with_entropy=is_rl,
         batch_tokens=config.loss.batch_tokens or experiment.seq_len,
+        denominators=config.loss.denominators,
         mismatch=config.loss.mismatch if is_rl and not is_random and config.loss.type != "nll" else None,
         reference=load_reference(experiment, policy, base.device),
         slot=slot,

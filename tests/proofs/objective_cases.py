@@ -179,6 +179,10 @@ def ours(
     facts = [batch_facts(rank, 1) for rank in ranks]
     num_targets, num_sequences = sum(f.num_targets for f in facts), sum(f.num_trained_sequences for f in facts)
     num_echo = sum(f.num_echo for f in facts)
+    totals = next((rank.totals for rank in ranks if rank.totals is not None), None)
+    counts_all = case.config.denominators == "all"
+    if counts_all and totals is not None:
+        num_targets, num_sequences = totals.tolist()
     total = torch.zeros((), dtype=dtype)
     sums: dict[str, float] = {}
     for rank in ranks:
@@ -193,9 +197,10 @@ def ours(
                 if num_echo:
                     total = total + echo_loss(micro, logprobs, num_echo)
                 logprobs, micro = logprobs[micro.trained], objective_part(micro)
+            rollouts = micro.targets_of_rollout if counts_all else None
             weights = target_weights(
                 micro.sequence,
-                micro.targets_of_sequence,
+                micro.targets_of_sequence if rollouts is None else rollouts,
                 normalization(case.config),
                 num_targets,
                 num_sequences,

@@ -28,6 +28,8 @@ class Sequence:
     advantages: Vector
     reference: Vector
     """The reference model's log-probabilities."""
+    rollout: int = -1
+    """Of which rollout it is a piece; -1: it is one itself."""
 
     def targets(self) -> list[int]:
         """Trained tokens but the first, which nothing predicts."""
@@ -136,9 +138,13 @@ def kl_of_token(s: Setting, seq: Sequence, theta: Vector, t: int) -> float:
 
 def token_losses(s: Setting, batch: list[Sequence], theta: Vector, frozen: Vector) -> Iterator[float]:
     """Every target's share of the loss; they sum to the loss."""
-    counts = [len(seq.targets()) for seq in batch]
-    num_targets, num_sequences = sum(counts), sum(1 for n in counts if n)
-    for seq, count in zip(batch, counts, strict=True):
+    lengths: dict[object, int] = {}  # |o_i|, of whole rollouts
+    keys = [seq.rollout if seq.rollout >= 0 else ("alone", i) for i, seq in enumerate(batch)]
+    for key, seq in zip(keys, batch, strict=True):
+        lengths[key] = lengths.get(key, 0) + len(seq.targets())
+    num_targets, num_sequences = sum(lengths.values()), sum(1 for n in lengths.values() if n)
+    for key, seq in zip(keys, batch, strict=True):
+        count = lengths[key]
         gains = token_gains(s, seq, theta, frozen)
         for t in seq.targets():
             value = -correction_weight(s, seq, frozen, t) * gains[t]

@@ -155,8 +155,10 @@ class AdvantageConfig(Section):
     """`hierarchical_grpo`: agents compared within one episode; default: those that act more than once in one."""
     echo: EchoConfig | None = None
     """Cross-entropy on the environment's tokens, beside any algorithm; off when absent."""
-    zero: Literal["keep", "drop"] = "drop"
-    """Whether groups whose advantages are all zero reach the trainer."""
+    zero: Literal["auto", "keep", "drop"] = "auto"
+    """Whether groups whose advantages are all zero reach the trainer. `auto`: they do where they change the loss (a KL
+    penalty, `trainer.loss.type = nll`); elsewhere they would only cost time, and the loss's denominators count them all
+    the same (`trainer.loss.denominators`)."""
     overlong: Literal["keep", "mask", "drop", "penalize"] = "keep"
     """Rollouts that a limit (tokens, turns) cut short: `mask` scores them but does not train on them; `drop` treats
     them as failed; `penalize` takes `overlong_penalty` off their reward."""

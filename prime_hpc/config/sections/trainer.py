@@ -118,6 +118,11 @@ class LossConfig(Section):
     normalize: Literal["auto", "token", "sequence", "batch"] = "auto"
     """What a token's loss is divided by: all trained tokens of the batch; its sequence's, then the number of
     sequences; or a constant, sequences x `batch_tokens`. `auto`: as the objective's paper has it."""
+    denominators: Literal["all", "trained"] = "all"
+    """What these numbers count. `all`: every rollout of the step that may train, also those of groups without signal
+    (`orchestrator.advantage.zero` leaves them out of the batch, as they add nothing), an episode's pieces together: the
+    papers' sums over all groups. `trained`: the sequences in the batch, so that a step of few groups with signal weighs
+    each of them the more."""
     batch_tokens: int | None = Field(None, ge=1)
     """`normalize = batch`: the constant number of tokens of a sequence; default `seq_len`."""
     kl: KLConfig | None = None

@@ -2,9 +2,9 @@
 
     L = 1/G sum_i 1/M sum_t - min(r_it A_it, clip(r_it, 1 - low, 1 + high) A_it)
 
-The sequence's own length |o_i| gives way to a constant M (`trainer.loss.batch_tokens`, default `seq_len`), so that a
-wrong answer is not punished less a token for being long. The other half of Dr. GRPO, advantages without the standard
-deviation, is the orchestrator's: `orchestrator.advantage.type = dr_grpo`.
+G counts as in `grpo.py`. The sequence's own length |o_i| gives way to a constant M (`trainer.loss.batch_tokens`,
+default `seq_len`), so that a wrong answer is not punished less a token for being long. The other half of Dr. GRPO,
+advantages without the standard deviation, is the orchestrator's: `orchestrator.advantage.type = dr_grpo`.
 
 Edge cases: as in `ppo_clip.py`. The gradient's size grows with the mean length over M; the norm clip sees that.
 """
