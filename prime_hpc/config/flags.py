@@ -52,18 +52,20 @@ class Entry:
     """The file that states it; its values have types, those of flags and variables are text."""
     path: Segments = ()
     """The key's path in that file."""
+    literal: bool = False
+    """Part of a JSON or Python literal in a flag or variable: it has types, as a file has."""
 
     @property
     def typed(self) -> bool:
         """Whether the source has types."""
-        return self.document is not None
+        return self.literal or self.document is not None
 
     def child(self, name: str, value: Any) -> "Entry":
         """The statement of one key of this statement's mapping, or of one item of its list."""
         origin, path = self.origin, (*self.path, name)
         if self.document is not None:
             origin = self.document.origin(path)
-        return replace(self, segments=(*self.segments, name), value=value, origin=origin, path=path)
+        return replace(self, segments=(*self.segments, name), value=value, origin=origin, path=path, literal=True)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from prime_hpc.config import ConfigError, Experiment, Problem, load_run
 from prime_hpc.config.children import is_parent
 from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, first_port, servers_of
 from prime_hpc.config.secret import Secret, revealed
+from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import read_site
 from prime_hpc.observe.bench import tables as bench_tables
 from prime_hpc.observe.device import NONE_SEEN
@@ -230,6 +231,7 @@ def _prepare(
             batch_host=allocation.batch_host,
             mode=patience(lambda: told_apart(lambda: mode_of_run(run_dir))),
             num_nodes=0 if allocation.is_het else placement.num_nodes,
+            exclude=_excludes(experiment, site),
         ).to_env()
         attempt = begin_attempt(
             experiment, run_dir, job_id=allocation.job_id, restarts=allocation.restarts, patience=patience
@@ -288,15 +290,19 @@ def _come_back(experiment: Experiment, run_dir: Path, allocation: Allocation, co
         return EXIT_AGAIN  # it is in the queue again already
     logger.info(f"the job comes back ({mode}): {decision.why}")
     _note(paths, {**last, "next": mode})
-    exclude = experiment.slurm.survive.exclude_bad_nodes
-    exclude = site.exclude_bad_nodes if exclude is None else exclude
-    bad = nodes_to_avoid(experiment, last["lost_nodes"]) if exclude else []
+    bad = nodes_to_avoid(experiment, last["lost_nodes"]) if _excludes(experiment, site) else []
     # of a het job no component can shrink, and each would need its own number
     num_nodes = 0 if allocation.is_het else place_slurm(experiment, site).num_nodes
     if not come_back(allocation.job_id, mode, num_nodes, bad):
         _note(paths, {**last, "next": None})
         return code or 1
     return EXIT_AGAIN
+
+
+def _excludes(experiment: Experiment, site: SiteConfig) -> bool:
+    """Whether nodes that were lost are kept from the next life."""
+    stated = experiment.slurm.survive.exclude_bad_nodes
+    return site.exclude_bad_nodes if stated is None else stated
 
 
 def _note(paths: RunPaths, row: dict[str, Any]) -> None:

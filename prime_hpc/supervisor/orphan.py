@@ -23,7 +23,7 @@ from typing import Literal
 from prime_hpc.observe.hosts import expand_hosts
 from prime_hpc.observe.slurm import SlurmError, run_slurm
 from prime_hpc.supervisor.inquest import field
-from prime_hpc.supervisor.requeue import requeue
+from prime_hpc.supervisor.requeue import leave_out, requeue, silent_nodes
 
 RETURN = "PRIMEHPC_RETURN"
 """Environment of the agents: a `Return` as JSON."""
@@ -64,6 +64,8 @@ class Return:
     """How the job comes back: requeue, successor, off."""
     num_nodes: int
     """That the next life needs; 0: the job cannot shrink."""
+    exclude: bool = False
+    """Whether the next life must not get nodes that are silent now."""
 
     def to_env(self) -> dict[str, str]:
         """The variable from which `from_env` reads it."""
@@ -205,7 +207,8 @@ def give_back(
         say(f"[{host}] job {known.job} is led by nobody: {why}")
         try:
             if comes_back and known.mode == "requeue" and refusals < MAX_REFUSALS:
-                requeue(known.job, known.num_nodes)
+                silent = silent_nodes(known.hosts) if known.exclude else []
+                leave_out(requeue(known.job, known.num_nodes), known.job, silent, known.num_nodes)
             else:  # its nodes are free then, and a successor that waits with afternotok takes over
                 run_slurm(["scancel", known.job], timeout_s=ASK_S)
         except SlurmError as error:

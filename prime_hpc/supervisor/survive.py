@@ -15,10 +15,9 @@ from loguru import logger
 from prime_hpc.config import load_run
 from prime_hpc.config.sections.slurm import SurviveConfig
 from prime_hpc.config.site import read_site
-from prime_hpc.observe.slurm import SlurmError, compress_hosts, expand_hosts, run_slurm
-from prime_hpc.supervisor.inquest import field
+from prime_hpc.observe.slurm import SlurmError
 from prime_hpc.supervisor.mode import Mode, resolve_mode
-from prime_hpc.supervisor.requeue import SCONTROL_TIMEOUT_S, requeue, update
+from prime_hpc.supervisor.requeue import leave_out, requeue
 
 EXIT_AGAIN = 75
 """EX_TEMPFAIL (sysexits.h): the job's exit code when a successor, queued with afternotok, is to take over."""
@@ -127,50 +126,5 @@ def come_back(
                 return False
             logger.warning(f"job {job_id} is to be requeued as soon as Slurm can be asked: {error}")
             sleep(LOOK_S)
-    if exclude and _enough_without(job_id, exclude, num_nodes):
-        for component, own, required in _nodes_before(job, job_id):
-            # a job that must run on a node and must not would wait for ever: it gets its node again
-            new = [node for node in exclude if node not in required]
-            if new:
-                update(component, f"ExcNodeList={compress_hosts(list(dict.fromkeys([*own, *new])))}")
-    return True
-
-
-def _nodes_before(job: str, job_id: str) -> list[tuple[str, list[str], list[str]]]:
-    """The nodes that each component's user, or an admin, had excluded (an update replaces the whole list) or asked for.
-
-    Args:
-        job: of `scontrol show job --oneliner`, a line a component.
-        job_id: of the job, or of a het job's leader.
-
-    Returns:
-        the id of the job, or of each component (`12+1`), its excluded nodes, and those that it must have.
-    """
-    found = []
-    for line in job.splitlines():
-        if not line.startswith("JobId="):
-            continue
-        offset = field(line, "HetJobOffset")
-        own, required = (_hosts_of(field(line, name)) for name in ("ExcNodeList", "ReqNodeList"))
-        found.append((f"{job_id}+{offset}" if offset else job_id, own, required))
-    return found or [(job_id, [], [])]
-
-
-def _hosts_of(text: str) -> list[str]:
-    return [] if text in ("", "(null)") else expand_hosts(text)
-
-
-def _enough_without(job_id: str, exclude: Sequence[str], num_nodes: int) -> bool:
-    """Whether the partition has enough other nodes that are up: a job must not wait for ever for want of one."""
-    try:
-        job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=SCONTROL_TIMEOUT_S)
-        table = run_slurm(["sinfo", "-h", "-N", "-o", "%N %t", "-p", field(job, "Partition")], SCONTROL_TIMEOUT_S)
-    except SlurmError as error:
-        logger.warning(f"no node is excluded, the partition's nodes are unknown: {error}")
-        return False
-    rows = [line.split() for line in table.splitlines() if line.strip()]
-    good = {name for name, state in rows if name not in exclude and not state.startswith(("down", "drain", "fail"))}
-    if len(good) < max(1, num_nodes):
-        logger.warning(f"{', '.join(exclude)} cannot be excluded: only {len(good)} other nodes are up")
-        return False
+    leave_out(job, job_id, exclude, num_nodes)
     return True

@@ -79,6 +79,8 @@ def problem(*argv: str, entrypoint: str = "trainer") -> str:
             "inference.vllm",
             {"a": {"b": 1, "c": "x"}},
         ),
+        (["--slurm.extra", '{"export": "NONE"}'], "slurm.extra", {"export": "NONE"}),
+        (["--slurm.extra.export", "none"], "slurm.extra", {"export": None}),
         (["--inference.vllm.enable-x"], "inference.vllm.enable_x", True),
         (["--orchestrator.max-failed-share", ".5"], "orchestrator.max_failed_share", 0.5),
         (["--seed", "1", "--seed", "2"], "seed", 2),
