@@ -59,7 +59,7 @@ class EnvPool:
         enable_thinking: bool = False,
         api_key_var: str = "VLLM_API_KEY",
         api_key: str | None = None,
-        hold_out: bool = True,
+        beside: Sequence[EnvConfig] = (),
     ) -> None:
         """Describe a pool; `async with` starts it.
 
@@ -76,7 +76,7 @@ class EnvPool:
             enable_thinking: whether the chat template opens a think section.
             api_key_var: environment variable with the servers' key.
             api_key: the key itself, where that variable is not set.
-            hold_out: keep every tenth task of tasksets that do not split themselves for `eval`.
+            beside: the environments of the other split: no task is in both, see `EnvSource`.
         """
         if not envs:
             raise EnvError("no environment is configured: set orchestrator.env to a list with at least one `id`")
@@ -85,7 +85,7 @@ class EnvPool:
         self._configs = list(envs)
         self._split: Split = split
         self._seed = seed
-        self._hold_out = hold_out
+        self._beside = tuple(beside)
         self._model_name = model_name
         self._urls = tuple(urls)
         self._moved: dict[int, str] = {}
@@ -259,7 +259,7 @@ class EnvPool:
                 f"verifiers cannot be imported ({error}); install prime-hpc with its `cpu` or `gpu` extra"
             ) from error
         self._renderer = load_prompt_renderer(*self._renderer_options)
-        self.sources = [EnvSource(config, self._split, self._seed, hold_out=self._hold_out) for config in self._configs]
+        self.sources = [EnvSource(config, self._split, self._seed, beside=self._beside) for config in self._configs]
         self._target = PolicyTarget(
             model_name=self._model_name,
             urls=self._urls,

@@ -99,8 +99,8 @@ def _verifiers_tasksets() -> list[str]:
     return [module.name.replace("_", "-") for module in pkgutil.iter_modules(tasksets.__path__)]
 
 
-def build_env_config(config: EnvConfig, split: str, seed: int) -> tuple[Any, bool]:
-    """The verifiers config of an environment, all its seats running here, and whether its taskset splits by itself.
+def build_env_config(config: EnvConfig, split: str, seed: int) -> Any:
+    """The verifiers config of an environment, all its seats running here.
 
     The taskset gets `split` and `seed` where it has such arguments and `config.args` does not set them.
 
@@ -126,7 +126,7 @@ def build_env_config(config: EnvConfig, split: str, seed: int) -> tuple[Any, boo
         if isinstance(role_field.default, AgentConfig):
             raw[role] = _seat(config, ident, role_field.default, raw.get(role) or {})
     try:
-        return resolve_env_config(raw), "split" in arguments
+        return resolve_env_config(raw)
     except ValidationError as error:
         problems = "; ".join(_explain(item, list(arguments), list(env_type.model_fields)) for item in error.errors())
         raise EnvError(f"environment {label!r}: {problems}") from error

@@ -4,31 +4,36 @@ Made by `prime_hpc.envs.pool`; the orchestrator reads `name`, `ratio` and `num_t
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
-
-from loguru import logger
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.held_out import is_one_list
 from prime_hpc.envs.resolve import build_env_config
 
 Split = Literal["train", "eval"]
 
 HOLD_OUT = 10
-"""Of a taskset that does not split itself, every tenth task (9, 19, 29 ...) is the eval split."""
+"""Of a list of tasks that is trained and evaluated on, every tenth task (9, 19, 29 ...) is evaluated."""
 
 
 class EnvSource:
     """One environment's tasks. The same config and seed always give the same tasks in the same order.
 
-    Which tasks a split holds: a taskset with a `split` argument decides itself (those that prime-hpc ships split by a
-    hash of the text, so that no seed can mix them). Of any other taskset, `eval` is every tenth task and `train` the
-    rest; with `hold_out=False` both are all of them.
+    Which tasks a split holds: a taskset with a `split` argument decides itself, unless `args` state one (those that
+    prime-hpc ships split by a hash of the text, so that no seed can mix them). Where that leaves both splits with the
+    same list of tasks, `eval` is every tenth of them and `train` the rest.
     """
 
-    def __init__(self, config: EnvConfig, split: Split, seed: int, *, hold_out: bool = True) -> None:
+    def __init__(self, config: EnvConfig, split: Split, seed: int, *, beside: Sequence[EnvConfig] = ()) -> None:
         """Find the taskset and load its tasks (an infinite one's are made as they are asked for).
+
+        Args:
+            config: the environment.
+            split: which tasks.
+            seed: for tasksets that take one.
+            beside: the environments of the other split, none where that is not used.
 
         Raises:
             EnvError: not installed, wrong arguments, no tasks, or loading fails.
@@ -39,8 +44,10 @@ class EnvSource:
         self.name: str = config.name or config.id
         self.ratio: float = config.ratio
         self.split = split
-        self.env_config, splits_itself = build_env_config(config, split, seed)
-        self._part: Split | None = split if hold_out and not splits_itself else None
+        self.env_config = build_env_config(config, split, seed)
+        others = [build_env_config(other, "eval" if split == "train" else "train", seed) for other in beside]
+        self._part: Split | None = split if any(is_one_list(self.env_config, other) for other in others) else None
+        self._chosen: list[int] | None = None
         try:
             self.env: Any = load_environment(self.env_config)
             self._tasks: list[Any] = []
@@ -65,17 +72,24 @@ class EnvSource:
         """
         if index < 0 or (self.num_tasks is not None and index >= self.num_tasks):
             raise IndexError(f"environment {self.name!r} has tasks 0..{(self.num_tasks or 0) - 1}, not {index}")
-        position = self._position(index)
+        position = self._position(index if self._chosen is None else self._chosen[index])
         if self._more is not None and position >= len(self._tasks):
             self._tasks.extend(itertools.islice(self._more, position + 1 - len(self._tasks)))
         return self._tasks[position]
 
+    def choose(self, indices: Sequence[int]) -> None:
+        """Keep these tasks of the split alone, numbered in this order."""
+        self._chosen, self.num_tasks = list(indices), len(indices)
+
     def _count(self, total: int) -> int:
         """Tasks of this split, of `total` in the taskset."""
-        if self._part is None or total <= 1:
-            if self._part is not None and total == 1:
-                logger.warning("environment {!r} has one task: train and eval share it", self.name)
+        if self._part is None or total == 0:
             return total
+        if total == 1:
+            raise EnvError(
+                f"environment {self.name!r} has one task, which cannot be both trained and evaluated on: name others "
+                "in orchestrator.eval.env, or leave orchestrator.eval out"
+            )
         held_out = max(1, total // HOLD_OUT)
         return held_out if self._part == "eval" else total - held_out
 

@@ -18,7 +18,7 @@ from prime_hpc.observe.loops import loop_time
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.orchestrator.dispatch import Dispatcher
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.evaluate import Evaluator
+from prime_hpc.orchestrator.evaluate import Evaluator, rewards_text
 from prime_hpc.orchestrator.loop import Parts
 from prime_hpc.orchestrator.servers import ServerTable
 from prime_hpc.orchestrator.weights import READER, WeightSync
@@ -130,8 +130,7 @@ class EvalLoop:
             self._parts.samples.write(version, samples)
             rewards = {k.split("/")[1]: v for k, v in row.items() if k.endswith("/mean_reward")}
             self._parts.status.beat(eval_version=version, eval_reward=rewards)
-            text = ", ".join(f"{name} {reward:.3f}" for name, reward in rewards.items()) or "every episode failed"
-            logger.info(f"evaluation of version {version}: {text} ({row['eval/seconds']:.1f} s)")
+            logger.info(f"evaluation of version {version}: {rewards_text(row)} ({row['eval/seconds']:.1f} s)")
             ended.set()
 
         evaluator = Evaluator(

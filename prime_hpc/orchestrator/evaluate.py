@@ -6,7 +6,7 @@ Due at version 0, every `eval.interval` versions and at the last one. A version 
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -124,15 +124,36 @@ def texts(result: EpisodeResult) -> dict[str, Any]:
 
 
 def summarize(results: Sequence[EpisodeResult]) -> dict[str, float]:
-    """Mean reward and metrics over the episodes that completed; those that failed are counted, not averaged in."""
+    """Mean reward over all episodes, and over those that completed.
+
+    An episode that failed, timed out or has no finite reward counts as reward 0: a policy that starts to ramble must
+    not score better because its long replies are not counted. Metrics are means over the episodes that completed.
+    """
     good = [r for r in results if r.state is EpisodeState.COMPLETED and math.isfinite(r.reward)]
-    row: dict[str, float] = {"num_episodes": len(results), "num_failed": len(results) - len(good)}
+    row: dict[str, float] = {
+        "num_episodes": len(results),
+        "num_failed": len(results) - len(good),
+        "num_timeout": sum(r.state is EpisodeState.TIMEOUT for r in results),
+    }
+    if results:
+        row["mean_reward"] = sum(r.reward for r in good) / len(results)
     if not good:
         return row
-    row["mean_reward"] = sum(r.reward for r in good) / len(good)
+    row["mean_reward_completed"] = sum(r.reward for r in good) / len(good)
     row["completion_tokens"] = sum(r.num_sampled_tokens for r in good) / len(good)
     row["truncated_share"] = sum(r.truncated for r in good) / len(good)
     for name in sorted({name for r in good for name in r.metrics}):
         values = [r.metrics[name] for r in good if name in r.metrics]
         row[name] = sum(values) / len(values)
     return row
+
+
+def rewards_text(row: Mapping[str, Any]) -> str:
+    """Of an evaluation's metrics each environment's mean reward, for the log, with what failed of it."""
+    parts = []
+    for key, reward in row.items():
+        if key.endswith("/mean_reward"):
+            name = key.removeprefix("eval/").removesuffix("/mean_reward")
+            failed, episodes = row[f"eval/{name}/num_failed"], row[f"eval/{name}/num_episodes"]
+            parts.append(f"{name} {reward:.3f}" + (f" ({failed} of {episodes} failed or timed out)" if failed else ""))
+    return ", ".join(parts)

@@ -40,7 +40,7 @@ from prime_hpc.orchestrator.dispatch import Dispatcher, Job, Lane
 from prime_hpc.orchestrator.echo import Echo
 from prime_hpc.orchestrator.episodes import to_episode
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.evaluate import Evaluator
+from prime_hpc.orchestrator.evaluate import Evaluator, rewards_text
 from prime_hpc.orchestrator.failures import FailureWindow
 from prime_hpc.orchestrator.groups import UNLIMITED_ASYNC, Group, GroupBook
 from prime_hpc.orchestrator.metrics import SampleLog, StepStats, batch_metrics, group_metrics, train_rows
@@ -421,8 +421,7 @@ class Orchestrator:
         self.parts.samples.write(version, samples)
         rewards = {k.split("/")[1]: v for k, v in row.items() if k.endswith("/mean_reward")}
         self.parts.status.beat(eval_version=version, eval_reward=rewards)
-        text = ", ".join(f"{name} {reward:.3f}" for name, reward in rewards.items()) or "every episode failed"
-        logger.info(f"evaluation of version {version}: {text} ({row['eval/seconds']:.1f} s)")
+        logger.info(f"evaluation of version {version}: {rewards_text(row)} ({row['eval/seconds']:.1f} s)")
         assert self.evaluator is not None
         self.evaluator.served(self.table.served_version)
         self.changed.set()

@@ -21,6 +21,7 @@ from prime_hpc.client.inference import POLICY
 from prime_hpc.config import ConfigError, Experiment, load_run
 from prime_hpc.config.engines import sampling_role
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.held_out import leave_out_trained
 from prime_hpc.observe.bench import table, write_report
 from prime_hpc.observe.context import LED, RoleContext
 from prime_hpc.observe.heap import settle_heap
@@ -153,6 +154,10 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
             envs = config.eval.env or config.env
             pool = make_pool(exp, urls, envs, config.eval_sampling, "eval", served_as)
             eval_pool = await stack.enter_async_context(pool)
+            if train_pool is not None:
+                await asyncio.to_thread(
+                    leave_out_trained, eval_pool.sources, train_pool.sources, config.eval.num_examples
+                )
         teacher = make_teacher(exp, context, clients, train_pool, served_as) if train_pool is not None else None
         if teacher is not None:
             stack.push_async_callback(teacher.close)

@@ -155,17 +155,16 @@ def make_pool(
         seed=exp.seed,
         max_model_len=exp.max_model_len,
         api_key=_teacher_key(exp) if imitated else own_key,
-        hold_out=_shares_environments(exp),
+        beside=_environments_beside(exp, split),
     )
 
 
-def _shares_environments(exp: Experiment) -> bool:
-    """Whether an environment is both trained and evaluated on: only then some of its tasks must be held out."""
+def _environments_beside(exp: Experiment, split: Split) -> list[EnvConfig]:
+    """The environments of the other split: those evaluated on, where these are trained on, and the reverse."""
     config = exp.orchestrator
-    if config.eval is None:
-        return False
-    trained = {env.id for env in config.env}
-    return not config.eval.env or any(env.id in trained for env in config.eval.env)
+    if config.eval is None or exp.kind != "rl":
+        return []
+    return config.env if split == "eval" else config.eval.env or config.env
 
 
 def load_resume_state(paths: RunPaths, step: int) -> dict[str, Any]:

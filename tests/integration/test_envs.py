@@ -15,6 +15,7 @@ import pytest
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.held_out import content, leave_out_trained
 from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
 from tests.support.scripted_server import Reply, Script, ScriptedServer, logprob_of, reverse_last_user
@@ -295,7 +296,7 @@ def test_episodes_go_to_the_server_they_are_sent_to(world: World, tokenizer: Any
 
 
 def test_a_reward_that_raises_fails_only_its_episodes(world: World) -> None:
-    results = world.play(EnvConfig(id=MISBEHAVING, args={"kind": "raises", "every": 3}), 9, hold_out=False)
+    results = world.play(EnvConfig(id=MISBEHAVING, args={"kind": "raises", "every": 3}), 9)
     assert [result.usable for result in results] == [True, True, False] * 3
     for result in results[2::3]:
         assert (result.state, result.error_type) == (EpisodeState.FAILED, "TaskError")
@@ -372,6 +373,35 @@ def test_closing_the_pool_ends_episodes_in_flight(world: World) -> None:
     assert asyncio.run(run()).state is EpisodeState.CANCELLED
 
 
+def stated(split: str, num_tasks: int) -> EnvConfig:
+    return EnvConfig(id="reverse-text", args={"split": split, "num_tasks": num_tasks})
+
+
+def test_no_evaluation_takes_a_task_that_is_trained(world: World) -> None:
+    trained = [stated("train", 40), EnvConfig(id="guess-number", args={"num_tasks": 300, "max_number": 6})]
+
+    async def chosen(env: EnvConfig, num_examples: int) -> list[str]:
+        async with world.pool(*trained) as train, world.pool(env, split="eval") as pool:
+            leave_out_trained(pool.sources, train.sources, num_examples)
+            count = pool.sources[0].num_tasks
+            assert count is not None
+            return [content(pool.sources[0].task(i)) for i in range(count)]
+
+    async def run() -> None:
+        async with world.pool(*trained) as train:
+            known = {content(s.task(i)) for s in train.sources for i in range(s.num_tasks or 0)}
+        # another length of the training list: its first 40 tasks are those of training, the rest are not
+        assert len(await chosen(stated("train", 100), 60)) == 60
+        assert not known & set(await chosen(stated("train", 100), 60))
+        with pytest.raises(EnvError, match="'reverse-text': 40 of its first 50 tasks are trained on as well"):
+            await chosen(stated("train", 50), 25)
+        # the prompts are the same, the games are not
+        games = EnvConfig(id="guess-number", args={"num_tasks": 10, "max_number": 6})
+        assert len(await chosen(games, 10)) == 10
+
+    asyncio.run(run())
+
+
 def test_splits_hold_different_tasks(world: World) -> None:
     async def prompts(env: EnvConfig, split: str, **options: Any) -> list[str]:
         async with world.pool(env, split=split, **options) as pool:
@@ -388,14 +418,21 @@ def test_splits_hold_different_tasks(world: World) -> None:
             assert env == "guess-number" or not set(train) & set(held_out)
             assert train == await prompts(config, "train")
             assert train != await prompts(config, "train", seed=1)
-        # a taskset without `split`: every tenth task is held out
-        config = EnvConfig(id=MISBEHAVING, args={"num_tasks": 25})
-        assert await prompts(config, "eval") == ["task 9", "task 19"]
-        train = await prompts(config, "train")
-        assert len(train) == 23 and not set(train) & {"task 9", "task 19"}
-        assert len(await prompts(config, "eval", hold_out=False)) == 25
+        # one list of tasks for both splits, of a taskset that has no `split` or whose split is stated: every tenth
+        for config in (EnvConfig(id=MISBEHAVING, args={"num_tasks": 25}), stated("train", 25), stated("eval", 25)):
+            both = [await prompts(config, split, beside=[config]) for split in ("eval", "train")]
+            everything = await prompts(config, "eval")
+            assert len(everything) == 25 and both[0] == [everything[9], everything[19]]
+            assert both[1] == [prompt for prompt in everything if prompt not in both[0]]
         config = EnvConfig(id=MISBEHAVING, args={"num_tasks": 3})
-        assert (await prompts(config, "eval"), await prompts(config, "train")) == (["task 2"], ["task 0", "task 1"])
+        train = await prompts(config, "train", beside=[config])
+        assert (await prompts(config, "eval", beside=[config]), train) == (["task 2"], ["task 0", "task 1"])
+        # splits that are not the same list are whole
+        other = [EnvConfig(id="reverse-text", args={"num_tasks": 25}), stated("eval", 25)]
+        assert len(await prompts(stated("train", 25), "train", beside=other[1:])) == 25
+        assert len(await prompts(other[0], "train", beside=other[:1])) == 25
+        with pytest.raises(EnvError, match="has one task, which cannot be both trained and evaluated on"):
+            await prompts(stated("train", 1), "eval", beside=[stated("train", 1)])
 
     asyncio.run(run())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from prime_hpc.config.sections.orchestrator import EvalConfig
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.orchestrator.dispatch import Dispatcher, Job, Lane
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.evaluate import Evaluator, first_due, next_due, summarize
+from prime_hpc.orchestrator.evaluate import Evaluator, first_due, next_due, rewards_text, summarize
 from prime_hpc.orchestrator.failures import MIN_EPISODES, FailureWindow
 from prime_hpc.orchestrator.prompts import SourceInfo
 from prime_hpc.orchestrator.servers import ServerTable
@@ -282,7 +283,11 @@ def test_evaluations_run_one_after_another_and_a_skipped_version_is_made_up_for(
     asyncio.run(scenario())
 
 
-def test_failed_episodes_are_counted_and_not_averaged_in() -> None:
-    row = summarize([make_result([0], reward=1.0), failed_result(), make_result([0], reward=0.0)])
-    assert (row["mean_reward"], row["num_episodes"], row["num_failed"]) == (0.5, 3, 1)
-    assert "mean_reward" not in summarize([failed_result()])
+def test_episodes_that_fail_or_time_out_count_as_reward_0() -> None:
+    late = replace(failed_result(), state=EpisodeState.TIMEOUT)
+    row = summarize([make_result([0], reward=1.0), failed_result(), make_result([0], reward=0.5), late])
+    assert (row["mean_reward"], row["mean_reward_completed"]) == (1.5 / 4, 0.75)
+    assert (row["num_episodes"], row["num_failed"], row["num_timeout"]) == (4, 2, 1)
+    row = summarize([failed_result()])
+    assert row["mean_reward"] == 0.0 and "mean_reward_completed" not in row
+    assert rewards_text({f"eval/a/b/{k}": v for k, v in row.items()}) == "a/b 0.000 (1 of 1 failed or timed out)"

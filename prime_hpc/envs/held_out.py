@@ -1,0 +1,87 @@
+"""Evaluation tasks that are not trained on. Called by `sources.py` and the orchestrator's `main.py`.
+
+Two steps, of which the second needs no trust in the first. Where a training and an evaluation environment load one and
+the same list of tasks, a tenth of it, by position, is evaluated on and not trained (`is_one_list`, `sources.HOLD_OUT`).
+Then the tasks themselves are compared: what an evaluation would take although training has it too is left out
+(`leave_out_trained`), whatever the names of environments and splits say.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+
+from prime_hpc.envs.errors import EnvError
+
+if TYPE_CHECKING:
+    from prime_hpc.envs.sources import EnvSource
+
+CANDIDATES = 2
+"""So many times the tasks that an evaluation asks for are looked at, to replace those that are left out."""
+SEEN = 2_000
+"""Of an endless training environment so many tasks are compared."""
+
+
+def is_one_list(one: Any, other: Any) -> bool:
+    """Whether two verifiers environment configs load the same tasks in the same order: split, seed, arguments."""
+    return one.taskset == other.taskset
+
+
+def content(task: Any) -> str:
+    """What a task is: its prompt and the fields that its taskset adds, without its number and where it runs."""
+    from verifiers.v1.task import TaskData
+
+    return task.data.model_dump_json(exclude=set(TaskData.model_fields) - {"prompt"})
+
+
+def leave_out_trained(evaluated: Sequence["EnvSource"], trained: Sequence["EnvSource"], num_examples: int) -> None:
+    """Choose each evaluation environment's first `num_examples` tasks that no training environment has.
+
+    Raises:
+        EnvError: fewer than half of them are left; names both environments and what to do.
+    """
+    for source in evaluated:
+        wanted = min(num_examples, source.num_tasks or num_examples)
+        count = min(CANDIDATES * num_examples, source.num_tasks or CANDIDATES * num_examples)
+        tasks = [source.task(index) for index in range(count)]
+        found = {other.name: _common(tasks, other) for other in trained}
+        common = set().union(*found.values())
+        left = [index for index in range(count) if index not in common][:wanted]
+        names = ", ".join(f"{name} ({len(indices)})" for name, indices in found.items() if indices)
+        if 2 * len(left) < wanted:
+            raise EnvError(
+                f"evaluation environment {source.name!r}: {len(common)} of its first {count} tasks are trained on as "
+                f"well, by {names}: state another `split` in its args, other environments in orchestrator.eval.env, or "
+                "none there, which holds out a tenth of the training tasks"
+            )
+        if common:
+            logger.warning(
+                f"evaluation environment {source.name!r}: {len(common)} of its first {count} tasks are trained on as "
+                f"well, by {names}; they are left out, {len(left)} are evaluated"
+            )
+            source.choose(left)
+
+
+def _common(tasks: Sequence[Any], trained: "EnvSource") -> set[int]:
+    """Which of the tasks a training environment has. Most of its tasks are ruled out by their prompt alone."""
+    prompts = {_prompt(task) for task in tasks}
+    wanted: dict[str, set[int]] = {}
+    for index, task in enumerate(tasks):
+        wanted.setdefault(content(task), set()).add(index)
+    found: set[int] = set()
+    for task in _each(trained):
+        if _prompt(task) in prompts:
+            found |= wanted.get(content(task), set())
+    return found
+
+
+def _each(source: "EnvSource") -> Iterator[Any]:
+    count = SEEN if source.num_tasks is None else source.num_tasks
+    return map(source.task, itertools.islice(itertools.count(), count))
+
+
+def _prompt(task: Any) -> str:
+    prompt = task.data.prompt
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
