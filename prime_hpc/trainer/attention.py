@@ -55,6 +55,7 @@ class Packing:
     """int32[S + 1], start of each sequence; the last entry is the row's length."""
     max_length: int
     buckets: list[Bucket] = field(default_factory=list)
+    """For `padded_attention`, as are `gather` and `slots`; none where another kernel is to be used."""
     gather: torch.Tensor | None = None
     """int64[slots]: the token that fills each padded slot (token 0 where none does); None: nothing needs padding."""
     slots: torch.Tensor | None = None
@@ -98,21 +99,32 @@ def choose_buckets(lengths: np.ndarray, bucket_cost: float = BUCKET_COST["cpu"])
     return groups[::-1]
 
 
-def plan_packing(lengths: np.ndarray, device: torch.device | str = "cpu", rows: np.ndarray | None = None) -> Packing:
-    """Plan the attention of one packed row.
+def plan_packing(
+    lengths: np.ndarray, device: torch.device | str = "cpu", rows: np.ndarray | None = None, *, pads: bool = True
+) -> Packing:
+    """Plan the attention of one packed row, with tensors in host memory.
 
     Args:
         lengths: int[S], tokens of each sequence in row order; all positive, S >= 1.
-        device: where the index tensors live.
+        device: what attends: the cost of a kernel call depends on it.
         rows: `prefixes.shared_rows`, where sequences share tokens.
+        pads: plan the buckets of `padded_attention` too.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     assert len(lengths) and lengths.min() > 0, "a packed row holds at least one sequence, none of them empty"
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    total = int(starts[-1])
-    cu_seqlens = torch.from_numpy(starts.astype(np.int32)).to(device)
+    packing = Packing(lengths, torch.from_numpy(starts.astype(np.int32)), int(lengths.max()))
+    packing.spread = None if rows is None else Spread.of(rows)
+    if pads:
+        _plan_buckets(packing, starts, device)
+    return packing
+
+
+def _plan_buckets(packing: Packing, starts: np.ndarray, device: torch.device | str) -> None:
+    """Fill in the buckets; `starts` int64[S + 1]."""
+    lengths, total = packing.lengths, int(starts[-1])
     groups = choose_buckets(lengths, BUCKET_COST.get(torch.device(device).type, BUCKET_COST["cuda"]))
-    buckets, gathers = [], []
+    buckets, gathers = packing.buckets, []
     slots = np.empty(total, dtype=np.int64)
     first_slot = 0
     for group in groups:
@@ -125,13 +137,10 @@ def plan_packing(lengths: np.ndarray, device: torch.device | str = "cpu", rows: 
         slots[tokens[real]] = positions[real]
         gathers.append(np.where(real, tokens, 0).ravel())
         first_slot += len(group) * length
-    packing = Packing(lengths, cu_seqlens, int(lengths.max()), buckets)
-    packing.spread = None if rows is None else Spread.of(rows, device)
     gather = np.concatenate(gathers)
     if len(gather) != total or (gather != np.arange(total)).any():
-        packing.gather = torch.from_numpy(gather).to(device)
-        packing.slots = torch.from_numpy(slots).to(device)
-    return packing
+        packing.gather = torch.from_numpy(gather)
+        packing.slots = torch.from_numpy(slots)
 
 
 class _Rows(torch.autograd.Function):
@@ -191,6 +200,7 @@ def padded_attention(
     Returns:
         `[T, H, D]`.
     """
+    assert packing.buckets, "the row was planned without buckets (`pads`)"
     sizes = [b.num_sequences * b.length for b in packing.buckets]
     blocks = [_pad(x, packing).split(sizes) for x in (query, key, value)]
     outputs = []

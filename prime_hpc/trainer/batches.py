@@ -20,6 +20,7 @@ from prime_hpc.trainer.attention import Packing, plan_packing
 from prime_hpc.trainer.parallel import Parallel
 from prime_hpc.trainer.parallel.context import own_targets
 from prime_hpc.trainer.prefixes import shared_rows
+from prime_hpc.trainer.transfer import to_device
 
 
 @dataclass
@@ -75,6 +76,8 @@ class MicroBatch:
     """Whether all targets with a `top_p` have one."""
     trained: torch.Tensor | None = None
     """int64, with `ce_weights` the targets that the objective trains (`objective_part`); the others have but that."""
+    trained_of_sequence: torch.Tensor | None = None
+    """int64[S], with `trained`: how many of those each sequence has."""
 
     @property
     def num_targets(self) -> int:
@@ -88,19 +91,20 @@ def objective_part(micro: MicroBatch) -> MicroBatch:
     For objectives alone: it does not go through a model.
     """
     chosen = micro.trained
-    assert chosen is not None
+    assert chosen is not None and micro.trained_of_sequence is not None
     sequence, reference = micro.sequence[chosen], micro.reference_logprobs
     return replace(
         micro,
         targets=micro.targets[chosen],
         sequence=sequence,
-        targets_of_sequence=torch.bincount(sequence, minlength=len(micro.targets_of_sequence)),
+        targets_of_sequence=micro.trained_of_sequence,
         temperatures=micro.temperatures[chosen],
         behaviour_logprobs=micro.behaviour_logprobs[chosen],
         advantages=micro.advantages[chosen],
         reference_logprobs=None if reference is None else reference[chosen],
         ce_weights=None,
         trained=None,
+        trained_of_sequence=None,
     )
 
 
@@ -123,6 +127,8 @@ def make_micro_batch(
     parallel: Parallel | None = None,
     *,
     share_prefixes: bool = True,
+    pads: bool = True,
+    stream: Any = None,
 ) -> MicroBatch:
     """The `index`-th micro-batch of a rank batch as tensors.
 
@@ -136,6 +142,8 @@ def make_micro_batch(
         device: of the tensors.
         parallel: the layout; None: the whole row.
         share_prefixes: compute what samples of a group begin with once (`prefixes.py`); not where ranks split rows.
+        pads: plan how sequences are padded into buckets, for the kernel that needs it.
+        stream: CUDA stream of the copy to the device; None: the current one.
     """
     sequences, tokens = batch.sequences_of(index), batch.tokens_of(index)
     lengths = np.diff(batch.seq_offsets[sequences.start : sequences.stop + 1])
@@ -175,13 +183,13 @@ def make_micro_batch(
             ids, positions, predicting = ids[where], positions[where], rows[predicting]
 
     def tensor(array: NDArray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+        return torch.from_numpy(np.ascontiguousarray(array))
 
     sampled_from: dict[str, Any] = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in truncation.items()}
-    return MicroBatch(
+    micro = MicroBatch(
         input_ids=tensor(ids)[None],
         position_ids=tensor(positions)[None],
-        packing=plan_packing(lengths, device, rows),
+        packing=plan_packing(lengths, device, rows, pads=pads),
         target_index=tensor(predicting),
         targets=tensor(targets),
         sequence=tensor(sequence),
@@ -196,7 +204,11 @@ def make_micro_batch(
         ce_weights=tensor(ce[at]) if batch.ce_weights is not None else None,
         trained=tensor(np.flatnonzero(mask[at])) if batch.ce_weights is not None else None,
         **sampled_from,
+        trained_of_sequence=(
+            tensor(np.bincount(sequence[mask[at]], minlength=num_sequences)) if batch.ce_weights is not None else None
+        ),
     )
+    return to_device(micro, torch.device(device), stream)
 
 
 def _truncation(

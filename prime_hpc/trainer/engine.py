@@ -20,7 +20,8 @@ from loguru import logger
 
 from prime_hpc.config.sections.trainer import MismatchConfig, OptimConfig, SchedulerConfig
 from prime_hpc.store.batches import RankBatch
-from prime_hpc.trainer.batches import BatchFacts, MicroBatch, batch_facts, make_micro_batch, objective_part
+from prime_hpc.trainer.ahead import MicroBatches
+from prime_hpc.trainer.batches import BatchFacts, MicroBatch, batch_facts, objective_part
 from prime_hpc.trainer.lora import use_slot, without_adapter
 from prime_hpc.trainer.model import Policy
 from prime_hpc.trainer.objectives import LossStats, echo_loss, target_weights
@@ -133,15 +134,13 @@ class Engine:
         if batch.num_micro_batches == 0:
             batch = RankBatch.empty(1)
         facts = batch_facts(batch, step)
-        with self.timer("forward_backward"):
-            counts = self._global_denominators(facts, batch)
-            with self.adapted():
-                local = self._forward_backward(batch, objective, *counts)
+        with self.timer("forward_backward"), self.adapted():
+            stats, num_shared = self._forward_backward(batch, objective, facts)
         with self.timer("optim"):
-            metrics = self._reduce(step, facts, local)
+            metrics = self._reduce(step, facts, stats, num_shared)
             self._check_finite(step, batch, metrics)
             self._check_mismatch(step, batch, metrics)
-            if metrics["num_targets"] or counts[-1]:
+            if metrics["num_targets"] or "echo_loss" in stats.sums:
                 self._update(step, metrics)
             else:
                 self.optimizer.zero_grad()
@@ -164,50 +163,60 @@ class Engine:
             num_targets, num_sequences = batch.totals.tolist()
         return num_targets, num_sequences, num_echo
 
-    def _forward_backward(
-        self, batch: RankBatch, objective: Objective, num_targets: int, num_sequences: int, num_echo: int
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Accumulate gradients over the micro-batches."""
-        sums: dict[str, torch.Tensor] = {}
-        maxima: dict[str, torch.Tensor] = {}
-        for i in range(batch.num_micro_batches):
-            last = i == batch.num_micro_batches - 1
-            self._prepare_backward(last)
-            micro = make_micro_batch(batch, i, self._device, self._parallel, share_prefixes=self._share_prefixes)
-            with self.policy.packing(micro):
-                if self._reference is not None:
-                    micro.reference_logprobs = self._reference_logprobs(micro)
-                logprobs, entropy = self.policy(micro, self._with_entropy)
-                echo = echo_loss(micro, logprobs, num_echo) if num_echo else None
-                if micro.trained is not None:
-                    logprobs, entropy = (
-                        logprobs[micro.trained],
-                        entropy[micro.trained] if self._with_entropy else entropy,
-                    )
-                    micro = objective_part(micro)
-                rollouts = micro.targets_of_rollout if self._counts_all else None
-                weights = target_weights(
-                    micro.sequence,
-                    micro.targets_of_sequence if rollouts is None else rollouts,
-                    self._normalize,
-                    num_targets,
-                    num_sequences,
-                    self._batch_tokens,
-                )
-                loss, stats = objective(micro, logprobs, weights)
-                if echo is not None:
-                    loss, stats.sums["echo_loss"] = loss + echo, echo.detach()
-                loss.backward()
-            stats.sums |= {"loss": loss.detach(), "shared_tokens": torch.tensor(micro.num_shared, device=self._device)}
-            if self._with_entropy:
-                stats.sums["entropy"] = entropy.sum()
-            for name, value in stats.sums.items():
-                sums[name] = sums[name] + value if name in sums else value
-            for name, value in stats.maxima.items():
-                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+    def _forward_backward(self, batch: RankBatch, objective: Objective, facts: BatchFacts) -> tuple[LossStats, int]:
+        """Accumulate gradients over the micro-batches.
+
+        Between the batch's denominators and the last backward pass the host waits for the device in no micro-batch:
+        kernels are launched ahead of it, and statistics stay there.
+
+        Returns:
+            the micro-batches' sums and maxima; tokens that were computed with another sample's.
+        """
+        total, num_shared = LossStats({}, {}), 0
+        micros = MicroBatches(
+            batch, self._device, self._parallel, share_prefixes=self._share_prefixes, pads=self.policy.pads_rows
+        )
+        with micros:
+            denominators = self._global_denominators(facts, batch)
+            for i, micro in enumerate(micros):
+                last = i == len(micros) - 1
+                num_shared += micro.num_shared
+                self._prepare_backward(last)
+                with self.policy.packing(micro):
+                    total.add(self._micro_batch(micro, objective, *denominators))
         if self._parallel.tp is not None:
             sum_over([p for m in self.policy.partly_used for p in m.parameters()], self._parallel.tp)
-        return sums, maxima
+        return total, num_shared
+
+    def _micro_batch(
+        self, micro: MicroBatch, objective: Objective, num_targets: int, num_sequences: int, num_echo: int
+    ) -> LossStats:
+        """Forward and backward pass of one micro-batch; its statistics."""
+        if self._reference is not None:
+            micro.reference_logprobs = self._reference_logprobs(micro)
+        logprobs, entropy = self.policy(micro, self._with_entropy)
+        echo = echo_loss(micro, logprobs, num_echo) if num_echo else None
+        if micro.trained is not None:
+            logprobs = logprobs.index_select(0, micro.trained)
+            entropy = entropy.index_select(0, micro.trained) if self._with_entropy else entropy
+            micro = objective_part(micro)
+        rollouts = micro.targets_of_rollout if self._counts_all else None
+        weights = target_weights(
+            micro.sequence,
+            micro.targets_of_sequence if rollouts is None else rollouts,
+            self._normalize,
+            num_targets,
+            num_sequences,
+            self._batch_tokens,
+        )
+        loss, stats = objective(micro, logprobs, weights)
+        if echo is not None:
+            loss, stats.sums["echo_loss"] = loss + echo, echo.detach()
+        loss.backward()
+        stats.sums["loss"] = loss.detach()
+        if self._with_entropy:
+            stats.sums["entropy"] = entropy.sum()
+        return stats
 
     def _prepare_backward(self, last: bool) -> None:
         """Tell FSDP what to do with the coming backward pass' gradients, and with the parameters it gathered.
@@ -232,20 +241,17 @@ class Engine:
         self._reference.reshard()  # type: ignore[operator]  # no backward pass comes that would do it
         return logprobs
 
-    def _reduce(
-        self, step: int, facts: BatchFacts, local: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
-    ) -> dict[str, float]:
+    def _reduce(self, step: int, facts: BatchFacts, stats: LossStats, num_shared: int) -> dict[str, float]:
         """Gather every rank's sums and maxima in one collective and make the step's metrics of them.
 
         Ranks that work on one part of the batch all have that part's sums: the first one's count.
         """
-        sums, maxima = local
-        names = [*_SUMS, *sums, *maxima, "lag_max", "squared_grad_norm"]
-        counted = torch.tensor([float(getattr(facts, k)) for k in _SUMS], dtype=torch.float64, device=self._device)
+        sums, maxima = stats.sums, stats.maxima
+        names = [*_SUMS, "lag_max", "shared_tokens", *sums, *maxima, "squared_grad_norm"]
+        known = [*(float(getattr(facts, k)) for k in (*_SUMS, "lag_max")), float(num_shared)]
+        counted = torch.tensor(known, dtype=torch.float64, device=self._device)
         measured = [v.double() for v in (*sums.values(), *maxima.values())]
-        tail = [torch.tensor(float(facts.lag_max), dtype=torch.float64, device=self._device)]
-        tail.append(squared_norm(self._parameters, self._device))
-        row = torch.cat([counted, torch.stack(measured + tail)])
+        row = torch.cat([counted, torch.stack([*measured, squared_norm(self._parameters, self._device)])])
         table = torch.empty((dist.get_world_size(), len(names)), dtype=torch.float64, device=self._device)
         dist.all_gather_single(table, row[None])
         everyone = table.cpu().numpy()

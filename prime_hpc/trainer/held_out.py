@@ -76,7 +76,7 @@ class HeldOut:
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for batch in self._batches:
             for i in range(batch.num_micro_batches):
-                micro = make_micro_batch(batch, i, device, session.parallel)
+                micro = make_micro_batch(batch, i, device, session.parallel, pads=policy.pads_rows)
                 with session.engine.adapted(), policy.packing(micro):
                     logprobs, _ = policy(micro)
                 total[0] -= logprobs.double().sum()

@@ -38,6 +38,8 @@ SMALL_LOGITS = 1 << 24
 class Policy(nn.Module):
     """An HF causal LM that answers with log-probabilities of a micro-batch's targets instead of logits."""
 
+    pads_rows: bool = True
+    """Whether attention goes through padded buckets, which a micro-batch then must plan."""
     adapters: Adapters | None = None
     """With `model.lora`: what is trained instead of the model's own parameters. They are none of this module's."""
 
@@ -201,7 +203,7 @@ def load_policy(
             LoRA target that matches nothing.
     """
     dtype = compute_dtype(config)
-    attention.select_kernel(config.attn, device.type, dtype)
+    kernel = attention.select_kernel(config.attn, device.type, dtype)
     if config.fp8:
         check_device(device)
     try:
@@ -216,6 +218,7 @@ def load_policy(
     policy.weights = weights
     if config.lora is not None:
         add_lora(policy.hf, config.lora, dtype)
+    policy.pads_rows = kernel is attention.padded_attention
     policy.partly_used = distribute(policy, policy.hf, config, parallel, dtype, reshard_after_forward)
     _load_shards(policy, weights, device)
     if config.lora is not None:

@@ -65,11 +65,11 @@ class Spread:
     """int64[rows], where each row's tokens begin in `tokens`."""
 
     @classmethod
-    def of(cls, rows: NDArray[np.int64], device: torch.device | str) -> "Spread":
-        """From `shared_rows`."""
+    def of(cls, rows: NDArray[np.int64]) -> "Spread":
+        """From `shared_rows`; in host memory."""
         tokens = np.argsort(rows, kind="stable")
         _, starts = np.unique(rows[tokens], return_index=True)
-        return cls(*(torch.from_numpy(a).to(device) for a in (rows, tokens[starts], tokens, starts)))
+        return cls(*(torch.from_numpy(a) for a in (rows, tokens[starts], tokens, starts)))
 
     def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, H, D] -> [T, H, D]`; in the backward pass a row's gradient is the sum over its tokens."""

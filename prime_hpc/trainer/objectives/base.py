@@ -23,6 +23,13 @@ class LossStats:
     sums: dict[str, torch.Tensor]
     maxima: dict[str, torch.Tensor]
 
+    def add(self, other: "LossStats") -> None:
+        """Take in another micro-batch's, on the device."""
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        for name, value in other.maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
 
 @dataclass(frozen=True)
 class Bounds:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from prime_hpc.trainer.parallel.collectives import all_to_all, exchange, join_rows, split_rows
 from prime_hpc.trainer.parallel.mesh import Parallel
+from prime_hpc.trainer.transfer import HostRead
 
 
 def expert_modules(hf: Any) -> list[nn.Module]:
@@ -112,23 +113,32 @@ def _compute(module: nn.Module, experts: LocalExperts, *inputs: torch.Tensor) ->
 def _dispatch(
     module: nn.Module, ep: DeviceMesh, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Tokens to their experts and back."""
+    """Tokens to their experts and back.
+
+    A collective of uneven parts needs their sizes on the host: one wait for the device a layer, while it gathers the
+    rows that are to travel. That is the only one in a step.
+    """
     tokens, k = chosen.shape
     num_local = _num_experts(module) // ep.size()
-    order = torch.argsort(chosen.reshape(-1), stable=True)  # pairs of token and choice, by expert
-    counts = torch.bincount(chosen.reshape(-1), minlength=num_local * ep.size())
-    sent_of = counts.view(ep.size(), num_local)
+    flat = chosen.reshape(-1)
+    order = torch.argsort(flat, stable=True)  # pairs of token and choice, by expert
+    edges = torch.searchsorted(flat[order], torch.arange(num_local * ep.size() + 1, device=flat.device))
+    sent_of = edges.diff().view(ep.size(), num_local)
     received_of = exchange(sent_of, ep)  # [ranks, local experts], rows that each rank sends for each of ours
-    sent, received = sent_of.sum(1).tolist(), received_of.sum(1).tolist()
-    arrived = all_to_all(hidden[order // k], ep, sent, received)
-    expert = torch.arange(num_local, device=hidden.device).repeat(ep.size()).repeat_interleave(received_of.reshape(-1))
-    if len(expert) == 0:
+    sizes = HostRead(torch.stack([sent_of.sum(1), received_of.sum(1)]))
+    leaving = hidden[order // k]
+    sent, received = sizes.rows()
+    num_arrived = sum(received)
+    arrived = all_to_all(leaving, ep, sent, received)
+    local = torch.arange(num_local, device=hidden.device).repeat(ep.size())
+    expert = local.repeat_interleave(received_of.reshape(-1), output_size=num_arrived)
+    if num_arrived == 0:
         # One row of zeros beside the none that came, so that every rank has gradients of all its experts, and of what
         # came: their backward passes communicate.
         arrived, expert = torch.cat([arrived, hidden.new_zeros((1, hidden.shape[1]))]), expert.new_zeros(1)
     ones = torch.ones((len(expert), 1), dtype=weights.dtype, device=weights.device)
     computed = _compute(module, LocalExperts(module, num_local), arrived, expert[:, None], ones)
-    returned = all_to_all(computed[: sum(received)], ep, received, sent)
+    returned = all_to_all(computed[:num_arrived], ep, received, sent)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     return (returned[back].view(tokens, k, -1) * weights[..., None]).sum(dim=1).to(hidden.dtype)

@@ -1,0 +1,204 @@
+"""The host waits for the device in no micro-batch: what is read of a step is read once, after its last one."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.config.sections.parallel import Layout
+from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
+from prime_hpc.store.batches import RankBatch
+from prime_hpc.trainer.ahead import MicroBatches
+from prime_hpc.trainer.batches import MicroBatch, build_rank_batch, make_micro_batch
+from prime_hpc.trainer.engine import Engine
+from prime_hpc.trainer.lora import reset_slot, slot_parameters
+from prime_hpc.trainer.model import load_policy
+from prime_hpc.trainer.optim import build_optimizer
+from prime_hpc.trainer.parallel import Parallel, build_parallel
+from prime_hpc.trainer.parallel.expert import expert_modules, split_experts
+from prime_hpc.trainer.rl import rl_objective
+from prime_hpc.trainer.transfer import map_tensors, pack, unpack
+from tests.support.host_waits import host_waits
+from tests.support.tiny_model import make_tiny_model, random_rank_batch
+
+CPU = torch.device("cpu")
+ALONE = Parallel(Layout(), 0, None, None, None, None, None)  # type: ignore[arg-type]
+"""The layout of one rank, without meshes."""
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
+    """(experts, model section) -> an engine on one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    folders: dict[int, Path] = {}
+
+    def make(experts: int = 0, **model: Any) -> Engine:
+        if experts not in folders:
+            folders[experts] = make_tiny_model(tmp_path_factory.mktemp("model"), experts=experts)
+        folder, section = folders[experts], OptimConfig(lr=1e-3)
+        config = ModelConfig.model_validate({"name": str(folder), "dtype": "float32", **model})
+        parallel = build_parallel(Layout(), "cpu")
+        policy = load_policy(config, folder, parallel, CPU, reshard_after_forward=True, chunk_tokens=64)
+        adapter = None
+        if policy.adapters is not None:
+            reset_slot(policy, 0, 0)
+            adapter = slot_parameters(policy, 0)
+        return Engine(
+            policy, build_optimizer(policy, section, adapter), optim=section, scheduler=SchedulerConfig(), max_steps=9,
+            normalize="sequence", reshard=True, device=CPU, peak_flops=1.0,
+        )  # fmt: skip
+
+    yield make
+    dist.destroy_process_group()
+
+
+def grouped(num_micro: int) -> RankBatch:
+    """Micro-batches of four samples with one prompt each, ragged."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 300, 12)
+    ids = [np.append(prompt, rng.integers(0, 300, n)).astype(np.int32) for n in (5, 9, 3, 17) * num_micro]
+    masks = [np.arange(len(row)) >= 12 for row in ids]
+    micro = np.arange(len(ids)).reshape(num_micro, 4).tolist()
+    batch = build_rank_batch(micro, ids, masks, rng.standard_normal(len(ids)).astype(np.float32))
+    return replace(batch, group_ids=batch.sample_ids // 4)
+
+
+def waits_of(engine: Engine, batch: RankBatch, loss: LossConfig, step: int = 1) -> list[str]:
+    """What a step of the engine waits for."""
+    with host_waits() as waits:
+        engine.train_step(step, batch, partial(rl_objective, loss))
+    return waits.found
+
+
+CASES = {
+    "dense": (0, {}, {}),
+    "lora": (0, {"lora": {"rank": 4}}, {}),
+    "recomputed": (0, {"ac": {"mode": "selective"}}, {}),
+    "mixture of experts": (4, {}, {}),
+    "sequence-level correction": (0, {}, {"type": "gspo", "correction": {"level": "sequence"}}),
+}
+
+
+@pytest.mark.parametrize(("experts", "model", "loss"), CASES.values(), ids=CASES)
+def test_more_micro_batches_are_no_more_waits(build: Any, experts: int, model: Any, loss: Any) -> None:
+    engine, config = build(experts, **model), LossConfig.model_validate(loss)
+    engine.train_step(1, grouped(1), partial(rl_objective, config))  # lazy initialisation
+    few, many = waits_of(engine, grouped(1), config, 2), waits_of(engine, grouped(4), config, 3)
+    assert len(many) == len(few), sorted(set(many))
+    assert len(few) <= 5, few  # the denominators: made, read; the metrics: made, read (a copy and its numbers)
+
+
+def test_neither_are_tokens_with_a_cross_entropy_of_their_own(build: Any) -> None:
+    engine, config = build(), LossConfig()
+
+    def batch(num: int) -> RankBatch:
+        made = grouped(num)
+        return replace(made, ce_weights=np.where(made.loss_mask, 0, 0.5).astype(np.float32))
+
+    few, many = waits_of(engine, batch(1), config), waits_of(engine, batch(3), config, 2)
+    assert len(many) == len(few), sorted(set(many))
+
+
+def test_the_counter_sees_what_waits() -> None:
+    x = torch.arange(4.0, requires_grad=True)
+    with host_waits() as waits:
+        for wait in (
+            lambda: x.sum().item(), lambda: bool(x.detach().any()), lambda: x[x > 1], lambda: x.tolist(), x.cpu,
+            lambda: torch.bincount(torch.arange(3)), lambda: x.detach().numpy(), lambda: torch.tensor([1.0]),
+            lambda: torch.arange(2).repeat_interleave(torch.arange(2)), lambda: torch.nonzero(x),
+        ):  # fmt: skip
+            before = len(waits.found)
+            wait()
+            assert len(waits.found) == before + 1, waits.found[before:]
+        seen = len(waits.found)
+        (x[torch.tensor([1, 2])] * 2).sum().backward()
+        torch.arange(2).repeat_interleave(torch.arange(2), output_size=1)
+        assert len(waits.found) == seen + 1  # the index's `torch.tensor`
+
+
+def test_expert_parallel_waits_once_a_layer(build: Any) -> None:
+    engine = build(4)
+    (block, *_) = expert_modules(engine.policy.hf)
+    plain, D = type(block).forward, engine.policy.hf.config.hidden_size
+    hidden, weights = torch.randn(11, D, requires_grad=True), torch.rand(11, 2)
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(11)])
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+    alone = type(block)(engine.policy.hf.config)
+    with torch.no_grad():
+        for own in alone.parameters():
+            own.normal_(std=0.3)
+    expected = plain(alone, hidden, chosen, weights)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), hidden)
+
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = alone
+
+    vars(alone)["_is_expert_parallel"] = True  # as the model's loading marks it
+    split_experts(Holder(), replace(ALONE, ep=mesh))
+    with host_waits() as waits:
+        found = alone(hidden, chosen, weights)
+        (grad,) = torch.autograd.grad(found.square().sum(), hidden)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grad, wanted)
+    assert len([w for w in waits.found if "expert.py" in w or "transfer.py" in w]) == 1, waits.found
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_micro_batches_come_in_order_and_whole(ahead: bool) -> None:
+    batch = random_rank_batch([[20, 9], [15], [], [3, 3, 30]], seed=0)
+    with MicroBatches(batch, CPU, ALONE, share_prefixes=True, ahead=ahead) as micros:
+        found = list(micros)
+    assert len(found) == len(micros) == 4
+    for i, micro in enumerate(found):
+        expected = make_micro_batch(batch, i)
+        assert torch.equal(micro.input_ids, expected.input_ids) and torch.equal(micro.targets, expected.targets)
+
+
+def test_an_error_in_the_thread_comes_out() -> None:
+    batch = random_rank_batch([[20, 9], [15]], seed=0)
+    broken = replace(batch, temperatures=None)  # type: ignore[arg-type]
+    with (
+        pytest.raises(TypeError),
+        MicroBatches(broken, CPU, ALONE, share_prefixes=True, ahead=True) as micros,
+    ):
+        list(micros)
+
+
+def tensors_of(micro: MicroBatch) -> list[torch.Tensor]:
+    """All of them, in the order of `map_tensors`."""
+    found: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(micro, collect)
+    return found
+
+
+def test_a_packed_micro_batch_is_the_same_again() -> None:
+    micro = make_micro_batch(grouped(1), 0)
+    assert micro.packing.spread is not None and micro.packing.gather is not None
+    host = tensors_of(micro)
+    assert len(host) > 12
+    there = iter(unpack(*pack(host, pin=False), host))
+    again = map_tensors(micro, lambda _: next(there))
+    copies = tensors_of(again)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(host, copies, strict=True))
+    assert len({c.untyped_storage().data_ptr() for c in copies}) == 1 and again.num_shared == micro.num_shared
+    assert again.packing.spread is not micro.packing.spread
+
+
+def test_without_buckets_nothing_is_padded() -> None:
+    micro = make_micro_batch(grouped(1), 0, pads=False)
+    assert micro.packing.buckets == [] and micro.packing.gather is None
