@@ -13,7 +13,7 @@ settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
 OWN_CLUSTERS = ("tests/slurm/test_stalls.py", "tests/slurm/test_suites.py")
-LONGEST_FIRST = ("slurm", "integration", "faults", "proofs", "unit")
+LONGEST_FIRST = ("gpu", "slurm", "integration", "faults", "proofs", "unit")
 
 
 def pytest_configure() -> None:

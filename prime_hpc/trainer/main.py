@@ -37,6 +37,7 @@ from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.sockets import deafen_listeners
 from prime_hpc.trainer.determinism import make_deterministic
+from prime_hpc.trainer.profiling import record_collectives, snapshot_when_out_of_memory
 from prime_hpc.trainer.ranks import file_store
 
 TERM_GRACE_S = 3.5
@@ -150,7 +151,11 @@ def train(experiment: Experiment, context: RoleContext, doorbell: Doorbell, stat
     from prime_hpc.trainer.session import build_session
     from prime_hpc.trainer.sft import run_sft
 
+    record_collectives(context.log_dir)
     device = start_process_group(experiment)
+    if device.type == "cuda":
+        profile = experiment.trainer.profile
+        snapshot_when_out_of_memory(context.log_dir, dist.get_rank(), with_stacks=bool(profile and profile.stacks))
     seed_everything(experiment.seed, dist.get_rank())
     if is_parent(experiment):
         from prime_hpc.trainer.multi.loop import run_multi

@@ -37,6 +37,7 @@ from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
 from prime_hpc.trainer.parallel import Parallel, build_parallel
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
 from prime_hpc.trainer.perf import peak_flops
+from prime_hpc.trainer.profiling import StepProfiler
 from prime_hpc.trainer.publish import VersionPublisher, build_publisher
 from prime_hpc.trainer.ranks import control_group
 from prime_hpc.trainer.reference import load_reference
@@ -93,6 +94,8 @@ class Session:
     vocab_size: int
     source: Path
     """Directory of the model that training began with."""
+    profiler: StepProfiler
+    """Of `trainer.profile`."""
     control: dist.ProcessGroup | None = None
     """Of `agree`, see `ranks.control_group`."""
     packer: RolloutPacker | None = None
@@ -199,6 +202,7 @@ class Session:
         Raises:
             StepRefused: on every rank.
         """
+        self.profiler.begin(step)
         try:
             return self.engine.train_step(step, batch, objective)
         except StepRefused:
@@ -241,6 +245,7 @@ class Session:
             metrics: from the engine.
             started: `time.perf_counter()` when the step began.
         """
+        self.profiler.end(step)
         times = self.engine.timer.take()
         training = times.get("time/forward_backward", 0.0) + times.get("time/optim", 0.0)
         elapsed = time.perf_counter() - started
@@ -265,6 +270,7 @@ class Session:
 
     def close(self) -> None:
         """Flush the metrics and hang up."""
+        self.profiler.close()
         if self.packer is not None:
             self.packer.close()
         if self.metrics is not None:
@@ -296,7 +302,7 @@ class Base:
     """Directory of the model that training began with."""
     device: torch.device
     peak_flops: float
-    control: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None = None
     """See `ranks.control_group`."""
 
 
@@ -385,6 +391,7 @@ def open_session(
         saver=_build_saver(experiment, context, paths, doorbell, policy, engine.optimizer, base.source, slot),
         vocab_size=policy.hf.config.get_text_config().vocab_size,
         source=base.source,
+        profiler=StepProfiler(experiment.trainer.profile, paths.root / "profile" / f"attempt_{context.attempt}", rank),
         control=base.control,
     )
 

@@ -170,6 +170,27 @@ class TrainerDataConfig(Section):
     """Random data instead of the orchestrator's batches."""
 
 
+class ProfileConfig(Section):
+    """Traces of torch's profiler in `<run>/profile` (`--trainer.profile`), for Perfetto or chrome://tracing."""
+
+    first_step: int = Field(3, ge=1)
+    """First step that is traced; earlier ones warm up."""
+    last_step: int = Field(4, ge=1)
+    """Last one."""
+    ranks: list[int] = Field([0], min_length=1)
+    """Ranks that trace."""
+    stacks: bool = False
+    """Python stacks and shapes too: larger, and slower steps. Also in the snapshot of a GPU that runs out of memory."""
+    memory: bool = False
+    """Allocations too."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "ProfileConfig":
+        if self.last_step < self.first_step:
+            raise ValueError(f"last_step ({self.last_step}) comes before first_step ({self.first_step})")
+        return self
+
+
 class TrainerConfig(Section):
     """FSDP2 training under torchrun, for RL and SFT alike."""
 
@@ -217,6 +238,8 @@ class TrainerConfig(Section):
     deterministic: bool = False
     """Repeat a step to the last bit on CUDA too (resume, replay): kernels without atomics, NCCL rings alone, no
     autotuning; slower, and an operation that has no such kernel is refused. A CPU does without it."""
+    profile: ProfileConfig | None = None
+    """Trace some steps; off when absent."""
     bench: bool = False
     """Run a few steps, print a table, end."""
 

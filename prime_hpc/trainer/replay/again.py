@@ -54,7 +54,7 @@ def opened(experiment: Experiment, scratch: Path) -> Iterator[Session]:
 def plain(experiment: Experiment, num_ranks: int) -> Experiment:
     """The same training with everything off that would write, send or ask; on another number of ranks than the run's
     own these share one copy of the model, whatever its layout was."""
-    trainer = experiment.trainer.model_copy(update={"bench": False})
+    trainer = experiment.trainer.model_copy(update={"bench": False, "profile": None})
     if num_ranks != trainer.num_ranks:
         trainer = trainer.model_copy(update={"num_ranks": num_ranks, "parallel": ParallelConfig()})
     return experiment.model_copy(update={"ckpt": None, "wandb": None, "trainer": trainer})

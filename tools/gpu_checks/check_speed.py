@@ -1,0 +1,89 @@
+"""MFU with the product's own bench, and its peak memory against what a rehearsal foretells."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mfu as bench
+import yaml
+from _setting import Outcome, Setting, passed, product, run, shown, skipped, tail
+
+ROWS = 4
+"""Rows of 16,384 tokens a step: half of `tools/bench mfu`, for the time that there is."""
+NEAR = 0.10
+"""Measured peak against the rehearsal's."""
+
+
+def mfu(setting: Setting) -> Outcome:
+    """Qwen3 of 0.6B and 4B, RL and SFT, one sequence of 16,384 tokens a row, eager and compiled."""
+    folder = setting.folder("mfu")
+    cases: list[dict[str, Any]] = []
+    for shape in bench.SHAPES if setting.on_gpu else bench.TINY:
+        model = folder / shape.name / "model"
+        if not (model / "config.json").exists():
+            model.parent.mkdir(parents=True, exist_ok=True)
+            bench.make_model(shape, model, setting.on_gpu)
+        for kind in ("rl", "sft"):
+            for compiled in (False, True) if setting.on_gpu else (False,):
+                flags = [flag for flag in shape.flags if flag != "--model.compile"]
+                sized = replace(shape, rows=min(ROWS, shape.rows), flags=(*flags, *(["--model.compile"] * compiled)))
+                cases.append(_bench(setting, sized, kind, compiled, model))
+                print(json.dumps(cases[-1]), flush=True)
+    words = ", ".join(
+        f"{c['model']} {c['kind']} {'compiled ' if c['compiled'] else ''}"
+        + (f"{c['mfu']:.1%} {c['gib']:.0f} GiB" if "mfu" in c else "FAILED")
+        for c in cases
+    )
+    holds = all("mfu" in case for case in cases)
+    if setting.on_gpu and holds:  # PRIME-RL's published figures of 0.6B on an H100 are the least
+        best = {
+            kind: max(c["mfu"] for c in cases if c["kind"] == kind and "0.6B" in c["model"]) for kind in ("rl", "sft")
+        }
+        holds = all(best[kind] >= least for kind, least in bench.PUBLISHED.items())
+    note = "" if setting.on_gpu else " (a tiny shape in float32: only the path is tried)"
+    return passed(holds, words + note, {"cases": cases}, "tools/bench mfu")
+
+
+def _bench(setting: Setting, shape: bench.Shape, kind: str, compiled: bool, model: Path) -> dict[str, Any]:
+    name = f"{kind}-{'compiled' if compiled else 'eager'}"
+    run_dir = model.parent / name
+    argv = [*bench.command(kind, shape, model, run_dir, 1), "--clean", "--device", setting.device]
+    row: dict[str, Any] = {"model": shape.name, "kind": kind, "compiled": compiled, "command": shown(argv)}
+    log = model.parent / f"{name}.log"
+    if run(argv, log):
+        return row | {"error": tail(log)}
+    report = json.loads((run_dir / "bench" / "trainer.json").read_text())
+    figures = report["figures"]
+    row |= {"mfu": figures["mfu"], "tokens/s": figures["tokens/s"], "gib": figures["memory, GiB"]}
+    return row | {"phases": report["phases"]}
+
+
+def memory(setting: Setting) -> Outcome:
+    """The eager RL step of Qwen3-0.6B of the check `mfu`, as `plan --rehearse` sees it."""
+    if not setting.on_gpu:
+        return skipped("a CPU's peak is the whole process's; tests hold the rehearsal against gloo ranks")
+    before = setting.earlier("mfu")
+    measured = [c for c in (before.figures["cases"] if before else []) if c["kind"] == "rl" and not c["compiled"]]
+    if not measured or "gib" not in measured[0]:
+        return skipped("the check `mfu` measured nothing")
+    folder = setting.folder("memory")
+    shape = bench.SHAPES[0]
+    tree = {
+        "kind": "rl",
+        "device": "cuda",
+        "seq_len": shape.row_tokens,
+        "model": {"name": str(setting.folder("mfu") / shape.name / "model"), "dtype": "bfloat16"},
+        "trainer": {"micro_batch_tokens": shape.row_tokens},
+        "inference": None,
+    }
+    (folder / "plan.yaml").write_text(yaml.safe_dump(tree))
+    argv = [*product(setting)[:3], "plan", str(folder / "plan.yaml"), "--rehearse", "--json"]
+    log = folder / "plan.log"
+    if run(argv, log):
+        return Outcome("fail", f"the rehearsal failed: {tail(log, 3)}", command=shown(argv))
+    text = log.read_text()
+    found = json.loads(text[text.index("{") :])["rehearsal"]
+    foretold, peak = found["peak_gib"], measured[0]["gib"]
+    summary = f"{peak:.2f} GiB measured, {foretold:.2f} foretold ({peak / foretold - 1:+.1%})"
+    return passed(abs(peak / foretold - 1) <= NEAR, summary, {"rehearsal": found, "measured": peak}, shown(argv))
