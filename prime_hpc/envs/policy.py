@@ -32,12 +32,22 @@ NO_LOGPROB = -9999.0
 """vLLM's stand-in for a log-probability that it does not have."""
 UNAVAILABLE = (502, 503)
 """HTTP statuses of a server that is starting or being restarted."""
+REFUSED = (400, 413, 422)
+"""HTTP statuses that are about the request, not about the server."""
 RETRY_DELAYS_S = (0.1, 0.25, 0.5, 1.0, 2.0)
 """Waits before asking an unreachable server again; the last one repeats."""
 
 
 class ContextFullError(ProviderError):
     """The conversation leaves no room for another token in the model's context."""
+
+
+class RequestRefusedError(ProviderError):
+    """The server works and says that the request is wrong: it would be on any server."""
+
+
+class UnusableAnswerError(ProviderError):
+    """The server works and says that it has no log-probability of a token that it sampled."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,8 @@ class PolicyClient(Client):
 
         Raises:
             ContextFullError: no room for another token.
-            ProviderError: the server failed or answered something that cannot be trained on.
+            RequestRefusedError, UnusableAnswerError: the server works, this reply cannot be had or trained on.
+            ProviderError: the server failed, or is none of ours.
         """
         prompt, bridged = await self._prompt(messages, tools, turn)
         prompt_ids: list[int] = prompt.token_ids
@@ -199,8 +210,9 @@ class PolicyClient(Client):
                 self._key = found  # a server that was started by hand, perhaps again
                 continue
             if status not in UNAVAILABLE or loop_time() >= give_up:
+                kind = RequestRefusedError if status in REFUSED else ProviderError
                 text = raw[:500].decode(errors="replace")
-                raise ProviderError(f"{self.base_url} answered {status}: {text}", status_code=status)
+                raise kind(f"{self.base_url} answered {status}: {text}", status_code=status)
             await asyncio.sleep(RETRY_DELAYS_S[min(attempt, len(RETRY_DELAYS_S) - 1)])
             attempt += 1
 
@@ -209,7 +221,8 @@ def parse_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], np.
     """Token ids, log-probabilities and policy versions (int32) of one `choices[]` entry, all of one length.
 
     Raises:
-        ProviderError: they disagree, or a log-probability or a version is missing.
+        UnusableAnswerError: a log-probability is missing or not finite.
+        ProviderError: they disagree, or a version is missing: this is no server of ours.
     """
     ids = choice.get("token_ids") or []
     content = (choice.get("logprobs") or {}).get("content") or []
@@ -224,7 +237,7 @@ def parse_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], np.
         ):
             raise ProviderError(f"the server's log-probabilities are of other tokens than its completion ({token_id})")
         if not isinstance(logprob, int | float) or not math.isfinite(logprob) or logprob == NO_LOGPROB:
-            raise ProviderError(f"the server sent the log-probability {logprob!r} for token {token_id}")
+            raise UnusableAnswerError(f"the server sent the log-probability {logprob!r} for token {token_id}")
     try:
         versions = versions_from_spans(choice.get("weight_versions"), len(ids))
     except VersionSpanError as error:

@@ -11,10 +11,12 @@ import numpy as np
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.store.batches import NOT_SAMPLED
 
-SERVER_ERRORS = frozenset(
-    {"ProviderError", "AbortedGeneration", "VersionSpanError", "MalformedResponse", "MalformedGenerateResponseError"}
-)
-"""`EpisodeResult.error_type` of failures that lie with the inference server: worth one more try once it is well."""
+SERVER_ERRORS = frozenset({"ProviderError", "VersionSpanError", "MalformedGenerateResponseError"})
+"""`EpisodeResult.error_type` of failures that lie with the inference server: nothing is sent to it until it was looked
+at, and the episode is worth one more try. A server that refuses a request (`RequestRefusedError`) works."""
+COLLATERAL_ERRORS = frozenset({"BlockedLoop", "AbortedGeneration", "UnusableAnswerError", "MalformedResponse"})
+"""Failures in which episode and server are innocent: an environment blocked the loop of all, the engine aborted the
+requests of an adapter that is too old, or has no log-probability of one token. Worth one more try."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,6 @@ class Episode:
     """Tokens that were sampled and train."""
     version_sum: int
     """Sum over the sampled tokens of the version that sampled each, for the mean lag."""
-
-
-COLLATERAL_ERRORS = frozenset({"BlockedLoop"})
-"""Failures caused by a neighbour (an environment that blocked the loop of all): worth one more try as well."""
 
 
 def is_retryable(result: EpisodeResult) -> bool:

@@ -191,7 +191,8 @@ def test_what_may_not_train() -> None:
 def test_only_what_may_be_another_ones_fault_is_tried_again() -> None:
     assert is_server_error(failed_result(error_type="ProviderError"))
     assert is_retryable(failed_result(error_type="BlockedLoop"))
-    assert not is_server_error(failed_result(error_type="BlockedLoop"))
+    for name in ("BlockedLoop", "AbortedGeneration", "MalformedResponse"):
+        assert not is_server_error(failed_result(error_type=name)) and is_retryable(failed_result(error_type=name))
     assert not is_retryable(failed_result(error_type="TaskError"))
     assert not is_retryable(make_result([0]))
 

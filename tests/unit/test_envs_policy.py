@@ -1,14 +1,19 @@
 """Reading the engine's answers, and tools that run in this process."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from verifiers.v1.errors import ProviderError
 
-from prime_hpc.envs.policy import parse_choice
+from prime_hpc.envs.policy import PolicyClient, parse_choice
 from prime_hpc.envs.tools import local_tool
+from prime_hpc.orchestrator.episodes import is_retryable, is_server_error
+from tests.support.episodes import failed_result
+from tests.support.scripted_server import Reply, ScriptedServer
+from tests.support.tiny_tokenizer import make_tokenizer
 
 
 def choice(**changes: Any) -> dict[str, Any]:
@@ -48,8 +53,36 @@ def test_older_vllm_spells_the_token_differently() -> None:
     ],
 )
 def test_answers_that_cannot_be_trained_on_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ProviderError):
+    with pytest.raises(ProviderError) as caught:
         parse_choice(choice(**changes))
+    no_logprob = "the server sent the log-probability" in str(caught.value)
+    result = failed_result(error_type=type(caught.value).__name__)
+    assert is_retryable(result) and is_server_error(result) is not no_logprob
+
+
+@pytest.mark.parametrize(
+    ("status", "suspect", "again"),
+    [(400, False, False), (422, False, False), (404, True, True), (500, True, True), (503, True, True)],
+)
+def test_the_status_says_whether_the_server_is_to_be_looked_at(
+    status: int, suspect: bool, again: bool, tmp_path: Path
+) -> None:
+    async def ask(server: ScriptedServer) -> ProviderError:
+        client = PolicyClient(server.url, "key", None, 100, patience_s=0)  # type: ignore[arg-type]
+        try:
+            with pytest.raises(ProviderError) as caught:
+                await client._generate(
+                    {"model": "policy", "token_ids": [1], "sampling_params": {"max_tokens": 1}}, None
+                )
+            return caught.value
+        finally:
+            await client.close()
+
+    with ScriptedServer(make_tokenizer(tmp_path), lambda prompt, number: Reply(status=status)) as server:
+        error = asyncio.run(ask(server))
+    assert error.status_code == status
+    result = failed_result(error_type=type(error).__name__)
+    assert (is_server_error(result), is_retryable(result)) == (suspect, again)
 
 
 def test_local_tools_tell_the_model_what_is_wrong() -> None:

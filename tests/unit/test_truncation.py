@@ -7,91 +7,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from prime_hpc.trainer import truncation as module
 from prime_hpc.trainer.batches import make_micro_batch, select_micro_batches
-from prime_hpc.trainer.logprobs import VocabShard, token_logprobs
-from prime_hpc.trainer.truncation import Truncation, find_cut
+from prime_hpc.trainer.logprobs import VocabShard
+from prime_hpc.trainer.truncation import find_cut
+from tests.proofs import prove_sampling
+from tests.proofs.prove_sampling import instance, kept, ours, stated
 from tests.support.tiny_model import random_rank_batch
 
-RULES: list[dict[str, float]] = [
-    {"top_p": 0.9},
-    {"top_p": 0.3},
-    {"top_k": 7},
-    {"top_k": 1},
-    {"min_p": 0.05},
-    {"top_p": 0.8, "top_k": 20},
-    {"top_p": 0.8, "top_k": 5, "min_p": 0.02},
-    {"top_p": 0.999},
-    {},
-]
 
-
-def stated(rules: list[dict[str, float]]) -> Truncation:
-    top_p, top_k, min_p = ([r.get(k, off) for r in rules] for k, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)))
-    bounded = all(k or p == 1 for p, k in zip(top_p, top_k, strict=True))
-    return Truncation(
-        torch.tensor(top_p), torch.tensor(top_k, dtype=torch.int64), torch.tensor(min_p), int(max(top_k)), bounded
-    )
-
-
-def kept(logits: np.ndarray, rule: dict[str, float]) -> np.ndarray:
-    """bool[V] by the definitions, one token after another, float64; ties are none."""
-    p = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
-    keep = p >= rule.get("min_p", 0.0) * p.max()
-    if "top_k" in rule:
-        keep &= p >= np.sort(p)[::-1][int(rule["top_k"]) - 1]
-    left = np.where(keep, p, 0) / p[keep].sum()
-    likelier = np.array([left[left > x].sum() for x in left])
-    return keep & (likelier < rule["top_p"]) if rule.get("top_p", 1) < 1 else keep
-
-
-def reference(arrays: list[np.ndarray], rules: list[dict[str, float]]) -> tuple[np.ndarray, ...]:
-    """log p, entropy and the gradients of sum(outer * log p) in hidden and head, by hand, float64."""
-    hidden, head, targets, temperatures, outer = arrays
-    logits = hidden @ head.T / temperatures[:, None]
-    log_p, entropy, d_logits = np.zeros(len(targets)), np.zeros(len(targets)), np.zeros_like(logits)
-    for i, (row, target, rule) in enumerate(zip(logits, targets, rules, strict=True)):
-        support = kept(row, rule)
-        support[target] = True
-        p = np.where(support, np.exp(row - row.max()), 0)
-        p /= p.sum()
-        log_p[i], entropy[i] = np.log(p[target]), -(p[p > 0] * np.log(p[p > 0])).sum()
-        d_logits[i] = (np.arange(len(row)) == target) - p
-    d_logits *= (outer / temperatures)[:, None]
-    return log_p, entropy, d_logits @ head, d_logits.T @ hidden
-
-
-def instance(num: int, vocab: int, seed: int) -> tuple[list[np.ndarray], list[dict[str, float]]]:
-    rng = np.random.default_rng(seed)
-    arrays = [rng.standard_normal((num, 8)), rng.standard_normal((vocab, 8)), rng.integers(0, vocab, num)]
-    arrays += [rng.choice([0.6, 1.0, 1.3], num), rng.standard_normal(num)]
-    return arrays, [RULES[i % len(RULES)] for i in range(num)]
-
-
-def ours(arrays: list[np.ndarray], rules: list[dict[str, float]], **options: Any) -> tuple[torch.Tensor, ...]:
-    hidden, head, targets, temperatures, outer = (
-        torch.from_numpy(x).float() if x.dtype == np.float64 else torch.from_numpy(x) for x in arrays
-    )
-    hidden, head = hidden.requires_grad_(), head.requires_grad_()
-    logprobs, entropy = token_logprobs(
-        hidden, head, targets, temperatures, truncation=stated(rules), with_entropy=True, **options
-    )
-    (outer * logprobs).sum().backward()
-    assert hidden.grad is not None and head.grad is not None
-    return logprobs.detach(), entropy, hidden.grad, head.grad
-
-
-@pytest.mark.parametrize("listed", [4, 1024])  # so few that most rows are sorted whole; none is
-@pytest.mark.parametrize("chunk_tokens", [7, 2048])
-def test_values_and_gradients_match_float64(chunk_tokens: int, listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LISTED", listed)
-    arrays, rules = instance(90, 61, seed=chunk_tokens)
-    found = ours(arrays, rules, chunk_tokens=chunk_tokens)
-    for mine, theirs in zip(found, reference(arrays, rules), strict=True):
-        np.testing.assert_allclose(mine.numpy(), theirs, rtol=2e-4, atol=2e-5)
+def test_log_probabilities_entropies_and_gradients_match_float64() -> None:
+    proofs = list(prove_sampling.prove(2))
+    assert [p for p in proofs if not p.holds] == [] and len(proofs) == 4 * (len(prove_sampling.RULES) + 2)
+    arrays, rules = instance(90, 61, seed=0)
     outside = [not kept(arrays[0][i] @ arrays[1].T / arrays[3][i], rule)[arrays[2][i]] for i, rule in enumerate(rules)]
     assert 10 < sum(outside) < 80  # targets on both sides of the cut
+
+
+def test_a_mistake_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_all = lambda logits, cut, column, own: None  # noqa: E731
+    monkeypatch.setattr("prime_hpc.trainer.logprobs.apply_cut", keep_all)
+    broken = {p.subject for p in prove_sampling.prove(1) if not p.holds}
+    assert broken == {p.subject for p in prove_sampling.prove(1)} - {"whole vocabulary"}
 
 
 @dataclass(frozen=True)
@@ -141,6 +81,18 @@ def test_ranks_that_split_the_vocabulary_cut_where_one_does(listed: int, monkeyp
     for part in found:
         for mine, theirs in zip((*part[:3], heads), whole, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_of_a_process_group_exchange_their_columns() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shard = VocabShard(init_device_mesh("cpu", (1,)), 0)
+        arrays, rules = instance(20, 61, seed=5)
+        whole, found = ours(arrays, rules), ours(arrays, rules, shard=shard)
+    finally:
+        dist.destroy_process_group()
+    for mine, theirs in zip(found, whole, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_of_tokens_that_tie_at_the_boundary_as_much_counts_as_the_sampler_keeps() -> None:
