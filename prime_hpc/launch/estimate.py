@@ -288,5 +288,6 @@ def engine_memory(experiment: Experiment, facts: ModelFacts, gpu_gib: float | No
     token_bytes = facts.num_layers * facts.kv_values * width // shares
     if gpu_gib is None:
         return EngineMemory(weights, None, token_bytes, None)
-    left = gpu_gib * inference.gpu_memory_utilization - weights - ENGINE_GIB
+    # a cache that is stated is taken whatever the share says
+    left = inference.kv_cache_gib or gpu_gib * inference.gpu_memory_utilization - weights - ENGINE_GIB
     return EngineMemory(weights, left, token_bytes, max(0, int(left * GIB / token_bytes)) if token_bytes else None)

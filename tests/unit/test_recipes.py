@@ -59,6 +59,23 @@ def test_a_recipes_job(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert text == golden.read_text()
 
 
+@pytest.mark.parametrize(("cache", "clean"), [(8.0, True), (70.0, False)])
+def test_a_stated_cache_counts_instead_of_the_share(
+    cache: float, clean: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The shipped share alone would be fine, 0.9 alone would not."""
+    shared = recipe(ROOT / "configs" / "reasoning_gym" / "rl_0.6b.yaml", monkeypatch, tmp_path)
+    assert shared.inference is not None
+    for share in (0.35, 0.9):
+        stated = shared.inference.model_copy(update={"kv_cache_gib": cache, "gpu_memory_utilization": share})
+        found = lint(shared.model_copy(update={"inference": stated}), SITE)
+        assert ([f.code for f in found if f.code == "PH120"] == []) is clean
+    facts = read_model(shared.model.name)
+    assert facts is not None
+    memory = engine_memory(shared.model_copy(update={"inference": stated}), facts, 80.0)
+    assert memory is not None and memory.kv_gib == cache
+
+
 def test_the_engine_comes_first_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from prime_hpc.supervisor.main import place
     from prime_hpc.supervisor.start_order import one_after_another
