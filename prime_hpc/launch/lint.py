@@ -12,6 +12,7 @@ from prime_hpc.config.engines import engine_roles, served_by
 from prime_hpc.config.sections.slurm import SiteConfig, SlurmConfig
 from prime_hpc.config.site import GENERIC
 from prime_hpc.launch import (
+    lint_attention,
     lint_container,
     lint_model,
     lint_network,
@@ -32,6 +33,7 @@ __all__ = ["CODES", "Finding", "is_for_slurm", "lint", "lint_errors"]
 _ORDER = {"error": 0, "warning": 1, "info": 2}
 _ANYWHERE: tuple[Check, ...] = (
     *lint_model.CHECKS,
+    *lint_attention.CHECKS,
     *lint_parallel.CHECKS,
     *lint_run.CHECKS,
     *lint_sharing.CHECKS,

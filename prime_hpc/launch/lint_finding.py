@@ -32,6 +32,8 @@ CODES = {
     "PH111": "the trainer's expert parallel size",
     "PH112": "a tensor-parallel group over several nodes",
     "PH113": "adapters that the model has no place for",
+    "PH114": "attention kernel that is not here",
+    "PH115": "float32 on GPUs",
     "PH118": "weights that cannot be trained",
     "PH120": "the memory of a GPU that several roles use",
     "PH201": "group baseline of one rollout",
@@ -170,6 +172,14 @@ class Subject:
             return None
         sizes = [part.gpu_memory_gib for part in self.facts_of(role)]
         return min((s for s in sizes if s is not None), default=None)
+
+    @property
+    def trains_on_gpus(self) -> bool:
+        """Whether the trainer is to compute on GPUs, as far as it can be known before it runs."""
+        if self.is_slurm:
+            groups = self.placement.groups if self.placement else ()
+            return any(group.role == "trainer" and group.device == "cuda" for group in groups)
+        return self.experiment.device == "cuda"
 
     def num_trainer_nodes(self) -> int:
         """Nodes of the trainer; 1 without a placement."""

@@ -12,6 +12,7 @@ from prime_hpc.config.engines import sampling_role
 from prime_hpc.launch.lint_finding import Finding, Subject
 from prime_hpc.supervisor.containers import fixed_part
 from prime_hpc.supervisor.options import JOB_WIDE, SlurmRole, key_of, parse_mem_mib, split_names
+from prime_hpc.supervisor.placement import stated_device
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local", "/localscratch")
@@ -151,14 +152,16 @@ def resources(subject: Subject) -> Iterator[Finding]:
                 f"the site {subject.site.name!r} does not give GPUs out (gpu_option none): another job may share them",
                 "exclusive = true",
             )
-        if not asked.gpus_per_node and role != "orchestrator" and not _speaks_of_gpus(subject, role):
+        unsaid = not asked.gpus_per_node and role != "orchestrator" and not _speaks_of_gpus(subject, role)
+        if unsaid and stated_device(experiment, subject.site) != "cpu":
             yield Finding(
                 "PH318",
-                "info",
+                "error",
                 key_of(role, "gpus_per_node", experiment),
                 f"no GPUs are asked for: the site profile {subject.site.name!r} does not know the partition "
-                "and the config does not say",
-                "state slurm.gpus_per_node (0 for a run on CPUs), or add the partition to the site profile",
+                f"and the config does not say, so {role} would compute on the CPU",
+                "state slurm.gpus_per_node (0 or device: cpu for a run on CPUs), or add the partition to the site "
+                "profile",
             )
         if used.get(role) and asked.gpus_per_node > used[role]:
             yield Finding(

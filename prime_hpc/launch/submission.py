@@ -60,8 +60,11 @@ def submit(loaded: Loaded, *, follow: bool | None = None, dry_run: bool = False,
         return _show(made, as_json)
     from prime_hpc.launch.checks import check
     from prime_hpc.launch.records import cluster_of
+    from prime_hpc.supervisor.devices import refuse_cpu_builds
 
     check(loaded)
+    # without a container the job runs in this very environment
+    refuse_cpu_builds(made.site.container is None and any(g.device == "cuda" for g in made.placement.groups))
     run_dir, job, adopted = _queue(loaded, made)
     with on_cluster(cluster_of(run_dir)):
         return _after(run_dir, job, made, adopted=adopted, follow=bool(follow), as_json=as_json)

@@ -4,8 +4,8 @@
 `engine.py` opens the `packing` context around the forward and backward pass of a micro-batch.
 
 Three ways to the same result, none of which builds a `[tokens, tokens]` mask:
+- torch's own varlen kernel (CUDA, half precision): FlashAttention 2, or 3 on a Hopper where `flash_attn_interface` is;
 - flash-attention's varlen kernel (CUDA, half precision, `flash-attn` installed);
-- torch's own varlen kernel (CUDA, half precision);
 - padded buckets (everywhere): sequences of similar length are gathered into right-padded `[S, Lmax]` blocks, which
   `scaled_dot_product_attention(is_causal=True)` takes without a mask. A padded key comes after every real query of its
   sequence, so causality alone hides it; padded queries are thrown away.
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
+from prime_hpc.trainer.flash import activate_flash_attn_3, flash_attn_2
 from prime_hpc.trainer.parallel.context import scatter_heads
 from prime_hpc.trainer.prefixes import Spread
 
@@ -201,6 +202,8 @@ def padded_attention(
         `[T, H, D]`.
     """
     assert packing.buckets, "the row was planned without buckets (`pads`)"
+    if query.is_cuda and query.dtype == torch.float32:
+        key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
     sizes = [b.num_sequences * b.length for b in packing.buckets]
     blocks = [_pad(x, packing).split(sizes) for x in (query, key, value)]
     outputs = []
@@ -221,6 +224,15 @@ def padded_attention(
     return _unpad(outputs[0] if len(outputs) == 1 else torch.cat(outputs), packing)
 
 
+def repeat_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Keys or values of as many heads as the queries have: `[T, KV, D] -> [T, H, D]`.
+
+    In float32 CUDA has no kernel for grouped queries but the one that makes the `[L, L]` scores; with equal numbers of
+    heads there is one that does not.
+    """
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+
 def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -230,8 +242,8 @@ def flash_attention(
     window: int | None = None,
 ) -> torch.Tensor:
     """`padded_attention`'s result through flash-attention's varlen kernel (CUDA, half precision)."""
-    from flash_attn import flash_attn_varlen_func
-
+    flash_attn_varlen_func = flash_attn_2()
+    assert flash_attn_varlen_func is not None, "select_kernel has found it"
     cu, longest = packing.cu_seqlens, packing.max_length
     left = -1 if window is None else window - 1
     return flash_attn_varlen_func(
@@ -269,7 +281,7 @@ def select_kernel(choice: str, device_type: str, dtype: torch.dtype) -> Kernel:
     """The varlen kernel for `model.attn`.
 
     Args:
-        choice: `auto`, `flash` or `sdpa`.
+        choice: `auto`, `flash` (the package flash-attn, 2 or 3) or `sdpa`.
         device_type: `cuda` or `cpu`.
         dtype: dtype of queries and keys.
 
@@ -277,15 +289,17 @@ def select_kernel(choice: str, device_type: str, dtype: torch.dtype) -> Kernel:
         ValueError: `flash` was asked for and cannot run here.
     """
     half_on_cuda = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    has_flash = importlib.util.find_spec("flash_attn") is not None
+    has_flash_3 = choice != "sdpa" and half_on_cuda and activate_flash_attn_3(device_type)
+    has_flash = has_flash_3 or (choice != "sdpa" and flash_attn_2() is not None)
     if choice == "flash" and not (half_on_cuda and has_flash):
         raise ValueError(
             f"model.attn = flash needs CUDA, bfloat16 and the flash-attn package (here: {device_type}, {dtype}, "
-            f"flash-attn {'installed' if has_flash else 'not installed'}); set model.attn = auto or sdpa"
+            f"flash-attn {'installed' if has_flash else 'not installed'}); model.attn = auto takes torch's own kernel, "
+            "which is FlashAttention 2 as well"
         )
     if choice == "sdpa" or not half_on_cuda:
         return padded_attention
-    if has_flash:
+    if has_flash and not has_flash_3:
         return flash_attention
     if importlib.util.find_spec("torch.nn.attention.varlen") is not None:
         return torch_varlen_attention

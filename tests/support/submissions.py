@@ -34,7 +34,7 @@ def write_config(tmp_path: Path) -> Path:
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"x" * 1000)
-    (tmp_path / "site.yaml").write_text(f"scratch: {tmp_path}\n")
+    (tmp_path / "site.yaml").write_text(f"scratch: {tmp_path}\ndevice: cpu\n")
     path = tmp_path / "exp.yaml"
     tree = {
         "kind": "sft",

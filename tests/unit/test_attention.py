@@ -1,6 +1,10 @@
 """Packed attention: every token's log-probability is that of its sequence alone."""
 
 import copy
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from prime_hpc.config.sections.parallel import Layout
-from prime_hpc.trainer import attention
+from prime_hpc.trainer import attention, flash
 from prime_hpc.trainer.batches import make_micro_batch
 from prime_hpc.trainer.model import Policy
 from prime_hpc.trainer.parallel import Parallel
@@ -97,7 +101,82 @@ def test_policy_logprobs_equal_the_unpacked_models(kind: str) -> None:
     torch.testing.assert_close(entropy, torch.cat(entropies), rtol=0, atol=1e-5)
 
 
-def test_flash_on_cpu_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match=r"model\.attn = flash needs CUDA"):
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Puts a module of that name and text where it is found; what was found before is asked anew."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def forget() -> None:
+        for name in ("flash_attn", "flash_attn_interface"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        for cached in (attention.select_kernel, flash.flash_attn_2, flash.activate_flash_attn_3):
+            cached.cache_clear()
+
+    def put(name: str, text: str) -> None:
+        (tmp_path / f"{name}.py").write_text(text)
+        forget()
+
+    forget()
+    yield put
+    forget()
+
+
+def test_flash_on_cpu_is_refused_with_the_reason(packages: Callable[[str, str], None]) -> None:
+    with pytest.raises(ValueError, match=r"model\.attn = flash needs CUDA.*not installed.*auto takes torch's own"):
         attention.select_kernel("flash", "cpu", torch.float32)
     assert attention.select_kernel("auto", "cpu", torch.float32) is attention.padded_attention
+
+
+def test_the_kernel_is_the_one_that_loads(
+    packages: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = ("cuda", torch.bfloat16)
+    assert attention.select_kernel("auto", *half) is attention.torch_varlen_attention
+    packages("flash_attn", "")  # another package of that name
+    assert attention.select_kernel("auto", *half) is attention.torch_varlen_attention
+    with pytest.raises(ValueError, match="flash-attn not installed"):
+        attention.select_kernel("flash", *half)
+    packages("flash_attn", "import flash_attn_2_cuda_of_another_torch")
+    assert attention.select_kernel("auto", *half) is attention.torch_varlen_attention
+    packages("flash_attn", "def flash_attn_varlen_func(*args, **kwargs): return args[0]")
+    assert attention.select_kernel("auto", *half) is attention.flash_attention
+    assert attention.select_kernel("flash", *half) is attention.flash_attention
+    assert attention.select_kernel("auto", "cuda", torch.float32) is attention.padded_attention
+    plan = attention.plan_packing(np.array([3]))
+    rows = torch.ones(3, 2, 8)
+    assert attention.flash_attention(rows, rows, rows, plan) is rows
+
+
+def test_flash_attention_3_runs_behind_torchs_kernel_on_a_hopper(
+    packages: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", started.append)
+    half = ("cuda", torch.bfloat16)
+    packages("flash_attn_interface", "")
+    for major, impls in ((8, []), (9, ["FA3"])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda m=major: (m, 0))
+        packages("flash_attn", "def flash_attn_varlen_func(*args, **kwargs): return args[0]")
+        kernel = attention.torch_varlen_attention if impls else attention.flash_attention
+        assert attention.select_kernel("auto", *half) is kernel and started == impls
+
+    def fails(name: str) -> None:
+        raise RuntimeError(f"Module {name} does not expose FA3 kernels")
+
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", fails)
+    packages("flash_attn", "")
+    assert attention.select_kernel("auto", *half) is attention.torch_varlen_attention
+    with pytest.raises(ValueError, match="flash-attn not installed"):
+        attention.select_kernel("flash", *half)
+    assert attention.select_kernel("sdpa", *half) is attention.padded_attention
+
+
+def test_grouped_heads_may_be_repeated_instead() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(9, heads, 8) for heads in (6, 2, 2))
+    plan = attention.plan_packing(np.array([5, 4]))
+    grouped = attention.padded_attention(q, k, v, plan)
+    k, v = (attention.repeat_heads(x, 6) for x in (k, v))
+    torch.testing.assert_close(attention.padded_attention(q, k, v, plan), grouped)
+    assert attention.repeat_heads(q, 6) is q

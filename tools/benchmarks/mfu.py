@@ -134,9 +134,10 @@ def measure(shape: Shape, folder: Path, on_gpu: bool) -> list[dict[str, Any]]:
 
 def run() -> dict[str, Any]:
     """Both shapes on a GPU, the tiny one without."""
-    import importlib.util
 
     import torch
+
+    from prime_hpc.trainer.flash import flash_attn_2
 
     on_gpu = torch.cuda.is_available()
     only = os.environ.get("PRIME_HPC_BENCH_ONLY")
@@ -145,7 +146,7 @@ def run() -> dict[str, Any]:
         cases = [row for shape in shapes for row in measure(shape, Path(folder) / shape.name, on_gpu)]
     return {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "flash_attn": importlib.util.find_spec("flash_attn") is not None,
+        "flash_attn": flash_attn_2() is not None,
         "cases": cases,
         "published_prime_rl_0.6b": PUBLISHED,
     }

@@ -31,7 +31,9 @@ class ModelConfig(Section):
     dtype: Dtype = "bfloat16"
     """Compute precision of the trainer's forward and backward pass, and of the engines."""
     attn: Literal["auto", "flash", "sdpa"] = "auto"
-    """Varlen attention of the trainer: flash-attention where installed, else packed sdpa."""
+    """Varlen attention of the trainer. `auto`: on GPUs in half precision torch's own kernel (FlashAttention 2; 3 where
+    `flash_attn_interface` is installed) or flash-attn's where that is, else padded sdpa; `flash`: flash-attn or an
+    error."""
     compile: bool = False
     """torch.compile each transformer block of the trainer."""
     ac: ActivationCheckpointConfig | None = None
