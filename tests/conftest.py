@@ -2,6 +2,7 @@
 how `tools/test` deals them out to several processes. Most of the slow ones wait for processes of their own.
 """
 
+import os
 import signal
 from typing import Any
 
@@ -16,10 +17,19 @@ OWN_CLUSTERS = ("tests/slurm/test_stalls.py", "tests/slurm/test_suites.py")
 LONGEST_FIRST = ("gpu", "slurm", "integration", "faults", "proofs", "unit")
 
 
-def pytest_configure() -> None:
-    """Ctrl-C reaches what the tests start, though a shell started them in the background (SIGINT is ignored there)."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Ctrl-C reaches what the tests start, though a shell started them in the background (SIGINT is ignored there).
+
+    Tests are the CPU's: a GPU of this machine is hidden from them, unless those of the marker `gpu` are asked for.
+    """
+    if not _is_for_gpus(config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _is_for_gpus(config: pytest.Config) -> bool:
+    return "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr
 
 
 def _room(nodeid: str) -> str:
@@ -38,6 +48,10 @@ def _takes_all(config: pytest.Config) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Which tests, in the order in which several processes end at about the same time."""
+    if not _is_for_gpus(config):
+        left = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
     if not _takes_all(config):
         left = [item for item in items if item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left)

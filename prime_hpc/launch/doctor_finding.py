@@ -1,0 +1,22 @@
+"""One line of the doctor: what was found, how it is, what to do."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor."""
+
+    name: str
+    state: State
+    detail: str
+    remedy: str = ""
+    """What to do; empty where it is ok."""
+
+    def line(self) -> str:
+        """For people."""
+        remedy = f"\n        -> {self.remedy}" if self.remedy else ""
+        return f"{self.state:<4}  {self.name}: {self.detail}{remedy}"

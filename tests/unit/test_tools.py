@@ -1,0 +1,79 @@
+"""tools/quickstart and tools/setup with GPUs and on login nodes: the scripts themselves, in a made-up world."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import load_experiment
+from prime_hpc.supervisor.roles import split_gpus
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "engines", "ranks"),
+    [(0, 2, 2), (1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 2, 2), (8, 2, 2)],
+)
+def test_quickstart_fits_the_gpus_that_are_there(tmp_path: Path, num_gpus: int, engines: int, ranks: int) -> None:
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "quickstart", tmp_path / "tools")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    program(tmp_path / "tools" / "setup", "true")
+    program(tmp_path / ".venv" / "bin" / "python", f'[ "$1" != -c ] || echo {num_gpus}')
+    said = tmp_path / "said"
+    folder = "outputs/reverse-text-sft/weights/step_000400"
+    program(tmp_path / ".venv" / "bin" / "prime-hpc", f'mkdir -p {folder}; printf "%s\\n" "$@" END >>{said}')
+    done = subprocess.run(["bash", "tools/quickstart"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    sft, rl = (words.split("\n") for words in said.read_text().removesuffix("\nEND\n").split("\nEND\n"))
+    gpus = [str(index) for index in range(num_gpus)]
+    for words, count in ((sft, 1 if num_gpus == 1 else 2), (rl, ranks)):
+        argv = [words[0], str(tmp_path / words[1]), *words[2:]]
+        experiment = load_experiment(argv[1:], "submit", {}).experiment
+        assert experiment.device == ("cpu" if num_gpus == 0 else "auto")
+        assert experiment.trainer.num_ranks == count
+        serving, training = split_gpus(experiment, gpus)  # raises where they do not fit
+        assert len(training) == (count if num_gpus else 0)
+        if experiment.inference is not None:
+            assert experiment.inference.data_parallel_size == engines
+            own = [gpu for server in serving["inference"] for gpu in server]
+            assert len(own) == (engines if num_gpus else 0)
+            assert (own == training) == (num_gpus < 2), "one GPU is shared, several are not"
+
+
+def setup(tmp_path: Path, sinfo: str, *words: str) -> "subprocess.CompletedProcess[str]":
+    """tools/setup in a checkout whose environment is up to date, with a Slurm that says this of its GPUs."""
+    (tmp_path / "tools").mkdir(exist_ok=True)
+    for name in ("tools/setup", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    program(tmp_path / "bin" / "sinfo", f"echo '{sinfo}'")
+    environ = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PRIME_HPC_VENV": "env"}
+    command = ["bash", "tools/setup", *words]
+    return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has an NVIDIA driver")
+def test_setup_on_a_login_node_of_a_cluster_with_gpus_wants_to_be_told_the_build(tmp_path: Path) -> None:
+    done = setup(tmp_path, "gpu:h100:8")
+    assert done.returncode == 1 and "tools/setup gpu or tools/setup cpu" in done.stderr
+    key = subprocess.run(
+        "cat pyproject.toml tools/setup | sha256sum | cut -c1-16",
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / ".prime-hpc-setup").write_text(f"{key}-gpu\n{key}-gpu,dev\n")
+    for words in ((), ("gpu",), ("gpu", "--dev")):
+        done = setup(tmp_path, "gpu:h100:8", *words)
+        assert done.returncode == 0 and "up to date (env, gpu)" in done.stdout, done.stderr
