@@ -22,6 +22,8 @@ MAX_SCRATCH_LEN = 64
 """A unix socket's path ends at 107 bytes, and vLLM appends a 36-character name."""
 
 PR_SET_PDEATHSIG = 1
+SPAWNER = "PRIMEHPC_SPAWNER"
+"""Process id of the server, or of the engine, that spawns what reads it."""
 
 HARD_END_S = 4.5
 """After a signal the process is gone by then, whatever still hangs: the supervisor waits 5 s."""
@@ -84,8 +86,10 @@ def make_scratch() -> Path:
 def die_with_parent() -> None:
     """Have every process forked from here killed when this one dies, however it dies.
 
-    A server that gets SIGKILL would otherwise leave engines behind that hold memory, GPUs and ports.
+    A server that gets SIGKILL would otherwise leave engines behind that hold memory, GPUs and ports. What it spawns
+    (vLLM's engines on CUDA) runs none of this: it calls `die_with_spawner`.
     """
+    os.environ[SPAWNER] = str(os.getpid())
     libc = ctypes.CDLL(None, use_errno=True)
     parent = os.getpid()
 
@@ -104,6 +108,15 @@ def die_with_parent() -> None:
             os._exit(1)
 
     os.register_at_fork(before=before, after_in_child=in_child)
+
+
+def die_with_spawner() -> None:
+    """In a spawned process, before anything else: be killed when the process that spawned it dies, however it dies."""
+    spawner = os.environ.get(SPAWNER)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if spawner is not None and os.getppid() != int(spawner):  # it died before the request was made
+        os._exit(1)
+    die_with_parent()  # an engine has processes of its own: tensor-parallel workers
 
 
 def end_hard_soon() -> None:

@@ -189,6 +189,9 @@ class _NoStatus:
     def failed(self, error: BaseException) -> None: ...
 
 
+if __name__ == "__mp_main__":  # so Python calls this module in what it spawns, before that does anything else
+    bootstrap.die_with_spawner()
+
 if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()

@@ -60,13 +60,15 @@ def check_here(folder: Path, config: "PreflightConfig", environ: Mapping[str, st
 def _plan(
     allocation: "Allocation | None", log_dir: Path, config: "PreflightConfig", environ: Mapping[str, str]
 ) -> "PreflightPlan":
+    from prime_hpc.config.site import load_site
     from prime_hpc.supervisor.preflight.run import HostCheck, PreflightPlan
 
     if allocation is None:
         gpus = 0 if environ.get("CUDA_VISIBLE_DEVICES") is None else None
         checks = [HostCheck(socket.gethostname(), gpus_asked=gpus)]
         return PreflightPlan(log_dir.parent, 0, checks, config, [], log_dir)
-    checks = [HostCheck(host, index, None) for index, hosts in enumerate(allocation.hosts) for host in hosts]
+    on_gpus = False if load_site(None, environ).device == "cpu" else None
+    checks = [HostCheck(host, index, None, on_gpus) for index, hosts in enumerate(allocation.hosts) for host in hosts]
     largest = max(allocation.hosts, key=len)
     able = config.allreduce is not None or importlib.util.find_spec("torch") is not None
     return PreflightPlan(log_dir.parent, 0, checks, config, list(largest) if able else [], log_dir)

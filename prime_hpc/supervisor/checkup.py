@@ -99,7 +99,8 @@ class Checkup:
                 needed = {gpu for spec in here for gpu in spec.gpus or ()}
                 roles = tuple(spec.label for spec in here)
                 stated = tuple(s.port for s in here if s.port is not None and s.hosts[0] == host)
-                checks.append(HostCheck(host, component, max(needed) + 1 if needed else 0, roles, stated))
+                on_gpus = any(spec.is_on_gpus for spec in here)
+                checks.append(HostCheck(host, component, max(needed) + 1 if needed else 0, on_gpus, roles, stated))
         return checks
 
 

@@ -98,6 +98,18 @@ def end_families(leaders: Iterable[int], grace_s: float, polite: int = signal.SI
     return [p.pid for p in left]
 
 
+def marked(pid: int, variable: str, value: str) -> list[psutil.Process]:
+    """Descendants of `pid` that were started with this value of an environment variable: a role's, whoever is their
+    parent by now."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.environ().get(variable) == value:
+                    found.append(process)
+    return found
+
+
 def end_strays(pid: int, known: Iterable[int], grace_s: float) -> list[int]:
     """End descendants of `pid` other than `known` ones: orphans that the subreaper inherited."""
     try:

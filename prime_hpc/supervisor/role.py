@@ -9,15 +9,22 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from prime_hpc.observe.status import read_status
 from prime_hpc.supervisor.caches import node_caches
-from prime_hpc.supervisor.processes import family, send
+from prime_hpc.supervisor.processes import alive, family, marked, send
 from prime_hpc.supervisor.roles import RoleSpec, Urls
 
+LIFE = "PRIMEHPC_ROLE_LIFE"
+"""In the environment of everything that one start of a role starts: which start it was."""
+GONE_S = 10.0
+"""A killed process that holds much GPU memory takes seconds to give it back."""
 State = Literal["waiting", "starting", "ready", "done", "dead", "away"]
 """`waiting`: not started, see `RoleSpec.after`; `away`: a server whose node was lost, and without which the run goes
 on."""
@@ -77,6 +84,7 @@ class Role:
         self._environment = environment
         self._command: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
+        self._life = ""
         self._healthy_at = 0.0
 
     @property
@@ -160,6 +168,7 @@ class Role:
         self._words = {}
         self._before = {index: self._read_words(index) for index in self._indices}
         self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._life = f"{self.spec.label}/{uuid.uuid4().hex}"
         with self.log_file.open("ab") as log:
             log.write(f"$ {' '.join(command)}\n".encode())
             log.flush()
@@ -168,7 +177,12 @@ class Role:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**self._environment, **node_caches(self._environment), **self.spec.environment},
+                env={
+                    **self._environment,
+                    **node_caches(self._environment),
+                    **self.spec.environment,
+                    LIFE: self._life,
+                },
                 start_new_session=True,  # a Ctrl-C at the terminal reaches the supervisor alone
             )
         self.state = "starting"
@@ -253,12 +267,19 @@ class Role:
         return (int(ranks[-1]), int(codes[-1])) if ranks and codes else None
 
     def kill(self) -> None:
-        """SIGKILL the whole family at once."""
+        """SIGKILL the whole family at once, and what its leader left behind when it died: engines hold their GPUs for
+        as long as they live, and the next server would find no memory."""
         if self._process is not None:
-            send(family(self.pid), 9)
+            send({*family(self.pid), *self._marked()}, 9)
+
+    def _marked(self) -> list[psutil.Process]:
+        return marked(os.getpid(), LIFE, self._life) if self._life else []
 
     def reap(self) -> None:
-        """Collect the exit code so that no zombie stays."""
+        """Collect the exit code so that no zombie stays, and wait until what `kill` ended has given everything back."""
+        deadline = time.monotonic() + GONE_S
+        while alive(self._marked()) and time.monotonic() < deadline:
+            time.sleep(0.05)
         if self._process is not None:
             try:
                 self._process.wait(timeout=5)

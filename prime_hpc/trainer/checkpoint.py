@@ -35,6 +35,7 @@ from prime_hpc.trainer import shards
 from prime_hpc.trainer.model import Policy
 from prime_hpc.trainer.random_state import random_state, set_random_state
 from prime_hpc.trainer.staging import HostStage
+from prime_hpc.trainer.threads import rank_thread
 from prime_hpc.trainer.verify import verify_parts
 
 LAST_JOIN_S = 60.0
@@ -182,9 +183,7 @@ class Checkpointer:
             return
         event = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
         self._staged.clear()
-        save.thread = threading.Thread(
-            target=self._in_background, args=(save, plan, parts, event), name=f"save-{step}", daemon=True
-        )
+        save.thread = rank_thread(self._in_background, args=(save, plan, parts, event), name=f"save-{step}")
         self._save = save
         save.thread.start()
         save.stall_s += time.perf_counter() - began
@@ -240,7 +239,7 @@ class Checkpointer:
     def _make_room(self, parts: Mapping[str, torch.Tensor]) -> HostStage:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._room = HostStage(parts, self._config.staging_dir, ranks_per_node)
-        threading.Thread(target=self._room.touch, name="touch-staging", daemon=True).start()
+        rank_thread(self._room.touch, name="touch-staging").start()
         return self._room
 
     def _before_update(self, *_: Any) -> None:

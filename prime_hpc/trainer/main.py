@@ -36,6 +36,7 @@ from prime_hpc.observe.status import RoleStatus
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.sockets import deafen_listeners
+from prime_hpc.trainer.affinity import bind_to_gpu
 from prime_hpc.trainer.determinism import make_deterministic
 from prime_hpc.trainer.profiling import record_collectives, snapshot_when_out_of_memory
 from prime_hpc.trainer.ranks import file_store
@@ -106,6 +107,8 @@ def select_device(experiment: Experiment) -> tuple[torch.device, str]:
         )
     own = torch.device("cuda", local_rank)
     torch.cuda.set_device(own)
+    if experiment.trainer.bind_cpus:
+        bind_to_gpu(own, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     logger.info(f"{describe_gpus(device, count)}; local rank {local_rank} on {torch.cuda.get_device_name(own)}")
     return own, "nccl"
 

@@ -100,7 +100,7 @@ def gone(numbers: list[int]) -> bool:
 
 def test_it_runs_what_it_is_told_and_says_how_it_ended(lead: Lead, tmp_path: Path) -> None:
     hello = lead.hear("hello")
-    assert (hello["key"], hello["gpus"]) == ("n1/0", ["4", "5", "6", "7"])
+    assert hello["key"] == "n1/0"
     assert len(set(hello["ports"])) == 1  # a trainer needs its rendezvous alone
     out = tmp_path / "out"
     script = 'echo "$CUDA_VISIBLE_DEVICES $RANK $1" > "$2"; exit 3'

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from prime_hpc.config.sections.slurm import PreflightConfig
+from prime_hpc.observe.gpus import driver_version
 from prime_hpc.supervisor.preflight import allreduce as preflight_allreduce
 from prime_hpc.supervisor.preflight.run import HostCheck, PreflightPlan, Report, run_preflight, summary
 from prime_hpc.supervisor.preflight.steps import module_arguments
@@ -221,7 +222,7 @@ def spoiled(device: str) -> dict[str, Callable[[list[str]], list[str]]]:
 
 
 def trainer_plan(folder: Path, timeout_s: float) -> PreflightPlan:
-    plan = make_plan(folder, ["a", "b", "c"], timeout_s=timeout_s)
+    plan = make_plan(folder, ["a", "b", "c"], timeout_s=timeout_s, allreduce_timeout_s=timeout_s)
     return replace(plan, trainer_hosts=["a", "b", "c"])
 
 
@@ -242,7 +243,7 @@ def test_an_allreduce_is_measured_on_every_trainer_node(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 def test_a_node_that_hangs_in_the_allreduce_is_named(tmp_path: Path) -> None:
-    report = run_preflight(trainer_plan(tmp_path, 40), Nodes(spoiled("lambda: time.sleep(600)")))
+    report = run_preflight(trainer_plan(tmp_path, 40), Nodes(spoiled("lambda gpus: time.sleep(600)")))
     assert set(report.bad) == {"b"}, report.lines()
     assert "imported torch and came no further" in report.bad["b"]
 
@@ -252,7 +253,7 @@ def test_a_node_that_dies_in_the_allreduce_is_named(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(preflight_allreduce, "SILENT_S", 5.0)
     monkeypatch.setattr(preflight_allreduce, "GIVE_UP_S", 10.0)
     began = time.monotonic()
-    report = run_preflight(trainer_plan(tmp_path, 200), Nodes(spoiled("lambda: os._exit(1)")))
+    report = run_preflight(trainer_plan(tmp_path, 200), Nodes(spoiled("lambda gpus: os._exit(1)")))
     assert set(report.bad) == {"b"}, report.lines()
     assert "gave no more sign of life" in report.bad["b"]
     assert time.monotonic() - began < 150, "nobody waited for the deadline"
@@ -260,7 +261,19 @@ def test_a_node_that_dies_in_the_allreduce_is_named(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_a_gpu_that_computes_wrong_is_named_with_its_words(tmp_path: Path) -> None:
-    wrong = "lambda: (_ for _ in ()).throw(RuntimeError('its GPU computes a wrong matrix product'))"
+    wrong = "lambda gpus: (_ for _ in ()).throw(RuntimeError('its GPU computes a wrong matrix product'))"
     report = run_preflight(trainer_plan(tmp_path, 60), Nodes(spoiled(wrong)))
     assert set(report.bad) == {"b"}, report.lines()
     assert "wrong matrix product" in report.bad["b"]
+
+
+@pytest.mark.slow
+def test_gpus_that_were_planned_are_asked_for_on_one_node_too(tmp_path: Path) -> None:
+    if driver_version() is not None:
+        pytest.skip("this machine has an NVIDIA driver")
+    plan = replace(make_plan(tmp_path, [HostCheck("a", gpus_asked=0, on_gpus=True)]), trainer_hosts=["a"])
+    report = run_preflight(plan, Nodes())
+    assert not report.ok and "no NVIDIA driver" in report.bad["a"], "the node itself says so, without torch"
+    plan = replace(make_plan(tmp_path, ["a"], allreduce=True), trainer_hosts=["a"])
+    report = run_preflight(plan, Nodes())
+    assert report.ok and report.verdicts[0].facts["allreduce"]["backend"] == "gloo"

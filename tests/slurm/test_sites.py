@@ -125,7 +125,10 @@ def test_a_requeue_keeps_what_its_user_excluded(cluster: Cluster) -> None:
 
 @pytest.mark.netns
 def test_gpus_that_slurm_does_not_know(cluster: Cluster, experiment: Path, tmp_path: Path) -> None:
-    """Whole nodes are given out, and the driver's device files say what they have."""
+    """Whole nodes are given out, and the driver's device files say what they have.
+
+    Here they are empty files, so that the roles compute on the CPU, as the profile says, and see none of them.
+    """
     node = f"n{cluster.num_nodes}"  # CPU-only, as far as Slurm knows
     pid = (cluster.state / "run" / f"{node}.id").read_text().split()[0]
     enter = ["nsenter", "-t", pid, "-m", "-p"]
@@ -148,7 +151,11 @@ def test_gpus_that_slurm_does_not_know(cluster: Cluster, experiment: Path, tmp_p
             for process in psutil.process_iter()
             if _is_trainer(process, run_dir)
         }
-        assert given == {"1"}
+        assert given == {""}
+        report = json.loads((run_dir / "logs" / "attempt_1" / "preflight" / "report.json").read_text())
+        assert [verdict["facts"]["gpus"]["count"] for verdict in report["verdicts"]] == [2]
+        refused = prime_hpc(cluster, "submit", experiment, *flags, "--name", "on-gpus", "--device", "cuda")
+        assert refused.returncode == 2 and "tools/setup gpu" in refused.stderr
         prime_hpc(cluster, "cancel", run_dir, "--now")
         cluster.wait_state(job, "CANCELLED")
     finally:

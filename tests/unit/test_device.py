@@ -116,6 +116,7 @@ def see(monkeypatch: pytest.MonkeyPatch, count: int, cuda: str | None = "13.0") 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())  # a GPU without a place on a bus
 
 
 def test_gpus_that_were_planned_must_be_there_exactly(no_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:

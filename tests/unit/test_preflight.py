@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from prime_hpc.observe.gpus import stated_devices
 from prime_hpc.supervisor.preflight import allreduce as preflight_allreduce
+from prime_hpc.supervisor.preflight import allreduce_node
 from prime_hpc.supervisor.preflight import node as preflight_node
 from prime_hpc.supervisor.preflight import rules as preflight_rules
+from prime_hpc.supervisor.preflight.allreduce import NodeFindings, _judge_network
+from prime_hpc.supervisor.preflight.allreduce_node import fastest_port
 from prime_hpc.supervisor.preflight.gpu import gpu_facts, xid_lines
 from prime_hpc.supervisor.preflight.rules import SUPERVISOR, Sighting, blame_unseen, clock_bounds, lateness
 from prime_hpc.supervisor.preflight.steps import parse_line
@@ -120,12 +124,25 @@ def test_gpus_by_slurm_and_driver() -> None:
 def test_sick_gpus_are_named() -> None:
     table = ROW.format(0, 4, 3) + ROW.format(1, 40000, "[N/A]")
     remapped = "GPU-0aaa, No, Yes\nGPU-1aaa, Yes, No\n"
-    facts = gpu_facts(2, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, smi(table, remapped=remapped))
+    facts = gpu_facts(None, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, smi(table, remapped=remapped))
     assert any("GPU 0" in p and "3 uncorrected ECC" in p for p in facts.problems)
     assert any("GPU 2" in p and "not listed" in p for p in facts.problems)
     assert any("GPU 0" in p and "replaced" in p for p in facts.problems)
     assert any("GPU 1" in w and "in use" in w for w in facts.warnings)
     assert any("GPU 1" in w and "reset" in w for w in facts.warnings)
+
+
+def test_memory_that_others_hold_is_a_problem_with_their_process_ids() -> None:
+    table = ROW.format(0, 4, 0) + ROW.format(1, 40000, 0)
+    apps = "GPU-1aaa, 4711, 39000\nGPU-0aaa, 1, 2\n"
+
+    def run(argv: Sequence[str], timeout_s: float) -> tuple[int, str]:
+        return (0, apps) if "compute-apps" in " ".join(argv) else smi(table)(argv, timeout_s)
+
+    facts = gpu_facts(2, {"CUDA_VISIBLE_DEVICES": "0,1"}, run)
+    assert [p for p in facts.problems if "40000 of 81559 MiB in use by process 4711 (39000 MiB)" in p]
+    assert gpu_facts(2, {}, run, used_share=0.5).problems == []
+    assert gpu_facts(0, {}, run).problems == [] and gpu_facts(None, {}, run).warnings
 
 
 def test_a_driver_in_trouble_matters_where_gpus_were_asked_for() -> None:
@@ -185,6 +202,51 @@ def test_a_fault_names_its_node_and_the_others_only_follow() -> None:
     assert named(outcome) == {"b"} and "follows from b" in outcome.nodes["a"].warnings[0]
     unreachable = {"phase": "used its device", "result": {"problem": "it cannot reach port 1 of a", "blamed": "a"}}
     assert named(judged({"a": {"phase": "joined"}, "b": unreachable, "c": unreachable})) == {"a"}
+
+
+def test_sockets_beside_infiniband_are_judged(tmp_path: Path) -> None:
+    for name, state, rate in (("mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)"), ("mlx5_1", "1: DOWN", "800 Gb/sec")):
+        port = tmp_path / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+        (port / "rate").write_text(rate)
+    assert fastest_port(tmp_path) == ("mlx5_0 port 1", 50.0)
+    assert fastest_port(tmp_path / "none") is None
+    base = {"ports": "mlx5_0 port 1", "fastest_port_gb_per_s": 50.0}
+
+    def judged_as(transport: str, speed: float, hosts: str = "ab") -> NodeFindings:
+        found = {h: NodeFindings({**base, "transport": transport, "gb_per_s": speed}) for h in hosts}
+        _judge_network(found, 0.1)
+        return found["a"]
+
+    assert "TCP sockets (2.0 GB/s)" in judged_as("Socket", 2.0).problems[0]
+    assert judged_as("Socket", 9.0).problems == [] and judged_as("Socket", 9.0).warnings
+    for fine in (judged_as("IB", 2.0), judged_as("Socket", 2.0, hosts="a")):
+        assert fine.problems == fine.warnings == []
+
+
+def test_every_gpu_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert allreduce_node.try_device(0) == 0
+    monkeypatch.setattr(allreduce_node, "visible_gpus", lambda: [])
+    assert allreduce_node.try_device(None) == 0
+    monkeypatch.setattr(allreduce_node, "require_gpus", lambda device, process: 2)
+    with pytest.raises(ValueError, match="torch sees 2 of the 4 GPUs"):
+        allreduce_node.try_device(4)
+    made: list[str] = []
+    ones = torch.ones
+
+    def on_cpu(*shape: int, device: str) -> torch.Tensor:
+        made.append(device)
+        return ones(*shape) * (2 if device == wrong else 1)
+
+    monkeypatch.setattr(torch, "ones", on_cpu)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device: x)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    wrong = ""
+    assert allreduce_node.try_device(2) == 2 and made == ["cuda:0", "cuda:1"]
+    wrong = "cuda:1"
+    with pytest.raises(RuntimeError, match="its GPU 1 computes a wrong matrix product"):
+        allreduce_node.try_device(2)
 
 
 def test_a_slow_link_is_a_warning() -> None:

@@ -128,9 +128,17 @@ class PreflightConfig(Section):
     enabled: bool = True
     """Run them."""
     allreduce: bool | None = None
-    """All-reduce across the trainer's nodes; default: with more than one."""
+    """All-reduce across the trainer's nodes, with every GPU of theirs tried; default: with more than one, or with
+    GPUs."""
     timeout_s: float = Field(120, gt=0)
-    """Deadline of all checks."""
+    """Deadline of all checks but the all-reduce."""
+    allreduce_timeout_s: float = Field(600, gt=0)
+    """Deadline of the all-reduce: torch's libraries may be read from a cold file system first."""
+    min_network_share: float = Field(0.1, ge=0, le=1)
+    """A node on which NCCL takes TCP sockets though it has InfiniBand or RoCE fails below this share of the fastest
+    port's rate, and is warned of above; 0: only warned of."""
+    max_gpu_memory_used: float = Field(0.1, ge=0, le=1)
+    """A GPU of the roles of whose memory others hold more than this share fails: engines take nearly all of it."""
     min_free_gib: float = Field(1.0, ge=0)
     """Free space that the run directory must have."""
     max_clock_skew_s: float = Field(5.0, gt=0)

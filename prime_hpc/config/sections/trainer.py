@@ -202,6 +202,8 @@ class TrainerConfig(Section):
     """Under Slurm: torchrun on each node, or one srun task a rank."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Process group: NCCL on CUDA, gloo on CPU."""
+    bind_cpus: bool = True
+    """On GPUs: keep each rank on the CPUs of its GPU's socket, where the kernel tells which those are."""
     threads_per_rank: int | None = Field(None, ge=1)
     """torch intra-op threads of a rank; default: cores / ranks."""
     micro_batch_tokens: int | None = Field(None, ge=1)

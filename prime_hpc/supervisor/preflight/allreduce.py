@@ -73,13 +73,14 @@ def check_allreduce(
     hosts = [check.host for check in checks]
     left = end - time.monotonic()
     if left < LEAST_S:
-        reason = f"{max(left, 0):.0f} s were left for the all-reduce: raise slurm.preflight.timeout_s"
+        reason = f"{max(left, 0):.0f} s were left for the all-reduce: raise slurm.preflight.allreduce_timeout_s"
         return Outcome({}, [reason])
     folder = plan.log_dir / "preflight"
     token = uuid.uuid4().hex
     spec_path = folder / f"allreduce-{token[:8]}.json"
     # a node gives up a little before the supervisor does, so that its own words arrive
-    spec = {"token": token, "hosts": hosts, "timeout_s": max(LEAST_S - 1, left - 4)}
+    gpus = [check.gpus_asked if check.on_gpus else None if check.on_gpus is None else 0 for check in checks]
+    spec = {"token": token, "hosts": hosts, "gpus": gpus, "timeout_s": max(LEAST_S - 1, left - 4)}
     files.write_atomic(spec_path, json.dumps(spec).encode())
     argv = [sys.executable, "-P", "-m", "prime_hpc.supervisor.preflight.allreduce_node", str(spec_path), f"{left:.1f}"]
     nodes = {host: _Node() for host in hosts}
@@ -92,7 +93,9 @@ def check_allreduce(
         silent = [host for host, node in nodes.items() if _silence(node) > SILENT_S]
     finally:
         steps.close()
-    return judge(nodes, words, silent, stop())
+    outcome = judge(nodes, words, silent, stop())
+    _judge_network(outcome.nodes, plan.config.min_network_share)
+    return outcome
 
 
 def _listen(
@@ -165,6 +168,20 @@ def judge(nodes: dict[str, _Node], words: dict[str, str], silent: list[str], sto
     causes = list(dict.fromkeys(n.result["problem"] for n in nodes.values() if n.result and "problem" in n.result))
     said = f": {causes[0]}" if causes else ""
     return Outcome(found, [f"the all-reduce across {', '.join(nodes)} did not end and no single node stands out{said}"])
+
+
+def _judge_network(found: dict[str, NodeFindings], min_share: float) -> None:
+    """NCCL falls back to TCP without a word where InfiniBand's libraries or devices are not to be had."""
+    for findings in found.values():
+        facts = findings.facts
+        rate, speed = facts.get("fastest_port_gb_per_s"), facts.get("gb_per_s")
+        if len(found) < 2 or facts.get("transport") != "Socket" or not rate or speed is None:
+            continue
+        text = (
+            f"NCCL takes TCP sockets ({speed:.1f} GB/s) though it has {facts['ports']} of up to {rate:.0f} GB/s: load "
+            "the site's network plugin, look at NCCL_IB_DISABLE and NCCL_NET, and (in a container) at /dev/infiniband"
+        )
+        (findings.problems if speed < min_share * rate else findings.warnings).append(text)
 
 
 def _culprits(nodes: dict[str, _Node], bad: list[str], silent: list[str]) -> list[str]:

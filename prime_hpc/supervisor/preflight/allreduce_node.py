@@ -2,9 +2,10 @@
 
     python -m prime_hpc.supervisor.preflight.allreduce_node SPEC WAIT_S
 
-Joins the others over a TCP store, tries its GPU, its links to its ring neighbours, then all-reduces of a few sizes:
-nccl where every node has CUDA, else gloo. Says at each phase how far it is, and once a second that it lives, so that a
-node that hangs can be named. The only part of preflight that imports torch. Exit code 0 whatever was found.
+Joins the others over a TCP store, tries all its GPUs and the links between them, its links to its ring neighbours, then
+all-reduces of a few sizes: nccl where GPUs were planned, gloo where none was. Says at each phase how far it is, and
+once a second that it lives, so that a node that hangs can be named. The only part of preflight that imports torch. Exit
+code 0 whatever was found.
 """
 
 import contextlib
@@ -23,6 +24,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from prime_hpc.observe.device import Device, require_gpus
+from prime_hpc.observe.gpus import visible_gpus
 from prime_hpc.store import files, sockets
 from prime_hpc.store.network import Network, Place, of_collectives, own_places
 from prime_hpc.supervisor import ports
@@ -155,17 +158,51 @@ def join(spec: Mapping[str, Any], folder: Path, rank: int, world: int, end: floa
     return TCPStore(address, told["port"], world, False, timeout=left, wait_for_workers=False)
 
 
-def try_device() -> bool:
-    """Whether torch has CUDA here; then a product is computed on the first device. Raises RuntimeError if it fails."""
+def try_device(gpus: int | None) -> int:
+    """Try every GPU that was planned; how many torch has here.
+
+    Args:
+        gpus: so many at least; 0: none is wanted; None: not known, then those that are to be seen.
+
+    Raises:
+        RuntimeError: one computes wrongly, or what is copied from one to the next arrives changed.
+        ValueError: torch sees fewer than were planned, with the reason.
+    """
     import torch
 
-    if not torch.cuda.is_available():
-        return False
+    if gpus is None:
+        gpus = len(visible_gpus())
+    if not gpus:
+        return 0
+    count = require_gpus(Device("cuda"), process="its roles")
+    if count < gpus:
+        raise ValueError(f"torch sees {count} of the {gpus} GPUs that were planned")
+    results = []
+    for index in range(count):
+        ones = torch.ones(1024, 1024, device=f"cuda:{index}")
+        results.append(ones @ ones)
+        if float(results[-1].sum()) != 1024.0**3:
+            raise RuntimeError(f"its GPU {index} computes a wrong matrix product")
+    for index in range(count if count > 1 else 0):
+        after = (index + 1) % count
+        if not torch.equal(results[index].to(f"cuda:{after}"), results[after]):
+            raise RuntimeError(f"what is copied from its GPU {index} to its GPU {after} arrives changed")
     torch.cuda.set_device(0)
-    ones = torch.ones(1024, 1024, device="cuda")
-    if float((ones @ ones).sum()) != 1024.0**3:
-        raise RuntimeError("its GPU computes a wrong matrix product")
-    return True
+    return count
+
+
+def fastest_port(root: Path = Path("/sys/class/infiniband")) -> tuple[str, float] | None:
+    """The InfiniBand or RoCE port in use with the highest rate, and that rate in GB/s; None where there is none."""
+    best: tuple[str, float] | None = None
+    for port in sorted(root.glob("*/ports/*")):
+        try:
+            state, rate = (port / "state").read_text(), (port / "rate").read_text()
+        except OSError:
+            continue
+        match = re.match(r"([\d.]+)\s*Gb/sec", rate)
+        if "ACTIVE" in state and match and (best is None or float(match[1]) / 8 > best[1]):
+            best = f"{port.parent.parent.name} port {port.name}", float(match[1]) / 8
+    return best
 
 
 def timed(call: Callable[[], None], repeats: int, sync: Callable[[], None]) -> float:
@@ -255,8 +292,9 @@ def measure(
 
     world = len(spec["hosts"])
     progress.reach("imported torch")
-    cuda = try_device()
-    progress.reach("used its device", cuda=cuda)
+    num_gpus = try_device(spec["gpus"][rank])
+    cuda = num_gpus > 0
+    progress.reach("used its device", num_gpus=num_gpus)
     store = join(spec, folder, rank, world, end)
     progress.reach("joined")
     store.set(f"cuda/{rank}", "1" if cuda else "0")
@@ -287,7 +325,9 @@ def measure(
     progress.reach("tried its links")
     found |= try_allreduce(backend, rank, world, device, sync)
     if cuda:
-        found["transport"] = transport(Path(os.environ["NCCL_DEBUG_FILE"]))
+        found |= {"transport": transport(Path(os.environ["NCCL_DEBUG_FILE"])), "num_gpus": num_gpus}
+        if (port := fastest_port()) is not None:
+            found |= {"ports": port[0], "fastest_port_gb_per_s": round(port[1], 1)}
     store.set(f"over/{rank}", "1")
     if rank == 0:  # its end takes the store away
         store.wait([f"over/{other}" for other in range(world)], timedelta(seconds=5))

@@ -91,12 +91,15 @@ class FactsRound:
         config = self._plan.config
         wait_s = min(config.max_visibility_s, 0.8 * timeout_s)
         checks = [node.check for node in self._nodes.values()]
-        hosts = [{"host": c.host, "gpus_asked": c.gpus_asked, "ports": list(c.ports)} for c in checks]
+        hosts = [
+            {"host": c.host, "gpus_asked": c.gpus_asked, "on_gpus": c.on_gpus, "ports": list(c.ports)} for c in checks
+        ]
         self._spec_wrote = time.time()
         spec = {
             "token": self._token,
             "run_dir": str(self._plan.run_dir),
             "min_free_gib": config.min_free_gib,
+            "max_gpu_memory_used": config.max_gpu_memory_used,
             "watch_s": wait_s,
             "hosts": hosts,
         }

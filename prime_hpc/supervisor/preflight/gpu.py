@@ -42,8 +42,14 @@ class GpuFacts:
         return {"count": self.count, "visible": self.visible, "listed": self.listed}
 
 
-def gpu_facts(asked: int | None, environ: Mapping[str, str] = os.environ, run: Runner = run_command) -> GpuFacts:
-    """Count and health of the GPUs; a driver that does not answer is a problem only where GPUs were asked for."""
+def gpu_facts(
+    asked: int | None,
+    environ: Mapping[str, str] = os.environ,
+    run: Runner = run_command,
+    used_share: float = USED_SHARE,
+) -> GpuFacts:
+    """Count and health of the GPUs; a driver that does not answer is a problem only where GPUs were asked for, and so
+    is memory of theirs that somebody else holds beyond `used_share`."""
     facts = GpuFacts(visible=stated_devices(environ))
     rows: list[dict[str, str]] | None = None
     try:
@@ -57,6 +63,7 @@ def gpu_facts(asked: int | None, environ: Mapping[str, str] = os.environ, run: R
     if rows is not None:
         facts.listed = [row for row in rows if _is_ours(row, facts.visible)]
         _judge_rows(facts, run)
+        _judge_memory(facts, asked, run, used_share)
         facts.warnings += xid_lines(run)
     if facts.visible is not None:
         facts.count = len(facts.visible)
@@ -103,9 +110,6 @@ def _judge_rows(facts: GpuFacts, run: Runner) -> None:
         errors = _number(row.get("ecc.errors.uncorrected.volatile.total"))
         if errors:
             facts.problems.append(f"{name} counts {errors:.0f} uncorrected ECC errors since its last reset")
-        used, total = _number(row.get("memory.used")), _number(row.get("memory.total"))
-        if used and total and used > USED_SHARE * total:
-            facts.warnings.append(f"{name} has {used:.0f} of {total:.0f} MiB in use by somebody else")
     if facts.visible is not None:
         indices = {row["index"] for row in facts.listed}
         lost = [entry for entry in facts.visible if entry.isdigit() and entry not in indices]
@@ -113,6 +117,31 @@ def _judge_rows(facts: GpuFacts, run: Runner) -> None:
             facts.problems.append(f"GPU {', '.join(lost)}, which Slurm gave, is not listed by nvidia-smi")
     if facts.listed:
         _judge_remapped(facts, run)
+
+
+def _judge_memory(facts: GpuFacts, asked: int | None, run: Runner, share: float) -> None:
+    """Our roles do not run yet: whatever memory is taken is somebody else's, or was left behind by a dead life."""
+    for row in facts.listed:
+        used, total = _number(row.get("memory.used")), _number(row.get("memory.total"))
+        if used and total and used > share * total:
+            holders = _holders(row["uuid"], run)
+            by = f"process {', '.join(holders)}" if holders else "somebody whom nvidia-smi does not name"
+            text = f"GPU {row['index']} ({row['name']}) has {used:.0f} of {total:.0f} MiB in use by {by}"
+            remedy = ": engines that take nearly all of it would not start; end it, or exclude the node"
+            _note(facts, asked, text + (remedy if asked else ""))
+
+
+def _holders(uuid: str, run: Runner) -> list[str]:
+    """Ids and MiB of the processes on a GPU, as far as they may be seen."""
+    try:
+        code, text = run(
+            ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"],
+            SMI_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()] if code == 0 else []
+    return [f"{row[1]} ({row[2]} MiB)" for row in rows if len(row) == 3 and row[0] == uuid]
 
 
 def _judge_remapped(facts: GpuFacts, run: Runner) -> None:

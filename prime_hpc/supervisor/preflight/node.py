@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.observe.gpus import driver_problem, driver_version, torch_build
 from prime_hpc.store import disk, files, lustre
 from prime_hpc.store.errors import StoreError
 from prime_hpc.supervisor.ports import is_free
-from prime_hpc.supervisor.preflight.gpu import gpu_facts
+from prime_hpc.supervisor.preflight.gpu import USED_SHARE, gpu_facts
 from prime_hpc.supervisor.preflight.rules import peers_of
 
 MARK = "PREFLIGHT "
@@ -89,14 +90,20 @@ def _list(folder: Path) -> list[str]:
 
 
 def node_facts(
-    check: Mapping[str, Any], run_dir: Path, min_free_gib: float, *, ask_osts: bool = False
+    check: Mapping[str, Any],
+    run_dir: Path,
+    min_free_gib: float,
+    *,
+    max_gpu_memory_used: float = USED_SHARE,
+    ask_osts: bool = False,
 ) -> dict[str, Any]:
     """Everything about this node that needs no other one.
 
     Args:
-        check: `gpus_asked` and `ports` of this host.
+        check: `gpus_asked`, `on_gpus` and `ports` of this host.
         run_dir: where space is needed.
         min_free_gib: how much.
+        max_gpu_memory_used: share of a GPU's memory that others may hold.
         ask_osts: look at Lustre's single OSTs too; one node's word about them is enough.
 
     Returns:
@@ -104,7 +111,15 @@ def node_facts(
     """
     problems: list[str] = []
     warnings: list[str] = []
-    gpus = gpu_facts(check["gpus_asked"])
+    on_gpus = bool(check.get("on_gpus"))
+    gpus = gpu_facts(check["gpus_asked"] if on_gpus else None, used_share=max_gpu_memory_used)
+    driver = driver_version() if on_gpus else None
+    build = torch_build() if on_gpus else None
+    if on_gpus and driver is None:
+        problems.append("it has no NVIDIA driver, but roles are to compute on its GPUs")
+    elif build is not None and (build[1] or "").startswith("cuda "):
+        old = driver_problem(str(build[1]).split()[1], driver)
+        problems += [old] if old else []
     problems += gpus.problems
     warnings += gpus.warnings
     free_gib: float | None = None
@@ -134,6 +149,7 @@ def node_facts(
         "python": sys.executable,
         "address": address,
         "gpus": gpus.as_json(),
+        "driver": driver,
         "free_gib": None if free_gib is None else round(free_gib, 3),
         "tmp_free_gib": _free_gib(os.environ.get("TMPDIR") or "/tmp"),
         "shm_gib": round(shutil.disk_usage("/dev/shm").total / _GIB, 3) if Path("/dev/shm").is_dir() else None,
@@ -219,7 +235,13 @@ def check_node(spec: Mapping[str, Any], spec_path: Path, host: str, times: dict[
     folder, token = spec_path.parent, spec["token"]
     hosts = [check["host"] for check in spec["hosts"]]
     index = hosts.index(host)
-    facts = node_facts(spec["hosts"][index], Path(spec["run_dir"]), spec["min_free_gib"], ask_osts=index == 0)
+    facts = node_facts(
+        spec["hosts"][index],
+        Path(spec["run_dir"]),
+        spec["min_free_gib"],
+        max_gpu_memory_used=spec["max_gpu_memory_used"],
+        ask_osts=index == 0,
+    )
     times["wrote"] = time.time()
     say(host, "facts", facts=facts)
     mine = {"host": host, "token": token, "facts": facts, "times": times}

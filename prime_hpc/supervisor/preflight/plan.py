@@ -20,6 +20,8 @@ class HostCheck:
     component: int = 0
     gpus_asked: int | None = 0
     """None: not known; then a node with fewer than its fellows is bad."""
+    on_gpus: bool | None = False
+    """Whether roles compute on its GPUs; None: not known, then by what is to be seen there."""
     roles: tuple[str, ...] = ()
     """For people."""
     ports: tuple[int, ...] = ()
@@ -130,6 +132,7 @@ def merged(checks: list[HostCheck]) -> dict[str, HostCheck]:
             counts = [c.gpus_asked for c in (other, check) if c.gpus_asked is not None]
             gpus = max(counts, default=None)
             roles, ports = (*other.roles, *check.roles), tuple(dict.fromkeys((*other.ports, *check.ports)))
-            check = HostCheck(check.host, other.component, gpus, roles, ports)
+            on = None if None in (stated := (other.on_gpus, check.on_gpus)) else any(stated)
+            check = HostCheck(check.host, other.component, gpus, on, roles, ports)
         found[check.host] = check
     return found

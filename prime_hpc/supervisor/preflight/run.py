@@ -5,8 +5,7 @@
 
 One small process a node (`node`) writes its facts into `<log_dir>/preflight/`, waits for the others' files
 and says what it saw; the supervisor does the same and judges (`facts`, `rules`). Then, if the
-trainer has several nodes, one all-reduce across them (`allreduce`). Called by the supervisor and by the verb
-`preflight`.
+trainer has several nodes or computes on GPUs, one all-reduce across them (`allreduce`), with a deadline of its own.
 """
 
 import json
@@ -26,12 +25,11 @@ from prime_hpc.supervisor.preflight.steps import RunStep
 __all__ = ["HostCheck", "NodeVerdict", "PreflightPlan", "Report", "RunStep", "run_preflight", "summary"]
 
 FOLDER, REPORT = "preflight", "report.json"
-FACTS_SHARE = 0.6
-"""Of the deadline, where an all-reduce follows."""
 
 
 def run_preflight(plan: PreflightPlan, run_step: RunStep, *, stop: Callable[[], bool] = lambda: False) -> Report:
-    """Check the nodes; never raises for what it finds, and ends within the config's `timeout_s` (plus 3 s to clean up).
+    """Check the nodes; never raises for what it finds, and ends within the config's `timeout_s` (plus 3 s to clean up),
+    and `allreduce_timeout_s` where an all-reduce follows.
 
     Args:
         plan: the nodes and what is expected of them.
@@ -40,17 +38,19 @@ def run_preflight(plan: PreflightPlan, run_step: RunStep, *, stop: Callable[[], 
     """
     began = time.monotonic()
     folder = plan.log_dir / FOLDER
-    several = len(plan.trainer_hosts) > 1
-    allreduce = several if plan.config.allreduce is None else plan.config.allreduce and bool(plan.trainer_hosts)
+    wanted = len(plan.trainer_hosts) > 1 or any(
+        check.on_gpus for check in plan.hosts if check.host in plan.trainer_hosts
+    )
+    allreduce = wanted if plan.config.allreduce is None else plan.config.allreduce and bool(plan.trainer_hosts)
     report = Report([], 0.0, folder / REPORT, attempt=plan.attempt)
     try:
         files.make_dir(folder)
-        end = began + plan.config.timeout_s
         part = FactsRound(plan, run_step, folder, stop)
-        report.verdicts = part.run(plan.config.timeout_s * (FACTS_SHARE if allreduce else 1.0))
+        report.verdicts = part.run(plan.config.timeout_s)
         if stop():
             report.problems.append("preflight was interrupted")
         elif allreduce:
+            end = time.monotonic() + plan.config.allreduce_timeout_s
             _add_allreduce(plan, report, lambda hosts: check_allreduce(plan, hosts, run_step, end, stop))
     except (StoreError, OSError) as error:
         report.problems.append(f"preflight could not be run: {error}")

@@ -12,6 +12,7 @@ from loguru import logger
 from prime_hpc.observe.awake import AwakeClock
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.stream import Batch, SampleStream
+from prime_hpc.trainer.threads import rank_thread
 
 _LOOK_S = 0.2
 _JOIN_S = 30.0
@@ -30,7 +31,7 @@ class Prefetcher:
         self._stream, self._timeout_s = stream, timeout_s
         self._made: queue.Queue[Batch | BaseException | None] = queue.Queue(depth)
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sft-data", daemon=True)
+        self._thread = rank_thread(self._run, name="sft-data")
         self._thread.start()
 
     def take(self) -> Batch | None:
