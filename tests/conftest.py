@@ -20,7 +20,7 @@ LONGEST_FIRST = ("gpu", "slurm", "integration", "faults", "proofs", "unit")
 def pytest_configure(config: pytest.Config) -> None:
     """Ctrl-C reaches what the tests start, though a shell started them in the background (SIGINT is ignored there).
 
-    Tests are the CPU's: a GPU of this machine is hidden from them, unless those of the marker `gpu` are asked for.
+    Tests are the CPU's: a GPU of this machine is hidden from them, unless tests/gpu, or its marker `gpu`, is asked for.
     """
     if not _is_for_gpus(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -29,7 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _is_for_gpus(config: pytest.Config) -> bool:
-    return "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr
+    asked = "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr
+    return asked or any(word.startswith("tests/gpu") for word in config.args)
 
 
 def _room(nodeid: str) -> str:
@@ -48,10 +49,6 @@ def _takes_all(config: pytest.Config) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Which tests, in the order in which several processes end at about the same time."""
-    if not _is_for_gpus(config):
-        left = [item for item in items if item.get_closest_marker("gpu")]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in set(left)]
     if not _takes_all(config):
         left = [item for item in items if item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left)
