@@ -79,6 +79,8 @@ class Dispatcher:
         self._dropped: set[asyncio.Task[EpisodeResult]] = set()
         self.num_running = 0
         self.num_retries = 0
+        self.broken: Exception | None = None
+        """What whoever wanted to know of an end has raised, in a callback where nobody would hear of it."""
         self.last_end = loop_time()
         """When an episode last ended (or was started after a pause): a stall shows here."""
 
@@ -92,7 +94,12 @@ class Dispatcher:
         (self._first if job.priority else self._queue).append(job)
 
     def pump(self) -> None:
-        """Start what can be started now. Cheap; call it whenever room, servers or versions may have changed."""
+        """Start what can be started now. Cheap; call it whenever room, servers or versions may have changed.
+
+        Raises what a job's `on_end` raised.
+        """
+        if self.broken is not None:
+            raise self.broken
         if self._pumping or self._closed:
             return
         self._pumping = True
@@ -174,11 +181,14 @@ class Dispatcher:
         self.last_end = loop_time()
         if self._closed:
             return
-        if dropped and not job.lane.cancelled:  # no fault of the episode: it costs none of its retries
-            self._first.append(job)
-        else:
-            self._deliver(job, url, _outcome(task))
-        self.pump()
+        try:
+            if dropped and not job.lane.cancelled:  # no fault of the episode: it costs none of its retries
+                self._first.append(job)
+            else:
+                self._deliver(job, url, _outcome(task))
+            self.pump()
+        except Exception as error:  # noqa: BLE001 - told by the next `pump`, which a loop calls; asyncio would only log it
+            self.broken = error
 
     def _deliver(self, job: Job, url: int, result: EpisodeResult) -> None:
         if is_server_error(result):

@@ -213,8 +213,8 @@ def load_policy(
         check_tied(weights)
     except ValueError as error:
         raise ValueError(f"model.name = {config.name}: {error}") from error
-    hf.eval()  # no dropout anywhere: log-probabilities must be those of the engine's policy
     policy = Policy(hf, config.attn, chunk_tokens, parallel)
+    policy.eval()  # for good: log-probabilities are the engine's, so no dropout in any pass, and nothing to restore
     policy.weights = weights
     if config.lora is not None:
         add_lora(policy.hf, config.lora, dtype)

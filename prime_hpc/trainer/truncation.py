@@ -65,14 +65,20 @@ class Ranks(Protocol):
     def columns(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
-def find_cut(logits: torch.Tensor, truncation: Truncation, shard: Ranks | None) -> Cut:
+def find_cut(
+    logits: torch.Tensor, truncation: Truncation, shard: Ranks | None, *, keeps_ties: bool | None = None
+) -> Cut:
     """Where vLLM's sampler would cut each row.
 
     Args:
         logits: float32 `[n, V]` at the temperature, or this rank's columns of them.
         truncation: of the n rows.
         shard: sums and gathers over the ranks that have the other columns. Collective then.
+        keeps_ties: whether all tokens that tie for the k-th place are kept, as vLLM's sampler on a CPU does, or exactly
+            k, as its GPU kernel does; default: as on this device.
     """
+    if keeps_ties is None:
+        keeps_ties = logits.device.type == "cpu"
     top_p, top_k = truncation.top_p, truncation.top_k
     listed = _largest(logits, max(LISTED, truncation.most_k + 1), shard)
     top, num_listed = listed[:, 0], listed.shape[1]
@@ -81,7 +87,7 @@ def find_cut(logits: torch.Tensor, truncation: Truncation, shard: Ranks | None) 
     floor = torch.maximum(torch.where(has_k, kth, -torch.inf), top + truncation.min_p.log())
     mass, ties = _sums(logits, top, floor, shard)
     kept_ties = ties
-    if logits.device.type != "cpu":  # of tokens that tie for the k-th place, vLLM's kernel keeps k, its CPU sampler all
+    if not keeps_ties:
         cuts_ties = has_k & (floor <= kth)
         kept_ties = torch.where(cuts_ties, top_k - (listed > floor[:, None]).sum(1), ties)
         mass = mass - torch.where(cuts_ties, (ties - kept_ties) * (floor - top).exp(), 0)

@@ -128,6 +128,22 @@ def test_concurrency_is_bounded_and_every_job_ends_once() -> None:
     asyncio.run(scenario())
 
 
+def test_an_error_in_taking_an_episode_ends_the_run_and_not_only_a_callback() -> None:
+    async def scenario() -> None:
+        dispatcher, _ = make_dispatcher(make_table())
+
+        def take(result: EpisodeResult) -> None:
+            raise KeyError("a bug")
+
+        dispatcher.add(Job(Runner({}), 0, 0, Lane(), take))
+        dispatcher.pump()
+        await until(lambda: not dispatcher.num_running)
+        with pytest.raises(KeyError, match="a bug"):
+            dispatcher.pump()
+
+    asyncio.run(scenario())
+
+
 def test_a_lane_stays_on_one_server_and_moves_when_that_fails() -> None:
     async def scenario() -> None:
         table = make_table(2)

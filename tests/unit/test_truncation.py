@@ -101,6 +101,10 @@ def test_of_tokens_that_tie_at_the_boundary_as_much_counts_as_the_sampler_keeps(
     assert cut.least.item() == 1.0 and cut.share.exp().item() == pytest.approx(0.5)  # 0.38 and two of the four
     cut = find_cut(logits, stated([{"top_k": 2}]), None)
     assert cut.least.item() == 1.0 and cut.share.item() == 0  # vLLM's CPU sampler keeps all that tie for the k-th place
+    cut = find_cut(logits, stated([{"top_k": 2}]), None, keeps_ties=False)
+    assert cut.least.item() == 1.0 and cut.share.exp().item() == pytest.approx(0.25)  # its GPU kernel two tokens
+    cut = find_cut(logits, stated([{"top_k": 3, "top_p": 0.7}]), None, keeps_ties=False)  # of 0.58, 0.21, 0.21
+    assert cut.least.item() == 1.0 and cut.share.exp().item() == pytest.approx(0.25)
     cut = find_cut(logits, stated([{}]), None)
     assert cut.least.item() == -torch.inf and cut.share.item() == 0
 
