@@ -101,6 +101,11 @@ class Experiment(Section):
         return (self.inference.max_model_len if self.inference else None) or self.seq_len
 
     @property
+    def context(self) -> int:
+        """Tokens of a sample that the model is trained for: the engines' limit, or the data's."""
+        return self.max_model_len if self.kind == "rl" else self.sft.data.seq_len or self.seq_len
+
+    @property
     def holds_secret(self) -> bool:
         """Whether the tree states a key, a token or a password."""
         return any(True for _ in secrets_of(self))

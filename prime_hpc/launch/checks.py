@@ -61,15 +61,20 @@ def _model(experiment: Experiment) -> list[Problem]:
     return [*_context(folder, wanted, "model.name"), *adapter_problems(experiment)]
 
 
+def trained_names(experiment: Experiment) -> dict[str, str]:
+    """Key -> name of the models that the trainer loads."""
+    kl = experiment.trainer.loss.kl if experiment.kind == "rl" else None
+    names = {"model.name": experiment.model.name, "trainer.loss.kl.model": kl.model if kl else None}
+    return {key: name for key, name in names.items() if name}
+
+
 def trained_models(experiment: Experiment) -> list[Problem]:
     """Why the weights of a model that the trainer would load cannot be: they are quantised, or not their config's."""
     from prime_hpc.launch.estimate import find_config  # it builds on `is_local_path`
 
-    kl = experiment.trainer.loss.kl if experiment.kind == "rl" else None
-    names = {"model.name": experiment.model.name, "trainer.loss.kl.model": kl.model if kl else None}
     problems = []
-    for key, name in names.items():
-        config = find_config(name) if name else None
+    for key, name in trained_names(experiment).items():
+        config = find_config(name)
         if config is None:
             continue
         try:

@@ -50,7 +50,6 @@ class ModelFacts:
     """Whether the output head is the embedding."""
     num_experts: int = 0
     """0: a dense model."""
-    rope_type: str = "default"
 
 
 def find_config(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
@@ -68,6 +67,12 @@ def find_config(name: str, environ: Mapping[str, str] = os.environ) -> Path | No
 
 def read_model(name: str, environ: Mapping[str, str] = os.environ) -> ModelFacts | None:
     """Shape of a model; None where its config cannot be found or is of a kind that this file does not know."""
+    path, config = find_config(name, environ), read_config(name, environ)
+    return None if path is None or config is None else model_facts(config, stored_params(path.parent))
+
+
+def read_config(name: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
+    """The fields of a model's config.json; None where it cannot be found or read."""
     path = find_config(name, environ)
     if path is None:
         return None
@@ -75,9 +80,7 @@ def read_model(name: str, environ: Mapping[str, str] = os.environ) -> ModelFacts
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(config, dict):
-        return None
-    return model_facts(config, stored_params(path.parent))
+    return config if isinstance(config, dict) else None
 
 
 def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> ModelFacts | None:
@@ -113,14 +116,8 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         num_params = layers * (attention + mlp + 2 * hidden) + hidden + vocab * hidden * (1 if tied else 2)
     return ModelFacts(
         num_params, hidden, width * active, layers, heads, kv_heads, head_dim, vocab,
-        context if isinstance(context, int) else None, kv_values, tied, experts, _rope_type(config),
+        context if isinstance(context, int) else None, kv_values, tied, experts,
     )  # fmt: skip
-
-
-def _rope_type(config: Mapping[str, Any]) -> str:
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
-    found = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
-    return str(found or "default")
 
 
 def stored_params(folder: Path) -> int | None:

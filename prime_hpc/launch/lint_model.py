@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from prime_hpc.config.engines import MODELS
+from prime_hpc.config.families import family_of, rotary_problem
 from prime_hpc.launch.adapters import adapter_problems
-from prime_hpc.launch.checks import is_local_path, trained_models
-from prime_hpc.launch.estimate import ModelFacts, engine_memory, find_config, trainer_gib, vocab_fits
+from prime_hpc.launch.checks import is_local_path, trained_models, trained_names
+from prime_hpc.launch.estimate import ModelFacts, engine_memory, find_config, read_config, trainer_gib, vocab_fits
 from prime_hpc.launch.lint_finding import Finding, Subject
 
 
@@ -185,4 +186,40 @@ def weights(subject: Subject) -> Iterator[Finding]:
         yield Finding("PH118", "error", problem.key, problem.message, "")
 
 
-CHECKS = (known, weights, precision, adapters, tensor_parallel, context, context_of_teacher, trainer_memory, engines)
+def families(subject: Subject) -> Iterator[Finding]:
+    """How the model's family trains: packed, one sample a row, or not at all."""
+    experiment, parallel = subject.experiment, subject.experiment.trainer.parallel
+    for key, name in trained_names(experiment).items():
+        config = read_config(name)
+        if config is None:
+            continue
+        family = family_of(config)
+        if family.refused:
+            yield Finding("PH119", "error", key, f"{name}: {family.refusal}", "use another model")
+            continue
+        if problem := rotary_problem(config, experiment.context):
+            yield Finding("PH121", "error", key, f"{name}: {problem}", "use another model, or a shorter context")
+        if family.rows != "single":
+            continue
+        scores = ", and attention holds all its scores in memory" if family.own_attention else ""
+        message = f"{name} trains one sample a row, padded to the longest, without shared prompts{scores}: "
+        yield Finding(
+            "PH119", "info", key, message + family.reason, "nothing: it is exact, and slower than packed rows"
+        )
+        if parallel.cp > 1:
+            message = f"{name} trains one sample a row, which context-parallel ranks cannot split"
+            yield Finding("PH119", "error", "trainer.parallel.cp", message, "set it to 1")
+
+
+CHECKS = (
+    known,
+    weights,
+    families,
+    precision,
+    adapters,
+    tensor_parallel,
+    context,
+    context_of_teacher,
+    trainer_memory,
+    engines,
+)

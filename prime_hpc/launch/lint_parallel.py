@@ -8,9 +8,6 @@ from collections.abc import Iterator
 
 from prime_hpc.launch.lint_finding import Finding, Subject
 
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the longest position that one rank sees."""
-
 
 def tensor_parallel(subject: Subject) -> Iterator[Finding]:
     """Heads and vocabulary are split evenly."""
@@ -46,9 +43,6 @@ def context_parallel(subject: Subject) -> Iterator[Finding]:
     elif width not in good:
         message = f"the {kv} key-value heads{whose} can be neither split nor repeated over {width} ranks"
         yield Finding("PH110", "error", key, message, remedy)
-    if facts.rope_type in _LENGTH_DEPENDENT:
-        message = f"the model's rotary embedding ({facts.rope_type}) depends on the longest position a rank sees"
-        yield Finding("PH110", "error", key, message, "leave it at 1")
 
 
 def expert_parallel(subject: Subject) -> Iterator[Finding]:

@@ -30,6 +30,7 @@ class MicroBatches:
         parallel: Parallel,
         *,
         share_prefixes: bool,
+        own_rows: bool = False,
         pads: bool = True,
         ahead: bool | None = None,
     ) -> None:
@@ -38,11 +39,11 @@ class MicroBatches:
             batch: this rank's.
             device: of the micro-batches.
             parallel: the layout.
-            share_prefixes, pads: see `make_micro_batch`.
+            share_prefixes, own_rows, pads: see `make_micro_batch`.
             ahead: make them in a thread; default: on a GPU.
         """
         self._batch, self._device, self._parallel = batch, device, parallel
-        self._options = {"share_prefixes": share_prefixes, "pads": pads}
+        self._options = {"share_prefixes": share_prefixes, "own_rows": own_rows, "pads": pads}
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._pool: ThreadPoolExecutor | None = None
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -9,6 +9,9 @@ Three ways to the same result, none of which builds a `[tokens, tokens]` mask:
 - padded buckets (everywhere): sequences of similar length are gathered into right-padded `[S, Lmax]` blocks, which
   `scaled_dot_product_attention(is_causal=True)` takes without a mask. A padded key comes after every real query of its
   sequence, so causality alone hides it; padded queries are thrown away.
+
+Models with layers that know nothing of packing (convolutions, state spaces, linear attention) get their sequences as
+rows of their own instead, padded at the end (`batches.make_micro_batch`); attention sees these rows as one packed row.
 """
 
 import functools
@@ -27,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from prime_hpc.trainer.flash import activate_flash_attn_3, flash_attn_2
 from prime_hpc.trainer.parallel.context import scatter_heads
 from prime_hpc.trainer.prefixes import Spread
+from prime_hpc.trainer.transfer import to_device
 
 IMPLEMENTATION = "prime_hpc_packed"
 LENGTH_STEP = 16
@@ -61,11 +65,35 @@ class Packing:
     """int64[slots]: the token that fills each padded slot (token 0 where none does); None: nothing needs padding."""
     slots: torch.Tensor | None = None
     """int64[tokens]: the slot of each token, the inverse of `gather`."""
+    num_rows: int = 1
+    """Rows of the model's input, of one length: 1, or one for every sequence."""
     spread: Spread | None = None
     """Where samples share their first tokens: from the rows that the model computes to the sequences' tokens."""
 
+    _derived: dict[int, "Packing"] = field(default_factory=dict)
+
+    def chunked(self, size: int) -> "Packing":
+        """The packing of tokens that attend within chunks of their sequence alone (Llama 4's local layers): each chunk
+        is a sequence. Of the sequences' tokens; the same object for the same size."""
+        if size not in self._derived:
+            pieces = [min(size, int(n) - at) for n in self.lengths for at in range(0, int(n), size)]
+            self._derived[size] = self._again(np.array(pieces), pads=bool(self.buckets))
+        return self._derived[size]
+
+    def padded(self) -> "Packing":
+        """This packing with buckets, for a layer that no other kernel serves."""
+        if self.buckets:
+            return self
+        if 0 not in self._derived:
+            self._derived[0] = self._again(self.lengths, pads=True)
+        return self._derived[0]
+
+    def _again(self, lengths: np.ndarray, *, pads: bool) -> "Packing":
+        device = self.cu_seqlens.device
+        return to_device(plan_packing(lengths, device, pads=pads), device)
+
     @property
-    def num_rows(self) -> int:
+    def num_computed(self) -> int:
         """Tokens that the model computes."""
         return int(self.lengths.sum()) if self.spread is None else len(self.spread.first)
 
@@ -101,7 +129,12 @@ def choose_buckets(lengths: np.ndarray, bucket_cost: float = BUCKET_COST["cpu"])
 
 
 def plan_packing(
-    lengths: np.ndarray, device: torch.device | str = "cpu", rows: np.ndarray | None = None, *, pads: bool = True
+    lengths: np.ndarray,
+    device: torch.device | str = "cpu",
+    rows: np.ndarray | None = None,
+    num_rows: int = 1,
+    *,
+    pads: bool = True,
 ) -> Packing:
     """Plan the attention of one packed row, with tensors in host memory.
 
@@ -109,12 +142,13 @@ def plan_packing(
         lengths: int[S], tokens of each sequence in row order; all positive, S >= 1.
         device: what attends: the cost of a kernel call depends on it.
         rows: `prefixes.shared_rows`, where sequences share tokens.
+        num_rows: of the model's input: 1, or as many as sequences, all of one length.
         pads: plan the buckets of `padded_attention` too.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     assert len(lengths) and lengths.min() > 0, "a packed row holds at least one sequence, none of them empty"
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    packing = Packing(lengths, torch.from_numpy(starts.astype(np.int32)), int(lengths.max()))
+    packing = Packing(lengths, torch.from_numpy(starts.astype(np.int32)), int(lengths.max()), num_rows=num_rows)
     packing.spread = None if rows is None else Spread.of(rows)
     if pads:
         _plan_buckets(packing, starts, device)
@@ -182,6 +216,30 @@ def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
     return (distance >= 0) & (distance < window)
 
 
+def _explicit(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of one bucket with all its scores in memory, for what no fused kernel does: `[S, H, L, E]`."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = (query @ key.transpose(-1, -2)).float() * factor
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -math.inf)
+    if sinks is not None:
+        column = sinks.float()[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
+
+
 def padded_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -189,17 +247,21 @@ def padded_attention(
     packing: Packing,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over padded buckets.
 
     Args:
-        query: `[T, H, D]`; key, value: `[T, KV, D]` with H a multiple of KV.
+        query: `[T, H, D]`; key: `[T, KV, D]`; value: `[T, KV, E]`, with H a multiple of KV.
         packing: plan of the row's T tokens.
         scale: softmax scale; default 1/sqrt(D).
         window: keys that a query sees, itself included; None sees all before it.
+        softcap: scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118).
+        sinks: `[H]`, logits that take part in each softmax and have no value (gpt-oss, arXiv 2508.10925).
 
     Returns:
-        `[T, H, D]`.
+        `[T, H, E]`.
     """
     assert packing.buckets, "the row was planned without buckets (`pads`)"
     if query.is_cuda and query.dtype == torch.float32:
@@ -211,16 +273,20 @@ def padded_attention(
         shape = (bucket.num_sequences, bucket.length)
         q, k, v = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         banded = window is not None and window < bucket.length
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=_band(bucket.length, int(window or 0), q.device) if banded else None,
-            is_causal=not banded,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        outputs.append(out.transpose(1, 2).reshape(shape[0] * shape[1], *query.shape[1:]))
+        if softcap is not None or sinks is not None:
+            mask = _band(bucket.length, window if window is not None else bucket.length, q.device)
+            out = _explicit(q, k, v, mask, scale, softcap, sinks)
+        else:
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=_band(bucket.length, int(window or 0), q.device) if banded else None,
+                is_causal=not banded,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        outputs.append(out.transpose(1, 2).reshape(shape[0] * shape[1], out.shape[1], out.shape[3]))
     return _unpad(outputs[0] if len(outputs) == 1 else torch.cat(outputs), packing)
 
 
@@ -240,6 +306,7 @@ def flash_attention(
     packing: Packing,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """`padded_attention`'s result through flash-attention's varlen kernel (CUDA, half precision)."""
     flash_attn_varlen_func = flash_attn_2()
@@ -249,6 +316,7 @@ def flash_attention(
     return flash_attn_varlen_func(
         query, key, value, cu, cu, longest, longest, softmax_scale=scale, causal=True, window_size=(left, 0),
         deterministic=torch.are_deterministic_algorithms_enabled(),  # torch's own kernel looks for itself
+        softcap=softcap or 0.0,
     )  # fmt: skip
 
 
@@ -327,6 +395,48 @@ def packing(plan: Packing, choice: str = "auto", ranks: DeviceMesh | None = None
         _Active.packing, _Active.choice, _Active.ranks = before
 
 
+@dataclass(frozen=True)
+class _NotPassed:
+    """Default of an argument that a layer may pass as None."""
+
+
+_NOT_PASSED = _NotPassed()
+
+
+def _reach(module: torch.nn.Module, passed: int | _NotPassed | None) -> tuple[int | None, int | None]:
+    """(sliding window, chunk size) of a layer: what it passes, else its config's, which other kernels see in a mask."""
+    if not isinstance(passed, _NotPassed):
+        return passed, None
+    config = getattr(module, "config", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kind = kinds[layer] if kinds and layer is not None and layer < len(kinds) else "sliding_attention"
+    if kind == "chunked_attention":
+        return None, getattr(config, "attention_chunk_size", None)
+    return (getattr(config, "sliding_window", None) if kind == "sliding_attention" else None), None
+
+
+def _special(module: torch.nn.Module, heads: int, ranks: DeviceMesh | None, wanted: dict[str, Any]) -> dict[str, Any]:
+    """What a layer asks of a kernel besides scale and window: `softcap`, and `sinks` of this rank's heads.
+
+    Raises:
+        ValueError: something that packed attention does not do.
+    """
+    name = type(module).__name__
+    if wanted.get("position_bias") is not None:
+        raise ValueError(f"{name} uses attention position_bias, which packed attention lacks")
+    if wanted.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ValueError(f"{name} attends to later tokens too: it is no causal language model's")
+    special = {key: wanted[key] for key in ("softcap",) if wanted.get(key)}
+    sinks = wanted.get("s_aux")
+    if sinks is not None:
+        if sinks.shape != (heads,):
+            raise ValueError(
+                f"{name} has {sinks.numel()} attention sinks for {heads} heads of a rank: set trainer.parallel.tp = 1"
+            )
+        special["sinks"] = sinks if ranks is None else sinks.chunk(ranks.size())[ranks.get_local_rank()]
+    return special
+
+
 @torch.compiler.disable  # shapes differ in every row: compiled blocks leave attention out of their graph
 def packed_attention_forward(
     module: torch.nn.Module,
@@ -335,38 +445,48 @@ def packed_attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | _NotPassed | None = _NOT_PASSED,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature.
 
     Args:
-        query: `[1, H, T, D]`; key, value: `[1, KV, T, D]`; T / cp tokens where ranks split the row.
+        query: `[R, H, T, D]`; key: `[R, KV, T, D]`; value: `[R, KV, T, E]`; R = 1 for a packed row, which may be split
+            (T / cp tokens), or one row a sequence.
 
     Returns:
-        `[1, T, H, D]` (T / cp) and no attention weights.
+        `[R, T, H, E]` and no attention weights.
 
     Raises:
         ValueError: the model wants something that packed attention does not do.
     """
     plan, ranks = _Active.packing, _Active.ranks
     assert plan is not None, "packed attention outside `with packing(...)`"
-    tokens = query.shape[2] * (1 if ranks is None else ranks.size())
-    assert query.shape[0] == 1 and tokens == plan.num_rows, (query.shape, plan.num_rows)
-    for unsupported in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(unsupported) is not None:
-            raise ValueError(f"{type(module).__name__} uses attention {unsupported}, which packed attention lacks")
-    q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
+    rows, heads, length, width = query.shape
+    tokens = rows * length * (1 if ranks is None else ranks.size())
+    assert rows == plan.num_rows and tokens == plan.num_computed, (query.shape, plan.num_rows, plan.num_computed)
+    if attention_mask is not None or key.shape[2] != length:
+        raise ValueError(f"{type(module).__name__} attends through a mask of its own, which packed attention lacks")
+    special, out_width = _special(module, heads, ranks, kwargs), value.shape[-1]
     kernel = select_kernel(_Active.choice, query.device.type, query.dtype)
-    scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
+    if "sinks" in special or (special and kernel is torch_varlen_attention):
+        kernel = padded_attention
+    if out_width != width and (ranks is not None or kernel is not padded_attention):  # latent attention (MLA)
+        value = F.pad(value, (0, width - out_width))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    scale = scaling if scaling is not None else 1 / math.sqrt(width)
+    window, chunk = _reach(module, sliding_window)
+    sequences = plan if chunk is None else plan.chunked(chunk)
+    sequences = sequences.padded() if kernel is padded_attention else sequences
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if plan.spread is None:
-            return kernel(q, k, v, plan, scale, sliding_window)
+            return kernel(q, k, v, sequences, scale, window, **special)
         q, k, v = (plan.spread.to_tokens(x) for x in (q, k, v))
-        return plan.spread.to_rows(kernel(q, k, v, plan, scale, sliding_window))
+        return plan.spread.to_rows(kernel(q, k, v, sequences, scale, window, **special))
 
-    return (attend(q, k, v) if ranks is None else scatter_heads(attend, q, k, v, ranks))[None], None
+    output = attend(q, k, v) if ranks is None else scatter_heads(attend, q, k, v, ranks)
+    return output[..., :out_width].unflatten(0, (rows, length)), None
 
 
 def register() -> str:

@@ -20,6 +20,7 @@ from prime_hpc.trainer.attention import Packing, plan_packing
 from prime_hpc.trainer.parallel import Parallel
 from prime_hpc.trainer.parallel.context import own_targets
 from prime_hpc.trainer.prefixes import shared_rows
+from prime_hpc.trainer.rows import rows_of_their_own
 from prime_hpc.trainer.transfer import to_device
 
 
@@ -33,13 +34,14 @@ class MicroBatch:
     """
 
     input_ids: torch.Tensor
-    """int64[1, T], or this rank's T / cp tokens; fewer than T where samples share their first tokens."""
+    """int64[1, T], or this rank's T / cp tokens; fewer than T where samples share their first tokens; int64[S, L] with
+    each sequence in a row of its own, padded at its end."""
     position_ids: torch.Tensor
-    """int64[1, T] (T / cp), counts from 0 in every sequence."""
+    """As `input_ids`, counts from 0 in every sequence."""
     packing: Packing
-    """Of all T tokens, before any are shared."""
+    """Of all T tokens, before any are shared; of S * L tokens with a row each."""
     target_index: torch.Tensor
-    """int64[N], the position (in `input_ids`) whose hidden state predicts the target, of the `own` ones."""
+    """int64[N], the position (in the flat `input_ids`) whose hidden state predicts the target, of the `own` ones."""
     targets: torch.Tensor
     """int64[N], the trained token ids."""
     sequence: torch.Tensor
@@ -127,6 +129,7 @@ def make_micro_batch(
     parallel: Parallel | None = None,
     *,
     share_prefixes: bool = True,
+    own_rows: bool = False,
     pads: bool = True,
     stream: Any = None,
 ) -> MicroBatch:
@@ -142,6 +145,8 @@ def make_micro_batch(
         device: of the tensors.
         parallel: the layout; None: the whole row.
         share_prefixes: compute what samples of a group begin with once (`prefixes.py`); not where ranks split rows.
+        own_rows: give each sequence a row of its own, padded to the longest: what comes after a sequence does not
+            change it in a causal model, whatever its layers are. Not with context parallelism.
         pads: plan how sequences are padded into buckets, for the kernel that needs it.
         stream: CUDA stream of the copy to the device; None: the current one.
     """
@@ -167,8 +172,12 @@ def make_micro_batch(
     sequence = sequence_of[at]
     targets, predicting, num_sequences = ids[at], at - 1, len(lengths)
     truncation = _truncation(batch, sequences, kept, sequence, mask[at])
-    own, rows = slice(None), None
-    if parallel is not None and parallel.row_multiple > 1:
+    own, rows, num_rows = slice(None), None, 1
+    if own_rows:
+        multiple = 1 if parallel is None else parallel.row_multiple
+        ids, positions, predicting, lengths = rows_of_their_own(ids, positions, predicting, lengths, multiple)
+        num_rows = len(lengths)
+    elif parallel is not None and parallel.row_multiple > 1:
         fill = -len(ids) % parallel.row_multiple
         ids, positions = np.append(ids, np.zeros(fill, np.int64)), np.append(positions, np.arange(fill))
         lengths = np.append(lengths, fill) if fill else lengths
@@ -187,9 +196,9 @@ def make_micro_batch(
 
     sampled_from: dict[str, Any] = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in truncation.items()}
     micro = MicroBatch(
-        input_ids=tensor(ids)[None],
-        position_ids=tensor(positions)[None],
-        packing=plan_packing(lengths, device, rows, pads=pads),
+        input_ids=tensor(ids).view(num_rows, -1),
+        position_ids=tensor(positions).view(num_rows, -1),
+        packing=plan_packing(lengths, device, rows, num_rows, pads=pads),
         target_index=tensor(predicting),
         targets=tensor(targets),
         sequence=tensor(sequence),
@@ -311,6 +320,15 @@ def _rollout_tokens(batch: RankBatch) -> NDArray[np.int32]:
         return batch.rollout_tokens
     ends = np.concatenate([[0], np.cumsum(target_mask(batch))])[batch.seq_offsets]
     return np.diff(ends).astype(np.int32)
+
+
+def with_own_rows(batch: RankBatch, groups: list[NDArray[np.int64]], num_micro_batches: int) -> RankBatch:
+    """The rank batch whose micro-batches hold the sequences of `groups` (`rows.group_rows`), and empty ones after."""
+    single = replace(batch, micro_offsets=np.arange(batch.num_sequences + 1))
+    chosen = [(single, int(i)) for group in groups for i in group]
+    counts = [len(group) for group in groups] + [0] * (num_micro_batches - len(groups))
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return replace(select_micro_batches(chosen, len(chosen)), micro_offsets=offsets)
 
 
 def redistribute(batches: list[RankBatch], rank: int, world_size: int) -> RankBatch:

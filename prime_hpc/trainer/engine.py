@@ -21,13 +21,21 @@ from loguru import logger
 from prime_hpc.config.sections.trainer import MismatchConfig, OptimConfig, SchedulerConfig
 from prime_hpc.store.batches import RankBatch
 from prime_hpc.trainer.ahead import MicroBatches
-from prime_hpc.trainer.batches import BatchFacts, MicroBatch, batch_facts, objective_part
+from prime_hpc.trainer.batches import (
+    BatchFacts,
+    MicroBatch,
+    batch_facts,
+    make_micro_batch,
+    objective_part,
+    with_own_rows,
+)
 from prime_hpc.trainer.lora import use_slot, without_adapter
 from prime_hpc.trainer.model import Policy
 from prime_hpc.trainer.objectives import LossStats, echo_loss, target_weights
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
 from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm, sum_over
 from prime_hpc.trainer.perf import FlopsModel, PhaseTimer
+from prime_hpc.trainer.rows import group_rows
 
 Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, LossStats]]
 """(micro-batch, log-probabilities float32[N], weights float32[N]) -> loss (0-dim), statistics."""
@@ -77,6 +85,7 @@ class Engine:
         slot: int = 0,
         share_prefixes: bool = True,
         no_sync: bool = False,
+        row_tokens: int = 0,
     ) -> None:
         """
         Args:
@@ -97,6 +106,7 @@ class Engine:
             slot: adapter that is trained, where the policy has any.
             share_prefixes: compute the prompt of a group's samples once, see `prefixes.py`.
             no_sync: keep whole gradients until the last micro-batch, see `trainer.no_sync`.
+            row_tokens: rows times their length in one micro-batch, where each sample has a row of its own.
         """
         self.policy = policy
         self.optimizer = optimizer
@@ -104,8 +114,8 @@ class Engine:
         self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
         self._normalize, self._reshard, self._device = normalize, reshard, device
         self._batch_tokens, self._mismatch, self._reference = batch_tokens, mismatch, reference
-        self._alarmed, self._share_prefixes, self._no_sync = False, share_prefixes, no_sync
-        self._counts_all = denominators == "all"
+        self._alarmed, self._share_prefixes, self._row_tokens = False, share_prefixes, row_tokens
+        self._no_sync, self._counts_all = no_sync, denominators == "all"
         self._peak_flops, self._with_entropy = peak_flops, with_entropy
         self._flops = FlopsModel.of(policy.hf, 0 if policy.adapters is None else policy.adapters.num_parameters)
         self._parallel = policy.parallel
@@ -135,7 +145,7 @@ class Engine:
             batch = RankBatch.empty(1)
         facts = batch_facts(batch, step)
         with self.timer("forward_backward"), self.adapted():
-            stats, num_shared = self._forward_backward(batch, objective, facts)
+            stats, num_shared = self._forward_backward(self.lay_out(batch), objective, facts)
         with self.timer("optim"):
             metrics = self._reduce(step, facts, stats, num_shared)
             self._check_finite(step, batch, metrics)
@@ -147,6 +157,28 @@ class Engine:
                 if dist.get_rank() == 0:
                     logger.warning(f"step {step}: no token of the batch trains (every label is masked); weights stay")
         return metrics
+
+    def lay_out(self, batch: RankBatch) -> RankBatch:
+        """The batch as the model takes it: with each sample in a row of its own, micro-batches are made of samples of
+        similar length, as many on every rank. Collective then."""
+        if not self.policy.own_rows:
+            return batch
+        groups = group_rows(np.diff(batch.seq_offsets), self._row_tokens)
+        most = torch.tensor(max(len(groups), 1), device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return with_own_rows(batch, groups, int(most))
+
+    def micro_batch(self, batch: RankBatch, index: int) -> MicroBatch:
+        """The `index`-th micro-batch of a batch of `lay_out`."""
+        return make_micro_batch(
+            batch,
+            index,
+            self._device,
+            self._parallel,
+            share_prefixes=self._share_prefixes,
+            own_rows=self.policy.own_rows,
+            pads=self.policy.pads_rows,
+        )
 
     def adapted(self) -> AbstractContextManager[None]:
         """Context of forward and backward passes through this engine's adapter, if any. Collective."""
@@ -174,7 +206,12 @@ class Engine:
         """
         total, num_shared = LossStats({}, {}), 0
         micros = MicroBatches(
-            batch, self._device, self._parallel, share_prefixes=self._share_prefixes, pads=self.policy.pads_rows
+            batch,
+            self._device,
+            self._parallel,
+            share_prefixes=self._share_prefixes,
+            own_rows=self.policy.own_rows,
+            pads=self.policy.pads_rows,
         )
         with micros:
             denominators = self._global_denominators(facts, batch)

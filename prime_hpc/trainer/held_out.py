@@ -14,7 +14,6 @@ import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.store.batches import RankBatch
-from prime_hpc.trainer.batches import make_micro_batch
 from prime_hpc.trainer.data.build import open_together, recipe_of, shape_of
 from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
@@ -74,9 +73,9 @@ class HeldOut:
         session = self._session
         policy, device = session.engine.policy, session.device
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        for batch in self._batches:
+        for batch in map(session.engine.lay_out, self._batches):
             for i in range(batch.num_micro_batches):
-                micro = make_micro_batch(batch, i, device, session.parallel, pads=policy.pads_rows)
+                micro = session.engine.micro_batch(batch, i)
                 with session.engine.adapted(), policy.packing(micro):
                     logprobs, _ = policy(micro)
                 total[0] -= logprobs.double().sum()

@@ -16,6 +16,7 @@ from loguru import logger
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from prime_hpc.config.families import Family, family_of
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.store.model_files import StoredTensor, other_vocabulary, quantised, stored_tensors
 from prime_hpc.trainer import attention
@@ -28,9 +29,13 @@ from prime_hpc.trainer.parallel import Parallel
 from prime_hpc.trainer.parallel.context import gather_targets
 from prime_hpc.trainer.parallel.distribute import distribute
 from prime_hpc.trainer.parallel.tensor import local
+from prime_hpc.trainer.rotary import pin_rotary
+from prime_hpc.trainer.self_test import self_test
 from prime_hpc.trainer.stored import check_tied, read_tensors
 from prime_hpc.trainer.truncation import Truncation
 
+FP8_ROUNDING = 2.0**-4
+"""Relative rounding error of float8_e4m3."""
 SMALL_LOGITS = 1 << 24
 """So many logits (64 MiB) are no reason to work in chunks: a small vocabulary's are kept for the backward pass."""
 
@@ -46,9 +51,11 @@ class Policy(nn.Module):
     weights: WeightMap | None = None
     """What its tensors are made of in the checkpoint that they come from, and how they are published."""
 
-    def __init__(self, hf: Any, attn: str, chunk_tokens: int, parallel: Parallel) -> None:
+    def __init__(self, hf: Any, attn: str, chunk_tokens: int, parallel: Parallel, *, own_rows: bool = False) -> None:
         super().__init__()
         self.hf = hf
+        self.own_rows = own_rows
+        """Whether each sample takes a row of its own, see `config.families`."""
         self.parallel = parallel
         self.partly_used: list[nn.Module] = []
         """Modules whose parameters' gradients are to be summed over tensor-parallel ranks."""
@@ -56,16 +63,21 @@ class Policy(nn.Module):
         self._chunk_tokens = max(chunk_tokens, SMALL_LOGITS // hf.get_output_embeddings().weight.shape[0])
         config = hf.config.get_text_config()
         # The three ways in which transformers' causal LMs post-process their logits.
-        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap"))
+        self._softcap: float | None = next((cap for cap in caps if cap), None)
         divisor = getattr(config, "logits_scaling", None) or 1.0
         self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0) / float(divisor)
 
     def forward(self, batch: MicroBatch, with_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities (float32 `[N]`) and entropies (`[N]` or `[0]`) of the N targets of one packed row."""
-        output = self.hf.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
-        hidden = output.last_hidden_state[0].index_select(0, batch.target_index)
+        body = (
+            self.hf.base_model if self.hf.base_model is not self.hf else self.hf.model
+        )  # Llama 4 names it differently
+        output = body(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
         head, tp, cp = self.hf.get_output_embeddings(), self.parallel.tp, self.parallel.cp
         weight = local(head.weight)
+        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch.target_index)
+        hidden = hidden.to(weight.dtype)  # some state-space models return float32, whatever they compute in
         logprobs, entropy = token_logprobs(
             hidden,
             weight,
@@ -150,8 +162,8 @@ def _stored_weights(source: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def _build_empty(source: Path, config: ModelConfig) -> Any:
-    """The model's modules without memory for parameters; buffers (rotary frequencies) are real."""
+def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
+    """The model's modules without memory for parameters, buffers (rotary frequencies) are real; how it trains."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -159,15 +171,22 @@ def _build_empty(source: Path, config: ModelConfig) -> Any:
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"{source} holds no usable config.json ({error})") from error
+    family = family_of(hf_config.to_dict())
+    if family.refused:
+        raise ValueError(family.refusal)
     with init_empty_weights(include_buffers=False):
         hf = AutoModelForCausalLM.from_config(
             hf_config,
             dtype=torch.float32,
-            attn_implementation=attention.register(),
+            attn_implementation=_attention_of(family),
             trust_remote_code=config.trust_remote_code,
         )
     hf.tie_weights()
-    return hf
+    return hf, family
+
+
+def _attention_of(family: Family) -> str:
+    return "eager" if family.own_attention else attention.register()
 
 
 @torch.no_grad()
@@ -175,6 +194,17 @@ def _load_shards(policy: Policy, weights: WeightMap, device: torch.device) -> No
     """Give the empty, sharded parameters memory and read every rank's rows."""
     policy._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     read_tensors({name: tensor.detach() for name, tensor in policy.named_weights()}, weights)
+
+
+def _announce(policy: Policy, config: ModelConfig, notes: list[str]) -> None:
+    """Log what was loaded."""
+    count, layout = sum(p.numel() for p in policy.parameters()), policy.parallel.layout.describe()
+    logger.info(f"{type(policy.hf).__name__}, {count:,} parameters, compute {compute_dtype(config)}, {layout}")
+    if config.lora is not None and policy.adapters is not None:
+        count, modules = policy.adapters.num_parameters, policy.adapters.modules
+        logger.info(f"frozen; adapters of rank {config.lora.rank} in {len(modules)} modules: {count:,} parameters")
+    for note in notes:
+        logger.info(note)
 
 
 def load_policy(
@@ -186,8 +216,9 @@ def load_policy(
     reshard_after_forward: bool,
     chunk_tokens: int,
     num_slots: int = 1,
+    context: int | None = None,
 ) -> Policy:
-    """Build, shard and load the policy. Collective.
+    """Build, shard, load and test the policy. Collective.
 
     Args:
         config: the model section.
@@ -197,10 +228,12 @@ def load_policy(
         reshard_after_forward: free gathered block parameters after the forward pass.
         chunk_tokens: rows of logits that exist at once.
         num_slots: adapters at once, with `model.lora` (all zero until `lora.reset_slot` or a checkpoint fills them).
+        context: tokens that the engines are made for, see `rotary`; None: the model's own limit.
 
     Raises:
         ValueError: no config, no weights, wrong shapes, quantised weights, a dtype or attention that cannot run here, a
-            LoRA target that matches nothing.
+            LoRA target that matches nothing, a family that cannot be trained, log-probabilities that depend on how
+            samples lie (`self_test`).
     """
     dtype = compute_dtype(config)
     kernel = attention.select_kernel(config.attn, device.type, dtype)
@@ -208,14 +241,18 @@ def load_policy(
         check_device(device)
     try:
         stored = _stored_weights(source)
-        hf = _build_empty(source, config)
+        hf, family = _build_empty(source, config)
         weights = map_weights(hf, stored)
         check_tied(weights)
+        pinned = pin_rotary(hf, context)
     except ValueError as error:
         raise ValueError(f"model.name = {config.name}: {error}") from error
-    policy = Policy(hf, config.attn, chunk_tokens, parallel)
-    policy.eval()  # for good: log-probabilities are the engine's, so no dropout in any pass, and nothing to restore
+    own_rows = family.rows == "single"
+    if own_rows and parallel.cp is not None:
+        raise ValueError(f"trainer.parallel.cp: {config.name} trains one sample a row ({family.reason}); set it to 1")
+    policy = Policy(hf, config.attn, chunk_tokens, parallel, own_rows=own_rows)
     policy.weights = weights
+    policy.eval()  # for good: log-probabilities are the engine's, so no dropout in any pass, and nothing to restore
     if config.lora is not None:
         add_lora(policy.hf, config.lora, dtype)
     policy.pads_rows = kernel is attention.padded_attention
@@ -226,9 +263,6 @@ def load_policy(
         policy.adapters = Adapters(policy.hf, config.lora, num_slots, everyone, device)
         policy.adapters.base_names = weights.base_names(policy.adapters.modules)
     if dist.get_rank() == 0:
-        count = sum(p.numel() for p in policy.parameters())
-        logger.info(f"{type(policy.hf).__name__}, {count:,} parameters, compute {dtype}, {parallel.layout.describe()}")
-        if config.lora is not None and policy.adapters is not None:
-            count, modules = policy.adapters.num_parameters, policy.adapters.modules
-            logger.info(f"frozen; adapters of rank {config.lora.rank} in {len(modules)} modules: {count:,} parameters")
+        _announce(policy, config, [*pinned, *([f"one sample a row: {family.reason}"] if own_rows else [])])
+    self_test(policy, device, FP8_ROUNDING if config.fp8 else torch.finfo(dtype).eps / 2, mixes_scales=config.fp8)
     return policy

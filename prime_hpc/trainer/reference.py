@@ -35,11 +35,20 @@ def load_reference(experiment: Experiment, policy: Policy, device: torch.device)
         device,
         reshard_after_forward=True,
         chunk_tokens=experiment.trainer.logits_chunk_tokens,
+        context=experiment.context,
     )
     own, others = (p.hf.config.get_text_config().vocab_size for p in (policy, reference))
     if own != others:
         raise ConfigError(
             Problem(f"{name} has {others} tokens, the policy has {own}: no KL between them", "trainer.loss.kl.model")
+        )
+    if reference.own_rows != policy.own_rows:
+        families = [type(p.hf).__name__ for p in (policy, reference)]
+        raise ConfigError(
+            Problem(
+                f"{' and '.join(families)} lay out samples differently (one a row, or packed): no KL between them",
+                "trainer.loss.kl.model",
+            )
         )
     reference.requires_grad_(False)
     return reference

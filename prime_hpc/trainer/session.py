@@ -331,6 +331,7 @@ def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) 
         reshard_after_forward=config.reshard_after_forward,
         chunk_tokens=config.logits_chunk_tokens,
         num_slots=num_slots,
+        context=experiment.context,
     )
     control = control_group(device, config.dist_timeout_s)
     return Base(policy, source, device, peak_flops(device, compute_dtype(experiment.model)), control)
@@ -432,6 +433,7 @@ def build_engine(base: Base, experiment: Experiment, slot: int = 0) -> Engine:
         reference=load_reference(experiment, policy, base.device),
         slot=slot,
         share_prefixes=config.share_prefixes,
+        row_tokens=experiment.micro_batch_tokens,
         no_sync=config.defers_sync(whole_gradient_bytes(policy)),
     )
 

@@ -21,6 +21,10 @@ class Proof:
     """Greatest relative error."""
     bound: float
     """What `worst` must stay below."""
+    verdict: str = ""
+    """How the subject was found, where there is more than true and false; counted by `tools/proofs`."""
+    reason: str = ""
+    """Why."""
 
     @property
     def holds(self) -> bool:

@@ -98,12 +98,6 @@ def _check_heads(hf: Any, parallel: Parallel) -> None:
     config, tp, cp = hf.config.get_text_config(), parallel.layout.tp, parallel.layout.cp
     heads = config.num_attention_heads
     repeats(heads // tp, (getattr(config, "num_key_value_heads", None) or heads) // tp, cp)
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rope in ("dynamic", "longrope"):
-        raise ValueError(
-            f"trainer.parallel.cp = {cp}: the model's rotary embedding ({rope}) depends on the longest position that a "
-            "rank sees, which is not the row's; set it to 1"
-        )
 
 
 def _expert_dimension(parameter: nn.Parameter, ranks: int) -> Shard | None:

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from prime_hpc.store.batches import RankBatch
-from prime_hpc.trainer.batches import make_micro_batch
 from prime_hpc.trainer.session import Session
 
 SHOWN = 10
@@ -17,8 +16,9 @@ SHOWN = 10
 def sequence_lines(session: Session, batch: RankBatch) -> list[str]:
     """A table of this rank's sequences: those with log-probabilities that are not finite first, then by mismatch."""
     rows: list[tuple[float, str]] = []
+    batch = session.engine.lay_out(replace(batch, ce_weights=None))
     for m in range(batch.num_micro_batches):
-        micro = make_micro_batch(replace(batch, ce_weights=None), m, session.device, session.parallel)
+        micro = session.engine.micro_batch(batch, m)
         with session.engine.adapted(), session.engine.policy.packing(micro):
             logprobs, _ = session.engine.policy(micro)
         first = batch.micro_offsets[m]

@@ -1,0 +1,144 @@
+"""How the model families train: packed, one sample a row, or not at all. Read off a config.json alone.
+
+Lint (on a login node, without torch) and the trainer ask the same table, so that a family is refused before the queue
+or not at all. `tools/proofs families` checks it against every causal language model of the installed transformers.
+
+- `packed`: samples lie behind each other in one row, and attention keeps them apart; prompts of a group are computed
+  once. For models in which attention alone mixes tokens, through transformers' `AttentionInterface`.
+- `single`: every sample has a row of its own, padded at its end. For causal models with layers that would carry one
+  sample into the next: convolutions, state spaces, linear and recurrent attention.
+  Attention is the trainer's, or the model's own code where no kernel of ours does what it does.
+- `refused`: not even a sample alone comes out as the model's own code computes it, or it is no causal language model.
+
+A family that is not named here is taken for `packed`; the trainer's self-test at start finds out whether it is.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Rows = Literal["packed", "single", "refused"]
+
+_ENCODER = "it is an encoder, or a decoder that needs one, not a causal language model by itself"
+_MEDIA = "it is a part of a model of other media and needs that model's inputs"
+_HEAD = "its output head is more than one matrix, of which log-probabilities here would miss the rest"
+_OWN = "its attention is code of its own, which no packed kernel replaces"
+_MASKS = "its attention chooses keys through a mask of its own, which no packed kernel takes"
+_MIXES = "convolutions, state spaces or linear attention would carry one sample into the next"
+_UNPROVEN = "nothing proves its log-probabilities here: no small model of it can be built and compared"
+
+_REFUSED_GROUPS: dict[str, str] = {
+    _ENCODER: """bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text
+        electra ernie marian mbart megatron-bert mvp pegasus plbart prophetnet reformer rembert roberta
+        roberta-prelayernorm roc_bert roformer whisper xlm xlm-roberta xlm-roberta-xl xlnet xmod""",
+    _MEDIA: """emu3 fuyu git got_ocr2 mllama moshi musicgen musicgen_melody phi4_multimodal trocr gemma4_assistant
+        gemma4_unified_assistant""",
+    _HEAD: "inkling inkling_text modernbert-decoder",
+    "its attention depends on segments of its input that the trainer does not have": "cpmant",
+    _UNPROVEN: "blt cohere_compass_text cohere_compass dbrx qwen4_exp qwen4_exp_text xlstm",
+}
+REFUSED = {name: reason for reason, names in _REFUSED_GROUPS.items() for name in names.split()}
+"""model_type -> reason."""
+
+_SINGLE_GROUPS: dict[str, str] = {
+    _MIXES: """bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax
+        nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv zamba
+        zamba2 zaya""",
+    _OWN: "bloom codegen falcon gpt_neo gpt_neox_japanese gptj mpt openai-gpt xglm",
+    _MASKS: "axk2 deepseek_v32 deepseek_v4 doge glm_moe_dsa hy_v4",
+}
+SINGLE = {name: reason for reason, names in _SINGLE_GROUPS.items() for name in names.split()}
+"""model_type -> reason; besides those whose `layer_types` say it."""
+
+_OWN_ATTENTION = frozenset(name for reason in (_OWN, _MASKS) for name in _SINGLE_GROUPS[reason].split())
+_MIXING_LAYERS = frozenset({"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid"})
+"""Entries of `layer_types` that mix tokens outside attention."""
+
+
+_SAME = 1e-6
+"""Scales closer than this are one."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model trains."""
+
+    model_type: str
+    rows: Rows
+    reason: str = ""
+    """Why not packed."""
+    own_attention: bool = False
+    """Whether it attends by its own code, with all scores in memory, rather than by the trainer's kernels."""
+
+    @property
+    def refusal(self) -> str:
+        """Why it is refused, as a sentence; empty: it is not."""
+        return f"models of model_type {self.model_type} cannot be trained: {self.reason}" if self.refused else ""
+
+    @property
+    def refused(self) -> bool:
+        """Whether it cannot be trained at all."""
+        return self.rows == "refused"
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """How the model of a config trains.
+
+    Args:
+        config: the fields of a config.json, or those of a transformers config (`to_dict`).
+    """
+    kind = str(config.get("model_type") or "")
+    text = config.get("text_config")
+    own = {**config, **text} if isinstance(text, Mapping) else dict(config)
+    kinds = [kind, str(own.get("model_type") or "")]
+    for name in kinds:
+        if name in REFUSED:
+            return Family(name, "refused", REFUSED[name])
+    if own.get("is_encoder_decoder"):
+        return Family(kind, "refused", _ENCODER)
+    for name in kinds:
+        if name in SINGLE:
+            return Family(name, "single", SINGLE[name], name in _OWN_ATTENTION)
+    layers = own.get("layer_types") or own.get("layers_block_type") or ()
+    if isinstance(layers, list | tuple) and any(str(layer) in _MIXING_LAYERS for layer in layers):
+        return Family(kind, "single", _MIXES)
+    return Family(kind, "packed")
+
+
+def rotary_problem(config: Mapping[str, Any], context: int) -> str:
+    """Why trainer and engines cannot have the same rotary embedding; empty: they can.
+
+    Args:
+        config: of the model, as `family_of` takes it.
+        context: tokens of the longest sample.
+    """
+    text = config.get("text_config")
+    own = {**config, **text} if isinstance(text, Mapping) else dict(config)
+    rope = own.get("rope_parameters") or own.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return ""
+    kind, limit = rope.get("rope_type") or rope.get("type"), own.get("max_position_embeddings")
+    if not isinstance(limit, int):
+        return ""
+    if kind == "dynamic" and context > limit:
+        return (
+            f"its rotary embedding (dynamic) has no positions beyond max_position_embeddings = {limit} in the engines, "
+            f"and the context is {context}"
+        )
+    original = own.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    if kind == "longrope" and isinstance(original, int):
+        stated = rope.get("attention_factor")
+        if stated is None and rope.get("factor") is not None:
+            stated = longrope_scale(float(rope["factor"]), original)
+        if stated is not None and abs(float(stated) - longrope_scale(limit / original, original)) > _SAME:
+            return (
+                f"its longrope embedding states an attention scale of {float(stated):g}, where the engines compute "
+                f"{longrope_scale(limit / original, original):g} from max_position_embeddings"
+            )
+    return ""
+
+
+def longrope_scale(stretch: float, original: int) -> float:
+    """sqrt(1 + ln(stretch) / ln(original)), 1 where nothing is stretched (LongRoPE, arXiv 2402.13753)."""
+    return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))

@@ -1,0 +1,93 @@
+"""How families train, as a login node knows it; and lint, which says it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.families import family_of, longrope_scale, rotary_problem
+from prime_hpc.config.site import GENERIC
+from prime_hpc.launch.lint import lint
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [
+        ({"model_type": "qwen3"}, "packed"),
+        ({"model_type": "nobody_knows_it"}, "packed"),
+        ({"model_type": "nobody_knows_it", "layer_types": ["linear_attention", "full_attention"]}, "single"),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}, "single"),
+        ({"model_type": "unknown_vl", "text_config": {"layer_types": ["conv", "full_attention"]}}, "single"),
+        ({"model_type": "mamba2"}, "single"),
+        ({"model_type": "bloom"}, "single"),
+        ({"model_type": "deepseek_v3"}, "packed"),
+        ({"model_type": "bert"}, "refused"),
+        ({"model_type": "nobody_knows_it", "is_encoder_decoder": True}, "refused"),
+    ],
+)
+def test_family_of_a_config(config: dict[str, Any], rows: str) -> None:
+    family = family_of(config)
+    assert family.rows == rows
+    assert bool(family.reason) == (rows != "packed")
+    assert bool(family.refusal) == (rows == "refused")
+
+
+def test_only_models_with_attention_of_their_own_keep_it() -> None:
+    assert family_of({"model_type": "bloom"}).own_attention
+    assert not family_of({"model_type": "lfm2"}).own_attention
+
+
+def longrope(**changes: Any) -> dict[str, Any]:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096, **changes}
+    return LLAMA | {"max_position_embeddings": 131072, "rope_parameters": rope}
+
+
+def test_rotary_embeddings_that_the_engines_do_not_share() -> None:
+    assert rotary_problem(LLAMA, 10**6) == ""
+    assert rotary_problem(longrope(), 100_000) == ""
+    assert rotary_problem(longrope(factor=32.0), 100_000) == ""
+    assert "attention scale of 2" in rotary_problem(longrope(attention_factor=2.0), 100)
+    dynamic = LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}
+    assert rotary_problem(dynamic, 4096) == ""
+    assert "no positions beyond" in rotary_problem(dynamic, 4097)
+    assert longrope_scale(0.5, 4096) == 1.0
+    assert longrope_scale(32.0, 4096) == pytest.approx(1.1902380714)  # Phi-3's, sqrt(1 + ln 32 / ln 4096)
+
+
+def findings(folder: Path, config: dict[str, Any], **tree: Any) -> list[Any]:
+    """What lint says of the family of a model with this config."""
+    (folder / "config.json").write_text(json.dumps(config))
+    experiment = Experiment.model_validate({"name": "x", "model": {"name": str(folder)}, **tree})
+    return [f for f in lint(experiment, GENERIC) if f.code in ("PH119", "PH121")]
+
+
+def test_lint_says_how_a_family_trains(tmp_path: Path) -> None:
+    assert findings(tmp_path, LLAMA) == []
+    (said,) = findings(tmp_path, LLAMA | {"model_type": "bert"})
+    assert (said.code, said.severity, said.key) == ("PH119", "error", "model.name")
+    assert "not a causal language model" in said.message
+    (said,) = findings(tmp_path, LLAMA | {"model_type": "lfm2"})
+    assert (said.code, said.severity) == ("PH119", "info")
+    split = {"trainer": {"num_ranks": 2, "parallel": {"cp": 2}}}
+    assert [f.key for f in findings(tmp_path, LLAMA | {"model_type": "lfm2"}, **split)] == [
+        "trainer.parallel.cp",
+        "model.name",
+    ]
+
+
+def test_lint_refuses_rotary_embeddings_that_cannot_be_shared(tmp_path: Path) -> None:
+    assert findings(tmp_path, longrope(), seq_len=8192) == []
+    (said,) = findings(tmp_path, longrope(attention_factor=3.0), seq_len=8192)
+    assert (said.code, said.severity, said.key) == ("PH121", "error", "model.name")

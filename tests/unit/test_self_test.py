@@ -1,0 +1,67 @@
+"""The self-test at start: it finds models that mix samples, passes those that do not, and leaves no trace."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from prime_hpc.trainer import attention
+from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.self_test import SelfTestError, self_test
+from tests.support.every_family import tiny_config, tiny_model
+from tests.unit.test_attention import ALONE
+
+CPU, ROUNDING = torch.device("cpu"), {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+
+
+def policy_of(family: str, *, own_rows: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> Policy:
+    """A tiny model of a family as a policy that attends by the trainer's kernel."""
+    model = tiny_model(tiny_config(family, **changes)).to(dtype)
+    model.set_attn_implementation(attention.register())
+    return Policy(model, "sdpa", 512, ALONE, own_rows=own_rows).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma2"])
+def test_families_that_can_be_packed_pass(family: str, dtype: torch.dtype) -> None:
+    found = self_test(policy_of(family, dtype=dtype), CPU, ROUNDING[dtype])
+    assert found.rounding > 0 and found.again == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["lfm2", "mamba", "qwen3_5_text"])
+def test_families_that_cannot_are_found(family: str, dtype: torch.dtype) -> None:
+    with pytest.raises(SelfTestError, match=rf"model_type {family}\).*neighbours' tokens change.*gradients"):
+        self_test(policy_of(family, dtype=dtype), CPU, ROUNDING[dtype])
+    self_test(policy_of(family, dtype=dtype, own_rows=True), CPU, ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_leak_near_rounding_is_found(dtype: torch.dtype) -> None:
+    policy = policy_of("lfm2", dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if ".conv." in name:
+                parameter.mul_(0.03 if dtype == torch.float32 else 0.3)
+    with pytest.raises(SelfTestError, match="neighbours' tokens change"):
+        self_test(policy, CPU, ROUNDING[dtype])
+
+
+def test_an_output_head_of_more_than_a_matrix_is_found() -> None:
+    policy = policy_of("qwen3")
+    forward = policy.hf.lm_head.forward
+    policy.hf.lm_head.forward = lambda x: 1.01 * forward(x)  # the policy multiplies by the weight itself
+    with pytest.raises(SelfTestError, match="the model's own code differs"):
+        self_test(policy, CPU, 2.0**-24)
+
+
+def test_it_leaves_no_trace() -> None:
+    policy = policy_of("gpt2")
+    states = torch.get_rng_state(), {n: m.training for n, m in policy.named_modules()}
+    values = {n: p.clone() for n, p in policy.named_parameters()}
+    self_test(policy, CPU, 2.0**-24)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert {n: m.training for n, m in policy.named_modules()} == states[1]
+    assert all(p.grad is None and torch.equal(p, values[n]) for n, p in policy.named_parameters())
+    assert policy.hf.config._attn_implementation == attention.IMPLEMENTATION
+    assert not any(m._forward_hooks for m in policy.modules())
