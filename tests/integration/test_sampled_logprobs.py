@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from prime_hpc.trainer.truncation import Truncation, apply_cut, find_cut
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "benchmarks" / "sampling.py"
@@ -29,3 +32,25 @@ def test_in_bfloat16_every_ratio_is_1_but_for_rounding(tmp_path: Path) -> None:
         assert abs(row["bias"]) < deviation + row["error"] ** 2, sampling  # a difference's mean has its variance
         assert row["ratio"] == pytest.approx(1, abs=deviation + 1e-3), sampling
     assert figures[2]["untruncated"] < 0.97 and figures[3]["untruncated"] < 0.95
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("scale", [2.0, 5.0])
+def test_the_trainer_keeps_what_vllms_sampler_keeps(scale: float, temperature: float) -> None:
+    """On logits that were rounded to bfloat16, many of which tie where the cut is."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    torch.manual_seed(0)
+    num, vocab = 100, 5000
+    logits = (torch.randn(num, vocab) * scale).bfloat16().float() / temperature
+    for top_p, top_k, min_p in ((0.95, 0, 0.0), (0.5, 0, 0.0), (1.0, 20, 0.0), (0.95, 20, 0.0), (0.9, 50, 0.02)):
+        kept = logits.clone()
+        likely = kept.softmax(-1)
+        kept.masked_fill_(likely < likely.amax(-1, keepdim=True) * min_p, -torch.inf)
+        k = torch.full((num,), top_k) if top_k else None
+        kept = apply_top_k_top_p_pytorch(kept, k, torch.full((num,), top_p) if top_p < 1 else None, allow_cpu_sync=True)
+        p, q = torch.full((num,), top_p), torch.full((num,), min_p)
+        found = logits.clone()
+        cut = find_cut(found, Truncation(p, torch.full((num,), top_k), q, top_k, top_k > 0), None)
+        apply_cut(found, cut, logits.argmax(-1), None)
+        torch.testing.assert_close(found.logsumexp(-1), kept.logsumexp(-1), rtol=0, atol=1e-5)
