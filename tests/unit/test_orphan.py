@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from prime_hpc.observe.slurm import SlurmError
-from prime_hpc.supervisor import orphan
+from prime_hpc.supervisor import orphan, requeue
 from prime_hpc.supervisor.orphan import LOOK_S, MAX_TURNS, SETTLE_S, TURN_S, Orphan, Return, fate, give_back
 
 LINE = "JobId=7 JobState={state} Restarts={restarts} NodeList={nodes} BatchHost=n1 NumNodes=2"
@@ -100,6 +101,7 @@ class Slurm:
         self.clock = Clock()
         monkeypatch.setattr(orphan, "run_slurm", self.run)
         monkeypatch.setattr(orphan, "requeue", lambda job, num_nodes: self.act(f"requeue {job} {num_nodes}"))
+        monkeypatch.setattr(requeue, "run_slurm", self.told)
         monkeypatch.setattr(orphan.time, "sleep", self.clock.sleep)
 
     def run(self, argv: list[str], timeout_s: float = 0) -> str:
@@ -108,11 +110,20 @@ class Slurm:
         succeeded = self.done and not self.done[-1].startswith("refused")
         return AGAIN if succeeded else WHOLE
 
-    def act(self, words: str) -> None:
+    def told(self, argv: list[str], timeout_s: float = 0) -> str:
+        """What is asked and changed around a requeue: n2's cable is cut, Slurm has not yet set it down."""
+        if argv[0] == "sinfo":
+            return "n1 down\nn2 alloc*\nn3 alloc\n" + ("n4 idle\nn5 idle\n" if "-p" in argv else "")
+        if argv[1] == "update":
+            self.done.append(" ".join(argv[2:]))
+        return WHOLE
+
+    def act(self, words: str) -> str:
         if self.refuses:
             self.done.append(f"refused {words}")
             raise self.refuses.pop(0)
         self.done.append(words)
+        return WHOLE
 
     def give_back(self, run_dir: Path, known: Return = JOB) -> list[str]:
         environ = {**known.to_env(), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
@@ -135,3 +146,9 @@ def test_a_controller_that_is_away_is_tried_again_and_one_that_refuses_makes_it_
     assert Slurm(monkeypatch, *[refusal] * 3).give_back(tmp_path)[-1] == "scancel 7"
     successor = Return("7", ["7"], "n[1-3]", "n1", "successor", 3)
     assert Slurm(monkeypatch).give_back(tmp_path, successor) == ["scancel 7"]
+
+
+def test_nodes_that_are_silent_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = replace(JOB, exclude=True)
+    told = Slurm(monkeypatch).give_back(tmp_path / "gone", known)
+    assert told == ["requeue 7 3", "JobId=7 ExcNodeList=n[1-2]"]
