@@ -4,6 +4,7 @@ The image is a root of another Debian; the checkout, its environment and interpr
 a shared installation. As root of a machine that grants less than all capabilities apptainer needs --userns.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.support.runs import rows
 from tests.support.slurm import DEVCLUSTER, SLURM_IS_MISSING, Cluster, ClusterError
-from tests.support.small_jobs import attempts, make_folder, sft, wait_for_step
+from tests.support.small_jobs import CLI, attempts, make_folder, rl, sft, small_tree, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
@@ -85,7 +88,7 @@ def assert_all_in_the_image(lines: list[str], *roles: str) -> None:
         assert any("prime_hpc.supervisor.agent" in line and f" {role} " in line for line in lines), (role, lines)
 
 
-def test_a_packed_job_is_preempted_and_comes_back(boxed: Cluster) -> None:
+def test_a_job_of_one_node_is_preempted_and_comes_back(boxed: Cluster) -> None:
     said_inside(boxed)
     job, run_dir = sft(boxed, boxed.shared, "boxed", "scavenge", 60)
     wait_for_step(boxed, run_dir, 3)
@@ -97,3 +100,38 @@ def test_a_packed_job_is_preempted_and_comes_back(boxed: Cluster) -> None:
     lines = said_inside(boxed)
     assert_all_in_the_image(lines, "trainer")
     assert sum("supervisor.agent" in line for line in lines) == 2, "one agent a life"
+
+
+@pytest.mark.parametrize("layout", ["het", "packed"])
+def test_rl_over_two_nodes(boxed: Cluster, layout: str) -> None:
+    said_inside(boxed)
+    job, run_dir = rl(boxed, boxed.shared, f"boxed-{layout}", 4, layout)
+    boxed.wait_state(job, "COMPLETED", timeout=400)
+    (life,) = attempts(run_dir)
+    assert life["outcome"] == "completed"
+    assert [row["step"] for row in rows(run_dir, "trainer")] == [1, 2, 3, 4]
+    assert_all_in_the_image(said_inside(boxed), "trainer", "orchestrator")
+
+
+def test_an_array_of_a_sweep(boxed: Cluster) -> None:
+    said_inside(boxed)
+    fake = {"data": {"type": "fake", "batch_size": 4}}
+    tree = small_tree(boxed.shared, {"partition": "gpu"}, kind="sft", seq_len=64, sft=fake, max_steps=2)
+    (boxed.shared / "points.yaml").write_text(yaml.safe_dump(tree))
+    path = boxed.shared / "boxed-sweep.yaml"
+    axes = {"product": {"trainer.optim.lr": [1e-4, 1e-3]}}
+    path.write_text(yaml.safe_dump({"experiment": "points.yaml", "axes": axes, "throttle": 2}))
+    done = boxed.x([*CLI, "sweep", "submit", str(path), "--json"], timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["points"], len(said["parts"])) == (2, 1)
+
+    def states() -> set[str]:
+        told = boxed.x([*CLI, "sweep", "status", str(path), "--json"], timeout=120)
+        return {point["state"] for point in json.loads(told.stdout)["points"]}
+
+    boxed.wait_until(lambda: states() <= {"completed", "failed"}, "the end of both points", timeout=400)
+    assert states() == {"completed"}
+    lines = said_inside(boxed)
+    assert_all_in_the_image(lines, "trainer")
+    assert sum("supervisor.agent" in line for line in lines) == 2, "one agent a point"

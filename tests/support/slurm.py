@@ -75,7 +75,7 @@ class Cluster:
         """End all of it and remove its folder. Again: nothing."""
         if self._guard.stdin is not None:
             self._guard.stdin.close()
-        self._guard.wait(timeout=120)
+        self._guard.wait(timeout=600)  # a root of another suite has many files
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # ---- commands

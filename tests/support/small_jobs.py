@@ -68,18 +68,18 @@ def wait_for_step(cluster: Cluster, run_dir: Path, step: int) -> None:
     cluster.wait_until(there, f"step {step} of {run_dir.name}", timeout=300)
 
 
-def het(cluster: Cluster, folder: Path, name: str, steps: int) -> tuple[str, Path]:
-    """RL as a het job: orchestrator (and beside it a scripted server) on a CPU node, trainer on another."""
+def rl(cluster: Cluster, folder: Path, name: str, steps: int, layout: str = "het") -> tuple[str, Path]:
+    """RL of two nodes, as a het job or a packed one: orchestrator and beside it a scripted server, and the trainer."""
     script = f"{sys.executable} -m tests.support.scripted_server '{folder / 'model'}' {SERVER_PORT}"
     root = DEVCLUSTER.parents[1]
+    het = {"layout": "het", "orchestrator": {"partition": "cpu"}, "trainer": {"partition": "gpu"}}
+    places: dict[str, Any] = het if layout == "het" else {"layout": layout, "partition": "gpu"}
     return submit(
         cluster,
         folder,
         name,
         {
-            "layout": "het",
-            "orchestrator": {"partition": "cpu"},
-            "trainer": {"partition": "gpu"},
+            **places,
             "setup": [f"(PYTHONPATH='{root}' {script} & while kill -0 $$; do sleep 0.5; done; kill $!) &"],
             "survive": {"node_silence_s": 10, "fence_s": 20},
         },
