@@ -81,7 +81,13 @@ def tree_of(setting: Setting, name: str, model: Path, **trainer: Any) -> dict[st
         "output_dir": str(setting.folder(name)),
         "seq_len": length,
         "model": {"name": str(model), "dtype": "bfloat16"},
-        "trainer": {"micro_batch_tokens": 4 * length, "optim": {"lr": 1e-4}, "data": {"fake": fake}, **trainer},
+        "trainer": {
+            "micro_batch_tokens": 4 * length,
+            "optim": {"lr": 1e-4},
+            "loss": {"type": "nll"},  # far from 0, unlike a policy gradient on random advantages
+            "data": {"fake": fake},
+            **trainer,
+        },
     }
 
 
