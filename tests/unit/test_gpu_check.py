@@ -125,7 +125,7 @@ def test_the_kernels_check_finds_a_wrong_kernel(
             k = k.roll(1, 0)
         return padded_attention(q, k, v, plan, scale, None if mistake == "window" else window)
 
-    monkeypatch.setattr(kernels, "_cuda_kernels", lambda dtype: {"ours": kernel})
+    monkeypatch.setattr(kernels, "_cuda_kernels", lambda: {"ours": kernel})
     monkeypatch.setattr(runner.Setting, "on_gpu", True)
     outcome = kernels.kernels(runner.Setting("cpu", str(tmp_path)))
     assert outcome.verdict == ("pass" if mistake is None else "fail"), outcome.summary

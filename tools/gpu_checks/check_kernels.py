@@ -20,7 +20,7 @@ def kernels(setting: Setting) -> Outcome:
     dtype = torch.bfloat16
     available: dict[str, Any] = {"padded": attention.padded_attention}
     if setting.on_gpu:
-        available |= _cuda_kernels(dtype)
+        available |= _cuda_kernels()
     rows: list[dict[str, Any]] = []
     for heads, kv_heads in ((8, 8), (16, 4)):
         for window in (None, 64):
@@ -41,20 +41,26 @@ def kernels(setting: Setting) -> Outcome:
     )
 
 
-def _cuda_kernels(dtype: Any) -> dict[str, Any]:
+def _cuda_kernels() -> dict[str, Any]:
     """Those that the trainer could choose here, by name."""
+    from torch.nn.attention import restore_flash_attention_impl
+
     from prime_hpc.trainer import attention
+    from prime_hpc.trainer.flash import activate_flash_attn_3, flash_attn_2
 
-    found: dict[str, Any] = {"torch varlen": attention.torch_varlen_attention}
-    chosen = attention.select_kernel("auto", "cuda", dtype)
-    found.setdefault(f"chosen ({getattr(chosen, '__name__', chosen)})", chosen)
-    try:
-        import flash_attn
+    def version_2(*arguments: Any) -> Any:
+        restore_flash_attention_impl(_raise_warn=False)
+        return attention.torch_varlen_attention(*arguments)
 
-        assert flash_attn.flash_attn_varlen_func
+    def version_3(*arguments: Any) -> Any:
+        assert activate_flash_attn_3("cuda")
+        return attention.torch_varlen_attention(*arguments)
+
+    found: dict[str, Any] = {"torch varlen": version_2}
+    if flash_attn_2() is not None:
         found["flash-attn"] = attention.flash_attention
-    except (ImportError, AttributeError):
-        pass
+    if activate_flash_attn_3("cuda"):
+        found["torch varlen with FlashAttention 3"] = version_3
     return found
 
 
