@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Literal
 
-from prime_hpc.config import Experiment, Loaded
+from prime_hpc.config import ConfigError, Experiment, Loaded
 from prime_hpc.config.children import is_parent
 from prime_hpc.config.engines import EngineRole, engine_roles, first_port, sampling_role, served_by, servers_of
 from prime_hpc.config.site import load_site
@@ -103,12 +103,20 @@ def data_line(experiment: Experiment) -> str:
 def _roles(experiment: Experiment) -> list[str]:
     trainer = experiment.trainer
     threads = trainer.threads_per_rank or max(1, (os.cpu_count() or 1) // trainer.num_ranks)
-    serving, training = split_gpus(experiment, usable_gpus(experiment, os.environ))
+    serving: dict[EngineRole, list[list[str]]] = {role: [] for role in engine_roles(experiment)}
+    training, missing = [], ""
+    try:
+        serving, training = split_gpus(experiment, usable_gpus(experiment, os.environ))
+    except ConfigError as error:  # a plan may be looked at on another machine than the run's
+        missing = f"not here: {error}"
     where = f"on cuda: {_gpus(training)}" if training else f"{threads} threads a rank on cpu"
+    where = "on GPUs that are not here" if missing else where
     lines = [
         f"trainer       torchrun, {trainer.num_ranks} FSDP2 ranks{trainer.layout.suffix}, {where}, "
         f"micro-batches of {experiment.micro_batch_tokens} tokens"
     ]
+    if missing:
+        lines.append(f"device        {missing}")
     if not _is_rl(experiment):
         return [*evaluation_lines(experiment), *lines, f"data          {data_line(experiment)}"]
     lines.insert(0, f"orchestrator  {orchestrator_line(experiment)}")
@@ -127,7 +135,7 @@ def _engines(experiment: Experiment, serving: Mapping[EngineRole, list[list[str]
         engines = f"data parallel {servers.data_parallel_size} x tensor parallel {servers.tensor_parallel_size}"
         port = first_port(experiment, servers) or "chosen at start"
         own = [gpu for server in serving[role] for gpu in server]
-        where = f"cuda: {_gpus(own)}" if own else "cpu"
+        where = f"cuda: {_gpus(own)}" if own else "cpu" if serving[role] else "GPUs that are not here"
         what = f"{servers.num_replicas} vLLM server(s){of_model(view, role)}, {engines} on {where}"
         lines.append(f"{role:<14}{what}, port {port}")
     return lines

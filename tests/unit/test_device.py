@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config import ConfigError, Experiment, Loaded
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.inference import bootstrap
+from prime_hpc.launch.plan import plan_text
 from prime_hpc.observe import device as device_module
 from prime_hpc.observe import gpus
 from prime_hpc.observe.device import DEVICE, Device, DeviceError, planned_device, require_gpus
@@ -280,3 +281,17 @@ def test_a_log_line_names_the_device(no_driver: Path, monkeypatch: pytest.Monkey
     words = device_module.describe_gpus(Device("cuda", 4), 4)
     assert "4 GPUs (the plan says so), driver 580.65.06" in words and "CUDA 13.0" in words
     assert "no GPU is used: device = cpu" in device_module.describe_cpu(planned_device("cpu", os.environ))
+
+
+def test_a_plan_names_each_roles_device_and_gpus_that_are_not_here(
+    no_driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(**values: Any) -> str:
+        return plan_text(Loaded(experiment(inference={}, **values), {}, [], "plan"))
+
+    assert "tensor parallel 1 on cpu, port" in planned() and "threads a rank on cpu" in planned()
+    there = planned(device="cuda")
+    assert "on GPUs that are not here" in there and "device: GPUs are wanted" in there
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert "on cuda: GPU 4, port" in planned() and "on cuda: GPU 5, micro" in planned()
+    assert "threads a rank on cpu" in planned(device="cpu")
