@@ -198,7 +198,7 @@ def test_scattered_indices_stay_below_sbatchs_limit(
 
 
 def test_het_points_go_into_lanes(slurm: FakeSlurm, folder: Path) -> None:
-    (folder / "site.yaml").write_text("name: test\nscratch: /\n")
+    (folder / "site.yaml").write_text("name: test\nscratch: /\ndevice: cpu\n")
     het = f"layout: het, site: {folder / 'site.yaml'}"
     text = (folder / "exp.yaml").read_text().replace("kind: sft\n", "").replace("gpus_per_node: 0", het)
     (folder / "exp.yaml").write_text(text + RL)
