@@ -104,7 +104,8 @@ def _roles(experiment: Experiment) -> list[str]:
     trainer = experiment.trainer
     threads = trainer.threads_per_rank or max(1, (os.cpu_count() or 1) // trainer.num_ranks)
     serving: dict[EngineRole, list[list[str]]] = {role: [] for role in engine_roles(experiment)}
-    training, missing = [], ""
+    training: list[str] = []
+    missing = ""
     try:
         serving, training = split_gpus(experiment, usable_gpus(experiment, os.environ))
     except ConfigError as error:  # a plan may be looked at on another machine than the run's
