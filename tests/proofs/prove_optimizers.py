@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -18,8 +19,40 @@ BOUND = 2e-5
 """Float32 over six updates; Newton-Schulz multiplies by up to 3.4 an iteration."""
 
 
+class Experts(nn.Module):
+    """A stack of gate and up projections in one, and the down projection that tells their width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(2, 6, 4))
+        self.down_proj = nn.Parameter(torch.randn(2, 4, 3))
+
+
+class Attention(nn.Module):
+    """Two heads of queries and one of keys and values in one projection; or three matrices head by head."""
+
+    def __init__(self, model_type: str, name: str, rows: int, num_key_value_heads: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(
+            model_type=model_type,
+            hidden_size=4,
+            num_attention_heads=2,
+            num_key_value_heads=num_key_value_heads,
+            head_dim=3,
+        )
+        setattr(self, name, nn.Linear(4, rows, bias=False))
+
+
+PARTS = {
+    "experts.gate_up_proj": [[0, 1, 2], [3, 4, 5]],
+    "phi.qkv_proj.weight": [[0, 1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11]],
+    "neox.query_key_value.weight": [[0, 1, 2, 9, 10, 11], [3, 4, 5, 12, 13, 14], [6, 7, 8, 15, 16, 17]],
+}
+"""Rows of each matrix in a fused parameter."""
+
+
 class Toy(nn.Module):
-    """An embedding, a matrix each way round, a stack of matrices and a vector."""
+    """An embedding, a matrix each way round, a stack of matrices, fused matrices and a vector."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -27,7 +60,10 @@ class Toy(nn.Module):
         self.embed = nn.Embedding(7, 4)
         self.wide = nn.Linear(6, 4, bias=False)
         self.tall = nn.Linear(4, 9, bias=True)
-        self.experts = nn.Parameter(torch.randn(3, 5, 4))
+        self.stack = nn.Parameter(torch.randn(3, 5, 4))
+        self.experts = Experts()
+        self.phi = Attention("phi3", "qkv_proj", 12, 1)
+        self.neox = Attention("gpt_neox", "query_key_value", 18, 2)
 
 
 def newton_schulz(x: np.ndarray) -> np.ndarray:
@@ -82,12 +118,26 @@ CONFIGS = {
 
 
 def expected(
-    name: str, config: OptimConfig, key: str, w: np.ndarray, grads: list[np.ndarray], lrs: list[float]
+    name: str,
+    config: OptimConfig,
+    key: str,
+    w: np.ndarray,
+    grads: list[np.ndarray],
+    lrs: list[float],
+    *,
+    fused: bool = False,
 ) -> np.ndarray:
-    """Where the reference ends; vectors do not decay, Muon's embedding and vector are AdamW's."""
+    """Where the reference ends; vectors do not decay, Muon's embedding and vector are AdamW's, and every matrix in a
+    fused parameter is one of its own (`fused`: it is such a part)."""
     decay = config.weight_decay if w.ndim >= 2 else 0.0
     if name in ("signsgd", "signum"):
         return signum(w, grads, lrs, decay, config.momentum or 0.0)
+    if name == "muon" and key in PARTS and not fused:
+        moved = np.empty_like(w)
+        for rows in PARTS[key]:
+            part, own = w[..., rows, :], [g[..., rows, :] for g in grads]
+            moved[..., rows, :] = expected(name, config, key, part, own, lrs, fused=True)
+        return moved
     if name == "muon" and w.ndim == 2 and not key.startswith("embed"):
         return muon(w, grads, lrs, decay, 0.95)
     if name == "muon" and w.ndim == 3:

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+import transformers
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from prime_hpc.config.sections.trainer import OptimConfig, SchedulerConfig
@@ -15,6 +16,7 @@ from prime_hpc.trainer.optim import (
     orthogonalize,
     set_learning_rate,
 )
+from prime_hpc.trainer.optim.fused import find_fused
 
 
 def factors(max_steps: int, **config: object) -> list[float]:
@@ -203,3 +205,29 @@ def test_a_rate_written_as_text_is_a_number(text: object) -> None:
 def test_settings_that_cannot_work_are_refused(tree: dict, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         OptimConfig.model_validate(tree)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("Phi3Config", {"qkv_proj.weight": (-2, (16, 8, 8), 1), "gate_up_proj.weight": (-2, (24, 24), 1)}),
+        ("Qwen3MoeConfig", {"experts.gate_up_proj": (-2, (20, 20), 1)}),
+        ("GPT2Config", {"c_attn.weight": (-1, (16, 16, 16), 1)}),
+        ("GPTNeoXConfig", {"query_key_value.weight": (-2, (4, 4, 4), 4)}),
+        ("LlamaConfig", {}),
+    ],
+)
+def test_fused_matrices_of_real_models_are_known(config: str, expected: dict[str, tuple]) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 32, "pad_token_id": 0}
+    sizes |= {"intermediate_size": 24, "num_key_value_heads": 2, "moe_intermediate_size": 20, "num_experts": 2}
+    if config in ("GPT2Config", "GPTNeoXConfig"):
+        del sizes["num_key_value_heads"]
+    own = {"head_dim": 4} if config == "Qwen3MoeConfig" else {}
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**sizes, **own))
+    fused = find_fused(model)
+    found = {n: fused[id(p)] for n, p in model.named_parameters() if id(p) in fused}
+    assert len(found) == len(fused)
+    assert {".".join(n.split(".")[-2:]): (f.dim, f.sizes, f.groups) for n, f in found.items()} == expected
+    for name, f in found.items():
+        whole = model.get_parameter(name).detach()
+        assert torch.equal(f.join(f.split(whole)), whole)

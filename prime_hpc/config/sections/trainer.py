@@ -13,7 +13,8 @@ class OptimConfig(Section):
     """Optimizer and gradient clipping."""
 
     type: Literal["adamw", "muon", "signsgd"] = "adamw"
-    """`muon`: matrices by Muon, embeddings, output head and vectors by AdamW; `signsgd`: the gradient's sign alone."""
+    """`muon`: matrices (of fused ones each part) by Muon, embeddings, output head and vectors by AdamW; `signsgd`: the
+    gradient's sign alone."""
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate; 0 is allowed (the log-probability self-test). `muon` takes AdamW's rates."""
     weight_decay: float = Field(0.01, ge=0)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from prime_hpc.config.sections.trainer import OptimConfig
 from prime_hpc.trainer.memory.optimizer_state import keep_in_host_memory
+from prime_hpc.trainer.optim.fused import find_fused
 from prime_hpc.trainer.optim.muon import Muon
 from prime_hpc.trainer.optim.signsgd import SignSGD
 
@@ -46,7 +47,8 @@ def _build(module: nn.Module, config: OptimConfig, parameters: Iterable[nn.Param
             {"params": others, "algorithm": "adamw", "weight_decay": config.weight_decay},
             {"params": vectors, "algorithm": "adamw", "weight_decay": 0.0},
         ]
-        return Muon(_used(groups), lr=config.lr, momentum=momentum, betas=config.betas, eps=config.eps)
+        fused = find_fused(module)
+        return Muon(_used(groups), lr=config.lr, momentum=momentum, betas=config.betas, eps=config.eps, fused=fused)
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

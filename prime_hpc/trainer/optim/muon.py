@@ -7,7 +7,8 @@ For a matrix W [rows, columns] with gradient G (Jordan et al. 2024; its scale an
     W <- (1 - lr decay) W - lr 0.2 sqrt(max(rows, columns)) O
 
 The factor gives updates AdamW's usual root mean square, so one learning rate serves both halves. A stack of matrices
-[experts, rows, columns] is orthogonalised matrix by matrix.
+[experts, rows, columns] is orthogonalised matrix by matrix, and a parameter that fuses several (`fused.py`) part by
+part, each with its own factor.
 
 Sharded parameters (FSDP2 DTensors): momentum stays sharded; orthogonalising needs whole matrices. As many matrices of
 one shape as there are ranks are exchanged at a time (all-to-all), each rank orthogonalises its share and the results
@@ -16,13 +17,15 @@ experts needs no exchange. On a mesh of several dimensions every rank gathers an
 its part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
+
+from prime_hpc.trainer.optim.fused import Fused
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: steepest at 0, so that small singular values come up in few steps."""
@@ -62,6 +65,7 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        fused: Mapping[int, Fused] | None = None,
     ) -> None:
         """
         Args:
@@ -69,7 +73,9 @@ class Muon(torch.optim.Optimizer):
             lr: of both halves.
             momentum: of Muon.
             betas, eps: of AdamW.
+            fused: id of a parameter that holds several matrices -> how (`find_fused`).
         """
+        self._fused = dict(fused or {})
         super().__init__(groups, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -84,9 +90,10 @@ class Muon(torch.optim.Optimizer):
                 self._step_adamw(parameters, group)
 
     def _step_muon(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
-        for same in _by_layout(parameters):
+        for same in _by_layout(parameters, self._fused):
+            direction = _direction(self._fused.get(id(same[0])))
             for chunk in _chunks(same):
-                updates = _orthogonalize_all([self._momentum(p, group["momentum"]) for p in chunk])
+                updates = _orthogonalize_all([self._momentum(p, group["momentum"]) for p in chunk], direction)
                 for parameter, update in zip(chunk, updates, strict=True):
                     scale = UPDATE_RMS * max(parameter.shape[-2:]) ** 0.5
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
@@ -125,12 +132,25 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def _by_layout(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Parameters of one shape and one sharding together, in an order that every rank shares."""
+def _direction(fused: Fused | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`orthogonalize`, or the same part by part, each scaled so that the whole's factor becomes the part's own."""
+    if fused is None:
+        return orthogonalize
+
+    def by_parts(matrices: torch.Tensor) -> torch.Tensor:
+        whole = max(matrices.shape[-2:])
+        parts = fused.split(matrices)
+        return fused.join([orthogonalize(part) * (max(part.shape[-2:]) / whole) ** 0.5 for part in parts])
+
+    return by_parts
+
+
+def _by_layout(parameters: list[torch.Tensor], fused: Mapping[int, Fused]) -> list[list[torch.Tensor]]:
+    """Parameters of one shape, one sharding and the same parts together, in an order that every rank shares."""
     found: dict[Any, list[torch.Tensor]] = {}
     for p in parameters:
         layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else ()
-        found.setdefault((tuple(p.shape), p.dtype, layout), []).append(p)
+        found.setdefault((tuple(p.shape), p.dtype, layout, fused.get(id(p))), []).append(p)
     return list(found.values())
 
 
@@ -141,18 +161,20 @@ def _chunks(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [parameters[i : i + size] for i in range(0, len(parameters), size)]
 
 
-def _orthogonalize_all(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`orthogonalize` of each; sharded ones (all of one layout) come back with the sharding that they had."""
+def _orthogonalize_all(
+    matrices: list[torch.Tensor], direction: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """`direction` of each; sharded ones (all of one layout) come back with the sharding that they had."""
     first = matrices[0]
     if not isinstance(first, DTensor):
-        return [orthogonalize(m) for m in matrices]
+        return [direction(m) for m in matrices]
     if first.ndim == 3 and all(p.is_replicate() or p.is_shard(0) for p in first.placements):
-        return [_local(m) for m in matrices]
+        return [_local(m, direction) for m in matrices]
     if first.device_mesh.ndim > 1:
-        return [_own_part(orthogonalize(m.full_tensor()), m) for m in matrices]  # type: ignore[attr-defined]
+        return [_own_part(direction(m.full_tensor()), m) for m in matrices]  # type: ignore[attr-defined]
     stacked = torch.stack(matrices)
     kept = stacked.placements  # type: ignore[attr-defined]
-    whole = _local(stacked.redistribute(placements=[Shard(0)]))  # type: ignore[attr-defined]
+    whole = _local(stacked.redistribute(placements=[Shard(0)]), direction)  # type: ignore[attr-defined]
     return list(whole.redistribute(placements=kept).unbind(0))
 
 
@@ -171,10 +193,10 @@ def _own_part(whole: torch.Tensor, sharded: Any) -> torch.Tensor:
     )
 
 
-def _local(sharded: Any) -> Any:
-    """`orthogonalize` of a stack of which every rank holds some whole matrices."""
+def _local(sharded: Any, direction: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`direction` of a stack of which every rank holds some whole matrices."""
     return DTensor.from_local(
-        orthogonalize(sharded.to_local()),
+        direction(sharded.to_local()),
         sharded.device_mesh,
         sharded.placements,
         run_check=False,
