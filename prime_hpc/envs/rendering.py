@@ -5,9 +5,10 @@ model did not sample: what it did sample is kept as the ids that the engine retu
 """
 
 import asyncio
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from loguru import logger
@@ -21,15 +22,37 @@ CHATML_TOKENS = (
     *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "</think>"),
     *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
 )
-"""Single tokens that the `qwen3` renderer builds on."""
+"""Single tokens that Qwen's renderers build on."""
 INLINE_CHARS = 20_000
 """A prompt up to this many characters is rendered on the event loop: about a millisecond, less than a thread hop costs
 when many episodes wait."""
 CACHE_PROMPTS = 2048
 """Rendered prompts kept: the episodes of a group start from the same one."""
 
-PROBE = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hi, 1+1."}]
+PROBE: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hi, 1+1."}]
 """A conversation on which the renderer and the tokenizer's own chat template must agree."""
+PROBE_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        },
+    }
+]
+PROBE_CALL: list[dict[str, Any]] = [
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    },
+    {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
+]
+"""How it may go on, with `PROBE_TOOLS`."""
+QWEN_RENDERERS = ("qwen3", "prime-qwen3", "qwen3.5", "qwen3.6", "qwen3.8")
+"""For models with `CHATML_TOKENS`: they differ in tools, their calls, and think sections."""
+EMPTY_THINK = re.compile(r"<think>\s*</think>\s*")
 
 
 class PromptRenderer:
@@ -140,42 +163,89 @@ def make_renderer(tokenizer: Any, name: str, enable_thinking: bool) -> Any:
 
 
 def choose_renderer(tokenizer: Any, enable_thinking: bool) -> Any:
-    """`auto`: `qwen3` for ChatML models with Qwen3's control tokens, else what `renderers` knows for the model's name,
-    else `default` (the tokenizer's own chat template; every turn is then a sample of its own)."""
-    from renderers import create_renderer
-    from renderers.configs import AutoRendererConfig
+    """`auto`: what `renderers` knows for the model's name; else, of a ChatML model with Qwen's control tokens, the one
+    of Qwen's renderers that agrees with its chat template; else `default` (the tokenizer's own chat template; every
+    turn is then a sample of its own).
 
+    Raises:
+        EnvError: neither a template nor a name that is known, or no renderer agrees with the template: RL would show
+            the model other prompts than supervised fine-tuning does, and read its tool calls otherwise.
+    """
+    from renderers.base import MODEL_RENDERER_MAP
+
+    known = MODEL_RENDERER_MAP.get(hub_name(tokenizer))
     vocabulary = tokenizer.get_vocab()
-    if all(token in vocabulary for token in CHATML_TOKENS):
-        # A ChatML template that knows no think section, or always closes one, is Qwen3's with the other setting.
-        for thinking in (enable_thinking, not enable_thinking):
-            renderer = make_renderer(tokenizer, "qwen3", thinking)
-            if agrees_with_template(tokenizer, renderer, enable_thinking):
-                return renderer
-        logger.warning(
-            "the `qwen3` renderer and the tokenizer's chat template render a probe differently: supervised "
-            "fine-tuning and RL would see different prompts. Check model.enable_thinking ({}) or model.renderer",
-            enable_thinking,
-        )
-        return make_renderer(tokenizer, "qwen3", enable_thinking)
+    if all(token in vocabulary for token in CHATML_TOKENS) and known in (None, *QWEN_RENDERERS):
+        return _agreeing(tokenizer, [known] if known else QWEN_RENDERERS, enable_thinking)
+    if known is not None:
+        renderer = make_renderer(tokenizer, known, enable_thinking)
+        if not agrees_with_template(tokenizer, renderer, enable_thinking):
+            logger.warning(
+                "the `{}` renderer of {} and the tokenizer's chat template render a probe differently: supervised "
+                "fine-tuning and RL would see different prompts. Check model.enable_thinking or model.renderer",
+                known,
+                hub_name(tokenizer),
+            )
+        return renderer
     if getattr(tokenizer, "chat_template", None) is None:
         raise EnvError("the tokenizer has no chat template; set model.renderer to one that fits the model")
-    try:
-        renderer = create_renderer(tokenizer, AutoRendererConfig())
-    except (ValueError, OSError) as error:
-        logger.debug("renderers has no entry for this model ({}); using its chat template", error)
-    else:
-        if type(renderer).__name__ != "DefaultRenderer":
-            return renderer
     return make_renderer(tokenizer, "default", enable_thinking)
 
 
-def agrees_with_template(tokenizer: Any, renderer: Any, enable_thinking: bool) -> bool:
-    """Whether the renderer gives the chat template's ids on a probe; true when there is no template to compare."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        return True
-    text = tokenizer.apply_chat_template(
-        PROBE, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
+def hub_name(tokenizer: Any) -> str:
+    """`organisation/model` of a tokenizer loaded by that name or from the hub's cache, else where it is from."""
+    path = str(getattr(tokenizer, "name_or_path", ""))
+    cached = re.search(r"models--([^/]+)--([^/]+)(/|$)", path)
+    return f"{cached[1]}/{cached[2]}" if cached else path
+
+
+def _agreeing(tokenizer: Any, names: Sequence[str], enable_thinking: bool) -> Any:
+    """The first of the renderers that agrees with the chat template; without a template the first that fits."""
+    unfit: list[EnvError] = []
+    # A ChatML template that knows no think section, or always closes one, is a renderer's with the other setting.
+    for name in names:
+        for thinking in (enable_thinking, not enable_thinking):
+            try:
+                renderer = make_renderer(tokenizer, name, thinking)
+            except EnvError as error:  # it builds on tokens that this tokenizer lacks
+                unfit.append(error)
+                continue
+            if agrees_with_template(tokenizer, renderer, enable_thinking):
+                return renderer
+    if len(unfit) == 2 * len(names):
+        raise unfit[0]
+    raise EnvError(
+        f"the tokenizer's chat template (model.enable_thinking = {enable_thinking}) is none that the renderers "
+        f"{', '.join(names)} write: RL would show the model other prompts or tools than its template. Set "
+        "model.renderer to `default` (the template itself; every turn is then a sample of its own) or to the one that "
+        "you mean"
     )
-    expected = tokenizer.encode(text, add_special_tokens=False)
-    return list(renderer.render(PROBE, add_generation_prompt=True).token_ids) == list(expected)
+
+
+def agrees_with_template(tokenizer: Any, renderer: Any, enable_thinking: bool) -> bool:
+    """Whether the renderer gives the chat template's prompts; true when there is no template to compare.
+
+    Compared are a first prompt, and where the template knows tools, one with tools, and one after a tool call and its
+    result. In the past, empty think sections do not count: templates take out or leave what was sampled there, and a
+    renderer that extends the tokens so far must not.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None:
+        return True
+    probes: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = [(PROBE, None)]
+    if "tools" in str(template):
+        probes += [(PROBE, PROBE_TOOLS), ([*PROBE, *PROBE_CALL], PROBE_TOOLS)]
+    for messages, tools in probes:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
+        )
+        expected = tokenizer.encode(text, add_special_tokens=False)
+        found = list(renderer.render(messages, tools=tools, add_generation_prompt=True).token_ids)
+        if found != expected and (messages is PROBE or _past(tokenizer, found) != _past(tokenizer, expected)):
+            return False
+    return True
+
+
+def _past(tokenizer: Any, ids: list[int]) -> str:
+    """A conversation's text without empty think sections."""
+    return EMPTY_THINK.sub("", tokenizer.decode(ids, skip_special_tokens=False))

@@ -40,6 +40,43 @@ def test_auto_sees_a_template_without_think_sections(tokenizer: Any) -> None:
     assert probe_text(tokenizer, renderer).endswith("<|im_start|>assistant\n")
 
 
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("qwen2_5", "qwen3"),
+        ("qwen3", "qwen3"),
+        ("qwen3_instruct_2507", "qwen3"),
+        ("qwen3_5_nothink", "qwen3.5"),
+        ("qwen3_6", "qwen3.5"),
+        ("qwen3_8", "qwen3.8"),
+    ],
+)
+def test_auto_tells_the_families_of_one_vocabulary_apart_by_their_tools(
+    template: str, expected: str, thinking: bool
+) -> None:
+    folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+    tokenizer = pytest.importorskip("prime_hpc.starter.tokenizer").build_tokenizer(512)
+    tokenizer.add_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
+    tokenizer.chat_template = (folder / f"{template}.jinja").read_text()
+    found = choose_renderer(tokenizer, thinking)
+    if template == "qwen3_8" and not thinking:
+        expected = "qwen3.5"  # the same prompts and calls
+    assert found.config.name == expected
+    tokenizer.chat_template += "{{- 'Be brave.' -}}"
+    with pytest.raises(EnvError, match="is none that the renderers qwen3, prime-qwen3.* write"):
+        choose_renderer(tokenizer, thinking)
+
+
+def test_auto_takes_the_renderer_of_the_model_s_name(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    for path in ("PrimeIntellect/Qwen3-0.6B", "/cache/hub/models--PrimeIntellect--Qwen3-0.6B/snapshots/0123"):
+        tokenizer.name_or_path = path
+        assert type(choose_renderer(tokenizer, True)).__name__ == "PrimeQwen3Renderer"
+    tokenizer.name_or_path = "Qwen/Qwen3-0.6B"
+    assert type(choose_renderer(tokenizer, True)).__name__ == "Qwen3Renderer"
+
+
 def test_auto_falls_back_to_the_template_of_other_models(tokenizer: Any) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
