@@ -104,6 +104,55 @@ def concurrency(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def learning(subject: Subject) -> Iterator[Finding]:
+    """Steps and groups that are trained for nothing, or not as the objective's paper has it."""
+    experiment = subject.experiment
+    trainer, key = experiment.trainer, "trainer.scheduler.decay_steps"
+    schedule, loss = trainer.scheduler, trainer.loss
+    ends = schedule.warmup_steps + (schedule.decay_steps or 0)
+    is_early = (
+        schedule.type in ("linear", "cosine") and schedule.decay_steps is not None and ends < experiment.max_steps
+    )
+    if is_early and schedule.min_lr_ratio == 0:
+        yield Finding(
+            "PH220",
+            "warning",
+            key,
+            f"the decay ends at step {ends}: the last {experiment.max_steps - ends} steps have learning rate 0",
+            "leave decay_steps out, or a min_lr_ratio above 0",
+        )
+    if not subject.is_rl:
+        return
+    bounds = [bound for bound in (loss.clip_low, loss.clip_high) if bound is not None] or [3e-4]
+    if loss.type == "gspo" and loss.correction is None and experiment.model.dtype != "float32" and min(bounds) < 3e-3:
+        yield Finding(
+            "PH221",
+            "warning",
+            "trainer.loss.correction",
+            f"gspo clips a sequence's ratio to the engine's policy at {min(bounds):g}, and in {experiment.model.dtype} "
+            "engine and trainer differ by more than that: sequences are clipped for their numerics. The paper's ratio "
+            "is to the trainer's own policy",
+            "trainer.loss.correction = {} (counts the mismatch apart), or clip_low and clip_high of 3e-3 and more",
+        )
+    if experiment.orchestrator.advantage.zero == "drop" and loss.kl is not None and loss.kl.coef > 0:
+        yield Finding(
+            "PH222",
+            "warning",
+            "orchestrator.advantage.zero",
+            "the KL penalty is not applied to groups without signal, which zero = drop leaves out of the batch",
+            "zero = auto",
+        )
+    if experiment.orchestrator.advantage.type == "opsd" and experiment.max_model_len <= experiment.seq_len:
+        yield Finding(
+            "PH223",
+            "warning",
+            "inference.max_model_len",
+            f"the engines take {experiment.max_model_len} tokens, as many as a sample has: with the demonstration "
+            "before it, a rollout that fills its context cannot be scored and counts as failed",
+            "seq_len and the longest demonstration together",
+        )
+
+
 def curriculum(subject: Subject) -> Iterator[Finding]:
     """Pools that do nothing, or that a task cannot leave."""
     if not subject.is_rl:
@@ -215,4 +264,4 @@ def runs(subject: Subject) -> Iterator[Finding]:
         )
 
 
-CHECKS = (groups, sampling, batch, concurrency, curriculum, echo, evaluation, data, checkpoints, runs)
+CHECKS = (groups, sampling, batch, learning, concurrency, curriculum, echo, evaluation, data, checkpoints, runs)

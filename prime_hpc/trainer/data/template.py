@@ -39,6 +39,8 @@ class ChatTokenizer:
         self._enable_thinking = enable_thinking
         self._template, self._origin = _read_template(tokenizer, chat_template)
         self._added = set(tokenizer.get_added_vocab().values())
+        first = tokenizer("a", verbose=False)["input_ids"][:1]
+        self._begin = first if first == [tokenizer.bos_token_id] else []
         self._ends = {i for i in (tokenizer.eos_token_id, *tokenizer.all_special_ids) if i is not None}
 
     @property
@@ -96,8 +98,11 @@ class ChatTokenizer:
         return np.array(tokens.ids, dtype=np.int32), mask
 
     def plain(self, text: PlainText) -> tuple[np.ndarray, np.ndarray]:
-        """Prompt and completion as plain text, ended by the end-of-sequence token where there is one."""
+        """Prompt and completion as plain text: begun, untrained, by the token that the tokenizer itself puts before a
+        text (the base model was trained with it), ended by the end-of-sequence token where there is one."""
         head, tail = self.encode(text.prompt), self.encode(text.completion)
+        if (head or tail)[:1] != self._begin:
+            head = self._begin + head
         if self._tokenizer.eos_token_id is not None:
             tail = [*tail, self._tokenizer.eos_token_id]
         return np.array(head + tail, dtype=np.int32), np.arange(len(head) + len(tail)) >= len(head)
