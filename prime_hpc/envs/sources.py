@@ -3,8 +3,8 @@
 Made by `prime_hpc.envs.pool`; the orchestrator reads `name`, `ratio` and `num_tasks`.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
@@ -18,6 +18,31 @@ HOLD_OUT = 10
 """Of a list of tasks that is trained and evaluated on, every tenth task (9, 19, 29 ...) is evaluated."""
 
 
+WINDOW = 4096
+"""Tasks of an endless taskset that are kept, the newest ones."""
+
+
+class EndlessTasks:
+    """An endless taskset's tasks by number. What is older than the window is made again, from the first one on."""
+
+    def __init__(self, taskset: Iterable[Any]) -> None:
+        self._taskset = taskset
+        self._start()
+
+    def _start(self) -> None:
+        self._more: Iterator[Any] = iter(self._taskset)
+        self._made = 0
+        self._kept: deque[Any] = deque(maxlen=WINDOW)
+
+    def __getitem__(self, number: int) -> Any:
+        if number < self._made - len(self._kept):
+            self._start()
+        while self._made <= number:
+            self._kept.append(next(self._more))
+            self._made += 1
+        return self._kept[number - self._made]
+
+
 class EnvSource:
     """One environment's tasks. The same config and seed always give the same tasks in the same order.
 
@@ -27,7 +52,7 @@ class EnvSource:
     """
 
     def __init__(self, config: EnvConfig, split: Split, seed: int, *, beside: Sequence[EnvConfig] = ()) -> None:
-        """Find the taskset and load its tasks (an infinite one's are made as they are asked for).
+        """Find the taskset and load its tasks (an infinite one's are made as they are asked for, see `EndlessTasks`).
 
         Args:
             config: the environment.
@@ -50,17 +75,15 @@ class EnvSource:
         self._chosen: list[int] | None = None
         try:
             self.env: Any = load_environment(self.env_config)
-            self._tasks: list[Any] = []
-            self._more: Iterator[Any] | None = None
-            if self.env.taskset.bounded:
-                self._tasks = list(self.env.taskset)
-            else:
-                self._more = iter(self.env.taskset)
+            self._tasks: list[Any] | EndlessTasks
+            taskset = self.env.taskset
+            self._tasks = list(taskset) if taskset.bounded else EndlessTasks(taskset)
         except EnvError:
             raise
         except Exception as error:
             raise EnvError(f"environment {self.name!r} cannot be loaded: {type(error).__name__}: {error}") from error
-        self.num_tasks: int | None = None if self._more is not None else self._count(len(self._tasks))
+        tasks = self._tasks
+        self.num_tasks: int | None = None if isinstance(tasks, EndlessTasks) else self._count(len(tasks))
         if self.num_tasks == 0:
             raise EnvError(f"environment {self.name!r} has no tasks in its {split} split")
 
@@ -72,10 +95,7 @@ class EnvSource:
         """
         if index < 0 or (self.num_tasks is not None and index >= self.num_tasks):
             raise IndexError(f"environment {self.name!r} has tasks 0..{(self.num_tasks or 0) - 1}, not {index}")
-        position = self._position(index if self._chosen is None else self._chosen[index])
-        if self._more is not None and position >= len(self._tasks):
-            self._tasks.extend(itertools.islice(self._more, position + 1 - len(self._tasks)))
-        return self._tasks[position]
+        return self._tasks[self._position(index if self._chosen is None else self._chosen[index])]
 
     def choose(self, indices: Sequence[int]) -> None:
         """Keep these tasks of the split alone, numbered in this order."""
@@ -97,7 +117,8 @@ class EnvSource:
         """Where task `index` of this split stands in the taskset."""
         if self._part is None:
             return index
-        small = self._more is None and len(self._tasks) < HOLD_OUT  # then the last task alone is held out
+        total = HOLD_OUT if isinstance(self._tasks, EndlessTasks) else len(self._tasks)
+        small = total < HOLD_OUT  # then the last task alone is held out
         if self._part == "eval":
-            return len(self._tasks) - 1 if small else index * HOLD_OUT + HOLD_OUT - 1
+            return total - 1 if small else index * HOLD_OUT + HOLD_OUT - 1
         return index if small else index + index // (HOLD_OUT - 1)

@@ -59,6 +59,11 @@ class Group:
         """The ended rollouts that may train, in episode order."""
         return [slot for slot in self.slots if slot is not None and slot.usable]
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any usable rollout has tokens: one that its deadline cut off may count without."""
+        return any(episode.result.samples for episode in self.usable)
+
     def min_version(self) -> int | None:
         """Oldest version among the usable rollouts' tokens so far."""
         versions = [r.min_version for r in self.usable if r.min_version is not None]
@@ -100,6 +105,7 @@ class GroupBook:
     counts: GroupCounts = field(default_factory=GroupCounts)
     _attempts: dict[int, int] = field(default_factory=dict)
     _stale: list[Group] = field(default_factory=list)
+    _consumed: list[Group] = field(default_factory=list)
 
     @property
     def num_open(self) -> int:
@@ -140,8 +146,7 @@ class GroupBook:
         if group.num_ended < self.group_size:
             return
         del self.in_flight[group.prompt.position]
-        usable = group.usable
-        if len(usable) < self.min_usable or not any(e.result.samples for e in usable):
+        if len(group.usable) < self.min_usable or not group.has_tokens:
             self.counts.dropped += 1
             self._consume(group)
         elif self._is_stale(group):
@@ -157,6 +162,11 @@ class GroupBook:
         """Groups that must be sampled again; the caller gives their prompts back and cancels episodes still running."""
         stale, self._stale = self._stale, []
         return stale
+
+    def take_consumed(self) -> list[Group]:
+        """Groups that were dropped or rejected since the last call: nothing more is done for them."""
+        consumed, self._consumed = self._consumed, []
+        return consumed
 
     def batch_ready(self) -> bool:
         """Whether `take_batch` has its groups and need not wait for one that was already sent back once."""
@@ -207,6 +217,7 @@ class GroupBook:
     def _consume(self, group: Group) -> None:
         self.dropped_positions.append(group.prompt.position)
         self._attempts.pop(group.prompt.position, None)
+        self._consumed.append(group)
 
     def _send_back(self, group: Group) -> None:
         position = group.prompt.position

@@ -93,6 +93,7 @@ class Orchestrator:
         self.exp, self.parts, self.start_step = exp, parts, start_step
         self.last_step = exp.max_steps
         self.rows: list[dict[str, Any]] = []
+        """Of a bench: the metrics of its batches."""
         self.shape: list[dict[str, list[int]]] = []
         """Of a bench: what the last batch looked like."""
         sources = [SourceInfo(s.name, s.ratio, s.num_tasks) for s in parts.train_pool.sources]
@@ -121,8 +122,8 @@ class Orchestrator:
             next_batch=start_step + 1,
             gate=self.curriculum.judge,
         )
-        self.broken: OrchestratorError | None = None
-        """What a sampler or gate of the user's own failed with in a callback; the loop raises it."""
+        self.broken: Exception | None = None
+        """What a callback failed with (a sampler or gate of the user's own, or a bug); the loop raises it."""
         now = loop_time()
         self.table = ServerTable(parts.urls, now)
         self.failures = FailureWindow(config.max_failed_share)
@@ -149,8 +150,10 @@ class Orchestrator:
     async def run(self) -> None:
         """From ready servers to the last batch and its evaluation. Raises OrchestratorError where it cannot go on."""
         loop = asyncio.get_running_loop()
-        self.parts.bell.subscribe("server", lambda news: _from_thread(loop, self._server_news, news))
+        self.parts.bell.subscribe("server", lambda news: _from_thread(loop, self._hear_server_news, news))
         await self.weights.prepare(self.start_step)
+        if self.parts.teacher is not None and not self.parts.teacher.is_other:
+            await self.parts.teacher.check_room(self.exp.seq_len, [s.num_tasks for s in self.stream.sources])
         self.parts.status.ready(version=self.start_step, step=self.start_step, servers=list(self.parts.urls))
         follow = asyncio.create_task(self.weights.run(), name="weights")
         work = asyncio.create_task(self._work(), name="work")
@@ -186,7 +189,11 @@ class Orchestrator:
 
     async def _write(self, step: int, groups: list[Group], state: dict[str, Any]) -> tuple[list[ScoredGroup], Manifest]:
         """Score, pack and commit batch `step` (in a thread: dispatch goes on), then ring."""
-        references = await self.parts.teacher.collect(groups) if self.parts.teacher is not None else None
+        references = None
+        if self.parts.teacher is not None:
+            references = await self.parts.teacher.collect(groups)
+            groups = [g for g in groups if g.has_tokens]
+            references = [found for found in references if found]
         manifest, scored = await asyncio.to_thread(self._assemble, step, groups, state, references)
         path = self.parts.paths.rollouts_step(step)
         source = self.parts.handover.offer(path)
@@ -226,6 +233,8 @@ class Orchestrator:
         advantage = self.exp.orchestrator.advantage
         timeout_reward = advantage.timeout_reward if advantage.timeout == "penalize" else None
         episode = to_episode(result, self.exp.seq_len, is_policy=advantage.type != "sft", timeout_reward=timeout_reward)
+        if self.parts.teacher is not None and episode.usable and not group.abandoned:
+            episode = self.parts.teacher.begin(group, index, episode)
         self.stats.add_episode(episode)
         if result.state is not EpisodeState.CANCELLED:
             self.failures.add(episode.reason)
@@ -233,12 +242,10 @@ class Orchestrator:
             prompt = group.prompt
             where = f"prompt {prompt.position} ({self.env_names[prompt.source]}, task {prompt.task}), rollout {index}"
             logger.warning(f"{where}: {episode.reason}; it counts as failed")
-        if self.parts.teacher is not None and episode.usable and not group.abandoned:
-            self.parts.teacher.begin(group, index, episode)
-        try:
-            self.book.add(group, index, episode)
-        except OrchestratorError as error:
-            self.broken = error
+        self.book.add(group, index, episode)
+        for consumed in self.book.take_consumed():
+            if self.parts.teacher is not None:
+                self.parts.teacher.discard(consumed)
         self._send_back_stale()
         self.changed.set()
 
@@ -248,6 +255,14 @@ class Orchestrator:
             if self.parts.teacher is not None:
                 self.parts.teacher.discard(group)
             self.stream.put_back(group.prompt)
+
+    def _hear_server_news(self, news: dict[str, Any]) -> None:
+        """In the event loop, which would only log what this raises."""
+        try:
+            self._server_news(news)
+        except Exception as error:  # noqa: BLE001 - the loop raises it
+            self.broken = error
+            self.changed.set()
 
     def _server_news(self, news: dict[str, Any]) -> None:
         """The supervisor's word on a server's node: lost, or the server is being started at another address."""
@@ -337,7 +352,8 @@ class Orchestrator:
             "total/samples": self.totals["samples"],
             "total/tokens": self.totals["tokens"],
         }
-        self.rows.append(row)
+        if self.exp.orchestrator.bench:
+            self.rows.append(row)
         self.parts.metrics.log(step, **row)
         self.parts.samples.write(step, train_rows(scored, self.env_names, self.exp.orchestrator.log_samples))
         info = {"reward": row["reward/mean"], "tokens_per_second": row["tokens/sampled_per_second"]}

@@ -37,6 +37,7 @@ from prime_hpc.orchestrator.metrics import SampleLog
 from prime_hpc.orchestrator.setup import (
     load_resume_state,
     make_clients,
+    make_endless_tasks,
     make_pool,
     make_teacher,
     ready_timeout,
@@ -149,6 +150,8 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
         if exp.kind == "rl":
             pool = make_pool(exp, urls, config.env, config.sampling, "train", served_as)
             train_pool = await stack.enter_async_context(pool)
+            if state is not None:
+                await asyncio.to_thread(make_endless_tasks, train_pool, state)
         eval_pool = None
         if config.eval is not None:
             envs = config.eval.env or config.env

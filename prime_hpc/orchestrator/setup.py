@@ -167,6 +167,18 @@ def _environments_beside(exp: Experiment, split: Split) -> list[EnvConfig]:
     return config.env if split == "eval" else config.eval.env or config.env
 
 
+def make_endless_tasks(pool: EnvPool, state: dict[str, Any]) -> None:
+    """Make the tasks of endless environments up to where a resumed run goes on: slow, so not on the event loop.
+
+    Args:
+        pool: the training environments.
+        state: the orchestrator's, of `load_resume_state`.
+    """
+    for source, used in zip(pool.sources, state["prompts"]["counts"], strict=False):  # changed ones are refused later
+        if source.num_tasks is None and used > 0:
+            source.task(used - 1)
+
+
 def load_resume_state(paths: RunPaths, step: int) -> dict[str, Any]:
     """The orchestrator's state after batch `step`: the checkpoint's half, else the batch's own.
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,28 @@ if TYPE_CHECKING:
     from prime_hpc.store.doorbell import Bell
     from prime_hpc.store.handover import Handover
 
+_FIRST_LISTING_PAUSE_S = 0.02
 _MAX_LISTING_PAUSE_S = 2.0
+_CONNECTED_LISTING_PAUSE_S = 30.0
+"""While the doorbell's hub is reached, announcements come by themselves: listing is for one that was lost. A directory
+of many thousand names takes a network file system seconds."""
 _MAX_READ_PAUSE_S = 0.25
+
+
+@dataclass
+class ListingPace:
+    """When the parent directory is listed next. Whoever waits for one artifact in several calls hands in the same."""
+
+    pause: float = _FIRST_LISTING_PAUSE_S
+    last: float = -_CONNECTED_LISTING_PAUSE_S
+
+    def due_in(self, now: float, longest: float) -> float:
+        """Seconds until then, of a `time.monotonic()`; `longest` pause of all."""
+        return self.last + min(self.pause, longest) - now
+
+    def listed(self, now: float) -> None:
+        """It was listed."""
+        self.last, self.pause = now, min(self.pause * 1.5, _CONNECTED_LISTING_PAUSE_S)
 
 
 def wait_for_artifact(
@@ -28,12 +49,13 @@ def wait_for_artifact(
     handover: "Handover | None" = None,
     min_incarnation: int = 0,
     cancelled: Callable[[], bool] | None = None,
+    pace: ListingPace | None = None,
 ) -> Manifest:
     """Wait until an artifact is whole and visible here (sizes checked). One process waits, it tells the others.
 
     The name is not looked up before it was announced or listed: an NFS client would cache the miss for up to a
     minute. Without an announcement, and where an announced name is not visible yet, the parent directory is listed,
-    0.02 .. 2 s apart.
+    0.02 .. 2 s apart; up to 30 s apart while the doorbell is connected and has announced nothing.
 
     Args:
         directory: the artifact's final name.
@@ -45,6 +67,7 @@ def wait_for_artifact(
         handover: the writer's socket; where it hands out the manifest, the file system is not asked at all.
         min_incarnation: an artifact of an older life counts as not there (a late write of a fenced process).
         cancelled: asked at least every 0.25 s.
+        pace: of the listings, where this is not the first call for this artifact.
 
     Raises:
         ArtifactTimeout: it never appeared; names what was awaited and for how long.
@@ -55,15 +78,14 @@ def wait_for_artifact(
     wait = _Wait(directory, doorbell, topic, dict(key or {}), names, handover, min_incarnation)
     start = time.monotonic()
     end = start + deadline_s
-    listing_pause, read_pause, next_listing = 0.02, 0.01, start
+    read_pause, pace = 0.01, pace or ListingPace()
     while True:
         if cancelled is not None and cancelled():
             raise WaitCancelled(f"stopped waiting for {directory}")
         now = time.monotonic()
-        if wait.should_list and now >= next_listing:
+        if wait.should_list and pace.due_in(now, wait.longest_pause) <= 0:
             wait.list_parent()
-            next_listing = now + listing_pause
-            listing_pause = min(listing_pause * 1.5, _MAX_LISTING_PAUSE_S)
+            pace.listed(now)
         manifest = wait.read()
         if manifest is not None:
             return manifest
@@ -73,7 +95,7 @@ def wait_for_artifact(
             time.sleep(min(read_pause, end - now))
             read_pause = min(read_pause * 2, _MAX_READ_PAUSE_S)
         else:
-            wait.pause(max(0.0, min(next_listing - now, end - now, 0.25)))
+            wait.pause(max(0.0, min(pace.due_in(now, wait.longest_pause), end - now, 0.25)))
 
 
 class ArtifactWatch:
@@ -94,7 +116,7 @@ class ArtifactWatch:
         min_incarnation: int = 0,
     ) -> None:
         self._wait = _Wait(directory, doorbell, topic, dict(key or {}), names, handover, min_incarnation)
-        self._next_listing, self._pause = 0.0, 0.02
+        self._pace = ListingPace()
         self._manifest: Manifest | None = None
         self.found_at: float | None = None
         """When it was first announced or listed, `time.monotonic()`; it may not be whole yet."""
@@ -109,11 +131,10 @@ class ArtifactWatch:
         if self._manifest is not None:
             return self._manifest
         now = time.monotonic()
-        if now >= self._next_listing:
+        if self._pace.due_in(now, self._wait.longest_pause) <= 0:
             if self._wait.should_list:
                 self._wait.list_parent()
-            self._pause = min(self._pause * 1.5, _MAX_LISTING_PAUSE_S)
-            self._next_listing = now + self._pause
+            self._pace.listed(now)
         elif self.found_at is not None and self._wait.error is not None:
             return None  # broken: looked at again as seldom as listed
         if self._wait.found and self.found_at is None:
@@ -159,6 +180,13 @@ class _Wait:
         # Opening a directory makes an NFS client ask for its changes, and forget its cached misses where there are any:
         # that helps too where an announced name is not visible yet.
         return not self.listed and (self.announcement is None or self.error is not None)
+
+    @property
+    def longest_pause(self) -> float:
+        """Between two listings, s."""
+        silent = self.announcement is None and self.error is None
+        connected = self.doorbell is not None and self.doorbell.connected
+        return _CONNECTED_LISTING_PAUSE_S if silent and connected else _MAX_LISTING_PAUSE_S
 
     def _matches(self, message: Mapping[str, Any]) -> bool:
         # Steps and versions only grow, so a later announcement also says that the earlier artifact exists.

@@ -409,21 +409,29 @@ def pack_samples(lengths: NDArray[np.int64], num_ranks: int, budget: int) -> lis
     Returns:
         for each rank the same number of micro-batches (some may be empty), each a list of sample indices.
     """
+    assert len(lengths) == 0 or int(lengths.max()) <= budget, f"a sample of {lengths.max()} tokens, above {budget}"
+    size = 1 << max(1, len(lengths) - 1).bit_length()
+    room = [budget] * (2 * size)  # a tree: leaf size + i is what bin i has left, a node the most of its two children
     bins: list[list[int]] = []
-    free: list[int] = []
-    for sample in np.argsort(-lengths, kind="stable"):
-        need = int(lengths[sample])
-        assert need <= budget, f"a sample of {need} tokens in micro-batches of {budget}"
-        slot = next((i for i, space in enumerate(free) if space >= need), len(bins))
-        if slot == len(bins):
+    order = np.argsort(-lengths, kind="stable")
+    for sample, need in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        node = 1
+        while node < size:  # the first bin with room, left before right
+            node = 2 * node if room[2 * node] >= need else 2 * node + 1
+        if node - size == len(bins):
             bins.append([])
-            free.append(budget)
-        bins[slot].append(int(sample))
-        free[slot] -= need
-    order = sorted(range(len(bins)), key=lambda i: free[i])
+        bins[node - size].append(sample)
+        room[node] -= need
+        while node > 1:
+            node //= 2
+            most = max(room[2 * node], room[2 * node + 1])
+            if room[node] == most:
+                break
+            room[node] = most
+    by_room = sorted(range(len(bins)), key=lambda i: room[size + i])
     per_rank = -(-max(len(bins), 1) // num_ranks)
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    for position, i in enumerate(order):  # fullest first, to and fro over the ranks: balances their tokens
+    for position, i in enumerate(by_room):  # fullest first, to and fro over the ranks: balances their tokens
         turn, place = divmod(position, num_ranks)
         ranks[place if turn % 2 == 0 else num_ranks - 1 - place].append(bins[i])
     return [micros + [[]] * (per_rank - len(micros)) for micros in ranks]

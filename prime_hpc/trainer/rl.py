@@ -16,6 +16,7 @@ from prime_hpc.observe.awake import AwakeClock
 from prime_hpc.store.artifact import wait_for_artifact
 from prime_hpc.store.batches import RankBatch
 from prime_hpc.store.errors import ArtifactTimeout, WaitCancelled
+from prime_hpc.store.waiting import ListingPace
 from prime_hpc.trainer.batches import MicroBatch, read_own_batch
 from prime_hpc.trainer.bench import finish_bench
 from prime_hpc.trainer.fake import fake_source
@@ -82,10 +83,11 @@ def _next_signal(session: Session, step: int, num_samples: int, *, is_fake: bool
     Raises:
         ArtifactTimeout: on rank 0 after `trainer.batch_timeout_s`.
     """
+    pace = ListingPace()
     clock = AwakeClock(max_gap_s=2 * LOOK_S)  # neither a save nor time in which the job is suspended counts
     end = clock.now() + session.experiment.trainer.batch_timeout_s
     while True:
-        signal = _look(session, step, end - clock.now(), is_fake=is_fake) if session.rank == 0 else Signal.WAIT
+        signal = _look(session, step, end - clock.now(), pace, is_fake=is_fake) if session.rank == 0 else Signal.WAIT
         signal = session.agree(signal)
         if signal is Signal.SAVE:
             _save(session, step - 1, num_samples)
@@ -93,7 +95,7 @@ def _next_signal(session: Session, step: int, num_samples: int, *, is_fake: bool
             return signal
 
 
-def _look(session: Session, step: int, remaining: float, *, is_fake: bool) -> Signal:
+def _look(session: Session, step: int, remaining: float, pace: ListingPace, *, is_fake: bool) -> Signal:
     """Rank 0: what was asked for, else wait a little for batch `step`, `remaining` seconds before it is too late."""
     asked = session.requested()
     if asked is not None:
@@ -111,6 +113,7 @@ def _look(session: Session, step: int, remaining: float, *, is_fake: bool) -> Si
             handover=session.handover,
             min_incarnation=session.context.incarnation,
             cancelled=lambda: session.has_news,
+            pace=pace,
         )
     except WaitCancelled:
         return session.requested() or Signal.WAIT

@@ -1,10 +1,13 @@
 """The bundled tasks' pure parts: texts, splits, scores, parsing."""
 
+import itertools
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
+from prime_hpc.envs import sources
 from prime_hpc.envs.tasksets.reverse_text_data import WORDS, answer_of, build_prompt, make_texts, score
 from prime_hpc.envs.tasksets.splitting import split_of
 
@@ -71,3 +74,19 @@ def test_reasoning_gym_answer_is_the_last_tagged_one() -> None:
 
     assert extract_answer("<answer>1</answer> or <answer> 2\n</answer>") == "2"
     assert extract_answer(" 7 ") == "7"
+
+
+def test_an_endless_taskset_keeps_a_window_of_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    class Numbers:
+        def __iter__(self) -> Iterator[int]:
+            for n in itertools.count():
+                made.append(n)
+                yield n
+
+    monkeypatch.setattr(sources, "WINDOW", 8)
+    tasks = sources.EndlessTasks(Numbers())
+    assert [tasks[n] for n in (0, 5, 20, 13)] == [0, 5, 20, 13] and len(made) == 21
+    assert len(tasks._kept) == 8
+    assert tasks[12] == 12 and len(made) == 21 + 13  # older than the window: made again

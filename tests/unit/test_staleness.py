@@ -30,6 +30,17 @@ def fill(book: GroupBook, position: int, versions: list[list[int]], served: int 
     return group
 
 
+def test_dropped_and_rejected_groups_are_told_once() -> None:
+    book = make_book(2)
+    book.gate = lambda group: "no" if group.prompt.position == 1 else ""
+    kept, rejected = (fill(book, position, [[0], [0]]) for position in (0, 1))
+    dropped = book.open(prompt(2), 0)
+    book.add(dropped, 0, failed_episode())
+    book.add(dropped, 1, make_episode([0]))
+    assert book.take_consumed() == [rejected, dropped] and book.take_consumed() == []
+    assert list(book.complete) == [kept]
+
+
 @pytest.mark.parametrize(
     ("async_level", "floors"),
     [(0, [0, 1, 2, 3, 4]), (1, [0, 0, 1, 2, 3]), (2, [0, 0, 0, 1, 2])],

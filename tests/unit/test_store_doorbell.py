@@ -4,11 +4,12 @@ import json
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from prime_hpc.store import waiting
+from prime_hpc.store import files, waiting
 from prime_hpc.store.artifact import ArtifactError, ArtifactWriter, wait_for_artifact
 from prime_hpc.store.auth import prove
 from prime_hpc.store.doorbell import Doorbell, DoorbellHub
@@ -345,6 +346,34 @@ def test_an_announced_artifact_is_found_where_listings_are_stale(hub, bell, tmp_
     wait_for_artifact(final, deadline_s=WAIT_S, doorbell=one, topic="batch", key={"step": 1})
     timer.join()
     assert min(looked) >= announced[0]  # never before: a network file system would cache the miss
+
+
+def test_a_doorbell_that_works_spares_the_listings(hub, bell, tmp_path, monkeypatch):
+    final = RunPaths(tmp_path).rollouts_step(1)
+    one, real, listed = bell(hub.address), files.list_dir, []
+    until(lambda: one.connected)
+
+    def list_dir(path):
+        listed.append(path)
+        return real(path)
+
+    monkeypatch.setattr(files, "list_dir", list_dir)
+    clock = [1000.0]
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    watch = ArtifactWatch(final, doorbell=one, topic="batch", key={"step": 1})
+
+    def listings(seconds):
+        before = len(listed)
+        for _ in range(10 * seconds):
+            clock[0] += 0.1
+            assert watch.poll() is None
+        return len(listed) - before
+
+    listings(120)
+    assert 3 <= listings(120) <= 5  # one in 30 s, should an announcement ever be lost
+    hub.close()
+    until(lambda: not one.connected)
+    assert 40 <= listings(120) <= 60
 
 
 def test_a_lost_doorbell_falls_back_to_listing(hub, bell, tmp_path):

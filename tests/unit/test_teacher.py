@@ -69,6 +69,47 @@ def test_a_failing_server_is_asked_again_and_a_refusal_is_final() -> None:
         collect(Server([InferenceError("down", 503)] * 9), deadline_s=0.1)
 
 
+def test_a_rollout_that_cannot_be_scored_is_one_that_failed() -> None:
+    async def run() -> None:
+        teacher = Teacher([Server([InferenceError("too long", 400)])], "policy", deadline_s=9, max_concurrent=1)
+        slots: list[Any] = [make_episode([0, 0]), make_episode([0], reward=1.0)]
+        group = Group(Prompt(0, 0, 0, 7), 0, 0, slots, num_ended=2)
+        for i, episode in enumerate(slots):
+            assert teacher.begin(group, i, episode) is episode
+        [[[scores]]] = await teacher.collect([group])
+        assert scores.tolist() == [0.0, 100.0, 101.0, 102.0]
+        assert not slots[0].usable and "sequence of 5 tokens: too long" in slots[0].reason
+        assert group.usable == slots[1:]
+
+    asyncio.run(run())
+
+
+def test_room_for_the_demonstration_is_looked_at_before_anything_is_sampled() -> None:
+    class Limited(Server):
+        async def model_lengths(self) -> dict[str, int | None]:
+            return {"policy": 8}
+
+    def shown(source: int, task: int) -> list[int]:
+        return [1] * (2 + task % 3)
+
+    async def run(longest: int, prefix: Any) -> tuple[Teacher, Limited]:
+        server = Limited([])
+        teacher = Teacher([server], "policy", deadline_s=9, max_concurrent=1, prefix=prefix)
+        await teacher.check_room(longest, [5, None])
+        return teacher, server
+
+    async def long_rollout() -> None:
+        teacher, server = await run(100, shown)  # a warning: short ones can be scored
+        episode = make_episode([0, 0, 0])
+        group = Group(Prompt(0, 0, 0, 2), 0, 0, [episode], num_ended=1)
+        assert "takes 8 tokens, not the 11 of a score" in teacher.begin(group, 0, episode).reason
+        assert not server.seen
+
+    asyncio.run(long_rollout())
+    with pytest.raises(OrchestratorError, match="takes 20: set inference.max_model_len"):
+        asyncio.run(run(10, lambda source, task: [1] * 9))
+
+
 def test_what_the_teacher_is_shown_comes_first_and_is_not_scored() -> None:
     server = Server([])
     [[[scores]]], _ = collect(server, prefix=lambda source, task: [source, task])

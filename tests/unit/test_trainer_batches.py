@@ -66,3 +66,17 @@ def test_fake_batches_repeat_and_do_not_depend_on_the_ranks() -> None:
     assert sequences_of(one) == sequences_of(two)
     assert two[0].num_micro_batches == two[1].num_micro_batches == 2
     assert sequences_of([fake_batch(config, 50, 0, 4, 0, 1)]) != sequences_of(one)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_samples_go_to_the_first_micro_batch_with_room(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    budget, ranks = int(rng.integers(4, 60)), int(rng.integers(1, 5))
+    lengths = rng.integers(1, budget + 1, int(rng.integers(0, 70)))
+    bins: list[list[int]] = []
+    for sample in np.argsort(-lengths, kind="stable").tolist():
+        fits = [b for b in bins if lengths[b].sum() + lengths[sample] <= budget]
+        (fits[0] if fits else bins.append([]) or bins[-1]).append(sample)  # type: ignore[func-returns-value]
+    found = pack_samples(lengths, ranks, budget)
+    assert sorted(m for micros in found for m in micros if m) == sorted(bins)
+    assert len({len(micros) for micros in found}) == 1
