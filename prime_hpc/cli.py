@@ -56,7 +56,11 @@ VERBS = {
     "plan": Verb(
         "Print where each role of an experiment would run and how the job survives; start nothing.",
         "FILE [--KEY VALUE ...]",
-        (("--json", "print the plan as JSON"),),
+        (
+            ("--rehearse", "run the train step on fake tensors: peak memory of a rank, by kind (needs torch, no GPU)"),
+            ("--gpu-memory-gib GIB", "with --rehearse: memory of one GPU; default: the site profile's"),
+            ("--json", "print the plan as JSON"),
+        ),
         "plan",
     ),
     "render": Verb(

@@ -31,6 +31,7 @@ from prime_hpc.trainer.checkpoint import Checkpointer
 from prime_hpc.trainer.engine import Engine, Objective, StepRefused
 from prime_hpc.trainer.lora import reset_slot, slot_parameters
 from prime_hpc.trainer.lora.files import adapter_identity
+from prime_hpc.trainer.memory.out_of_memory import explain, held_bytes
 from prime_hpc.trainer.model import Policy, compute_dtype, load_policy, resolve_source
 from prime_hpc.trainer.objectives import normalization
 from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
@@ -201,6 +202,7 @@ class Session:
 
         Raises:
             StepRefused: on every rank.
+            torch.OutOfMemoryError: says what the memory held, and which keys help.
         """
         self.profiler.begin(step)
         try:
@@ -208,6 +210,11 @@ class Session:
         except StepRefused:
             self.finish_saves()
             raise
+        except torch.OutOfMemoryError as error:
+            held = held_bytes(self.engine.policy, self.engine.optimizer, self.device)
+            peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else sum(held.values())
+            words = explain(error, self.experiment, held, peak, rank=self.rank, step=step)
+            raise torch.OutOfMemoryError(words) from error
 
     def prune_rollouts(self, step: int) -> None:
         """Rank 0: delete the batches that `orchestrator.keep_rollouts` gives up, and have those that stay compressed

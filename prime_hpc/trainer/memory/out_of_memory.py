@@ -1,0 +1,52 @@
+"""Words for a device that ran out of memory: what a rank holds there, and which keys of the config make it less."""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.memory_keys import advice
+
+GIB = 2**30
+
+
+def held_bytes(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, float]:
+    """Bytes of a rank's shards on its device: `weights`, `gradients`, `optimizer`."""
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = {id(p): p for p in [*module.parameters(), *trained]}.values()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    parts: dict[str, list[Any]] = {
+        "weights": list(parameters),
+        "gradients": [p.grad for p in parameters],
+        "optimizer": [value for value in states if isinstance(value, torch.Tensor)],
+    }
+    return {kind: float(sum(_bytes_on(device, t) for t in tensors)) for kind, tensors in parts.items()}
+
+
+def _bytes_on(device: torch.device, tensor: torch.Tensor | None) -> int:
+    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return own.nbytes if own is not None and own.device.type == device.type else 0
+
+
+def explain(
+    error: BaseException, experiment: Experiment, held: dict[str, float], peak: float, *, rank: int, step: int
+) -> str:
+    """The error's first sentence, the largest kinds, and what helps.
+
+    Args:
+        error: from the allocator.
+        experiment: the run.
+        held: from `held_bytes`.
+        peak: bytes that were allocated at most.
+        rank, step: where and when.
+    """
+    by_kind = {kind: size / GIB for kind, size in held.items()}
+    by_kind["activations"] = max(0.0, peak / GIB - sum(by_kind.values()))
+    shown = ", ".join(f"{kind} {gib:.2f}" for kind, gib in sorted(by_kind.items(), key=lambda item: -item[1]))
+    said = str(error).partition(". ")[0].partition("\n")[0].rstrip(".")
+    return (
+        f"rank {rank} ran out of memory in step {step}: {said}. It held, in GiB: {shown} (activations with logits and "
+        f"whole blocks' weights and gradients). What helps: {advice(experiment, by_kind)}. "
+        "`prime-hpc plan --rehearse` says what a change saves"
+    )

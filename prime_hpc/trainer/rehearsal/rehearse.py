@@ -1,0 +1,133 @@
+"""Two steps of the real trainer in the pretended world, and what they took."""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.sections.trainer import FakeDataConfig
+from prime_hpc.store.batches import RankBatch
+from prime_hpc.trainer.batches import fake_batch
+from prime_hpc.trainer.engine import Engine, Objective
+from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
+from prime_hpc.trainer.rehearsal.pretend import flash_workspace, pretended, start_fake_process_group
+from prime_hpc.trainer.rehearsal.tracker import MemoryTracker
+from prime_hpc.trainer.rl import rl_objective
+from prime_hpc.trainer.session import Base, build_engine, load_base
+from prime_hpc.trainer.sft import sft_objective
+
+CPU = torch.device("cpu")
+MICRO_BATCHES = (1, 2)
+"""Of each step: the first step makes the optimizer's state, the second one meets it; its first micro-batch makes
+gradients, its second one adds to them. Any number more takes no more memory."""
+CUDA_GRANULE = 512
+"""Bytes that CUDA's caching allocator rounds up to."""
+
+
+def is_on_gpu(experiment: Experiment) -> bool:
+    """Whether the config's trainer runs on GPUs."""
+    return experiment.device != "cpu" and experiment.trainer.backend != "gloo"
+
+
+def rehearse(experiment: Experiment, folder: Path) -> dict[str, Any]:
+    """Run it, in a process that has no process group.
+
+    Args:
+        experiment: of any number of ranks.
+        folder: for files that it needs.
+
+    Returns:
+        `peak` (bytes), `by_kind` (bytes), `phase`, and what was rehearsed.
+
+    Raises:
+        ValueError: a model, layout or dtype that cannot work; says which key to change.
+    """
+    began = time.perf_counter()
+    experiment, notes = _without_compile(experiment)
+    on_gpu = is_on_gpu(experiment)
+    start_fake_process_group(experiment.trainer.num_ranks)
+    try:
+        tracker, base = _run(experiment, on_gpu, folder)
+    finally:
+        dist.destroy_process_group()
+    if experiment.trainer.layout.ep > 1:
+        notes.append("every expert gets the same number of tokens")
+    return {
+        "peak": tracker.peak.total,
+        "by_kind": tracker.peak.by_kind,
+        "phase": tracker.peak.phase,
+        "num_params": sum(p.numel() for p in base.policy.parameters()),
+        "world_size": experiment.trainer.num_ranks,
+        "device": "cuda" if on_gpu else "cpu",
+        "no_sync": experiment.trainer.defers_sync(whole_gradient_bytes(base.policy)),
+        "notes": notes,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def _run(experiment: Experiment, on_gpu: bool, folder: Path) -> tuple[MemoryTracker, Base]:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    tracker = MemoryTracker(granule=CUDA_GRANULE if on_gpu else 1, workspace=flash_workspace if on_gpu else None)
+    with pretended(tracker, fake, on_gpu=on_gpu, folder=folder):
+        tracker.phase = "loading"
+        base = load_base(experiment, CPU)
+        tracker.vocab_sizes = logit_widths(base.policy)
+        with fake, tracker:
+            with tracker.kind("weights"):
+                engine = build_engine(base, experiment)
+            train(engine, experiment, tracker, base.policy)
+    return tracker, base
+
+
+def _without_compile(experiment: Experiment) -> tuple[Experiment, list[str]]:
+    if not experiment.model.compile:
+        return experiment, []
+    changed = experiment.model_copy(update={"model": experiment.model.model_copy(update={"compile": False})})
+    return changed, ["model.compile is left out: compiled blocks keep no more than eager ones"]
+
+
+def logit_widths(policy: Policy) -> tuple[int, ...]:
+    """Tokens whose logits this rank computes, and rows of the head while it is whole."""
+    vocab = policy.hf.get_output_embeddings().weight.shape[0]
+    return (vocab, vocab // policy.parallel.layout.tp)
+
+
+def train(engine: Engine, experiment: Experiment, tracker: MemoryTracker, policy: Policy) -> None:
+    """Some steps on full micro-batches, each phase under its name."""
+    step_optimizer = engine.optimizer.step
+
+    def counted_step(*args: Any, **kwargs: Any) -> Any:
+        tracker.phase = f"step {step}, optimizer"
+        with tracker.kind("optimizer"):
+            return step_optimizer(*args, **kwargs)
+
+    engine.optimizer.step = counted_step  # type: ignore[method-assign]
+    objective = objective_of(experiment)
+    for step, num_micro_batches in enumerate(MICRO_BATCHES, 1):
+        tracker.phase = f"step {step}, forward and backward"
+        batch = full_batch(experiment, policy, num_micro_batches)
+        with tracker.kind("activations"):
+            engine.train_step(step, batch, objective)
+
+
+def objective_of(experiment: Experiment) -> Objective:
+    """The loss of the config's kind."""
+    return partial(rl_objective, experiment.trainer.loss) if experiment.kind == "rl" else sft_objective
+
+
+def full_batch(experiment: Experiment, policy: Policy, num_micro_batches: int) -> RankBatch:
+    """Micro-batches as large as the config allows, of samples as long as they may be, all of whose tokens train."""
+    sft = experiment.sft.data
+    longest = (sft.seq_len if experiment.kind == "sft" else None) or experiment.seq_len
+    if experiment.kind == "sft" and not sft.pack:
+        rows = sft.micro_batch_size
+    else:
+        rows = max(1, experiment.micro_batch_tokens // longest)
+    shape = FakeDataConfig(batch_size=num_micro_batches * rows, seq_len=longest, micro_batch_size=rows)
+    return fake_batch(shape, policy.hf.config.get_text_config().vocab_size, 0, 1, 0, 1)

@@ -1,0 +1,236 @@
+"""`plan --rehearse`: the train step on fake tensors, and what is said of memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from prime_hpc.config import ConfigError, Experiment  # noqa: E402
+from prime_hpc.config.memory_keys import advice, remedies  # noqa: E402
+from prime_hpc.config.shapes import SHAPES, shape_config  # noqa: E402
+from prime_hpc.launch.estimate import model_facts  # noqa: E402
+from prime_hpc.launch.rehearse import rehearsal_text  # noqa: E402
+from prime_hpc.trainer.memory.out_of_memory import explain, held_bytes  # noqa: E402
+from prime_hpc.trainer.rehearsal.pretend import find_shape, flash_workspace  # noqa: E402
+from prime_hpc.trainer.rehearsal.rehearse import rehearse  # noqa: E402
+from prime_hpc.trainer.rehearsal.tracker import HOST, MemoryTracker  # noqa: E402
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 1024,
+}
+PARAMS = {  # published sizes, in billions
+    "Qwen3-0.6B": 0.6, "Qwen3-1.7B": 1.7, "Qwen3-4B": 4.0, "Qwen3-8B": 8.2, "Qwen3-14B": 14.8, "Qwen3-32B": 32.8,
+    "Qwen3-30B-A3B": 30.5, "Qwen3-235B-A22B": 235, "Llama-3.1-8B": 8.03, "Llama-3.1-70B": 70.6,
+}  # fmt: skip
+
+
+def exhaustive(*values: Any) -> Any:
+    """Parameters of a test that only the exhaustive runs take."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+def experiment(folder: Path, name: str = "Qwen3-0.6B", *, kind: str = "rl", **sections: Any) -> Experiment:
+    """A tiny model of the named one's kind, of which there is only the config."""
+    config = {**SHAPES[name], **TINY}
+    config |= (
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if "num_experts" in config else {}
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    tree: dict[str, Any] = {"kind": kind, "seq_len": 64, "device": sections.get("device", "cuda")}
+    tree["orchestrator"] = {"env": [{"id": "reverse-text"}], "sampling": {"max_tokens": 16}}
+    tree["model"] = {"name": str(folder)} | sections.get("model", {})
+    tree["trainer"] = {"data": {"fake": {}}} | sections.get("trainer", {})
+    return Experiment.model_validate(tree)
+
+
+def test_storages_count_once_and_until_the_last_view_has_gone():
+    with MemoryTracker(granule=512) as tracker:
+        a = torch.empty(1000)
+        view = a[10:20]
+        with tracker.kind("weights"):
+            b = torch.empty(100)
+        with tracker.kind(HOST):
+            torch.empty(10**6)
+        assert tracker.live["other"] == 4096 and tracker.live["weights"] == 512
+        del a
+        assert tracker.live["other"] == 4096
+        del view
+        assert tracker.live["other"] == 0
+        b.untyped_storage().resize_(0)
+        assert tracker.live["weights"] == 0
+        b.untyped_storage().resize_(2048)
+        tracker.is_kind(b, "gradients")
+    assert tracker.live["gradients"] == 2048 and tracker.peak.total == 4096 + 512
+    assert sum(tracker.peak.by_kind.values()) == tracker.peak.total
+
+
+def test_fake_and_real_tensors_count_alike():
+    def peak(tracker: MemoryTracker) -> int:
+        a = torch.randn(64, 64, requires_grad=True)
+        with tracker:
+            (a @ a).relu().sum().backward()
+        return tracker.peak.total
+
+    with FakeTensorMode():
+        fake = peak(MemoryTracker())
+    assert fake == peak(MemoryTracker()) > 64 * 64 * 4
+
+
+def test_flash_attention_s_backward_pass_has_its_own_memory():
+    from torch.nn.attention.varlen import varlen_attn  # noqa: F401  # registers the operator
+
+    query, key, starts = torch.empty(100, 8, 64, dtype=torch.bfloat16), torch.empty(100, 2, 64), torch.empty(3)
+    operator = torch.ops.torch_attn._varlen_attn_backward.default
+    accumulated = (100 + 2 * 128) * 8 * 65 * 4
+    args = (None, query, key, key, None, None, starts)
+    assert flash_workspace(operator, args) == accumulated + 2 * 100 * 8 * 64 * 4
+    assert flash_workspace(operator, (None, query, query, query, None, None, starts)) == accumulated
+    assert flash_workspace(torch.ops.aten.mm.default, ()) == 0
+
+
+def test_known_shapes_have_the_published_sizes(tmp_path):
+    assert SHAPES.keys() == PARAMS.keys()
+    for name, config in SHAPES.items():
+        facts = model_facts(config)
+        assert facts is not None and facts.num_params == pytest.approx(PARAMS[name] * 1e9, rel=0.03), name
+    assert shape_config("Qwen/Qwen3-4B-Instruct-2507") == SHAPES["Qwen3-4B"]
+    assert shape_config("Qwen/Qwen3-8B-FP8") is None and shape_config("someone/other") is None
+    found = json.loads((find_shape("Qwen/Qwen3-32B", tmp_path) / "config.json").read_text())
+    assert found == SHAPES["Qwen3-32B"]
+    with pytest.raises(ValueError, match=r"no directory with a config\.json.*shapes\.py"):
+        find_shape("someone/other", tmp_path)
+
+
+def test_weights_gradients_and_optimizer_are_shards(tmp_path):
+    alone = rehearse(experiment(tmp_path, trainer={"no_sync": False, "num_ranks": 1}, device="cpu"), tmp_path)
+    many = rehearse(experiment(tmp_path, trainer={"no_sync": False, "num_ranks": 8}, device="cpu"), tmp_path)
+    whole = 4 * alone["num_params"]
+    assert alone["by_kind"]["weights"] == pytest.approx(whole, rel=0.02)
+    assert many["by_kind"]["weights"] == pytest.approx(whole / 8, rel=0.02)
+    assert many["by_kind"]["optimizer"] == pytest.approx(2 * whole / 8, rel=0.02)
+    assert many["device"] == "cpu" and many["world_size"] == 8 and not torch.distributed.is_initialized()
+    assert sum(many["by_kind"].values()) == many["peak"]
+
+
+def test_thousands_of_ranks(tmp_path):
+    trainer = {"num_ranks": 4096, "no_sync": False, "parallel": {"dp_replicate": 8, "tp": 2, "cp": 2}}
+    found = rehearse(experiment(tmp_path, trainer=trainer, device="cpu"), tmp_path)
+    assert found["world_size"] == 4096 and 0 < found["by_kind"]["weights"] < 4 * found["num_params"] / 32
+
+
+def test_what_saves_memory_does(tmp_path):
+    def of(model: dict[str, Any], trainer: dict[str, Any] | None = None) -> dict[str, int]:
+        sections: dict[str, Any] = {
+            "model": model,
+            "trainer": {"num_ranks": 4, "micro_batch_tokens": 4096} | (trainer or {}),
+        }
+        by_kind: dict[str, int] = rehearse(experiment(tmp_path, **sections), tmp_path)["by_kind"]
+        return by_kind
+
+    plain, recomputed = of({}), of({"ac": {}}, {"optim": {"offload": True}})
+    assert recomputed["activations"] < plain["activations"] and recomputed["optimizer"] < plain["optimizer"]
+    offloaded = of({"ac": {"offload": True}})
+    assert offloaded["activations"] < recomputed["activations"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "sections"),
+    [
+        ("Qwen3-30B-A3B", "rl", {"trainer": {"num_ranks": 4, "parallel": {"ep": 2}}}),
+        ("Llama-3.1-8B", "sft", {"model": {"lora": {}}, "trainer": {"num_ranks": 2}}),
+        exhaustive("Qwen3-30B-A3B", "sft", {"trainer": {"num_ranks": 2}}),
+        exhaustive("Llama-3.1-8B", "rl", {"model": {"dtype": "float32"}, "trainer": {"loss": {"kl": {}}}}),
+        exhaustive(
+            "Qwen3-8B", "rl", {"model": {"compile": True}, "trainer": {"optim": {"type": "muon"}, "num_ranks": 2}}
+        ),
+    ],
+)
+def test_what_can_be_trained_can_be_rehearsed(tmp_path, name, kind, sections):
+    found = rehearse(experiment(tmp_path, name, kind=kind, **sections), tmp_path)
+    assert found["peak"] > 0 and found["by_kind"]["activations"] + found["by_kind"]["head"] > 0
+    assert bool(found["notes"]) == (
+        sections.get("model", {}).get("compile", False) or "parallel" in sections["trainer"]
+    )
+
+
+def test_a_layout_that_cannot_work_is_refused_as_by_the_trainer(tmp_path):
+    with pytest.raises(ValueError, match=r"trainer\.parallel\.tp = 8 does not divide the model's 4 attention heads"):
+        rehearse(experiment(tmp_path, trainer={"num_ranks": 8, "parallel": {"tp": 8}}), tmp_path)
+
+
+def test_remedies_leave_out_what_is_set(tmp_path):
+    plain = experiment(tmp_path)
+    assert remedies(plain, "activations")[0] == "--model.ac (recompute)"
+    saving = experiment(
+        tmp_path, model={"ac": {"offload": True}}, trainer={"no_sync": False, "optim": {"offload": True}}
+    )
+    assert not any("ac" in key.split(".") for key in remedies(saving, "activations"))
+    assert remedies(saving, "optimizer") == ["more trainer.num_ranks"] and remedies(plain, "other") == []
+    text = advice(plain, {"other": 9.0, "head": 3.0, "weights": 2.0, "activations": 1.0})
+    assert text.startswith("head 3.0 GiB: a smaller trainer.logits_chunk_tokens") and "activations" not in text
+
+
+def test_out_of_memory_says_what_was_held_and_what_helps(tmp_path):
+    model = torch.nn.Linear(1024, 1024, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    held = held_bytes(model, optimizer, torch.device("cpu"))
+    assert held["weights"] == held["gradients"] == 2**22 and held["optimizer"] == pytest.approx(2**23, abs=8)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity ...")
+    words = explain(error, experiment(tmp_path), held, 3 * 2**30, rank=5, step=7)
+    assert words.startswith(
+        "rank 5 ran out of memory in step 7: CUDA out of memory. It held, in GiB: activations 2.98, "
+    )
+    assert "--model.ac" in words and "plan --rehearse" in words
+
+
+def test_the_report_says_whether_it_fits(tmp_path):
+    found: dict[str, Any] = {
+        "num_params": 6e8, "world_size": 4, "device": "cuda", "no_sync": False, "notes": ["n"], "seconds": 3.0,
+        "phase": "step 2", "peak_gib": 70.0, "by_kind_gib": {"weights": 70.0}, "context_gib": 1.0,
+    }  # fmt: skip
+    text = rehearsal_text(experiment(tmp_path), found | {"gpu_gib": 80.0, "fits": True, "advice": None})
+    assert "fits: 71.0 of 80 GiB" in text and "note: n" in text
+    text = rehearsal_text(experiment(tmp_path), found | {"gpu_gib": None, "fits": None, "advice": None})
+    assert "--gpu-memory-gib" in text
+
+
+def test_bad_values_and_a_machine_without_torch(tmp_path, monkeypatch):
+    from prime_hpc.launch import rehearse as launch
+    from prime_hpc.verbs.plan import run
+
+    for argv, words in (
+        (["--gpu-memory-gib", "80"], "belongs to --rehearse"),
+        (["--rehearse", "--gpu-memory-gib", "x"], "GiB"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run([*argv, "exp.yaml"], "prime-hpc plan")
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"needs torch and transformers \(no GPU\)"):
+        launch.rehearse(experiment(tmp_path), None)
+
+
+def test_the_verb_rehearses_in_a_process_of_its_own(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    experiment(folder)
+    command = [sys.executable, "-m", "prime_hpc.cli", "plan", "--rehearse", "--gpu-memory-gib", "80", "--json"]
+    command += ["--launch", "local", "--model.name", str(folder), "--seq-len", "64", "--trainer.data.fake", "{}"]
+    command += ["--orchestrator.env", '[{"id": "reverse-text"}]', "--orchestrator.sampling.max-tokens", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["rehearsal"]
+    assert found["fits"] is True and found["peak_gib"] > 0 and found["world_size"] == 1

@@ -1,0 +1,210 @@
+"""`tools/bench rehearse`: the rehearsal's peak of memory against the one measured in the real trainer, on gloo ranks.
+
+Small models with real weights on 2 and 4 CPU ranks: RL, SFT and LoRA over the layouts. Measured is what torch's CPU
+allocator gave out on rank 0 between start-up and the end of the second step (the profiler's memory events, so kernels'
+own buffers count as well); predicted is `prime_hpc.trainer.rehearsal` of the same config, which pretends the same CPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TOP = Path(__file__).resolve().parents[2]
+DEADLINE_S = 900
+SMALL: dict[str, Any] = {
+    "vocab_size": 16_384,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+}
+MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+
+RL: dict[str, Any] = {
+    "orchestrator": {"env": [{"id": "reverse-text"}], "sampling": {"max_tokens": 64}},
+    "trainer": {"backend": "gloo", "data": {"fake": {}}},
+    "model": {"dtype": "float32"},
+    "seq_len": 512,
+}
+
+
+def _case(name: str, ranks: int, family: str = "qwen3", kind: str = "rl", **changes: Any) -> dict[str, Any]:
+    trainer = {"num_ranks": ranks, "micro_batch_tokens": 1024} | changes.get("trainer", {})
+    tree = RL | {"trainer": RL["trainer"] | trainer, "model": RL["model"] | changes.get("model", {})}
+    return {"name": name, "ranks": ranks, "family": family, "kind": kind, "tree": tree}
+
+
+SPLIT, ROWS, COPIES = {"tp": 2}, {"cp": 2}, {"dp_replicate": 2}
+CASES = [
+    _case("rl", 2),
+    _case("rl, gradients in shards", 2, trainer={"no_sync": False}),
+    _case("rl, bfloat16", 2, trainer={"no_sync": False}, model={"dtype": "bfloat16"}),
+    _case("rl, ac", 2, trainer={"no_sync": False}, model={"ac": {}}),
+    _case("rl, ac selective", 2, trainer={"no_sync": False}, model={"ac": {"mode": "selective"}}),
+    _case("rl, muon", 2, trainer={"no_sync": False, "optim": {"type": "muon"}}),
+    _case("rl, KL to a reference", 2, trainer={"no_sync": False, "loss": {"kl": {}}}),
+    _case("rl, tp 2", 2, trainer={"no_sync": False, "parallel": SPLIT}),
+    _case("rl, cp 2", 2, trainer={"no_sync": False, "parallel": ROWS}),
+    _case("rl, dp_replicate 2", 2, trainer={"no_sync": False, "parallel": COPIES}),
+    _case("rl, MoE", 2, "qwen3_moe", trainer={"no_sync": False}),
+    _case("rl, MoE, ep 2", 2, "qwen3_moe", trainer={"no_sync": False, "parallel": {"ep": 2}}),
+    _case("sft", 2, kind="sft", trainer={"no_sync": False}),
+    _case("sft, one row", 2, kind="sft", trainer={"no_sync": False, "micro_batch_tokens": 512}),
+    _case("rl, LoRA", 2, model={"lora": {}}),
+    _case("sft, LoRA, ac", 2, kind="sft", model={"lora": {}, "ac": {}}),
+    _case("rl, 4 shards", 4, trainer={"no_sync": False}),
+    _case("rl, dp_replicate 2 x dp_shard 2", 4, trainer={"no_sync": False, "parallel": COPIES}),
+    _case("rl, cp 2 x tp 2", 4, trainer={"no_sync": False, "parallel": {"cp": 2, "tp": 2}}),
+    _case("sft, dp_shard 2 x tp 2", 4, kind="sft", trainer={"no_sync": False, "parallel": SPLIT}),
+    _case("rl, LoRA, dp_shard 2 x tp 2", 4, model={"lora": {}}, trainer={"parallel": SPLIT}),
+    _case(
+        "rl, MoE, cp 2 x tp 2 x ep 4",
+        4,
+        "qwen3_moe",
+        trainer={"no_sync": False, "parallel": {"cp": 2, "tp": 2, "ep": 4}},
+    ),
+]
+
+
+def make_model(folder: Path, kind: str) -> None:
+    """Random weights of the small shape."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape: dict[str, Any] = SMALL | {"tie_word_embeddings": False}
+    if kind == "qwen3":
+        Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
+    else:
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**(shape | MOE))).save_pretrained(folder)
+
+
+def experiment_of(case: dict[str, Any], models: Path) -> Any:
+    """The case's experiment."""
+    from prime_hpc.config import Experiment
+
+    tree = case["tree"] | {"kind": case["kind"]}
+    tree["model"] = tree["model"] | {"name": str(models / case["family"])}
+    return Experiment.model_validate(tree)
+
+
+def measured(case: dict[str, Any], models: Path, rank: int, store: str) -> int:
+    """In a rank's process: bytes at the peak, of the real trainer's model and steps."""
+    import torch
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile
+
+    from prime_hpc.trainer.rehearsal.rehearse import MICRO_BATCHES, full_batch, objective_of
+    from prime_hpc.trainer.session import build_engine, load_base
+
+    experiment = experiment_of(case, models)
+    dist.init_process_group("gloo", store=dist.FileStore(store, case["ranks"]), rank=rank, world_size=case["ranks"])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        base = load_base(experiment, torch.device("cpu"))
+        engine = build_engine(base, experiment)
+        for step, count in enumerate(MICRO_BATCHES, 1):
+            engine.train_step(step, full_batch(experiment, base.policy, count), objective_of(experiment))
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    dist.barrier()
+    dist.destroy_process_group()
+    return peak
+
+
+def predicted(case: dict[str, Any], models: Path) -> dict[str, Any]:
+    """In a process of its own: the rehearsal's report."""
+    from prime_hpc.trainer.rehearsal.rehearse import rehearse
+
+    with tempfile.TemporaryDirectory() as folder:
+        return rehearse(experiment_of(case, models), Path(folder))
+
+
+def child(argv: list[str]) -> None:
+    """`python rehearse.py measured|predicted CASES_JSON MODELS RANK FOLDER`: one JSON line a case into FOLDER."""
+    from loguru import logger
+
+    logger.remove()
+    what, cases, models, rank, folder = argv[0], json.loads(argv[1]), Path(argv[2]), int(argv[3]), Path(argv[4])
+    for case in cases:
+        if what == "measured":
+            result: Any = measured(case, models, rank, str(folder / f"store-{case['name']}"))
+        else:
+            result = predicted(case, models)
+        if rank == 0:
+            with (folder / what).open("a") as file:
+                file.write(json.dumps([case["name"], result]) + "\n")
+
+
+def start(what: str, cases: list[dict[str, Any]], models: Path, rank: int, folder: Path) -> "subprocess.Popen[bytes]":
+    """A child process."""
+    environment = {**os.environ, "PYTHONPATH": str(TOP), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, __file__, what, json.dumps(cases), str(models), str(rank), str(folder)]
+    with (folder / f"log-{what}-{rank}").open("wb") as log:
+        return subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
+
+
+def compare(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Measured and predicted peak of each case.
+
+    Raises:
+        RuntimeError: a process failed; with the end of its log.
+    """
+    models = folder / "models"
+    for kind in {case["family"] for case in cases}:
+        make_model(models / kind, kind)
+    for ranks in sorted({case["ranks"] for case in cases}):
+        own = [case for case in cases if case["ranks"] == ranks]
+        _finish([start("measured", own, models, rank, folder) for rank in range(ranks)], folder)
+    _finish([start("predicted", cases, models, 0, folder)], folder)
+    found = {
+        what: dict(map(json.loads, (folder / what).read_text().splitlines())) for what in ("measured", "predicted")
+    }
+    rows = []
+    for case in cases:
+        real, said = found["measured"][case["name"]], found["predicted"][case["name"]]
+        rows.append(
+            {"case": case["name"], "ranks": case["ranks"], "measured": real, "predicted": said["peak"]}
+            | {"error": said["peak"] / real - 1, "phase": said["phase"], "by_kind": said["by_kind"]}
+        )
+    return rows
+
+
+def _finish(processes: list["subprocess.Popen[bytes]"], folder: Path) -> None:
+    try:
+        codes = [process.wait(DEADLINE_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        texts = [path.read_text()[-2000:] for path in sorted(folder.glob("log-*"))]
+        raise RuntimeError("\n".join(text for text in texts if "Error" in text))
+
+
+def run() -> dict[str, Any]:
+    """All cases."""
+    with tempfile.TemporaryDirectory(prefix="bench-rehearse-") as folder:
+        return {"cases": compare(CASES, Path(folder))}
+
+
+def render(result: dict[str, Any]) -> str:
+    """The figures as a table."""
+    lines = [f"{'case':<34}{'ranks':>6}{'measured MiB':>14}{'predicted MiB':>15}{'error':>8}  peak in"]
+    for row in result["cases"]:
+        lines.append(
+            f"{row['case']:<34}{row['ranks']:>6}{row['measured'] / 2**20:>14.1f}{row['predicted'] / 2**20:>15.1f}"
+            f"{row['error']:>8.1%}  {row['phase']}"
+        )
+    worst = max(abs(row["error"]) for row in result["cases"])
+    return "\n".join([*lines, f"largest error {worst:.1%}"])
+
+
+if __name__ == "__main__":
+    child(sys.argv[1:])
