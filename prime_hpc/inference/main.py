@@ -23,6 +23,7 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.secret import revealed
 from prime_hpc.inference import bootstrap
 from prime_hpc.inference.args import build_argv, build_env, section
+from prime_hpc.inference.compiled import open_cache
 from prime_hpc.observe.device import describe_cpu, describe_gpus, planned_device, require_gpus
 from prime_hpc.store import sockets
 
@@ -77,6 +78,7 @@ def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: P
     else:
         print(describe_cpu(planned), flush=True)
     argv = build_argv(experiment, device=device, replica=args.replica, port=port)
+    compiled = open_cache(config.compile_cache, argv, os.environ) if config.compile_cache is not None else None
 
     import uvloop
 
@@ -96,8 +98,11 @@ def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: P
     def on_ready(facts: dict[str, Any]) -> None:
         print(f"{args.role} server {args.replica} is ready at {url}: {facts}", flush=True)
         status.ready(url=url, **facts)
+        if compiled is not None:
+            compiled.keep_soon()
 
-    uvloop.run(server.serve(options, sock=sock, device=device, key=key, on_ready=on_ready))
+    keep = config.keep_kv_cache
+    uvloop.run(server.serve(options, sock=sock, device=device, key=key, keep_kv_cache=keep, on_ready=on_ready))
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -2,12 +2,13 @@
 
 One `PolicyService` lives in the API process; `routes` calls it. An update goes:
 
-    check files (headers, manifest)  ->  every worker opens them  ->  pause, keeping requests  ->  every worker loads
-                                                                  ->  new version label        ->  resume
+    check files (headers, manifest)  ->  into the page cache  ->  every worker opens them
+        ->  pause, keeping requests  ->  every worker loads   ->  new version label        ->  resume
 
 Up to the pause a bad version is refused and nothing has changed. Kept requests lose their key-value cache and are
 prefilled again with the new weights, so tokens before the change belong to the old version, tokens after it to the
-new one, exactly; vLLM reports the boundary in `weight_versions`. Adapters go another way, see `adapters`.
+new one, exactly; vLLM reports the boundary in `weight_versions`. With `inference.keep_kv_cache` they go on at once with
+the keys and values that older weights made. Adapters go another way, see `adapters`.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from prime_hpc.inference.checkpoint import (
     read_signature,
     weight_files,
 )
+from prime_hpc.inference.readahead import read_ahead
 
 logger = init_logger(__name__)
 
@@ -44,7 +46,12 @@ class PolicyService:
     """The served version. Updates are serialised; the same update again is a no-op."""
 
     def __init__(
-        self, engine: AsyncLLM, models: Any, base_path: Path | None, on_failure: Callable[[str], None]
+        self,
+        engine: AsyncLLM,
+        models: Any,
+        base_path: Path | None,
+        on_failure: Callable[[str], None],
+        keep_kv_cache: bool = False,
     ) -> None:
         """Make the service; call `start` before serving.
 
@@ -53,16 +60,18 @@ class PolicyService:
             models: vLLM's registry of served models.
             base_path: folder of the base model's safetensors; None where it has none on this node.
             on_failure: called once, with the reason, when the engines cannot be trusted any more.
+            keep_kv_cache: running requests keep their key-value cache at an update.
         """
         self._engine = engine
         self._base_path = base_path
         self._on_failure = on_failure
+        self._keep_kv_cache = keep_kv_cache
         self._tied = bool(engine.model_config.hf_text_config.tie_word_embeddings)
         self._base_signature: Signature | None = None
         self.adapters = AdapterService(engine, models, lambda: self._base_signature)
         self._lock = asyncio.Lock()
         self._failure: str | None = None
-        self.version = BASE_VERSION
+        self.version = self._sampling_version = BASE_VERSION
         self.path = str(base_path) if base_path else engine.model_config.model
 
     async def start(self) -> None:
@@ -70,6 +79,8 @@ class PolicyService:
         if self._base_path is not None:
             self._base_signature = await asyncio.to_thread(read_signature, self._base_path)
         await self._on_every_worker("policy_start")
+        if self._keep_kv_cache:
+            self._share_within_version()
         await self._engine.update_weight_version(str(BASE_VERSION))
 
     def served(self, name: str) -> tuple[int, str]:
@@ -147,7 +158,10 @@ class PolicyService:
         if self._failure is not None:
             raise PolicyFailedError(self._failure)
         start = time.perf_counter()
-        opened = await self._on_every_worker("policy_open", [str(file) for file in weight_files(folder)])
+        files = weight_files(folder)
+        num_bytes = await asyncio.to_thread(read_ahead, files)
+        read_s = time.perf_counter() - start
+        opened = await self._on_every_worker("policy_open", [str(file) for file in files])
         errors = [f"{row['rank']}: {row['error']}" for row in opened if "error" in row]
         if errors:
             raise BadVersionError(f"{folder} cannot be read by {len(errors)} of {len(opened)} workers: {errors[0]}")
@@ -157,6 +171,7 @@ class PolicyService:
             try:
                 loaded = await self._on_every_worker("policy_apply")
                 await self._engine.update_weight_version(str(version))
+                self._sampling_version = version
             except BaseException as error:
                 # Not resumed below: tokens of undefined weights must never carry a version's name.
                 self._failure = f"loading version {version} from {folder} failed: {type(error).__name__}: {error}"
@@ -171,15 +186,32 @@ class PolicyService:
             raise PolicyFailedError(self._failure) from error
         paused_s = time.perf_counter() - paused_at
         self.version, self.path = version, str(folder)
-        seconds = {"check": check_s, "open": paused_at - start, "paused": paused_s}
-        logger.info("policy version %d from %s: paused %.3f s, %d workers", version, folder, paused_s, len(loaded))
+        seconds = {"check": check_s, "read": read_s, "open": paused_at - start - read_s, "paused": paused_s}
+        logger.info(
+            "policy version %d from %s: read %.2f GB in %.3f s, paused %.3f s, %d workers",
+            version, folder, num_bytes / 1e9, read_s, paused_s, len(loaded),
+        )  # fmt: skip
         return self._answer(changed=True, seconds={key: round(value, 4) for key, value in seconds.items()})
 
     async def _pause(self) -> None:
         """vLLM's `pause_generation(mode="keep")` without the 20 ms that it sleeps for the order of answers: an engine
         labels itself what it samples, so an answer that arrives later still has the old version."""
-        await self._engine.renderer.clear_mm_cache_async()
-        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+        clear = not self._keep_kv_cache
+        if clear:
+            await self._engine.renderer.clear_mm_cache_async()
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
+
+    def _share_within_version(self) -> None:
+        """Requests share the cache of a common prefix only with those that came under the same version: new ones must
+        not begin with keys and values of weights that are gone."""
+        core = self._engine.engine_core
+        add = core.add_request_async
+
+        async def add_request_async(request: Any) -> None:
+            request.cache_salt = f"{self._sampling_version} {request.cache_salt or ''}"
+            await add(request)
+
+        core.add_request_async = add_request_async
 
     async def _on_every_worker(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Results of all workers of all engines (vLLM's own `collective_rpc` returns those of one engine)."""

@@ -76,6 +76,7 @@ async def serve(
     sock: socket.socket,
     device: Device,
     key: str,
+    keep_kv_cache: bool,
     on_ready: Callable[[dict[str, Any]], None],
 ) -> None:
     """Start the engines, serve until SIGTERM or SIGINT, end everything that was started.
@@ -85,6 +86,7 @@ async def serve(
         sock: bound socket to listen on.
         device: what the engines run on.
         key: without which a client gets nothing.
+        keep_kv_cache: running requests keep their key-value cache at an update of the weights.
         on_ready: called once when requests are answered, with facts for the console.
 
     Raises:
@@ -94,7 +96,7 @@ async def serve(
     server: NoSignalServer | None = None
     try:
         ended = _End()
-        app, policy = await build(args, engine, ended)
+        app, policy = await build(args, engine, ended, keep_kv_cache)
         visitors = Visitors()
         server = NoSignalServer(_uvicorn_config(args, KeyGuard(app, key, visitors), visitors))
         app.state.server = server
@@ -138,12 +140,15 @@ def start_engines(args: argparse.Namespace, device: Device) -> AsyncLLM:
     )
 
 
-async def build(args: argparse.Namespace, engine: AsyncLLM, ended: "_End") -> tuple[FastAPI, PolicyService]:
+async def build(
+    args: argparse.Namespace, engine: AsyncLLM, ended: "_End", keep_kv_cache: bool
+) -> tuple[FastAPI, PolicyService]:
     """vLLM's HTTP application with our routes in it."""
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)
-    policy = PolicyService(engine, app.state.openai_serving_models, base_weights(args.model), ended.fail)
+    models = app.state.openai_serving_models
+    policy = PolicyService(engine, models, base_weights(args.model), ended.fail, keep_kv_cache)
     await policy.start()
     app.state.policy = policy
     serving = tokens.PolicyTokens(

@@ -38,6 +38,7 @@ CODES = {
     "PH119": "model families that cannot be trained, or only one sample a row",
     "PH120": "the memory of a GPU that several roles use",
     "PH121": "rotary embeddings that trainer and engines do not share",
+    "PH122": "data-parallel engines of a dense model",
     "PH201": "group baseline of one rollout",
     "PH202": "batch smaller than the ranks",
     "PH203": "orchestrator concurrency",

@@ -211,6 +211,24 @@ def families(subject: Subject) -> Iterator[Finding]:
             yield Finding("PH119", "error", "trainer.parallel.cp", message, "set it to 1")
 
 
+def layout(subject: Subject) -> Iterator[Finding]:
+    """One process answers for all data-parallel engines of a server; only experts that are shared out need that."""
+    for group in subject.engines:
+        servers, facts = group.servers, group.facts
+        is_group = servers.across_nodes == "engine_group" or servers.headless
+        dense = facts is not None and not facts.num_experts
+        if dense and servers.data_parallel_size > 1 and not is_group and subject.gpu_gib(group.role) is not None:
+            total = servers.num_replicas * servers.data_parallel_size
+            yield Finding(
+                "PH122",
+                "info",
+                f"{group.section}.data_parallel_size",
+                f"one HTTP process serves {servers.data_parallel_size} engines of a dense model: with short "
+                "completions it, not the GPUs, is what limits them",
+                f"{group.section}.num_replicas: {total} and data_parallel_size: 1: each engine gets its own server",
+            )
+
+
 CHECKS = (
     known,
     weights,
@@ -222,4 +240,5 @@ CHECKS = (
     context_of_teacher,
     trainer_memory,
     engines,
+    layout,
 )

@@ -349,6 +349,7 @@ class Orchestrator:
             "failed/share": self.failures.share,
             "policy/served_version": self.table.served_version,
             "time/weight_update": self.weights.update_seconds,
+            "time/weight_pause": self.weights.paused_seconds,
             "total/samples": self.totals["samples"],
             "total/tokens": self.totals["tokens"],
         }

@@ -93,6 +93,8 @@ class WeightSync:
         """The newest version that was asked for; servers that come back get it."""
         self.update_seconds = 0.0
         """Time the last update took, over all servers."""
+        self.paused_seconds = 0.0
+        """For which of that the engines sampled nothing: the longest pause of a server."""
 
     async def prepare(self, version: int) -> None:
         """Start-up: every server answers and serves `version` (0: the base model), whatever it served before.
@@ -218,7 +220,7 @@ class WeightSync:
                 logger.warning(f"weights version {version} cannot be read yet: {error}")
                 continue
             start = loop_time()
-            self.current = version
+            self.current, self.paused_seconds = version, 0.0
             await asyncio.gather(*(self._load_unless_dropped(i) for i in self._table.ready_indices))
             self.update_seconds = loop_time() - start
             await self._announce()
@@ -256,7 +258,10 @@ class WeightSync:
             version = self.current
             try:
                 if version > 0:
-                    await self._clients[index].update_weights(self._paths.weights_step(version), version, self._name)
+                    folder = self._paths.weights_step(version)
+                    answer = await self._clients[index].update_weights(folder, version, self._name)
+                    paused = answer.get("seconds", {}).get("paused", 0.0)
+                    self.paused_seconds = max(self.paused_seconds, float(paused))
                 else:
                     await self._serve_base(self._clients[index])
             except InferenceError as error:

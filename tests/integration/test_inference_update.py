@@ -311,3 +311,31 @@ def test_a_taken_port_is_named_at_once(tmp_path: Path) -> None:
             assert "Traceback" not in server.log.read_text()
         finally:
             server.close()
+
+
+@pytest.mark.exhaustive
+def test_a_kept_cache_serves_running_requests_alone(family: Family) -> None:
+    """With `keep_kv_cache` a request that runs goes on over the update; one that comes after it sees nothing of the old
+    weights, though its prompt's blocks are still there."""
+    process = ServerProcess(family.run_dir, family.base, family.inference | {"keep_kv_cache": True})
+    prompt = [(11 * i) % 400 for i in range(150)]  # several blocks
+
+    async def run() -> tuple[Generation, Generation]:
+        async with client_of(process) as client:
+            await client.generate(prompt, GREEDY)
+            long = asyncio.create_task(client.generate(prompt, GREEDY | {"max_tokens": 350}))
+            await asyncio.sleep(0.5)
+            answer = await client.update_weights(family.v1, 1)
+            assert answer["seconds"].keys() == {"check", "read", "open", "paused"}
+            after = await client.generate(prompt, GREEDY)
+            return await long, after
+
+    try:
+        process.wait_ready()
+        long, after = asyncio.run(run())
+    finally:
+        process.close()
+    assert len(long.token_ids) == 350
+    completion = after.token_ids.tolist()
+    own = hf_logprobs(family.v1, prompt, completion)
+    np.testing.assert_allclose(after.logprobs, own, atol=TOLERANCE, rtol=0)

@@ -72,7 +72,7 @@ def good(model: Path) -> dict[str, Any]:
         "model": {"name": str(model), "ac": {}},
         "ckpt": {"interval": 10},
         "trainer": {"num_ranks": 16},
-        "inference": {"data_parallel_size": 8, "server": {"host": "0.0.0.0"}},
+        "inference": {"num_replicas": 8, "server": {"host": "0.0.0.0"}},
         "orchestrator": {"env": [{"id": "reverse-text"}]},
         "slurm": {
             "partition": "h100",
@@ -174,6 +174,13 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         {},
         "engines on GPU 0 take 110% of its memory together",
     ),
+    (
+        "PH122",
+        "info",
+        {"inference": {"data_parallel_size": 4, "num_replicas": 2}},
+        {},
+        "one HTTP process serves 4 engines of a dense model",
+    ),
     ("PH202", "warning", {"orchestrator": {"batch_size": 8}}, {}, "leaves 8 of 16"),
     ("PH202", "warning", {"orchestrator": {"batch_size": 24}}, {}, "do not divide"),
     ("PH203", "warning", {"orchestrator": {"max_concurrent": 4}}, {}, "fewer than the 8 of one prompt"),
@@ -234,7 +241,13 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH313", "error", {"output_dir": "/tmp/runs"}, {}, "below /tmp"),
     ("PH313", "error", {"output_dir": "/nvme/me/runs"}, {"node_local": "/nvme/$USER"}, "below /nvme"),
     ("PH313", "warning", {"output_dir": "/tmp/runs", "trainer": {"num_ranks": 2}, "inference": None}, {}, "below /tmp"),
-    ("PH327", "error", {"network": {"port_range": "20000-20008"}}, {}, "has 9 ports, but up to 10 are needed"),
+    (
+        "PH327",
+        "error",
+        {"inference": {"num_replicas": 1, "data_parallel_size": 8}, "network": {"port_range": "20000-20008"}},
+        {},
+        "has 9 ports, but up to 10 are needed",
+    ),
     ("PH327", "info", {}, {"network": {"port_range": "1024-65535"}}, "overlaps the ports"),
     (
         "PH327",
@@ -315,7 +328,7 @@ def test_a_started_teacher_is_held_to_what_the_policys_engines_are(model: Path) 
         found = findings(model, known | {"teacher_inference": servers} | change)
         return {(f.code, f.severity, f.key) for f in found}
 
-    assert said({"data_parallel_size": 8}) == set()
+    assert said({"num_replicas": 8}) == set()
     assert said({}, slurm={"layout": "het"}) == {("PH317", "warning", "slurm.gpus_per_node")}  # one engine, 8 GPUs
     assert ("PH101", "error", "teacher_inference.tensor_parallel_size") in said({"tensor_parallel_size": 3})
     assert ("PH104", "error", "seq_len") in said({}, seq_len=8192)

@@ -1,5 +1,6 @@
 """The engine groups' sections: vLLM servers of the policy and of a teacher, their parallelism and their limits."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -65,6 +66,14 @@ class InferenceConfig(Section):
     batch_invariant: bool = False
     """A request's log-probabilities do not depend on what else is in the batch (vLLM's VLLM_BATCH_INVARIANT; CUDA with
     compute capability 8.0 or more): with `trainer.deterministic` a check of the true on-policy ratio. Slower."""
+    compile_cache: Path | None = None
+    """Directory of yours that all nodes see, in which servers keep what vLLM compiled as one archive, for nodes that
+    start later; default: each fresh node compiles again (minutes with CUDA graphs), into its own caches."""
+    keep_kv_cache: bool = False
+    """At an update of the weights running requests keep their key-value cache and go on at once. Default: it is dropped
+    and computed again with the new weights, so that each token's log-probability is that of one version, exactly; with
+    many long requests that is millions of tokens of prefill a step. Kept, the tokens after an update see keys and
+    values of older weights: the trainer's importance ratio corrects for the lag alone, and `mismatch` grows."""
     ready_timeout_s: float = Field(900, gt=0)
     """Deadline of the start-up."""
     max_restarts: int = Field(3, ge=0)
