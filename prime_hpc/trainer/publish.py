@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,12 +75,12 @@ class Publisher:
             incarnation: life of the run.
             model_name: for the manifest.
         """
-        self._policy, self._source, self._paths = policy, source, paths
-        self._dtype, self._incarnation, self._model_name = dtype, incarnation, model_name
+        self._policy, self._source, self.paths = policy, source, paths
+        self._dtype, self.incarnation, self._model_name = dtype, incarnation, model_name
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         assert policy.weights is not None, "a policy from `load_policy`"
         self._plan = plan_version(dict(policy.named_weights()), policy.weights, dtype)
-        self._companions = Companions(self._companion_files() if self._rank == 0 else {})
+        self.companions = Companions(self._companion_files() if self._rank == 0 else {})
 
     def publish(self, version: int) -> Manifest | None:
         """Write and commit `weights/step_<version>`.
@@ -90,26 +91,26 @@ class Publisher:
         Raises:
             StoreError: disk full, fenced, or other content has this name.
         """
-        final = self._paths.weights_step(version)
-        stage = stage_dir(final, self._incarnation)
+        final = self.paths.weights_step(version)
+        stage = stage_dir(final, self.incarnation)
         companions: Future[dict[str, FileEntry]] | None = None
         try:
-            with own_stage(stage, self._paths, self._incarnation):
+            with own_stage(stage, self.paths, self.incarnation):
                 if self._rank == 0:
-                    prepare_stage(final, self._incarnation, run=self._paths, file_bytes=self._plan.file_bytes)
+                    prepare_stage(final, self.incarnation, run=self.paths, file_bytes=self._plan.file_bytes)
                 dist.barrier()  # the stage exists
                 self._await_stage(stage)
                 with ThreadPoolExecutor(1, thread_name_prefix="publish") as beside:
                     if self._rank == 0:
-                        companions = beside.submit(self._companions.put, stage)
+                        companions = beside.submit(self.companions.put, stage)
                     entries = self._write_files(stage)
                 gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
                 dist.gather_object(entries, gathered)
                 if gathered is None or companions is None:
                     return None
-                manifest = self._manifest(version, [*gathered, companions.result()])
-                manifest = commit_stage(stage, final, manifest, run=self._paths)
-                self._companions.committed(final)
+                manifest = self.manifest(version, [*gathered, companions.result()])
+                manifest = commit_stage(stage, final, manifest, run=self.paths)
+                self.companions.committed(final)
                 return manifest
         except BaseException:
             if self._rank == 0:  # whatever ended this, nothing half-written stays behind
@@ -126,34 +127,55 @@ class Publisher:
 
     def _write_files(self, stage: Path) -> dict[str, FileEntry]:
         """Write what this rank holds to its places, then make its own file durable; its entry. Collective."""
-        tensors = dict(self._policy.named_weights())
         with contextlib.ExitStack() as stack:
-            files = {file.name: stack.enter_context(open_ranges(stage / file.name)) for file in self._plan.mine()}
+            files = self.open_files(stage, stack)
             writer = stack.enter_context(_Writer())  # ends before the files are closed
-            for file in self._plan.mine():
-                if file.owner == self._rank:
-                    files[file.name].write_at(0, file.layout.header)
-                for name in file.tensors:
-                    if name in self._plan.in_place:
-                        for offset, values in self._plan.blocks(file, name, tensors[name]):
-                            writer.write(files[file.name], offset, values)
-            for file, name in self._plan.gathered():
-                whole = gather(tensors[name], self._plan.dtype(file, name))
-                if file.owner == self._rank:
-                    for offset, values in self._plan.blocks(file, name, whole):
-                        writer.write(files[file.name], offset, values)
+            for (name, offset), values in self.own_blocks():
+                writer.write(files[name], offset, values)
             writer.finish()
             dist.barrier()  # all ranks have written
-            own = [file for file in self._plan.files if file.owner == self._rank]
-            return {file.name: files[file.name].seal(file.layout.size) for file in own}
+            return self.seal(files)
 
-    def _manifest(self, version: int, parts: list[dict[str, FileEntry]]) -> Manifest:
+    def own_blocks(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
+        """What this rank writes: (file, offset) and the values as they are published, on the device. Collective."""
+        tensors = dict(self._policy.named_weights())
+        for file in self._plan.mine():
+            for name in file.tensors:
+                if name in self._plan.in_place:
+                    for offset, values in self._plan.blocks(file, name, tensors[name]):
+                        yield (file.name, offset), values
+        for file, name in self._plan.gathered():
+            whole = gather(tensors[name], self._plan.dtype(file, name))
+            if file.owner == self._rank:
+                for offset, values in self._plan.blocks(file, name, whole):
+                    yield (file.name, offset), values
+
+    def open_files(self, stage: Path, stack: contextlib.ExitStack) -> dict[str, RangeFile]:
+        """The files into which this rank writes, open as long as `stack`; its own have their headers."""
+        files = {file.name: stack.enter_context(open_ranges(stage / file.name)) for file in self._plan.mine()}
+        for file in self._plan.mine():
+            if file.owner == self._rank:
+                files[file.name].write_at(0, file.layout.header)
+        return files
+
+    def seal(self, files: Mapping[str, RangeFile]) -> dict[str, FileEntry]:
+        """Make this rank's own files durable, once all ranks have written; their entries."""
+        own = [file for file in self._plan.files if file.owner == self._rank]
+        return {file.name: files[file.name].seal(file.layout.size) for file in own}
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the largest file."""
+        return self._plan.file_bytes
+
+    def manifest(self, version: int, parts: Iterable[Mapping[str, FileEntry]]) -> Manifest:
+        """Of a version, from what each rank sealed."""
         return Manifest(
             kind="weights",
             step=version,
             version=version,
             writer="trainer",
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
             files={name: entry for part in parts for name, entry in part.items()},
             meta={"model": self._model_name, "dtype": str(self._dtype).removeprefix("torch.")},
         )

@@ -58,7 +58,7 @@ def run_rl(session: Session) -> None:
         metrics = session.train_step(step, batch, objective)
         num_samples += int(metrics["num_sequences"])
         if fake is None:
-            session.publish(step)
+            session.publish_beside(step)
             session.doorbell.ring("consumed", step=step)
             if session.save_is_due(step):
                 _save(session, step, num_samples)

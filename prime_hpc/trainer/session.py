@@ -18,6 +18,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.observe.context import RoleContext
 from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
 from prime_hpc.store.adopt import find_checkpoint
+from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.batches import RankBatch, prune_batches
 from prime_hpc.store.checkpoints import CheckpointInfo, resolve_resume
 from prime_hpc.store.doorbell import Bell
@@ -40,6 +41,7 @@ from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
 from prime_hpc.trainer.perf import peak_flops
 from prime_hpc.trainer.profiling import StepProfiler
 from prime_hpc.trainer.publish import VersionPublisher, build_publisher
+from prime_hpc.trainer.publish_beside import BesidePublisher, build_beside
 from prime_hpc.trainer.ranks import control_group
 from prime_hpc.trainer.reference import load_reference
 from prime_hpc.trainer.saving import Saver
@@ -105,6 +107,8 @@ class Session:
     """Of a `bench` run: every step's figures."""
     bench_setting: dict[str, str] = field(default_factory=dict)
     """Of a `bench` run: what it trains on."""
+    beside: BesidePublisher | None = None
+    """With `trainer.publish_beside`, from the first version on."""
 
     @property
     def part(self) -> tuple[int, int]:
@@ -118,17 +122,20 @@ class Session:
         return min(limit, BENCH_STEPS) if self.experiment.trainer.bench else limit
 
     def agree(self, signal: Signal) -> Signal:
-        """Rank 0's signal on every rank; takes note of a save that has ended meanwhile. Collective.
+        """Rank 0's signal on every rank; takes note of a save or a version that has ended meanwhile. Collective.
 
         Raises:
-            StoreError: that save failed.
+            StoreError: that save or version failed.
         """
-        own = [int(signal), int(self.saver.checkpointer.has_ended)]
+        is_out = self.beside is not None and self.beside.has_ended
+        own = [int(signal), int(self.saver.checkpointer.has_ended), int(is_out)]
         value = torch.tensor(own, device=self.device if self.control is None else "cpu")
         dist.broadcast(value, src=0, group=self.control)
-        decided, has_ended = value.tolist()
+        decided, has_ended, is_out = value.tolist()
         if has_ended:
             self.saver.settle()
+        if is_out:
+            self.finish_publishing()
         return Signal(decided)
 
     def requested(self) -> Signal | None:
@@ -143,9 +150,9 @@ class Session:
 
     @property
     def has_news(self) -> bool:
-        """On rank 0: whether a wait should end: a stop, a request to save, a save that has ended."""
+        """On rank 0: whether a wait should end: a stop, a request to save, a save or a version that has ended."""
         asked = self.doorbell.latest("stop") is not None or self.saver.is_asked
-        return asked or self.saver.checkpointer.has_ended
+        return asked or self.saver.checkpointer.has_ended or (self.beside is not None and self.beside.has_ended)
 
     def resume(self) -> tuple[int, dict[str, int]]:
         """Load the checkpoint that this attempt resumes from. Collective.
@@ -189,10 +196,30 @@ class Session:
         """Publish a weight version, announce it, remove old ones that nobody needs. Collective."""
         with self.engine.timer("publish"):
             manifest = self.publisher.publish(version)
-        if manifest is None:
+        if manifest is not None:
+            self._announce(manifest, prune=prune)
+
+    def publish_beside(self, version: int) -> None:
+        """As `publish`, or beside the next step, as `trainer.publish_beside` has it; raises for the one before."""
+        if self.beside is None:
+            wanted = self.experiment.trainer.publish_beside
+            self.beside = build_beside(self.publisher, wanted, self.device, self._announce)
+        if self.beside is None:
+            self.publish(version)
             return
-        path = self.paths.weights_step(version)
-        self.doorbell.ring("weights", version=version, path=str(path), digest=manifest.digest)
+        with self.engine.timer("publish"):
+            self.beside.begin(version)
+
+    def finish_publishing(self) -> None:
+        """Wait until no weight version is being written; raises a StoreError if it failed. Collective."""
+        if self.beside is not None:
+            self.beside.finish()
+
+    def _announce(self, manifest: Manifest, *, prune: bool = True) -> None:
+        """On rank 0: a version has its name."""
+        assert manifest.version is not None
+        path = self.paths.weights_step(manifest.version)
+        self.doorbell.ring("weights", version=manifest.version, path=str(path), digest=manifest.digest)
         if prune:
             keep = [step for step in (self.saver.in_flight,) if step is not None]
             prune_weights(self.paths, self.experiment.trainer.keep_weights, self.context.incarnation, keep=keep)
@@ -231,7 +258,8 @@ class Session:
             self.packer.up_to(step, keep)
 
     def save(self, step: int, *, progress: dict[str, int], batch_dir: Path | None) -> None:
-        """Save a checkpoint, or begin to, unless this step's exists. Collective."""
+        """Save a checkpoint, or begin to, unless this step's exists; its weight version is there. Collective."""
+        self.finish_publishing()
         with self.engine.timer("checkpoint"):
             self.saver.save(step, progress=progress, batch_dir=batch_dir)
 
@@ -242,7 +270,10 @@ class Session:
 
     def finish_saves(self) -> None:
         """Wait until nothing is being written any more. Collective."""
-        self.saver.finish()
+        try:
+            self.finish_publishing()
+        finally:
+            self.saver.finish()
 
     def report(self, step: int, metrics: dict[str, float], started: float) -> None:
         """Write one step's metrics, status and console line.

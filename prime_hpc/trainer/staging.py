@@ -29,12 +29,20 @@ _HEADROOM = 0.9
 class HostStage:
     """Room for one copy of named tensors."""
 
-    def __init__(self, parts: Mapping[str, torch.Tensor], directory: Path | None, ranks_per_node: int) -> None:
+    def __init__(
+        self,
+        parts: Mapping[str, torch.Tensor],
+        directory: Path | None,
+        ranks_per_node: int,
+        wanted_by: str = "ckpt.save_async",
+        instead: str = "name a node-local directory with ckpt.staging_dir, or leave save_async out",
+    ) -> None:
         """
         Args:
             parts: tensors of the names, dtypes and shapes to make room for; their values do not matter.
             directory: where the room is a file that nobody else sees; None: host memory.
             ranks_per_node: how many processes of this node take as much.
+            wanted_by, instead: the key that asks for it, and what to do where there is no room.
 
         Raises:
             StoreError: too little memory, or the directory is full or not writable; says what to do.
@@ -45,7 +53,9 @@ class HostStage:
             size += math.ceil(part.nbytes / _ALIGNMENT) * _ALIGNMENT
         self.size = size
         """Bytes."""
-        self._memory = _anonymous(size, ranks_per_node) if directory is None else _file_backed(size, directory)
+        self._memory = (
+            _anonymous(size, ranks_per_node, wanted_by, instead) if directory is None else _file_backed(size, directory)
+        )
         self._in_memory = directory is None
         self._pinned = False
         self._touched = threading.Event()
@@ -94,14 +104,24 @@ class HostStage:
                 self.tensors[name].copy_(part, non_blocking=self._pinned)
         stream.synchronize()
 
+    @torch.no_grad()
+    def put(self, name: str, values: torch.Tensor) -> "torch.cuda.Event | None":
+        """Queue one copy behind what the device does now: whatever is queued later may change the values.
 
-def _anonymous(size: int, ranks_per_node: int) -> mmap.mmap:
+        Returns:
+            on CUDA an event: when it has happened, the copy is here; None: it is here.
+        """
+        self._touched.wait()
+        self.tensors[name].copy_(values, non_blocking=self._pinned)
+        return torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+
+
+def _anonymous(size: int, ranks_per_node: int, wanted_by: str, instead: str) -> mmap.mmap:
     available = psutil.virtual_memory().available
     if size * ranks_per_node > available * _HEADROOM:
         raise StoreError(
-            f"ckpt.save_async needs {size * ranks_per_node / 2**30:.1f} GiB of host memory on this node, "
-            f"{available / 2**30:.1f} GiB are free: name a node-local directory with ckpt.staging_dir, or leave "
-            "save_async out"
+            f"{wanted_by} needs {size * ranks_per_node / 2**30:.1f} GiB of host memory on this node, "
+            f"{available / 2**30:.1f} GiB are free: {instead}"
         )
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):  # huge pages: a five-hundredth of the page faults

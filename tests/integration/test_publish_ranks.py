@@ -15,16 +15,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor, empty
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor, empty
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_hpc.inference.checkpoint import check_version, read_signature
-from prime_hpc.store.artifact import verify_artifact
+from prime_hpc.store.artifact import stage_dir, verify_artifact
+from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.model_files import stored_tensors
 from prime_hpc.trainer.conversions import Piece, WeightMap, map_weights
 from prime_hpc.trainer.publish import Publisher
+from prime_hpc.trainer.publish_beside import BesidePublisher
 from prime_hpc.trainer.stored import read_tensors
 from tests.support.ranks import spawn
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -184,3 +186,65 @@ def test_two_ranks_publish_a_checkpoint_as_it_came(tmp_path: Path) -> None:
         assert all(after[n].dtype == t.dtype and torch.equal(after[n], t) for n, t in before.items()), family
         loaded = [AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (tmp_path / family, version)]
         assert all(torch.equal(tensor, loaded[1][name]) for name, tensor in loaded[0].items()), family
+
+
+def publish_beside(rank: int, store: str, root: Path) -> None:
+    """Two ranks publish beside changes of the tensors; then one of them fails."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    mesh = init_device_mesh("cpu", (2,))
+    whole = whole_tensors()
+    tensors = {n: distribute_tensor(t, mesh, [Shard(t.ndim - 1)]) if t.ndim else t for n, t in whole.items()}
+    policy: Any = SimpleNamespace(named_weights=lambda: list(tensors.items()), weights=weight_map(root / "model"))
+    run = RunPaths(root / "run")
+    publisher = Publisher(policy, root / "model", run, dtype=torch.bfloat16, incarnation=0, model_name="ours")
+    told: list[int | None] = []
+    beside = BesidePublisher(publisher, lambda manifest: told.append(manifest.version), timeout_s=60.0)
+    for version in (1, 2, 3):
+        beside.begin(version)
+        for tensor in tensors.values():  # the update of the next step
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.add_(1)
+    beside.finish()
+    assert told == ([1, 2, 3] if rank == 0 else []) and not beside.has_ended
+    if rank == 1:
+        publisher.open_files = refuse  # type: ignore[method-assign, assignment]
+    beside.begin(4)
+    with pytest.raises(StoreError, match="rank 1: no space left"):
+        beside.finish()
+    assert not run.weights_step(4).exists()
+    if rank == 0:
+        assert not stage_dir(run.weights_step(4), 0).exists()
+    publisher.open_files = Publisher.open_files.__get__(publisher)  # type: ignore[method-assign]
+    beside.begin(5)
+    beside.finish()
+    publisher.companions.put = refuse  # type: ignore[method-assign, assignment]
+    beside.begin(6)
+    with pytest.raises(StoreError, match="no space left"):  # rank 0 alone met it
+        beside.finish()
+    dist.destroy_process_group()
+
+
+def refuse(*_: Any) -> Any:
+    raise StoreError("no space left")
+
+
+def test_versions_are_of_the_step_at_which_they_began(tmp_path: Path) -> None:
+    stored = checkpoint_tensors()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
+    save_file(stored, tmp_path / "model" / "model.safetensors")
+    spawn(publish_beside, (str(tmp_path / "store"), tmp_path), 2)
+    for version, added in ((1, 0), (2, 1), (3, 2), (5, 3)):
+        folder = RunPaths(tmp_path / "run").weights_step(version)
+        manifest = verify_artifact(folder, deep=True)
+        assert manifest.version == version
+        found = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+        assert found.keys() == stored.keys()
+        for name, tensor in stored.items():
+            changed = tensor.clone()
+            for _ in range(added):
+                changed += 1
+            expected = changed.bfloat16() if tensor.is_floating_point() else changed
+            assert torch.equal(found[name], expected), (version, name)

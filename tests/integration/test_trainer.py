@@ -101,7 +101,7 @@ def one(tmp_path_factory: pytest.TempPathFactory, model: Path) -> RunPaths:
 
 
 def test_two_ranks_equal_one_and_versions_load(tmp_path: Path, model: Path, one: RunPaths) -> None:
-    two = write_run(tmp_path / "two", model, trainer=KEEP_ALL)
+    two = write_run(tmp_path / "two", model, trainer=KEEP_ALL | {"publish_beside": True})
     write_batches(two, range(1, 4), 2)
     assert_done(run_trainer(two, 2), two)
     base = load_file(model / "model.safetensors")
@@ -153,7 +153,8 @@ def test_resume_is_exact_also_with_other_ranks(tmp_path: Path, model: Path, one:
     write_batches(halves, range(1, 7), 1)
     assert_done(run_trainer(halves), halves)
     assert json.loads((halves.checkpoint_step(3) / "orchestrator" / "state.json").read_text()) == {"step": 3}
-    write_run(tmp_path / "halves", model, max_steps=6, ckpt={"interval": 50})
+    beside = {"optim": {"lr": 1e-3}, "threads_per_rank": 1, "batch_timeout_s": 20, "publish_beside": True}
+    write_run(tmp_path / "halves", model, max_steps=6, ckpt={"interval": 50}, trainer=beside)
     assert_done(run_trainer(halves, PRIMEHPC_RESUME_STEP="3"), halves)
     assert list_versions(halves) == [3, 5, 6]  # keep_weights = 2, and the one that a checkpoint needs
     assert [r["step"] for r in read_metrics(halves.metrics("trainer"))] == [1, 2, 3, 4, 5, 6]
