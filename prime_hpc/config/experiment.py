@@ -299,6 +299,11 @@ class Experiment(Section):
         ):
             if used:
                 raise ValueError(f"model.fp8 does not go together with {key}: leave one of them out")
+        if not self.model.compile:
+            raise ValueError(
+                "model.fp8 without compilation makes each conversion a pass of its own over float32 and is slower than "
+                "bfloat16: set model.compile = true too, or leave model.fp8 out"
+            )
 
     def _can_train_many(self) -> None:
         key = f"trainer.max_concurrent_runs = {self.trainer.max_concurrent_runs}"

@@ -127,6 +127,8 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         if config.kv_cache_gib is not None:
             options["kv_cache_memory_bytes"] = round(config.kv_cache_gib * GIB)
     options |= {key.replace("-", "_"): value for key, value in revealed(config.vllm).items()}
+    if model.head_dtype == "float32":
+        options["hf_overrides"] = {**(options.get("hf_overrides") or {}), "head_dtype": "float32"}
     return [token for key, value in options.items() for token in _flag(key, value)]
 
 

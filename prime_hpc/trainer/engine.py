@@ -33,6 +33,7 @@ from prime_hpc.trainer.lora import use_slot, without_adapter
 from prime_hpc.trainer.model import Policy
 from prime_hpc.trainer.objectives import LossStats, echo_loss, target_weights
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
+from prime_hpc.trainer.parallel.distribute import gathers_from_itself
 from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm, sum_over
 from prime_hpc.trainer.perf import FlopsModel, PhaseTimer
 from prime_hpc.trainer.rows import group_rows
@@ -110,9 +111,10 @@ class Engine:
         """
         self.policy = policy
         self.optimizer = optimizer
-        self.timer = PhaseTimer()
+        self.timer = PhaseTimer.of(device)
         self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
-        self._normalize, self._reshard, self._device = normalize, reshard, device
+        self._normalize, self._device = normalize, device
+        self._reshard = reshard and not gathers_from_itself(policy.parallel)
         self._batch_tokens, self._mismatch, self._reference = batch_tokens, mismatch, reference
         self._alarmed, self._share_prefixes, self._row_tokens = False, share_prefixes, row_tokens
         self._no_sync, self._counts_all = no_sync, denominators == "all"
@@ -144,9 +146,9 @@ class Engine:
         if batch.num_micro_batches == 0:
             batch = RankBatch.empty(1)
         facts = batch_facts(batch, step)
-        with self.timer("forward_backward"), self.adapted():
+        with self.timer("forward_backward", on_device=True), self.adapted():
             stats, num_shared = self._forward_backward(self.lay_out(batch), objective, facts)
-        with self.timer("optim"):
+        with self.timer("optim", on_device=True):
             metrics = self._reduce(step, facts, stats, num_shared)
             self._check_finite(step, batch, metrics)
             self._check_mismatch(step, batch, metrics)

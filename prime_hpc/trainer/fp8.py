@@ -9,7 +9,6 @@ and routers stay in the compute dtype: log-probabilities are compared to the eng
 Runs on GPUs of compute capability 8.9 and above (Ada, Hopper, Blackwell); on CPU it is emulated, for tests.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -89,10 +88,14 @@ def use_fp8(block: nn.Module) -> int:
             continue
         if module.in_features % _MULTIPLE or module.out_features % _MULTIPLE:
             continue
-        module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+        module.__class__ = Float8Linear  # parameters and their names stay
         count += 1
     return count
 
 
-def _forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return fp8_linear(x, linear.weight, linear.bias)
+class Float8Linear(nn.Linear):
+    """A linear layer that multiplies in float8."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        return fp8_linear(input, self.weight, self.bias)

@@ -49,15 +49,24 @@ def _chunk_logits(
     bias: torch.Tensor | None,
     scale: torch.Tensor,
     softcap: float | None,
+    exact: bool,
 ) -> torch.Tensor:
     """Fill `out`, float32 `[n, vocab]`, with the logits of n hidden states, capped where the model caps, times scale.
 
-    All chunks share one buffer: on a CPU, fresh memory of this size costs several times the arithmetic on it.
+    Half-precision products are rounded to their dtype, as engines do by default, or with `exact` kept in float32. All
+    chunks share one buffer: on a CPU, fresh memory of this size costs several times the arithmetic on it.
     """
     if hidden.dtype == torch.float32 and bias is None:
         product_into(out, hidden, weight.T)
-    else:
+    elif not exact:
         out.copy_(torch.nn.functional.linear(hidden, weight, bias))
+    else:
+        if hidden.is_cuda:  # vLLM's own product, without a float32 copy of the weight
+            torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
+        else:
+            product_into(out, hidden.float(), weight.float().T)
+        if bias is not None:
+            out.add_(bias)
     if softcap is not None:
         out.div_(softcap).tanh_().mul_(softcap)
     return out.mul_(scale[:, None])
@@ -118,6 +127,7 @@ class _TokenLogprobs(torch.autograd.Function):
         with_entropy: bool,
         shard: VocabShard | None,
         truncation: Truncation | None,
+        exact: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num = hidden.shape[0]
         logprobs = torch.empty(num, dtype=torch.float32, device=hidden.device)
@@ -130,7 +140,7 @@ class _TokenLogprobs(torch.autograd.Function):
         buffer = logprobs.new_empty((min(num, chunk_tokens), weight.shape[0]))
         for start in range(0, num, chunk_tokens):
             part = slice(start, min(start + chunk_tokens, num))
-            logits = _chunk_logits(buffer[: part.stop - start], hidden[part], weight, bias, scale[part], softcap)
+            logits = _chunk_logits(buffer[: part.stop - start], hidden[part], weight, bias, scale[part], softcap, exact)
             if truncation is not None:
                 cut = find_cut(logits, truncation.part(part), shard)
                 apply_cut(logits, cut, column[part], None if shard is None else own[part])
@@ -151,7 +161,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if keep:
                 ctx.kept = (logits, sums)
         ctx.save_for_backward(hidden, weight, column, own, scale, log_sums, *(() if bias is None else (bias,)))
-        ctx.softcap, ctx.chunk_tokens, ctx.shard = softcap, chunk_tokens, shard
+        ctx.softcap, ctx.chunk_tokens, ctx.shard, ctx.exact = softcap, chunk_tokens, shard, exact
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -172,7 +182,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 ctx.kept = None
                 delta.mul_((-rows / sums)[:, None])
             else:
-                delta = _chunk_logits(buffer[: part.stop - start], hidden[part], weight, bias, scale[part], ctx.softcap)
+                delta = _chunk_logits(
+                    buffer[: part.stop - start], hidden[part], weight, bias, scale[part], ctx.softcap, ctx.exact
+                )
                 slope = None if ctx.softcap is None else 1 - (delta / (scale[part, None] * ctx.softcap)).square()
                 if ctx.cut is not None:
                     cut = Cut(ctx.cut.least[part], ctx.cut.share[part])
@@ -195,7 +207,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
         if ctx.shard is not None:
             ctx.shard.total(grad_hidden)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None, None, None, None
 
 
 def token_logprobs(
@@ -211,6 +223,7 @@ def token_logprobs(
     with_entropy: bool = False,
     shard: VocabShard | None = None,
     truncation: Truncation | None = None,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p(target | hidden) under the softmax of the LM head at a temperature, in float32.
 
@@ -226,6 +239,7 @@ def token_logprobs(
         with_entropy: also return the distributions' entropies.
         shard: which rows `weight` (and `bias`) are, where tensor-parallel ranks split them. Collective then.
         truncation: top-p, top-k and min-p of each target's distribution; None: the whole vocabulary's.
+        exact: keep the logits of a half-precision head in float32 (`model.head_dtype = float32`).
 
     Returns:
         float32 `[N]` log-probabilities, differentiable in hidden, weight and bias; float32 `[N]` entropies in nats
@@ -235,5 +249,5 @@ def token_logprobs(
     if softcap is not None:  # the model scales before it caps; the temperature divides after
         weight, scale = weight * logit_scale if logit_scale != 1.0 else weight, scale / logit_scale
     return _TokenLogprobs.apply(
-        hidden, weight, bias, targets, scale, softcap, chunk_tokens, with_entropy, shard, truncation
+        hidden, weight, bias, targets, scale, softcap, chunk_tokens, with_entropy, shard, truncation, exact
     )

@@ -43,6 +43,8 @@ SMALL_LOGITS = 1 << 24
 class Policy(nn.Module):
     """An HF causal LM that answers with log-probabilities of a micro-batch's targets instead of logits."""
 
+    exact_logits: bool = False
+    """Whether a half-precision head's logits stay in float32 (`model.head_dtype`)."""
     pads_rows: bool = True
     """Whether attention goes through padded buckets, which a micro-batch then must plan."""
     adapters: Adapters | None = None
@@ -89,6 +91,7 @@ class Policy(nn.Module):
             chunk_tokens=self._chunk_tokens,
             with_entropy=with_entropy,
             truncation=_truncation(batch),
+            exact=self.exact_logits,
             shard=None if tp is None else VocabShard(tp, tp.get_local_rank() * weight.shape[0]),
         )
         if cp is None:
@@ -256,6 +259,7 @@ def load_policy(
     if config.lora is not None:
         add_lora(policy.hf, config.lora, dtype)
     policy.pads_rows = kernel is attention.padded_attention
+    policy.exact_logits = config.head_dtype == "float32"
     policy.partly_used = distribute(policy, policy.hf, config, parallel, dtype, reshard_after_forward)
     _load_shards(policy, weights, device)
     if config.lora is not None:

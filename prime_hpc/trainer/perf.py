@@ -6,25 +6,51 @@ head only where there are targets, plus causal attention's 6 x layers x heads x 
 (12 x length^2 without the causal half).
 """
 
+import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 PEAK_BF16_FLOPS = {
-    # Dense tensor-core peaks of the makers' data sheets, by a part of torch's device name; first match wins.
+    # Dense tensor-core peaks of the makers' data sheets, by the words of torch's device name; first match wins.
+    "GB300": 2500e12,
     "GB200": 2500e12,
+    "B300": 2250e12,
     "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "H20": 148e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
+    "H800": 989e12,
     "A100": 312e12,
+    "A800": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A40": 150e12,
+    "A30": 165e12,
+    "A10G": 70e12,
     "A10": 125e12,
-    "4090": 165e12,
+    "RTX 5090": 210e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
     "MI300X": 1307e12,
 }
+_OTHER_CHIP = re.compile(r"\b(MIG|Laptop|RTX 4090 D|RTX 5090 D|RTX 3090 Ti)\b")
+"""A slice of a GPU, or a smaller or larger one of the same name: measured."""
+
+
+def known_peak(name: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a device by torch's name of it; None: unknown."""
+    if _OTHER_CHIP.search(name):
+        return None
+    return next((flops for words, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 @dataclass(frozen=True)
@@ -90,10 +116,9 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 5
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Peak FLOP/s of one rank's device: the maker's figure where known, else a measured matmul."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        name = torch.cuda.get_device_name(device)
-        for part, flops in PEAK_BF16_FLOPS.items():
-            if part in name:
-                return flops
+        known = known_peak(torch.cuda.get_device_name(device))
+        if known is not None:
+            return known
     return measured_peak_flops(device, dtype)
 
 
@@ -103,29 +128,54 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class PhaseTimer:
-    """Wall-clock seconds of a step's phases.
+    """Seconds of a step's phases.
 
     with timer("publish"): ...
+    with timer("optim", on_device=True): ...
+
+    Of a phase `on_device` they are the GPU's: from where its stream came to the phase's first kernel to where it had
+    done the last, whenever the host had launched them. They are read when all of them are over, in `take`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mark: Callable[[], Any] | None = None) -> None:
+        """
+        Args:
+            mark: records an event on the device's stream, with `synchronize` and `elapsed_time` (milliseconds) as
+                `torch.cuda.Event` has them; None: all phases are the host's.
+        """
         self.seconds: dict[str, float] = {}
-        self._started: list[tuple[str, float]] = []
+        self._mark = mark
+        self._started: list[tuple[str, float, Any]] = []
+        self._marks: list[tuple[str, Any, Any]] = []
 
-    def __call__(self, phase: str) -> "PhaseTimer":
+    @classmethod
+    def of(cls, device: torch.device) -> "PhaseTimer":
+        """A device's."""
+        if device.type != "cuda":
+            return cls()
+        return cls(lambda: torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True)))
+
+    def __call__(self, phase: str, *, on_device: bool = False) -> "PhaseTimer":
         """Name the phase that the coming `with` block measures."""
-        self._started.append((phase, time.perf_counter()))
+        mark = self._mark() if on_device and self._mark is not None else None
+        self._started.append((phase, time.perf_counter(), mark))
         return self
 
     def __enter__(self) -> "PhaseTimer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        phase, start = self._started.pop()
+        phase, start, mark = self._started.pop()
+        if mark is not None and self._mark is not None:
+            self._marks.append((phase, mark, self._mark()))
+            return
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """The seconds so far, as `time/<phase>`; starts anew."""
+        """The seconds so far, as `time/<phase>`; starts anew. Waits until the device has done the measured phases."""
+        for phase, first, last in self._marks:
+            last.synchronize()
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + first.elapsed_time(last) / 1000
         taken = {f"time/{phase}": round(seconds, 4) for phase, seconds in self.seconds.items()}
-        self.seconds = {}
+        self.seconds, self._marks = {}, []
         return taken

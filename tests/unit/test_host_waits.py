@@ -107,6 +107,18 @@ def test_neither_are_tokens_with_a_cross_entropy_of_their_own(build: Any) -> Non
     assert len(many) == len(few), sorted(set(many))
 
 
+def test_neither_are_targets_of_a_truncated_distribution(build: Any) -> None:
+    engine, config = build(), LossConfig()
+
+    def batch(num: int) -> RankBatch:
+        made = grouped(num)
+        ones = np.ones(made.num_sequences, np.float32)
+        return replace(made, top_ps=0.9 * ones, top_ks=(20 * ones).astype(np.int32), min_ps=0.01 * ones)
+
+    few, many = waits_of(engine, batch(1), config), waits_of(engine, batch(3), config, 2)
+    assert len(many) == len(few), sorted(set(many))
+
+
 def test_the_counter_sees_what_waits() -> None:
     x = torch.arange(4.0, requires_grad=True)
     with host_waits() as waits:

@@ -69,6 +69,12 @@ def test_a_stated_cache_on_a_gpu() -> None:
     assert options({"kv_cache_gib": 6})["--kv-cache-memory-bytes"] == [str(1 << 30)]  # a CPU's has a key of its own
 
 
+def test_a_float32_head_is_the_engines_too() -> None:
+    assert "--hf-overrides" not in options()
+    given = options({"vllm": {"hf_overrides": {"rope_theta": 1e6}}}, model={"name": "m", "head_dtype": "float32"})
+    assert json.loads(*given["--hf-overrides"]) == {"rope_theta": 1e6, "head_dtype": "float32"}
+
+
 def test_parallelism_and_key() -> None:
     found = options(
         {

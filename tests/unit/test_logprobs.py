@@ -71,3 +71,19 @@ def test_logprobs_and_entropy_equal_log_softmax(softcap: float | None) -> None:
         grads.append((logprobs.detach(), entropy.detach(), h.grad, w.grad, b.grad))
     for mine, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 2048])
+def test_a_float32_head_does_not_round_its_logits(chunk_tokens: int) -> None:
+    torch.manual_seed(0)
+    hidden, head, bias = (torch.randn(*s).bfloat16() for s in ((40, 8), (31, 8), (31,)))
+    targets, temperatures = torch.randint(0, 31, (40,)), torch.ones(40)
+    exact = torch.nn.functional.linear(hidden.float(), head.float(), bias.float()).log_softmax(-1)
+    rounded = torch.nn.functional.linear(hidden, head, bias).float().log_softmax(-1)
+    for whole, expected in ((True, exact), (False, rounded)):
+        found, entropy = token_logprobs(
+            hidden, head, targets, temperatures, bias=bias, chunk_tokens=chunk_tokens, with_entropy=True, exact=whole
+        )
+        torch.testing.assert_close(found, expected.gather(1, targets[:, None])[:, 0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), rtol=0, atol=1e-5)
+    assert (exact - rounded).abs().max() > 1e-3

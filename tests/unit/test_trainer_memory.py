@@ -114,12 +114,13 @@ def test_updates_by_buckets_equal_the_update_at_once(kind):
         momentum = 0.9 if kind == "signsgd" else None
         config = OptimConfig(type=kind, lr=0.1, max_norm=0, momentum=momentum)
         optimizer = build_optimizer(model, config)
-        moved = {"host": 0, "device": 0}
+        moved = {"host": 0, "device": 0, "home": 0}
         if offload:
 
-            def to_host(tensor):
+            def to_host(tensor, home):
                 moved["host"] += 1
-                return tensor.clone()
+                moved["home"] += home is not None
+                return tensor.clone() if home is None else home.copy_(tensor)
 
             def to_device(tensor, device):
                 moved["device"] += 1
@@ -136,6 +137,7 @@ def test_updates_by_buckets_equal_the_update_at_once(kind):
     found, optimizer, moved = train(offload=True)
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     assert [p for group in optimizer.param_groups for p in group["params"]]  # whole again after the step
+    assert moved["home"] == moved["device"]  # what has come from the host goes back into the same memory
     assert moved["host"] > 0 and 0 < moved["device"] < moved["host"]  # the first step makes its state on the device
 
 

@@ -30,12 +30,15 @@ class ModelConfig(Section):
     """Local directory or hub name of a Hugging Face causal language model."""
     dtype: Dtype = "bfloat16"
     """Compute precision of the trainer's forward and backward pass, and of the engines."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """What the output head's logits are rounded to, in the trainer and in the engines alike: `model.dtype`, or not at
+    all (bfloat16 products summed and kept in float32)."""
     attn: Literal["auto", "flash", "sdpa"] = "auto"
     """Varlen attention of the trainer. `auto`: on GPUs in half precision torch's own kernel (FlashAttention 2; 3 where
     `flash_attn_interface` is installed) or flash-attn's where that is, else padded sdpa; `flash`: flash-attn or an
     error."""
     compile: bool = False
-    """torch.compile each transformer block of the trainer."""
+    """torch.compile each transformer block of the trainer; attention and experts stay outside of the graphs."""
     ac: ActivationCheckpointConfig | None = None
     """Activation checkpointing; off when absent."""
     lora: LoraConfig | None = None

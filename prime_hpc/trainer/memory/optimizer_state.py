@@ -19,7 +19,7 @@ def keep_in_host_memory(
     optimizer: torch.optim.Optimizer,
     *,
     bucket_bytes: int = BUCKET_BYTES,
-    to_host: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    to_host: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None,
     to_device: Callable[[torch.Tensor, torch.device], torch.Tensor] | None = None,
 ) -> None:
     """Change `optimizer.step` as said above; the update's numbers stay the same.
@@ -27,10 +27,22 @@ def keep_in_host_memory(
     Args:
         optimizer: updates each parameter on its own, given its gradient and its state.
         bucket_bytes: see `BUCKET_BYTES`.
-        to_host, to_device: how a tensor moves (tests watch them).
+        to_host, to_device: how a tensor moves (tests watch them); to the host into the memory that it came from, or
+            None where it was made on the device.
     """
     step = optimizer.step
+    # What is on the device, and the host memory that it came from: to pin new memory costs more than the copy.
+    homes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     host, device = to_host or _to_host, to_device or _to_device
+
+    def out(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        there = device(tensor, parameter.device)
+        homes[id(there)] = (there, tensor)
+        return there
+
+    def back(tensor: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        _, home = homes.get(id(tensor), (None, None))
+        return host(tensor, home)
 
     def step_by_buckets(closure: Any = None) -> None:
         assert closure is None, "the trainer's optimizers take no closure"
@@ -41,9 +53,10 @@ def keep_in_host_memory(
                 for bucket in _buckets(parameters, bucket_bytes):
                     for i, group in enumerate(groups):
                         group["params"] = bucket if i == index else []
-                    _move(optimizer, bucket, lambda t, p: device(t, p.device))
+                    _move(optimizer, bucket, out)
                     step()
-                    _move(optimizer, bucket, lambda t, _: host(t))
+                    _move(optimizer, bucket, back)
+                    homes.clear()
         finally:
             for group, parameters in zip(groups, everything, strict=True):
                 group["params"] = parameters
@@ -85,10 +98,12 @@ def _move(
                 state[key] = move(value, parameter)
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def _to_host(tensor: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
     if tensor.device.type != "cuda":
         return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = home
+    if host is None or not host.is_pinned():  # made on the device, or read from a checkpoint
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor)  # waits: the next reader is this process's Python, not the stream
 
 

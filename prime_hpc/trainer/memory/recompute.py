@@ -5,6 +5,10 @@
   element-wise work, cheap to compute and as large to keep, are done again.
 - `offload`: the block's input waits in host memory between the two passes.
 
+Nothing random runs in a block (no pass has dropout), so the state of the random number generators is not kept for it.
+Around a compiled block (`model.compile`) its graphs are computed again whole: `selective` then keeps what is between
+them, attention's results above all.
+
 Applied to a block's `forward`, without a wrapper module, so that parameter names stay those of the checkpoint; inside
 FSDP's hooks, so that the recomputation sees gathered parameters. Source of the technique: Chen et al. 2016, "Training
 Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
@@ -86,7 +90,10 @@ def recompute(block: nn.Module, config: ActivationCheckpointConfig) -> None:
         config: what to keep, and where.
     """
     run = functools.partial(
-        checkpoint, use_reentrant=False, context_fn=_keep_products if config.mode == "selective" else noop_context_fn
+        checkpoint,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=_keep_products if config.mode == "selective" else noop_context_fn,
     )
     original = block.forward
     block.forward = functools.partial(_offloaded, original, run) if config.offload else functools.partial(run, original)

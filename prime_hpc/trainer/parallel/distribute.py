@@ -1,6 +1,6 @@
 """A model built without memory becomes this rank's part of it. Called by `model.load_policy`, before weights are read.
 
-Order: tensor and expert parallel put parameters onto their meshes; each block then gets recomputation, compilation and
+Order: tensor and expert parallel put parameters onto their meshes; each block then gets compilation, recomputation and
 FSDP2; FSDP2 takes the rest. Losses carry the batch's global denominators: FSDP sums gradients and never averages.
 """
 
@@ -65,6 +65,7 @@ def distribute(
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     partly_used = split_tensors(hf, parallel) if parallel.tp is not None else []
     experts = split_experts(hf, parallel) if parallel.expert_fsdp is not None else []
+    reshard = reshard and not gathers_from_itself(parallel)
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
     )
@@ -81,10 +82,10 @@ def distribute(
             use_fp8(block)
         if not config.compile:
             use_products(block)
+        if config.compile:  # within recomputation, which Dynamo cannot trace together with attention's own kernel
+            vars(block)["forward"] = torch.compile(block.forward, dynamic=True)
         if config.ac is not None and i % config.ac.freq == 0:
             recompute(block, config.ac)
-        if config.compile:
-            block.compile(dynamic=True)
         fully_shard(block, mesh=parallel.fsdp, mp_policy=precision, reshard_after_forward=reshard)
     fully_shard(policy, mesh=parallel.fsdp, mp_policy=exact, reshard_after_forward=False)
     for module in policy.modules():
@@ -92,6 +93,12 @@ def distribute(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return partly_used
+
+
+def gathers_from_itself(parallel: Parallel) -> bool:
+    """Whether the only rank is on a CPU: to free what it has copied from its own shards, and copy it again for every
+    micro-batch, costs more there than the memory is worth."""
+    return parallel.fsdp.size() == 1 and parallel.fsdp.device_type == "cpu"
 
 
 def _check_heads(hf: Any, parallel: Parallel) -> None:

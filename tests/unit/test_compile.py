@@ -1,0 +1,98 @@
+"""`model.compile`: graphs are made in every combination that is allowed, and change no number beyond rounding."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.config.sections.parallel import Layout
+from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
+from prime_hpc.trainer.engine import Engine
+from prime_hpc.trainer.lora import reset_slot, slot_parameters
+from prime_hpc.trainer.model import load_policy
+from prime_hpc.trainer.optim import build_optimizer
+from prime_hpc.trainer.parallel import build_parallel
+from prime_hpc.trainer.rl import rl_objective
+from tests.support.tiny_model import make_tiny_model, random_rank_batch
+
+CPU = torch.device("cpu")
+
+
+class Backend:
+    """Runs a graph as it is, and counts."""
+
+    def __init__(self) -> None:
+        self.graphs = self.products = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        names = [str(node.target) for node in graph.graph.nodes]
+        self.products += sum("linear" in name or "_Linear" in name or "matmul" in name for name in names)
+        return graph.forward
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path]]:
+    """A dense model and one with experts, in a process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield {n: make_tiny_model(tmp_path_factory.mktemp("model"), experts=n) for n in (0, 4)}
+    dist.destroy_process_group()
+
+
+def train(folder: Path, model: dict[str, Any]) -> dict[str, float]:
+    """Two RL steps' last metrics."""
+    config = ModelConfig.model_validate({"name": str(folder), "dtype": "float32", **model})
+    policy = load_policy(
+        config, folder, build_parallel(Layout(), "cpu"), CPU, reshard_after_forward=True, chunk_tokens=64
+    )
+    adapter, section = None, OptimConfig(lr=1e-2)
+    if policy.adapters is not None:
+        reset_slot(policy, 0, 0)
+        adapter = slot_parameters(policy, 0)
+    engine = Engine(
+        policy, build_optimizer(policy, section, adapter), optim=section, scheduler=SchedulerConfig(), max_steps=9,
+        normalize="token", reshard=True, device=CPU, peak_flops=1.0,
+    )  # fmt: skip
+    for step in (1, 2):
+        batch = random_rank_batch([[20, 9], [15]], seed=step, step=step)
+        metrics = engine.train_step(step, batch, partial(rl_objective, LossConfig()))
+    return metrics
+
+
+BFLOAT16 = {"dtype": "bfloat16"}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (0, {}),
+    "ac full": (0, {"ac": {}}),
+    "ac selective": (0, {"ac": {"mode": "selective"}}),
+    "ac offload": (0, {"ac": {"offload": True}}),
+    "lora, ac": (0, {"lora": {"rank": 4}, "ac": {}}),
+    "fp8, ac selective": (0, {**BFLOAT16, "fp8": True, "ac": {"mode": "selective"}}),
+    "experts, ac": (4, {"ac": {}}),
+}
+
+
+@pytest.mark.parametrize(("experts", "model"), CASES.values(), ids=CASES)
+def test_graphs_are_made_and_numbers_stay(folders: dict[int, Path], experts: int, model: dict[str, Any]) -> None:
+    eager, backend = train(folders[experts], model), Backend()
+    torch.compiler.reset()
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        found = train(folders[experts], model | {"compile": True})
+    print("GRAPHS", json.dumps([model, backend.graphs, backend.products]))
+    assert backend.graphs > 0 and backend.products > 0
+    rough = {"rel": 2e-2} if model.get("dtype") == "bfloat16" else {"rel": 1e-4}
+    for key in ("loss", "grad_norm", "entropy", "kl"):
+        assert found[key] == pytest.approx(eager[key], **rough, abs=1e-6), key
+
+
+def test_float8_goes_with_compilation() -> None:
+    with pytest.raises(ValueError, match=r"model\.fp8.*model\.compile"):
+        Experiment.model_validate({"model": {"fp8": True}})
+    Experiment.model_validate({"model": {"fp8": True, "compile": True}})

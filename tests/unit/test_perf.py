@@ -1,0 +1,82 @@
+"""What MFU is made of: a device's peak by its name, and seconds that a GPU has worked."""
+
+import pytest
+
+from prime_hpc.trainer.perf import PhaseTimer, known_peak
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA H20-3e", 148),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L4", 121),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("AMD Instinct MI300X", 1307),
+    ],
+)
+def test_peaks_by_name(name: str, teraflops: int) -> None:
+    assert known_peak(name) == teraflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA RTX A1000",
+        "NVIDIA RTX A1000 6GB Laptop GPU",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA RTX A4000",
+        "Quadro T1000",
+    ],
+)
+def test_other_devices_are_measured(name: str) -> None:
+    assert known_peak(name) is None
+
+
+def test_a_device_s_phases_are_timed_by_its_events_and_read_at_the_end() -> None:
+    class Event:
+        def __init__(self, at_ms: float) -> None:
+            self.at_ms, self.waited = at_ms, False
+
+        def synchronize(self) -> None:
+            self.waited = True
+
+        def elapsed_time(self, last: "Event") -> float:
+            assert last.waited
+            return last.at_ms - self.at_ms
+
+    # The host leaves "optim" at once; the device is done with it 250 ms after it began.
+    made = [Event(at) for at in (0.0, 1000.0, 1000.0, 1250.0)]
+    events = iter(made)
+    timer = PhaseTimer(lambda: next(events))
+    with timer("forward_backward", on_device=True):
+        pass
+    with timer("optim", on_device=True):
+        assert not any(event.waited for event in made)
+    with timer("publish"):
+        pass
+    taken = timer.take()
+    assert (taken["time/forward_backward"], taken["time/optim"]) == (1.0, 0.25) and taken["time/publish"] < 1
+    assert timer.take() == {}
+
+
+def test_without_a_device_all_phases_are_the_host_s() -> None:
+    timer = PhaseTimer()
+    with timer("optim", on_device=True):
+        pass
+    assert set(timer.take()) == {"time/optim"}
