@@ -82,6 +82,7 @@ def use_fp8(block: nn.Module) -> int:
 
     Left as they are: layers whose sizes the kernels do not take, and routers (they decide, and are small).
     """
+    torch.compiler.allow_in_graph(_Linear)  # Dynamo takes it whole; the compiler then fuses what it consists of
     count = 0
     for name, module in block.named_modules():
         if type(module) is not nn.Linear or name.rpartition(".")[2] in ("gate", "router"):
