@@ -41,8 +41,8 @@ def keep_in_host_memory(
         return there
 
     def back(tensor: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        _, home = homes.get(id(tensor), (None, None))
-        return host(tensor, home)
+        held = homes.get(id(tensor))
+        return host(tensor, None if held is None else held[1])
 
     def step_by_buckets(closure: Any = None) -> None:
         assert closure is None, "the trainer's optimizers take no closure"
