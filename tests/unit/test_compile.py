@@ -1,6 +1,5 @@
 """`model.compile`: graphs are made in every combination that is allowed, and change no number beyond rounding."""
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,8 @@ class Backend:
     def __call__(self, graph: Any, inputs: Any) -> Any:
         self.graphs += 1
         names = [str(node.target) for node in graph.graph.nodes]
-        self.products += sum("linear" in name or "_Linear" in name or "matmul" in name for name in names)
+        linear = ("linear", "matmul", "trampoline_autograd_apply")  # the last: float8's own function
+        self.products += sum(any(word in name for word in linear) for name in names)
         return graph.forward
 
 
@@ -85,7 +85,6 @@ def test_graphs_are_made_and_numbers_stay(folders: dict[int, Path], experts: int
     torch.compiler.reset()
     with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
         found = train(folders[experts], model | {"compile": True})
-    print("GRAPHS", json.dumps([model, backend.graphs, backend.products]))
     assert backend.graphs > 0 and backend.products > 0
     rough = {"rel": 2e-2} if model.get("dtype") == "bfloat16" else {"rel": 1e-4}
     for key in ("loss", "grad_norm", "entropy", "kl"):
