@@ -122,11 +122,8 @@ class Session:
         return min(limit, BENCH_STEPS) if self.experiment.trainer.bench else limit
 
     def agree(self, signal: Signal) -> Signal:
-        """Rank 0's signal on every rank; takes note of a save or a version that has ended meanwhile. Collective.
-
-        Raises:
-            StoreError: that save or version failed.
-        """
+        """Rank 0's signal on every rank; takes note of a save or a version that has ended meanwhile, and raises the
+        StoreError that it failed with. Collective."""
         is_out = self.beside is not None and self.beside.has_ended
         own = [int(signal), int(self.saver.checkpointer.has_ended), int(is_out)]
         value = torch.tensor(own, device=self.device if self.control is None else "cpu")
@@ -205,10 +202,9 @@ class Session:
             wanted = self.experiment.trainer.publish_beside
             self.beside = build_beside(self.publisher, wanted, self.device, self._announce)
         if self.beside is None:
-            self.publish(version)
-            return
+            return self.publish(version)
         with self.engine.timer("publish"):
-            self.beside.begin(version)
+            return self.beside.begin(version)
 
     def finish_publishing(self) -> None:
         """Wait until no weight version is being written; raises a StoreError if it failed. Collective."""
