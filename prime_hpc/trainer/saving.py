@@ -67,6 +67,11 @@ class Saver:
         return self.checkpointer.in_flight
 
     @property
+    def steps_in_flight(self) -> list[int]:
+        """That step, or none: what it belongs to must not be removed yet."""
+        return [] if self.in_flight is None else [self.in_flight]
+
+    @property
     def is_asked(self) -> bool:
         """On rank 0: whether a "save" waits to be taken up."""
         return self._request() is not None

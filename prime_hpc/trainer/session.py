@@ -32,7 +32,7 @@ from prime_hpc.trainer.checkpoint import Checkpointer
 from prime_hpc.trainer.engine import Engine, Objective, StepRefused
 from prime_hpc.trainer.lora import reset_slot, slot_parameters
 from prime_hpc.trainer.lora.files import adapter_identity
-from prime_hpc.trainer.memory.out_of_memory import explain, held_bytes
+from prime_hpc.trainer.memory.out_of_memory import explain, held_bytes, peak_bytes
 from prime_hpc.trainer.model import Policy, compute_dtype, load_policy, resolve_source
 from prime_hpc.trainer.objectives import normalization
 from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
@@ -199,8 +199,8 @@ class Session:
     def publish_beside(self, version: int) -> None:
         """As `publish`, or beside the next step, as `trainer.publish_beside` has it; raises for the one before."""
         if self.beside is None:
-            wanted = self.experiment.trainer.publish_beside
-            self.beside = build_beside(self.publisher, wanted, self.device, self._announce)
+            how = self.experiment.trainer.publish_beside
+            self.beside = build_beside(self.publisher, how, self.device, self._announce)
         if self.beside is None:
             return self.publish(version)
         with self.engine.timer("publish"):
@@ -217,8 +217,8 @@ class Session:
         path = self.paths.weights_step(manifest.version)
         self.doorbell.ring("weights", version=manifest.version, path=str(path), digest=manifest.digest)
         if prune:
-            keep = [step for step in (self.saver.in_flight,) if step is not None]
-            prune_weights(self.paths, self.experiment.trainer.keep_weights, self.context.incarnation, keep=keep)
+            keep = self.experiment.trainer.keep_weights
+            prune_weights(self.paths, keep, self.context.incarnation, keep=self.saver.steps_in_flight)
 
     def train_step(self, step: int, batch: RankBatch, objective: Objective) -> dict[str, float]:
         """The engine's step; a save in flight is not lost when it refuses. Collective.
@@ -235,17 +235,14 @@ class Session:
             raise
         except torch.OutOfMemoryError as error:
             held = held_bytes(self.engine.policy, self.engine.optimizer, self.device)
-            peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else sum(held.values())
-            words = explain(error, self.experiment, held, peak, rank=self.rank, step=step)
+            words = explain(error, self.experiment, held, peak_bytes(self.device, held), rank=self.rank, step=step)
             raise torch.OutOfMemoryError(words) from error
 
     def prune_rollouts(self, step: int) -> None:
-        """Rank 0: delete the batches that `orchestrator.keep_rollouts` gives up, and have those that stay compressed
-        with `compress_rollouts`; all ranks have taken `step`."""
+        """Rank 0: delete batches as `orchestrator.keep_rollouts` says, compress the rest; all ranks took `step`."""
         if self.rank != 0:
             return
-        config = self.experiment.orchestrator
-        keep = [step for step in (self.saver.in_flight,) if step is not None]
+        config, keep = self.experiment.orchestrator, self.saver.steps_in_flight
         if config.keep_rollouts is not None:
             prune_batches(self.paths, config.keep_rollouts, step, self.context.incarnation, keep=keep)
         if config.compress_rollouts and self.packer is None:

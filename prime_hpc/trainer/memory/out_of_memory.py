@@ -24,6 +24,11 @@ def held_bytes(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device
     return {kind: float(sum(_bytes_on(device, t) for t in tensors)) for kind, tensors in parts.items()}
 
 
+def peak_bytes(device: torch.device, held: dict[str, float]) -> float:
+    """Bytes that were allocated there at most; elsewhere than on CUDA nobody counts, and it is what is held."""
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else sum(held.values())
+
+
 def _bytes_on(device: torch.device, tensor: torch.Tensor | None) -> int:
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return own.nbytes if own is not None and own.device.type == device.type else 0
