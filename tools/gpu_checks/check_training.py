@@ -17,7 +17,6 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "compile, ac": {"compile": True, "ac": {}},
     "compile, ac selective": {"compile": True, "ac": {"mode": "selective"}},
     "compile, ac offload": {"compile": True, "ac": {"offload": True}},
-    "fp8": {"fp8": True},
     "compile, fp8": {"compile": True, "fp8": True},
     "optimizer offload": {},
 }
