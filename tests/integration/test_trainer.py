@@ -173,20 +173,15 @@ def test_resume_is_exact_also_with_other_ranks(tmp_path: Path, model: Path, one:
 
 
 def test_nan_stops_before_publishing(tmp_path: Path, model: Path) -> None:
-    broken = make_tiny_model(tmp_path / "broken", seed=3)
-    tensors = load_file(broken / "model.safetensors")
-    tensors["model.norm.weight"][0] = float("inf")
-    from safetensors.torch import save_file
-
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    paths = write_run(tmp_path / "nan", broken)
+    # weights that are whole, finite numbers, whose squares are not
+    paths = write_run(tmp_path / "nan", model, trainer={"optim": {"lr": 1e30}, "threads_per_rank": 1})
     write_batches(paths, range(1, 4), 1)
     result = run_trainer(paths)
     assert result.returncode != 0
     status = read_status(paths.logs(1, "trainer"))
     assert status is not None and status["state"] == "failed"
-    assert "step 1" in status["error"] and "rank 0" in status["error"] and "NonFiniteError" in status["error"]
-    assert list_versions(paths) == []
+    assert "step 2" in status["error"] and "rank 0" in status["error"] and "NonFiniteError" in status["error"]
+    assert list_versions(paths) == [1]
 
 
 def test_missing_batch_and_sigterm_end_the_process(tmp_path: Path, model: Path) -> None:

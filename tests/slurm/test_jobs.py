@@ -18,7 +18,7 @@ from tests.support.runs import BIN, rows
 from tests.support.slurm import Cluster
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_STEPS = 60
 
@@ -74,7 +74,7 @@ def wait_for_step(cluster: Cluster, run_dir: Path, step: int) -> None:
         path = run_dir / "metrics" / "trainer.jsonl"
         return path.exists() and max((row["step"] for row in rows(run_dir, "trainer")), default=0) >= step
 
-    cluster.wait_until(there, f"step {step} of {run_dir.name}", timeout=120)
+    cluster.wait_until(there, f"step {step} of {run_dir.name}", timeout=400)
 
 
 def losses(run_dir: Path) -> dict[int, float]:
@@ -86,13 +86,13 @@ def losses(run_dir: Path) -> dict[int, float]:
 def undisturbed(cluster: Cluster, experiment: Path) -> Path:
     """The run that the others are compared with."""
     job, run_dir = submit(cluster, experiment, "undisturbed")
-    cluster.wait_state(job, "COMPLETED", timeout=120)
+    cluster.wait_state(job, "COMPLETED", timeout=400)
     return run_dir
 
 
 def assert_finished(cluster: Cluster, job: str, run_dir: Path, undisturbed: Path) -> list[dict[str, Any]]:
     """The job completed, with the undisturbed run's losses to the last bit. Returns its attempts."""
-    cluster.wait_state(job, "COMPLETED", timeout=200)
+    cluster.wait_state(job, "COMPLETED", timeout=400)
     lives = attempts(run_dir)
     assert lives[-1]["outcome"] == "completed", lives
     assert losses(run_dir) == losses(undisturbed)
@@ -139,7 +139,7 @@ def test_preempted_where_jobs_are_cancelled_a_successor_goes_on(
     job, run_dir = submit(cluster, experiment, "succeeded", *flags)
     wait_for_step(cluster, run_dir, 5)
     cluster.drill("preempt", "5")
-    cluster.wait_until(lambda: len(attempts(run_dir)) == 2, "the successor's attempt", timeout=120)
+    cluster.wait_until(lambda: len(attempts(run_dir)) == 2, "the successor's attempt", timeout=400)
     successor = attempts(run_dir)[-1]["job_id"]
     assert successor != job
     first, _ = assert_finished(cluster, successor, run_dir, undisturbed)
@@ -179,7 +179,7 @@ def test_the_time_limit_is_no_end(cluster: Cluster, experiment: Path) -> None:
         10_000,
     )
     job, run_dir = submit(cluster, experiment, "limited", *flags)
-    cluster.wait_until(lambda: len(attempts(run_dir)) == 2, "a second life", timeout=240)
+    cluster.wait_until(lambda: len(attempts(run_dir)) == 2, "a second life", timeout=400)
     first, second = attempts(run_dir)
     assert (first["outcome"], first["next"]) == ("requeued", "requeue")
     assert "time limit" in first["cause"]
@@ -209,7 +209,7 @@ def test_stop_saves_and_ends_and_resume_goes_on(cluster: Cluster, experiment: Pa
 def test_a_crash_is_tried_again_but_not_for_ever(cluster: Cluster, experiment: Path) -> None:
     # `attn = flash` cannot work on CPU: every life fails, and none saves anything
     job, run_dir = submit(cluster, experiment, "crashes", "--model.attn", "flash")
-    cluster.wait_state(job, "FAILED", timeout=150)
+    cluster.wait_state(job, "FAILED", timeout=400)
     lives = attempts(run_dir)
     assert [life["outcome"] for life in lives] == ["failed", "failed"], "max_crashes = 1: one more try"
     assert [life["next"] for life in lives] == ["requeue", None]
@@ -235,7 +235,7 @@ def test_what_preflight_finds_is_named_before_anything_starts(cluster: Cluster, 
     elsewhere = experiment.parent / "full"  # the ledger of bad nodes is kept by output directory
     flags = ("--output-dir", elsewhere, "--slurm.preflight.min-free-gib", 1e6, "--slurm.survive.max-crashes", 0)
     job, _ = submit(cluster, experiment, "full", *flags)
-    cluster.wait_state(job, "FAILED", timeout=60)
+    cluster.wait_state(job, "FAILED", timeout=200)
     (life,) = attempts(elsewhere / "full")
     assert life["cause"].startswith("preflight: n1: ")
     assert not (elsewhere / "full" / "logs" / "attempt_1" / "trainer").exists()
