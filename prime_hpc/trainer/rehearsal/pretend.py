@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from transformers.integrations import moe
 
 from prime_hpc.config.shapes import shape_config
 from prime_hpc.trainer import attention, model, products, reference, session
@@ -129,6 +130,8 @@ def pretended(tracker: MemoryTracker, fake: FakeTensorMode, *, on_gpu: bool, fol
         change(model, "_load_shards", _inside(fake, tracker, model._load_shards))
         change(model, "Adapters", _inside(fake, tracker, Adapters))
         change(model, "self_test", lambda *_, **__: None)  # it judges values, and there are none
+        # the operator's fake knows bfloat16 alone; what stands in for it makes tensors of the same sizes
+        change(moe, "_can_use_grouped_mm", lambda _input, weight, _offsets: weight.dtype == torch.bfloat16)
         _spread_rows(change)
         _read_ones(change)
         _tell_kinds(tracker, change)
