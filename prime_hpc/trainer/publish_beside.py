@@ -31,6 +31,7 @@ from prime_hpc.trainer.checkpoint import SideGroup
 from prime_hpc.trainer.publish import Publisher, VersionPublisher
 from prime_hpc.trainer.safetensors_file import host_bytes
 from prime_hpc.trainer.staging import HostStage
+from prime_hpc.trainer.threads import rank_thread
 
 
 def _name(key: tuple[str, int]) -> str:
@@ -106,7 +107,7 @@ class BesidePublisher:
         final = self._publisher.paths.weights_step(version)
         pending = _Pending(version, stage_dir(final, self._publisher.incarnation), final)
         pending.parts, pending.copied, pending.failure = self._copy()
-        thread = threading.Thread(target=self._in_background, args=(pending,), name=f"publish-{version}", daemon=True)
+        thread = rank_thread(self._in_background, name=f"publish-{version}", args=[pending])
         pending.thread, self._pending = thread, pending
         thread.start()
 

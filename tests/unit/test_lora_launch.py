@@ -86,7 +86,11 @@ def test_memory_is_the_frozen_model_and_the_adapter() -> None:
     one, other = trainer_gib(plain, facts), trainer_gib(lora, facts)
     assert one is not None and other is not None
     assert other["state"] == pytest.approx((2 * 8e9 + (16 + 8) * count) / 2**30)
-    assert other["gathered"] < one["gathered"] and other["activations"] == one["activations"]
+    assert other["activations"] == one["activations"]
+    two = {"trainer": {"num_ranks": 2}}
+    more, less = (trainer_gib(experiment("m", adapter, **two), facts) for adapter in (None, {"rank": 16}))
+    assert more is not None and less is not None
+    assert less["gathered"] == more["gathered"] > 0 and less["gradients"] == 0 < more["gradients"]
     assert checkpoint_gib(lora, facts) == pytest.approx(12 * count / 2**30)
     penalty = {"trainer": {"loss": {"kl": {"target": "reference"}}}}
     assert trainer_gib(experiment("m", {"rank": 16}, **penalty), facts) == other

@@ -172,7 +172,7 @@ def agree_beside_cuda(rank: int, folder: str) -> None:
     checkpointer = SimpleNamespace(has_ended=rank == 0)
     settled: list[int] = []
     saver = SimpleNamespace(checkpointer=checkpointer, settle=lambda: settled.append(rank))
-    session: Any = SimpleNamespace(device=cuda, control=control, saver=saver)
+    session: Any = SimpleNamespace(device=cuda, control=control, saver=saver, beside=None)
     assert Session.agree(session, Signal.SAVE if rank == 0 else Signal.WAIT) is Signal.SAVE
     assert settled == [rank]
     dist.destroy_process_group()

@@ -210,7 +210,7 @@ def _by_environment(config: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def _by_site(config: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     site = config.parent / "site.yaml"
-    site.write_text(f"scratch: {config.parent}\nenv: {{HF_TOKEN: {CANARY}}}\n")
+    site.write_text(f"scratch: {config.parent}\ndevice: cpu\nenv: {{HF_TOKEN: {CANARY}}}\n")
     site.chmod(0o600)
     return []
 

@@ -82,7 +82,7 @@ def _run(kernel: Any, device: str, dtype: Any, heads: int, kv_heads: int, window
         rows = shared_rows(np.concatenate(ids), lengths, np.array([group for group, _ in SHARED]))
     plan = attention.plan_packing(lengths, device, rows)
     generator = torch.Generator().manual_seed(1)
-    num_tokens = plan.num_rows
+    num_tokens = plan.num_computed
 
     def draw(num_heads: int) -> Any:
         x = torch.randn(num_tokens, num_heads, 64, generator=generator).bfloat16()

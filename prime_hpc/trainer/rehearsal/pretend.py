@@ -241,9 +241,9 @@ def _on_gpu(tracker: MemoryTracker, change: Callable[..., None]) -> None:
         def restore(self) -> torch.Tensor:
             return torch.empty_like(self._host).requires_grad_(self._requires_grad)
 
-    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(tensor: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
         with tracker.kind(HOST):
-            return torch.empty_like(tensor)
+            return torch.empty_like(tensor) if home is None else home
 
     change(recompute, "HostCopy", HostCopy)
     change(optimizer_state, "_to_host", to_host)
