@@ -79,7 +79,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("experts", "model"), CASES.values(), ids=CASES)
+SAMPLE = {"ac full", "ac offload", "fp8, ac selective"}
+
+
+@pytest.mark.parametrize(
+    ("experts", "model"),
+    [
+        pytest.param(*case, id=name, marks=[] if name in SAMPLE else pytest.mark.exhaustive)
+        for name, case in CASES.items()
+    ],
+)
 def test_graphs_are_made_and_numbers_stay(folders: dict[int, Path], experts: int, model: dict[str, Any]) -> None:
     eager, backend = train(folders[experts], model), Backend()
     torch.compiler.reset()
