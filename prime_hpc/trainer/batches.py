@@ -18,9 +18,7 @@ from prime_hpc.store.batches import NOT_SAMPLED, NOT_TRUNCATED, TRUNCATION, Rank
 from prime_hpc.store.handover import Handover
 from prime_hpc.trainer.attention import Packing, plan_packing
 from prime_hpc.trainer.parallel import Parallel
-from prime_hpc.trainer.parallel.context import own_targets
-from prime_hpc.trainer.prefixes import shared_rows
-from prime_hpc.trainer.rows import rows_of_their_own
+from prime_hpc.trainer.rows import lay_out
 from prime_hpc.trainer.transfer import to_device
 
 
@@ -170,36 +168,19 @@ def make_micro_batch(
     positions = np.arange(len(ids)) - starts[sequence_of]
     at = np.flatnonzero((mask | (ce > 0)) & (positions > 0))
     sequence = sequence_of[at]
-    targets, predicting, num_sequences = ids[at], at - 1, len(lengths)
+    targets, num_sequences = ids[at], len(lengths)
     truncation = _truncation(batch, sequences, kept, sequence, mask[at])
-    own, rows, num_rows = slice(None), None, 1
-    if own_rows:
-        multiple = 1 if parallel is None else parallel.row_multiple
-        ids, positions, predicting, lengths = rows_of_their_own(ids, positions, predicting, lengths, multiple)
-        num_rows = len(lengths)
-    elif parallel is not None and parallel.row_multiple > 1:
-        fill = -len(ids) % parallel.row_multiple
-        ids, positions = np.append(ids, np.zeros(fill, np.int64)), np.append(positions, np.arange(fill))
-        lengths = np.append(lengths, fill) if fill else lengths
-        span = len(ids) // parallel.layout.cp
-        first, stop = parallel.cp_rank * span, (parallel.cp_rank + 1) * span
-        own = own_targets(predicting, first, stop)
-        ids, positions, predicting = ids[first:stop], positions[first:stop], predicting[own] - first
-    elif share_prefixes:
-        rows = shared_rows(ids, lengths, groups)
-        if rows is not None:
-            where = np.unique(rows, return_index=True)[1]
-            ids, positions, predicting = ids[where], positions[where], rows[predicting]
+    rows = lay_out(ids, positions, at - 1, lengths, groups, parallel, share_prefixes=share_prefixes, own_rows=own_rows)
 
     def tensor(array: NDArray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array))
 
     sampled_from: dict[str, Any] = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in truncation.items()}
     micro = MicroBatch(
-        input_ids=tensor(ids).view(num_rows, -1),
-        position_ids=tensor(positions).view(num_rows, -1),
-        packing=plan_packing(lengths, device, rows, num_rows, pads=pads),
-        target_index=tensor(predicting),
+        input_ids=tensor(rows.ids).view(rows.num_rows, -1),
+        position_ids=tensor(rows.positions).view(rows.num_rows, -1),
+        packing=plan_packing(rows.lengths, device, rows.shared, rows.num_rows, pads=pads),
+        target_index=tensor(rows.predicting),
         targets=tensor(targets),
         sequence=tensor(sequence),
         targets_of_sequence=tensor(np.bincount(sequence, minlength=num_sequences)),
@@ -207,9 +188,9 @@ def make_micro_batch(
         behaviour_logprobs=tensor(logprobs[at]),
         advantages=tensor(advantages[at]),
         num_tokens=num_tokens,
-        num_shared=0 if rows is None else len(rows) - len(ids),
+        num_shared=0 if rows.shared is None else len(rows.shared) - len(rows.ids),
         targets_of_rollout=None if rollouts is None else tensor(rollouts),
-        own=own,
+        own=rows.own,
         ce_weights=tensor(ce[at]) if batch.ce_weights is not None else None,
         trained=tensor(np.flatnonzero(mask[at])) if batch.ce_weights is not None else None,
         **sampled_from,
