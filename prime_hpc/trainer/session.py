@@ -122,11 +122,9 @@ class Session:
         return min(limit, BENCH_STEPS) if self.experiment.trainer.bench else limit
 
     def agree(self, signal: Signal) -> Signal:
-        """Rank 0's signal on every rank; takes note of a save or a version that has ended meanwhile, and raises the
-        StoreError that it failed with. Collective."""
-        is_out = self.beside is not None and self.beside.has_ended
-        own = [int(signal), int(self.saver.checkpointer.has_ended), int(is_out)]
-        value = torch.tensor(own, device=self.device if self.control is None else "cpu")
+        """Rank 0's signal on every rank; a save or version that failed meanwhile raises its StoreError. Collective."""
+        ended = [self.saver.checkpointer.has_ended, self.beside is not None and self.beside.has_ended]
+        value = torch.tensor([signal, *ended], dtype=torch.int64, device=self.device if self.control is None else "cpu")
         dist.broadcast(value, src=0, group=self.control)
         decided, has_ended, is_out = value.tolist()
         if has_ended:
@@ -140,10 +138,10 @@ class Session:
         message = self.doorbell.latest("stop")
         if message is not None:
             return Signal.STOP_AND_SAVE if message.get("save") else Signal.STOP
-        if self.saver.is_asked:
-            self.saver.take_up()
-            return Signal.SAVE
-        return None
+        if not self.saver.is_asked:
+            return None
+        self.saver.take_up()
+        return Signal.SAVE
 
     @property
     def has_news(self) -> bool:
