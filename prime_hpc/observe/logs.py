@@ -130,11 +130,14 @@ def setup_logger(
     pattern = "<dim>{time:HH:mm:ss}</dim> <level>{level: <7}</level> <cyan>{extra[role]}</cyan> {message}"
     logger.remove()
     logger.configure(extra={"role": role})
+    # `diagnose` would write values into a traceback: keys, samples, and tensors whose memory is gone (a crash)
     if console:
         # a process with a log file of its own is the supervisor: its output is a file in a job, and it must not wait
         out: Any = sys.stdout if file is None or sys.stdout.isatty() else _console_sink()
-        logger.add(out, level=level, format=pattern, serialize=json_lines, enqueue=False)
+        logger.add(out, level=level, format=pattern, serialize=json_lines, enqueue=False, diagnose=False)
     if file is not None:
         file_level = os.environ.get("PRIME_LOG_LEVEL", file_level or level).upper()
-        logger.add(_file_sink(file), level=file_level, format=pattern, serialize=json_lines, colorize=False)
+        logger.add(
+            _file_sink(file), level=file_level, format=pattern, serialize=json_lines, colorize=False, diagnose=False
+        )
     return logger

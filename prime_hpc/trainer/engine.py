@@ -33,7 +33,7 @@ from prime_hpc.trainer.lora import use_slot, without_adapter
 from prime_hpc.trainer.model import Policy
 from prime_hpc.trainer.objectives import LossStats, echo_loss, target_weights
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
-from prime_hpc.trainer.parallel.distribute import gathers_from_itself
+from prime_hpc.trainer.parallel.distribute import gathers_from_itself, reshard_all
 from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm, sum_over
 from prime_hpc.trainer.perf import FlopsModel, PhaseTimer
 from prime_hpc.trainer.rows import group_rows
@@ -277,7 +277,7 @@ class Engine:
         assert self._reference is not None
         with without_adapter(self._reference):
             logprobs, _ = self._reference(micro)
-        self._reference.reshard()  # type: ignore[operator]  # no backward pass comes that would do it
+        reshard_all(self._reference)
         return logprobs
 
     def _reduce(self, step: int, facts: BatchFacts, stats: LossStats, num_shared: int) -> dict[str, float]:

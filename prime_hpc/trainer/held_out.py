@@ -19,6 +19,7 @@ from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.stream import Order, SampleStream
 from prime_hpc.trainer.data.workers import RowReader
+from prime_hpc.trainer.parallel.distribute import reshard_all
 
 if TYPE_CHECKING:
     from prime_hpc.trainer.session import Session
@@ -80,7 +81,7 @@ class HeldOut:
                     logprobs, _ = policy(micro)
                 total[0] -= logprobs.double().sum()
                 total[1] += micro.num_targets
-        policy.reshard()  # type: ignore[operator]  # no backward pass comes that would do it
+        reshard_all(policy)
         dist.all_reduce(total if session.parallel.leads else total.zero_())  # ranks of one part all have its sums
         loss = float(total[0] / total[1])
         return {

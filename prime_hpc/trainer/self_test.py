@@ -156,7 +156,7 @@ def measure(policy: "Policy", device: torch.device, unit: float) -> Found:
         device: of this rank.
         unit: relative rounding error of the compute dtype.
     """
-    from prime_hpc.trainer.parallel.distribute import transformer_blocks
+    from prime_hpc.trainer.parallel.distribute import reshard_all, transformer_blocks
 
     prober, parallel = _Prober(policy, device), policy.parallel
     alone = [prober.logprobs(0, index) for index in (1, 2)]
@@ -178,9 +178,7 @@ def measure(policy: "Policy", device: torch.device, unit: float) -> Found:
     rows["again"] = _difference(together, prober.logprobs(0, 0))
     if parallel.tp is None and parallel.cp is None and parallel.ep is None:
         rows["own_code"] = torch.stack([_difference(a, prober.own_code(i)) for i, a in enumerate(alone, 1)]).max()
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # no backward pass comes that would do it
+    reshard_all(policy)
     table = torch.stack(list(rows.values())).float()
     if dist.is_initialized():
         dist.all_reduce(table, op=dist.ReduceOp.MAX)  # every rank judges alike

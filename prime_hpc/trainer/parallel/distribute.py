@@ -95,6 +95,16 @@ def distribute(
     return partly_used
 
 
+def reshard_all(policy: nn.Module) -> None:
+    """Free what a forward pass gathered and no backward pass will: until then the parameters are not the shards.
+
+    `FSDPModule.reshard` is of one module, without those below it.
+    """
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def gathers_from_itself(parallel: Parallel) -> bool:
     """Whether the only rank is on a CPU: to free what it has copied from its own shards, and copy it again for every
     micro-batch, costs more there than the memory is worth."""
