@@ -164,4 +164,4 @@ def test_nan_keeps_batch_and_weights_and_the_replay_says_where(tmp_path: Path, m
     assert json.loads((kept / "rollouts" / "step_000002" / "manifest.json").read_text())["step"] == 2
     again = replay(kept)
     assert again.returncode == 1, again.stderr
-    assert "loss = nan" in again.stdout and "stopped before version 2" in again.stdout
+    assert "grad_norm = nan" in again.stdout and "stopped before version 2" in again.stdout
