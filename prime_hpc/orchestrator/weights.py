@@ -18,7 +18,8 @@ from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.servers import ServerTable
 from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, StoreError, wait_for_artifact
 from prime_hpc.store.doorbell import Doorbell
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.errors import FencedError
+from prime_hpc.store.layout import RunPaths, check_incarnation
 from prime_hpc.store.leases import set_floor
 from prime_hpc.store.weights import newest_of_life
 
@@ -267,11 +268,21 @@ class WeightSync:
             except InferenceError as error:
                 url = self._table.servers[index].url
                 if error.status is not None and 400 <= error.status < 500:
+                    await self._say_if_fenced()  # a newer life may have removed the version
                     raise OrchestratorError(f"inference server {url} refuses version {version}: {error}") from error
                 logger.warning(f"inference server {url} did not load version {version}: {error}")
                 self.report_error(index)
                 return
             self._table.mark_ready(index, version)
+
+    async def _say_if_fenced(self) -> None:
+        """Raise an OrchestratorError where a newer life of the run has begun."""
+        try:
+            await asyncio.to_thread(check_incarnation, self._paths, self._incarnation)
+        except FencedError as error:
+            raise OrchestratorError(str(error)) from error
+        except (OSError, StoreError) as error:
+            logger.warning(f"whether a newer life has begun is unknown: {error}")
 
     async def _announce(self) -> None:
         """Tell which version is served, and hold on to its files: a server that restarts needs them again."""
