@@ -19,6 +19,7 @@ from typing import Any
 
 from prime_hpc.launch.doctor_finding import Finding, State
 from prime_hpc.launch.doctor_gpus import check_builds, check_gpus
+from prime_hpc.observe.gpus import run_command
 
 GIB = 2**30
 COMMAND_TIMEOUT_S = 10.0
@@ -154,21 +155,12 @@ def check_compiler() -> Iterator[Finding]:
 def ask(argv: list[str]) -> tuple[int | None, str]:
     """Exit code and output of a small command; code None: it is missing or hangs."""
     try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=COMMAND_TIMEOUT_S,
-            check=False,
-            encoding="utf-8",
-            errors="replace",
-        )
+        code, text = run_command(argv, COMMAND_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return None, f"no answer within {COMMAND_TIMEOUT_S:g} s"
     except OSError as error:
         return None, str(error)
-    return done.returncode, done.stdout.strip()
+    return code, text.strip()
 
 
 def check_slurm(environ: Mapping[str, str]) -> Iterator[Finding]:

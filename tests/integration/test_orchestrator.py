@@ -235,7 +235,9 @@ def test_a_bench_needs_no_trainer_and_leaves_nothing_behind(
         assert world.wait() == 0, log_of(world)
         assert "rollouts/s" in log_of(world)
         report = read_report(world.paths.root, "orchestrator")
-        assert report is not None and report["figures"]["rollouts/s"] > 0
+        # not how many a second: on a busy machine all may have ended while the first batch, which warms up, was written
+        assert report is not None and report["figures"]["tokens/rollout"] > 0 and report["figures"]["batch tokens"] > 0
+        assert report["figures"]["rollouts/s"] >= 0
         # as the trainer would get it: groups without a signal are left out
         assert 0 < len(report["shape"][0]["lengths"]) <= exp.orchestrator.batch_size
         assert not world.paths.rollouts.exists()
