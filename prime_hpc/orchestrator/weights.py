@@ -138,7 +138,7 @@ class WeightSync:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._bring_back_forever(), name="bring-back-servers")
                 tasks.create_task(self._check_forever(), name="check-servers")
-        except* OrchestratorError as group:
+        except* (OrchestratorError, StoreError) as group:
             raise group.exceptions[0] from None
 
     def report_error(self, index: int) -> None:

@@ -180,6 +180,11 @@ def write_atomic(path: Path, data: bytes, *, sync: bool = True) -> None:
     try:
         write_file(temporary, [data], sync=sync)
         rename(temporary, path)
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{path}: {error.filename} is gone: another process has removed the directory, or swept up the unfinished "
+            "file (a newer life of the run does, on its start)"
+        ) from error
     except BaseException:
         with contextlib.suppress(OSError):  # never hides the reason
             temporary.unlink()

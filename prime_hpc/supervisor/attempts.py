@@ -49,6 +49,16 @@ class Attempt:
     """How the run comes back: requeue, successor, or None."""
 
 
+class Ended(Exception):
+    """The attempt is over; carries the exit code, the cause and the outcome."""
+
+    def __init__(self, code: int, cause: str, outcome: str | None = None) -> None:
+        super().__init__(cause)
+        self.code = code
+        self.cause = cause
+        self.outcome = outcome or ("completed" if code == 0 else "failed")
+
+
 def read_attempts(path: Path) -> list[dict[str, Any]]:
     """The attempts so far, the last word about each; a torn last line is left out."""
     return _parse(path.read_bytes()) if path.exists() else []

@@ -3,7 +3,6 @@
 The same object on a laptop, under submitit's LocalExecutor and as a Slurm job's batch process.
 """
 
-import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.layout import check_incarnation
 from prime_hpc.store.network import Network
 from prime_hpc.supervisor.agent import BEAT_S, FENCE, FENCE_LOOK_S
-from prime_hpc.supervisor.attempts import Attempt, write_attempt
+from prime_hpc.supervisor.attempts import Attempt, Ended, write_attempt
 from prime_hpc.supervisor.begin import run_paths, saved_step_if_known
 from prime_hpc.supervisor.checkup import Checkup
 from prime_hpc.supervisor.children import Children
@@ -46,16 +45,6 @@ UNWELL_LIMIT_S = 90.0
 """A server whose health route fails for so long is ended and started again."""
 HELD_UP_S = 5.0
 """A longer gap between two ticks is the supervisor's own, as when the file system hangs: for nobody does it count."""
-
-
-class Ended(Exception):
-    """The attempt is over; carries the exit code, the cause and the outcome."""
-
-    def __init__(self, code: int, cause: str, outcome: str | None = None) -> None:
-        super().__init__(cause)
-        self.code = code
-        self.cause = cause
-        self.outcome = outcome or ("completed" if code == 0 else "failed")
 
 
 class Supervisor:
@@ -139,6 +128,7 @@ class Supervisor:
         except (OSError, StoreError) as error:  # a full disk under the logs, a process table that is full
             ended = Ended(1, f"the supervisor could not go on: {error}")
         finally:
+            ended = self._or_fenced(ended)
             self._end(ended)
             self._pulse.close()
             hub.close()
@@ -307,6 +297,15 @@ class Supervisor:
             raise Ended(1, str(error)) from error
         except OSError as error:  # the file system does not answer: whoever writes will see
             logger.warning(f"{self._paths.incarnation} cannot be listed: {error}")
+
+    def _or_fenced(self, ended: Ended) -> Ended:
+        """The end as it truly is: what fails after a newer life has begun fails because of it."""
+        self._next_fence_look = 0.0
+        try:
+            self._end_if_fenced()
+        except Ended as fenced:
+            return fenced
+        return ended
 
     def _obey(self) -> None:
         """Signals, the files SAVE and STOP, the time limit."""
@@ -477,10 +476,7 @@ class Supervisor:
             time.sleep(0.1)
 
     def _write_down(self, ended: Ended) -> None:
-        self._next_fence_look = 0.0
-        with contextlib.suppress(Ended):
-            self._end_if_fenced()
-        if self._is_fenced:  # the newer life has written this one's end, and the files are its own
+        if self._or_fenced(ended) is not ended or self._is_fenced:  # the newer life has written this one's end
             return
         now = time.time()
         attempt = self._attempt

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.supervisor.attempts import begin, read_attempts
@@ -106,6 +107,21 @@ def test_a_failed_role_ends_the_run_and_is_named(run_dir: Path) -> None:
     code, attempt = supervise(run_dir, specs)
     assert code == 1
     assert attempt["cause"] == "trainer: disk full at step 3"
+
+
+def test_what_fails_after_a_newer_life_has_begun_is_called_fenced(run_dir: Path) -> None:
+    """A newer life sweeps up what it finds: that, and not the missing file, is why the older one's roles fail."""
+    (run_dir / "incarnation").mkdir()
+    newer = run_dir / "incarnation" / "000002"
+    words: list[str] = []
+    sink = logger.add(words.append, level="ERROR")
+    try:
+        actions = ("ready", f"touch:{newer}", "fail:its file is gone", "exit:1")
+        code, attempt = supervise(run_dir, [role("trainer", run_dir, *actions)])
+    finally:
+        logger.remove(sink)
+    assert code == 1 and attempt["ended"] is None  # the newer life writes down how this one ended
+    assert "incarnation 2 has begun" in words[-1], words
 
 
 def test_exit_code_zero_without_done_is_a_failure(run_dir: Path) -> None:

@@ -208,6 +208,19 @@ def test_a_disk_that_fails_at_the_clean_up_too_hides_no_reason(tmp_path: Path) -
     assert not stage.exists()
 
 
+def test_a_small_file_that_a_newer_life_swept_up_is_no_missing_file(tmp_path: Path) -> None:
+    def sweep() -> None:
+        for left in tmp_path.glob(".tmp-*"):
+            left.unlink()
+
+    with (
+        files.observe_operations(stop_before("rename", "lease.json", sweep)),
+        pytest.raises(StoreError, match="swept up the unfinished file"),
+    ):
+        files.write_atomic(tmp_path / "lease.json", b"{}")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("when", ["while it writes", "before the commit"])
 def test_a_life_whose_stage_was_cleaned_away_is_told_that_it_is_fenced(paths: RunPaths, when: str) -> None:
     first = begin(paths, 0)
