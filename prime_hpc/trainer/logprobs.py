@@ -112,6 +112,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
     Of a split head each rank computes its columns of the logits; only maxima, sums and the target's logit travel, and
     in the backward pass the sum of the hidden states' gradients.
+
+    A frozen head's own gradient is not computed: a third of the products, and a float32 copy of the head in memory.
     """
 
     @staticmethod
@@ -171,8 +173,10 @@ class _TokenLogprobs(torch.autograd.Function):
         bias = rest[0] if rest else None
         num, chunk = hidden.shape[0], ctx.chunk_tokens
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if num > chunk or not num else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        _, trains_weight, trains_bias, *_ = ctx.needs_input_grad
+        in_parts = trains_weight and (num > chunk or not num)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if in_parts else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and trains_bias else None
         buffer = grad.new_empty((min(num, chunk), weight.shape[0])) if ctx.kept is None else None
         for start in range(0, num, chunk):
             part = slice(start, min(start + chunk, num))
@@ -197,17 +201,19 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_bias += delta.sum(dim=0)
             delta = delta.to(weight.dtype)
             product_into(grad_hidden[part], delta, weight)
+            if not trains_weight:
+                continue
             if grad_weight is None:
                 grad_weight = product(delta.T, hidden[part])
             elif weight.dtype == torch.float32:
                 grad_weight.addmm_(delta.T, hidden[part])
             else:
                 grad_weight.add_(delta.T @ hidden[part])
-        assert grad_weight is not None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
         if ctx.shard is not None:
             ctx.shard.total(grad_hidden)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None, None
 
 
 def token_logprobs(

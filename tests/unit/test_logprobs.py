@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from prime_hpc.trainer.logprobs import token_logprobs
 
@@ -87,3 +88,24 @@ def test_a_float32_head_does_not_round_its_logits(chunk_tokens: int) -> None:
         torch.testing.assert_close(found, expected.gather(1, targets[:, None])[:, 0], rtol=0, atol=1e-5)
         torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), rtol=0, atol=1e-5)
     assert (exact - rounded).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("chunk_tokens", "parts"), [(2048, 3), (7, 4)])  # in chunks, logits are computed twice
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_head_costs_no_gradient_of_its_own(dtype: torch.dtype, chunk_tokens: int, parts: int) -> None:
+    torch.manual_seed(0)
+    hidden, head, bias = (torch.randn(*shape).to(dtype) for shape in ((42, 8), (31, 8), (31,)))
+    targets, temperatures = torch.randint(0, 31, (42,)), torch.ones(42)
+    grads, flops = [], []
+    for trained in (True, False):
+        h, w, b = hidden.clone().requires_grad_(), head.clone(), bias.clone()
+        w.requires_grad_(trained), b.requires_grad_(trained)
+        with FlopCounterMode(display=False) as counter:
+            logprobs, _ = token_logprobs(h, w, targets, temperatures, bias=b, chunk_tokens=chunk_tokens)
+            logprobs.sum().backward()
+        assert (w.grad is not None) == (b.grad is not None) == trained
+        grads.append(h.grad)
+        flops.append(counter.get_total_flops())
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    if dtype == torch.bfloat16:  # the counter knows torch's own products, which float32 on some CPUs does not use
+        assert flops[1] * parts == flops[0] * (parts - 1)
