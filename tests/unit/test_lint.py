@@ -10,47 +10,9 @@ from prime_hpc import cli
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import GENERIC
-from prime_hpc.launch.estimate import engine_memory, model_facts, read_model, stored_params, trainer_gib, vocab_fits
-from prime_hpc.launch.lint import CODES, Finding, is_for_slurm, lint, lint_errors
+from prime_hpc.launch.lint import CODES, is_for_slurm, lint, lint_errors
 from prime_hpc.launch.pace import pace
-
-SITE: dict[str, Any] = {
-    "name": "test",
-    "startup_s": 300,
-    "scratch": "/shared",
-    "partitions": {
-        "h100": {
-            "nodes": 16,
-            "gpus_per_node": 8,
-            "gpu_memory_gib": 80,
-            "cpus_per_node": 96,
-            "mem_gib": 1000,
-            "max_time": "2-00:00:00",
-        },
-        "spot": {"gpus_per_node": 8, "preempt": "cancel"},
-        "cpu": {"gpus_per_node": 0},
-    },
-}
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}
-QWEN3_06B = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
-
+from tests.support.lint import LLAMA_8B, SITE, findings, good, merged
 
 OPD = {"advantage": {"type": "opd"}, "teacher": {"model": "owner/teacher"}}
 
@@ -61,45 +23,6 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
     return folder
-
-
-def good(model: Path) -> dict[str, Any]:
-    """An experiment about which lint has nothing to say."""
-    return {
-        "name": "x",
-        "output_dir": "/shared/runs",
-        "seq_len": 4096,
-        "model": {"name": str(model), "ac": {}},
-        "ckpt": {"interval": 10},
-        "trainer": {"num_ranks": 16},
-        "inference": {"num_replicas": 8, "server": {"host": "0.0.0.0"}},
-        "orchestrator": {"env": [{"id": "reverse-text"}]},
-        "slurm": {
-            "partition": "h100",
-            "time": "12:00:00",
-            "cpus_per_task": 96,
-            "mem": "0",
-            "survive": {"signal_lead_s": 1200},
-        },
-    }
-
-
-def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the leaves of `change` put in; None takes a key out."""
-    result = dict(base)
-    for key, value in change.items():
-        if value is None:
-            result.pop(key, None)
-        elif isinstance(value, dict) and isinstance(result.get(key), dict):
-            result[key] = merged(result[key], value)
-        else:
-            result[key] = value
-    return result
-
-
-def findings(model: Path, change: dict[str, Any], **site: Any) -> list[Finding]:
-    one = Experiment.model_validate(merged(good(model), change))
-    return lint(one, SiteConfig.model_validate({**SITE, **site}))
 
 
 def test_nothing_to_say_about_a_good_one(model: Path) -> None:
@@ -415,68 +338,6 @@ def test_for_slurm_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_for_slurm(Experiment.model_validate({"launch": "slurm"}), GENERIC)
     assert not is_for_slurm(Experiment.model_validate({"launch": "local", "slurm": {"time": "60"}}), GENERIC)
     assert not [f for f in lint(plain, GENERIC) if f.code.startswith("PH3")]
-
-
-def test_parameters_are_counted_as_published() -> None:
-    llama, qwen = model_facts(LLAMA_8B), model_facts(QWEN3_06B)
-    assert llama is not None
-    assert qwen is not None
-    assert llama.num_params == 8_030_261_248
-    assert qwen.num_params is not None
-    assert abs(qwen.num_params - 596_049_920) < 10_000  # but for the norms of queries and keys
-    moe = model_facts({**QWEN3_06B, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768})
-    assert moe is not None
-    assert moe.intermediate == 8 * 768
-    assert model_facts({"n_embd": 768}) is None
-
-
-def test_parameters_of_stored_weights(tmp_path: Path) -> None:
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    save_file({"a": np.zeros((3, 4), np.float32), "b": np.zeros(5, np.float16)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
-    facts = read_model(str(tmp_path))
-    assert facts is not None
-    assert facts.num_params == 17
-    (tmp_path / "other.safetensors").write_bytes(b"\xff" * 20)
-    assert stored_params(tmp_path) is None
-
-
-def test_memory_scales_as_it_must() -> None:
-    facts = model_facts(LLAMA_8B)
-    assert facts is not None
-
-    def need(**trainer: Any) -> dict[str, float]:
-        parts = trainer_gib(Experiment.model_validate({"trainer": trainer}), facts)
-        assert parts is not None
-        return parts
-
-    assert need(num_ranks=8)["state"] == pytest.approx(16 * 8_030_261_248 / 8 / 2**30)
-    assert need(num_ranks=16)["state"] == need(num_ranks=8)["state"] / 2
-    assert need(num_ranks=8, micro_batch_tokens=8192)["activations"] == 4 * need(num_ranks=8)["activations"]
-    assert need(num_ranks=8, reshard_after_forward=False)["gathered"] > need(num_ranks=8)["gathered"]
-    copies, split, rows = ({"dp_replicate": 2}, {"tp": 2}, {"cp": 2})
-    assert need(num_ranks=8, parallel=copies)["state"] == 2 * need(num_ranks=8)["state"]
-    assert need(num_ranks=8, parallel=split)["logits"] == need(num_ranks=8)["logits"] / 2
-    assert need(num_ranks=8, parallel=rows)["activations"] == need(num_ranks=8)["activations"] / 2
-    engines = [
-        engine_memory(Experiment.model_validate({"inference": {"tensor_parallel_size": n}}), facts, 80.0)
-        for n in (1, 2, 16)
-    ]
-    assert all(engine is not None for engine in engines)
-    one, two, sixteen = (engine for engine in engines if engine is not None)
-    assert two.weights_gib == one.weights_gib / 2
-    assert (one.token_bytes, two.token_bytes, sixteen.token_bytes) == (131072, 65536, 16384)  # 8 key-value heads
-    assert two.max_tokens is not None
-    assert one.max_tokens is not None
-    assert two.max_tokens > 2 * one.max_tokens
-
-
-def test_padded_vocabulary() -> None:
-    assert vocab_fits(151936, 8)
-    assert vocab_fits(50257, 8)  # padded to 50304
-    assert not vocab_fits(50257, 5)
 
 
 @pytest.fixture

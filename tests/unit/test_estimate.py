@@ -1,0 +1,73 @@
+"""What a model needs, from its config.json: parameters as published, memory of a trainer's and of an engine's GPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.config import Experiment
+from prime_hpc.launch.estimate import engine_memory, model_facts, read_model, stored_params, trainer_gib, vocab_fits
+from tests.support.lint import LLAMA_8B, QWEN3_06B
+
+
+def test_parameters_are_counted_as_published() -> None:
+    llama, qwen = model_facts(LLAMA_8B), model_facts(QWEN3_06B)
+    assert llama is not None
+    assert qwen is not None
+    assert llama.num_params == 8_030_261_248
+    assert qwen.num_params is not None
+    assert abs(qwen.num_params - 596_049_920) < 10_000  # but for the norms of queries and keys
+    moe = model_facts({**QWEN3_06B, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768})
+    assert moe is not None
+    assert moe.intermediate == 8 * 768
+    assert model_facts({"n_embd": 768}) is None
+
+
+def test_parameters_of_stored_weights(tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    save_file({"a": np.zeros((3, 4), np.float32), "b": np.zeros(5, np.float16)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
+    facts = read_model(str(tmp_path))
+    assert facts is not None
+    assert facts.num_params == 17
+    (tmp_path / "other.safetensors").write_bytes(b"\xff" * 20)
+    assert stored_params(tmp_path) is None
+
+
+def test_memory_scales_as_it_must() -> None:
+    facts = model_facts(LLAMA_8B)
+    assert facts is not None
+
+    def need(**trainer: Any) -> dict[str, float]:
+        parts = trainer_gib(Experiment.model_validate({"trainer": trainer}), facts)
+        assert parts is not None
+        return parts
+
+    assert need(num_ranks=8)["state"] == pytest.approx(16 * 8_030_261_248 / 8 / 2**30)
+    assert need(num_ranks=16)["state"] == need(num_ranks=8)["state"] / 2
+    assert need(num_ranks=8, micro_batch_tokens=8192)["activations"] == 4 * need(num_ranks=8)["activations"]
+    assert need(num_ranks=8, reshard_after_forward=False)["gathered"] > need(num_ranks=8)["gathered"]
+    copies, split, rows = ({"dp_replicate": 2}, {"tp": 2}, {"cp": 2})
+    assert need(num_ranks=8, parallel=copies)["state"] == 2 * need(num_ranks=8)["state"]
+    assert need(num_ranks=8, parallel=split)["logits"] == need(num_ranks=8)["logits"] / 2
+    assert need(num_ranks=8, parallel=rows)["activations"] == need(num_ranks=8)["activations"] / 2
+    engines = [
+        engine_memory(Experiment.model_validate({"inference": {"tensor_parallel_size": n}}), facts, 80.0)
+        for n in (1, 2, 16)
+    ]
+    assert all(engine is not None for engine in engines)
+    one, two, sixteen = (engine for engine in engines if engine is not None)
+    assert two.weights_gib == one.weights_gib / 2
+    assert (one.token_bytes, two.token_bytes, sixteen.token_bytes) == (131072, 65536, 16384)  # 8 key-value heads
+    assert two.max_tokens is not None
+    assert one.max_tokens is not None
+    assert two.max_tokens > 2 * one.max_tokens
+
+
+def test_padded_vocabulary() -> None:
+    assert vocab_fits(151936, 8)
+    assert vocab_fits(50257, 8)  # padded to 50304
+    assert not vocab_fits(50257, 5)
