@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from prime_hpc.config.sections.common import CkptConfig, ModelConfig
 from prime_hpc.config.sections.trainer import TrainerConfig
@@ -31,13 +29,6 @@ from prime_hpc.trainer.staging import HostStage
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
 CONFIG = TrainerConfig.model_validate({"optim": {"lr": 1e-2}})
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """`model.compile`: graphs are made in every combination that is allowed, and change no number beyond rounding."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.common import ModelConfig
@@ -40,11 +38,9 @@ class Backend:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path]]:
+def folders(group: None, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """A dense model and one with experts, in a process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield {n: make_tiny_model(tmp_path_factory.mktemp("model"), experts=n) for n in (0, 4)}
-    dist.destroy_process_group()
+    return {n: make_tiny_model(tmp_path_factory.mktemp("model"), experts=n) for n in (0, 4)}
 
 
 def train(folder: Path, model: dict[str, Any]) -> dict[str, float]:

@@ -1,14 +1,12 @@
 """Checkpoints that hold other tensors than the model's modules: read by parts, published as they came, bit for bit."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,13 +33,6 @@ EVERY = [
     "dots1", "flex_olmo", "afmoe", "laguna", "mimo_v2_flash", "hy_v3", "axk1", "cohere2_moe", "llama", "gpt2",
     "gpt_oss", "qwen3_next", "phi3", "hunyuan_v1_moe", "solar_open",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def empty(folder: Path) -> Any:

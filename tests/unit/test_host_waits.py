@@ -1,6 +1,6 @@
 """The host waits for the device in no micro-batch: what is read of a step is read once, after its last one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from prime_hpc.config.sections.common import ModelConfig
@@ -35,9 +34,8 @@ ALONE = Parallel(Layout(), 0, None, None, None, None, None)  # type: ignore[arg-
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
+def build(group: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
     """(experts, model section) -> an engine on one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     folders: dict[int, Path] = {}
 
     def make(experts: int = 0, **model: Any) -> Engine:
@@ -56,8 +54,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., En
             normalize="sequence", reshard=True, device=CPU, peak_flops=1.0,
         )  # fmt: skip
 
-    yield make
-    dist.destroy_process_group()
+    return make
 
 
 def grouped(num_micro: int) -> RankBatch:

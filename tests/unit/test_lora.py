@@ -2,14 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -59,14 +57,9 @@ def test_flops_of_frozen_weights_lack_their_own_gradients(model: Path) -> None:
     assert frozen == (4 * matrices + 6 * adapters) * tokens + 4 * head * targets
 
 
+pytestmark = pytest.mark.usefixtures("group")
+
 BATCH = random_rank_batch([[20, 9], [15, 30]], seed=3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,11 @@
 """Quantised weights, and weights of another vocabulary than their config's, are refused before anything is loaded."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
 from prime_hpc.config import Experiment
@@ -19,13 +17,6 @@ from prime_hpc.store.model_files import other_vocabulary, quantised, read_header
 from prime_hpc.trainer.model import load_policy
 from prime_hpc.trainer.parallel import build_parallel
 from tests.support.tiny_families import VOCAB, make_family
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from prime_hpc.config.sections.common import ModelConfig
@@ -18,13 +16,6 @@ from prime_hpc.trainer.batches import MicroBatch, make_micro_batch
 from prime_hpc.trainer.model import Policy, load_policy
 from prime_hpc.trainer.parallel import build_parallel
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

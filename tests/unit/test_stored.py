@@ -1,11 +1,9 @@
 """Checkpoints on disk: a mixture's experts are stored apart, read into fused tensors, and published apart again."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from prime_hpc.config.sections.common import ModelConfig
@@ -16,13 +14,6 @@ from prime_hpc.trainer.model import load_policy
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.publish import Publisher
 from tests.support.tiny_families import VOCAB, make_family
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -162,11 +162,9 @@ def test_the_estimate_knows_what_saves_memory():
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory):
+def train(group, tmp_path_factory):
     """(model section, optimizer section) -> weights after three RL steps on one rank, the last step's metrics."""
     from functools import partial
-
-    import torch.distributed as dist
 
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.parallel import Layout
@@ -179,7 +177,6 @@ def train(tmp_path_factory):
     from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
     folder = make_tiny_model(tmp_path_factory.mktemp("model"))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     cpu = torch.device("cpu")
 
     def run(model, optim):
@@ -196,8 +193,7 @@ def train(tmp_path_factory):
             metrics = engine.train_step(step, batch, partial(rl_objective, LossConfig()))
         return {name: tensor.full_tensor().detach() for name, tensor in policy.hf.named_parameters()}, metrics
 
-    yield run
-    dist.destroy_process_group()
+    return run
 
 
 @pytest.mark.parametrize("optim", [{}, {"offload": True}], ids=["", "optim-offload"])
