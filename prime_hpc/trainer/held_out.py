@@ -74,13 +74,14 @@ class HeldOut:
         session = self._session
         policy, device = session.engine.policy, session.device
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        for batch in map(session.engine.lay_out, self._batches):
-            for i in range(batch.num_micro_batches):
-                micro = session.engine.micro_batch(batch, i)
-                with session.engine.adapted(), policy.packing(micro):
-                    logprobs, _ = policy(micro)
-                total[0] -= logprobs.double().sum()
-                total[1] += micro.num_targets
+        with session.engine.adapted():  # an adapter is gathered once, for all rows
+            for batch in map(session.engine.lay_out, self._batches):
+                for i in range(batch.num_micro_batches):
+                    micro = session.engine.micro_batch(batch, i)
+                    with policy.packing(micro):
+                        logprobs, _ = policy(micro)
+                    total[0] -= logprobs.double().sum()
+                    total[1] += micro.num_targets
         reshard_all(policy)
         dist.all_reduce(total if session.parallel.leads else total.zero_())  # ranks of one part all have its sums
         loss = float(total[0] / total[1])

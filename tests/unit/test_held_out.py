@@ -1,0 +1,67 @@
+"""The loss on held-out rows under an adapter: the merged model's, and the adapter is gathered once for all rows."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from prime_hpc.config import Experiment
+from prime_hpc.trainer.held_out import HeldOut
+from prime_hpc.trainer.lora import Adapters
+from tests.support.lora import fill_randomly, lora_engine, lora_policy, merged_model
+from tests.support.tiny_model import make_tiny_model
+
+
+@pytest.fixture
+def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Slots, as often as they are gathered."""
+    slots: list[int] = []
+    gather = Adapters._gather
+
+    def noted(self: Adapters, slot: int) -> list[torch.Tensor]:
+        slots.append(slot)
+        return gather(self, slot)
+
+    monkeypatch.setattr(Adapters, "_gather", noted)
+    return slots
+
+
+def held_out(folder: Path) -> tuple[HeldOut, Any]:
+    """An evaluation of 12 rows in several micro-batches; its session's engine."""
+    rows = [{"prompt": f"number {n}", "completion": "lower " * (1 + n % 4)} for n in range(12)]
+    (folder / "held.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    data = {"path": str(folder / "held.jsonl")}
+    tree = {"kind": "sft", "output_dir": str(folder / "out"), "seq_len": 64, "sft": {"data": data, "eval": data}}
+    policy = lora_policy(folder)
+    engine, cpu = lora_engine(policy), torch.device("cpu")
+    session = SimpleNamespace(
+        experiment=Experiment.model_validate(tree), last_step=9, source=folder, part=(0, 1), rank=0,
+        engine=engine, device=cpu, parallel=policy.parallel,
+    )  # fmt: skip
+    return HeldOut(session), engine  # type: ignore[arg-type]
+
+
+def test_an_adapter_is_gathered_once_an_evaluation(group: None, tmp_path: Path, gathered: list[int]) -> None:
+    evaluation, engine = held_out(make_tiny_model(tmp_path))
+    policy = engine.policy
+    untrained = evaluation.evaluate()
+    tensors = fill_randomly(policy, 0, seed=1)
+    gathered.clear()
+    found = evaluation.evaluate()
+    micros = [engine.micro_batch(b, i) for b in evaluation._batches for i in range(b.num_micro_batches)]
+    assert len(micros) > 1 and gathered == [0]
+
+    merged, nats, num = merged_model(tmp_path, tensors, scale=2.0), 0.0, 0
+    for micro in micros:
+        first = 0
+        for length in micro.packing.lengths.tolist():
+            logits = merged(micro.input_ids[:, first : first + length]).logits[0].detach().log_softmax(-1)
+            here = (micro.target_index >= first) & (micro.target_index < first + length)
+            nats -= float(logits[micro.target_index[here] - first, micro.targets[here]].sum())
+            first, num = first + length, num + int(here.sum())
+    assert found["eval/num_tokens"] == num
+    assert found["eval/loss"] == pytest.approx(nats / num, rel=1e-4)
+    assert found["eval/loss"] != pytest.approx(untrained["eval/loss"], rel=2e-3)
