@@ -185,6 +185,8 @@ VERBS = {
             ("--output FILE", "default: rollouts.parquet in the run directory"),
             ("--steps A:B", "of these steps"),
             ("--compression NAME", "zstd (default), snappy, gzip or none"),
+            ("--merged STEP|latest", "instead: the base model with this step's adapter in it, as a model directory"),
+            ("--dtype NAME", "with --merged: float32, bfloat16 or float16"),
             ("--json", "print as JSON"),
         ),
         "export",

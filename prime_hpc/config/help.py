@@ -103,7 +103,7 @@ def walk(section: str = ROOT, prefix: str = "") -> Iterator[tuple[str, FieldDoc,
     sections, _ = read_sections()
     for item in sections[section].fields:
         path = f"{prefix}{item.name}"
-        inner = _section_names(item)
+        inner = section_names(item)
         yield path, item, inner
         index = ".0" if "list[" in item.annotation else ""
         for name in inner:
@@ -114,7 +114,9 @@ def _names(annotation: str) -> list[str]:
     return [node.id for node in ast.walk(ast.parse(annotation, mode="eval")) if isinstance(node, ast.Name)]
 
 
-def _metavar(annotation: str, aliases: dict[str, str]) -> str:
+def value_form(annotation: str) -> str:
+    """The form of a key's value, as help pages show it: `INT|auto`; empty for a switch."""
+    _, aliases = read_sections()
     parts = []
     for raw in annotation.split(" | "):
         part = aliases.get(raw, raw)
@@ -129,19 +131,23 @@ def _metavar(annotation: str, aliases: dict[str, str]) -> str:
     return "|".join(dict.fromkeys(parts))
 
 
-def _entry(flag: str, item: FieldDoc, inner: list[str], width: int) -> str:
-    _, aliases = read_sections()
-    shown = flag.replace("_", "-").replace(".0", ".N")
-    is_list = "list[" in item.annotation
-    metavar = "" if inner and not is_list else "[{...},...]" if inner else _metavar(item.annotation, aliases)
-    left = f"  --{shown} {metavar}".rstrip()
-    notes = []
-    if item.bounds:
-        notes.append(item.bounds)
+def field_notes(item: FieldDoc) -> list[str]:
+    """A key's bounds, and its default where it has one that says something."""
+    notes = [item.bounds] if item.bounds else []
     if item.default is None:
         notes.append("required")
-    elif not inner and item.default not in ("None", "{}", "[]", "False"):
-        notes.append("default " + re.sub(r"^(?:Path\()?(['\"]?)(.*?)\1\)?$", r"\2", item.default))
+    elif not section_names(item) and item.default not in ("None", "{}", "[]", "False"):
+        path = re.fullmatch(r"Path\((.*)\)", item.default)
+        notes.append("default " + re.sub(r"^(['\"])(.*)\1$", r"\2", path[1] if path else item.default))
+    return notes
+
+
+def _entry(flag: str, item: FieldDoc, inner: list[str], width: int) -> str:
+    shown = flag.replace("_", "-").replace(".0", ".N")
+    is_list = "list[" in item.annotation
+    metavar = "" if inner and not is_list else "[{...},...]" if inner else value_form(item.annotation)
+    left = f"  --{shown} {metavar}".rstrip()
+    notes = field_notes(item)
     text = item.doc + (f" [{'; '.join(notes)}]" if notes else "")
     indent = " " * (_FLAG_WIDTH + 2)
     body = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
@@ -157,7 +163,7 @@ def _group(title: str, fields: list[FieldDoc], prefix: str, width: int) -> list[
     below: list[str] = []
     for item in fields:
         flag = f"{prefix}{item.name}"
-        inner = _section_names(item)
+        inner = section_names(item)
         is_list, is_optional = "list[" in item.annotation, item.annotation.endswith("| None")
         if not inner or is_list or is_optional:
             lines.append(_entry(flag, item, inner, width))
@@ -168,7 +174,8 @@ def _group(title: str, fields: list[FieldDoc], prefix: str, width: int) -> list[
     return (["", title, *lines] if lines else []) + below
 
 
-def _section_names(item: FieldDoc) -> list[str]:
+def section_names(item: FieldDoc) -> list[str]:
+    """Names of the section classes that a key holds."""
     return [name for name in _names(item.annotation) if name in read_sections()[0]]
 
 
@@ -192,7 +199,7 @@ def help_text(entrypoint: str, usage: str, summary: str, extra: str = "") -> str
     lines += ["", extra.rstrip()] if extra else []
     own = OWN_SECTIONS.get(entrypoint, ())
     for name in own:
-        section = sections[_section_names(root[name])[0]]
+        section = sections[section_names(root[name])[0]]
         lines += _group(f"{name}: {_first_line(section)}", list(section.fields), "", width)
     shown = [item for name, item in root.items() if not own or name not in COMPONENT_KEYS]
     lines += _group("experiment: shared by all roles", shown, "", width)
