@@ -1,8 +1,8 @@
 """The store's promises under drawn schedules: several nodes with old views, lives that overlap, kills, full disks.
 
-Promises (`../shared/design.md` section 5, README "Nothing is lost"): an artifact is whole or not there; a reader gets
-the right one before its deadline or an error that names the file; nothing is deleted that a registered reader or a
-whole checkpoint needs; a new life goes on from a whole checkpoint; an older life harms nothing of a newer one.
+Promises (prime_hpc/README.md, "Nothing is lost"): an artifact is whole or not there; a reader gets the right one before
+its deadline or an error that names the file; nothing is deleted that a registered reader or a whole checkpoint needs; a
+new life goes on from a whole checkpoint; an older life harms nothing of a newer one.
 """
 
 import errno

@@ -1,7 +1,7 @@
 """How many metadata calls one RL step costs the shared file system, by role, at 32 trainer ranks. Upper bounds.
 
-README names these numbers. Each role's share is played with the store's own functions in the order in which the role
-calls them (`orchestrator/loop.py`, `trainer/rl.py`, `trainer/publish.py`, `orchestrator/weights.py`).
+prime_hpc/README.md names these numbers. Each role's share is played with the store's own functions in the order in
+which the role calls them (`orchestrator/loop.py`, `trainer/rl.py`, `trainer/publish.py`, `orchestrator/weights.py`).
 """
 
 import json

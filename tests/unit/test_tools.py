@@ -1,11 +1,13 @@
 """tools/quickstart and tools/setup with GPUs and on login nodes: the scripts themselves, in a made-up world."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from prime_hpc.config import load_experiment
 from prime_hpc.supervisor.roles import split_gpus
@@ -77,3 +79,14 @@ def test_setup_on_a_login_node_of_a_cluster_with_gpus_wants_to_be_told_the_build
     for words in ((), ("gpu",), ("gpu", "--dev")):
         done = setup(tmp_path, "gpu:h100:8", *words)
         assert done.returncode == 0 and "up to date (env, gpu)" in done.stdout, done.stderr
+
+
+def test_the_hooks_before_a_commit_are_what_is_tested() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [repo["repo"] for repo in hooks] == ["local"], "nothing is fetched"
+    said = {" ".join([hook["entry"], *hook.get("args", [])]) for hook in hooks[0]["hooks"]}
+    script = (ROOT / "tools" / "test").read_text()
+    checks = {
+        line.strip().replace("$bin", ".venv/bin") for line in script.splitlines() if re.search(r"^ +\$bin/", line)
+    }
+    assert len(checks) == 3 and checks <= said

@@ -1,0 +1,228 @@
+"""The documents say what is there: links, files, flags, keys, examples and lists are held to the source."""
+
+import ast
+import importlib.machinery
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from prime_hpc.config import load_experiment
+from prime_hpc.config.flags import ALIASES
+from prime_hpc.config.help import COMPONENT_KEYS, ROOT, read_sections, walk
+from prime_hpc.config.sections.orchestrator import AdvantageName
+from prime_hpc.config.sections.trainer import ObjectiveName
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(
+    path
+    for path in (*CHECKOUT.glob("*.md"), *CHECKOUT.glob("[a-z]*/**/*.md"))
+    if path.relative_to(CHECKOUT).parts[0] != "outputs"
+)
+NAMES = [path.relative_to(CHECKOUT).as_posix() for path in DOCUMENTS]
+FOREIGN_FLAGS = (
+    *("--signal", "--export", "--environment", "--container-image", "--gpus", "--overlap", "--no-kill", "--gres"),
+    *("--nv", "--rocm", "--mpi", "--standalone", "--nproc-per-node", "--no-deps", "--no-build-isolation"),
+)
+"""Flags of sbatch, srun, apptainer, torchrun and pip."""
+FILE = re.compile(
+    r"(?:[\w.-]+/)*[\w.-]+\.(?:py|yaml|toml|md|def|sh)\b(?!\()|(?:tools|slurm|tests|configs|sweeps)/[\w./-]+"
+)
+MADE = re.compile(
+    r"outputs/|(?:run|site|sweep|exp|many|fast|slow|other|gspo|mine)\.yaml|(?:infer|train|orch)\.toml|sweeps/lr|NEW|test_X"
+    r"|gpu-check\.md"
+)
+"""Files that a run or a reader makes."""
+
+
+@cache
+def text_of(name: str) -> str:
+    return (CHECKOUT / name).read_text(encoding="utf-8")
+
+
+def blocks(name: str, language: str = r"\w*") -> list[str]:
+    """Fenced code of a document."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(name), re.MULTILINE | re.DOTALL)
+
+
+def spans(name: str) -> list[str]:
+    """Inline code of a document; one may go over a line's end."""
+    prose = re.sub(r"^```.*?^```", "", text_of(name), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+
+
+def anchors(name: str) -> set[str]:
+    """The names under which GitHub knows a document's headings."""
+    prose = re.sub(r"^```.*?^```", "", text_of(name), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name: str) -> None:
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(name)):
+        if re.match(r"https?://|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (CHECKOUT / name).parent / path if path else CHECKOUT / name
+        if not found.exists():
+            wrong.append(f"{target}: no such file")
+        elif anchor and anchor not in anchors(found.resolve().relative_to(CHECKOUT).as_posix()):
+            wrong.append(f"{target}: no such heading")
+    assert not wrong, f"{name}: {wrong}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mentioned_files_exist(name: str) -> None:
+    places = [CHECKOUT, (CHECKOUT / name).parent, CHECKOUT / "prime_hpc", CHECKOUT / "slurm"]
+    folders = [path for place in places for path in (place, *place.glob("*/")) if path.is_dir()]
+    wrong = []
+    for word in {word for code in (*spans(name), *blocks(name)) for word in FILE.findall(code)}:
+        if not MADE.search(word) and not any((folder / word.rstrip("./")).exists() for folder in folders):
+            wrong.append(word)
+    assert not wrong, f"{name} names files that are not there: {sorted(wrong)}"
+
+
+@cache
+def keys() -> dict[str, str]:
+    """Every key of an experiment and of a site profile -> its annotation."""
+    experiment = {path.replace(".0", ""): item.annotation for path, item, _ in walk(ROOT)}
+    profile = {path.replace(".0", ""): item.annotation for path, item, _ in walk("SiteConfig")}
+    return profile | experiment
+
+
+def is_key(dotted: str) -> bool:
+    """Whether a dotted name is a key, or one of a free mapping below a key."""
+    parts = re.sub(r"\.\d+|\.N\b|\.\*$", "", dotted).replace("-", "_").split(".")
+    if ".".join(parts) in keys():
+        return True
+    return any(
+        re.match(r"Arguments|Variables|dict\[", keys().get(".".join(parts[:n]), "")) for n in range(1, len(parts))
+    )
+
+
+@cache
+def program_flags() -> frozenset[str]:
+    """Flags of verbs, tools and scripts, as their sources state them."""
+    sources = [CHECKOUT / "prime_hpc" / "cli.py", *(CHECKOUT / "prime_hpc" / "verbs").glob("*.py")]
+    sources += (CHECKOUT / "prime_hpc" / "cli").rglob("*.py")
+    sources += [path for path in (CHECKOUT / "tools").iterdir() if path.is_file() and path.suffix != ".md"]
+    sources += [CHECKOUT / "slurm" / "devcluster", *(CHECKOUT / "slurm" / "devcluster.d").iterdir()]
+    sources += [*(CHECKOUT / "tests" / "faults").glob("*.py"), CHECKOUT / "pyproject.toml"]
+    texts = [path.read_text(encoding="utf-8") for path in sources if path.is_file()]
+    return frozenset(flag for text in texts for flag in re.findall(r"--[a-z][a-z-]*", text))
+
+
+def is_flag(flag: str) -> bool:
+    """Whether a flag is a key (in full, or of a component), an alias, or a verb's, a tool's or another program's."""
+    if flag in FOREIGN_FLAGS or flag in program_flags():
+        return True
+    name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+    scopes = ("", *(f"{component}." for component in COMPONENT_KEYS))
+    return name in ALIASES or any(is_key(scope + name) for scope in scopes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flags_exist(name: str) -> None:
+    found = {
+        flag for code in (*spans(name), *blocks(name)) for flag in re.findall(r"(?<![\w-])--[A-Za-z][\w.-]*", code)
+    }
+    wrong = [f for f in found if not re.match(r"--(?:no-)?(?:[a-z]\b|KEY|SECTION)", f) and not is_flag(f.rstrip(".-"))]
+    assert not wrong, f"{name} names flags that are not there: {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_exist(name: str) -> None:
+    roots = "|".join(item.name for item in read_sections()[0][ROOT].fields)
+    wrong = []
+    for span in spans(name):
+        match = re.match(rf"((?:{roots})(?:\.[a-z_][a-z0-9_]*)+)(?:\.\*)?(?:\s*[:=].*)?$", span)
+        is_file = match and re.search(r"\.(?:py|json|jsonl|yaml|toml|log|conf|md|Class)$", match[1])
+        if match and not is_file and not is_key(match[1]):
+            wrong.append(match[1])
+    assert not wrong, f"{name} names keys that are not there: {sorted(set(wrong))}"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if blocks(name, "yaml")])
+def test_examples_of_configs_are_accepted(name: str, tmp_path: Path) -> None:
+    for index, block in enumerate(blocks(name, "yaml")):
+        if re.search(r"^experiment:", block, re.MULTILINE):
+            continue  # a sweep
+        path = tmp_path / f"{index}.yaml"
+        path.write_text(block)
+        is_part = block.startswith("orchestrator:") and "env:" not in block
+        load_experiment(["@", str(path), *(["--orchestrator.env", "[{'id': 'x'}]"] if is_part else [])], "rl", {})
+
+
+def test_the_example_of_a_sweep_is_accepted(tmp_path: Path) -> None:
+    from prime_hpc.launch.sweep.resolve import load_base, resolve_points
+
+    (block,) = (b for b in blocks("sweeps/README.md", "yaml") if "experiment:" in b)
+    path = tmp_path / "sweep.yaml"
+    path.write_text(block.replace("../configs", str(CHECKOUT / "configs")))
+    points = resolve_points(load_base(path, [], {}))
+    assert len(points) == 4 * 2 * 2 * 3 and all(point.loaded for point in points)
+
+
+def test_the_reference_of_keys_is_the_schemas() -> None:
+    loader = importlib.machinery.SourceFileLoader("tool_keys", str(CHECKOUT / "tools" / "keys"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    assert module.page() == text_of("configs/KEYS.md"), "the schema has changed: run tools/keys"
+    missing = [name for name in keys() if "." not in name and f"`{name}`" not in text_of("configs/KEYS.md")]
+    assert not missing
+
+
+def test_names_in_recipes_are_defined() -> None:
+    named = [span for span in spans("prime_hpc/README.md") if re.fullmatch(r"[\w/]+\.py:\w+", span)]
+    assert len(named) > 20
+    wrong = []
+    for path, _, symbol in (span.partition(":") for span in named):
+        tree = ast.parse(text_of(path))
+        defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        targets = [t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
+        targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
+        if symbol not in defined | {target.id for target in targets if isinstance(target, ast.Name)}:
+            wrong.append(f"{path}:{symbol}")
+    assert not wrong
+
+
+def test_lists_are_whole() -> None:
+    configs, tools = text_of("configs/README.md"), text_of("tools/README.md")
+    for name in (*get_args(ObjectiveName), *get_args(AdvantageName)):
+        assert f"`{name}`" in configs, f"configs/README.md does not name {name}"
+    for folder in (CHECKOUT / "configs").glob("*/"):
+        assert f"`{folder.name}/`" in configs, f"configs/README.md does not name {folder.name}/"
+    for tool in (CHECKOUT / "tools").iterdir():
+        if tool.is_file() and tool.suffix == "" and tool.name != "README":
+            assert f"`{tool.name}`" in tools, f"tools/README.md does not name {tool.name}"
+    for sweep in (CHECKOUT / "sweeps").glob("*.yaml"):
+        assert f"`{sweep.name}`" in text_of("sweeps/README.md")
+    for name in NAMES:
+        assert name in ("README.md", "CHANGELOG.md") or f"]({name})" in text_of("README.md"), (
+            f"README.md links no {name}"
+        )
+
+
+def test_every_message_of_the_doorbell_is_listed() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (CHECKOUT / "prime_hpc").rglob("*.py")]
+    topics = {topic for text in sources for topic in re.findall(r"\.(?:_?ring|publish)\(\s*f?\"([a-z]+)", text)}
+    assert len(topics) > 5
+    listed = " ".join(spans("prime_hpc/README.md"))
+    assert not [topic for topic in topics if not re.search(rf"\b{topic}\b", listed)]
+
+
+def test_the_readme_is_short() -> None:
+    assert text_of("README.md").count("\n") <= 190, "what is more belongs beside what it describes"
+
+
+def test_every_room_stands_in_the_tree() -> None:
+    rooms = {path.parent.name for path in (CHECKOUT / "prime_hpc").glob("*/__init__.py")}
+    (tree,) = (block for block in blocks("README.md") if block.startswith("prime_hpc/"))
+    assert not [room for room in rooms if not re.search(rf"^  .*\b{room}/", tree, re.MULTILINE)]
