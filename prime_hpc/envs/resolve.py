@@ -7,6 +7,7 @@ prime-hpc ships, and any dotted module path, is therefore entered into `sys.modu
 import difflib
 import importlib
 import sys
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ BUNDLED: dict[str, str] = {
 """Short names of the tasksets in `prime_hpc.envs.tasksets`; they win over an installed package of the same name."""
 
 HARNESS_MODULE = "prime_hpc.envs.harness"
+LEGACY_TASKSET = "prime_hpc.envs.legacy.taskset"
 IN_PROCESS = "in-process"
 """Name of prime-hpc's own harness in `EnvConfig.harness`."""
 
@@ -42,36 +44,54 @@ def flat_id(module_name: str) -> str:
     return alias
 
 
-def resolve_taskset(name: str) -> str:
-    """The id under which verifiers finds the taskset `name`: a bundled short name, an installed module, a dotted path.
+@dataclass(frozen=True)
+class FoundTaskset:
+    """A taskset by the id under which verifiers finds it."""
+
+    ident: str
+    legacy: ModuleType | None = None
+    """The package with `load_environment` that the taskset of this id plays; None: it is a v1 taskset itself."""
+
+
+def resolve_taskset(name: str) -> FoundTaskset:
+    """Find the taskset `name`: a bundled short name, an installed module, a dotted path; v1 or `load_environment`.
 
     Raises:
-        EnvError: not installed, a dependency of it missing, or not a verifiers v1 taskset.
+        EnvError: not installed, a dependency of it missing, or neither kind of environment.
     """
     from verifiers.v1.taskset import Taskset
     from verifiers.v1.utils.loaders import import_taskset, taskset_class
 
+    from prime_hpc.envs.legacy.loading import is_legacy
+    from prime_hpc.envs.legacy.surface import install
+
     bundled = BUNDLED.get(name.replace("_", "-").lower())
+    if bundled is None:
+        install()
     try:
         if bundled is not None:
             ident = flat_id(bundled)
-        elif "." in name:
+        elif "." in name and "/" not in name and "@" not in name:  # `owner/name@1.2` is an id of the hub
             ident = flat_id(name)
         else:
             ident = name
             import_taskset(name)
     except ModuleNotFoundError as error:
         raise _not_importable(name, error) from error
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         raise EnvError(f"taskset {name!r} is installed, but importing it fails: {error}") from error
+    except EnvError as error:
+        raise EnvError(f"taskset {name!r} cannot be played: {error}") from error
     try:
         assert issubclass(taskset_class(ident), Taskset)
     except (AttributeError, TypeError, ValueError) as error:
+        module = import_taskset(ident)
+        if is_legacy(module):
+            return FoundTaskset(flat_id(LEGACY_TASKSET), module)
         raise EnvError(
-            f"module {name!r} is not a verifiers v1 taskset: {error}. (Environments for verifiers < 0.4, with a "
-            "`load_environment` function, do not run any more.)"
+            f"module {name!r} is not a verifiers v1 taskset: {error}. It has no `load_environment` function either"
         ) from error
-    return ident
+    return FoundTaskset(ident)
 
 
 def _not_importable(name: str, error: ModuleNotFoundError) -> EnvError:
@@ -110,13 +130,18 @@ def build_env_config(config: EnvConfig, split: str, seed: int) -> Any:
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import env_config_type, resolve_env_config, taskset_config_type
 
-    ident = resolve_taskset(config.id)
+    found = resolve_taskset(config.id)
+    ident = found.ident
     label = config.name or config.id
     arguments = taskset_config_type(ident).model_fields
-    taskset = {"id": ident, **revealed(config.args)}
-    for name, value in (("split", split), ("seed", seed)):
-        if name in arguments:
-            taskset.setdefault(name, value)
+    if found.legacy is not None:
+        config, legacy = _legacy_taskset(config, found.legacy, split)
+        taskset = {"id": ident, **legacy}
+    else:
+        taskset = {"id": ident, **revealed(config.args)}
+        for name, value in (("split", split), ("seed", seed)):
+            if name in arguments:
+                taskset.setdefault(name, value)
     try:
         env_type = env_config_type(ident, config.env_args.get("id", ""))
     except (ImportError, TypeError, AttributeError, ValueError) as error:
@@ -132,6 +157,33 @@ def build_env_config(config: EnvConfig, split: str, seed: int) -> Any:
         raise EnvError(f"environment {label!r}: {problems}") from error
     except (ImportError, TypeError, AttributeError) as error:
         raise EnvError(f"environment {label!r}: {error}") from error
+
+
+def _legacy_taskset(config: EnvConfig, module: ModuleType, split: str) -> tuple[EnvConfig, dict[str, Any]]:
+    """The config and the arguments of the taskset that plays a `load_environment` package.
+
+    Without evaluation tasks both splits are the same list, so that a tenth of it is held out; see `sources`. Its own
+    limit of turns holds where the config states none.
+    """
+    from prime_hpc.envs.legacy.loading import environment, key_of
+
+    label = config.name or config.id
+    if config.harness is not None:
+        raise EnvError(
+            f"environment {label!r}: harness {config.harness!r} cannot play a `load_environment` package, whose rounds "
+            "are its own: leave `harness` out"
+        )
+    arguments: dict[str, Any] = revealed(config.args)
+    env = environment(module, label, arguments)
+    if split == "train" and not env.has("train"):
+        raise EnvError(
+            f"environment {label!r} has evaluation tasks alone (its load_environment() gives no dataset): name it in "
+            "orchestrator.eval.env"
+        )
+    if "max_turns" not in config.model_fields_set and env.turn_limit:
+        config = config.model_copy(update={"max_turns": env.turn_limit})
+    own = split if env.has(split) else "train"
+    return config, {"module": module.__name__, "environment": key_of(module.__name__, arguments), "split": own}
 
 
 def _seat(config: EnvConfig, taskset_id: str, default: Any, given: dict[str, Any]) -> dict[str, Any]:

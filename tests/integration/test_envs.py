@@ -4,8 +4,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import content, leave_out_trained
-from prime_hpc.envs.pool import EnvPool
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
-from tests.support.scripted_server import Reply, Script, ScriptedServer, logprob_of, reverse_last_user
+from tests.support.env_world import World
+from tests.support.scripted_server import Reply, ScriptedServer, logprob_of, reverse_last_user
 from tests.support.tiny_tokenizer import make_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -38,37 +37,6 @@ def tokenizer(tokenizer_dir: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
-
-
-class World:
-    """One scripted server and pools against it."""
-
-    def __init__(self, tokenizer: Any, tokenizer_dir: Path) -> None:
-        self.tokenizer = tokenizer
-        self.tokenizer_dir = tokenizer_dir
-        self.script: Script = reverse_last_user
-        self.server = ScriptedServer(tokenizer, lambda prompt, number: self.script(prompt, number))
-
-    @asynccontextmanager
-    async def pool(self, *envs: EnvConfig, **options: Any) -> AsyncIterator[EnvPool]:
-        defaults: dict[str, Any] = {
-            "model_name": "policy",
-            "tokenizer_path": str(self.tokenizer_dir),
-            "urls": [self.server.url],
-            "sampling": SamplingConfig(max_tokens=64),
-            "split": "train",
-            "seed": 0,
-            "max_model_len": 2048,
-        }
-        async with EnvPool(list(envs), **(defaults | options)) as pool:
-            yield pool
-
-    def play(self, env: EnvConfig, num: int = 1, **options: Any) -> list[EpisodeResult]:
-        async def run() -> list[EpisodeResult]:
-            async with self.pool(env, **options) as pool:
-                return await asyncio.gather(*(pool.run_episode(0, i) for i in range(num)))
-
-        return asyncio.run(run())
 
 
 @pytest.fixture

@@ -1,0 +1,84 @@
+"""Find a package with a `load_environment` function, call it, and keep what it makes.
+
+One environment is made for the same package and arguments: the pools of training and of evaluation, and every harness
+session, take it from here.
+"""
+
+import difflib
+import inspect
+import json
+import threading
+from types import ModuleType
+from typing import Any
+
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.legacy.environments import EnvGroup, Environment, MultiTurnEnv
+
+_LOCK = threading.RLock()
+_MADE: dict[str, Environment] = {}
+
+
+def is_legacy(module: ModuleType) -> bool:
+    """Whether a module follows the older interface."""
+    return callable(getattr(module, "load_environment", None))
+
+
+def key_of(module_name: str, arguments: dict[str, Any]) -> str:
+    """Name of an environment: its module and the arguments of `load_environment`, as JSON."""
+    return json.dumps([module_name, arguments], sort_keys=True, default=str)
+
+
+def environment(module: ModuleType, name: str, arguments: dict[str, Any]) -> Environment:
+    """The environment that a package makes of these arguments; made once.
+
+    Raises:
+        EnvError: the arguments do not fit, it cannot be made, or is of a kind that cannot be played here.
+    """
+    key = key_of(module.__name__, arguments)
+    with _LOCK:
+        if key not in _MADE:
+            _MADE[key] = _make(module, name, arguments)
+        return _MADE[key]
+
+
+def made(key: str) -> Environment:
+    """The environment of a key, which this process has made."""
+    return _MADE[key]
+
+
+def _make(module: ModuleType, name: str, arguments: dict[str, Any]) -> Environment:
+    _check_arguments(module, name, arguments)
+    try:
+        found = module.load_environment(**arguments)
+    except EnvError as error:
+        raise EnvError(f"environment {name!r}: {error}") from error
+    except ModuleNotFoundError as error:
+        raise EnvError(
+            f"environment {name!r} needs the Python module {error.name!r}: pip install {error.name}"
+        ) from error
+    except Exception as error:  # other people's code: data that cannot be had, keys that are not set
+        raise EnvError(
+            f"environment {name!r}: its load_environment() failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, MultiTurnEnv | EnvGroup):
+        raise EnvError(
+            f"environment {name!r}: its load_environment() returns a {type(found).__name__}; played are SingleTurnEnv, "
+            "MultiTurnEnv, ToolEnv, StatefulToolEnv, EnvGroup and classes made from them"
+        )
+    try:
+        found.check()
+    except EnvError as error:
+        raise EnvError(f"environment {name!r} cannot be played: {error}") from error
+    return found
+
+
+def _check_arguments(module: ModuleType, name: str, arguments: dict[str, Any]) -> None:
+    parameters = inspect.signature(module.load_environment).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for argument in arguments:
+        if argument not in parameters:
+            nearest = difflib.get_close_matches(argument, parameters, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            known = ", ".join(parameters) or "none"
+            raise EnvError(f"environment {name!r}: args.{argument}: no such argument{hint} (arguments: {known})")

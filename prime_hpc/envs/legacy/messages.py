@@ -1,0 +1,100 @@
+"""Messages, tool calls and rollout state in the shapes that packages for the older verifiers interface read."""
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+from verifiers.v1.types import AssistantMessage, Tool, ToolCall
+
+
+class ChatMessage(dict[str, Any]):
+    """One chat message. Releases of the interface differ: `message["content"]` and `message.content` both work."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class State(dict[str, Any]):
+    """One rollout: its example (`prompt`, `answer`, `info`, `task`, `example_id`), `trajectory`, `completion`, and
+    whatever the environment keeps here."""
+
+
+Message = ChatMessage
+Messages = list[Any]
+ChatMessages = list[Any]
+Info = dict[str, Any]
+SamplingArgs = dict[str, Any]
+MessageType = Literal["chat", "completion"]
+RewardFunc = Callable[..., Any]
+TrajectoryStep = dict[str, Any]
+
+
+async def maybe_await(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a plain or an async function."""
+    result = function(*args, **kwargs)
+    return await result if isinstance(result, Awaitable) else result
+
+
+def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """Of the offered arguments those that the function names, or all where it takes any."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return offered
+    return {name: value for name, value in offered.items() if name in parameters}
+
+
+def assistant_message(message: AssistantMessage) -> ChatMessage:
+    """A reply in OpenAI's chat shape; `tool_calls` is there only where the model called something."""
+    found = ChatMessage(role="assistant", content=message.content or "")
+    if message.reasoning_content:
+        found["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        found["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return found
+
+
+def _tool_call(call: ToolCall) -> ChatMessage:
+    function = ChatMessage(name=call.name, arguments=call.arguments)
+    return ChatMessage(id=call.id, type="function", function=function, name=call.name, arguments=call.arguments)
+
+
+def chat_messages(messages: Any) -> Messages:
+    """Messages of any release: one message, a list of them, or a user's text."""
+    if isinstance(messages, str):
+        return [ChatMessage(role="user", content=messages)]
+    if isinstance(messages, dict) or not isinstance(messages, Iterable):
+        messages = [messages]
+    return [_chat_message(message) for message in messages]
+
+
+def _chat_message(message: Any) -> ChatMessage:
+    if isinstance(message, ChatMessage):
+        return message
+    if isinstance(message, dict):
+        return ChatMessage(message)
+    return ChatMessage(message.model_dump(exclude_none=True))
+
+
+def wire(message: ChatMessage) -> dict[str, Any]:
+    """As verifiers v1 reads it: without the keys that only a Python caller may use."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def tool_declaration(function: Callable[..., Any]) -> dict[str, Any]:
+    """OpenAI's declaration of a Python function: its name, its docstring, its annotated parameters."""
+    typed: Any = function
+    schema = TypeAdapter(typed).json_schema()
+    parameters = {key: value for key, value in schema.items() if key in ("type", "properties", "required", "$defs")}
+    name = getattr(function, "__name__", type(function).__name__)
+    description = inspect.getdoc(function) or ""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def v1_tool(declaration: Any) -> Tool:
+    """A declaration in OpenAI's shape, or already flat, as verifiers v1 passes it to the model."""
+    flat = declaration.get("function", declaration) if isinstance(declaration, dict) else declaration.model_dump()
+    return Tool(name=flat["name"], description=flat.get("description") or "", parameters=flat.get("parameters") or {})

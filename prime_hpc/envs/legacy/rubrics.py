@@ -1,0 +1,211 @@
+"""Rubrics of the older verifiers interface: reward functions with weights, each given the arguments that it names.
+
+A function may take `prompt`, `completion`, `answer`, `state`, `task`, `info`, `parser`, and whatever the rubric's
+`class_objects` hold. One that raises scores 0, as it did there; the log says so once.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from loguru import logger
+
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.legacy.messages import Messages, RewardFunc, State, accepted, maybe_await, tool_declaration
+from prime_hpc.envs.legacy.parsers import MaybeThinkParser, Parser, extract_boxed_answer, text_of
+
+OF_GROUPS = frozenset({"prompts", "completions", "answers", "states", "tasks", "infos"})
+"""Parameters of a function that scores all rollouts of a group at once."""
+
+
+class Rubric:
+    """A weighted sum of reward functions; those of weight 0 are metrics."""
+
+    def __init__(
+        self,
+        funcs: Sequence[RewardFunc] | None = None,
+        weights: Sequence[float] | None = None,
+        parser: Parser | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.funcs: list[RewardFunc] = list(funcs or [])
+        self.weights: list[float] = list(weights or [1.0] * len(self.funcs))
+        if len(self.weights) != len(self.funcs):
+            raise ValueError(f"Rubric has {len(self.funcs)} functions and {len(self.weights)} weights")
+        self.parser = parser or Parser()
+        self.class_objects: dict[str, Any] = {"parser": self.parser}
+        self._told: set[str] = set()
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+
+    def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
+        """One more function."""
+        self.funcs.append(func)
+        self.weights.append(weight)
+
+    def add_metric(self, func: RewardFunc, weight: float = 0.0) -> None:
+        """One more function that is recorded and not summed."""
+        self.add_reward_func(func, weight)
+
+    def add_class_object(self, name: str, obj: Any) -> None:
+        """Something that functions may ask for by this name."""
+        self.class_objects[name] = obj
+
+    def weighted(self) -> list[tuple["Rubric", RewardFunc, float]]:
+        """Every function with the rubric whose objects it sees and its weight."""
+        return [(self, func, weight) for func, weight in zip(self.funcs, self.weights, strict=True)]
+
+    def check(self) -> None:
+        """Raise EnvError for functions that need what is not here: the other rollouts of the group."""
+        for _, func, _ in self.weighted():
+            plural = OF_GROUPS & set(inspect.signature(func).parameters)
+            if plural:
+                raise EnvError(
+                    f"reward function {name_of(func)!r} compares all rollouts of a group (it takes "
+                    f"{', '.join(sorted(plural))}), which verifiers v1 does not score together"
+                )
+
+    async def value(self, func: RewardFunc, state: State) -> float:
+        """What one function gives for a finished rollout."""
+        offered = {name: state.get(name) for name in ("prompt", "completion", "answer", "task", "info")}
+        offered |= {"state": state, **self.class_objects}
+        try:
+            return float(await maybe_await(func, **accepted(func, offered)))
+        except Exception as error:  # noqa: BLE001 - the interface's own rule: the function scores 0
+            if name_of(func) not in self._told:
+                self._told.add(name_of(func))
+                logger.warning(
+                    "reward function {!r} raised {}: {}; it scores 0 wherever it does (said once)",
+                    name_of(func),
+                    type(error).__name__,
+                    error,
+                )
+            return 0.0
+
+
+class RubricGroup(Rubric):
+    """Several rubrics, whose rewards add up."""
+
+    def __init__(self, rubrics: Sequence[Rubric], **kwargs: Any) -> None:
+        if not rubrics:
+            raise ValueError("RubricGroup needs at least one rubric")
+        super().__init__(**kwargs)
+        self.rubrics = list(rubrics)
+
+    def add_reward_func(self, func: RewardFunc, weight: float = 1.0) -> None:
+        """One more function, of the first rubric."""
+        self.rubrics[0].add_reward_func(func, weight)
+
+    def weighted(self) -> list[tuple[Rubric, RewardFunc, float]]:
+        return [entry for rubric in self.rubrics for entry in rubric.weighted()]
+
+
+class MathRubric(Rubric):
+    """1 for an answer that math-verify finds equal to the task's."""
+
+    def __init__(
+        self,
+        funcs: Sequence[RewardFunc] | None = None,
+        weights: Sequence[float] | None = None,
+        parser: Parser | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(funcs, weights, parser or MaybeThinkParser(extract_boxed_answer), **kwargs)
+        self.add_reward_func(self.correct_answer_reward_func)
+
+    async def correct_answer_reward_func(self, parser: Parser, completion: Messages, answer: str) -> float:
+        """Whether the parser's answer is the task's, as mathematics."""
+        from prime_hpc.envs.math_answers import same_answer
+
+        found = parser.parse_answer(completion)
+        return float(bool(found) and await same_answer(str(answer), str(found)))
+
+
+class ToolRubric(Rubric):
+    """Counts tool calls, all and by tool; of no weight."""
+
+    def __init__(self, tools: Sequence[Callable[..., Any]] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.tools = list(tools or [])
+        self.tool_names = [tool_declaration(tool)["function"]["name"] for tool in self.tools]
+        self.add_metric(self.total_tool_calls)
+        for name in self.tool_names:
+            self.add_metric(_count_of(name))
+
+    def total_tool_calls(self, completion: Messages) -> float:
+        """Calls of any tool."""
+        return float(len(_called(completion)))
+
+
+class JudgeRubric(Rubric):
+    """Asks another model about an answer; reward functions call `await judge(prompt, completion, answer, state)`."""
+
+    PROMPT = (
+        "Compare a response with the reference answer of a question.\n\nQuestion:\n{question}\n\nReference answer:\n"
+        "{answer}\n\nResponse:\n{response}\n\nIs the response correct? Reply with yes or no alone."
+    )
+
+    def __init__(
+        self,
+        parser: Parser | None = None,
+        judge_client: Any = None,
+        judge_model: str = "gpt-4.1-nano",
+        judge_sampling_args: dict[str, Any] | None = None,
+        judge_prompt: str = PROMPT,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(parser=parser, **kwargs)
+        if judge_client is None:
+            from openai import AsyncOpenAI, OpenAIError
+
+            try:
+                judge_client = AsyncOpenAI()
+            except OpenAIError as error:
+                raise EnvError(f"its JudgeRubric asks {judge_model} through OpenAI's API: {error}") from error
+        self.judge_client, self.judge_model, self.judge_prompt = judge_client, judge_model, judge_prompt
+        self.judge_sampling_args = {k: v for k, v in (judge_sampling_args or {}).items() if v is not None}
+        self.class_objects |= {
+            "judge": self.judge,
+            "judge_client": judge_client,
+            "judge_model": judge_model,
+            "judge_prompt": judge_prompt,
+            "judge_sampling_args": self.judge_sampling_args,
+        }
+
+    async def judge(self, prompt: Any, completion: Any, answer: Any, state: State | None = None) -> str:
+        """The judge's reply; asked once for one question."""
+        question = prompt if isinstance(prompt, str) else text_of(prompt[-1]) if prompt else ""
+        response = self.parser.parse_answer(completion)
+        text = self.judge_prompt.format(question=question, answer=answer, response=response)
+        known = state.setdefault("judge_response", {}) if state is not None else {}
+        if text not in known:
+            reply = await maybe_await(
+                self.judge_client.chat.completions.create,
+                model=self.judge_model,
+                messages=[{"role": "user", "content": text}],
+                **self.judge_sampling_args,
+            )
+            known[text] = str(reply.choices[0].message.content)
+        return known[text]
+
+
+def name_of(func: RewardFunc) -> str:
+    """A function's name, also of a callable object."""
+    return str(getattr(func, "__name__", type(func).__name__))
+
+
+def _called(completion: Messages) -> list[str]:
+    return [
+        call["function"]["name"]
+        for message in completion
+        if message["role"] == "assistant"
+        for call in message.get("tool_calls") or []
+    ]
+
+
+def _count_of(tool: str) -> RewardFunc:
+    def count(completion: Messages) -> float:
+        return float(_called(completion).count(tool))
+
+    count.__name__ = f"{tool}_calls"
+    return count

@@ -1,0 +1,203 @@
+"""A package with `load_environment` as a verifiers v1 taskset, and the harness that plays its rollouts.
+
+`prime_hpc.envs.resolve` names the package in `LegacyConfig.module`. The harness runs the older interface's rollout:
+state, the conversation so far, a reply, the environment's answer, until a stop condition holds. The task scores the
+finished state with the rubric: each function of a weight is a reward, of weight 0 a metric.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import verifiers.v1 as vf
+from verifiers.v1.dialects import parse_message
+from verifiers.v1.harness import HarnessSession, ProgramResult
+from verifiers.v1.types import Message, Request
+
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.harness import DONE, InProcessHarness
+from prime_hpc.envs.interception import TurnRefused, interception_of
+from prime_hpc.envs.legacy.environments import MultiTurnEnv
+from prime_hpc.envs.legacy.loading import made
+from prime_hpc.envs.legacy.messages import State, assistant_message, chat_messages, maybe_await, v1_tool, wire
+from prime_hpc.envs.legacy.rubrics import name_of
+
+__all__ = ["LegacyHarness", "LegacyTaskset"]
+
+MODULE = __name__
+
+_STATES: dict[str, State] = {}
+"""State of each rollout between its last reply and its score, by trace id."""
+
+
+class LegacyData(vf.TaskData):
+    """One row of the environment's data."""
+
+    environment: str
+    """Key of the environment in `loading`."""
+    example: dict[str, Any]
+    """The rollout's input, as `Environment.example` makes it."""
+
+
+class LegacyTask(vf.Task[LegacyData]):
+    """Scores with the environment's rubric."""
+
+    @vf.reward
+    async def rubric(self, trace: vf.Trace) -> dict[str, float]:
+        """Record every function's value: rewards with their weights, metrics without.
+
+        Raises:
+            RuntimeError: the rollout never began.
+        """
+        state = _STATES.pop(trace.id, None)
+        if state is None:
+            raise RuntimeError("the rollout has no state to score")
+        env = made(self.data.environment).member(self.data.example)
+        rewards: dict[str, float] = {}
+        for rubric, func, weight in env.rubric.weighted():
+            value = await rubric.value(func, state)
+            name = _free(name_of(func), {**rewards, **trace.metrics})
+            if weight:
+                trace.record_reward(name, value, weight)
+                rewards[name] = value
+            else:
+                trace.record_metric(name, value)
+        if not rewards:
+            trace.record_reward("none", 0.0, 1.0)
+        return {}
+
+
+def _free(name: str, taken: Iterable[str]) -> str:
+    """A name that is not taken: of two functions of one name the second is counted apart."""
+    known, number, found = set(taken), 2, name
+    while found in known:
+        found, number = f"{name}_{number}", number + 1
+    return found
+
+
+class LegacyConfig(vf.TasksetConfig):
+    """Made by `prime_hpc.envs.resolve`."""
+
+    module: str = ""
+    """Module with `load_environment`."""
+    environment: str = ""
+    """Key of what it made."""
+    split: Literal["train", "eval"] = "train"
+    """Which of its data sets."""
+
+
+class LegacyTaskset(vf.Taskset[LegacyTask, LegacyConfig]):
+    """The environment's rows."""
+
+    def load(self) -> Iterable[LegacyTask]:
+        """One task a row.
+
+        Raises:
+            EnvError: a row has no prompt, or holds what is no JSON.
+        """
+        config = self.config
+        env = made(config.environment)
+        rows = env.dataset if config.split == "train" else env.eval_dataset
+        for number, row in enumerate(rows):
+            example = env.example(dict(row), number)
+            prompt = [parse_message(message) for message in example["prompt"]]
+            data = LegacyData(prompt=prompt, environment=config.environment, example=example)
+            if number == 0:
+                _check_json(data, config.module)
+            yield LegacyTask(data, config.task)
+
+
+def _check_json(data: LegacyData, module: str) -> None:
+    try:
+        data.model_dump_json()
+    except ValueError as error:
+        kinds = ", ".join(f"{key}: {type(value).__name__}" for key, value in data.example.items())
+        raise EnvError(f"environment {module!r}: its rows hold what cannot be written as JSON ({kinds})") from error
+
+
+class LegacyHarnessConfig(vf.HarnessConfig):
+    """verifiers' own knobs."""
+
+    id: str = MODULE.replace(".", "_")
+
+
+class LegacyHarness(InProcessHarness, vf.Harness[LegacyHarnessConfig]):
+    """Plays the rollout of the task's environment."""
+
+    async def session(self, *args: Any, **kwargs: Any) -> "LegacySession":
+        """One rollout's handle."""
+        return LegacySession(self, *args, **kwargs)
+
+    async def cleanup(self, trace: Any, runtime: Any) -> None:
+        """Forget the rollout, scored or not."""
+        _STATES.pop(trace.id, None)
+
+
+class LegacySession(HarnessSession):
+    """One rollout of the older interface."""
+
+    async def _run(self, messages: list[Message] | None) -> ProgramResult:
+        """The whole conversation: this interface plays the user itself."""
+        assert messages is None, "an environment of the older interface speaks for the user by itself"
+        data: Any = self.data
+        env = made(data.environment).member(data.example)
+        assert isinstance(env, MultiTurnEnv), "`loading` refuses others"
+        state = self._begin(env, data)
+        _STATES[self.trace.id] = state
+        try:
+            changed = await maybe_await(env.setup_state, state)
+            if changed is not None and changed is not state:
+                state.update(changed)
+            while not await env.is_over(state):
+                await self._turn(env, state)
+        except TurnRefused:
+            state["is_completed"] = True  # the trace's stop condition says why
+        finally:
+            state["completion"] = _completion(state)
+            for handler in env.marked("cleanup"):
+                await maybe_await(handler, state)
+        return DONE
+
+    def _begin(self, env: MultiTurnEnv, data: Any) -> State:
+        """A fresh state: the example, and what the environment's methods may ask for."""
+        example = {**data.example, "prompt": chat_messages(data.example["prompt"])}
+        example.setdefault("example_id", data.idx)
+        return State(
+            **example,
+            input=example,
+            trajectory=[],
+            completion=[],
+            responses=[],
+            turn=0,
+            is_completed=False,
+            stop_condition=None,
+            model=self.ctx.model,
+            sampling_args=env.sampling_args,
+            oai_tools=env.oai_tools or [],
+            timing={},
+            reward=None,
+            metrics={},
+        )
+
+    async def _turn(self, env: MultiTurnEnv, state: State) -> None:
+        """Ask the environment, then the model."""
+        prompt = chat_messages(await maybe_await(env.get_prompt_messages, state))
+        if state.get("final_env_response") is not None:
+            return
+        tools = [v1_tool(entry) for entry in state["oai_tools"] or []] or None
+        request = Request.model_construct(messages=[parse_message(wire(m)) for m in prompt], tools=tools)
+        response = await interception_of(self.endpoint).complete(self.secret, request)
+        reply = assistant_message(response.message)
+        step = {"prompt": prompt, "completion": [reply], "response": response, "reward": None, "extras": {}}
+        state["trajectory"].append({**step, "is_truncated": response.finish_reason == "length"})
+        state["responses"].append(response)
+        state["turn"] += 1
+
+
+def _completion(state: State) -> list[Any]:
+    """Everything after the prompt, the environment's last word included."""
+    if not state["trajectory"]:
+        return []
+    last = state["trajectory"][-1]
+    whole = [*last["prompt"], *last["completion"]]
+    final = state.get("final_env_response")
+    return [*whole[len(state["prompt"]) :], *(chat_messages(final) if final is not None else [])]

@@ -1,0 +1,165 @@
+"""Packages with `load_environment`, laid out as on the Environments Hub, found by id and played for training."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.resolve import build_env_config
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from tests.support.env_world import World
+from tests.support.tiny_tokenizer import make_tokenizer
+
+pytestmark = pytest.mark.slow
+
+HUB = Path(__file__).resolve().parents[1] / "support" / "hub"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def world(tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    from transformers import PreTrainedTokenizerFast
+
+    for package in ("legacy_sums", "legacy_shop"):
+        monkeypatch.syspath_prepend(HUB / package)
+    made = World(PreTrainedTokenizerFast.from_pretrained(tokenizer_dir), tokenizer_dir)
+    with made.server:
+        yield made
+
+
+def add(prompt: str, number: int) -> str:
+    a, b = re.findall(r"(\d+) \+ (\d+)", prompt)[-1]
+    return f"<reasoning>\nadding\n</reasoning>\n<answer>\n{int(a) + int(b)}\n</answer>"
+
+
+def test_single_turn_parser_rubric_weights_and_splits(world: World) -> None:
+    world.script = add
+    (result,) = world.play(EnvConfig(id="legacy-sums", args={"format_weight": 0.5}))
+    assert result.usable and result.reward == 1.5, result
+    assert (result.metrics["reward/correct"], result.metrics["reward/format_reward_func"]) == (1.0, 0.5)
+    assert result.metrics["first_number"] == 0.0 and result.metrics["num_turns"] == 1
+    assert result.prompt_text.startswith("[system] Add. Format:\n<reasoning>\n...\n</reasoning>\n<[ answer | result ]>")
+    (sample,) = result.samples
+    (request,) = world.server.requests
+    assert sample.token_ids[: len(request["token_ids"])].tolist() == request["token_ids"]
+    (result,) = world.play(EnvConfig(id="legacy_sums"), split="eval")
+    assert "1000 + 1003" in result.prompt_text
+    world.script = lambda prompt, number: "<answer>no</answer>"
+    (result,) = world.play(EnvConfig(id="owner/legacy-sums@0.1.0"))
+    assert result.metrics["reward/correct"] == 0.0 and 0 < result.reward < 0.25
+
+
+def test_a_tenth_is_held_out_where_there_are_no_evaluation_tasks(world: World) -> None:
+    env = EnvConfig(id="legacy-sums", args={"with_eval": False})
+    counts = {}
+
+    async def run() -> None:
+        for split in ("train", "eval"):
+            async with world.pool(env, split=split, beside=[env]) as pool:
+                counts[split] = pool.sources[0].num_tasks
+
+    asyncio.run(run())
+    assert counts == {"train": 18, "eval": 2}
+
+
+def call(tool: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_tools_run_until_the_model_answers(world: World) -> None:
+    def shop(prompt: str, number: int) -> str:
+        found = re.findall(r"<tool_response>\n(\d+) EUR\n</tool_response>", prompt)
+        return f"\\boxed{{{found[-1]}}}" if found else call("price", item="apple")
+
+    world.script = shop
+    (result,) = world.play(EnvConfig(id="legacy-shop"))
+    assert result.usable and result.reward == 1.0, result
+    assert result.metrics["price_calls"] == result.metrics["total_tool_calls"] == 1.0
+    (sample,) = result.samples
+    first, second = world.server.requests
+    assert sample.token_ids[: len(second["token_ids"])].tolist() == second["token_ids"]
+    assert second["token_ids"][: len(first["token_ids"])] == first["token_ids"] and sample.num_turns == 2
+    prompt = world.tokenizer.decode(first["token_ids"])
+    assert '"name": "price"' in prompt and "Price of an item." in prompt
+
+
+def test_a_tool_that_fails_is_told_to_the_model_and_the_turns_are_limited(world: World) -> None:
+    replies = [call("price", item="plum"), call("prize", item="apple"), call("price", item="pear"), "no"]
+    world.script = lambda prompt, number: replies[number]
+    (result,) = world.play(EnvConfig(id="legacy-shop", args={"max_turns": 3}))
+    assert result.usable and result.reward == 0.0 and result.metrics["num_turns"] == 3
+    assert "plum" in result.completion_text and "no tool 'prize'" in result.completion_text
+
+
+def test_tools_see_the_rollout_s_state_and_the_model_does_not(world: World) -> None:
+    world.script = lambda prompt, number: call("buy", item="pear") if number < 2 else "done"
+    (result,) = world.play(EnvConfig(id="legacy-shop", args={"kind": "basket"}))
+    assert result.usable and result.reward == 2.0 and "2 in the basket" in result.completion_text
+    declared = re.search(
+        r"<tools>(.*)</tools>", world.tokenizer.decode(world.server.requests[0]["token_ids"]), re.DOTALL
+    )
+    assert declared is not None and '"item"' in declared.group(1) and '"basket"' not in declared.group(1)
+
+
+def test_a_conversation_ends_by_its_own_stop_condition(world: World) -> None:
+    def offer(prompt: str, number: int) -> str:
+        return str(10 * (1 + prompt.count("More than")))
+
+    world.script = offer
+    (result,) = world.play(EnvConfig(id="legacy-shop", args={"kind": "haggle", "max_turns": -1}))
+    assert result.usable and result.reward == pytest.approx(1 / 3) and not result.truncated
+    assert "[user] More than 20!" in result.completion_text
+    (result,) = world.play(EnvConfig(id="legacy-shop", args={"kind": "haggle", "max_turns": -1}, max_turns=2))
+    assert result.truncated and result.reward == 0.5
+
+
+def test_a_group_of_environments_plays_each_row_with_its_own(world: World) -> None:
+    world.script = lambda prompt, number: "30" if "More" in prompt or number % 4 > 1 else "\\boxed{3}"
+    results: list[EpisodeResult] = world.play(EnvConfig(id="legacy-shop", args={"kind": "group"}), 4)
+    assert all(result.state is EpisodeState.COMPLETED for result in results)
+    assert ["reward/correct" in result.metrics for result in results] == [True, True, False, False]
+    assert ["reward/turns" in result.metrics for result in results] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            EnvConfig(id="legacy-sums", args={"num_task": 3}),
+            "args.num_task: no such argument; did you mean 'num_tasks'",
+        ),
+        (EnvConfig(id="legacy-sums", harness="bash"), "leave `harness` out"),
+        (EnvConfig(id="legacy-shop", args={"kind": "sandbox"}), "verifiers.SandboxEnv is not played: it runs code in"),
+        (EnvConfig(id="legacy-shop", args={"kind": "compared"}), "'best' compares all rollouts of a group"),
+        (EnvConfig(id="legacy-none"), "taskset 'legacy-none' is not installed"),
+        (EnvConfig(id="tests.support.hub.legacy_own_loop"), "class OwnLoop has a rollout() of its own"),
+        (EnvConfig(id="tests.support.hub.legacy_unknown"), "has no attribute 'QuantumEnv'"),
+        (
+            EnvConfig(id="tests.support.hub.legacy_trainer"),
+            "verifiers.GRPOTrainer is not played: training is prime-hpc's",
+        ),
+        (EnvConfig(id="tests.support.hub.legacy_needs"), "pip install not_a_module_of_anyone"),
+        (EnvConfig(id="tests.support.env_world"), "has no `load_environment` function either"),
+    ],
+    ids=lambda value: value.id + str(value.args.get("kind", "")) if isinstance(value, EnvConfig) else "",
+)
+def test_what_cannot_be_played_is_refused_by_name(
+    config: EnvConfig, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("legacy_sums", "legacy_shop"):
+        monkeypatch.syspath_prepend(HUB / package)
+    with pytest.raises(EnvError) as caught:
+        build_env_config(config, "train", 0)
+    assert words in str(caught.value) and config.id.split("/")[-1] in str(caught.value)

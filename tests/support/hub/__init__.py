@@ -1,0 +1,1 @@
+"""Environment packages as people have them."""
