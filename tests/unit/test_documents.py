@@ -26,6 +26,7 @@ NAMES = [path.relative_to(CHECKOUT).as_posix() for path in DOCUMENTS]
 FOREIGN_FLAGS = (
     *("--signal", "--export", "--environment", "--container-image", "--gpus", "--overlap", "--no-kill", "--gres"),
     *("--nv", "--rocm", "--mpi", "--standalone", "--nproc-per-node", "--no-deps", "--no-build-isolation"),
+    "--extra-index-url",
 )
 """Flags of sbatch, srun, apptainer, torchrun and pip."""
 FILE = re.compile(
