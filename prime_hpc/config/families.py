@@ -81,6 +81,19 @@ class Family:
         """Whether it cannot be trained at all."""
         return self.rows == "refused"
 
+    def rows_as(self, choice: Literal["auto", "packed", "single"]) -> Rows:
+        """How it trains with `trainer.rows`.
+
+        Raises:
+            ValueError: packed rows of a family that cannot be packed.
+        """
+        if choice == "packed" and self.rows == "single":
+            raise ValueError(
+                f"trainer.rows = packed: models of model_type {self.model_type} train one sample a row only "
+                f"({self.reason}); leave trainer.rows out"
+            )
+        return self.rows if choice == "auto" or self.refused else choice
+
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """How the model of a config trains.

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from prime_hpc.config import Experiment, Problem
 from prime_hpc.config.sections.lora import HEADS, select_modules
-from prime_hpc.launch.estimate import find_config, stored_shapes
+from prime_hpc.launch.estimate import stored_shapes
+from prime_hpc.store.model_config import find_config
 
 
 def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:

@@ -13,7 +13,9 @@ from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.children import is_parent
 from prime_hpc.config.engines import MODELS, served_by
 from prime_hpc.envs.resolve import BUNDLED
+from prime_hpc.launch.adapters import adapter_problems
 from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
+from prime_hpc.store.model_config import find_config, is_local_path
 from prime_hpc.store.model_files import other_vocabulary, quantised, stored_tensors
 
 MIN_FREE_BYTES = 64 * 2**20
@@ -43,11 +45,6 @@ def _samples(experiment: Experiment, role: str | None) -> bool:
     return experiment.samples and role in (None, "orchestrator") and not is_parent(experiment)
 
 
-def is_local_path(name: str) -> bool:
-    """Whether a model name is meant as a directory rather than as `owner/model` of a hub."""
-    return Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
 def _model(experiment: Experiment) -> list[Problem]:
     name = experiment.model.name
     if not is_local_path(name):
@@ -55,8 +52,6 @@ def _model(experiment: Experiment) -> list[Problem]:
     folder = Path(name)
     if problems := _folder(name, "model.name"):
         return problems
-    from prime_hpc.launch.adapters import adapter_problems  # it builds on `is_local_path`
-
     wanted = max(experiment.seq_len, experiment.max_model_len) if experiment.samples else experiment.seq_len
     return [*_context(folder, wanted, "model.name"), *adapter_problems(experiment)]
 
@@ -70,8 +65,6 @@ def trained_names(experiment: Experiment) -> dict[str, str]:
 
 def trained_models(experiment: Experiment) -> list[Problem]:
     """Why the weights of a model that the trainer would load cannot be: they are quantised, or not their config's."""
-    from prime_hpc.launch.estimate import find_config  # it builds on `is_local_path`
-
     problems = []
     for key, name in trained_names(experiment).items():
         config = find_config(name)
@@ -159,8 +152,6 @@ def _teacher(experiment: Experiment) -> list[Problem]:
 
 def _vocabulary(name: str) -> dict[str, int] | None:
     """Token -> id of a model on this machine (tokenizer.json); None where that cannot be seen."""
-    from prime_hpc.launch.estimate import find_config  # it builds on `is_local_path`
-
     config = find_config(name)
     path = config.parent / "tokenizer.json" if config is not None else None
     if path is None or not path.is_file():

@@ -5,7 +5,6 @@ Neither torch nor transformers is loaded, and nothing is downloaded: a hub model
 has its config.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from typing import Any
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.lora import matches
-from prime_hpc.launch.checks import is_local_path
+from prime_hpc.store.model_config import find_config, read_config
 from prime_hpc.store.model_files import read_header
 
 GIB = 2**30
@@ -52,35 +51,10 @@ class ModelFacts:
     """0: a dense model."""
 
 
-def find_config(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The model's config.json: in its directory, else in the hub's cache; None where neither is there."""
-    local = Path(name).expanduser() / "config.json"
-    if local.is_file():
-        return local
-    if is_local_path(name):
-        return None
-    home = environ.get("HF_HOME") or "~/.cache/huggingface"
-    hub = Path(environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
-    found = sorted((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
-    return max(found, key=lambda path: path.stat().st_mtime) if found else None
-
-
 def read_model(name: str, environ: Mapping[str, str] = os.environ) -> ModelFacts | None:
     """Shape of a model; None where its config cannot be found or is of a kind that this file does not know."""
     path, config = find_config(name, environ), read_config(name, environ)
     return None if path is None or config is None else model_facts(config, stored_params(path.parent))
-
-
-def read_config(name: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """The fields of a model's config.json; None where it cannot be found or read."""
-    path = find_config(name, environ)
-    if path is None:
-        return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
 
 
 def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> ModelFacts | None:

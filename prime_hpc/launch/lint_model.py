@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from prime_hpc.config.engines import MODELS
 from prime_hpc.config.families import family_of, rotary_problem
 from prime_hpc.launch.adapters import adapter_problems
-from prime_hpc.launch.checks import is_local_path, trained_models, trained_names
-from prime_hpc.launch.estimate import ModelFacts, engine_memory, find_config, read_config, trainer_gib, vocab_fits
+from prime_hpc.launch.checks import trained_models, trained_names
+from prime_hpc.launch.estimate import ModelFacts, engine_memory, trainer_gib, vocab_fits
 from prime_hpc.launch.lint_finding import Finding, Subject
+from prime_hpc.store.model_config import find_config, is_local_path, read_config
 
 
 def tensor_parallel(subject: Subject) -> Iterator[Finding]:
@@ -189,6 +190,7 @@ def weights(subject: Subject) -> Iterator[Finding]:
 def families(subject: Subject) -> Iterator[Finding]:
     """How the model's family trains: packed, one sample a row, or not at all."""
     experiment, parallel = subject.experiment, subject.experiment.trainer.parallel
+    choice = experiment.trainer.rows
     for key, name in trained_names(experiment).items():
         config = read_config(name)
         if config is None:
@@ -199,12 +201,22 @@ def families(subject: Subject) -> Iterator[Finding]:
             continue
         if problem := rotary_problem(config, experiment.context):
             yield Finding("PH121", "error", key, f"{name}: {problem}", "use another model, or a shorter context")
-        if family.rows != "single":
+        try:
+            rows = family.rows_as(choice)
+        except ValueError as error:
+            yield Finding("PH119", "error", "trainer.rows", f"{name}: {error}", "leave it out")
+            continue
+        if rows != "single":
             continue
         scores = ", and attention holds all its scores in memory" if family.own_attention else ""
         message = f"{name} trains one sample a row, padded to the longest, without shared prompts{scores}: "
+        wanted = family.rows == "packed"  # and not the family's way
         yield Finding(
-            "PH119", "info", key, message + family.reason, "nothing: it is exact, and slower than packed rows"
+            "PH119",
+            "info",
+            "trainer.rows" if wanted else key,
+            message + (family.reason or "trainer.rows says so"),
+            "leave it out: packed rows are faster" if wanted else "nothing: it is exact, and slower than packed rows",
         )
         if parallel.cp > 1:
             message = f"{name} trains one sample a row, which context-parallel ranks cannot split"

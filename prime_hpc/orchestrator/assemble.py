@@ -6,6 +6,7 @@ concatenated, never cut or re-tokenised.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from prime_hpc.orchestrator.echo import Echo
 from prime_hpc.orchestrator.episodes import Episode
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.groups import Group
-from prime_hpc.orchestrator.packing import pack
+from prime_hpc.orchestrator.packing import pack, pack_rows
 from prime_hpc.orchestrator.sharing import find_sharing
 from prime_hpc.store.batches import RankBatch
 
@@ -178,9 +179,10 @@ def build_ranks(
     micro_batch_tokens: int,
     sampling: SamplingConfig,
     share_prefixes: bool = True,
+    own_rows: bool = False,
     totals: NDArray[np.int64] | None = None,
 ) -> list[RankBatch]:
-    """Pack sequences into micro-batches of at most `micro_batch_tokens` and lay out each rank's arrays.
+    """Deal sequences into micro-batches of at most `micro_batch_tokens` and lay out each rank's arrays.
 
     Args:
         samples: all sequences of the batch.
@@ -188,13 +190,15 @@ def build_ranks(
         micro_batch_tokens: token budget of a micro-batch.
         sampling: how they were sampled.
         share_prefixes: the trainer computes what a group's samples begin with once in a micro-batch.
+        own_rows: each sequence takes a row of its own, padded to the longest of its micro-batch.
         totals: `count_rollouts` of the step.
     """
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int64)
     sharing = None
-    if share_prefixes:
+    if share_prefixes and not own_rows:
         sharing = find_sharing([s.sample.token_ids for s in samples], [s.group_id for s in samples])
-    assignment = pack(lengths, num_ranks, micro_batch_tokens, sharing)
+    deal = pack_rows if own_rows else partial(pack, sharing=sharing)
+    assignment = deal(lengths, num_ranks, micro_batch_tokens)
     return [_rank_batch(samples, micro_batches, sampling, totals) for micro_batches in assignment]
 
 

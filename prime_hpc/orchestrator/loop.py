@@ -53,6 +53,7 @@ from prime_hpc.store.batches import write_batch
 from prime_hpc.store.doorbell import Doorbell
 from prime_hpc.store.handover import HandoverServer
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.model_config import rows_of
 
 TICK_S = 1.0
 """Longest sleep between two looks at the deadlines."""
@@ -92,6 +93,7 @@ class Orchestrator:
         config = exp.orchestrator
         self.exp, self.parts, self.start_step = exp, parts, start_step
         self.last_step = exp.max_steps
+        self.own_rows = rows_of(exp) == "single"
         self.rows: list[dict[str, Any]] = []
         """Of a bench: the metrics of its batches."""
         self.shape: list[dict[str, list[int]]] = []
@@ -322,6 +324,7 @@ class Orchestrator:
             micro_batch_tokens=self.exp.micro_batch_tokens,
             sampling=config.policy_sampling,
             share_prefixes=self.exp.trainer.shares_prefixes,
+            own_rows=self.own_rows,
             totals=count_rollouts(scored),
         )
         if config.bench:

@@ -73,6 +73,44 @@ def pack(
     return _deal(*best, num_ranks)
 
 
+def pack_rows(lengths: npt.ArrayLike, num_ranks: int, micro_batch_tokens: int) -> list[list[Indices]]:
+    """Distribute samples that take a row each, padded to the longest of their micro-batch.
+
+    Samples of similar length share a micro-batch, so that little is padded, and micro-batches of similar length a
+    micro-step. M is the smallest number that keeps every micro-batch (rows times the longest) within the budget; then
+    the budget is lowered as far as M allows, so that the last micro-step is not an almost empty one.
+
+    Args, Returns, Raises: see `pack`.
+    """
+    sizes = np.asarray(lengths, np.int64)
+    _check(sizes, num_ranks, micro_batch_tokens)
+    order = np.argsort(-sizes, kind="stable")
+    descending = sizes[order]
+    num_micro = -(-len(_row_counts(descending, micro_batch_tokens)) // num_ranks)
+    low, high = int(descending[0]), micro_batch_tokens
+    while low < high:
+        middle = (low + high) // 2
+        if len(_row_counts(descending, middle)) <= num_micro * num_ranks:
+            high = middle
+        else:
+            low = middle + 1
+    counts = _row_counts(descending, high)
+    bins = np.empty(len(sizes), np.int64)
+    bins[order] = np.repeat(np.arange(len(counts)), counts)
+    cost = np.zeros(num_micro * num_ranks, np.int64)
+    cost[: len(counts)] = counts * descending[np.cumsum(counts) - counts]
+    return _deal(bins, cost, num_ranks)
+
+
+def _row_counts(descending: Indices, budget: int) -> Indices:
+    """Rows of each micro-batch where samples, longest first, fill one after the other."""
+    counts, at = [], 0
+    while at < len(descending):
+        counts.append(min(budget // int(descending[at]), len(descending) - at))
+        at += counts[-1]
+    return np.array(counts, np.int64)
+
+
 def fill(assignment: Sequence[Sequence[Indices]], lengths: npt.ArrayLike, micro_batch_tokens: int) -> float:
     """Tokens over the budget of all micro-batches, R * M * micro_batch_tokens."""
     num_micro = len(assignment[0])

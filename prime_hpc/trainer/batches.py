@@ -303,6 +303,14 @@ def _rollout_tokens(batch: RankBatch) -> NDArray[np.int32]:
     return np.diff(ends).astype(np.int32)
 
 
+def rows_fit(batch: RankBatch, budget: int) -> bool:
+    """Whether every micro-batch fits the budget with a row for each sequence, padded to the longest; a row that is
+    longer must be alone."""
+    lengths = np.diff(batch.seq_offsets)
+    parts = [lengths[batch.sequences_of(i)] for i in range(batch.num_micro_batches)]
+    return bool((lengths > 0).all()) and all(len(n) * n.max() <= max(budget, n.max()) for n in parts if len(n))
+
+
 def with_own_rows(batch: RankBatch, groups: list[NDArray[np.int64]], num_micro_batches: int) -> RankBatch:
     """The rank batch whose micro-batches hold the sequences of `groups` (`rows.group_rows`), and empty ones after."""
     single = replace(batch, micro_offsets=np.arange(batch.num_sequences + 1))

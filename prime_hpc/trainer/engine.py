@@ -27,6 +27,7 @@ from prime_hpc.trainer.batches import (
     batch_facts,
     make_micro_batch,
     objective_part,
+    rows_fit,
     with_own_rows,
 )
 from prime_hpc.trainer.lora import use_slot, without_adapter
@@ -161,14 +162,15 @@ class Engine:
         return metrics
 
     def lay_out(self, batch: RankBatch) -> RankBatch:
-        """The batch as the model takes it: with each sample in a row of its own, micro-batches are made of samples of
-        similar length, as many on every rank. Collective then."""
+        """The batch as the model takes it. With each sample in a row of its own, and where a batch was not dealt out
+        like that, micro-batches are made of samples of similar length, as many on every rank. Collective then."""
         if not self.policy.own_rows:
             return batch
         groups = group_rows(np.diff(batch.seq_offsets), self._row_tokens)
-        most = torch.tensor(max(len(groups), 1), device=self._device)
+        most = torch.tensor([max(len(groups), 1), not rows_fit(batch, self._row_tokens)], device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return with_own_rows(batch, groups, int(most))
+        num_micro_batches, misfits = most.tolist()
+        return with_own_rows(batch, groups, num_micro_batches) if misfits else batch
 
     def micro_batch(self, batch: RankBatch, index: int) -> MicroBatch:
         """The `index`-th micro-batch of a batch of `lay_out`."""

@@ -8,7 +8,7 @@ memory-mapped safetensors (`stored.py`), whatever names and forms they have ther
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -220,6 +220,7 @@ def load_policy(
     chunk_tokens: int,
     num_slots: int = 1,
     context: int | None = None,
+    rows: Literal["auto", "packed", "single"] = "auto",
 ) -> Policy:
     """Build, shard, load and test the policy. Collective.
 
@@ -232,6 +233,7 @@ def load_policy(
         chunk_tokens: rows of logits that exist at once.
         num_slots: adapters at once, with `model.lora` (all zero until `lora.reset_slot` or a checkpoint fills them).
         context: tokens that the engines are made for, see `rotary`; None: the model's own limit.
+        rows: how samples lie, see `trainer.rows`.
 
     Raises:
         ValueError: no config, no weights, wrong shapes, quantised weights, a dtype or attention that cannot run here, a
@@ -248,11 +250,12 @@ def load_policy(
         weights = map_weights(hf, stored)
         check_tied(weights)
         pinned = pin_rotary(hf, context)
+        own_rows = family.rows_as(rows) == "single"
     except ValueError as error:
         raise ValueError(f"model.name = {config.name}: {error}") from error
-    own_rows = family.rows == "single"
+    why = family.reason or "trainer.rows = single"
     if own_rows and parallel.cp is not None:
-        raise ValueError(f"trainer.parallel.cp: {config.name} trains one sample a row ({family.reason}); set it to 1")
+        raise ValueError(f"trainer.parallel.cp: {config.name} trains one sample a row ({why}); set it to 1")
     policy = Policy(hf, config.attn, chunk_tokens, parallel, own_rows=own_rows)
     policy.weights = weights
     policy.eval()  # for good: log-probabilities are the engine's, so no dropout in any pass, and nothing to restore
@@ -267,6 +270,6 @@ def load_policy(
         policy.adapters = Adapters(policy.hf, config.lora, num_slots, everyone, device)
         policy.adapters.base_names = weights.base_names(policy.adapters.modules)
     if dist.get_rank() == 0:
-        _announce(policy, config, [*pinned, *([f"one sample a row: {family.reason}"] if own_rows else [])])
+        _announce(policy, config, [*pinned, *([f"one sample a row: {why}"] if own_rows else [])])
     self_test(policy, device, FP8_ROUNDING if config.fp8 else torch.finfo(dtype).eps / 2, mixes_scales=config.fp8)
     return policy

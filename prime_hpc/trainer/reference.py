@@ -36,6 +36,7 @@ def load_reference(experiment: Experiment, policy: Policy, device: torch.device)
         reshard_after_forward=True,
         chunk_tokens=experiment.trainer.logits_chunk_tokens,
         context=experiment.context,
+        rows=experiment.trainer.rows,
     )
     own, others = (p.hf.config.get_text_config().vocab_size for p in (policy, reference))
     if own != others:

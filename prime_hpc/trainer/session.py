@@ -346,11 +346,10 @@ def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) 
     Raises:
         ValueError: model, attention or dtype that cannot work; says which key to change.
     """
-    config = experiment.trainer
-    if dist.get_rank() == 0:
-        resolve_source(experiment.model.name)  # one download, then everyone finds the files
+    config, name = experiment.trainer, experiment.model.name
+    source = resolve_source(name) if dist.get_rank() == 0 else None  # one download, then everyone finds the files
     dist.barrier()
-    source = resolve_source(experiment.model.name)
+    source = source or resolve_source(name)
     parallel = build_parallel(config.parallel.layout(dist.get_world_size()), device)
     policy = load_policy(
         experiment.model,
@@ -361,6 +360,7 @@ def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) 
         chunk_tokens=config.logits_chunk_tokens,
         num_slots=num_slots,
         context=experiment.context,
+        rows=config.rows,
     )
     control = control_group(device, config.dist_timeout_s)
     return Base(policy, source, device, peak_flops(device, compute_dtype(experiment.model)), control)

@@ -1,10 +1,12 @@
 """A real orchestrator process against scripted servers and a scripted trainer; they meet through store and doorbell."""
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prime_hpc.observe.bench import read_report
@@ -66,6 +68,27 @@ def test_a_run_keeps_the_staleness_bound_and_ends_with_the_last_version(
             assert sum(row["groups/stale"] for row in steps) == 0
 
 
+def test_samples_that_take_a_row_each_are_dealt_out_by_length(
+    tmp_path: Path, tokenizer_dir: Path, server: AdminServer
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tokenizer_dir, model)
+    (model / "config.json").write_text('{"model_type": "lfm2"}')
+    exp = make_experiment(
+        model, tmp_path / "run", top={"max_steps": 2, "trainer": {"num_ranks": 2, "micro_batch_tokens": 160}}
+    )
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        assert world.wait() == 0, world.log.read_text()[-3000:]
+        world.check_batches(range(1, 3))
+        for step in (1, 2):
+            for rank in world.ranks(step):
+                lengths = np.diff(rank.seq_offsets)
+                for i in range(rank.num_micro_batches):
+                    own = lengths[rank.sequences_of(i)]
+                    assert len(own) * own.max(initial=0) <= 160
+
+
 def test_two_lives_use_every_prompt_exactly_once(tmp_path: Path, tokenizer_dir: Path, server: AdminServer) -> None:
     exp = make_experiment(tokenizer_dir, tmp_path / "run", top={"async_level": 2})
     with World(tmp_path / "run", exp, [server]) as world:
@@ -101,7 +124,9 @@ def test_a_server_of_an_earlier_run_goes_back_to_the_base_model(
     tmp_path: Path, tokenizer_dir: Path, server: AdminServer
 ) -> None:
     server.version = 40
-    exp = make_experiment(tokenizer_dir, tmp_path / "run", top={"max_steps": 2})
+    exp = make_experiment(
+        tokenizer_dir, tmp_path / "run", top={"max_steps": 2, "trainer": {"num_ranks": 2, "micro_batch_tokens": 160}}
+    )
     with World(tmp_path / "run", exp, [server]) as world:
         world.start()
         assert world.wait() == 0, log_of(world)

@@ -163,6 +163,19 @@ def test_fewer_samples_than_ranks_still_gives_every_rank_as_many_micro_batches(n
     assert sum(rank.num_sequences for rank in ranks) == 2
 
 
+def test_rows_of_their_own_hold_the_same_samples() -> None:
+    results: list[EpisodeResult | None] = [
+        make_result(samples=[make_sample([0] * n, first_token=9 * n)], reward=float(n)) for n in (3, 29, 4, 28, 2)
+    ]
+    samples = train_samples(score([make_group(0, results)], AdvantageConfig()))
+    packed = build_ranks(samples, num_ranks=2, micro_batch_tokens=64, sampling=SAMPLING)
+    single = build_ranks(samples, num_ranks=2, micro_batch_tokens=64, sampling=SAMPLING, own_rows=True)
+    assert sequences(single).keys() == sequences(packed).keys()
+    lengths = [np.diff(rank.seq_offsets) for rank in single]
+    longest_together = [n.max() - n.min() for n in lengths]
+    assert max(longest_together) <= 2 and {rank.num_micro_batches for rank in single} == {1}
+
+
 def test_a_batch_survives_the_store(tmp_path: object) -> None:
     paths = RunPaths(tmp_path)  # type: ignore[arg-type]
     scored = score([make_group(3, [make_result([4, 5], reward=r) for r in (0.0, 1.0)])], AdvantageConfig())

@@ -10,6 +10,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.families import family_of, longrope_scale, rotary_problem
 from prime_hpc.config.site import GENERIC
 from prime_hpc.launch.lint import lint
+from prime_hpc.store.model_config import rows_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -85,6 +86,30 @@ def test_lint_says_how_a_family_trains(tmp_path: Path) -> None:
         "trainer.parallel.cp",
         "model.name",
     ]
+
+
+def test_lint_says_what_becomes_of_the_layout_that_is_asked_for(tmp_path: Path) -> None:
+    packed, single = ({"trainer": {"rows": rows}} for rows in ("packed", "single"))
+    assert findings(tmp_path, LLAMA, **packed) == []
+    (said,) = findings(tmp_path, LLAMA, **single)
+    assert (said.severity, said.key) == ("info", "trainer.rows") and "packed rows are faster" in said.remedy
+    (said,) = findings(tmp_path, LLAMA | {"model_type": "lfm2"}, **packed)
+    assert (said.severity, said.key) == ("error", "trainer.rows") and "one sample a row only" in said.message
+    with pytest.raises(ValueError, match=r"cp = 2: context-parallel ranks cannot split rows of one sample each"):
+        Experiment.model_validate({"trainer": {"rows": "single", "num_ranks": 2, "parallel": {"cp": 2}}})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "choice", "expected"),
+    [("lfm2", "auto", "single"), ("llama", "auto", "packed"), ("llama", "single", "single"), (None, "auto", "packed")],
+)
+def test_the_orchestrator_knows_how_samples_are_laid_out(
+    tmp_path: Path, model_type: str | None, choice: str, expected: str
+) -> None:
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    tree = {"model": {"name": str(tmp_path)}, "trainer": {"rows": choice}}
+    assert rows_of(Experiment.model_validate(tree)) == expected
 
 
 def test_lint_refuses_rotary_embeddings_that_cannot_be_shared(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_hpc.orchestrator.packing import fewest_micro_batches, fill, pack
+from prime_hpc.orchestrator.packing import fewest_micro_batches, fill, pack, pack_rows
 from prime_hpc.orchestrator.sharing import Sharing, find_sharing
 
 BUDGET = 8192
@@ -168,3 +168,38 @@ def test_same_input_same_packing():
 def test_bad_input_is_named(lengths, num_ranks, message):
     with pytest.raises(ValueError, match=message):
         pack(lengths, num_ranks, 10)
+
+
+def padded(assignment, lengths):
+    """[R, M] tokens with a row for each sample, padded to the longest of its micro-batch."""
+    sizes = np.asarray(lengths)
+    return np.array([[len(m) * sizes[m].max() if len(m) else 0 for m in rank] for rank in assignment])
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(1, 9000).flatmap(
+        lambda budget: st.tuples(st.just(budget), st.lists(st.integers(1, budget), min_size=1, max_size=150))
+    ),
+    st.integers(1, 9),
+)
+def test_rows_of_their_own_fit_the_budget_with_their_padding(case, num_ranks):
+    budget, lengths = case
+    assignment = pack_rows(lengths, num_ranks, budget)
+    assert_sound(assignment, lengths, num_ranks, budget)
+    assert padded(assignment, lengths).max() <= budget
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_rows_of_similar_length_share_a_micro_batch(num_ranks):
+    lengths = lognormal(900, 512, seed=4, sigma=0.8)
+    ours, other = pack_rows(lengths, num_ranks, BUDGET), pack(lengths, num_ranks, BUDGET)
+    assert padded(ours, lengths).sum() <= 1.06 * lengths.sum()
+    assert padded(other, lengths).sum() > 1.6 * lengths.sum()
+    steps = padded(ours, lengths).max(axis=0)  # a micro-step lasts as long as its fullest rank
+    assert steps.sum() * num_ranks <= 1.12 * lengths.sum()
+
+
+def test_one_overlong_row_is_refused_by_name():
+    with pytest.raises(ValueError, match="sample 1 has 9 tokens"):
+        pack_rows([3, 9], 1, 8)

@@ -12,7 +12,7 @@ from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import Layout
 from prime_hpc.config.sections.trainer import LossConfig, TrainerConfig
 from prime_hpc.trainer import rows
-from prime_hpc.trainer.batches import make_micro_batch, with_own_rows
+from prime_hpc.trainer.batches import make_micro_batch, rows_fit, with_own_rows
 from prime_hpc.trainer.engine import Engine
 from prime_hpc.trainer.model import load_policy
 from prime_hpc.trainer.optim import build_optimizer
@@ -45,6 +45,13 @@ def test_the_batch_holds_the_same_samples() -> None:
         assert (own.token_ids[a] == batch.token_ids[b]).all()
         assert (own.advantages[a] == batch.advantages[b]).all()
         assert own.sample_ids[place] == batch.sample_ids[sample]
+
+
+def test_micro_batches_that_were_dealt_out_by_length_stay() -> None:
+    batch = random_rank_batch([[40, 39], [], [17, 16, 17]], seed=1, vocab_size=96)
+    assert rows_fit(batch, 80) and not rows_fit(batch, 79)
+    assert rows_fit(random_rank_batch([[40], [17]], seed=1), 10)  # a row longer than the budget is alone
+    assert not rows_fit(random_rank_batch([[40, 3]], seed=1), 10)
 
 
 @pytest.mark.parametrize("family", ["lfm2", "mamba"])
@@ -95,3 +102,25 @@ def test_a_step_does_not_depend_on_how_the_batch_came_packed(tmp_path: Path) -> 
         assert metrics["shared_tokens"] == 0
         for name in ("loss", "grad_norm", "entropy", "ratio"):
             assert metrics[name] == pytest.approx(found[0][name], rel=1e-5)
+
+
+def test_the_layout_that_is_asked_for(tmp_path: Path) -> None:
+    """`trainer.rows`: of a family that could be packed the samples come out the same; one that cannot is refused."""
+    batch, found, cpu = random_rank_batch(LENGTHS, seed=3, vocab_size=96), [], torch.device("cpu")
+    for family in ("qwen3", "lfm2"):
+        tiny_model(tiny_config(family)).save_pretrained(tmp_path / family)
+    with one_rank():
+        parallel = build_parallel(Layout(), "cpu")
+        load = partial(load_policy, parallel=parallel, device=cpu, reshard_after_forward=True, chunk_tokens=512)
+        for choice in ("auto", "packed", "single"):
+            config = ModelConfig(name="q", dtype="float32")
+            policy = load(config, tmp_path / "qwen3", rows=choice)
+            assert policy.own_rows == (choice == "single")
+            micro = make_micro_batch(batch, 0, own_rows=policy.own_rows)
+            assert micro.input_ids.shape == ((3, 40) if choice == "single" else (1, 60))
+            with policy.packing(micro), torch.no_grad():
+                found.append(policy(micro)[0])
+        with pytest.raises(ValueError, match=r"model.name = x: trainer.rows = packed: models of model_type lfm2"):
+            load(ModelConfig(name="x", dtype="float32"), tmp_path / "lfm2", rows="packed")
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[2], found[0], rtol=0, atol=1e-5)

@@ -209,6 +209,10 @@ class TrainerConfig(Section):
     """torch intra-op threads of a rank; default: cores / ranks."""
     micro_batch_tokens: int | None = Field(None, ge=1)
     """Token budget of one packed micro-batch; default: `seq_len`."""
+    rows: Literal["auto", "packed", "single"] = "auto"
+    """How samples lie in a micro-batch: `packed` behind each other in one row, or `single`, each in a row of its own,
+    padded to the longest, and dealt out by length. `auto`: packed where the model's family allows it, which is faster;
+    families whose layers would carry one sample into the next cannot be packed."""
     share_prefixes: bool = True
     """Compute what a group's samples in one micro-batch begin with (their prompt) once, and not for each of them."""
     optim: OptimConfig = OptimConfig()
@@ -271,4 +275,9 @@ class TrainerConfig(Section):
     @model_validator(mode="after")
     def _lays_out(self) -> "TrainerConfig":
         self.parallel.layout(self.num_ranks)
+        if self.rows == "single" and self.parallel.cp > 1:
+            raise ValueError(
+                f"parallel.cp = {self.parallel.cp}: context-parallel ranks cannot split rows of one sample each "
+                "(rows = single): set cp to 1, or leave rows out"
+            )
         return self

@@ -1,0 +1,49 @@
+"""A model's config.json by the model's name, without downloading anything: in its directory, or in the hub's cache."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.families import Rows, family_of
+
+
+def is_local_path(name: str) -> bool:
+    """Whether a model name is meant as a directory rather than as `owner/model` of a hub."""
+    return Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def find_config(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The model's config.json: in its directory, else in the hub's cache; None where neither is there."""
+    local = Path(name).expanduser() / "config.json"
+    if local.is_file():
+        return local
+    if is_local_path(name):
+        return None
+    home = environ.get("HF_HOME") or "~/.cache/huggingface"
+    hub = Path(environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    found = sorted((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    return max(found, key=lambda path: path.stat().st_mtime) if found else None
+
+
+def read_config(name: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
+    """The fields of a model's config.json; None where it cannot be found or read."""
+    path = find_config(name, environ)
+    if path is None:
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def rows_of(experiment: Experiment, environ: Mapping[str, str] = os.environ) -> Rows:
+    """How the samples of a run are laid out: as `trainer.rows` says, else by the model's family; `packed` where its
+    config is not here (the trainer, which loads the model, lays them out anew then)."""
+    if experiment.trainer.rows != "auto":
+        return experiment.trainer.rows
+    config = read_config(experiment.model.name, environ)
+    return "packed" if config is None else family_of(config).rows
