@@ -34,7 +34,7 @@ FILE = re.compile(
 )
 MADE = re.compile(
     r"outputs/|(?:run|site|sweep|exp|many|fast|slow|other|gspo|mine)\.yaml|(?:infer|train|orch)\.toml|sweeps/lr|NEW|test_X"
-    r"|gpu-check\.md"
+    r"|gpu-check\.md|/(?:half|doubled|hello)\.py"
 )
 """Files that a run or a reader makes."""
 
@@ -46,18 +46,18 @@ def text_of(name: str) -> str:
 
 def blocks(name: str, language: str = r"\w*") -> list[str]:
     """Fenced code of a document."""
-    return re.findall(rf"^```{language}\n(.*?)^```", text_of(name), re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^ *```{language}\n(.*?)^ *```", text_of(name), re.MULTILINE | re.DOTALL)
 
 
 def spans(name: str) -> list[str]:
     """Inline code of a document; one may go over a line's end."""
-    prose = re.sub(r"^```.*?^```", "", text_of(name), flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^ *```.*?^ *```", "", text_of(name), flags=re.MULTILINE | re.DOTALL)
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
 
 
 def anchors(name: str) -> set[str]:
     """The names under which GitHub knows a document's headings."""
-    prose = re.sub(r"^```.*?^```", "", text_of(name), flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^ *```.*?^ *```", "", text_of(name), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -213,10 +213,19 @@ def test_lists_are_whole() -> None:
 
 def test_every_message_of_the_doorbell_is_listed() -> None:
     sources = [path.read_text(encoding="utf-8") for path in (CHECKOUT / "prime_hpc").rglob("*.py")]
-    topics = {topic for text in sources for topic in re.findall(r"\.(?:_?ring|publish)\(\s*f?\"([a-z]+)", text)}
+    said = [words for text in sources for words in re.findall(r"\.(?:_?ring|publish)\(\s*f?\"([^\"]+)", text)]
+    topics = {next(part for part in reversed(words.split("/")) if "{" not in part) for words in said}
     assert len(topics) > 5
     listed = " ".join(spans("prime_hpc/README.md"))
     assert not [topic for topic in topics if not re.search(rf"\b{topic}\b", listed)]
+
+
+def test_messages_that_troubleshooting_quotes_are_said() -> None:
+    rows = [line.split("|")[1] for line in text_of("slurm/TROUBLESHOOTING.md").splitlines() if line.startswith("| ")]
+    quoted = [words.removesuffix(" ...?") for row in rows for words in re.findall(r"`([^`]+)`", row)]
+    sources = " ".join(path.read_text(encoding="utf-8") for path in (CHECKOUT / "prime_hpc").rglob("*.py"))
+    assert len(quoted) > 8
+    assert not [words for words in quoted if words.strip(".") not in sources]
 
 
 def test_the_readme_is_short() -> None:
