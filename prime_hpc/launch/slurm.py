@@ -254,6 +254,7 @@ def send(
     token: str,
     layout: str,
     command: list[str],
+    function: Callable[[str, dict[str, str | None]], int],
     options: Sequence[str] = (),
     timeout_s: float = SBATCH_TIMEOUT_S,
     other: str | None = None,
@@ -266,6 +267,7 @@ def send(
         token: of this submission.
         layout: `packed` or `het`.
         command: as it was typed, for the record.
+        function: that the job is for submitit: (run directory, environment) -> exit code.
         options: of sbatch, over the script's.
         timeout_s: deadline of sbatch.
         other: cluster of the site that it goes to; None: this one.
@@ -278,7 +280,6 @@ def send(
         ConfigError: the run directory cannot be written.
     """
     from prime_hpc.launch.executors import executor_class
-    from prime_hpc.launch.job import local_job
 
     more = {"cluster": cluster_name(), "other_cluster": other}
     try:
@@ -291,7 +292,7 @@ def send(
             timeout_s=timeout_s,
         )
         with on_cluster(other):
-            job_id = str(executor.submit(local_job, str(directory), {}).job_id)
+            job_id = str(executor.submit(function, str(directory), {}).job_id)
         if executor.cluster is not None:
             write_record(directory, other_cluster=executor.cluster)
     except SlurmError as error:

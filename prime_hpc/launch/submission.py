@@ -162,6 +162,7 @@ def _queue(loaded: Loaded, made: Draft) -> tuple[Path, str, bool]:
     """Make the run directory and send the job; returns the directory, the job id, whether it was there already."""
     from prime_hpc.config.site import write_site
     from prime_hpc.config.snapshot import LOCK_JSON
+    from prime_hpc.launch.job import local_job
     from prime_hpc.launch.prepare import claim_directory, write
     from prime_hpc.launch.records import submitting
     from prime_hpc.launch.runs import read_json
@@ -182,6 +183,7 @@ def _queue(loaded: Loaded, made: Draft) -> tuple[Path, str, bool]:
             token=made.token,
             layout=made.placement.layout,
             command=(read_json(run_dir / LOCK_JSON) or {}).get("command") or masked_command(sys.argv),
+            function=local_job,
             other=made.other,
         )
         if made.how == "successor":

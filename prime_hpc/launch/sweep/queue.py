@@ -19,6 +19,7 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import cluster_name, has_accounting
 from prime_hpc.launch.command import interpreter
 from prime_hpc.launch.executors import PackedSlurmExecutor
+from prime_hpc.launch.job import local_job
 from prime_hpc.launch.records import open_record, read_record, submission_environment, write_record
 from prime_hpc.launch.refusals import SlurmRefused, refusal
 from prime_hpc.launch.render import ArrayPart, escape_pattern, index_ranges, render_job, survive_how
@@ -259,7 +260,14 @@ def _send(sweep: Sweep, part: Part, site: SiteConfig) -> tuple[str | None, str |
         if part.is_array:
             job_id = _send_array(sweep, part, text, submit.token)
         else:
-            job_id = send(run_dir, text, token=submit.token, layout=placement.layout, command=masked_command(sys.argv))
+            job_id = send(
+                run_dir,
+                text,
+                token=submit.token,
+                layout=placement.layout,
+                command=masked_command(sys.argv),
+                function=local_job,
+            )
     except SlurmRefused as error:
         was_refused = (
             isinstance(error, _Refused) if part.is_array else (read_record(run_dir) or {}).get("state") == "failed"
