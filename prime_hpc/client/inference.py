@@ -15,7 +15,7 @@ import numpy as np
 
 from prime_hpc.client.keys import find_key
 from prime_hpc.client.versions import versions_from_spans
-from prime_hpc.observe.loops import loop_time
+from prime_hpc.runtime.event_loops import loop_time
 
 POLICY = "policy"
 READY_POLL_S = 0.25

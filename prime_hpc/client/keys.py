@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 from loguru import logger
 
-from prime_hpc.store.auth import new_secret
-from prime_hpc.store.private import make_private_dir, open_private
+from prime_hpc.store.io.private import make_private_dir, open_private
+from prime_hpc.store.messaging.auth import new_secret
 
 KEY_VARIABLES = {"inference": "PRIMEHPC_INFERENCE_KEY", "teacher": "PRIMEHPC_TEACHER_KEY"}
 """Group of engines -> the environment variable with which the supervisor tells its servers their key."""

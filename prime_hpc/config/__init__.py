@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prime_hpc.config.errors import ConfigError, Origin, Problem
     from prime_hpc.config.experiment import COMPONENTS, Experiment
     from prime_hpc.config.snapshot import load_run, write_snapshot
-    from prime_hpc.config.sources import Loaded, load_experiment
+    from prime_hpc.config.sources.load import Loaded, load_experiment
 
 __all__ = [
     "COMPONENTS",
@@ -33,10 +33,10 @@ _HOMES = {
     "COMPONENTS": "experiment",
     "ConfigError": "errors",
     "Experiment": "experiment",
-    "Loaded": "sources",
+    "Loaded": "sources.load",
     "Origin": "errors",
     "Problem": "errors",
-    "load_experiment": "sources",
+    "load_experiment": "sources.load",
     "load_run": "snapshot",
     "write_snapshot": "snapshot",
 }

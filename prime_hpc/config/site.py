@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from prime_hpc.config.errors import ConfigError, Problem
-from prime_hpc.config.files import dump_yaml, parse_yaml
 from prime_hpc.config.secret import OF_SITE, anchored, put_back, secrets_of, write_secrets
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.sources.files import dump_yaml, parse_yaml
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

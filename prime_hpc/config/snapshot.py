@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.absolute import from_the_root
-from prime_hpc.config.check import validate
-from prime_hpc.config.coerce import NULL
 from prime_hpc.config.errors import ConfigError, Origin, Problem
 from prime_hpc.config.experiment import COMPONENTS, Experiment
-from prime_hpc.config.files import dump_yaml, parse_yaml
 from prime_hpc.config.schema import Node, members, resolve
 from prime_hpc.config.secret import OF_SITE, anchored, masked_command, put_back, without_known, write_secrets
+from prime_hpc.config.sources.coerce import NULL
+from prime_hpc.config.sources.files import dump_yaml, parse_yaml
+from prime_hpc.config.validate import validate
 
 RUN_YAML = "run.yaml"
 RUN_YAML_VARIABLE = "PRIMEHPC_RUN_YAML"

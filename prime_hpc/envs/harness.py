@@ -1,6 +1,6 @@
 """The in-process chat harness: verifiers' agent loop as plain calls, with local and MCP tools.
 
-verifiers finds it as `prime_hpc_in_process` (see `prime_hpc.envs.resolve`). Its built-in harnesses start a Python
+verifiers finds it as `prime_hpc_in_process` (see `prime_hpc.envs.env_config`). Its built-in harnesses start a Python
 process per rollout; this one only awaits the model.
 """
 

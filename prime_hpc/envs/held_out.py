@@ -16,7 +16,7 @@ from loguru import logger
 from prime_hpc.envs.errors import EnvError
 
 if TYPE_CHECKING:
-    from prime_hpc.envs.sources import EnvSource
+    from prime_hpc.envs.task_sources import EnvSource
 
 CANDIDATES = 2
 """So many times the tasks that an evaluation asks for are looked at, to replace those that are left out."""

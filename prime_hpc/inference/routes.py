@@ -8,8 +8,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from prime_hpc.inference.args import POLICY
-from prime_hpc.inference.checkpoint import BadVersionError
-from prime_hpc.inference.policy import PolicyFailedError, PolicyService
+from prime_hpc.inference.check_version import BadVersionError
+from prime_hpc.inference.weight_updates import PolicyFailedError, PolicyService
 
 
 class UpdateRequest(BaseModel):

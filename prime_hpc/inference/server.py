@@ -33,12 +33,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from prime_hpc.inference import routes, tokens
 from prime_hpc.inference.args import Device
-from prime_hpc.inference.bootstrap import end_hard_soon
-from prime_hpc.inference.checkpoint import BadVersionError, weight_files
+from prime_hpc.inference.check_version import BadVersionError, weight_files
 from prime_hpc.inference.gathering import Gathering
 from prime_hpc.inference.guard import KeyGuard, Visitors
-from prime_hpc.inference.policy import PolicyService
-from prime_hpc.observe.heap import settle_heap
+from prime_hpc.inference.vllm_env import end_hard_soon
+from prime_hpc.inference.weight_updates import PolicyService
+from prime_hpc.runtime.process_memory import settle_heap
 
 logger = init_logger(__name__)
 

@@ -10,10 +10,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
-from prime_hpc.config.children import is_parent
-from prime_hpc.config.engines import MODELS, served_by
-from prime_hpc.envs.resolve import BUNDLED
-from prime_hpc.launch.adapters import adapter_problems
+from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.engine_groups import MODELS, served_by
+from prime_hpc.envs.env_config import BUNDLED
+from prime_hpc.launch.estimate.lora_shapes import adapter_problems
 from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
 from prime_hpc.store.model_config import find_config, is_local_path
 from prime_hpc.store.model_files import other_vocabulary, quantised, stored_tensors
@@ -205,7 +205,7 @@ def _data(experiment: Experiment) -> list[Problem]:
 
 
 def _compression(experiment: Experiment) -> list[Problem]:
-    from prime_hpc.store import zstd
+    from prime_hpc.store.io import zstd
 
     if experiment.kind != "rl" or not experiment.orchestrator.compress_rollouts or zstd.is_there():
         return []
@@ -238,7 +238,7 @@ def _space(experiment: Experiment) -> list[Problem]:
 
 def _lack_on_osts(experiment: Experiment) -> str | None:
     """On Lustre: whether one checkpoint's files find room on the single OSTs."""
-    from prime_hpc.store.lustre import lack_of_room
+    from prime_hpc.store.io.lustre import lack_of_room
 
     ckpt = experiment.ckpt
     if ckpt is None:

@@ -39,8 +39,8 @@ def slurm_job(arguments: list[str]) -> int:
         Unreadable: the run directory cannot be read until the deadline.
     """
     from prime_hpc.config.errors import ConfigError
-    from prime_hpc.store.patience import Patience
-    from prime_hpc.supervisor.early import LOAD_S, await_run_dir, told_apart
+    from prime_hpc.store.io.retry_reads import Patience
+    from prime_hpc.supervisor.attempt.early_end import LOAD_S, await_run_dir, told_apart
 
     patience = Patience(LOAD_S)
     if len(arguments) == 3 and arguments[0] == "--point":
@@ -53,7 +53,7 @@ def slurm_job(arguments: list[str]) -> int:
             if len(arguments) < 3:
                 raise ConfigError(f"{run_dir} holds no run.yaml, and the script names no experiment after --")
             _prepare(run_dir, arguments[2:])
-        from prime_hpc.launch.records import check_in
+        from prime_hpc.slurm.submission_record import check_in
 
         refusal = patience(lambda: check_in(run_dir.resolve(), os.environ))
         if refusal:
@@ -61,8 +61,8 @@ def slurm_job(arguments: list[str]) -> int:
             return 0  # a late duplicate is no failure: it must not come back
     else:
         raise ConfigError(USAGE)
+    from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, mode_of_run
     from prime_hpc.supervisor.main import supervise
-    from prime_hpc.supervisor.survive import EXIT_AGAIN, mode_of_run
 
     mode = patience(lambda: told_apart(lambda: mode_of_run(run_dir)))
     if mode == "successor":
@@ -82,8 +82,8 @@ def _successor(run_dir: Path, *, wanted: bool) -> None:
     """Queue the job that takes over should this one end ill, or take it out again; the run goes on if Slurm refuses."""
     from loguru import logger
 
-    from prime_hpc.launch.slurm import drop_successor, queue_successor
-    from prime_hpc.observe.slurm import SlurmError
+    from prime_hpc.slurm.client import SlurmError
+    from prime_hpc.slurm.queue import drop_successor, queue_successor
 
     try:
         if wanted:
@@ -132,8 +132,8 @@ def main() -> None:
     """Entry point of the batch script."""
     from prime_hpc.config.errors import ConfigError
     from prime_hpc.store.errors import Unreadable
-    from prime_hpc.supervisor.early import EXIT_UNREADABLE, come_back_blindly
-    from prime_hpc.supervisor.survive import EXIT_AGAIN
+    from prime_hpc.supervisor.attempt.early_end import EXIT_UNREADABLE, come_back_blindly
+    from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN
 
     try:
         sys.exit(slurm_job(sys.argv[1:]))

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.launch.job import local_job
-from prime_hpc.launch.plan import launcher, plan_text
+from prime_hpc.launch.plan.local_plan import launcher, plan_text
 from prime_hpc.launch.prepare import prepare_run, write
-from prime_hpc.launch.records import new_token, open_record, read_record, submitting
-from prime_hpc.launch.runs import read_json
-from prime_hpc.observe.context import RESUME_STEP
-from prime_hpc.store.checkpoints import resolve_resume
+from prime_hpc.runtime.role_context import RESUME_STEP
+from prime_hpc.slurm.submission_record import new_token, open_record, read_record, submitting
+from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.errors import StoreError
-from prime_hpc.supervisor.begin import run_paths
+from prime_hpc.store.run_dirs import read_json
+from prime_hpc.supervisor.attempt.start import run_paths
 
 POLL_S = 0.3
 END_TIMEOUT_S = 30.0
@@ -120,7 +120,7 @@ def _follow(log: Path, job: "submitit.LocalJob[int]", from_end: bool = False, ti
 
 def end_local(run_dir: Path, controller: int) -> None:
     """Ask the run's supervisor to end; where it has not begun its attempt, submitit's controller ends the job."""
-    from prime_hpc.supervisor.attempts import is_held, read_attempts
+    from prime_hpc.store.attempts import is_held, read_attempts
 
     held = [row["pid"] for row in read_attempts(run_dir / "attempts.jsonl") if is_held(row)]
     for pid in held:
@@ -135,13 +135,13 @@ def run_role(loaded: Loaded, role: str) -> int:
     The role keeps its own config in `<run>/roles/<role>/`, so that roles started from different files
     share a run directory without overwriting each other's.
     """
-    from prime_hpc.config.engines import first_port
+    from prime_hpc.config.engine_groups import first_port
     from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
     from prime_hpc.launch.checks import check
-    from prime_hpc.store.network import Network
-    from prime_hpc.supervisor import ports
-    from prime_hpc.supervisor.caches import node_caches
-    from prime_hpc.supervisor.roles import inference_spec, orchestrator_spec, own_gpus, trainer_spec, usable_gpus
+    from prime_hpc.store.messaging.network import Network
+    from prime_hpc.supervisor.roles import ports
+    from prime_hpc.supervisor.roles.caches import node_caches
+    from prime_hpc.supervisor.roles.spec import inference_spec, orchestrator_spec, own_gpus, trainer_spec, usable_gpus
 
     experiment = loaded.experiment
     check(loaded, role)

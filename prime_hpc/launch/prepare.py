@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, write_snapshot
-from prime_hpc.config.children import is_parent
+from prime_hpc.config.child_runs import is_parent
 from prime_hpc.launch.checks import check
-from prime_hpc.launch.records import LOCK
-from prime_hpc.store.children import list_children
+from prime_hpc.slurm.submission_record import LOCK
+from prime_hpc.store.attempts import is_held, lives_elsewhere, read_attempts
+from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import refuse_other_owner
-from prime_hpc.supervisor.attempts import is_held, lives_elsewhere, read_attempts
 
 _OF_A_RUN = ("rollouts", "weights", "checkpoints", "metrics", "attempts.jsonl")
 
@@ -30,7 +30,7 @@ def prepare_run(loaded: Loaded) -> Path:
             refuse_other_owner(run_dir)
         except StoreError as error:
             raise ConfigError(Problem(str(error), "name")) from error
-        from prime_hpc.launch.slurm import refuse_if_queued
+        from prime_hpc.slurm.queue import refuse_if_queued
 
         refuse_if_queued(run_dir)
     claim_directory(loaded.experiment, run_dir)

@@ -13,8 +13,8 @@ from typing import Any
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.site import cluster_name
-from prime_hpc.launch.refusals import SlurmRefused
-from prime_hpc.launch.slurm import (
+from prime_hpc.slurm.client import ENDED, JobInfo, SlurmError, jobs, on_cluster, run_slurm
+from prime_hpc.slurm.queue import (
     ASK_TIMEOUT_S,
     Draft,
     draft,
@@ -22,7 +22,7 @@ from prime_hpc.launch.slurm import (
     send,
     settle,
 )
-from prime_hpc.observe.slurm import ENDED, JobInfo, SlurmError, jobs, on_cluster, run_slurm
+from prime_hpc.slurm.sbatch_errors import SlurmRefused
 
 FOLLOW_POLL_S = 1.0
 ASK_EVERY_S = 5.0
@@ -59,8 +59,8 @@ def submit(loaded: Loaded, *, follow: bool | None = None, dry_run: bool = False,
     if dry_run:
         return _show(made, as_json)
     from prime_hpc.launch.checks import check
-    from prime_hpc.launch.records import cluster_of
-    from prime_hpc.supervisor.devices import refuse_cpu_builds
+    from prime_hpc.slurm.gpu_split import refuse_cpu_builds
+    from prime_hpc.slurm.submission_record import cluster_of
 
     check(loaded)
     # without a container the job runs in this very environment
@@ -109,7 +109,7 @@ def _refuse_login_node(experiment: Experiment, environ: Mapping[str, str], why: 
 
 def _refuse(loaded: Loaded, made: Draft, *, quiet: bool) -> None:
     """Raise for what lint calls an error; print what it warns of, unless quiet."""
-    from prime_hpc.launch.lint import lint
+    from prime_hpc.launch.lint.lint import lint
 
     findings = lint(made.experiment, made.site)
     for finding in findings:
@@ -147,7 +147,7 @@ def unseen_by_others(run_dir: Path, num_nodes: int, mounts: Path = Path("/proc/m
 
 
 def _show(made: Draft, as_json: bool) -> int:
-    from prime_hpc.launch.plan_slurm import slurm_plan, slurm_plan_text
+    from prime_hpc.launch.plan.slurm_plan import slurm_plan, slurm_plan_text
 
     plan = slurm_plan(made.experiment, made.site)
     if as_json:
@@ -164,8 +164,8 @@ def _queue(loaded: Loaded, made: Draft) -> tuple[Path, str, bool]:
     from prime_hpc.config.snapshot import LOCK_JSON
     from prime_hpc.launch.job import local_job
     from prime_hpc.launch.prepare import claim_directory, write
-    from prime_hpc.launch.records import submitting
-    from prime_hpc.launch.runs import read_json
+    from prime_hpc.slurm.submission_record import submitting
+    from prime_hpc.store.run_dirs import read_json
 
     run_dir = made.experiment.run_dir.resolve()
     is_new = not run_dir.exists()
@@ -236,7 +236,7 @@ def _after(run_dir: Path, job_id: str, made: Draft, *, adopted: bool, follow: bo
 
 def describe(run_dir: Path, log: Path, info: JobInfo | None, *, adopted: bool) -> dict[str, Any]:
     """The submit record with what Slurm says, for JSON."""
-    from prime_hpc.launch.records import read_record
+    from prime_hpc.slurm.submission_record import read_record
 
     return {
         **(read_record(run_dir) or {}),
@@ -301,7 +301,7 @@ def _look(job_id: str, run_dir: Path) -> JobInfo | None:
     except SlurmError:
         return None  # the log is still worth showing; asked again soon
     if found is None:
-        from prime_hpc.launch.executors import state_of_forgotten
+        from prime_hpc.slurm.executors import state_of_forgotten
 
         ended = state_of_forgotten(job_id, run_dir)
         return JobInfo(job_id, ended if ended in ENDED else "REVOKED")

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from loguru import logger
 
-from prime_hpc.observe.awake import AwakeClock
 from prime_hpc.observe.metrics import parse_row
+from prime_hpc.runtime.clock import AwakeClock
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 

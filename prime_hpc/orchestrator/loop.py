@@ -19,14 +19,15 @@ from loguru import logger
 
 from prime_hpc.client.inference import POLICY
 from prime_hpc.config import Experiment
-from prime_hpc.config.engines import sampling_role
+from prime_hpc.config.engine_groups import sampling_role
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
-from prime_hpc.observe.loops import loop_time
 from prime_hpc.observe.metrics import MetricsWriter
-from prime_hpc.observe.status import RoleStatus
+from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.orchestrator.algorithms import Scorer
+from prime_hpc.orchestrator.algorithms.echo import Echo
 from prime_hpc.orchestrator.algorithms.scorer import References
-from prime_hpc.orchestrator.assemble import (
+from prime_hpc.orchestrator.algorithms.teacher import Teacher
+from prime_hpc.orchestrator.batching.batch_builder import (
     ScoredGroup,
     build_ranks,
     count_rollouts,
@@ -36,23 +37,22 @@ from prime_hpc.orchestrator.assemble import (
 )
 from prime_hpc.orchestrator.bench import batch_shape
 from prime_hpc.orchestrator.curriculum import Curriculum
-from prime_hpc.orchestrator.dispatch import Dispatcher, Job, Lane
-from prime_hpc.orchestrator.echo import Echo
-from prime_hpc.orchestrator.episodes import to_episode
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.evaluate import Evaluator, rewards_text
-from prime_hpc.orchestrator.failures import FailureWindow
-from prime_hpc.orchestrator.groups import UNLIMITED_ASYNC, Group, GroupBook
+from prime_hpc.orchestrator.evaluation import Evaluator, rewards_text
 from prime_hpc.orchestrator.metrics import SampleLog, StepStats, batch_metrics, group_metrics, train_rows
-from prime_hpc.orchestrator.prompts import PromptStream, SourceInfo
-from prime_hpc.orchestrator.servers import ServerTable
-from prime_hpc.orchestrator.teacher import Teacher
-from prime_hpc.orchestrator.weights import Client, WeightSync
+from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, Job, Lane
+from prime_hpc.orchestrator.rollouts.episodes import to_episode
+from prime_hpc.orchestrator.rollouts.failures import FailureWindow
+from prime_hpc.orchestrator.rollouts.groups import UNLIMITED_ASYNC, Group, GroupBook
+from prime_hpc.orchestrator.rollouts.prompts import PromptStream, SourceInfo
+from prime_hpc.orchestrator.rollouts.servers import ServerTable
+from prime_hpc.orchestrator.weight_sync import Client, WeightSync
+from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.batches import write_batch
-from prime_hpc.store.doorbell import Doorbell
-from prime_hpc.store.handover import HandoverServer
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.messaging.bus import Doorbell
+from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.model_config import rows_of
 
 TICK_S = 1.0

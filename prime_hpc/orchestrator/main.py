@@ -19,19 +19,15 @@ from loguru import logger
 
 from prime_hpc.client.inference import POLICY
 from prime_hpc.config import ConfigError, Experiment, load_run
-from prime_hpc.config.engines import sampling_role
+from prime_hpc.config.engine_groups import sampling_role
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import leave_out_trained
 from prime_hpc.observe.bench import table, write_report
-from prime_hpc.observe.context import LED, RoleContext
-from prime_hpc.observe.heap import settle_heap
 from prime_hpc.observe.logs import setup_logger
-from prime_hpc.observe.loops import new_event_loop
 from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
-from prime_hpc.observe.status import RoleStatus
+from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.orchestrator.bench import bench_experiment, bench_paths, bench_report
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.eval_loop import EvalLoop
 from prime_hpc.orchestrator.loop import Orchestrator, Parts
 from prime_hpc.orchestrator.metrics import SampleLog
 from prime_hpc.orchestrator.setup import (
@@ -43,11 +39,15 @@ from prime_hpc.orchestrator.setup import (
     ready_timeout,
     server_urls,
 )
+from prime_hpc.orchestrator.sft_eval_loop import EvalLoop
+from prime_hpc.runtime.event_loops import new_event_loop
+from prime_hpc.runtime.process_memory import settle_heap
+from prime_hpc.runtime.role_context import LED, RoleContext
 from prime_hpc.store.artifact import StoreError
-from prime_hpc.store.doorbell import Doorbell
-from prime_hpc.store.handover import HandoverServer
 from prime_hpc.store.layout import RunPaths
-from prime_hpc.store.network import Network
+from prime_hpc.store.messaging.bus import Doorbell
+from prime_hpc.store.messaging.file_transfer import HandoverServer
+from prime_hpc.store.messaging.network import Network
 
 ROLE = "orchestrator"
 STOP_GRACE_S = 4.0

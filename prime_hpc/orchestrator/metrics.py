@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from prime_hpc.envs.samples import EpisodeState
-from prime_hpc.orchestrator.assemble import ScoredGroup
-from prime_hpc.orchestrator.episodes import Episode
-from prime_hpc.orchestrator.evaluate import texts
-from prime_hpc.orchestrator.groups import GroupCounts
+from prime_hpc.orchestrator.batching.batch_builder import ScoredGroup
+from prime_hpc.orchestrator.evaluation import texts
+from prime_hpc.orchestrator.rollouts.episodes import Episode
+from prime_hpc.orchestrator.rollouts.groups import GroupCounts
 
 
 class StepStats:

@@ -13,21 +13,21 @@ from typing import Any
 from prime_hpc.client.inference import POLICY, InferenceClient
 from prime_hpc.client.keys import KEY_VARIABLES
 from prime_hpc.config import Experiment
-from prime_hpc.config.engines import SECTIONS, EngineRole, sampling_role, servers_of
+from prime_hpc.config.engine_groups import SECTIONS, EngineRole, sampling_role, servers_of
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.config.sections.teacher import TeacherConfig
 from prime_hpc.envs.pool import EnvPool
-from prime_hpc.envs.sources import Split
-from prime_hpc.observe.context import RoleContext
+from prime_hpc.envs.task_sources import Split
 from prime_hpc.orchestrator.algorithms import get_algorithm
+from prime_hpc.orchestrator.algorithms.teacher import FrozenServer, Teacher
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.teacher import FrozenServer, Teacher
+from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.artifact import check_file, read_manifest
 from prime_hpc.store.batches import find_batch, read_state
-from prime_hpc.store.checkpoints import ORCHESTRATOR_STATE
-from prime_hpc.store.files import retry_read
+from prime_hpc.store.checkpoint.checkpoints import ORCHESTRATOR_STATE
+from prime_hpc.store.io.files import retry_read
 from prime_hpc.store.layout import RunPaths
 
 DEFAULT_READY_TIMEOUT_S = 900.0

@@ -18,8 +18,6 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.store import files, lustre
-from prime_hpc.store.disk import disk_error
 from prime_hpc.store.errors import (
     ArtifactError,
     ArtifactExists,
@@ -29,7 +27,9 @@ from prime_hpc.store.errors import (
     Unreadable,
     WaitCancelled,
 )
-from prime_hpc.store.files import FileEntry
+from prime_hpc.store.io import files, lustre
+from prime_hpc.store.io.disk import disk_error
+from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.layout import RunPaths, check_incarnation
 from prime_hpc.store.manifest import MANIFEST, Manifest, check_file, read_manifest, verify_artifact
 from prime_hpc.store.waiting import wait_for_artifact

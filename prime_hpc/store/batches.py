@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 from loguru import logger
 
-from prime_hpc.store import files, zstd
 from prime_hpc.store.artifact import (
     MANIFEST,
     ArtifactError,
@@ -30,8 +29,9 @@ from prime_hpc.store.artifact import (
     is_artifact,
     read_manifest,
 )
-from prime_hpc.store.handover import Handover
+from prime_hpc.store.io import files, zstd
 from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps, parse_step
+from prime_hpc.store.messaging.file_transfer import Handover
 
 STATE = "orchestrator.json"
 RAW = "raw_bytes"

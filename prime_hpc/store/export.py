@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_hpc.store import files
 from prime_hpc.store.artifact import read_manifest
 from prime_hpc.store.batches import NOT_SAMPLED, NOT_TRUNCATED, RankBatch, find_batch, read_rank_batch
-from prime_hpc.store.disk import disk_errors
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.io import files
+from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.layout import RunPaths
 
 COMPRESSIONS = ("zstd", "snappy", "gzip", "none")

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_hpc.store import files
 from prime_hpc.store.errors import FencedError, StoreError
+from prime_hpc.store.io import files
 
 _NOBODY = 65534
 _STEP = re.compile(r"step_(\d+)")
@@ -60,7 +60,7 @@ class RunPaths:
 
     @property
     def packed_rollouts(self) -> Path:
-        """Batches that were trained on, compressed (`store/packed.py`)."""
+        """Batches that were trained on, compressed (`store/batch_archive.py`)."""
         return self.root / "rollouts_packed"
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from prime_hpc.store import files
+from prime_hpc.store.io import files
 from prime_hpc.store.layout import RunPaths
 
 _READER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -8,9 +8,9 @@ from typing import Any
 
 import xxhash
 
-from prime_hpc.store import files
 from prime_hpc.store.errors import PROOFS, ArtifactError, Unreadable
-from prime_hpc.store.files import FileEntry
+from prime_hpc.store.io import files
+from prime_hpc.store.io.files import FileEntry
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_hpc.store import files
 from prime_hpc.store.errors import ArtifactError, ArtifactTimeout, FencedError, StoreError, Unreadable, WaitCancelled
+from prime_hpc.store.io import files
 from prime_hpc.store.manifest import MANIFEST, Manifest, verify_artifact
 
 if TYPE_CHECKING:
-    from prime_hpc.store.doorbell import Bell
-    from prime_hpc.store.handover import Handover
+    from prime_hpc.store.messaging.bus import Bell
+    from prime_hpc.store.messaging.file_transfer import Handover
 
 _FIRST_LISTING_PAUSE_S = 0.02
 _MAX_LISTING_PAUSE_S = 2.0

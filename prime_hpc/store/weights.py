@@ -10,10 +10,10 @@ from collections.abc import Collection
 from loguru import logger
 
 from prime_hpc.store.artifact import ArtifactError, Unreadable, clear_name, discard, is_artifact, read_manifest
+from prime_hpc.store.checkpoint.retention import oldest_of_newest_whole
+from prime_hpc.store.checkpoint.saved import read_saved
 from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
 from prime_hpc.store.leases import min_floor
-from prime_hpc.store.retention import oldest_of_newest_whole
-from prime_hpc.store.saved import read_saved
 
 
 def list_versions(paths: RunPaths) -> list[int]:

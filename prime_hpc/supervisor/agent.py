@@ -40,19 +40,19 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.observe.awake import STOPPED_S, AwakeClock
-from prime_hpc.observe.context import LED, RoleContext
-from prime_hpc.observe.gpus import visible_gpus
-from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
+from prime_hpc.runtime.gpus import visible_gpus
+from prime_hpc.runtime.role_context import LED, RoleContext
+from prime_hpc.slurm.gpu_split import gpu_environment
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.layout import RunPaths, check_incarnation
-from prime_hpc.store.network import ENGINES_PORT, NUM_ENGINE_PORTS, Network, network_environment
-from prime_hpc.store.sockets import ALL
-from prime_hpc.supervisor import ports
-from prime_hpc.supervisor.caches import node_caches
-from prime_hpc.supervisor.devices import gpu_environment
-from prime_hpc.supervisor.orphan import give_back
-from prime_hpc.supervisor.processes import become_subreaper, die_with_parent, end_families, end_strays
+from prime_hpc.store.messaging.bus import Doorbell
+from prime_hpc.store.messaging.network import ENGINES_PORT, NUM_ENGINE_PORTS, Network, network_environment
+from prime_hpc.store.messaging.sockets import ALL
+from prime_hpc.supervisor.attempt.lost_batch_host import give_back
+from prime_hpc.supervisor.roles import ports
+from prime_hpc.supervisor.roles.caches import node_caches
+from prime_hpc.supervisor.roles.process_tree import become_subreaper, die_with_parent, end_families, end_strays
 
 BEAT_S = 2.0
 FENCE_LOOK_S = 10.0

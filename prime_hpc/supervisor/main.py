@@ -14,33 +14,30 @@ from loguru import logger
 
 from prime_hpc.client.keys import KEY_VARIABLES
 from prime_hpc.config import ConfigError, Experiment, Problem, load_run
-from prime_hpc.config.children import is_parent
-from prime_hpc.config.engines import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, first_port, servers_of
+from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, first_port, servers_of
 from prime_hpc.config.secret import Secret, revealed
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import read_site
 from prime_hpc.observe.bench import tables as bench_tables
-from prime_hpc.observe.device import NONE_SEEN
-from prime_hpc.observe.hosts import compress_hosts
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
-from prime_hpc.store import network, sockets
-from prime_hpc.store.auth import new_secret
+from prime_hpc.runtime.device import NONE_SEEN
+from prime_hpc.slurm.allocation import Allocation, read_allocation
+from prime_hpc.slurm.containers import container_of
+from prime_hpc.slurm.gpu_split import refuse_cpu_builds
+from prime_hpc.slurm.hostlist import compress_hosts
+from prime_hpc.slurm.placement import place_slurm
+from prime_hpc.store.attempts import read_attempts, rewrite_row
 from prime_hpc.store.errors import PROOFS, StoreError, Unreadable
+from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.layout import RunPaths
-from prime_hpc.store.network import Network
-from prime_hpc.store.patience import Patience
-from prime_hpc.store.sockets import PortRange
-from prime_hpc.supervisor import ports
-from prime_hpc.supervisor.allocation import Allocation, read_allocation
-from prime_hpc.supervisor.attempts import read_attempts, rewrite_row
-from prime_hpc.supervisor.begin import begin_attempt, run_paths
-from prime_hpc.supervisor.caches import NODE_LOCAL
-from prime_hpc.supervisor.checkup import Checkup, nodes_to_avoid, remember
-from prime_hpc.supervisor.containers import container_of
-from prime_hpc.supervisor.controls import Controls, StopRequest
-from prime_hpc.supervisor.devices import refuse_cpu_builds
-from prime_hpc.supervisor.early import (
+from prime_hpc.store.messaging import network, sockets
+from prime_hpc.store.messaging.auth import new_secret
+from prime_hpc.store.messaging.network import Network
+from prime_hpc.store.messaging.sockets import PortRange
+from prime_hpc.supervisor.attempt.crash_recovery import cancel_stale_steps, close_lost_lives
+from prime_hpc.supervisor.attempt.early_end import (
     EXIT_UNREADABLE,
     StartEnded,
     come_back_blindly,
@@ -49,11 +46,16 @@ from prime_hpc.supervisor.early import (
     told_apart,
     write_early_end,
 )
-from prime_hpc.supervisor.orphan import Return
-from prime_hpc.supervisor.placement import place_slurm
-from prime_hpc.supervisor.postmortem import cancel_stale_steps, close_lost_lives
-from prime_hpc.supervisor.processes import raise_descriptor_limit
-from prime_hpc.supervisor.roles import (
+from prime_hpc.supervisor.attempt.lost_batch_host import Return
+from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, FINAL, come_back, decide, mode_of_run
+from prime_hpc.supervisor.attempt.start import begin_attempt, run_paths
+from prime_hpc.supervisor.preflight.phase import Checkup, nodes_to_avoid, remember
+from prime_hpc.supervisor.roles import ports
+from prime_hpc.supervisor.roles.caches import NODE_LOCAL
+from prime_hpc.supervisor.roles.process_tree import raise_descriptor_limit
+from prime_hpc.supervisor.roles.slurm_spec import slurm_specs, spare_hosts
+from prime_hpc.supervisor.roles.slurm_step import StepContext, StepSpec
+from prime_hpc.supervisor.roles.spec import (
     RoleSpec,
     Urls,
     inference_spec,
@@ -62,12 +64,10 @@ from prime_hpc.supervisor.roles import (
     trainer_spec,
     usable_gpus,
 )
-from prime_hpc.supervisor.slurm_roles import slurm_specs, spare_hosts
-from prime_hpc.supervisor.srun_environment import for_srun
-from prime_hpc.supervisor.start_order import one_after_another
-from prime_hpc.supervisor.steps import StepContext, StepSpec
-from prime_hpc.supervisor.supervise import Supervisor
-from prime_hpc.supervisor.survive import EXIT_AGAIN, FINAL, come_back, decide, mode_of_run
+from prime_hpc.supervisor.roles.srun_environment import for_srun
+from prime_hpc.supervisor.roles.start_order import one_after_another
+from prime_hpc.supervisor.stop_requests import Controls, StopRequest
+from prime_hpc.supervisor.supervisor import Supervisor
 
 OF_THE_BATCH_HOST = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 

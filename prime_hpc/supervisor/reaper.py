@@ -13,7 +13,7 @@ import sys
 
 import psutil
 
-from prime_hpc.supervisor.processes import end_families
+from prime_hpc.supervisor.roles.process_tree import end_families
 
 FAREWELL = "bye"
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.observe.bench import build_report, mean_of, peak_rss_gib, phases_of, table, write_report
-from prime_hpc.trainer.model import compute_dtype
+from prime_hpc.trainer.model.policy import compute_dtype
 from prime_hpc.trainer.perf import measured_peak_flops
-from prime_hpc.trainer.session import Session
+from prime_hpc.trainer.trainer import Session
 
 _TRAINING = ("time/forward_backward", "time/optim")
 

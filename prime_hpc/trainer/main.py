@@ -27,15 +27,15 @@ import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.config import Experiment, load_run
-from prime_hpc.config.children import is_parent
-from prime_hpc.observe.context import LED, RoleContext
-from prime_hpc.observe.device import Device, describe_cpu, describe_gpus, planned_device, require_gpus
-from prime_hpc.observe.heap import keep_freed_memory, settle_heap
+from prime_hpc.config.child_runs import is_parent
 from prime_hpc.observe.logs import setup_logger
-from prime_hpc.observe.status import RoleStatus
-from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.observe.role_status import RoleStatus
+from prime_hpc.runtime.device import Device, describe_cpu, describe_gpus, planned_device, require_gpus
+from prime_hpc.runtime.process_memory import keep_freed_memory, settle_heap
+from prime_hpc.runtime.role_context import LED, RoleContext
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.sockets import deafen_listeners
+from prime_hpc.store.messaging.bus import Doorbell
+from prime_hpc.store.messaging.sockets import deafen_listeners
 from prime_hpc.trainer.affinity import bind_to_gpu
 from prime_hpc.trainer.determinism import make_deterministic
 from prime_hpc.trainer.profiling import record_collectives, snapshot_when_out_of_memory
@@ -148,11 +148,11 @@ def seed_everything(seed: int, rank: int) -> None:
 
 def train(experiment: Experiment, context: RoleContext, doorbell: Doorbell, status: RoleStatus) -> None:
     """One rank's whole life between start-up and status `done`."""
-    from prime_hpc.trainer.engine import StepRefused
-    from prime_hpc.trainer.replay.keep import keep_for_replay
+    from prime_hpc.trainer.replay.dump_failed_step import keep_for_replay
     from prime_hpc.trainer.rl import run_rl
-    from prime_hpc.trainer.session import build_session
     from prime_hpc.trainer.sft import run_sft
+    from prime_hpc.trainer.train_step import StepRefused
+    from prime_hpc.trainer.trainer import build_session
 
     record_collectives(context.log_dir)
     device = start_process_group(experiment)

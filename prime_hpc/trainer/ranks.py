@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore
 
-from prime_hpc.observe.context import RANKS_FILE
-from prime_hpc.store.private import make_private_dir
+from prime_hpc.runtime.role_context import RANKS_FILE
+from prime_hpc.store.io.private import make_private_dir
 
 _NODE_LOCAL = "/tmp"
 """Never $TMPDIR, which may be on a shared file system whose locks do not work."""

@@ -12,16 +12,16 @@ import torch
 from loguru import logger
 
 from prime_hpc.config.sections.trainer import LossConfig
-from prime_hpc.observe.awake import AwakeClock
+from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.store.artifact import wait_for_artifact
 from prime_hpc.store.batches import RankBatch
 from prime_hpc.store.errors import ArtifactTimeout, WaitCancelled
 from prime_hpc.store.waiting import ListingPace
-from prime_hpc.trainer.batches import MicroBatch, read_own_batch
+from prime_hpc.trainer.batching.micro_batches import MicroBatch, read_own_batch
 from prime_hpc.trainer.bench import finish_bench
-from prime_hpc.trainer.fake import fake_source
+from prime_hpc.trainer.data.fake import fake_source
 from prime_hpc.trainer.objectives import LossStats, rl_loss
-from prime_hpc.trainer.session import Session, Signal
+from prime_hpc.trainer.trainer import Session, Signal
 
 LOOK_S = 5.0
 """How long rank 0 waits for a batch before it tells the others that it is still waiting."""

@@ -10,12 +10,12 @@ from loguru import logger
 
 from prime_hpc.store.leases import min_floor
 from prime_hpc.store.weights import list_versions
-from prime_hpc.trainer.batches import MicroBatch
+from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.bench import finish_bench
 from prime_hpc.trainer.data.build import Progress, build_data, without_padding
-from prime_hpc.trainer.held_out import HeldOut
+from prime_hpc.trainer.data.eval_loss import HeldOut
 from prime_hpc.trainer.objectives import LossStats, sft_loss
-from prime_hpc.trainer.session import Session, Signal
+from prime_hpc.trainer.trainer import Session, Signal
 
 _RL_ONLY = ("reward", "lag_mean", "lag_max")
 

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 
-from prime_hpc.observe.context import RANKS_FILE
+from prime_hpc.runtime.role_context import RANKS_FILE
 from prime_hpc.trainer.ranks import meeting_file, stay_on_loopback
 
 _BACKEND = "file"

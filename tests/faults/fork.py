@@ -32,7 +32,7 @@ PRELOAD = [
     "prime_hpc.supervisor.main",
     "prime_hpc.supervisor.reaper",
     "prime_hpc.orchestrator.main",
-    "prime_hpc.envs.engine",
+    "prime_hpc.envs.episode_runner",
     "prime_hpc.envs.harness",
     "prime_hpc.envs.tasksets.reverse_text",
     "prime_hpc.trainer.main",

@@ -73,8 +73,8 @@ def role_of(module: str) -> str:
 
 def begin(module: str) -> None:
     """Take part in the plan, if there is one."""
-    from prime_hpc.store import files
-    from prime_hpc.supervisor import attempts
+    from prime_hpc.store import attempts
+    from prime_hpc.store.io import files
 
     files._observers.clear()  # a fork's parent's own
     text = os.environ.get(FAULTS)
@@ -105,7 +105,7 @@ class Fault:
 
     def arm(self) -> None:
         """Watch this process's operations until it ends."""
-        from prime_hpc.store import files
+        from prime_hpc.store.io import files
 
         if self._role == self._plan.role and self._plan.how.startswith("read:"):
             self._break_reads()
@@ -114,7 +114,7 @@ class Fault:
 
     def _break_reads(self) -> None:
         """See `reads`; waits of minutes are moments."""
-        from prime_hpc.supervisor import early
+        from prime_hpc.supervisor.attempt import early_end
         from tests.faults.reads import Fault as ReadFault
         from tests.faults.reads import ReadFaults
 
@@ -124,11 +124,12 @@ class Fault:
         faults = ReadFaults({"run": Path(plan.run_dir)}, fault)
         faults.on_strike = (Path(plan.scratch) / "reached").touch
         faults.install()
-        early.LOAD_S = 1.0
+        early_end.LOAD_S = 1.0
         if self._role.startswith("rank"):
-            from prime_hpc.trainer import session, verify
+            from prime_hpc.trainer import trainer
+            from prime_hpc.trainer.checkpointing import verify
 
-            session.READ_S = verify.READ_S = 1.0
+            trainer.READ_S = verify.READ_S = 1.0
 
     def observe(self, operation: str, path: Path) -> None:
         """An operation is about to happen (`torn`: a write is half done)."""

@@ -12,8 +12,8 @@ import subprocess
 import time
 from dataclasses import replace
 
+from prime_hpc.store.attempts import read_attempts
 from prime_hpc.store.layout import RunPaths, current_incarnation, list_steps
-from prime_hpc.supervisor.attempts import read_attempts
 from tests.faults import inject
 from tests.faults.sweep import Point, Result, Sweep
 from tests.faults.verdict import Verdict, judge

@@ -64,14 +64,14 @@ class Rank:
         import torch.distributed as dist
 
         from prime_hpc.config import load_run
-        from prime_hpc.observe.context import RoleContext
-        from prime_hpc.observe.status import RoleStatus
-        from prime_hpc.store.doorbell import Doorbell
-        from prime_hpc.trainer import shards
+        from prime_hpc.observe.role_status import RoleStatus
+        from prime_hpc.runtime.role_context import RoleContext
+        from prime_hpc.store.messaging.bus import Doorbell
+        from prime_hpc.trainer.checkpointing import dcp_state
+        from prime_hpc.trainer.checkpointing.random_state import random_state
         from prime_hpc.trainer.main import seed_everything
-        from prime_hpc.trainer.random_state import random_state
-        from prime_hpc.trainer.replay.again import objective_of, plain
-        from prime_hpc.trainer.session import build_session
+        from prime_hpc.trainer.replay.replay import objective_of, plain
+        from prime_hpc.trainer.trainer import build_session
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
@@ -81,7 +81,7 @@ class Rank:
         bell = Doorbell(None, "oracle")
         self.session = build_session(experiment, context, torch.device("cpu"), bell, RoleStatus(context, bell))
         self.objective = objective_of(experiment)
-        self._base = {name: shards.local_part(t).detach().clone() for name, t in self._weights()}
+        self._base = {name: dcp_state.local_part(t).detach().clone() for name, t in self._weights()}
         self._random = {name: state.clone() for name, state in random_state(rank).items()}
 
     def _weights(self) -> list[tuple[str, Any]]:
@@ -91,34 +91,34 @@ class Rank:
         """See `Oracle.differences`."""
         import torch
 
-        from prime_hpc.store.checkpoints import resolve_resume
+        from prime_hpc.store.checkpoint.checkpoints import resolve_resume
         from prime_hpc.store.layout import RunPaths
-        from prime_hpc.trainer import shards
-        from prime_hpc.trainer.batches import read_own_batch
-        from prime_hpc.trainer.random_state import random_state, set_random_state
+        from prime_hpc.trainer.batching.micro_batches import read_own_batch
+        from prime_hpc.trainer.checkpointing import dcp_state
+        from prime_hpc.trainer.checkpointing.random_state import random_state, set_random_state
 
         session, rank = self.session, self.session.rank
         with torch.no_grad():
             for name, tensor in self._weights():
-                shards.local_part(tensor).copy_(self._base[name])
+                dcp_state.local_part(tensor).copy_(self._base[name])
         optimizer = session.saver.checkpointer._optimizer
         optimizer.state.clear()
         set_random_state(self._random)
         for number in range(1, step + 1):
             batch = read_own_batch(RunPaths(run_dir).rollouts_step(number), rank, session.world_size)
             session.engine.train_step(number, batch, self.objective)
-        live = shards.named_state(session.engine.policy, optimizer)
+        live = dcp_state.named_state(session.engine.policy, optimizer)
         state = live | random_state(rank)
-        computed = {name: shards.local_part(tensor).clone() for name, tensor in state.items()}
+        computed = {name: dcp_state.local_part(tensor).clone() for name, tensor in state.items()}
         info = resolve_resume(RunPaths(run_dir).checkpoints, step, deep=False)
-        found = shards.differences(shards.read_metadata(info.trainer_dir), live)
+        found = dcp_state.differences(dcp_state.read_metadata(info.trainer_dir), live)
         if found:
             return found
-        shards.load_state(info.trainer_dir, state)
+        dcp_state.load_state(info.trainer_dir, state)
         return [
             f"rank {rank}: {name}"
             for name, tensor in state.items()
-            if not torch.equal(shards.local_part(tensor), computed[name])
+            if not torch.equal(dcp_state.local_part(tensor), computed[name])
         ]
 
 

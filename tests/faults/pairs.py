@@ -22,8 +22,8 @@ from typing import Any
 
 import yaml
 
-from prime_hpc.store.checkpoints import list_checkpoints
-from prime_hpc.supervisor.attempts import read_attempts
+from prime_hpc.store.attempts import read_attempts
+from prime_hpc.store.checkpoint.checkpoints import list_checkpoints
 from tests.support.runs import BIN, ROOT
 from tests.support.slurm import Cluster, ClusterError
 from tests.support.tiny_model import make_tiny_model

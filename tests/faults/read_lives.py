@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.supervisor.attempts import read_attempts
+from prime_hpc.store.attempts import read_attempts
 from tests.faults.inject import Plan
 from tests.faults.reads import ERRORS
 from tests.faults.sweep import MAX_LIVES, Sweep, record

@@ -19,14 +19,16 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config import Experiment, write_snapshot
-from prime_hpc.config.children import as_child
+from prime_hpc.config.child_runs import as_child
 from prime_hpc.config.snapshot import share
-from prime_hpc.store import files
 from prime_hpc.store.artifact import ArtifactError, StoreError, read_manifest
+from prime_hpc.store.attempts import Attempt, read_attempts
+from prime_hpc.store.io import files
 from prime_hpc.store.layout import RunPaths, list_steps
-from prime_hpc.supervisor import early, main, resume
-from prime_hpc.supervisor.attempts import Attempt, read_attempts
-from prime_hpc.trainer.multi import admit, roster
+from prime_hpc.supervisor import main
+from prime_hpc.supervisor.attempt import early_end, resume
+from prime_hpc.trainer.multi import admission as admit
+from prime_hpc.trainer.multi import run_slots
 from tests.faults.reads import Fault, Point, ReadFaults
 from tests.support.checkpoints import make_checkpoint, make_weights
 
@@ -200,12 +202,12 @@ def shortened() -> Iterator[None]:
     """Waits of minutes are moments here."""
     short = [
         (files, "STALE_S", 0.02),
-        (early, "LOAD_S", PATIENCE_S),
+        (early_end, "LOAD_S", PATIENCE_S),
         (resume, "SETTLE_S", 0.02),
         (admit, "SETTLE_S", 0.02),
-        (roster, "LOOK_S", 0.01),
-        (roster, "UNREAD_S", 0.02),
-        (roster, "SETTLE_S", 60.0),
+        (run_slots, "LOOK_S", 0.01),
+        (run_slots, "UNREAD_S", 0.02),
+        (run_slots, "SETTLE_S", 60.0),
         (main, "Supervisor", _Stub),
         (main, "write_report", lambda *_: []),
         (main, "setup_logger", lambda *_, **__: None),
@@ -247,8 +249,8 @@ def begin(prepared: Prepared, home: Path, faults: ReadFaults | None) -> Begun:
 def _admit_all(run_dir: Path) -> dict[str, int | None]:
     """What trainer rank 0 does with the runs below a parent. One that waits, for something of it cannot be read, is not
     in the answer: the others train."""
-    parent = early.load_patiently(run_dir)
-    own = roster.Roster(parent, run_dir, 1, lambda *_: None)
+    parent = early_end.load_patiently(run_dir)
+    own = run_slots.Roster(parent, run_dir, 1, lambda *_: None)
     steps: dict[str, int | None] = {}
     end = time.monotonic() + ADMIT_S
     while len(steps) < len(CHILDREN) and time.monotonic() < end:

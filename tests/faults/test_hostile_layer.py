@@ -29,8 +29,13 @@ from prime_hpc.store.artifact import (
     wait_for_artifact,
 )
 from prime_hpc.store.batches import prune_batches, read_rank_batch, remove_batches_after, write_batch
-from prime_hpc.store.checkpoints import commit_checkpoint, newest_first, prune_checkpoints, set_checkpoints_aside
-from prime_hpc.store.files import make_dir
+from prime_hpc.store.checkpoint.checkpoints import (
+    commit_checkpoint,
+    newest_first,
+    prune_checkpoints,
+    set_checkpoints_aside,
+)
+from prime_hpc.store.io.files import make_dir
 from prime_hpc.store.layout import RunPaths, claim_incarnation, list_steps
 from prime_hpc.store.leases import set_floor
 from prime_hpc.store.manifest import read_manifest

@@ -14,12 +14,12 @@ import pytest
 
 from prime_hpc.store.artifact import ArtifactWriter, StoreError, verify_artifact, wait_for_artifact
 from prime_hpc.store.batches import read_rank_batches, read_state, write_batch
-from prime_hpc.store.doorbell import Doorbell, DoorbellHub
 from prime_hpc.store.errors import ArtifactTimeout
-from prime_hpc.store.files import make_dir
-from prime_hpc.store.handover import Handover, HandoverServer
+from prime_hpc.store.io.files import make_dir
 from prime_hpc.store.layout import RunPaths, claim_incarnation
 from prime_hpc.store.leases import min_floor, set_floor
+from prime_hpc.store.messaging.bus import Doorbell, DoorbellHub
+from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
 from prime_hpc.store.weights import list_versions, prune_weights
 from tests.support.hostile.mount import Node, hostile_mounts, why_not
 from tests.unit.test_store_batches import assert_equal, make_rank

@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
-from prime_hpc.store.checkpoints import list_checkpoints
+from prime_hpc.store.attempts import read_attempts
+from prime_hpc.store.checkpoint.checkpoints import list_checkpoints
 from prime_hpc.store.layout import RunPaths
-from prime_hpc.supervisor.attempts import read_attempts
 from tests.faults import inject
 from tests.faults.inject import Plan
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.observe.gpus import visible_gpus
+from prime_hpc.runtime.gpus import visible_gpus
 
 HERE = Path(__file__).parent
 

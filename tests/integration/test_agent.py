@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from prime_hpc.observe.context import role_environment
-from prime_hpc.store.doorbell import DoorbellHub
+from prime_hpc.runtime.role_context import role_environment
 from prime_hpc.store.layout import RunPaths, claim_incarnation
-from prime_hpc.store.network import Network
+from prime_hpc.store.messaging.bus import DoorbellHub
+from prime_hpc.store.messaging.network import Network
 from prime_hpc.supervisor.agent import EXIT_FENCED, FENCE, Order, order_message
-from prime_hpc.supervisor.processes import family, send
+from prime_hpc.supervisor.roles.process_tree import family, send
 
 LABEL = "trainer"
 WAIT_S = 120.0

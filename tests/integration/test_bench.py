@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.launch.diff import run_figures
+from prime_hpc.launch.monitor.diff import run_figures
 from prime_hpc.observe.bench import build_report, mean_of, read_report, write_report
 from prime_hpc.orchestrator.bench import batch_shape, bench_report
 from prime_hpc.store.batches import RankBatch
 from prime_hpc.store.layout import RunPaths
-from prime_hpc.trainer.batches import build_rank_batch
-from prime_hpc.trainer.fake import RankShape
+from prime_hpc.trainer.batching.micro_batches import build_rank_batch
+from prime_hpc.trainer.data.fake import RankShape
 from tests.integration.test_trainer import assert_done, run_trainer, write_run
 from tests.support.tiny_model import make_tiny_model
 

@@ -14,14 +14,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from prime_hpc.config import load_run
 from prime_hpc.observe.metrics import read_metrics
-from prime_hpc.observe.status import read_status
+from prime_hpc.observe.role_status import read_status
 from prime_hpc.store.batches import write_batch
-from prime_hpc.store.checkpoints import resolve_resume
-from prime_hpc.store.doorbell import DoorbellHub
+from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.layout import RunPaths, list_steps
+from prime_hpc.store.messaging.bus import DoorbellHub
 from prime_hpc.store.weights import list_versions
-from prime_hpc.supervisor.begin import begin_attempt
-from prime_hpc.trainer.batches import redistribute
+from prime_hpc.supervisor.attempt.start import begin_attempt
+from prime_hpc.trainer.batching.micro_batches import redistribute
 from tests.integration.test_trainer import (
     assert_done,
     command,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.envs.env_config import build_env_config
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.resolve import build_env_config
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from tests.support.env_world import World
 from tests.support.tiny_tokenizer import make_tokenizer

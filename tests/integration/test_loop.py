@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from prime_hpc.observe.status import read_status
+from prime_hpc.observe.role_status import read_status
 from tests.support import forked
 from tests.support.runs import ENVIRONMENT, ROOT, background, command, free_port, rows, steps, used_prompts, wait_until
 

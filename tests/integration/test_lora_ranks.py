@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.trainer import LossConfig
-from prime_hpc.trainer.batches import redistribute
+from prime_hpc.trainer.batching.micro_batches import redistribute
 from prime_hpc.trainer.lora import reset_slot, slot_parameters, slot_weights
 from prime_hpc.trainer.rl import rl_objective
 from tests.support.lora import lora_engine, lora_policy

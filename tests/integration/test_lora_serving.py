@@ -18,8 +18,8 @@ import torch.distributed as dist
 from prime_hpc.client.inference import Generation, InferenceClient, InferenceError
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.store.layout import RunPaths
-from prime_hpc.trainer.lora.files import AdapterPublisher
-from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.weights.lora_files import AdapterPublisher
 from tests.support.inference_server import ServerProcess, hf_logprobs, publish, save_model
 from tests.support.lora import fill_randomly, lora_policy, merged_model
 
@@ -105,7 +105,7 @@ def test_base_then_versions_in_turn(world: World) -> None:
 
 
 def test_the_trainer_says_the_same(world: World) -> None:
-    from prime_hpc.trainer.batches import make_micro_batch
+    from prime_hpc.trainer.batching.micro_batches import make_micro_batch
     from prime_hpc.trainer.lora import use_slot
     from tests.support.tiny_model import random_rank_batch
 

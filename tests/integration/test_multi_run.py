@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from prime_hpc.store.children import ChildState, read_state
+from prime_hpc.store.child_runs import ChildState, read_state
 from prime_hpc.store.layout import RunPaths
 from tests.support import forked
 from tests.support.many_runs import (

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from prime_hpc.config.sections.slurm import PreflightConfig
-from prime_hpc.observe.gpus import driver_version
+from prime_hpc.runtime.gpus import driver_version
 from prime_hpc.supervisor.preflight import allreduce as preflight_allreduce
+from prime_hpc.supervisor.preflight.launcher import module_arguments
 from prime_hpc.supervisor.preflight.run import HostCheck, PreflightPlan, Report, run_preflight, summary
-from prime_hpc.supervisor.preflight.steps import module_arguments
 
 LAUNCH = """
 import json, os, signal, subprocess, sys

@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from prime_hpc.inference.checkpoint import check_version, read_signature
+from prime_hpc.inference.check_version import check_version, read_signature
 from prime_hpc.store.artifact import stage_dir, verify_artifact
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.model_files import stored_tensors
-from prime_hpc.trainer.conversions import Piece, WeightMap, map_weights
-from prime_hpc.trainer.publish import Publisher
-from prime_hpc.trainer.publish_beside import BesidePublisher
-from prime_hpc.trainer.stored import read_tensors
+from prime_hpc.trainer.model.conversions import Piece, WeightMap, map_weights
+from prime_hpc.trainer.model.hf_checkpoint import read_tensors
+from prime_hpc.trainer.weights.publish import Publisher
+from prime_hpc.trainer.weights.publish_async import BesidePublisher
 from tests.support.ranks import spawn
 from tests.support.tiny_checkpoints import make_checkpoint
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prime_hpc.trainer.truncation import Truncation, apply_cut, find_cut
+from prime_hpc.trainer.ops.truncation import Truncation, apply_cut, find_cut
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "benchmarks" / "sampling.py"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prime_hpc.orchestrator.eval_loop import due_versions
+from prime_hpc.orchestrator.sft_eval_loop import due_versions
 from prime_hpc.store.leases import min_floor
 from prime_hpc.store.weights import list_versions
 from tests.support.orchestrator_world import World, make_experiment, varied_reply

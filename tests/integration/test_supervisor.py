@@ -12,10 +12,10 @@ import pytest
 from loguru import logger
 
 from prime_hpc.config import Experiment
-from prime_hpc.supervisor.attempts import begin, read_attempts
-from prime_hpc.supervisor.roles import RoleSpec
-from prime_hpc.supervisor.start_order import one_after_another
-from prime_hpc.supervisor.supervise import Supervisor
+from prime_hpc.store.attempts import begin, read_attempts
+from prime_hpc.supervisor.roles.spec import RoleSpec
+from prime_hpc.supervisor.roles.start_order import one_after_another
+from prime_hpc.supervisor.supervisor import Supervisor
 from tests.support.runs import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.observe.metrics import read_metrics
-from prime_hpc.observe.status import read_status
+from prime_hpc.observe.role_status import read_status
 from prime_hpc.store.batches import RankBatch, write_batch
-from prime_hpc.store.checkpoints import resolve_resume
+from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.weights import list_versions
-from prime_hpc.trainer.batches import redistribute
+from prime_hpc.trainer.batching.micro_batches import redistribute
 from tests.support import forked
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 

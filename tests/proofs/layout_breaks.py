@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from prime_hpc.trainer.parallel.collectives import all_to_all
+from prime_hpc.trainer.ops.collectives import all_to_all
 
 
 @contextmanager

@@ -19,19 +19,19 @@ import torch.distributed as dist
 from prime_hpc.config.sections.common import CkptConfig, ModelConfig
 from prime_hpc.config.sections.trainer import LossConfig, TrainerConfig
 from prime_hpc.store.batches import RankBatch
-from prime_hpc.store.checkpoints import resolve_resume
+from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.layout import RunPaths
-from prime_hpc.trainer.batches import redistribute
-from prime_hpc.trainer.checkpoint import Checkpointer
-from prime_hpc.trainer.engine import Engine
+from prime_hpc.trainer.batching.micro_batches import redistribute
+from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.lora import slot_parameters
-from prime_hpc.trainer.lora.files import adapter_identity
-from prime_hpc.trainer.model import load_policy
+from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.objectives import normalization
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
-from prime_hpc.trainer.publish import build_publisher
 from prime_hpc.trainer.rl import rl_objective
+from prime_hpc.trainer.train_step import Engine
+from prime_hpc.trainer.weights.lora_files import adapter_identity
+from prime_hpc.trainer.weights.publish import build_publisher
 from tests.support.lora import fill_randomly
 from tests.support.tiny_families import VOCAB
 from tests.support.tiny_model import random_rank_batch

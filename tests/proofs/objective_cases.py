@@ -7,7 +7,7 @@ import torch
 
 from prime_hpc.config.sections.trainer import CorrectionConfig, KLConfig, LossConfig
 from prime_hpc.store.batches import RankBatch
-from prime_hpc.trainer.batches import batch_facts, make_micro_batch, objective_part
+from prime_hpc.trainer.batching.micro_batches import batch_facts, make_micro_batch, objective_part
 from prime_hpc.trainer.objectives import echo_loss, normalization, rl_loss, sft_loss, target_weights
 from tests.proofs.reference import Sequence, Setting, kink_distance
 

@@ -21,7 +21,7 @@ from prime_hpc.config.sections.orchestrator import (
 from prime_hpc.envs.samples import Sample
 from prime_hpc.orchestrator.algorithms import Scorer, Scores
 from prime_hpc.orchestrator.algorithms.penalties import length_penalty, repetition_penalty, soft_overlong_penalty
-from prime_hpc.orchestrator.episodes import Episode, to_episode
+from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
 from tests.proofs import Proof
 from tests.proofs import reference_algorithms as reference
 from tests.support.episodes import make_result

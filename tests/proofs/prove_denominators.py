@@ -19,12 +19,18 @@ from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.envs.samples import Sample
 from prime_hpc.orchestrator.algorithms import Scorer
-from prime_hpc.orchestrator.assemble import build_ranks, count_rollouts, score_groups, train_samples, zero_groups
-from prime_hpc.orchestrator.episodes import Episode, to_episode
-from prime_hpc.orchestrator.groups import Group
-from prime_hpc.orchestrator.prompts import Prompt
+from prime_hpc.orchestrator.batching.batch_builder import (
+    build_ranks,
+    count_rollouts,
+    score_groups,
+    train_samples,
+    zero_groups,
+)
+from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
+from prime_hpc.orchestrator.rollouts.groups import Group
+from prime_hpc.orchestrator.rollouts.prompts import Prompt
 from prime_hpc.store.batches import RankBatch, decode_rank, encode_rank
-from prime_hpc.trainer.batches import redistribute
+from prime_hpc.trainer.batching.micro_batches import redistribute
 from tests.proofs import Proof
 from tests.proofs import reference_algorithms as algorithms
 from tests.proofs.objective_cases import CONSTANT, Case, ours

@@ -22,8 +22,8 @@ from prime_hpc.config.families import family_of
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import Layout
 from prime_hpc.store.batches import RankBatch
-from prime_hpc.trainer.batches import build_rank_batch, make_micro_batch
-from prime_hpc.trainer.model import load_policy
+from prime_hpc.trainer.batching.micro_batches import build_rank_batch, make_micro_batch
+from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.parallel import build_parallel
 from tests.proofs import Proof
 from tests.support.every_family import VOCAB, CannotBuildError, family_names, tiny_config, tiny_model

@@ -27,17 +27,17 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.snapshot import read_experiment
-from prime_hpc.observe.context import RoleContext
-from prime_hpc.observe.status import RoleStatus
-from prime_hpc.store.children import STATE, read_state
-from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.observe.role_status import RoleStatus
+from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.store.child_runs import STATE, read_state
 from prime_hpc.store.layout import RunPaths
-from prime_hpc.trainer.multi.admit import Admission
-from prime_hpc.trainer.multi.fairness import FairQueue
+from prime_hpc.store.messaging.bus import Doorbell
+from prime_hpc.trainer.multi.admission import Admission
+from prime_hpc.trainer.multi.fair_queue import FairQueue
 from prime_hpc.trainer.multi.loop import Kind, MultiTrainer, Order
-from prime_hpc.trainer.multi.roster import Roster
+from prime_hpc.trainer.multi.run_slots import Roster
 from prime_hpc.trainer.rl import run_rl
-from prime_hpc.trainer.session import build_session
+from prime_hpc.trainer.trainer import build_session
 from tests.proofs import Proof
 from tests.support.many_runs import (
     batch_of,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from prime_hpc.trainer.batches import redistribute
+from prime_hpc.trainer.batching.micro_batches import redistribute
 from tests.proofs import Proof
 from tests.proofs.objective_cases import Case, cases, ours, pack, random_batch
 from tests.proofs.reference import Sequence, gradient, loss, size

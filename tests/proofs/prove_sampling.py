@@ -11,9 +11,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from prime_hpc.trainer import truncation
-from prime_hpc.trainer.logprobs import token_logprobs
-from prime_hpc.trainer.truncation import Truncation
+from prime_hpc.trainer.ops import truncation
+from prime_hpc.trainer.ops.logprobs import token_logprobs
+from prime_hpc.trainer.ops.truncation import Truncation
 from tests.proofs import Proof
 
 BOUND = 1e-4

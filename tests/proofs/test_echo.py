@@ -9,7 +9,7 @@ import pytest
 
 from prime_hpc.config.sections.teacher import EchoConfig
 from prime_hpc.envs.samples import TOOL, USER, Sample, trace_samples
-from prime_hpc.orchestrator.echo import Echo
+from prime_hpc.orchestrator.algorithms.echo import Echo
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.store.batches import RankBatch, encode_rank, read_rank_batch, write_batch
 from prime_hpc.store.layout import RunPaths

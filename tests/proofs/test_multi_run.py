@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from prime_hpc.store.doorbell import Doorbell
-from prime_hpc.trainer.multi import child as child_module
+from prime_hpc.store.messaging.bus import Doorbell
+from prime_hpc.trainer.multi import child_run as child_module
 from prime_hpc.trainer.multi import loop
-from prime_hpc.trainer.multi.admit import Admission
-from prime_hpc.trainer.session import Base
+from prime_hpc.trainer.multi.admission import Admission
+from prime_hpc.trainer.trainer import Base
 from tests.proofs import prove_multi_run
 
 pytestmark = pytest.mark.slow

@@ -15,11 +15,11 @@ from typing import Any
 from submitit.core.core import Job
 from submitit.core.utils import UncompletedJobError
 
-from prime_hpc.launch.executors import HetSlurmExecutor, PackedSlurmExecutor, RunJob
 from prime_hpc.launch.job import local_job
-from prime_hpc.launch.records import new_token, open_record, read_record, write_record
-from prime_hpc.launch.slurm import queue_successor
-from prime_hpc.observe.slurm import find_by_token, job
+from prime_hpc.slurm.client import find_by_token, job
+from prime_hpc.slurm.executors import HetSlurmExecutor, PackedSlurmExecutor, RunJob
+from prime_hpc.slurm.queue import queue_successor
+from prime_hpc.slurm.submission_record import new_token, open_record, read_record, write_record
 
 RESULT = """import json, os, pathlib, sys
 name = os.environ["SLURM_JOB_ID"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from prime_hpc.supervisor.attempts import read_attempts
+from prime_hpc.store.attempts import read_attempts
 from tests.support.runs import BIN, rows
 from tests.support.slurm import Cluster
 from tests.support.tiny_model import make_tiny_model

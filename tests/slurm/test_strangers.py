@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from prime_hpc.supervisor.attempts import read_attempts
+from prime_hpc.store.attempts import read_attempts
 from tests.support.runs import BIN, ROOT, command, steps, used_prompts
 from tests.support.slurm import Cluster
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from prime_hpc.store.artifact import ArtifactWriter, hash_files, prepare_stage
 from prime_hpc.store.batches import RankBatch, write_batch
-from prime_hpc.store.checkpoints import commit_checkpoint
+from prime_hpc.store.checkpoint.checkpoints import commit_checkpoint
 from prime_hpc.store.layout import RunPaths
 
 SHARD = "trainer/__0_0.distcp"

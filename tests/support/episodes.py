@@ -3,7 +3,7 @@
 import numpy as np
 
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
-from prime_hpc.orchestrator.episodes import Episode, to_episode
+from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
 
 
 def make_sample(versions: list[int], *, num_prompt: int = 3, first_token: int = 100, reward: float = 0.0) -> Sample:

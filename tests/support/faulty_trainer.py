@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from prime_hpc.store import files
+from prime_hpc.store.io import files
 from prime_hpc.trainer.main import main
 
 

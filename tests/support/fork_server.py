@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from prime_hpc.supervisor.processes import family, send
+from prime_hpc.supervisor.roles.process_tree import family, send
 from tests.faults import fork
 
 TICK_S = 0.02

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from prime_hpc.config import Experiment
 from prime_hpc.observe.logs import setup_logger
+from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.store.attempts import begin
 from prime_hpc.store.layout import RunPaths, claim_incarnation
 from prime_hpc.supervisor.agent import Order
-from prime_hpc.supervisor.allocation import Allocation
-from prime_hpc.supervisor.attempts import begin
-from prime_hpc.supervisor.steps import Hellos, StepContext, StepSpec
-from prime_hpc.supervisor.supervise import Supervisor
+from prime_hpc.supervisor.roles.slurm_step import Hellos, StepContext, StepSpec
+from prime_hpc.supervisor.supervisor import Supervisor
 
 HOSTS = ("n1", "n2")
 SRUN = f"""#!{sys.executable}

@@ -5,7 +5,7 @@ from typing import Any
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.launch.lint import Finding, lint
+from prime_hpc.launch.lint.lint import Finding, lint
 
 SITE: dict[str, Any] = {
     "name": "test",

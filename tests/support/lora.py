@@ -13,13 +13,13 @@ from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.config.sections.parallel import Layout
 from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
-from prime_hpc.trainer.engine import Engine
 from prime_hpc.trainer.lora import load_slot, slot_parameters
 from prime_hpc.trainer.lora.slots import PREFIX
-from prime_hpc.trainer.model import Policy, load_policy
+from prime_hpc.trainer.model.policy import Policy, load_policy
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.rl import rl_objective
+from prime_hpc.trainer.train_step import Engine
 
 
 def lora_policy(source: Path, num_slots: int = 1, lora: LoraConfig | None = None, **model: Any) -> Policy:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.observe import slurm
+from prime_hpc.slurm import client
 from tests.support.slurm import DONE, Cluster
 
 SEPARATOR = "\x1f"
@@ -95,7 +95,7 @@ class Recorder:
         self.cluster.heal()
 
     def _other_node(self, job: str) -> str:
-        nodes = slurm.expand_hosts(self.cluster.job(job)["NodeList"])
+        nodes = client.expand_hosts(self.cluster.job(job)["NodeList"])
         return next(node for node in nodes if node != self.cluster.job(job)["BatchHost"])
 
     def jobs(self) -> None:
@@ -110,9 +110,9 @@ class Recorder:
         self.cluster.wait_state(ended, DONE)
         time.sleep(1.5)  # the array's first task begins
         ask = ["squeue", "-h", "-a", "-r", "-t", "all"]
-        self.ask("squeue of this user", *ask, "-u", str(os.getuid()), "-O", slurm._FORMAT)
-        self.ask("squeue of one job", *ask, "-j", plain, "-O", slurm._FORMAT)
-        self.ask("squeue of a forgotten job", *ask, "-j", "4999999", "-O", slurm._FORMAT)
+        self.ask("squeue of this user", *ask, "-u", str(os.getuid()), "-O", client._FORMAT)
+        self.ask("squeue of one job", *ask, "-j", plain, "-O", client._FORMAT)
+        self.ask("squeue of a forgotten job", *ask, "-j", "4999999", "-O", client._FORMAT)
         self.ask("squeue --start", "squeue", "--start", "-h", "-j", waiting, "-o", "%S")
         self.ask("steps", "squeue", "-h", "-s", "-j", f"{plain},{het}", "-o", "%i")
         for name, job in {"plain": plain, "waiting": waiting, "array": array, "het": het, "ended": ended}.items():

@@ -16,9 +16,9 @@ import threading
 import time
 from pathlib import Path
 
-from prime_hpc.observe.context import RoleContext
-from prime_hpc.observe.status import RoleStatus
-from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.observe.role_status import RoleStatus
+from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.store.messaging.bus import Doorbell
 
 
 class Health(http.server.BaseHTTPRequestHandler):

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from prime_hpc.supervisor.attempts import read_attempts
+from prime_hpc.store.attempts import read_attempts
 from tests.support.runs import rows
 from tests.support.slurm import DEVCLUSTER, Cluster
 from tests.support.tiny_model import make_tiny_model

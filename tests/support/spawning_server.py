@@ -5,7 +5,7 @@ import os
 import time
 from multiprocessing.connection import Connection
 
-from prime_hpc.inference import bootstrap
+from prime_hpc.inference import vllm_env
 
 
 def worker(pipe: Connection) -> None:
@@ -22,10 +22,10 @@ def engine(pipe: Connection) -> None:
 
 
 if __name__ == "__mp_main__":
-    bootstrap.die_with_spawner()
+    vllm_env.die_with_spawner()
 
 if __name__ == "__main__":
-    bootstrap.die_with_parent()
+    vllm_env.die_with_parent()
     spawn = multiprocessing.get_context("spawn")
     mine, its = spawn.Pipe()
     spawn.Process(target=engine, args=(its,)).start()

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import Loaded, load_experiment
-from prime_hpc.launch import control, slurm
-from prime_hpc.launch.control import Ended, cancel_run
-from prime_hpc.supervisor.attempts import Attempt, write_attempt
+from prime_hpc.launch import stop_resume
+from prime_hpc.launch.stop_resume import Ended, cancel_run
+from prime_hpc.slurm import queue
+from prime_hpc.store.attempts import Attempt, write_attempt
 from tests.support.fake_slurm import FakeSlurm
 
 
@@ -21,9 +22,9 @@ def use_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm
     """A Slurm that fails as it is told to, and no patience with it."""
     fake = FakeSlurm(tmp_path)
     fake.use(monkeypatch)
-    monkeypatch.setattr(slurm, "SETTLE_S", 0.0)
-    monkeypatch.setattr(control, "POLL_S", 0.05)
-    monkeypatch.setattr(control, "ASK_EVERY_S", 0.2)
+    monkeypatch.setattr(queue, "SETTLE_S", 0.0)
+    monkeypatch.setattr(stop_resume, "POLL_S", 0.05)
+    monkeypatch.setattr(stop_resume, "ASK_EVERY_S", 0.2)
     monkeypatch.chdir(tmp_path)
     return fake
 

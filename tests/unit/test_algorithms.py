@@ -13,8 +13,8 @@ from prime_hpc.config.sections.orchestrator import AdvantageConfig
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.orchestrator.algorithms import RewardGroup, Scorer, get_algorithm
 from prime_hpc.orchestrator.algorithms.penalties import sampled_runs
-from prime_hpc.orchestrator.episodes import Episode, to_episode
 from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
 from tests.support.episodes import make_episode, make_result, make_sample
 
 CENTERED = ["grpo", "dr_grpo", "grpo_no_std", "rloo", "opo", "max_rl"]

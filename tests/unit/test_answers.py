@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 from loguru import logger
 
-from prime_hpc.launch import probe, refusals
-from prime_hpc.launch.executors import PackedSlurmExecutor
-from prime_hpc.observe import job_scripts, slurm
-from prime_hpc.supervisor import inquest
-from prime_hpc.supervisor.allocation import parse_end_time, read_allocation
-from prime_hpc.supervisor.checkup import NO_STEP
-from prime_hpc.supervisor.inquest import JobLog, field, parse_termination, parse_words
-from prime_hpc.supervisor.orphan import fate
+from prime_hpc.slurm import client, job_scripts, probe_site, sbatch_errors, termination
+from prime_hpc.slurm.allocation import parse_end_time, read_allocation
+from prime_hpc.slurm.executors import PackedSlurmExecutor
+from prime_hpc.slurm.termination import JobLog, field, parse_termination, parse_words
+from prime_hpc.supervisor.attempt.lost_batch_host import fate
+from prime_hpc.supervisor.preflight.phase import NO_STEP
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "slurm"
 VERSIONS = sorted(path.name for path in DATA.iterdir() if path.is_dir())
@@ -60,7 +58,7 @@ def replay(answers: dict[str, dict[str, Any]], name: str) -> Replay:
         kept = answers[name]
         assert argv[0] == kept["argv"][0]
         if kept["code"]:
-            raise slurm.SlurmError(argv, kept["code"], kept["stderr"] or kept["stdout"])
+            raise client.SlurmError(argv, kept["code"], kept["stderr"] or kept["stdout"])
         return str(kept["stdout"])
 
     return ask
@@ -123,8 +121,8 @@ def test_words_of_no_known_version_are_said_and_the_fields_decide() -> None:
 
 
 def test_squeue(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "run_slurm", replay(answers, "squeue of this user"))
-    found = slurm.jobs()
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "squeue of this user"))
+    found = client.jobs()
     ids = {name: field(answers[f"job {name}"]["stdout"], "JobId") for name in ("plain", "waiting", "het", "ended")}
     plain = found[ids["plain"]]
     assert (plain.state, plain.nodes, plain.num_nodes, plain.name) == ("RUNNING", "n1", 1, "a name|with")
@@ -139,34 +137,34 @@ def test_squeue(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPa
     tasks = [found[f"{array}_{k}"] for k in (1, 2, 3)]
     assert [task.state for task in tasks[1:]] == ["PENDING", "PENDING"]
     assert found[ids["ended"]].state == "FAILED" and not found[ids["ended"]].is_active
-    assert {info.state for info in found.values()} <= {*slurm.ACTIVE, *slurm.ENDED}
+    assert {info.state for info in found.values()} <= {*client.ACTIVE, *client.ENDED}
 
 
 def test_one_job_a_forgotten_one_and_no_controller(
     answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "run_slurm", replay(answers, "squeue of one job"))
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "squeue of one job"))
     job = field(answers["job plain"]["stdout"], "JobId")
-    assert list(slurm.jobs([job])) == [job]
-    monkeypatch.setattr(slurm, "run_slurm", replay(answers, "squeue of a forgotten job"))
-    assert slurm.jobs(["4999999"]) == {}
-    monkeypatch.setattr(slurm, "run_slurm", replay(answers, "no controller: squeue"))
-    with pytest.raises(slurm.SlurmError) as caught:
-        slurm.jobs([job])
+    assert list(client.jobs([job])) == [job]
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "squeue of a forgotten job"))
+    assert client.jobs(["4999999"]) == {}
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "no controller: squeue"))
+    with pytest.raises(client.SlurmError) as caught:
+        client.jobs([job])
     assert caught.value.is_unreachable and "try again later" in caught.value.advice
-    monkeypatch.setattr(slurm, "run_slurm", replay(answers, "squeue --start"))
-    begin = slurm.start_estimate("12")
-    assert begin == slurm.parse_time(answers["squeue --start"]["stdout"].strip()) and begin
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "squeue --start"))
+    begin = client.start_estimate("12")
+    assert begin == client.parse_time(answers["squeue --start"]["stdout"].strip()) and begin
 
 
 def test_sacct(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "run_slurm", replay(answers, "sacct"))
-    rows = {row.job_id: row for row in slurm.find_in_history("abc", 0.0)} or {
-        row.job_id: row for row in slurm.history("1")
+    monkeypatch.setattr(client, "run_slurm", replay(answers, "sacct"))
+    rows = {row.job_id: row for row in client.find_in_history("abc", 0.0)} or {
+        row.job_id: row for row in client.history("1")
     }
     plain = field(answers["job plain"]["stdout"], "JobId")
     het = field(answers["job het"]["stdout"], "HetJobId")
-    every = {row.job_id: row for row in slurm.history(plain)}
+    every = {row.job_id: row for row in client.history(plain)}
     assert every[plain].state == "CANCELLED" and every[plain].nodes == "n1"
     assert {f"{het}+0", f"{het}+1"} <= set(every)
     assert rows
@@ -174,7 +172,7 @@ def test_sacct(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPat
 
 def test_scontrol_show_job(answers: dict[str, dict[str, Any]]) -> None:
     plain, longer = answers["job plain"]["stdout"], answers["job plain, extended"]["stdout"]
-    began = slurm.parse_time(field(plain, "StartTime"))
+    began = client.parse_time(field(plain, "StartTime"))
     assert began and parse_end_time(plain) == began + 3600 and parse_end_time(longer) == began + 7200
     assert (field(longer, "TimeLimit"), field(plain, "Restarts"), field(plain, "NumNodes")) == ("02:00:00", "0", "1")
     leader, second = answers["job het"]["stdout"].splitlines()[:2]
@@ -194,11 +192,11 @@ def test_the_batch_steps_variables(answers: dict[str, dict[str, Any]], monkeypat
     def environ(name: str) -> dict[str, str]:
         return dict(line.split("=", 1) for line in answers[name]["stdout"].splitlines())
 
-    monkeypatch.setattr("prime_hpc.supervisor.allocation.run_slurm", replay(answers, "job plain"))
+    monkeypatch.setattr("prime_hpc.slurm.allocation.run_slurm", replay(answers, "job plain"))
     job = read_allocation(environ("variables"))
     assert job is not None and (job.hosts, job.batch_host, job.restarts) == ((("n1",),), "n1", 0)
     assert job.ends_at == parse_end_time(answers["job plain"]["stdout"])
-    monkeypatch.setattr("prime_hpc.supervisor.allocation.run_slurm", replay(answers, "job het"))
+    monkeypatch.setattr("prime_hpc.slurm.allocation.run_slurm", replay(answers, "job het"))
     job = read_allocation(environ("variables of a het job"))
     assert job is not None and job.is_het and job.hosts[1] == ("n1", "n2")
     assert job.component_ids == (job.job_id, str(int(job.job_id) + 1))
@@ -209,10 +207,10 @@ def test_the_batch_steps_variables(answers: dict[str, dict[str, Any]], monkeypat
 
 def test_lost_nodes(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     since = 4e9  # all slurmds began before
-    monkeypatch.setattr(inquest, "run_slurm", replay(answers, "nodes"))
-    assert inquest.lost_hosts(["n1", "n2"], since) == []
-    monkeypatch.setattr(inquest, "run_slurm", replay(answers, "nodes, one lost"))
-    (lost,) = inquest.lost_hosts(["n1", "n2"], since)
+    monkeypatch.setattr(termination, "run_slurm", replay(answers, "nodes"))
+    assert termination.lost_hosts(["n1", "n2"], since) == []
+    monkeypatch.setattr(termination, "run_slurm", replay(answers, "nodes, one lost"))
+    (lost,) = termination.lost_hosts(["n1", "n2"], since)
     states = dict(line.split() for line in answers["states, one lost"]["stdout"].splitlines())
     assert [node for node, state in states.items() if state.startswith("down")] == [lost]
 
@@ -224,7 +222,7 @@ def test_site_probe(answers: dict[str, dict[str, Any]]) -> None:
         name = {"sinfo": "node types", "sacctmgr": "associations"}.get(argv[0]) or names[argv[2]]
         return str(answers[name]["stdout"])
 
-    site = probe.probe(ask, list).site
+    site = probe_site.probe(ask, list).site
     assert list(site.partitions) == ["gpu", "cpu", "all", "scavenge", "scavcancel", "high"]
     assert {name: part.preempt for name, part in site.partitions.items()} == {
         **dict.fromkeys(("gpu", "cpu", "all", "high"), "off"),
@@ -249,11 +247,11 @@ def test_site_probe(answers: dict[str, dict[str, Any]]) -> None:
     ],
 )
 def test_refusals(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, name: str, key: str) -> None:
-    monkeypatch.setattr(refusals, "run_slurm", lambda *_: "gpu\ncpu\n")
+    monkeypatch.setattr(sbatch_errors, "run_slurm", lambda *_: "gpu\ncpu\n")
     try:
         text = replay(answers, name)(["sbatch"])
-    except slurm.SlurmError as error:
-        (problem,) = refusals.refusal(error, "packed").problems
+    except client.SlurmError as error:
+        (problem,) = sbatch_errors.refusal(error, "packed").problems
         assert problem.key == key and answers[name]["stderr"].split(": ")[-1].strip().split("\n")[0] in problem.message
     else:
         assert name == "too many nodes", "whether it is queued all the same differs"
@@ -270,6 +268,6 @@ def test_srun_that_makes_no_step_is_no_nodes_fault(answers: dict[str, dict[str, 
 
 def test_rows_of_no_known_version(monkeypatch: pytest.MonkeyPatch) -> None:
     values = ["7", "7", "N/A", "N/A", "HIBERNATING", "None", "about 2", "n1", "soon", "N/A", "a while", "once", "x", ""]
-    monkeypatch.setattr(slurm, "run_slurm", lambda *_: "\x1f".join(values) + "\x1f\n")
-    job = slurm.jobs()["7"]
+    monkeypatch.setattr(client, "run_slurm", lambda *_: "\x1f".join(values) + "\x1f\n")
+    job = client.jobs()["7"]
     assert (job.state, job.is_active, job.num_nodes, job.restarts, job.start) == ("HIBERNATING", True, 0, 0, None)

@@ -11,12 +11,18 @@ from prime_hpc.config.sections.orchestrator import AdvantageConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.samples import EpisodeResult
 from prime_hpc.orchestrator.algorithms import Scorer
-from prime_hpc.orchestrator.assemble import EPISODE_BITS, ScoredGroup, build_ranks, score_groups, train_samples
-from prime_hpc.orchestrator.episodes import Episode, is_retryable, is_server_error, to_episode
+from prime_hpc.orchestrator.batching.batch_builder import (
+    EPISODE_BITS,
+    ScoredGroup,
+    build_ranks,
+    score_groups,
+    train_samples,
+)
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.metrics import batch_metrics
-from prime_hpc.orchestrator.prompts import Prompt
+from prime_hpc.orchestrator.rollouts.episodes import Episode, is_retryable, is_server_error, to_episode
+from prime_hpc.orchestrator.rollouts.groups import Group
+from prime_hpc.orchestrator.rollouts.prompts import Prompt
 from prime_hpc.store.batches import RankBatch, read_rank_batch, write_batch
 from prime_hpc.store.layout import RunPaths
 from tests.support.episodes import failed_episode, failed_result, make_episode, make_result, make_sample

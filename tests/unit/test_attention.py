@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from prime_hpc.config.sections.parallel import Layout
-from prime_hpc.trainer import attention, flash
-from prime_hpc.trainer.batches import make_micro_batch
-from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.batching.micro_batches import make_micro_batch
+from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.ops import attention, flash
 from prime_hpc.trainer.parallel import Parallel
 from tests.support.tiny_model import random_rank_batch
 

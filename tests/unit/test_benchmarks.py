@@ -10,8 +10,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from prime_hpc.cli.common import load
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.verbs.common import load
 
 FOLDER = Path(__file__).resolve().parents[2] / "tools" / "benchmarks"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.supervisor import caches
-from prime_hpc.supervisor.caches import CACHES, NODE_LOCAL, node_caches
-from prime_hpc.supervisor.role import Role
-from prime_hpc.supervisor.roles import RoleSpec
+from prime_hpc.supervisor.roles import caches
+from prime_hpc.supervisor.roles.caches import CACHES, NODE_LOCAL, node_caches
+from prime_hpc.supervisor.roles.process import Role
+from prime_hpc.supervisor.roles.spec import RoleSpec
 
 
 def test_the_users_own_settings_win(tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.observe.context import RoleContext
-from prime_hpc.observe.status import RoleStatus
-from prime_hpc.supervisor.role import Role
-from prime_hpc.supervisor.roles import RoleSpec
+from prime_hpc.observe.role_status import RoleStatus
+from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.supervisor.roles.process import Role
+from prime_hpc.supervisor.roles.spec import RoleSpec
 
 LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:36034"
 

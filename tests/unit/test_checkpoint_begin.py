@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.store import adopt, files
 from prime_hpc.store.artifact import verify_artifact
-from prime_hpc.store.checkpoints import resolve_resume
+from prime_hpc.store.checkpoint import import_checkpoint
+from prime_hpc.store.checkpoint.checkpoints import resolve_resume
+from prime_hpc.store.io import files
 from prime_hpc.store.layout import RunPaths, list_steps
-from prime_hpc.supervisor.begin import begin_attempt
+from prime_hpc.supervisor.attempt.start import begin_attempt
 from tests.support.checkpoints import SHARD, damage, make_checkpoint, make_weights
 
 MODEL = {"architectures": ["TinyForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
@@ -51,7 +52,7 @@ def life(exp: Experiment) -> int | None:
 
 def train(exp: Experiment, *steps: int, incarnation: int = 1) -> RunPaths:
     """What a life that saved after these steps leaves behind."""
-    from prime_hpc.store.identity import model_identity
+    from prime_hpc.store.model_fingerprint import model_identity
 
     paths = RunPaths(exp.run_dir, exp.ckpt.path if exp.ckpt else None)
     for step in steps:
@@ -266,7 +267,7 @@ def test_a_checkpoint_directory_belongs_to_one_run(tmp_path: Path) -> None:
     assert life(second) == 10
     first.run_dir.rename(tmp_path / "moved")
     assert life(experiment(tmp_path, "moved", ckpt={"path": str(shared)})) == 10
-    (shared / adopt.OWNER).unlink()
+    (shared / import_checkpoint.OWNER).unlink()
     with pytest.raises(ConfigError, match="unknown origin"):
         life(experiment(tmp_path, "third", ckpt={"path": str(shared)}))
     with pytest.raises(ConfigError, match="unknown origin"):

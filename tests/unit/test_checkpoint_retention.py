@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prime_hpc.store import files
 from prime_hpc.store.artifact import FencedError, StoreError
 from prime_hpc.store.batches import RankBatch, list_batches, prune_batches, write_batch
-from prime_hpc.store.checkpoints import prune_checkpoints, resolve_resume, set_checkpoints_aside
+from prime_hpc.store.checkpoint.checkpoints import prune_checkpoints, resolve_resume, set_checkpoints_aside
+from prime_hpc.store.io import files
 from prime_hpc.store.layout import RunPaths, claim_incarnation, list_steps
 from prime_hpc.store.weights import list_versions, prune_weights
 from tests.support.checkpoints import damage, make_checkpoint, make_weights

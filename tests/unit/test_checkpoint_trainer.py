@@ -12,20 +12,20 @@ import torch
 
 from prime_hpc.config.sections.common import CkptConfig, ModelConfig
 from prime_hpc.config.sections.trainer import TrainerConfig
-from prime_hpc.store import files
 from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.batches import write_batch
-from prime_hpc.store.checkpoints import resolve_resume
-from prime_hpc.store.identity import model_identity
+from prime_hpc.store.checkpoint.checkpoints import resolve_resume
+from prime_hpc.store.io import files
 from prime_hpc.store.layout import RunPaths, claim_incarnation, list_steps
-from prime_hpc.trainer import shards
-from prime_hpc.trainer.checkpoint import Checkpointer
-from prime_hpc.trainer.engine import Engine
-from prime_hpc.trainer.model import load_policy
+from prime_hpc.store.model_fingerprint import model_identity
+from prime_hpc.trainer.checkpointing import dcp_state
+from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
+from prime_hpc.trainer.checkpointing.staging import HostStage
+from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.rl import rl_objective
-from prime_hpc.trainer.staging import HostStage
+from prime_hpc.trainer.train_step import Engine
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
 CONFIG = TrainerConfig.model_validate({"optim": {"lr": 1e-2}})
@@ -73,8 +73,8 @@ class Trainer:
         self.checkpointer.save(n, progress={"num_samples": 3 * n}, batch_dir=self.paths.rollouts_step(n))
 
     def state(self) -> dict[str, torch.Tensor]:
-        named = shards.named_state(self.policy, self.optimizer)
-        return {name: shards.local_part(tensor).clone() for name, tensor in named.items()}
+        named = dcp_state.named_state(self.policy, self.optimizer)
+        return {name: dcp_state.local_part(tensor).clone() for name, tensor in named.items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

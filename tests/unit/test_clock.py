@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from prime_hpc.observe import status as status_module
-from prime_hpc.observe.context import RoleContext
-from prime_hpc.observe.status import RoleStatus, read_status
-from prime_hpc.store.checkpoints import newest_first, prune_checkpoints
+from prime_hpc.observe import role_status as status_module
+from prime_hpc.observe.role_status import RoleStatus, read_status
+from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.store import attempts
+from prime_hpc.store.attempts import begin, is_held, read_attempts
+from prime_hpc.store.checkpoint.checkpoints import newest_first, prune_checkpoints
 from prime_hpc.store.layout import RunPaths
-from prime_hpc.supervisor import attempts
-from prime_hpc.supervisor.attempts import begin, is_held, read_attempts
-from prime_hpc.supervisor.role import Role
-from prime_hpc.supervisor.roles import RoleSpec
+from prime_hpc.supervisor.roles.process import Role
+from prime_hpc.supervisor.roles.spec import RoleSpec
 from tests.support.checkpoints import make_checkpoint
 
 HOURS = 5 * 3600.0

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.store import files
 from prime_hpc.store.errors import StoreError
-from prime_hpc.trainer.companions import Companions
+from prime_hpc.store.io import files
+from prime_hpc.trainer.weights.aux_files import Companions
 
 CONTENT = {"config.json": b"{}\n", "tokenizer.json": b"[1, 2]\n"}
 

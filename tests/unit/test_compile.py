@@ -12,12 +12,12 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import Layout
 from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
-from prime_hpc.trainer.engine import Engine
 from prime_hpc.trainer.lora import reset_slot, slot_parameters
-from prime_hpc.trainer.model import load_policy
+from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.rl import rl_objective
+from prime_hpc.trainer.train_step import Engine
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from prime_hpc import cli
+from prime_hpc.cli.complete import complete, read_verbs, split_line
+from prime_hpc.cli.verbs.completion import SCRIPTS
 from prime_hpc.config.help import walk
-from prime_hpc.verbs.complete import complete, read_verbs, split_line
-from prime_hpc.verbs.completion import SCRIPTS
 
 BIN = Path(sys.executable).parent
 
@@ -120,7 +120,7 @@ def test_completion_of_the_line_under_the_cursor_is_the_verbs_answer(
 
 def test_nothing_heavy_is_imported(outputs: Path) -> None:
     code = (
-        "import sys; from prime_hpc.verbs.complete import complete\n"
+        "import sys; from prime_hpc.cli.complete import complete\n"
         "assert 'status' in complete(['prime-hpc', 'st'])\n"
         "assert '--trainer.optim.' in complete(['prime-hpc', 'submit', '--trainer.o'])\n"
         "assert 'alpha' in complete(['prime-hpc', 'status', 'al'])\n"

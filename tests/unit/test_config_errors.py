@@ -7,8 +7,8 @@ import pytest
 
 from prime_hpc.config import ConfigError, Experiment, load_experiment
 from prime_hpc.config.errors import nearest_path
-from prime_hpc.config.files import dump_yaml, parse_toml, parse_yaml
 from prime_hpc.config.schema import all_paths
+from prime_hpc.config.sources.files import dump_yaml, parse_toml, parse_yaml
 
 
 def problems(argv: list[str], entrypoint: str = "trainer", environ: dict[str, str] | None = None) -> list[str]:

@@ -15,12 +15,12 @@ import tomlkit
 
 from prime_hpc.config import Experiment, load_run, write_snapshot
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.launch.lint import lint
-from prime_hpc.supervisor.allocation import Allocation
-from prime_hpc.supervisor.containers import ENVIRONMENT_FILE, Container, all_mounts, container_of, stated_paths
+from prime_hpc.launch.lint.lint import lint
+from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.slurm.containers import ENVIRONMENT_FILE, Container, all_mounts, container_of, stated_paths
 from prime_hpc.supervisor.preflight.images import start_images
 from prime_hpc.supervisor.preflight.plan import HostCheck, Report
-from prime_hpc.supervisor.steps import HELLO_TIMEOUT_S, StepContext, StepRole, StepSpec
+from prime_hpc.supervisor.roles.slurm_step import HELLO_TIMEOUT_S, StepContext, StepRole, StepSpec
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 RUNTIMES: dict[str, dict[str, Any]] = {

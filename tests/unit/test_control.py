@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError
-from prime_hpc.launch import records
-from prime_hpc.launch.control import load_to_resume
-from prime_hpc.launch.refusals import SlurmRefused
-from prime_hpc.launch.slurm import drop_successor, queue_successor
-from prime_hpc.launch.status import status_of
+from prime_hpc.launch.monitor.status import status_of
+from prime_hpc.launch.stop_resume import load_to_resume
 from prime_hpc.launch.submission import submit
+from prime_hpc.slurm import submission_record
+from prime_hpc.slurm.queue import drop_successor, queue_successor
+from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import cancel, ended, load, run_dir, use_fake_slurm, wait_for, write_config
 
@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> Path:
 def test_a_successor_waits_from_the_beginning(fake: FakeSlurm, config: Path) -> None:
     submit(load(config, "--slurm.survive.how", "successor"))
     first, second = fake.jobs()
-    record = records.read_record(run_dir(config))
+    record = submission_record.read_record(run_dir(config))
     assert record is not None and (record["job_id"], record["successor"]) == (first["id"], second["id"])
     assert second["dependency"] == f"afternotok:{first['id']}" and second["comment"] == first["comment"]
     assert "--kill-on-invalid-dep=yes" in fake.calls("sbatch")[1]
@@ -42,8 +42,8 @@ def test_a_successor_waits_from_the_beginning(fake: FakeSlurm, config: Path) -> 
     fake.change(first["id"], state="TIMEOUT")
     fake.change(second["id"], state="RUNNING", nodes="n1")
     inside = {**second["environ"], "SLURM_JOB_ID": second["id"]}
-    assert records.check_in(run_dir(config), inside) is None
-    assert records.read_record(run_dir(config))["job_id"] == second["id"]  # type: ignore[index]
+    assert submission_record.check_in(run_dir(config), inside) is None
+    assert submission_record.read_record(run_dir(config))["job_id"] == second["id"]  # type: ignore[index]
     third = queue_successor(run_dir(config), second["id"])
     assert queue_successor(run_dir(config), second["id"]) == third
     assert [job["dependency"] for job in fake.jobs()][2:] == [f"afternotok:{second['id']}"]
@@ -56,7 +56,7 @@ def test_a_script_sent_by_hand_gets_a_successor_too(fake: FakeSlurm, config: Pat
     (run_dir(config) / "submit.json").unlink()
     fake.change("100", comment="prime-hpc", state="RUNNING")
     successor = queue_successor(run_dir(config), "100")
-    record = records.read_record(run_dir(config))
+    record = submission_record.read_record(run_dir(config))
     assert record is not None and record["successor"] == successor and record["job_id"] == "100"
     assert queue_successor(run_dir(config), "100") == successor
 
@@ -131,10 +131,10 @@ def test_a_site_that_rewrites_comments_takes_no_job_from_its_run(fake: FakeSlurm
 def test_there_too_a_lost_answer_makes_no_second_job(fake: FakeSlurm, config: Path) -> None:
     fake.set_comments("")
     submit(load(config, "--slurm.survive.how", "successor"))
-    records.write_record(run_dir(config), state="sending", job_id=None, successor=None)
+    submission_record.write_record(run_dir(config), state="sending", job_id=None, successor=None)
     submit(load(config, "--slurm.survive.how", "successor"))
     assert len(fake.jobs()) == 2
-    record = records.read_record(run_dir(config))
+    record = submission_record.read_record(run_dir(config))
     assert record is not None and (record["job_id"], record["successor"]) == ("100", "101")
     assert queue_successor(run_dir(config), "100") == "101", "the one that waits is kept"
     assert cancel(config).outcome == "pending"
@@ -160,7 +160,7 @@ def test_a_run_on_another_cluster_of_the_site_is_asked_about_and_ended_there(
         monkeypatch.setenv("SLURM_CLUSTERS", "other")
     submit(load(config, *(["--slurm.cluster", "other"] if by == "config" else [])))
     monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
-    record = records.read_record(run_dir(config))
+    record = submission_record.read_record(run_dir(config))
     assert record is not None and (record["job_id"], record["other_cluster"], record["cluster"]) == (
         "100",
         "other",
@@ -195,14 +195,14 @@ def test_cancel_of_a_finished_run(fake: FakeSlurm, config: Path) -> None:
 
 def test_cancel_of_a_job_whose_answer_was_lost(fake: FakeSlurm, config: Path) -> None:
     submit(load(config))
-    records.write_record(run_dir(config), state="sending", job_id=None)
+    submission_record.write_record(run_dir(config), state="sending", job_id=None)
     assert cancel(config).outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
 
 
 SUPERVISOR = """
 import signal, sys, time
 from pathlib import Path
-from prime_hpc.supervisor.attempts import Attempt, write_attempt
+from prime_hpc.store.attempts import Attempt, write_attempt
 
 run_dir, obeys = Path(sys.argv[1]), sys.argv[2] == "obeys"
 attempt = Attempt(1, 1, time.time(), "first start")
@@ -229,7 +229,7 @@ write_attempt(run_dir / "attempts.jsonl", attempt)
 def test_cancel_of_a_run_on_this_machine(
     fake: FakeSlurm, config: Path, obeys: bool, now: bool, outcome: str, row: str
 ) -> None:
-    from prime_hpc.launch.runs import read_rows
+    from prime_hpc.store.run_dirs import read_rows
 
     run_dir(config).mkdir(parents=True)
     (run_dir(config) / "run.yaml").write_text("")
@@ -283,12 +283,12 @@ def test_resume_finds_what_a_signal_saved_though_checkpoints_are_off(fake: FakeS
 def test_resume_goes_on_where_the_run_was(
     fake: FakeSlurm, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prime_hpc.store.checkpoints import CheckpointInfo
+    from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
 
     submit(load(config, "--clean", "--output-dir", "out"))
     info = CheckpointInfo.__new__(CheckpointInfo)
     object.__setattr__(info, "step", 10)
-    monkeypatch.setattr("prime_hpc.store.checkpoints.newest_first", lambda root: iter([info]))
+    monkeypatch.setattr("prime_hpc.store.checkpoint.checkpoints.newest_first", lambda root: iter([info]))
     fake.change("100", state="FAILED")
     ended(config)
     elsewhere = tmp_path / "elsewhere"

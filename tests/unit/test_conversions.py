@@ -11,17 +11,17 @@ from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from prime_hpc.inference.checkpoint import check_adapter, check_version, read_signature
+from prime_hpc.inference.check_version import check_adapter, check_version, read_signature
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.model_files import StoredTensor, stored_tensors
-from prime_hpc.trainer.conversions import Piece, Traced, WeightMap, map_weights
 from prime_hpc.trainer.lora import load_slot
-from prime_hpc.trainer.lora.files import read_adapter
-from prime_hpc.trainer.lora.merge import merge
-from prime_hpc.trainer.model import Policy
-from prime_hpc.trainer.publish import Publisher, build_publisher
-from prime_hpc.trainer.stored import check_tied, read_tensors
-from prime_hpc.trainer.version_files import runs
+from prime_hpc.trainer.model.conversions import Piece, Traced, WeightMap, map_weights
+from prime_hpc.trainer.model.hf_checkpoint import check_tied, read_tensors
+from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.weights.lora_files import read_adapter
+from prime_hpc.trainer.weights.merge_lora import merge
+from prime_hpc.trainer.weights.publish import Publisher, build_publisher
+from prime_hpc.trainer.weights.write_plan import runs
 from tests.support.lora import fill_randomly, lora_policy, merged_model
 from tests.support.tiny_checkpoints import make_checkpoint
 

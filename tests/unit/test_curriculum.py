@@ -17,10 +17,10 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.curriculum import CurriculumConfig, GateConfig, SamplerConfig
 from prime_hpc.orchestrator.curriculum import CompletedGroup, Curriculum, DifficultyPool, make_gate
 from prime_hpc.orchestrator.curriculum.samplers import MAX_SKIPS, unit_hash
-from prime_hpc.orchestrator.episodes import Episode
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.groups import Group, version_floor
-from prime_hpc.orchestrator.prompts import Draw, Prompt, PromptStream, SourceInfo
+from prime_hpc.orchestrator.rollouts.episodes import Episode
+from prime_hpc.orchestrator.rollouts.groups import Group, version_floor
+from prime_hpc.orchestrator.rollouts.prompts import Draw, Prompt, PromptStream, SourceInfo
 from tests.support.episodes import failed_episode, make_episode
 from tests.unit.test_prompts import ACTIONS, make_stream
 from tests.unit.test_staleness import Run

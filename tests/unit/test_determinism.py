@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from prime_hpc.config import Experiment
-from prime_hpc.trainer import attention, determinism
-from prime_hpc.trainer.batches import make_micro_batch
+from prime_hpc.trainer import determinism
+from prime_hpc.trainer.batching.micro_batches import make_micro_batch
 from prime_hpc.trainer.main import start_process_group
-from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.ops import attention
 from tests.unit.test_attention import ALONE
 from tests.unit.test_prefixes import group_batch
 

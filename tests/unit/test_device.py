@@ -11,17 +11,17 @@ import torch
 
 from prime_hpc.config import ConfigError, Experiment, Loaded
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.inference import bootstrap
-from prime_hpc.launch.plan import plan_text
-from prime_hpc.observe import device as device_module
-from prime_hpc.observe import gpus
-from prime_hpc.observe.device import DEVICE, Device, DeviceError, planned_device, require_gpus
-from prime_hpc.observe.gpus import driver_problem, driver_version, needed_driver, visible_gpus
-from prime_hpc.supervisor import devices
+from prime_hpc.inference import vllm_env
+from prime_hpc.launch.plan.local_plan import plan_text
+from prime_hpc.runtime import device as device_module
+from prime_hpc.runtime import gpus
+from prime_hpc.runtime.device import DEVICE, Device, DeviceError, planned_device, require_gpus
+from prime_hpc.runtime.gpus import driver_problem, driver_version, needed_driver, visible_gpus
+from prime_hpc.slurm import gpu_split
+from prime_hpc.slurm.gpu_split import gpu_environment, refuse_cpu_builds
+from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.supervisor.agent import Agent, Order
-from prime_hpc.supervisor.devices import gpu_environment, refuse_cpu_builds
-from prime_hpc.supervisor.placement import place_slurm
-from prime_hpc.supervisor.roles import own_gpus, split_gpus, trainer_spec, usable_gpus
+from prime_hpc.supervisor.roles.spec import own_gpus, split_gpus, trainer_spec, usable_gpus
 from prime_hpc.trainer.main import select_device
 from tests.unit.test_placement import SITE, on_h100
 
@@ -169,10 +169,10 @@ def test_a_rank_takes_what_it_was_given(no_driver: Path, monkeypatch: pytest.Mon
 def test_engines_of_the_other_build_are_refused(
     build: str, other: Any, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bootstrap, "_installed", lambda name: name == build)
+    monkeypatch.setattr(vllm_env, "_installed", lambda name: name == build)
     with pytest.raises(ValueError, match=rf"compute on {other}.*{build} is installed.*tools/setup {extra}"):
-        bootstrap.choose_device(Device(other))
-    assert bootstrap.choose_device(Device("cpu" if other == "cuda" else "cuda")) in ("cpu", "cuda")
+        vllm_env.choose_device(Device(other))
+    assert vllm_env.choose_device(Device("cpu" if other == "cuda" else "cuda")) in ("cpu", "cuda")
 
 
 def test_a_run_on_gpus_is_refused_where_the_packages_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_run_on_gpus_is_refused_where_the_packages_cannot(monkeypatch: pytest.
     monkeypatch.setattr(gpus, "torch_build", lambda: ("2.13.0+cpu", None))
     with pytest.raises(ConfigError, match=r"device: GPUs are planned.*torch 2.13.0\+cpu.*tools/setup gpu.*login node"):
         refuse_cpu_builds(True)
-    monkeypatch.setattr(devices, "build_problem", lambda: None)
+    monkeypatch.setattr(gpu_split, "build_problem", lambda: None)
     refuse_cpu_builds(True)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from prime_hpc import cli
 from prime_hpc.config import load_experiment, write_snapshot
-from prime_hpc.launch.diff import beside, compare_runs, differences, flatten, run_figures
+from prime_hpc.launch.monitor.diff import beside, compare_runs, differences, flatten, run_figures
 from prime_hpc.observe.metrics import MetricsWriter
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.launch import doctor, doctor_gpus, doctor_path
-from prime_hpc.launch.doctor import check_caches, check_shared_memory, check_slurm, check_wandb, unmet
-from prime_hpc.launch.doctor_advice import advise
-from prime_hpc.launch.doctor_finding import Finding
-from prime_hpc.launch.doctor_path import GIB, Measured, Visibility, measure
-from prime_hpc.launch.mounts import RemoteView, View, ViewLost
-from prime_hpc.store.lustre import mount_of, parse_lfs_df
-from prime_hpc.verbs import doctor as verb
+from prime_hpc.cli.verbs import doctor as verb
+from prime_hpc.launch.doctor import doctor, filesystem, gpu_checks
+from prime_hpc.launch.doctor.advice import advise
+from prime_hpc.launch.doctor.doctor import check_caches, check_shared_memory, check_slurm, check_wandb, unmet
+from prime_hpc.launch.doctor.filesystem import GIB, Measured, Visibility, measure
+from prime_hpc.launch.doctor.finding import Finding
+from prime_hpc.launch.doctor.fs_view import RemoteView, View, ViewLost
+from prime_hpc.store.io.lustre import mount_of, parse_lfs_df
 
 LFS_DF = """UUID                   1K-blocks        Used   Available Use% Mounted on
 scratch-MDT0000_UUID  3147746816   250000000  2600000000   9% /scratch[MDT:0]
@@ -45,7 +45,7 @@ def test_this_machine_is_examined_and_every_line_has_a_remedy_where_it_needs_one
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = "from prime_hpc.launch.doctor import examine; examine(); import sys; print(sorted(sys.modules))"
+    code = "from prime_hpc.launch.doctor.doctor import examine; examine(); import sys; print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert not {"torch", "vllm", "transformers", "wandb"} & set(eval(done.stdout))
 
@@ -117,7 +117,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Measured, list[P
 def test_a_directory_is_measured_and_left_as_it_was(measured: tuple[Measured, list[Path]]) -> None:
     found, left = measured
     assert left == []
-    assert found.write_rate > 0 and found.read_rate > 0 and found.written >= doctor_path.BLOCK
+    assert found.write_rate > 0 and found.read_rate > 0 and found.written >= filesystem.BLOCK
     assert found.metadata_rate > 0 and found.fsync_s > 0 and found.fsync_worst_s >= found.fsync_s
     assert found.exclusive and found.mmap and found.renames > 0 and found.rename_torn == 0
     assert found.fs_type != "unknown" and found.free > 0
@@ -140,7 +140,7 @@ def test_another_directory_is_no_second_view(tmp_path: Path) -> None:
 
 def test_a_process_elsewhere_answers_for_its_view(tmp_path: Path) -> None:
     """What srun starts on another node, started here: its own process, its own locks."""
-    command = [sys.executable, "-m", "prime_hpc.launch.mounts"]
+    command = [sys.executable, "-m", "prime_hpc.launch.doctor.fs_view"]
     found = measure(tmp_path, lambda name: RemoteView(command, tmp_path / name), budget=0.1)
     seen = found.visibility
     assert seen is not None and seen.problem == "" and seen.exclusive and seen.locks == {"flock": True, "fcntl": True}
@@ -264,9 +264,9 @@ def test_wrong_usage(words: list[str]) -> None:
 
 
 def put_build(monkeypatch: pytest.MonkeyPatch, made_for: str | None, driver: str | None) -> None:
-    monkeypatch.setattr(doctor_gpus, "torch_build", lambda: ("2.13.0", made_for))
-    monkeypatch.setattr(doctor_gpus, "driver_version", lambda: driver)
-    monkeypatch.setattr(doctor_gpus, "build_problem", lambda: None if made_for else "torch 2.13.0 is a CPU build")
+    monkeypatch.setattr(gpu_checks, "torch_build", lambda: ("2.13.0", made_for))
+    monkeypatch.setattr(gpu_checks, "driver_version", lambda: driver)
+    monkeypatch.setattr(gpu_checks, "build_problem", lambda: None if made_for else "torch 2.13.0 is a CPU build")
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_builds_are_held_against_the_driver(
     made_for: str | None, driver: str | None, state: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_build(monkeypatch, made_for, driver)
-    (found,) = doctor_gpus.check_builds({})
+    (found,) = gpu_checks.check_builds({})
     assert found.state == state and words in found.detail, found
 
 
@@ -294,10 +294,10 @@ def test_a_login_node_is_told_that_its_clusters_jobs_need_gpu_builds(
     put_build(monkeypatch, None, None)
     profile = tmp_path / "big.yaml"
     profile.write_text("partitions: {h100: {gpus_per_node: 8}}\n")
-    (found,) = doctor_gpus.check_builds({"PRIMEHPC_SITE": str(profile)})
+    (found,) = gpu_checks.check_builds({"PRIMEHPC_SITE": str(profile)})
     assert found.state == "warn" and "h100 have GPUs" in found.detail and "tools/setup gpu" in found.remedy
     profile.write_text("device: cpu\npartitions: {h100: {gpus_per_node: 8}}\n")
-    (found,) = doctor_gpus.check_builds({"PRIMEHPC_SITE": str(profile)})
+    (found,) = gpu_checks.check_builds({"PRIMEHPC_SITE": str(profile)})
     assert found.state == "ok"
 
 
@@ -319,5 +319,5 @@ def test_torch_is_asked_for_the_gpus(
             raise FileNotFoundError("nvidia-smi")
         return answer if "torch" in argv[-1] else (1, "")
 
-    (found,) = doctor_gpus.check_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, run)
+    (found,) = gpu_checks.check_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, run)
     assert found.state == state and words in found.detail, found

@@ -11,10 +11,10 @@ from typing import get_args
 import pytest
 
 from prime_hpc.config import load_experiment
-from prime_hpc.config.flags import ALIASES
 from prime_hpc.config.help import COMPONENT_KEYS, ROOT, read_sections, walk
 from prime_hpc.config.sections.orchestrator import AdvantageName
 from prime_hpc.config.sections.trainer import ObjectiveName
+from prime_hpc.config.sources.flags import ALIASES
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -109,8 +109,7 @@ def is_key(dotted: str) -> bool:
 @cache
 def program_flags() -> frozenset[str]:
     """Flags of verbs, tools and scripts, as their sources state them."""
-    sources = [CHECKOUT / "prime_hpc" / "cli.py", *(CHECKOUT / "prime_hpc" / "verbs").glob("*.py")]
-    sources += (CHECKOUT / "prime_hpc" / "cli").rglob("*.py")
+    sources = [*(CHECKOUT / "prime_hpc" / "cli").rglob("*.py")]
     sources += [path for path in (CHECKOUT / "tools").iterdir() if path.is_file() and path.suffix != ".md"]
     sources += [CHECKOUT / "slurm" / "devcluster", *(CHECKOUT / "slurm" / "devcluster.d").iterdir()]
     sources += [*(CHECKOUT / "tests" / "faults").glob("*.py"), CHECKOUT / "pyproject.toml"]

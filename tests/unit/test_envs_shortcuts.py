@@ -9,8 +9,8 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import UserMessage
 from verifiers.v1.utils import decorators
 
-from prime_hpc.envs import shortcuts
-from prime_hpc.envs.shortcuts import take_shortcuts
+from prime_hpc.envs import verifiers_patches
+from prime_hpc.envs.verifiers_patches import take_shortcuts
 
 
 class Scores:
@@ -40,11 +40,11 @@ def test_decorated_methods_are_those_that_verifiers_finds_bound_to_the_object_at
     take_shortcuts()
     for kind, names in ((Scores, ["high", "low"]), (Overridden, ["high"]), (Aliased, ["high", "low", "low"])):
         for obj in (kind(), kind()):
-            found = shortcuts._discover_decorated(obj, "reward")
+            found = verifiers_patches._discover_decorated(obj, "reward")
             assert [method.__name__ for method in found] == names
-            assert found == shortcuts._discover(obj, "reward")
+            assert found == verifiers_patches._discover(obj, "reward")
             assert all(isinstance(method, MethodType) and method.__self__ is obj for method in found)
-            assert shortcuts._discover_decorated(obj, "stop") == []
+            assert verifiers_patches._discover_decorated(obj, "stop") == []
 
 
 def test_hooks_get_the_arguments_that_they_name() -> None:

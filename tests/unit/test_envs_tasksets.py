@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prime_hpc.envs import sources
+from prime_hpc.envs import task_sources
 from prime_hpc.envs.tasksets.reverse_text_data import WORDS, answer_of, build_prompt, make_texts, score
 from prime_hpc.envs.tasksets.splitting import split_of
 
@@ -85,8 +85,8 @@ def test_an_endless_taskset_keeps_a_window_of_its_tasks(monkeypatch: pytest.Monk
                 made.append(n)
                 yield n
 
-    monkeypatch.setattr(sources, "WINDOW", 8)
-    tasks = sources.EndlessTasks(Numbers())
+    monkeypatch.setattr(task_sources, "WINDOW", 8)
+    tasks = task_sources.EndlessTasks(Numbers())
     assert [tasks[n] for n in (0, 5, 20, 13)] == [0, 5, 20, 13] and len(made) == 21
     assert len(tasks._kept) == 8
     assert tasks[12] == 12 and len(made) == 21 + 13  # older than the window: made again

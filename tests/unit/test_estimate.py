@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import Experiment
-from prime_hpc.launch.estimate import engine_memory, model_facts, read_model, stored_params, trainer_gib, vocab_fits
+from prime_hpc.launch.estimate.memory import (
+    engine_memory,
+    model_facts,
+    read_model,
+    stored_params,
+    trainer_gib,
+    vocab_fits,
+)
 from tests.support.lint import LLAMA_8B, QWEN3_06B
 
 

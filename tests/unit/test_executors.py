@@ -11,7 +11,9 @@ from submitit.core.utils import UncompletedJobError
 from prime_hpc.config import ConfigError
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import write_site
-from prime_hpc.launch.executors import (
+from prime_hpc.launch.job import local_job
+from prime_hpc.slurm.client import SlurmError, sbatch_answer
+from prime_hpc.slurm.executors import (
     LOST,
     HetSlurmExecutor,
     PackedSlurmExecutor,
@@ -20,9 +22,7 @@ from prime_hpc.launch.executors import (
     state_of_forgotten,
     submitit_folder,
 )
-from prime_hpc.launch.job import local_job
-from prime_hpc.observe.slurm import SlurmError, sbatch_answer
-from prime_hpc.supervisor.attempts import Attempt, write_attempt
+from prime_hpc.store.attempts import Attempt, write_attempt
 from tests.support.fake_slurm import FakeSlurm
 
 SCRIPT = "#!/bin/bash\n#SBATCH --job-name=x --comment=prime-hpc:t\ntrue\n"

@@ -9,7 +9,7 @@ import pytest
 from prime_hpc.config import Experiment
 from prime_hpc.config.families import family_of, longrope_scale, rotary_problem
 from prime_hpc.config.site import GENERIC
-from prime_hpc.launch.lint import lint
+from prime_hpc.launch.lint.lint import lint
 from prime_hpc.store.model_config import rows_of
 
 LLAMA: dict[str, Any] = {

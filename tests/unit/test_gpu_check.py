@@ -115,7 +115,7 @@ def test_the_kernels_check_finds_a_wrong_kernel(
     mistake: str | None, runner: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As on a GPU, with a kernel of ours in the place of torch's: one that forgets the window, or reads a neighbour."""
-    from prime_hpc.trainer.attention import padded_attention
+    from prime_hpc.trainer.ops.attention import padded_attention
 
     kernels = runner.check_kernels
     monkeypatch.setattr(kernels, "LENGTHS", (40, 3, 90))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment, load_experiment
-from prime_hpc.supervisor.roles import split_gpus
+from prime_hpc.supervisor.roles.spec import split_gpus
 
 ENV = ["--orchestrator.env", '[{"id": "reverse-text"}]']
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prime_hpc.config import Experiment
-from prime_hpc.trainer.held_out import HeldOut
+from prime_hpc.trainer.data.eval_loss import HeldOut
 from prime_hpc.trainer.lora import Adapters
 from tests.support.lora import fill_randomly, lora_engine, lora_policy, merged_model
 from tests.support.tiny_model import make_tiny_model

@@ -15,16 +15,16 @@ from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import Layout
 from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
 from prime_hpc.store.batches import RankBatch
-from prime_hpc.trainer.ahead import MicroBatches
-from prime_hpc.trainer.batches import MicroBatch, build_rank_batch, make_micro_batch
-from prime_hpc.trainer.engine import Engine
+from prime_hpc.trainer.batching.micro_batches import MicroBatch, build_rank_batch, make_micro_batch
+from prime_hpc.trainer.batching.prefetch_to_device import MicroBatches
 from prime_hpc.trainer.lora import reset_slot, slot_parameters
-from prime_hpc.trainer.model import load_policy
+from prime_hpc.trainer.model.policy import load_policy
+from prime_hpc.trainer.ops.transfer import map_tensors, pack, unpack
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import Parallel, build_parallel
 from prime_hpc.trainer.parallel.expert import expert_modules, split_experts
 from prime_hpc.trainer.rl import rl_objective
-from prime_hpc.trainer.transfer import map_tensors, pack, unpack
+from prime_hpc.trainer.train_step import Engine
 from tests.support.host_waits import host_waits
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.inference import bootstrap
+from prime_hpc.inference import vllm_env
 from prime_hpc.inference.args import Device, build_argv, build_env
-from prime_hpc.inference.checkpoint import BadVersionError, check_version, read_signature
+from prime_hpc.inference.check_version import BadVersionError, check_version, read_signature
 from prime_hpc.store.artifact import ArtifactWriter
 
 
@@ -150,7 +150,7 @@ def test_batch_invariance_is_for_gpus() -> None:
 
 def test_the_pure_part_imports_neither_torch_nor_vllm() -> None:
     code = (
-        "import sys, prime_hpc.inference.args, prime_hpc.inference.main, prime_hpc.inference.checkpoint;"
+        "import sys, prime_hpc.inference.args, prime_hpc.inference.main, prime_hpc.inference.check_version;"
         "print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
@@ -158,19 +158,19 @@ def test_the_pure_part_imports_neither_torch_nor_vllm() -> None:
 
 def test_a_dead_servers_folder_is_removed_and_a_live_ones_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = Path("/tmp") / f"t{os.getpid()}"
-    monkeypatch.setattr(bootstrap.tempfile, "gettempdir", lambda: str(short))
+    monkeypatch.setattr(vllm_env.tempfile, "gettempdir", lambda: str(short))
     short.mkdir()
     try:
         code = f"""
 import tempfile; tempfile.tempdir = {str(short)!r}
-from prime_hpc.inference.bootstrap import make_scratch
+from prime_hpc.inference.vllm_env import make_scratch
 print(make_scratch())
 """
         dead = Path(subprocess.check_output([sys.executable, "-c", code], text=True).strip())
         assert dead.is_dir()
-        mine = bootstrap.make_scratch()
+        mine = vllm_env.make_scratch()
         assert mine.is_dir() and not dead.exists()
-        other = bootstrap.make_scratch()
+        other = vllm_env.make_scratch()
         assert mine.is_dir() and other.is_dir()
         assert len(str(mine)) + 1 + 36 < 107
     finally:
@@ -181,7 +181,7 @@ def test_forked_children_die_with_the_server_and_keep_their_signals_to_themselve
     """A signal to an engine must not look like one to the server (a forked child shares the loop's wake-up socket)."""
     code = """
 import asyncio, os, signal, sys, time
-from prime_hpc.inference.bootstrap import die_with_parent
+from prime_hpc.inference.vllm_env import die_with_parent
 
 async def run():
     heard = asyncio.Event()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_hpc.store.interval import (
+from prime_hpc.store.checkpoint.optimal_interval import (
     DAY_S,
     HOUR_S,
     Events,

@@ -18,7 +18,7 @@ from prime_hpc.client.inference import InferenceClient, InferenceError
 from prime_hpc.client.keys import find_key, key_file, own_key
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.inference.guard import KeyGuard, Visitors
-from prime_hpc.store.private import NotPrivateError, check_way, make_private_dir
+from prime_hpc.store.io.private import NotPrivateError, check_way, make_private_dir
 from prime_hpc.supervisor.main import _keys
 
 WAIT_S = 20.0

@@ -11,12 +11,12 @@ from prime_hpc import cli
 from prime_hpc.config import ConfigError, Experiment, Loaded, load_run
 from prime_hpc.launch import local
 from prime_hpc.launch.checks import check
-from prime_hpc.launch.plan import plan_text
+from prime_hpc.launch.plan.local_plan import plan_text
 from prime_hpc.launch.prepare import prepare_run
-from prime_hpc.observe.context import RESUME_STEP
+from prime_hpc.runtime.role_context import RESUME_STEP
+from prime_hpc.store.attempts import ALIVE_S, begin, read_attempts, rewrite_row
 from prime_hpc.store.layout import RunPaths
-from prime_hpc.supervisor.attempts import ALIVE_S, begin, read_attempts, rewrite_row
-from prime_hpc.supervisor.postmortem import close_lost_lives
+from prime_hpc.supervisor.attempt.crash_recovery import close_lost_lives
 from tests.support.checkpoints import make_checkpoint
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from prime_hpc.trainer import attention
-from prime_hpc.trainer.prefixes import shared_rows
+from prime_hpc.trainer.ops import attention
+from prime_hpc.trainer.ops.prefix_attention import shared_rows
 
 
 def explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **wants: Any) -> torch.Tensor:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.supervisor import ledger
-from prime_hpc.supervisor.ledger import DAY_S, bad_nodes, compact, ledger_path, read_ledger, record
+from prime_hpc.supervisor.attempt import bad_nodes as ledger
+from prime_hpc.supervisor.attempt.bad_nodes import DAY_S, bad_nodes, compact, ledger_path, read_ledger, record
 
 NOW = 1_800_000_000.0
 
@@ -56,7 +56,7 @@ def test_torn_and_foreign_lines_are_skipped(tmp_path: Path) -> None:
 def test_many_runs_append_at_once(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     code = (
-        "import sys; from pathlib import Path; from prime_hpc.supervisor.ledger import record\n"
+        "import sys; from pathlib import Path; from prime_hpc.supervisor.attempt.bad_nodes import record\n"
         "for i in range(40): assert record(Path(sys.argv[1]), f'n{sys.argv[2]}-{i}', 'cause ' * 20, 'run')"
     )
     runs = [subprocess.Popen([sys.executable, "-c", code, str(path), str(k)]) for k in range(4)]

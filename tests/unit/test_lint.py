@@ -10,8 +10,8 @@ from prime_hpc import cli
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import GENERIC
-from prime_hpc.launch.lint import CODES, is_for_slurm, lint, lint_errors
-from prime_hpc.launch.pace import pace
+from prime_hpc.launch.estimate.step_time import pace
+from prime_hpc.launch.lint.lint import CODES, is_for_slurm, lint, lint_errors
 from tests.support.lint import LLAMA_8B, SITE, findings, good, merged
 
 OPD = {"advantage": {"type": "opd"}, "teacher": {"model": "owner/teacher"}}

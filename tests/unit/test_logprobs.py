@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from prime_hpc.trainer.logprobs import token_logprobs
+from prime_hpc.trainer.ops.logprobs import token_logprobs
 
 
 def reference(

@@ -13,7 +13,7 @@ import pytest
 
 from prime_hpc import cli
 from prime_hpc.config import ConfigError
-from prime_hpc.launch.logs import Follower, Source, Watch, find_source, follow, last_lines, parse_role
+from prime_hpc.launch.monitor.logs import Follower, Source, Watch, find_source, follow, last_lines, parse_role
 
 
 def write(path: Path, text: str, mode: str = "w") -> Path:

@@ -18,15 +18,14 @@ from prime_hpc.config.sections.lora import LoraConfig, select_modules
 from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.batches import write_batch
-from prime_hpc.store.checkpoints import resolve_resume
-from prime_hpc.store.identity import model_identity, weights_fingerprint
+from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.layout import RunPaths
-from prime_hpc.trainer import shards
-from prime_hpc.trainer.batches import make_micro_batch
-from prime_hpc.trainer.checkpoint import Checkpointer
+from prime_hpc.store.model_fingerprint import model_identity, weights_fingerprint
+from prime_hpc.trainer.batching.micro_batches import make_micro_batch
+from prime_hpc.trainer.checkpointing import dcp_state
+from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.lora import (
     load_slot,
-    merge,
     reset_slot,
     slot_named_parameters,
     slot_parameters,
@@ -34,12 +33,13 @@ from prime_hpc.trainer.lora import (
     use_slot,
     without_adapter,
 )
-from prime_hpc.trainer.lora.files import adapter_identity, read_adapter
-from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.perf import FlopsModel
-from prime_hpc.trainer.publish import build_publisher
 from prime_hpc.trainer.rl import rl_objective
 from prime_hpc.trainer.sft import sft_objective
+from prime_hpc.trainer.weights import merge_lora
+from prime_hpc.trainer.weights.lora_files import adapter_identity, read_adapter
+from prime_hpc.trainer.weights.publish import build_publisher
 from tests.support.lora import fill_randomly, lora_engine, lora_policy, merged_model, objective
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
@@ -213,7 +213,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_resumes_exactly(model: Path, t
     saver = checkpointer(policy, engine, tmp_path, model, slot=1)
     saver.save(1, progress={"num_samples": 4}, batch_dir=paths.rollouts_step(1))
     info = resolve_resume(paths.checkpoints, "latest")
-    names = shards.read_metadata(info.trainer_dir).state_dict_metadata
+    names = dcp_state.read_metadata(info.trainer_dir).state_dict_metadata
     assert not [n for n in names if "hf." in n] and len([n for n in names if n.startswith("model.")]) == 2 * 14
     other = lora_policy(model)  # in another slot
     again = lora_engine(other)
@@ -335,19 +335,19 @@ def test_the_merged_model(model: Path, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     build_publisher(policy, model, paths, dtype=torch.float32, incarnation=0, model_name=str(model)).publish(1)
     adapter, output = paths.weights_step(1), tmp_path / "merged"
-    assert merge.main([str(adapter), str(model), str(output)]) == 0
+    assert merge_lora.main([str(adapter), str(model), str(output)]) == 0
     loaded = AutoModelForCausalLM.from_pretrained(output)
     expected = merged_model(model, tensors, 2.0).state_dict()
     for name, tensor in loaded.state_dict().items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
     assert (output / "tokenizer.json").exists() and not (output / "adapter_config.json").exists()
-    assert merge.main([str(adapter), str(model), str(output)]) == 2  # it exists
-    assert merge.merge(adapter, model, tmp_path / "half", torch.bfloat16) == 14
+    assert merge_lora.main([str(adapter), str(model), str(output)]) == 2  # it exists
+    assert merge_lora.merge(adapter, model, tmp_path / "half", torch.bfloat16) == 14
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
     shallow = tmp_path / "shallow"
     shutil.copytree(model, shallow)
     kept = {n: t for n, t in load_file(model / "model.safetensors").items() if "layers.1." not in n}
     save_file(kept, shallow / "model.safetensors")
     with pytest.raises(ValueError, match=r"is not this adapter's base model: it has no model\.layers\.1\."):
-        merge.merge(adapter, shallow, tmp_path / "no")
+        merge_lora.merge(adapter, shallow, tmp_path / "no")
     assert not (tmp_path / "no").exists() and not list(tmp_path.glob(".tmp-*"))

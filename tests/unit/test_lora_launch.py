@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from prime_hpc.cli.verbs import export
 from prime_hpc.config import ConfigError, Experiment, write_snapshot
 from prime_hpc.config.site import GENERIC
 from prime_hpc.inference import cpu_lora
 from prime_hpc.inference.args import build_argv
-from prime_hpc.inference.checkpoint import BadVersionError, check_adapter, check_version
-from prime_hpc.launch.estimate import adapter_params, checkpoint_gib, model_facts, trainer_gib
-from prime_hpc.launch.lint import lint
+from prime_hpc.inference.check_version import BadVersionError, check_adapter, check_version
+from prime_hpc.launch.estimate.memory import adapter_params, checkpoint_gib, model_facts, trainer_gib
+from prime_hpc.launch.lint.lint import lint
 from prime_hpc.store.artifact import ArtifactWriter
-from prime_hpc.verbs import export
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.store import lustre
 from prime_hpc.store.artifact import prepare_stage
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.io import lustre
+from prime_hpc.store.io.lustre import GIB, MIB, Ost, full_osts, lack_of_room, osts, set_stripes, stripe_count
 from prime_hpc.store.layout import RunPaths
-from prime_hpc.store.lustre import GIB, MIB, Ost, full_osts, lack_of_room, osts, set_stripes, stripe_count
 
 LFS = f"""#!{sys.executable}
 import json, os, pathlib, sys, time
@@ -121,13 +121,13 @@ def test_elsewhere_nothing_is_asked(fake: Path, tmp_path: Path, monkeypatch: pyt
 def test_a_save_that_fits_no_ost_is_refused_before_it_begins(
     fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prime_hpc.trainer.checkpoint import Checkpointer, _Save
+    from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer, _Save
 
     run = RunPaths(tmp_path / "run")
     saver = Checkpointer.__new__(Checkpointer)
     saver._world_size, saver._incarnation, saver._paths = 2, 0, run
     save = _Save(1, {}, None, tmp_path / "stage", run.checkpoint_step(1), 0.0)
-    monkeypatch.setattr("prime_hpc.trainer.checkpoint.free_bytes", lambda path: 10**15)
+    monkeypatch.setattr("prime_hpc.trainer.checkpointing.checkpointer.free_bytes", lambda path: 10**15)
     with pytest.raises(StoreError, match="do not fit the single OSTs.*choose another ckpt.path"):
         saver._open_stage(save, 6 * GIB)
     assert not run.checkpoints.exists()

@@ -1,11 +1,11 @@
-"""Whose batch is next: the promises of `trainer/multi/fairness.py`, over random sizes, arrivals and pauses."""
+"""Whose batch is next: the promises of `trainer/multi/fair_queue.py`, over random sizes, arrivals and pauses."""
 
 from collections import defaultdict
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_hpc.trainer.multi.fairness import PATIENCE, FairQueue
+from prime_hpc.trainer.multi.fair_queue import PATIENCE, FairQueue
 
 
 def run_always_ready(sizes: dict[str, list[int]], num_steps: int) -> tuple[list[str], dict[str, list[int]]]:

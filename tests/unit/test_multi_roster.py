@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment, write_snapshot
-from prime_hpc.config.children import as_child, check_child
+from prime_hpc.config.child_runs import as_child, check_child
 from prime_hpc.config.snapshot import share
 from prime_hpc.store.artifact import ArtifactWriter
-from prime_hpc.store.children import STATE, ChildState, child_name, list_children, read_state
+from prime_hpc.store.child_runs import STATE, ChildState, child_name, list_children, read_state
 from prime_hpc.store.layout import RunPaths, current_incarnation
-from prime_hpc.trainer.multi.roster import ENDED_LOOK_S, LOOK_S, SETTLE_S, Leave, Roster
+from prime_hpc.trainer.multi.run_slots import ENDED_LOOK_S, LOOK_S, SETTLE_S, Leave, Roster
 
 SHARED = share(["test"])
 

@@ -9,8 +9,7 @@ import torch
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.sections.trainer import LossConfig
-from prime_hpc.trainer.batches import MicroBatch, make_micro_batch
-from prime_hpc.trainer.logprobs import token_logprobs
+from prime_hpc.trainer.batching.micro_batches import MicroBatch, make_micro_batch
 from prime_hpc.trainer.objectives import (
     Bounds,
     Targets,
@@ -21,6 +20,7 @@ from prime_hpc.trainer.objectives import (
     sft_loss,
     target_weights,
 )
+from prime_hpc.trainer.ops.logprobs import token_logprobs
 from tests.support.tiny_model import random_rank_batch
 
 KINDS = ["aipo", "reinforce", "ppo_clip", "grpo", "dr_grpo", "gspo", "cispo", "dppo", "ipo"]

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.observe.console import Console, Tail, duration, short, sparkline
-from prime_hpc.observe.context import RoleContext, role_environment
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter, last_step, read_metrics
 from prime_hpc.observe.report import write_report
-from prime_hpc.observe.status import RoleStatus, read_status
+from prime_hpc.observe.role_status import RoleStatus, read_status
+from prime_hpc.runtime.role_context import RoleContext, role_environment
 
 
 def test_context_survives_the_environment(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_hpc.observe import job_scripts, slurm
-from prime_hpc.observe.backoff import Backoff
-from prime_hpc.observe.slurm import (
+from prime_hpc.runtime.backoff import Backoff
+from prime_hpc.slurm import client, job_scripts
+from prime_hpc.slurm.client import (
     JobInfo,
     SlurmError,
     clean_environment,
@@ -73,7 +73,7 @@ def row(**fields: object) -> str:
         "Comment": "prime-hpc:abc mine",
         **fields,
     }
-    assert list(values) == list(slurm._FIELDS)
+    assert list(values) == list(client._FIELDS)
     return "".join(f"{value}\x1f" for value in values.values())
 
 
@@ -147,7 +147,7 @@ def test_the_controller_is_not_asked_for_its_whole_table(monkeypatch: pytest.Mon
             return ""
         raise SlurmError(argv, 1, "slurm_load_jobs error: Invalid job id specified")
 
-    monkeypatch.setattr(slurm, "run_slurm", answer)
+    monkeypatch.setattr(client, "run_slurm", answer)
     monkeypatch.setattr(job_scripts, "run_slurm", lambda *_: "")
     own = ["-u", str(os.getuid())]
     assert set(jobs(["12", "20", "21"])) >= {"12", "20"} and len(jobs(["12", "20"])["20"].components) == 2
@@ -276,7 +276,7 @@ def test_the_environment_of_a_job_does_not_leak(tmp_path: Path, monkeypatch: pyt
 
 def test_a_command_that_dies_with_its_caller(tmp_path: Path) -> None:
     code = (
-        "import sys; from prime_hpc.observe.slurm import run_slurm\n"
+        "import sys; from prime_hpc.slurm.client import run_slurm\n"
         f"run_slurm(['sh', '-c', 'echo $$ > {tmp_path}/pid.tmp; mv {tmp_path}/pid.tmp {tmp_path}/pid; exec sleep 60'],"
         " dies_with_us=True)"
     )

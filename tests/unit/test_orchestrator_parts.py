@@ -9,12 +9,12 @@ import pytest
 
 from prime_hpc.config.sections.orchestrator import EvalConfig
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
-from prime_hpc.orchestrator.dispatch import Dispatcher, Job, Lane
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.evaluate import Evaluator, first_due, next_due, rewards_text, summarize
-from prime_hpc.orchestrator.failures import MIN_EPISODES, FailureWindow
-from prime_hpc.orchestrator.prompts import SourceInfo
-from prime_hpc.orchestrator.servers import ServerTable
+from prime_hpc.orchestrator.evaluation import Evaluator, first_due, next_due, rewards_text, summarize
+from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, Job, Lane
+from prime_hpc.orchestrator.rollouts.failures import MIN_EPISODES, FailureWindow
+from prime_hpc.orchestrator.rollouts.prompts import SourceInfo
+from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from tests.support.episodes import failed_result, make_result
 
 

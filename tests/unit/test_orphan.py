@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.observe.slurm import SlurmError
-from prime_hpc.supervisor import orphan, requeue
-from prime_hpc.supervisor.orphan import LOOK_S, MAX_TURNS, SETTLE_S, TURN_S, Orphan, Return, fate, give_back
+from prime_hpc.slurm import requeue
+from prime_hpc.slurm.client import SlurmError
+from prime_hpc.supervisor.attempt import lost_batch_host
+from prime_hpc.supervisor.attempt.lost_batch_host import (
+    LOOK_S,
+    MAX_TURNS,
+    SETTLE_S,
+    TURN_S,
+    Orphan,
+    Return,
+    fate,
+    give_back,
+)
 
 LINE = "JobId=7 JobState={state} Restarts={restarts} NodeList={nodes} BatchHost=n1 NumNodes=2"
 WHOLE = LINE.format(state="RUNNING", restarts=1, nodes="n[1-3]")
@@ -99,10 +109,10 @@ class Slurm:
         self.refuses = list(refuses)
         self.done: list[str] = []
         self.clock = Clock()
-        monkeypatch.setattr(orphan, "run_slurm", self.run)
-        monkeypatch.setattr(orphan, "requeue", lambda job, num_nodes: self.act(f"requeue {job} {num_nodes}"))
+        monkeypatch.setattr(lost_batch_host, "run_slurm", self.run)
+        monkeypatch.setattr(lost_batch_host, "requeue", lambda job, num_nodes: self.act(f"requeue {job} {num_nodes}"))
         monkeypatch.setattr(requeue, "run_slurm", self.told)
-        monkeypatch.setattr(orphan.time, "sleep", self.clock.sleep)
+        monkeypatch.setattr(lost_batch_host.time, "sleep", self.clock.sleep)
 
     def run(self, argv: list[str], timeout_s: float = 0) -> str:
         if argv[0] == "scancel":
@@ -133,7 +143,7 @@ class Slurm:
 
 def test_a_run_directory_that_cannot_be_read_keeps_no_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Slurm(monkeypatch).give_back(tmp_path / "gone") == ["requeue 7 3"]
-    monkeypatch.setattr(orphan, "READ_S", 0.05)
+    monkeypatch.setattr(lost_batch_host, "READ_S", 0.05)
     monkeypatch.setattr("prime_hpc.config.load_run", lambda run_dir: threading.Event().wait(), raising=False)  # hangs
     assert Slurm(monkeypatch).give_back(tmp_path) == ["requeue 7 3"]
 

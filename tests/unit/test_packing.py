@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_hpc.orchestrator.packing import fewest_micro_batches, fill, pack, pack_rows
-from prime_hpc.orchestrator.sharing import Sharing, find_sharing
+from prime_hpc.orchestrator.batching.packing import fewest_micro_batches, fill, pack, pack_rows
+from prime_hpc.orchestrator.batching.shared_prefixes import Sharing, find_sharing
 
 BUDGET = 8192
 

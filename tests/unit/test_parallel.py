@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.sections.parallel import Layout, ParallelConfig
-from prime_hpc.config.sources import load_experiment
-from prime_hpc.trainer.batches import make_micro_batch
+from prime_hpc.config.sources.load import load_experiment
+from prime_hpc.trainer.batching.micro_batches import make_micro_batch
+from prime_hpc.trainer.ops.context_parallel import own_targets, repeats
 from prime_hpc.trainer.parallel import Parallel
-from prime_hpc.trainer.parallel.context import own_targets, repeats
 from tests.support.tiny_model import random_rank_batch
 
 

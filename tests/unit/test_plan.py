@@ -10,8 +10,8 @@ import yaml
 from prime_hpc import cli
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.launch.plan import _roles, launcher, resolve_launch
-from prime_hpc.launch.plan_slurm import slurm_plan, slurm_plan_text
+from prime_hpc.launch.plan.local_plan import _roles, launcher, resolve_launch
+from prime_hpc.launch.plan.slurm_plan import slurm_plan, slurm_plan_text
 
 SITE: dict[str, Any] = {
     "name": "test",

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from prime_hpc.trainer import attention, prefixes, products
-from prime_hpc.trainer.batches import build_rank_batch, make_micro_batch
-from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.batching.micro_batches import build_rank_batch, make_micro_batch
+from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.ops import attention, cpu_matmul, prefix_attention
 from tests.unit.test_attention import ALONE
 
 
@@ -32,12 +32,12 @@ def group_batch(seed: int = 0):
 def test_rows_are_the_longest_common_prefixes_of_groups() -> None:
     ids = np.array([1, 2, 3, 4, 1, 2, 9, 1, 2, 3, 7, 7, 1, 2])
     lengths, groups = np.array([4, 3, 3, 2, 2]), np.array([5, 5, 8, 8, 5])
-    rows = prefixes.shared_rows(ids, lengths, groups)
+    rows = prefix_attention.shared_rows(ids, lengths, groups)
     assert rows is not None
     assert rows.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 8, 9, 0, 1]
     kept = ids[np.unique(rows, return_index=True)[1]]
     assert (kept[rows] == ids).all()
-    assert prefixes.shared_rows(ids, lengths, np.arange(5)) is None
+    assert prefix_attention.shared_rows(ids, lengths, np.arange(5)) is None
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
@@ -68,15 +68,15 @@ def test_sharing_changes_neither_logprobs_nor_gradients(kind: str) -> None:
 
 @pytest.mark.parametrize("faster", [False, True])
 def test_products_are_torchs(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: faster)
+    monkeypatch.setattr(cpu_matmul, "onednn_is_faster", lambda: faster)
     torch.manual_seed(0)
     x, grad = torch.randn(2, 300, 48, requires_grad=True), torch.randn(2, 300, 96)
     layer = torch.nn.Linear(48, 96)
     expected = torch.autograd.grad(layer(x), (x, layer.weight, layer.bias), grad)
-    assert products.use_products(torch.nn.Sequential(layer)) == int(faster)
+    assert cpu_matmul.use_products(torch.nn.Sequential(layer)) == int(faster)
     got = torch.autograd.grad(layer(x), (x, layer.weight, layer.bias), grad)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
     out = torch.empty(600, 96)
-    products.product_into(out, x.detach().view(600, 48), layer.weight.detach().T)
+    cpu_matmul.product_into(out, x.detach().view(600, 48), layer.weight.detach().T)
     torch.testing.assert_close(out, x.detach().view(600, 48) @ layer.weight.detach().T, rtol=1e-5, atol=1e-5)

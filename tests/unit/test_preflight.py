@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from prime_hpc.observe.gpus import stated_devices
+from prime_hpc.cli.verbs import preflight as verb
+from prime_hpc.runtime.gpus import stated_devices
 from prime_hpc.supervisor.preflight import allreduce as preflight_allreduce
 from prime_hpc.supervisor.preflight import allreduce_node
 from prime_hpc.supervisor.preflight import node as preflight_node
@@ -20,9 +21,8 @@ from prime_hpc.supervisor.preflight import rules as preflight_rules
 from prime_hpc.supervisor.preflight.allreduce import NodeFindings, _judge_network
 from prime_hpc.supervisor.preflight.allreduce_node import fastest_port
 from prime_hpc.supervisor.preflight.gpu import gpu_facts, xid_lines
+from prime_hpc.supervisor.preflight.launcher import parse_line
 from prime_hpc.supervisor.preflight.rules import SUPERVISOR, Sighting, blame_unseen, clock_bounds, lateness
-from prime_hpc.supervisor.preflight.steps import parse_line
-from prime_hpc.verbs import preflight as verb
 
 # ---- the node's own names and lines
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from prime_hpc.cli.verbs import site as verb
 from prime_hpc.config.site import parse_site
-from prime_hpc.launch import probe
-from prime_hpc.observe.slurm import SlurmError
-from prime_hpc.verbs import site as verb
+from prime_hpc.slurm import probe_site
+from prime_hpc.slurm.client import SlurmError
 
 # recorded on the dev cluster (Slurm 22.05.8) with the commands of `probe.ask_slurm`
 DATA = Path(__file__).resolve().parents[1] / "data" / "slurm"
@@ -53,7 +53,7 @@ def recorded() -> dict[str, str]:
 
 
 def test_the_dev_clusters_own_words(tmp_path: Path) -> None:
-    draft = probe.probe(asker(recorded()), lambda: ["eth0 (10.0.0.1)"])
+    draft = probe_site.probe(asker(recorded()), lambda: ["eth0 (10.0.0.1)"])
     site = draft.site
     assert site.name == site.cluster == "primehpcdev"
     assert list(site.partitions) == ["gpu", "cpu", "all", "scavenge", "scavcancel", "high"]
@@ -75,7 +75,7 @@ def test_the_dev_clusters_own_words(tmp_path: Path) -> None:
 
 
 def test_a_site_with_typed_gpus_and_other_rules() -> None:
-    draft = probe.probe(asker(LARGE), lambda: [])
+    draft = probe_site.probe(asker(LARGE), lambda: [])
     site = draft.site
     part = site.partitions["no"]
     assert (part.nodes, part.gpus_per_node, part.gpu_type, part.gpu_memory_gib) == (11, 8, "h100", 80)
@@ -97,12 +97,12 @@ def test_a_site_with_typed_gpus_and_other_rules() -> None:
 
 
 def test_closed_accounting_is_no_error() -> None:
-    draft = probe.probe(asker(LARGE, accounts=None), lambda: [])
+    draft = probe_site.probe(asker(LARGE, accounts=None), lambda: [])
     assert "accounts of this user" not in draft.text and draft.site.sacct
 
 
 def test_a_slurm_that_says_almost_nothing() -> None:
-    draft = probe.probe(asker({"config": "", "partition": "", "sinfo": ""}), lambda: [])
+    draft = probe_site.probe(asker({"config": "", "partition": "", "sinfo": ""}), lambda: [])
     assert draft.site.name == "cluster" and draft.site.partitions == {} and not draft.site.sacct
 
 
@@ -119,7 +119,7 @@ def test_a_slurm_that_says_almost_nothing() -> None:
     ],
 )
 def test_gres(text: str, expected: tuple[int, str | None]) -> None:
-    assert probe.parse_gres(text) == expected
+    assert probe_site.parse_gres(text) == expected
 
 
 def test_preemption_needs_a_stronger_partition_on_the_same_nodes() -> None:
@@ -127,9 +127,9 @@ def test_preemption_needs_a_stronger_partition_on_the_same_nodes() -> None:
     weak = {"PartitionName": "w", "Nodes": "n[1-4]", "PriorityTier": "1", "PreemptMode": "REQUEUE"}
     apart = {"PartitionName": "a", "Nodes": "n[5-8]", "PriorityTier": "9", "PreemptMode": "OFF"}
     above = {"PartitionName": "b", "Nodes": "n[4-8]", "PriorityTier": "9", "PreemptMode": "OFF"}
-    assert probe.preempt_mode(weak, [weak, apart], config) == "off"
-    assert probe.preempt_mode(weak, [weak, above], config) == "requeue"
-    assert probe.preempt_mode(weak, [weak, above], {"PreemptType": "preempt/none"}) == "off"
+    assert probe_site.preempt_mode(weak, [weak, apart], config) == "off"
+    assert probe_site.preempt_mode(weak, [weak, above], config) == "requeue"
+    assert probe_site.preempt_mode(weak, [weak, above], {"PreemptType": "preempt/none"}) == "off"
 
 
 # ---- the verb
@@ -138,9 +138,9 @@ def test_preemption_needs_a_stronger_partition_on_the_same_nodes() -> None:
 def test_probe_never_overwrites_and_writes_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probe, "run_slurm", None)
-    draft = probe.probe(asker(LARGE), lambda: [])
-    monkeypatch.setattr(probe, "probe", lambda: draft)
+    monkeypatch.setattr(probe_site, "run_slurm", None)
+    draft = probe_site.probe(asker(LARGE), lambda: [])
+    monkeypatch.setattr(probe_site, "probe", lambda: draft)
     target = tmp_path / "atlas.yaml"
     assert verb.run(["probe", "--output", str(target)], "prime-hpc site") == 0
     assert target.read_text() == draft.text and capsys.readouterr().out == ""

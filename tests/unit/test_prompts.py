@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.prompts import Prompt, PromptStream, SourceInfo, shuffled_tasks
+from prime_hpc.orchestrator.rollouts.prompts import Prompt, PromptStream, SourceInfo, shuffled_tasks
 
 SOURCES = [SourceInfo("a", 2.0, 7), SourceInfo("b", 1.0, None), SourceInfo("c", 1.0, 3)]
 

@@ -17,10 +17,10 @@ import torch.distributed.checkpoint as dcp
 
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.store.errors import ArtifactError
-from prime_hpc.supervisor.roles import trainer_spec
+from prime_hpc.supervisor.roles.spec import trainer_spec
 from prime_hpc.trainer import ranks
-from prime_hpc.trainer.session import Session, Signal
-from prime_hpc.trainer.shards import load_state, read_metadata
+from prime_hpc.trainer.checkpointing.dcp_state import load_state, read_metadata
+from prime_hpc.trainer.trainer import Session, Signal
 from tests.support.ranks import spawn
 
 RANK = """
@@ -29,7 +29,7 @@ import torch, torch.distributed as dist
 from pathlib import Path
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.trainer.main import start_process_group
-from prime_hpc.store.sockets import deafen_listeners
+from prime_hpc.store.messaging.sockets import deafen_listeners
 
 start_process_group(Experiment.model_validate({"kind": "sft", "trainer": {"backend": "gloo"}}))
 dist.barrier()

@@ -11,10 +11,10 @@ import pytest
 
 from prime_hpc.config import Experiment, load_experiment
 from prime_hpc.config.site import parse_site
-from prime_hpc.launch.estimate import engine_memory, read_model, trainer_gib
-from prime_hpc.launch.lint import lint
-from prime_hpc.launch.render import render_job
-from prime_hpc.supervisor.placement import place_slurm
+from prime_hpc.launch.estimate.memory import engine_memory, read_model, trainer_gib
+from prime_hpc.launch.lint.lint import lint
+from prime_hpc.slurm.placement import place_slurm
+from prime_hpc.slurm.script import render_job
 from tests.support.qwen3_shapes import fake_hub
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +78,7 @@ def test_a_stated_cache_counts_instead_of_the_share(
 
 def test_the_engine_comes_first_on_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from prime_hpc.supervisor.main import place
-    from prime_hpc.supervisor.start_order import one_after_another
+    from prime_hpc.supervisor.roles.start_order import one_after_another
 
     shared = recipe(ROOT / "configs" / "reasoning_gym" / "rl_0.6b.yaml", monkeypatch, tmp_path)
     specs = one_after_another(place(shared, tmp_path, {"CUDA_VISIBLE_DEVICES": "0"})[0])

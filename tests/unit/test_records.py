@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError
-from prime_hpc.launch import records
-from prime_hpc.launch.command import command_tail
-from prime_hpc.launch.records import (
+from prime_hpc.slurm import submission_record
+from prime_hpc.slurm.command import command_tail
+from prime_hpc.slurm.submission_record import (
     SUBMISSION_VARIABLE,
     check_in,
     open_record,
@@ -22,7 +22,7 @@ from prime_hpc.launch.records import (
     submitting,
     write_record,
 )
-from prime_hpc.launch.runs import job_ids
+from prime_hpc.store.run_dirs import job_ids
 
 
 def opened(run_dir: Path, token: str = "t") -> dict[str, object]:
@@ -72,7 +72,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     with submitting(run_dir):
         with pytest.raises(ConfigError, match="another submit of this run is under way"), submitting(run_dir):
             pass
-        assert (run_dir / records.LOCK).exists()
+        assert (run_dir / submission_record.LOCK).exists()
     with submitting(run_dir):
         pass
     assert list(run_dir.iterdir()) == []
@@ -85,7 +85,7 @@ def dead_pid() -> int:
 
 @pytest.mark.parametrize("kind", ["dead process", "reused pid", "another host, long ago", "empty, long ago"])
 def test_a_dead_clients_lock_is_taken_over(tmp_path: Path, kind: str) -> None:
-    lock = tmp_path / records.LOCK
+    lock = tmp_path / submission_record.LOCK
     lock.write_text(
         {
             "dead process": holder(pid=dead_pid()),
@@ -102,14 +102,14 @@ def test_a_dead_clients_lock_is_taken_over(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("is_empty", [False, True])
 def test_a_lock_that_may_be_alive_is_respected(tmp_path: Path, is_empty: bool) -> None:
-    (tmp_path / records.LOCK).write_text("" if is_empty else holder(host="elsewhere"))
+    (tmp_path / submission_record.LOCK).write_text("" if is_empty else holder(host="elsewhere"))
     with pytest.raises(ConfigError, match="under way"), submitting(tmp_path):
         pass
 
 
 def test_a_lock_that_cleaning_removed(tmp_path: Path) -> None:
     with submitting(tmp_path):
-        (tmp_path / records.LOCK).unlink()
+        (tmp_path / submission_record.LOCK).unlink()
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:

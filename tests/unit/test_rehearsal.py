@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from prime_hpc.config import ConfigError, Experiment  # noqa: E402
 from prime_hpc.config.memory_keys import advice, remedies  # noqa: E402
 from prime_hpc.config.shapes import SHAPES, shape_config  # noqa: E402
-from prime_hpc.launch.estimate import model_facts  # noqa: E402
+from prime_hpc.launch.estimate.memory import model_facts  # noqa: E402
 from prime_hpc.launch.rehearse import rehearsal_text  # noqa: E402
-from prime_hpc.trainer.memory.out_of_memory import explain, held_bytes  # noqa: E402
+from prime_hpc.trainer.out_of_memory import explain, held_bytes  # noqa: E402
 from prime_hpc.trainer.rehearsal.pretend import find_shape, flash_workspace  # noqa: E402
 from prime_hpc.trainer.rehearsal.rehearse import rehearse  # noqa: E402
 from prime_hpc.trainer.rehearsal.tracker import HOST, MemoryTracker  # noqa: E402
@@ -209,8 +209,8 @@ def test_the_report_says_whether_it_fits(tmp_path):
 
 
 def test_bad_values_and_a_machine_without_torch(tmp_path, monkeypatch):
+    from prime_hpc.cli.verbs.plan import run
     from prime_hpc.launch import rehearse as launch
-    from prime_hpc.verbs.plan import run
 
     for argv, words in (
         (["--gpu-memory-gib", "80"], "belongs to --rehearse"),

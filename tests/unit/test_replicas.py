@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from prime_hpc.supervisor.replicas import Replicas
+from prime_hpc.supervisor.roles.replicas import Replicas
 
 
 def server(*hosts: str) -> Any:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PhimoeConfig
 
-from prime_hpc.trainer import attention
-from prime_hpc.trainer.batches import build_rank_batch, make_micro_batch
-from prime_hpc.trainer.model import Policy
-from prime_hpc.trainer.rotary import pin_rotary
+from prime_hpc.trainer.batching.micro_batches import build_rank_batch, make_micro_batch
+from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.model.rotary import pin_rotary
+from prime_hpc.trainer.ops import attention
 from tests.unit.test_attention import ALONE
 
 SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 100}

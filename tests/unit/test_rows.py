@@ -11,13 +11,13 @@ import torch
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import Layout
 from prime_hpc.config.sections.trainer import LossConfig, TrainerConfig
-from prime_hpc.trainer import rows
-from prime_hpc.trainer.batches import make_micro_batch, rows_fit, with_own_rows
-from prime_hpc.trainer.engine import Engine
-from prime_hpc.trainer.model import load_policy
+from prime_hpc.trainer.batching import rows
+from prime_hpc.trainer.batching.micro_batches import make_micro_batch, rows_fit, with_own_rows
+from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.rl import rl_objective
+from prime_hpc.trainer.train_step import Engine
 from tests.proofs.prove_families import one_rank
 from tests.support.every_family import tiny_config, tiny_model
 from tests.support.tiny_model import random_rank_batch

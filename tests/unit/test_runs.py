@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError
-from prime_hpc.launch.runs import find_run, is_run, job_ids, list_runs, outputs_folder, read_json, read_rows, run_name
+from prime_hpc.store.run_dirs import (
+    find_run,
+    is_run,
+    job_ids,
+    list_runs,
+    outputs_folder,
+    read_json,
+    read_rows,
+    run_name,
+)
 
 
 def make(path: Path, job_id: str | None = None, *, attempts: list[str] | None = None, mark: str = "run.yaml") -> Path:

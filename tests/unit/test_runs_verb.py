@@ -8,7 +8,7 @@ import yaml
 
 from prime_hpc.cli import main
 from prime_hpc.config.snapshot import read_experiment
-from prime_hpc.store.children import STATE, ChildState, list_children, read_state, write_state
+from prime_hpc.store.child_runs import STATE, ChildState, list_children, read_state, write_state
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.slurm import ContainerConfig
-from prime_hpc.supervisor.containers import Container
+from prime_hpc.slurm.containers import Container
 from prime_hpc.supervisor.main import place
-from prime_hpc.supervisor.steps import StepContext
+from prime_hpc.supervisor.roles.slurm_step import StepContext
 
 TREE = {"orchestrator": {"env": [{"id": "reverse-text"}]}, "inference": {"server": {"port": 0}}}
 

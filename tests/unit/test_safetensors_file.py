@@ -8,11 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prime_hpc.store import files, ranges
 from prime_hpc.store.artifact import StoreError
-from prime_hpc.store.ranges import open_ranges
-from prime_hpc.trainer.safetensors_file import SafetensorsLayout, TensorSpec, header, host_bytes, in_file_order
-from prime_hpc.trainer.version_files import share_out
+from prime_hpc.store.io import files, shared_writer
+from prime_hpc.store.io.shared_writer import open_ranges
+from prime_hpc.trainer.weights.safetensors_layout import (
+    SafetensorsLayout,
+    TensorSpec,
+    header,
+    host_bytes,
+    in_file_order,
+)
+from prime_hpc.trainer.weights.write_plan import share_out
 
 
 def test_the_library_reads_it_back_and_the_sum_is_right(tmp_path: Path) -> None:
@@ -43,7 +49,7 @@ def test_the_library_reads_it_back_and_the_sum_is_right(tmp_path: Path) -> None:
 
 
 def test_each_changing_operation_can_be_seen_and_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "WRITE_BYTES", 1000)
+    monkeypatch.setattr(shared_writer, "WRITE_BYTES", 1000)
     seen: list[str] = []
     with files.observe_operations(lambda operation, path: seen.append(operation)), open_ranges(tmp_path / "x") as file:
         for begin in (0, 400, 800, 1100):  # what is small is told once
@@ -58,14 +64,14 @@ def test_each_changing_operation_can_be_seen_and_interrupted(tmp_path: Path, mon
 def test_short_writes_go_on_and_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, content = os.pwrite, os.urandom(3000)
     with monkeypatch.context() as patch, open_ranges(tmp_path / "x") as file:
-        patch.setattr(ranges.os, "pwrite", lambda fd, data, offset: real(fd, data[: len(data) // 2 + 1], offset))
+        patch.setattr(shared_writer.os, "pwrite", lambda fd, data, offset: real(fd, data[: len(data) // 2 + 1], offset))
         file.write_at(7, content)
     assert (tmp_path / "x").read_bytes() == bytes(7) + content
 
     def full(fd: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(ranges.os, "pwrite", full)
+    monkeypatch.setattr(shared_writer.os, "pwrite", full)
     with pytest.raises(StoreError, match="disk full"), open_ranges(tmp_path / "x") as file:
         file.write_at(0, content)
 

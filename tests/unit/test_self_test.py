@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from prime_hpc.trainer import attention
-from prime_hpc.trainer.model import Policy
-from prime_hpc.trainer.self_test import SelfTestError, self_test
+from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.model.self_test import SelfTestError, self_test
+from prime_hpc.trainer.ops import attention
 from tests.support.every_family import tiny_config, tiny_model
 from tests.unit.test_attention import ALONE
 

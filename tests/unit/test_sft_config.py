@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment, load_experiment
-from prime_hpc.config.sources import Loaded
+from prime_hpc.config.sources.load import Loaded
 from prime_hpc.launch.checks import check
-from prime_hpc.launch.plan import data_line
+from prime_hpc.launch.plan.local_plan import data_line
 
 FAKE = {"type": "fake"}
 

@@ -12,13 +12,13 @@ from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.config.sections.sbatch_options import REFUSED
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import parse_site
-from prime_hpc.observe.slurm import SlurmError, jobs
-from prime_hpc.supervisor import survive
-from prime_hpc.supervisor.allocation import Allocation
-from prime_hpc.supervisor.options import resolve
+from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.slurm.client import SlurmError, jobs
+from prime_hpc.slurm.options import resolve
+from prime_hpc.supervisor.attempt import restart_policy
 from prime_hpc.supervisor.preflight.node import node_facts
-from prime_hpc.supervisor.srun_environment import SRUN_INPUTS, for_srun
-from prime_hpc.supervisor.steps import StepContext, StepRole, StepSpec
+from prime_hpc.supervisor.roles.slurm_step import StepContext, StepRole, StepSpec
+from prime_hpc.supervisor.roles.srun_environment import SRUN_INPUTS, for_srun
 from tests.support.fake_slurm import FakeSlurm
 from tests.unit.test_placement import SITE, experiment, on_h100
 
@@ -138,7 +138,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 def test_a_requeue_keeps_the_nodes_that_were_excluded_before(fake: FakeSlurm) -> None:
     job = fake.add(state="RUNNING", num_nodes=2, shown={"ExcNodeList": "n[7-8]"})
-    assert survive.come_back(job, "requeue", 2, ["n3"])
+    assert restart_policy.come_back(job, "requeue", 2, ["n3"])
     (update,) = [call for call in fake.calls("scontrol") if call[1] == "update"]
     assert update[2:] == [f"JobId={job}", "ExcNodeList=n[3,7-8]"]
 
@@ -146,13 +146,13 @@ def test_a_requeue_keeps_the_nodes_that_were_excluded_before(fake: FakeSlurm) ->
 def test_a_node_that_the_job_must_have_is_not_excluded(fake: FakeSlurm) -> None:
     """Slurm would keep it for ever: BadConstraints."""
     job = fake.add(state="RUNNING", num_nodes=2, shown={"ReqNodeList": "n[3-4]"})
-    assert survive.come_back(job, "requeue", 2, ["n3"])
+    assert restart_policy.come_back(job, "requeue", 2, ["n3"])
     assert not [call for call in fake.calls("scontrol") if call[1] == "update"]
 
 
 def test_of_a_het_job_each_component_keeps_its_own(fake: FakeSlurm) -> None:
     job = fake.add(state="RUNNING", size=2, components={"0": {"ExcNodeList": "(null)"}, "1": {"ExcNodeList": "n5"}})
-    assert survive.come_back(job, "requeue", 0, ["n3"])
+    assert restart_policy.come_back(job, "requeue", 0, ["n3"])
     updates = [call[2:] for call in fake.calls("scontrol") if call[1] == "update"]
     assert updates == [[f"JobId={job}+0", "ExcNodeList=n3"], [f"JobId={job}+1", "ExcNodeList=n[3,5]"]]
 

@@ -14,16 +14,16 @@ import pytest
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.inference.main import _bind
-from prime_hpc.store import network, sockets
-from prime_hpc.store.doorbell import Doorbell, DoorbellHub
-from prime_hpc.store.handover import HandoverServer
-from prime_hpc.store.network import Network, Place, find_place, network_environment, own_places, past_proxies
-from prime_hpc.store.sockets import NoFreePort, PortRange
-from prime_hpc.store.wire import parse_address
-from prime_hpc.supervisor import ports
+from prime_hpc.store.messaging import network, sockets
+from prime_hpc.store.messaging.bus import Doorbell, DoorbellHub
+from prime_hpc.store.messaging.file_transfer import HandoverServer
+from prime_hpc.store.messaging.json_lines import parse_address
+from prime_hpc.store.messaging.network import Network, Place, find_place, network_environment, own_places, past_proxies
+from prime_hpc.store.messaging.sockets import NoFreePort, PortRange
 from prime_hpc.supervisor.main import place
-from prime_hpc.supervisor.role import Role
-from prime_hpc.supervisor.roles import RoleSpec
+from prime_hpc.supervisor.roles import ports
+from prime_hpc.supervisor.roles.process import Role
+from prime_hpc.supervisor.roles.spec import RoleSpec
 from tests.support.scripted_role import Health
 
 
@@ -256,8 +256,8 @@ def test_a_servers_health_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch,
 IPV6_ALONE = """
 from pathlib import Path
 from prime_hpc.store import sockets
-from prime_hpc.store.doorbell import Doorbell, DoorbellHub
-from prime_hpc.store.handover import HandoverServer
+from prime_hpc.store.messaging.bus import Doorbell, DoorbellHub
+from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.supervisor import ports
 assert sockets.loopback() == "::1", sockets.loopback()
 (port,) = ports.choose(1, 20000, sockets.ALL)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_hpc.orchestrator.groups import Group, GroupBook, max_open_groups, version_floor
-from prime_hpc.orchestrator.prompts import Prompt, PromptStream, SourceInfo
+from prime_hpc.orchestrator.rollouts.groups import Group, GroupBook, max_open_groups, version_floor
+from prime_hpc.orchestrator.rollouts.prompts import Prompt, PromptStream, SourceInfo
 from tests.support.episodes import failed_episode, make_episode
 
 

@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 from loguru import logger
 
-from prime_hpc.observe import logs, loops
-from prime_hpc.observe.awake import MAX_GAP_S, AwakeClock
+from prime_hpc.observe import logs
 from prime_hpc.observe.console import Console
-from prime_hpc.observe.context import RoleContext
-from prime_hpc.observe.slurm import SlurmError
-from prime_hpc.observe.status import RoleStatus
-from prime_hpc.supervisor import controls, survive
-from prime_hpc.supervisor.allocation import Allocation
-from prime_hpc.supervisor.pulse import PULSE_S, Pulse
-from prime_hpc.supervisor.role import Role
-from prime_hpc.supervisor.roles import RoleSpec
+from prime_hpc.observe.role_status import RoleStatus
+from prime_hpc.runtime import event_loops
+from prime_hpc.runtime.clock import MAX_GAP_S, AwakeClock
+from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.slurm.client import SlurmError
+from prime_hpc.supervisor import stop_requests
+from prime_hpc.supervisor.attempt import restart_policy
+from prime_hpc.supervisor.heartbeat import PULSE_S, Pulse
+from prime_hpc.supervisor.roles.process import Role
+from prime_hpc.supervisor.roles.spec import RoleSpec
 
 WAIT_S = 20.0
 
@@ -151,16 +153,16 @@ def test_a_roles_deadlines_wait_with_a_supervisor_that_was_held_up(tmp_path: Pat
 
 
 def test_the_time_limit_moves_with_a_suspended_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make() -> controls.Controls:
+    def make() -> stop_requests.Controls:
         job = Allocation("7", (("n1",),), "n1", 0, ends_at=time.time() + 20)
-        return controls.Controls(tmp_path, job, 60.0, lambda: 1.0)
+        return stop_requests.Controls(tmp_path, job, 60.0, lambda: 1.0)
 
     assert make().poll() is not None, "as if it were over"
-    monkeypatch.setattr(controls, "granted_until", lambda job: time.time() + 2000)
+    monkeypatch.setattr(stop_requests, "granted_until", lambda job: time.time() + 2000)
     one = make()
     one.was_stopped(600)
     assert one.poll() is None
-    monkeypatch.setattr(controls, "granted_until", lambda job: None)  # the controller does not answer
+    monkeypatch.setattr(stop_requests, "granted_until", lambda job: None)  # the controller does not answer
     one = make()
     one.was_stopped(600)
     assert one.poll() is None
@@ -191,29 +193,29 @@ def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatc
             raise answer
         return answer
 
-    monkeypatch.setattr(survive, "requeue", requeue)
+    monkeypatch.setattr(restart_policy, "requeue", requeue)
     now = Raw()
 
     def sleep(seconds: float) -> None:
         now.now += seconds
 
-    assert survive.come_back("7", "requeue", 2, clock=now, sleep=sleep)
+    assert restart_policy.come_back("7", "requeue", 2, clock=now, sleep=sleep)
     answers[:] = [SlurmError(["scontrol"], 1, "Requested operation is presently disabled"), ""]
-    assert not survive.come_back("7", "requeue", 2, clock=now, sleep=sleep)
+    assert not restart_policy.come_back("7", "requeue", 2, clock=now, sleep=sleep)
     assert len(answers) == 1, "a refusal is final"
     answers[:] = [away] * 1000
-    assert not survive.come_back("7", "requeue", 2, clock=now, sleep=sleep)
+    assert not restart_policy.come_back("7", "requeue", 2, clock=now, sleep=sleep)
 
 
 def test_an_event_loop_that_stood_still_has_no_late_timers() -> None:
     async def standing_still() -> str:
         loop = asyncio.get_running_loop()
-        began, answer = loops.loop_time(), loop.create_future()
+        began, answer = event_loops.loop_time(), loop.create_future()
         loop.call_soon_threadsafe(lambda: raw.__setattr__("skipped", 600.0))  # SIGSTOP, SIGCONT, or a file that hangs
         loop.call_later(0.2, answer.set_result, "in time")
         async with asyncio.timeout(60.0):
             words = await answer
-        assert loops.loop_time() - began < 60.0
+        assert event_loops.loop_time() - began < 60.0
         return words
 
     class Skipping:
@@ -223,6 +225,6 @@ def test_an_event_loop_that_stood_still_has_no_late_timers() -> None:
             return time.monotonic() + self.skipped
 
     raw = Skipping()
-    loop = loops.new_event_loop(raw)
+    loop = event_loops.new_event_loop(raw)
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         assert runner.run(standing_still()) == "in time"

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from prime_hpc import cli
-from prime_hpc.launch.evidence import Queue, RunStatus
-from prime_hpc.launch.figures import tail_rows
-from prime_hpc.launch.runs import list_runs
-from prime_hpc.launch.status import Ask, PatientAsk, collect, status_of
-from prime_hpc.observe.slurm import JobInfo
+from prime_hpc.launch.monitor.run_facts import Queue, RunStatus
+from prime_hpc.launch.monitor.run_progress import tail_rows
+from prime_hpc.launch.monitor.status import Ask, PatientAsk, collect, status_of
+from prime_hpc.slurm.client import JobInfo
+from prime_hpc.store.run_dirs import list_runs
 
 NOW = time.time()
 
@@ -329,8 +329,8 @@ def test_a_waiting_squeue_is_not_asked_again_at_once(monkeypatch: pytest.MonkeyP
         clock[0] += 2.0
         return Queue()
 
-    monkeypatch.setattr("prime_hpc.launch.status.ask_slurm", ask_slurm)
-    monkeypatch.setattr("prime_hpc.launch.status.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("prime_hpc.launch.monitor.status.ask_slurm", ask_slurm)
+    monkeypatch.setattr("prime_hpc.launch.monitor.status.time", SimpleNamespace(monotonic=lambda: clock[0]))
     ask = PatientAsk(every_s=1000)
     for wanted in ({"1"}, {"1"}, {"1", "2"}, {"1", "2"}):
         ask(wanted, False)

@@ -13,7 +13,7 @@ import time
 import pytest
 from safetensors.numpy import save_file
 
-from prime_hpc.store import artifact, files
+from prime_hpc.store import artifact
 from prime_hpc.store.artifact import (
     MANIFEST,
     ArtifactError,
@@ -33,7 +33,8 @@ from prime_hpc.store.artifact import (
     verify_artifact,
     wait_for_artifact,
 )
-from prime_hpc.store.files import FileEntry
+from prime_hpc.store.io import files
+from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.layout import RunPaths, claim_incarnation, current_incarnation, list_steps
 
 

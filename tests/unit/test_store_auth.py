@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from prime_hpc.store import auth
 from prime_hpc.store.artifact import MANIFEST
-from prime_hpc.store.auth import MAX_UNPROVEN, Challenge, Newcomers, StrangerError, new_secret, prove
 from prime_hpc.store.batches import write_batch
-from prime_hpc.store.doorbell import Doorbell, DoorbellHub
-from prime_hpc.store.handover import HandoverServer
 from prime_hpc.store.layout import RunPaths
-from prime_hpc.store.wire import parse_address
-from prime_hpc.supervisor import processes
+from prime_hpc.store.messaging import auth
+from prime_hpc.store.messaging.auth import MAX_UNPROVEN, Challenge, Newcomers, StrangerError, new_secret, prove
+from prime_hpc.store.messaging.bus import Doorbell, DoorbellHub
+from prime_hpc.store.messaging.file_transfer import HandoverServer
+from prime_hpc.store.messaging.json_lines import parse_address
+from prime_hpc.supervisor.roles import process_tree
 from tests.unit.test_store_batches import make_rank
 
 WAIT_S = 20.0
@@ -236,11 +236,11 @@ def test_the_manifest_is_not_handed_to_strangers(handing, hub):
 
 def test_the_descriptor_limit_is_raised():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = processes.MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, processes.MAX_DESCRIPTORS)
+    most = process_tree.MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, process_tree.MAX_DESCRIPTORS)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        assert processes.raise_descriptor_limit() == most
+        assert process_tree.raise_descriptor_limit() == most
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
-        assert processes.raise_descriptor_limit() == most
+        assert process_tree.raise_descriptor_limit() == most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

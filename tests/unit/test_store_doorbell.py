@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from prime_hpc.store import files, waiting
+from prime_hpc.store import waiting
 from prime_hpc.store.artifact import ArtifactError, ArtifactWriter, wait_for_artifact
-from prime_hpc.store.auth import prove
-from prime_hpc.store.doorbell import Doorbell, DoorbellHub
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.io import files
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.messaging.auth import prove
+from prime_hpc.store.messaging.bus import Doorbell, DoorbellHub
+from prime_hpc.store.messaging.json_lines import parse_address
 from prime_hpc.store.waiting import ArtifactWatch
-from prime_hpc.store.wire import parse_address
 
 WAIT_S = 20
 

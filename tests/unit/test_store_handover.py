@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prime_hpc.store import files, handover
 from prime_hpc.store.artifact import MANIFEST, wait_for_artifact
-from prime_hpc.store.auth import prove
 from prime_hpc.store.batches import RankBatch, read_rank_batch, read_rank_batches, write_batch
-from prime_hpc.store.doorbell import Doorbell, DoorbellHub
-from prime_hpc.store.handover import Handover, HandoverServer
+from prime_hpc.store.io import files
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.messaging import file_transfer
+from prime_hpc.store.messaging.auth import prove
+from prime_hpc.store.messaging.bus import Doorbell, DoorbellHub
+from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
 from tests.unit.test_store_batches import assert_equal, make_rank
 
 WAIT_S = 20.0
@@ -117,13 +118,13 @@ def test_a_source_that_cannot_be_reached_is_left_alone_for_a_while(pair, monkeyp
         closed = taken.getsockname()[1]
     pair.write(1, source=f"127.0.0.1:{closed}")
     tried = []
-    connect = handover._connect
+    connect = file_transfer._connect
 
     def try_to_connect(source, secret):
         tried.append(source)
         return connect(source, secret)
 
-    monkeypatch.setattr(handover, "_connect", try_to_connect)
+    monkeypatch.setattr(file_transfer, "_connect", try_to_connect)
     pair.written.root.rename(pair.seen.root)
     for _ in range(3):
         assert_equal(pair.read(1, 0), pair.ranks[0])
@@ -139,7 +140,7 @@ def test_only_what_is_on_offer_is_handed_out(pair, tmp_path):
     def ask(**request: object) -> dict:
         host, _, port = pair.reader.latest("batch")["source"].rpartition(":")
         with socket.create_connection((host, int(port)), 5) as connection:
-            prove(connection, pair.reader.secret, handover.PURPOSE)
+            prove(connection, pair.reader.secret, file_transfer.PURPOSE)
             connection.settimeout(WAIT_S)
             connection.sendall(json.dumps(request).encode() + b"\n")
             return json.loads(connection.makefile("rb").readline())
@@ -152,12 +153,12 @@ def test_only_what_is_on_offer_is_handed_out(pair, tmp_path):
 
 
 def test_old_batches_are_offered_no_more(pair):
-    for step in range(1, handover.NUM_OFFERED + 3):
+    for step in range(1, file_transfer.NUM_OFFERED + 3):
         pair.server.offer(pair.written.rollouts_step(step))
-    pair.write(handover.NUM_OFFERED + 3)
+    pair.write(file_transfer.NUM_OFFERED + 3)
     assert pair.handover.fetch(pair.seen.rollouts_step(1), 1, lambda _: ()) is None
     assert not pair.handover._avoid  # that is no reason to avoid it
-    assert pair.handover.fetch(pair.seen.rollouts_step(handover.NUM_OFFERED + 3), 1, lambda _: ()) is not None
+    assert pair.handover.fetch(pair.seen.rollouts_step(file_transfer.NUM_OFFERED + 3), 1, lambda _: ()) is not None
 
 
 def test_without_a_doorbell_the_files_are_read(tmp_path):

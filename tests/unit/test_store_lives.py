@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.store import files
 from prime_hpc.store.artifact import ArtifactWriter, FencedError, StoreError, discard, prepare_stage, verify_artifact
+from prime_hpc.store.attempts import read_attempts, rewrite_row
 from prime_hpc.store.batches import RankBatch, write_batch
-from prime_hpc.store.checkpoints import prune_checkpoints
+from prime_hpc.store.checkpoint.checkpoints import prune_checkpoints
+from prime_hpc.store.checkpoint.rollback import rewind
+from prime_hpc.store.io import files
 from prime_hpc.store.layout import (
     RunPaths,
     claim_incarnation,
@@ -20,11 +22,9 @@ from prime_hpc.store.layout import (
     list_steps,
     record_start,
 )
-from prime_hpc.store.rewind import rewind
 from prime_hpc.store.waiting import wait_for_artifact
 from prime_hpc.store.weights import newest_of_life, prune_weights
-from prime_hpc.supervisor.attempts import read_attempts, rewrite_row
-from prime_hpc.supervisor.begin import begin_attempt
+from prime_hpc.supervisor.attempt.start import begin_attempt
 from tests.support.checkpoints import make_checkpoint, make_weights
 
 

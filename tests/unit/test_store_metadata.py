@@ -1,7 +1,8 @@
 """How many metadata calls one RL step costs the shared file system, by role, at 32 trainer ranks. Upper bounds.
 
 prime_hpc/README.md names these numbers. Each role's share is played with the store's own functions in the order in
-which the role calls them (`orchestrator/loop.py`, `trainer/rl.py`, `trainer/publish.py`, `orchestrator/weights.py`).
+which the role calls them (`orchestrator/loop.py`, `trainer/rl.py`, `trainer/weights/publish.py`,
+`orchestrator/weight_sync.py`).
 """
 
 import json
@@ -11,15 +12,15 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import save_file
 
-from prime_hpc.observe.context import RoleContext
 from prime_hpc.observe.metrics import MetricsWriter
-from prime_hpc.observe.status import RoleStatus
+from prime_hpc.observe.role_status import RoleStatus
+from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.artifact import Manifest, commit_stage, hash_files, prepare_stage, wait_for_artifact
 from prime_hpc.store.batches import prune_batches, read_rank_batches, write_batch
-from prime_hpc.store.doorbell import Doorbell, DoorbellHub
-from prime_hpc.store.handover import Handover, HandoverServer
 from prime_hpc.store.layout import RunPaths, claim_incarnation
 from prime_hpc.store.leases import set_floor
+from prime_hpc.store.messaging.bus import Doorbell, DoorbellHub
+from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
 from prime_hpc.store.weights import prune_weights
 from tests.support.hostile.count import Calls, counted
 from tests.unit.test_store_batches import make_rank

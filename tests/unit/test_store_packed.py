@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from prime_hpc.config import Experiment, write_snapshot
-from prime_hpc.store import files, zstd
 from prime_hpc.store.artifact import ArtifactError, clean_stale_stages, verify_artifact
+from prime_hpc.store.batch_archive import LEFT_PLAIN, RolloutPacker, pack_batch
 from prime_hpc.store.batches import (
     find_batch,
     list_batches,
@@ -19,8 +19,8 @@ from prime_hpc.store.batches import (
     remove_batches_after,
     write_batch,
 )
+from prime_hpc.store.io import files, zstd
 from prime_hpc.store.layout import RunPaths, list_steps
-from prime_hpc.store.packed import LEFT_PLAIN, RolloutPacker, pack_batch
 from tests.support.tiny_model import random_rank_batch
 from tests.unit.test_store_batches import assert_equal, make_rank
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_packed_is_said_once_and_ends_nothing(tmp_path: Path, mon
 
 
 def test_export_reads_both_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from prime_hpc.verbs import export
+    from prime_hpc.cli.verbs import export
 
     tree = {"name": "x", "output_dir": str(tmp_path), "orchestrator": {"env": [{"id": "reverse-text"}]}}
     write_snapshot(Experiment.model_validate(tree), tmp_path / "x", ["test"])

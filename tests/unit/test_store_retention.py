@@ -8,7 +8,7 @@ import pytest
 
 from prime_hpc.store.artifact import ArtifactWriter, FencedError, StoreError, hash_files, prepare_stage
 from prime_hpc.store.batches import RankBatch, write_batch
-from prime_hpc.store.checkpoints import (
+from prime_hpc.store.checkpoint.checkpoints import (
     commit_checkpoint,
     list_checkpoints,
     resolve_resume,

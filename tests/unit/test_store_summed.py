@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from prime_hpc.store import files, summed
 from prime_hpc.store.artifact import StoreError
-from prime_hpc.store.summed import BUFFER_BYTES, open_summed
+from prime_hpc.store.io import direct_writer, files
+from prime_hpc.store.io.direct_writer import BUFFER_BYTES, open_summed
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 5, 3 * BUFFER_BYTES])
@@ -56,7 +56,7 @@ def test_a_full_disk_is_said_whoever_swallows_the_error(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(StoreError, match="disk full"):
-        patch.setattr(summed.os, "pwrite", full)
+        patch.setattr(direct_writer.os, "pwrite", full)
         with open_summed(tmp_path / "x") as file:
             torch.save(torch.zeros(BUFFER_BYTES if large else 1000), cast("IO[bytes]", file))
 
@@ -75,7 +75,7 @@ def test_a_file_system_that_accepts_the_flag_and_refuses_the_write(
         return real(fd, data[: len(data) // 2 + 1], offset)
 
     content = np.random.default_rng(0).bytes(5 * BUFFER_BYTES + 77)
-    monkeypatch.setattr(summed.os, "pwrite", moody)
+    monkeypatch.setattr(direct_writer.os, "pwrite", moody)
     with open_summed(tmp_path / "x") as file:
         file.write(content)
     monkeypatch.undo()
@@ -87,6 +87,6 @@ def test_a_refusal_for_good_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     def refuse(fd: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(summed.os, "pwrite", refuse)
+    monkeypatch.setattr(direct_writer.os, "pwrite", refuse)
     with pytest.raises(OSError, match="Invalid argument"), open_summed(tmp_path / "x") as file:
         file.write(bytes(4 * BUFFER_BYTES))

@@ -10,9 +10,9 @@ from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import Layout
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.model_files import stored_tensors
-from prime_hpc.trainer.model import load_policy
+from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.parallel import build_parallel
-from prime_hpc.trainer.publish import Publisher
+from prime_hpc.trainer.weights.publish import Publisher
 from tests.support.tiny_families import VOCAB, make_family
 
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.launch import records, slurm, submission
-from prime_hpc.launch.refusals import SlurmRefused
-from prime_hpc.launch.slurm import refuse_if_queued
+from prime_hpc.launch import submission
 from prime_hpc.launch.submission import submit, unseen_by_others, uses_slurm
+from prime_hpc.slurm import queue, submission_record
+from prime_hpc.slurm.queue import refuse_if_queued
+from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.submissions import (
     cancel,
@@ -47,7 +48,7 @@ def test_a_job_is_sent_with_all_that_belongs_to_it(
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
     assert submit(load(config)) == 0
     (job,) = fake.jobs()
-    record = records.read_record(run_dir(config))
+    record = submission_record.read_record(run_dir(config))
     assert record is not None
     assert (record["state"], record["job_id"], record["layout"]) == ("sent", job["id"], "packed")
     assert record["cluster"] == "fake" and record["successor"] is None
@@ -56,7 +57,7 @@ def test_a_job_is_sent_with_all_that_belongs_to_it(
     assert {"run.yaml", "site.yaml", "lock.json", "logs"} <= {p.name for p in run_dir(config).iterdir()}
     inside = fake.environment_of(job["id"])
     assert "SLURM_JOB_ID" not in inside and "SLURM_MEM_PER_CPU" not in inside
-    assert records.check_in(run_dir(config), {**inside, "SLURM_JOB_ID": job["id"]}) is None
+    assert submission_record.check_in(run_dir(config), {**inside, "SLURM_JOB_ID": job["id"]}) is None
     out = capsys.readouterr().out
     assert f"submitted as job {job['id']} (packed, 1 node): PENDING (Priority)" in out
     assert "prime-hpc logs -f" in out and str(run_dir(config)) in out
@@ -116,7 +117,7 @@ def test_what_sbatch_refuses_is_said_and_leaves_the_way_free(
     (problem,) = caught.value.problems
     assert caught.value.exit_code == 3 and problem.key == key and advice in problem.message
     assert words.rpartition(": ")[2].split(" (")[0] in problem.message
-    record = records.read_record(run_dir(config))
+    record = submission_record.read_record(run_dir(config))
     assert record is not None and record["state"] == "failed" and record["error"]
     fake.behave("sbatch")
     assert submit(load(config)) == 0
@@ -124,7 +125,7 @@ def test_what_sbatch_refuses_is_said_and_leaves_the_way_free(
 
 
 def test_het_refused() -> None:
-    error = slurm.refusal(slurm.SlurmError(["sbatch"], 1, "Requested operation not supported on this system"), "het")
+    error = queue.refusal(queue.SlurmError(["sbatch"], 1, "Requested operation not supported on this system"), "het")
     assert error.problems[0].key == "slurm.layout" and "packed" in error.problems[0].message
 
 
@@ -158,9 +159,9 @@ def test_without_a_configuration_auto_stays_here_where_slurm_was_not_meant(
 
 
 def shorten_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = slurm.send.__kwdefaults__
+    defaults = queue.send.__kwdefaults__
     assert defaults is not None and "timeout_s" in defaults
-    monkeypatch.setattr(slurm.send, "__kwdefaults__", {**defaults, "timeout_s": 1.0})
+    monkeypatch.setattr(queue.send, "__kwdefaults__", {**defaults, "timeout_s": 1.0})
 
 
 def test_a_hanging_sbatch_that_took_the_job(
@@ -170,7 +171,7 @@ def test_a_hanging_sbatch_that_took_the_job(
     fake.behave("sbatch", hang="after")
     assert submit(load(config)) == 0
     (job,) = fake.jobs()
-    record = records.read_record(run_dir(config))
+    record = submission_record.read_record(run_dir(config))
     assert record is not None and record["job_id"] == job["id"] and record["state"] == "sent"
     assert "answer was lost" in capsys.readouterr().err
 
@@ -184,10 +185,10 @@ def test_a_hanging_sbatch_and_a_silent_controller_leave_it_open(
     fake.behave("squeue", **down)
     with pytest.raises(SlurmRefused, match="Whether the job was queued is not known: give the same command again"):
         submit(load(config))
-    before = records.read_record(run_dir(config))
+    before = submission_record.read_record(run_dir(config))
     with pytest.raises(SlurmRefused, match="nothing was changed"):
         submit(load(config))
-    assert records.read_record(run_dir(config)) == before
+    assert submission_record.read_record(run_dir(config)) == before
     fake.behave("sbatch")
     fake.behave("squeue")
     capsys.readouterr()
@@ -201,7 +202,7 @@ def test_a_hanging_sbatch_and_a_silent_controller_leave_it_open(
 )
 def test_a_refusal_that_is_none(fake: FakeSlurm, config: Path, words: str) -> None:
     """slurmctld accepted the job, and its answer to sbatch was lost on the way."""
-    from prime_hpc.observe.slurm import SlurmError
+    from prime_hpc.slurm.client import SlurmError
 
     fake.behave("sbatch", say="")
     assert submit(load(config)) == 0  # no job id in the answer either
@@ -218,7 +219,7 @@ def test_killed_in_the_middle_of_submit(fake: FakeSlurm, config: Path, how: dict
     fake.behave("sbatch", **how)
     client = submit_in_a_process(config, fake)
     wait_for(lambda: fake.calls("sbatch") and len(fake.jobs()) >= jobs_at_kill)
-    record = records.read_record(run_dir(config))
+    record = submission_record.read_record(run_dir(config))
     assert record is not None and record["state"] == "sending" and record["job_id"] is None
     client.send_signal(signal.SIGKILL)
     client.communicate(timeout=30)
@@ -227,7 +228,7 @@ def test_killed_in_the_middle_of_submit(fake: FakeSlurm, config: Path, how: dict
     fake.behave("sbatch")
     assert submit(load(config)) == 0
     (job,) = fake.jobs()
-    record = records.read_record(run_dir(config))
+    record = submission_record.read_record(run_dir(config))
     assert record is not None and record["state"] == "sent" and record["job_id"] == job["id"]
     if jobs_at_kill:
         assert len(fake.calls("sbatch")) == 1, "the job that was there was found, none was sent"
@@ -266,10 +267,10 @@ def test_a_job_that_arrives_later_than_all_patience_does_not_run(fake: FakeSlurm
     fake.behave("sbatch")
     assert submit(load(config)) == 0
     wait_for(lambda: len(fake.jobs()) == 2)
-    record = records.read_record(run_dir(config))
+    record = submission_record.read_record(run_dir(config))
     assert record is not None
     for job in fake.jobs():
-        verdict = records.check_in(run_dir(config), {**job["environ"], "SLURM_JOB_ID": job["id"]})
+        verdict = submission_record.check_in(run_dir(config), {**job["environ"], "SLURM_JOB_ID": job["id"]})
         assert (verdict is None) == (job["id"] == record["job_id"])
         assert verdict is None or "submitted again" in verdict
 
@@ -307,7 +308,7 @@ def test_killed_at_every_write_of_submit(fake: FakeSlurm, config: Path) -> None:
         had = len(fake.jobs())
         assert submit_again(config) == 0
         (job,) = fake.jobs()
-        record = records.read_record(run_dir(config))
+        record = submission_record.read_record(run_dir(config))
         assert record is not None and (record["state"], record["job_id"]) == ("sent", job["id"])
         assert had in (0, 1)
         fake.forget(job["id"])
@@ -331,10 +332,10 @@ def test_killed_before_the_record(fake: FakeSlurm, config: Path) -> None:
     (run_dir(config) / "submit.json").unlink()
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     lock = {"host": os.uname().nodename, "pid": int(dead.stdout), "time": time.time(), "id": "x"}
-    (run_dir(config) / records.LOCK).write_text(json.dumps(lock))
+    (run_dir(config) / submission_record.LOCK).write_text(json.dumps(lock))
     fake.forget("100")
     assert submit(load(config)) == 0
-    assert len(fake.jobs()) == 1 and not (run_dir(config) / records.LOCK).exists()
+    assert len(fake.jobs()) == 1 and not (run_dir(config) / submission_record.LOCK).exists()
 
 
 def test_two_submits_at_once(fake: FakeSlurm, config: Path) -> None:

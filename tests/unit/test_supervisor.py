@@ -9,15 +9,15 @@ import psutil
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.observe.gpus import visible_gpus
+from prime_hpc.runtime.gpus import visible_gpus
+from prime_hpc.store.attempts import begin, is_held, read_attempts, write_attempt
 from prime_hpc.store.layout import RunPaths
-from prime_hpc.supervisor import ports
-from prime_hpc.supervisor.attempts import begin, is_held, read_attempts, write_attempt
-from prime_hpc.supervisor.begin import begin_attempt
+from prime_hpc.supervisor.attempt.start import begin_attempt
 from prime_hpc.supervisor.main import place
-from prime_hpc.supervisor.roles import split_gpus
-from prime_hpc.supervisor.start_order import one_after_another
-from prime_hpc.supervisor.steps import StepSpec
+from prime_hpc.supervisor.roles import ports
+from prime_hpc.supervisor.roles.slurm_step import StepSpec
+from prime_hpc.supervisor.roles.spec import split_gpus
+from prime_hpc.supervisor.roles.start_order import one_after_another
 
 
 def experiment(tmp_path: Path, **values: object) -> Experiment:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config.sections.slurm import SiteConfig, SlurmConfig, SurviveConfig
-from prime_hpc.supervisor import timelimit
-from prime_hpc.supervisor.allocation import Allocation, parse_end_time, read_allocation
-from prime_hpc.supervisor.controls import SAVE, STOP, Controls
-from prime_hpc.supervisor.inquest import JobLog, parse_termination
-from prime_hpc.supervisor.mode import resolve_mode
-from prime_hpc.supervisor.survive import decide, lives_without_progress
-from prime_hpc.supervisor.timelimit import TimeLimit
+from prime_hpc.slurm import time_limit
+from prime_hpc.slurm.allocation import Allocation, parse_end_time, read_allocation
+from prime_hpc.slurm.requeue_mode import resolve_mode
+from prime_hpc.slurm.termination import JobLog, parse_termination
+from prime_hpc.slurm.time_limit import TimeLimit
+from prime_hpc.supervisor.attempt.restart_policy import decide, lives_without_progress
+from prime_hpc.supervisor.stop_requests import SAVE, STOP, Controls
 
 JOB = (
     "JobId=15 JobName=x Priority=4294901745 JobState={state} Reason={reason} Dependency=(null) Requeue=1 "
@@ -220,8 +220,8 @@ def test_a_changed_limit_is_seen_while_the_attempt_runs(tmp_path: Path, monkeypa
         asked.set()
         return text
 
-    monkeypatch.setattr(timelimit, "run_slurm", ask)
-    monkeypatch.setattr(timelimit.TimeLimit.__init__, "__defaults__", (0.01,))
+    monkeypatch.setattr(time_limit, "run_slurm", ask)
+    monkeypatch.setattr(time_limit.TimeLimit.__init__, "__defaults__", (0.01,))
     one = controls(tmp_path, left_s=5000)
     assert one.poll() is None
     one.install()

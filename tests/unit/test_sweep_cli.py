@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sweep.dir.mkdir(parents=True)
     merge_points(sweep, resolve_points(base))
     sweep.write_points()
-    from prime_hpc.config.files import dump_yaml
+    from prime_hpc.config.sources.files import dump_yaml
 
     write_text(sweep.dir / "sweep.yaml", dump_yaml(base.stored()))
     for number, row in enumerate(sweep.rows[:4]):

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from prime_hpc.cli.verbs.sweep import run
 from prime_hpc.config import ConfigError, load_run
 from prime_hpc.config.site import read_site
-from prime_hpc.launch.refusals import SlurmRefused
 from prime_hpc.launch.sweep import queue
 from prime_hpc.launch.sweep.progress import RESUME
 from prime_hpc.launch.sweep.resolve import load_base, load_stored
 from prime_hpc.launch.sweep.state import point_run_dir, read_sweep
 from prime_hpc.launch.sweep.submit import Report, submit_sweep
-from prime_hpc.verbs.sweep import run
+from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from tests.support.fake_slurm import FakeSlurm
 
 AXES = "axes: {product: {trainer.optim.lr: [1e-5, 1e-4, 1e-3], seq_len: [32, 64]}}\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError
-from prime_hpc.launch.evidence import RunStatus
+from prime_hpc.launch.monitor.run_facts import RunStatus
 from prime_hpc.launch.sweep.plot import draw
 from prime_hpc.launch.sweep.progress import View
 from prime_hpc.launch.sweep.results import Metric, choose_metric, collect_results, over_seeds, read_series

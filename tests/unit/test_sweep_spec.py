@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.config.files import dump_yaml
+from prime_hpc.config.sources.files import dump_yaml
 from prime_hpc.launch.sweep.naming import default_pattern, point_name, value_text
 from prime_hpc.launch.sweep.resolve import Base, Point, load_base, load_stored, resolve_points
 from prime_hpc.launch.sweep.spec import is_sweep_file, read_spec
@@ -225,7 +225,7 @@ def test_stored_sweep_that_is_none(tmp_path: Path) -> None:
 
 
 def test_two_thousand_points_read_each_file_once(write, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prime_hpc.config import files
+    from prime_hpc.config.sources import files
 
     opened: list[str] = []
     parse = files._parse

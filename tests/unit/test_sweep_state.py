@@ -8,7 +8,7 @@ import pytest
 
 from prime_hpc.config import ConfigError, load_run, write_snapshot
 from prime_hpc.config.snapshot import share
-from prime_hpc.launch.evidence import Queue
+from prime_hpc.launch.monitor.run_facts import Queue
 from prime_hpc.launch.sweep.progress import View, counted, look
 from prime_hpc.launch.sweep.resolve import Point, load_base, resolve_points
 from prime_hpc.launch.sweep.state import (

@@ -13,19 +13,19 @@ from pydantic import ValidationError
 
 from prime_hpc.client.inference import InferenceClient, InferenceError, parse_scores
 from prime_hpc.config import Experiment
-from prime_hpc.config.engines import engine_roles, served_by
+from prime_hpc.config.engine_groups import engine_roles, served_by
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
 from prime_hpc.inference.args import build_argv
 from prime_hpc.launch.checks import _teacher
-from prime_hpc.observe.context import RoleContext, role_environment
 from prime_hpc.orchestrator.algorithms import Scorer
+from prime_hpc.orchestrator.algorithms.teacher import Teacher
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.groups import Group
 from prime_hpc.orchestrator.loop import Orchestrator
-from prime_hpc.orchestrator.prompts import Prompt
+from prime_hpc.orchestrator.rollouts.groups import Group
+from prime_hpc.orchestrator.rollouts.prompts import Prompt
 from prime_hpc.orchestrator.setup import server_urls, teacher_urls
-from prime_hpc.orchestrator.teacher import Teacher
+from prime_hpc.runtime.role_context import RoleContext, role_environment
 from tests.support.episodes import make_episode
 
 

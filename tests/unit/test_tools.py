@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from prime_hpc.config import load_experiment
-from prime_hpc.supervisor.roles import split_gpus
+from prime_hpc.supervisor.roles.spec import split_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 

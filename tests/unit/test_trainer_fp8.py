@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from prime_hpc.trainer.fp8 import fp8_linear, quantize_rows, use_fp8  # noqa: E402
+from prime_hpc.trainer.ops.fp8 import fp8_linear, quantize_rows, use_fp8  # noqa: E402
 
 
 def relative(found, expected):

@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule  # noqa: E402
 
 from prime_hpc.config.sections.common import ModelConfig  # noqa: E402
 from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig, TrainerConfig  # noqa: E402
-from prime_hpc.trainer.batches import redistribute  # noqa: E402
-from prime_hpc.trainer.engine import Engine  # noqa: E402
-from prime_hpc.trainer.model import Policy, load_policy  # noqa: E402
+from prime_hpc.trainer.batching.micro_batches import redistribute  # noqa: E402
+from prime_hpc.trainer.model.policy import Policy, load_policy  # noqa: E402
 from prime_hpc.trainer.optim import build_optimizer  # noqa: E402
 from prime_hpc.trainer.parallel import build_parallel  # noqa: E402
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes  # noqa: E402
 from prime_hpc.trainer.rl import rl_objective  # noqa: E402
+from prime_hpc.trainer.train_step import Engine  # noqa: E402
 from tests.support.ranks import spawn  # noqa: E402
 from tests.support.tiny_model import make_tiny_model, random_rank_batch  # noqa: E402
 
@@ -138,7 +138,7 @@ def test_small_gradients_stay_whole_by_default():
 
 def test_the_plan_counts_whole_gradients_where_they_are_kept():
     from prime_hpc.config import Experiment
-    from prime_hpc.launch.estimate import GIB, model_facts, trainer_gib, whole_gradient_bytes
+    from prime_hpc.launch.estimate.memory import GIB, model_facts, trainer_gib, whole_gradient_bytes
 
     sizes = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8}
     facts = model_facts({**sizes, "head_dim": 128, "intermediate_size": 25_600, "vocab_size": 151_936})

@@ -9,8 +9,8 @@ from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from prime_hpc.config.sections.common import ActivationCheckpointConfig  # noqa: E402
-from prime_hpc.trainer.memory.optimizer_state import keep_in_host_memory  # noqa: E402
-from prime_hpc.trainer.memory.recompute import HostCopy, kept_operators, recompute  # noqa: E402
+from prime_hpc.trainer.ops.recompute import HostCopy, kept_operators, recompute  # noqa: E402
+from prime_hpc.trainer.optim.offload import keep_in_host_memory  # noqa: E402
 
 
 class Block(nn.Module):
@@ -143,7 +143,7 @@ def test_updates_by_buckets_equal_the_update_at_once(kind):
 
 def test_the_estimate_knows_what_saves_memory():
     from prime_hpc.config import Experiment
-    from prime_hpc.launch.estimate import model_facts, trainer_gib
+    from prime_hpc.launch.estimate.memory import model_facts, trainer_gib
 
     sizes = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
     facts = model_facts({**sizes, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151_936})
@@ -169,11 +169,11 @@ def train(group, tmp_path_factory):
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.parallel import Layout
     from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
-    from prime_hpc.trainer.engine import Engine
-    from prime_hpc.trainer.model import load_policy
+    from prime_hpc.trainer.model.policy import load_policy
     from prime_hpc.trainer.optim import build_optimizer
     from prime_hpc.trainer.parallel import build_parallel
     from prime_hpc.trainer.rl import rl_objective
+    from prime_hpc.trainer.train_step import Engine
     from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
     folder = make_tiny_model(tmp_path_factory.mktemp("model"))

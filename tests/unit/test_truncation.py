@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from prime_hpc.trainer import truncation as module
-from prime_hpc.trainer.batches import make_micro_batch, select_micro_batches
-from prime_hpc.trainer.logprobs import VocabShard
-from prime_hpc.trainer.truncation import find_cut
+from prime_hpc.trainer.batching.micro_batches import make_micro_batch, select_micro_batches
+from prime_hpc.trainer.ops import truncation as module
+from prime_hpc.trainer.ops.logprobs import VocabShard
+from prime_hpc.trainer.ops.truncation import find_cut
 from tests.proofs import prove_sampling
 from tests.proofs.prove_sampling import instance, kept, ours, stated
 from tests.support.tiny_model import random_rank_batch
@@ -28,7 +28,7 @@ def test_log_probabilities_entropies_and_gradients_match_float64() -> None:
 
 def test_a_mistake_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_all = lambda logits, cut, column, own: None  # noqa: E731
-    monkeypatch.setattr("prime_hpc.trainer.logprobs.apply_cut", keep_all)
+    monkeypatch.setattr("prime_hpc.trainer.ops.logprobs.apply_cut", keep_all)
     broken = {p.subject for p in prove_sampling.prove(1) if not p.holds}
     assert broken == {p.subject for p in prove_sampling.prove(1)} - {"whole vocabulary"}
 

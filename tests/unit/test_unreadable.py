@@ -11,17 +11,19 @@ import pytest
 import torch.distributed as dist
 
 from prime_hpc.config import ConfigError
-from prime_hpc.store import files, layout, newest
+from prime_hpc.store import layout
 from prime_hpc.store.artifact import SET_ASIDE
-from prime_hpc.store.checkpoints import resolve_resume
-from prime_hpc.store.doubts import Doubts
+from prime_hpc.store.attempts import read_attempts
+from prime_hpc.store.checkpoint import newest
+from prime_hpc.store.checkpoint.checkpoints import resolve_resume
+from prime_hpc.store.checkpoint.doubts import Doubts
 from prime_hpc.store.errors import ArtifactError, InDoubt, StoreError, Unreadable
+from prime_hpc.store.io import files
+from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.layout import RunPaths, list_steps
-from prime_hpc.store.patience import Patience
-from prime_hpc.supervisor import resume
-from prime_hpc.supervisor.attempts import read_attempts
-from prime_hpc.supervisor.begin import begin_attempt
-from prime_hpc.trainer import verify
+from prime_hpc.supervisor.attempt import resume
+from prime_hpc.supervisor.attempt.start import begin_attempt
+from prime_hpc.trainer.checkpointing import verify
 from tests.faults.reads import GONE, Fault, ReadFaults
 from tests.faults.starts import (
     CHILDREN,
@@ -357,7 +359,7 @@ def test_each_rank_reads_its_own_files() -> None:
 
 
 def test_broken_and_unreadable_are_two_things(tmp_path: Path) -> None:
-    from prime_hpc.store.files import hash_bytes
+    from prime_hpc.store.io.files import hash_bytes
     from prime_hpc.store.manifest import check_file
 
     path = tmp_path / "x"

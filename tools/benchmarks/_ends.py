@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from prime_hpc.store.batches import RankBatch, read_rank_batches, write_batch
-from prime_hpc.store.doorbell import Doorbell
-from prime_hpc.store.handover import Handover, HandoverServer
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.messaging.bus import Doorbell
+from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
 from prime_hpc.store.waiting import wait_for_artifact
 
 NUM_RANKS = 2

@@ -57,13 +57,13 @@ class Bench:
         from prime_hpc.config.sections.common import CkptConfig, ModelConfig
         from prime_hpc.config.sections.trainer import TrainerConfig
         from prime_hpc.store.layout import RunPaths
-        from prime_hpc.trainer.batches import build_rank_batch
-        from prime_hpc.trainer.checkpoint import Checkpointer
-        from prime_hpc.trainer.engine import Engine
-        from prime_hpc.trainer.model import load_policy
+        from prime_hpc.trainer.batching.micro_batches import build_rank_batch
+        from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
+        from prime_hpc.trainer.model.policy import load_policy
         from prime_hpc.trainer.optim import build_optimizer
         from prime_hpc.trainer.parallel import build_parallel
         from prime_hpc.trainer.rl import rl_objective
+        from prime_hpc.trainer.train_step import Engine
 
         config = TrainerConfig.model_validate({"optim": {"lr": 1e-5}})
         device = torch.device("cpu")

@@ -25,7 +25,7 @@ from typing import Any
 
 from _ends import DEADLINE_S, NUM_RANKS, RANK_TOKENS, Case, make_rank, read, write
 
-from prime_hpc.store.doorbell import DoorbellHub
+from prime_hpc.store.messaging.bus import DoorbellHub
 from tests.support.hostile.mount import hostile_mounts, why_not
 
 NAMES_S, MISSES_S, ATTRIBUTES_S = 5.0, 30.0, 5.0

@@ -71,8 +71,8 @@ def plan_and_render(folder: Path) -> dict[str, Any]:
     """Seconds to place and render a job of `NODES` nodes, by layout, and of `prime-hpc plan` as a process."""
     from prime_hpc.config import load_experiment
     from prime_hpc.config.sections.slurm import SiteConfig
-    from prime_hpc.launch.render import render_job
-    from prime_hpc.supervisor.placement import place_slurm
+    from prime_hpc.slurm.placement import place_slurm
+    from prime_hpc.slurm.script import render_job
 
     path = folder / "large.yaml"
     path.write_text(_LARGE.replace("OUT", str(folder / "outputs")))
@@ -145,7 +145,7 @@ def status(folder: Path) -> dict[str, Any]:
 
 
 def _slurm_answers() -> bool:
-    from prime_hpc.observe.slurm import SlurmError, run_slurm
+    from prime_hpc.slurm.client import SlurmError, run_slurm
 
     try:
         run_slurm(["sinfo", "-h"])

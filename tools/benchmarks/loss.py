@@ -40,7 +40,7 @@ NUM_TARGETS_WHOLE = 2048
 
 def make_batch(num_sequences: int) -> Any:
     """Log-probabilities, advantages and ragged lengths that sum to `NUM_TOKENS` targets."""
-    from prime_hpc.trainer.batches import MicroBatch
+    from prime_hpc.trainer.batching.micro_batches import MicroBatch
     from prime_hpc.trainer.objectives import target_weights  # noqa: F401 - imported here, not inside what is timed
 
     rng = np.random.default_rng(0)
@@ -205,7 +205,7 @@ def whole_logits(hidden: Any, weight: Any, targets: Any, temperatures: Any) -> t
 def chunked(hidden: Any, weight: Any, targets: Any, temperatures: Any) -> torch.Tensor:
     """The project's, with the trainer's default chunk, with the entropy."""
     from prime_hpc.config.sections.trainer import TrainerConfig
-    from prime_hpc.trainer.logprobs import token_logprobs
+    from prime_hpc.trainer.ops.logprobs import token_logprobs
 
     chunk = TrainerConfig().logits_chunk_tokens
     return token_logprobs(hidden, weight, targets, temperatures, chunk_tokens=chunk, with_entropy=True)[0]

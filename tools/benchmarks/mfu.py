@@ -137,7 +137,7 @@ def run() -> dict[str, Any]:
 
     import torch
 
-    from prime_hpc.trainer.flash import flash_attn_2
+    from prime_hpc.trainer.ops.flash import flash_attn_2
 
     on_gpu = torch.cuda.is_available()
     only = os.environ.get("PRIME_HPC_BENCH_ONLY")

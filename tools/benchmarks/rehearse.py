@@ -106,7 +106,7 @@ def measured(case: dict[str, Any], models: Path, rank: int, store: str) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     from prime_hpc.trainer.rehearsal.rehearse import MICRO_BATCHES, full_batch, objective_of
-    from prime_hpc.trainer.session import build_engine, load_base
+    from prime_hpc.trainer.trainer import build_engine, load_base
 
     experiment = experiment_of(case, models)
     dist.init_process_group("gloo", store=dist.FileStore(store, case["ranks"]), rank=rank, world_size=case["ranks"])

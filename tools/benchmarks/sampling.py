@@ -48,7 +48,7 @@ def trainer_policy(model: Path, dtype: str) -> Iterator[Any]:
 
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.parallel import Layout
-    from prime_hpc.trainer.model import load_policy
+    from prime_hpc.trainer.model.policy import load_policy
     from prime_hpc.trainer.parallel import build_parallel
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -88,8 +88,8 @@ def compare(policy: Any, samples: Sequence[Any], sampling: Any) -> dict[str, flo
     import numpy as np
     import torch
 
-    from prime_hpc.orchestrator.assemble import TrainSample, build_ranks
-    from prime_hpc.trainer.batches import make_micro_batch
+    from prime_hpc.orchestrator.batching.batch_builder import TrainSample, build_ranks
+    from prime_hpc.trainer.batching.micro_batches import make_micro_batch
 
     zeros = [np.zeros(s.num_tokens, np.float32) for s in samples]
     trained = [TrainSample(s, zero, 0.0, i, i, 0) for i, (s, zero) in enumerate(zip(samples, zeros, strict=True))]

@@ -65,7 +65,7 @@ def ragged_lengths(rng: np.random.Generator) -> list[list[int]]:
 
 def build_batch(rows: list[list[int]], rng: np.random.Generator) -> Any:
     """A rank batch of random tokens, all trained."""
-    from prime_hpc.trainer.batches import build_rank_batch
+    from prime_hpc.trainer.batching.micro_batches import build_rank_batch
 
     lengths = [n for row in rows for n in row]
     ids = [rng.integers(0, VOCAB, n, dtype=np.int32) for n in lengths]
@@ -130,14 +130,14 @@ def our_step(folder: Path, batch: Any, kind: str = "rl") -> Callable[[], float]:
     """This project's train step of either kind; returns its mean negative log-likelihood."""
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.trainer import TrainerConfig
-    from prime_hpc.trainer.engine import Engine
-    from prime_hpc.trainer.model import load_policy
+    from prime_hpc.trainer.model.policy import load_policy
     from prime_hpc.trainer.objectives import LossStats
     from prime_hpc.trainer.optim import build_optimizer
     from prime_hpc.trainer.parallel import build_parallel
     from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
     from prime_hpc.trainer.rl import rl_objective
     from prime_hpc.trainer.sft import sft_objective
+    from prime_hpc.trainer.train_step import Engine
 
     device = torch.device("cpu")
     config = TrainerConfig.model_validate({"optim": {"lr": LEARNING_RATE}})
@@ -222,7 +222,7 @@ def ragged_samples(rng: np.random.Generator) -> Samples:
 
 def our_batch(samples: Samples, kind: str) -> Any:
     """The samples as this project packs them; SFT trains every token, RL the completions."""
-    from prime_hpc.trainer.batches import build_rank_batch, pack_samples
+    from prime_hpc.trainer.batching.micro_batches import build_rank_batch, pack_samples
 
     ids = [np.array(row, np.int32) for row in samples.token_ids]
     first = [0 if kind == "sft" else n for n in samples.prompt_lengths]

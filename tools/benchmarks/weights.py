@@ -72,11 +72,11 @@ def publish_on_request(rank: int, model: Path, root: Path, pipe: Connection) -> 
 
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.parallel import Layout
-    from prime_hpc.observe.heap import settle_heap
+    from prime_hpc.runtime.process_memory import settle_heap
     from prime_hpc.store.layout import RunPaths
-    from prime_hpc.trainer.model import load_policy
+    from prime_hpc.trainer.model.policy import load_policy
     from prime_hpc.trainer.parallel import build_parallel
-    from prime_hpc.trainer.publish import Publisher
+    from prime_hpc.trainer.weights.publish import Publisher
 
     store = dist.FileStore(str(root / "rendezvous"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
@@ -219,7 +219,7 @@ async def measure(
     import numpy as np
 
     from prime_hpc.client.inference import InferenceClient
-    from prime_hpc.observe.heap import settle_heap
+    from prime_hpc.runtime.process_memory import settle_heap
     from prime_hpc.store.layout import RunPaths
     from prime_hpc.store.manifest import read_manifest
     from prime_hpc.store.weights import prune_weights

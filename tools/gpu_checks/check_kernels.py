@@ -15,7 +15,7 @@ def kernels(setting: Setting) -> Outcome:
     """Every kernel that is installed: grouped heads, a sliding window, shared prefixes."""
     import torch
 
-    from prime_hpc.trainer import attention
+    from prime_hpc.trainer.ops import attention
 
     dtype = torch.bfloat16
     available: dict[str, Any] = {"padded": attention.padded_attention}
@@ -45,8 +45,8 @@ def _cuda_kernels() -> dict[str, Any]:
     """Those that the trainer could choose here, by name."""
     from torch.nn.attention import restore_flash_attention_impl
 
-    from prime_hpc.trainer import attention
-    from prime_hpc.trainer.flash import activate_flash_attn_3, flash_attn_2
+    from prime_hpc.trainer.ops import attention
+    from prime_hpc.trainer.ops.flash import activate_flash_attn_3, flash_attn_2
 
     def version_2(*arguments: Any) -> Any:
         restore_flash_attention_impl(_raise_warn=False)
@@ -69,8 +69,8 @@ def _run(kernel: Any, device: str, dtype: Any, heads: int, kv_heads: int, window
     import numpy as np
     import torch
 
-    from prime_hpc.trainer import attention
-    from prime_hpc.trainer.prefixes import shared_rows
+    from prime_hpc.trainer.ops import attention
+    from prime_hpc.trainer.ops.prefix_attention import shared_rows
 
     rows = None
     lengths = np.array(LENGTHS)

@@ -5,7 +5,7 @@ from typing import Any
 
 from _setting import Outcome, Setting, passed
 
-from prime_hpc.observe.gpus import build_problem, driver_problem, driver_version, visible_gpus
+from prime_hpc.runtime.gpus import build_problem, driver_problem, driver_version, visible_gpus
 
 
 def usable_gpus() -> int:

@@ -125,8 +125,8 @@ def combinations(setting: Setting) -> Outcome:
 def _steps(tree: dict[str, Any], scratch: Path, num_steps: int) -> dict[str, Any]:
     """Loss and gradient norm of each step on this process alone."""
     from prime_hpc.config import Experiment
-    from prime_hpc.trainer.fake import fake_source
-    from prime_hpc.trainer.replay.again import objective_of, opened
+    from prime_hpc.trainer.data.fake import fake_source
+    from prime_hpc.trainer.replay.replay import objective_of, opened
 
     experiment = Experiment.model_validate(tree)
     with opened(experiment, scratch) as session:
@@ -154,8 +154,8 @@ def syncs(setting: Setting) -> Outcome:
     from torch.profiler import ProfilerActivity, profile
 
     from prime_hpc.config import Experiment
-    from prime_hpc.trainer.batches import fake_batch
-    from prime_hpc.trainer.replay.again import objective_of, opened
+    from prime_hpc.trainer.batching.micro_batches import fake_batch
+    from prime_hpc.trainer.replay.replay import objective_of, opened
 
     tree = tree_of(setting, "syncs", small_model(setting), share_prefixes=False)
     experiment = Experiment.model_validate(tree)

@@ -1,6 +1,6 @@
 """A package with `load_environment` as a verifiers v1 taskset, and the harness that plays its rollouts.
 
-`prime_hpc.envs.resolve` names the package in `LegacyConfig.module`. The harness runs the older interface's rollout:
+`prime_hpc.envs.env_config` names the package in `LegacyConfig.module`. The harness runs the older interface's rollout:
 state, the conversation so far, a reply, the environment's answer, until a stop condition holds. The task scores the
 finished state with the rubric: each function of a weight is a reward, of weight 0 a metric.
 """
@@ -75,7 +75,7 @@ def _free(name: str, taken: Iterable[str]) -> str:
 
 
 class LegacyConfig(vf.TasksetConfig):
-    """Made by `prime_hpc.envs.resolve`."""
+    """Made by `prime_hpc.envs.env_config`."""
 
     module: str = ""
     """Module with `load_environment`."""

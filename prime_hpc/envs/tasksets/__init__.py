@@ -1,1 +1,1 @@
-"""The tasksets that prime-hpc ships, in verifiers' v1 form; `prime_hpc.envs.resolve.BUNDLED` names them."""
+"""The tasksets that prime-hpc ships, in verifiers' v1 form; `prime_hpc.envs.env_config.BUNDLED` names them."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import verifiers.v1 as vf
 
-from prime_hpc.envs.box import lazy_box
+from prime_hpc.envs.lazy_runtime import lazy_box
 from prime_hpc.envs.tasksets.splitting import split_of
 
 __all__ = ["GuessNumberEnv", "GuessNumberTaskset"]

@@ -6,11 +6,11 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.config.files import SUFFIXES
-from prime_hpc.launch.runs import outputs_folder
+from prime_hpc.config.sources.files import SUFFIXES
 from prime_hpc.launch.sweep.resolve import load_base
 from prime_hpc.launch.sweep.spec import is_sweep_file
 from prime_hpc.launch.sweep.state import POINTS, SWEEP_YAML
+from prime_hpc.store.run_dirs import outputs_folder
 
 
 def is_sweep(path: Path) -> bool:

@@ -62,7 +62,7 @@ def refuse_bad(sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, touch: bo
     Returns:
         the good ones, and lint's warnings about them, each once.
     """
-    from prime_hpc.launch.lint import lint
+    from prime_hpc.launch.lint.lint import lint
 
     good: list[Job] = []
     warnings: Counter[str] = Counter()

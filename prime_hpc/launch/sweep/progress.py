@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.errors import Problem
-from prime_hpc.launch.evidence import UNDER_WAY, Queue, RunStatus
-from prime_hpc.launch.refusals import SlurmRefused
-from prime_hpc.launch.status import Ask, ask_slurm, collect
+from prime_hpc.launch.monitor.run_facts import UNDER_WAY, Queue, RunStatus
+from prime_hpc.launch.monitor.status import Ask, ask_slurm, collect
 from prime_hpc.launch.sweep.state import PointRow, SubmitRow, Sweep
+from prime_hpc.slurm.sbatch_errors import SlurmRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -17,18 +17,18 @@ from prime_hpc.config import Experiment, Problem
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import cluster_name, has_accounting
-from prime_hpc.launch.command import interpreter
-from prime_hpc.launch.executors import PackedSlurmExecutor
 from prime_hpc.launch.job import local_job
-from prime_hpc.launch.records import open_record, read_record, submission_environment, write_record
-from prime_hpc.launch.refusals import SlurmRefused, refusal
-from prime_hpc.launch.render import ArrayPart, escape_pattern, index_ranges, render_job, survive_how
-from prime_hpc.launch.slurm import ASK_TIMEOUT_S, SETTLE_S, send
 from prime_hpc.launch.sweep.prepare import Job
 from prime_hpc.launch.sweep.progress import View
 from prime_hpc.launch.sweep.state import SubmitRow, Sweep, log_name, new_submit, write_text
-from prime_hpc.observe.slurm import SCRIPT, JobInfo, SlurmError, find_by_token, find_in_history, run_slurm
-from prime_hpc.supervisor.placement import Placement, place_slurm
+from prime_hpc.slurm.client import SCRIPT, JobInfo, SlurmError, find_by_token, find_in_history, run_slurm
+from prime_hpc.slurm.command import interpreter
+from prime_hpc.slurm.executors import PackedSlurmExecutor
+from prime_hpc.slurm.placement import Placement, place_slurm
+from prime_hpc.slurm.queue import ASK_TIMEOUT_S, SETTLE_S, send
+from prime_hpc.slurm.sbatch_errors import SlurmRefused, refusal
+from prime_hpc.slurm.script import ArrayPart, escape_pattern, index_ranges, render_job, survive_how
+from prime_hpc.slurm.submission_record import open_record, read_record, submission_environment, write_record
 
 MAX_ARRAY = 1000
 """Tasks of an array where Slurm's MaxArraySize is not known (its default is 1001)."""

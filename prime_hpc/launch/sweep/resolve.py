@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.errors import ConfigError, Origin, Problem
-from prime_hpc.config.files import Document, parse_yaml, read_documents
-from prime_hpc.config.flags import Entry, FileRef, parse_flags
 from prime_hpc.config.secret import taken_out
 from prime_hpc.config.sections.names import directory_name
-from prime_hpc.config.sources import Loaded, environment_entries, file_entries
-from prime_hpc.config.variants import Variants
+from prime_hpc.config.sources.files import Document, parse_yaml, read_documents
+from prime_hpc.config.sources.flags import Entry, FileRef, parse_flags
+from prime_hpc.config.sources.load import Loaded, environment_entries, file_entries
+from prime_hpc.config.sources.variants import Variants
 from prime_hpc.launch.sweep.naming import check_pattern, default_pattern, point_name
 from prime_hpc.launch.sweep.spec import Spec, full_key, make_spec, read_spec, refuse_flags_of_axes
 

@@ -20,13 +20,13 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
-from prime_hpc.config.files import Document, read_documents
-from prime_hpc.config.flags import ALIASES, Entry
 from prime_hpc.config.schema import locate
 from prime_hpc.config.secret import taken_out
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.names import directory_name
-from prime_hpc.config.sources import unknown_key
+from prime_hpc.config.sources.files import Document, read_documents
+from prime_hpc.config.sources.flags import ALIASES, Entry
+from prime_hpc.config.sources.load import unknown_key
 
 MAX_POINTS = 100_000
 _OURS = ("name", "output_dir", "clean", "ckpt.resume_step", "kind")

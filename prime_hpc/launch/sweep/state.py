@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.launch.records import SUBMISSION_VARIABLE, new_token
+from prime_hpc.slurm.submission_record import SUBMISSION_VARIABLE, new_token
 
 if TYPE_CHECKING:
     from prime_hpc.launch.sweep.resolve import Point

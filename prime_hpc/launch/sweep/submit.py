@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prime_hpc.config.errors import ConfigError, Problem
-from prime_hpc.config.files import dump_yaml
 from prime_hpc.config.secret import OF_SITE, write_secrets
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import load_site, other_cluster
-from prime_hpc.launch.records import submitting
-from prime_hpc.launch.refusals import SlurmRefused
+from prime_hpc.config.sources.files import dump_yaml
 from prime_hpc.launch.submission import unseen_by_others, uses_slurm
-from prime_hpc.launch.sweep.here import run_here
+from prime_hpc.launch.sweep.local_points import run_here
 from prime_hpc.launch.sweep.prepare import Job, jobs_of, refuse_bad, write_run_dirs
 from prime_hpc.launch.sweep.progress import RERUN, View, ask_strictly, look
 from prime_hpc.launch.sweep.queue import plan_parts, send_parts, settle
 from prime_hpc.launch.sweep.resolve import Base, Point, resolve_points
 from prime_hpc.launch.sweep.state import POINTS, SWEEP_YAML, PointRow, Sweep, merge_points, read_sweep, write_text
+from prime_hpc.slurm.sbatch_errors import SlurmRefused
+from prime_hpc.slurm.submission_record import submitting
 
 OK, BAD_POINTS, SLURM_REFUSED = 0, 1, SlurmRefused.exit_code
 

@@ -25,7 +25,7 @@ from prime_hpc.orchestrator.algorithms import (
     rae,
     reinforce,
     rloo,
-    sft,
+    sft_distill,
 )
 from prime_hpc.orchestrator.algorithms.base import Algorithm, RewardGroup, centered, get_algorithm, register
 from prime_hpc.orchestrator.algorithms.scorer import Scorer, Scores
@@ -47,5 +47,5 @@ __all__ = [
     "register",
     "reinforce",
     "rloo",
-    "sft",
+    "sft_distill",
 ]

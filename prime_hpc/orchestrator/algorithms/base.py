@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.import_path import import_own
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.names import is_import_path
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
-from prime_hpc.orchestrator.episodes import Episode
-from prime_hpc.orchestrator.own import import_own
+from prime_hpc.orchestrator.rollouts.episodes import Episode
 
 FloatArray = NDArray[np.float64]
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from prime_hpc.config.sections.orchestrator import LengthPenaltyConfig, RepetitionPenaltyConfig, SoftOverlongConfig
 from prime_hpc.orchestrator.algorithms.base import FloatArray
-from prime_hpc.orchestrator.episodes import Episode
+from prime_hpc.orchestrator.rollouts.episodes import Episode
 
 
 def length_penalty(config: LengthPenaltyConfig, rewards: FloatArray, episodes: Sequence[Episode]) -> FloatArray:

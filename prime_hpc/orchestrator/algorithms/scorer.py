@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
 from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, get_algorithm
 from prime_hpc.orchestrator.algorithms.penalties import length_penalty, repetition_penalty, soft_overlong_penalty
-from prime_hpc.orchestrator.episodes import Episode
 from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.rollouts.episodes import Episode
 
 Tokens = list[list[NDArray[np.float32]]]
 References = Sequence[Sequence[NDArray[np.float32]]]

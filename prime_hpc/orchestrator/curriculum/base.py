@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_hpc.config.errors import ConfigError, Problem
-from prime_hpc.orchestrator.episodes import Episode
-from prime_hpc.orchestrator.groups import Group
-from prime_hpc.orchestrator.prompts import Draw
+from prime_hpc.orchestrator.rollouts.episodes import Episode
+from prime_hpc.orchestrator.rollouts.groups import Group
+from prime_hpc.orchestrator.rollouts.prompts import Draw
 
 
 @dataclass(frozen=True)

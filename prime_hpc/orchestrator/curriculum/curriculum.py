@@ -15,8 +15,8 @@ from prime_hpc.orchestrator.curriculum.base import CompletedGroup, load_state, s
 from prime_hpc.orchestrator.curriculum.gates import make_gate
 from prime_hpc.orchestrator.curriculum.samplers import make_sampler
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.groups import Group
-from prime_hpc.orchestrator.prompts import Draw
+from prime_hpc.orchestrator.rollouts.groups import Group
+from prime_hpc.orchestrator.rollouts.prompts import Draw
 
 _KEY = "orchestrator.curriculum"
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from prime_hpc.config.import_path import import_own
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.curriculum import GateConfig
 from prime_hpc.orchestrator.algorithms.base import RewardGroup, centered, has_roles, score_by_role
 from prime_hpc.orchestrator.curriculum.base import CompletedGroup, Gate, make_own
-from prime_hpc.orchestrator.own import import_own
 
 
 class RewardRange:

@@ -6,11 +6,11 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.config.import_path import import_own
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.curriculum import SamplerConfig
 from prime_hpc.orchestrator.curriculum.base import CompletedGroup, TaskSampler, make_own
-from prime_hpc.orchestrator.own import import_own
-from prime_hpc.orchestrator.prompts import Draw
+from prime_hpc.orchestrator.rollouts.prompts import Draw
 
 MAX_SKIPS = 1000
 """Tasks passed over for one draw at most; the next one is taken whatever its pool is."""

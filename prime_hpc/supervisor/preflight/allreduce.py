@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.store import files
+from prime_hpc.store.io import files
 from prime_hpc.supervisor.preflight.allreduce_node import BEAT_S, PHASES, PROGRESS
+from prime_hpc.supervisor.preflight.launcher import RunStep, Steps
 from prime_hpc.supervisor.preflight.node import read_json
 from prime_hpc.supervisor.preflight.plan import HostCheck, PreflightPlan
 from prime_hpc.supervisor.preflight.rules import stuck
-from prime_hpc.supervisor.preflight.steps import RunStep, Steps
 
 LEAST_S = 5.0
 """With less time left it is not begun."""

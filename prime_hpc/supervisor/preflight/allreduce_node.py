@@ -24,12 +24,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from prime_hpc.observe.device import Device, require_gpus
-from prime_hpc.observe.gpus import visible_gpus
-from prime_hpc.store import files, sockets
-from prime_hpc.store.network import Network, Place, of_collectives, own_places
-from prime_hpc.supervisor import ports
+from prime_hpc.runtime.device import Device, require_gpus
+from prime_hpc.runtime.gpus import visible_gpus
+from prime_hpc.store.io import files
+from prime_hpc.store.messaging import sockets
+from prime_hpc.store.messaging.network import Network, Place, of_collectives, own_places
 from prime_hpc.supervisor.preflight.node import own_names, pick_host, say, wait_for_json
+from prime_hpc.supervisor.roles import ports
 
 if TYPE_CHECKING:
     import torch

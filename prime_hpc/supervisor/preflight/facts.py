@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.store import files, sockets
+from prime_hpc.store.io import files
+from prime_hpc.store.messaging import sockets
 from prime_hpc.supervisor.preflight import rules
+from prime_hpc.supervisor.preflight.launcher import Message, RunStep, Step, Steps
 from prime_hpc.supervisor.preflight.node import FACTS, LOST, RESULT, own_names, pick_host, read_json
 from prime_hpc.supervisor.preflight.plan import HostCheck, NodeVerdict, PreflightPlan, merged
 from prime_hpc.supervisor.preflight.rules import SUPERVISOR, Sighting
-from prime_hpc.supervisor.preflight.steps import Message, RunStep, Step, Steps
 
 TICK_S = 0.1
 SETTLE_S = 2.0

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from prime_hpc.observe.gpus import SMI_TIMEOUT_S, Runner, num_device_files, run_command, stated_devices, visible_gpus
+from prime_hpc.runtime.gpus import SMI_TIMEOUT_S, Runner, num_device_files, run_command, stated_devices, visible_gpus
 
 DMESG_TIMEOUT_S = 5.0
 XID_WINDOW_S = 3600.0

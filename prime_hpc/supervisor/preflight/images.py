@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from prime_hpc.supervisor.preflight.launcher import RunStep, Steps
 from prime_hpc.supervisor.preflight.plan import HostCheck, NodeVerdict, Report
-from prime_hpc.supervisor.preflight.steps import RunStep, Steps
 
 TICK_S = 0.2
 _MODULE = "prime_hpc.supervisor.preflight.image"

@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.observe.gpus import driver_problem, driver_version, torch_build
-from prime_hpc.store import disk, files, lustre
+from prime_hpc.runtime.gpus import driver_problem, driver_version, torch_build
 from prime_hpc.store.errors import StoreError
-from prime_hpc.supervisor.ports import is_free
+from prime_hpc.store.io import disk, files, lustre
 from prime_hpc.supervisor.preflight.gpu import USED_SHARE, gpu_facts
 from prime_hpc.supervisor.preflight.rules import peers_of
+from prime_hpc.supervisor.roles.ports import is_free
 
 MARK = "PREFLIGHT "
 """Begins every line for the supervisor; a launcher may put a label before it."""

@@ -15,12 +15,12 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.store import files
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.io import files
 from prime_hpc.supervisor.preflight.allreduce import check_allreduce
 from prime_hpc.supervisor.preflight.facts import FactsRound
+from prime_hpc.supervisor.preflight.launcher import RunStep
 from prime_hpc.supervisor.preflight.plan import HostCheck, NodeVerdict, PreflightPlan, Report, merged, summary
-from prime_hpc.supervisor.preflight.steps import RunStep
 
 __all__ = ["HostCheck", "NodeVerdict", "PreflightPlan", "Report", "RunStep", "run_preflight", "summary"]
 

@@ -17,7 +17,7 @@ from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.store.batches import RankBatch
 from prime_hpc.store.datafiles import find_data
-from prime_hpc.trainer.batches import fake_batch
+from prime_hpc.trainer.batching.micro_batches import fake_batch
 from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.prefetch import Prefetcher
@@ -27,7 +27,7 @@ from prime_hpc.trainer.data.stream import BatchShape, Order, Position, SampleStr
 from prime_hpc.trainer.data.workers import Recipe, RowProcesses, RowReader
 
 if TYPE_CHECKING:
-    from prime_hpc.trainer.session import Session
+    from prime_hpc.trainer.trainer import Session
 
 Progress = dict[str, int]
 _COUNTS = ("rows", "overlong", "truncated", "untrained", "bad")

@@ -9,7 +9,7 @@ import threading
 
 from loguru import logger
 
-from prime_hpc.observe.awake import AwakeClock
+from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.stream import Batch, SampleStream
 from prime_hpc.trainer.threads import rank_thread

@@ -25,9 +25,9 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
-from prime_hpc.store import files
 from prime_hpc.store.datafiles import SAVED_BY_DATASETS, DataFiles, has_columns, is_packed, missing_columns
-from prime_hpc.store.disk import disk_errors
+from prime_hpc.store.io import files
+from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.trainer.data.messages import SFTDataError
 
 _BLOCK = 16 * 2**20

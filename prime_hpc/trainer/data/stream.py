@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_hpc.store.batches import RankBatch
-from prime_hpc.trainer.batches import build_rank_batch, pack_samples
+from prime_hpc.trainer.batching.micro_batches import build_rank_batch, pack_samples
 from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.samples import RowCounts, RowResult, SFTSample

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from prime_hpc.config.sections.lora import LoraConfig, select_modules
-from prime_hpc.trainer import products
+from prime_hpc.trainer.ops import cpu_matmul
 
 
 class LoraLinear(nn.Linear):
@@ -29,11 +29,11 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`[..., in]` -> `[..., out]`, in the input's dtype; A x is scaled, which is the smallest of the products."""
-        output = products.linear(input, self.weight, self.bias)
+        output = cpu_matmul.linear(input, self.weight, self.bias)
         if self.lora_a is None or self.lora_b is None:
             return output
-        low = products.linear(input, self.lora_a.to(input.dtype)) * self.lora_scale
-        return output + products.linear(low, self.lora_b.to(input.dtype))
+        low = cpu_matmul.linear(input, self.lora_a.to(input.dtype)) * self.lora_scale
+        return output + cpu_matmul.linear(low, self.lora_b.to(input.dtype))
 
 
 def add_lora(hf: Any, config: LoraConfig, dtype: torch.dtype) -> list[str]:

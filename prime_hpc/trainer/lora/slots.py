@@ -26,7 +26,7 @@ from prime_hpc.config.sections.lora import LoraConfig
 from prime_hpc.trainer.lora.linear import LoraLinear
 
 if TYPE_CHECKING:
-    from prime_hpc.trainer.model import Policy
+    from prime_hpc.trainer.model.policy import Policy
 
 PREFIX = "base_model.model."
 """Of a tensor's name in PEFT's format, before the module's."""

@@ -17,21 +17,21 @@ import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.config import Experiment
-from prime_hpc.observe.context import RoleContext
-from prime_hpc.observe.heap import settle_heap
 from prime_hpc.observe.metrics import MetricsWriter, last_step
-from prime_hpc.store.children import ChildState, write_state
-from prime_hpc.store.doorbell import Doorbell
+from prime_hpc.runtime.process_memory import settle_heap
+from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.store.child_runs import ChildState, write_state
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.messaging.bus import Doorbell
 from prime_hpc.store.waiting import ArtifactWatch
-from prime_hpc.trainer.engine import StepRefused
-from prime_hpc.trainer.multi.admit import Admission
-from prime_hpc.trainer.multi.child import Child, begin_child
-from prime_hpc.trainer.multi.fairness import FairQueue
-from prime_hpc.trainer.multi.roster import Leave, Roster
-from prime_hpc.trainer.multi.together import RunFailed
-from prime_hpc.trainer.session import Status, load_base
+from prime_hpc.trainer.multi.admission import Admission
+from prime_hpc.trainer.multi.child_run import Child, begin_child
+from prime_hpc.trainer.multi.collective_call import RunFailed
+from prime_hpc.trainer.multi.fair_queue import FairQueue
+from prime_hpc.trainer.multi.run_slots import Leave, Roster
+from prime_hpc.trainer.train_step import StepRefused
+from prime_hpc.trainer.trainer import Status, load_base
 
 TURN_S = 5.0
 """Rank 0 speaks at least so often: the others wait in a collective, which has a deadline of its own."""

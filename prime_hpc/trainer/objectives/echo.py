@@ -2,15 +2,15 @@
 
     loss += 1/M sum_t w_t ( - log pi(t) ),    M: tokens with w_t > 0 in the whole batch
 
-The weights come with the batch (`orchestrator/echo.py` says which tokens and why); M is global, as every denominator
-here, so that packing, sharding and splitting change nothing.
+The weights come with the batch (`orchestrator/algorithms/echo.py` says which tokens and why); M is global, as every
+denominator here, so that packing, sharding and splitting change nothing.
 
 Edge cases: a micro-batch without such tokens adds a 0 that is connected to the graph.
 """
 
 import torch
 
-from prime_hpc.trainer.batches import MicroBatch
+from prime_hpc.trainer.batching.micro_batches import MicroBatch
 
 
 def echo_loss(micro: MicroBatch, logprobs: torch.Tensor, num_echo: int) -> torch.Tensor:

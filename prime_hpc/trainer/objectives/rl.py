@@ -9,7 +9,7 @@ import torch
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.sections.trainer import KLConfig, LossConfig
-from prime_hpc.trainer.batches import MicroBatch
+from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, LossStats, Targets, get_objective
 from prime_hpc.trainer.objectives.correction import correction_factor
 from prime_hpc.trainer.objectives.kl import kl_estimate

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from prime_hpc.config.sections.trainer import OptimConfig
-from prime_hpc.trainer.memory.optimizer_state import keep_in_host_memory
 from prime_hpc.trainer.optim.fused import find_fused
 from prime_hpc.trainer.optim.muon import Muon
+from prime_hpc.trainer.optim.offload import keep_in_host_memory
 from prime_hpc.trainer.optim.signsgd import SignSGD
 
 MUON_MOMENTUM = 0.95

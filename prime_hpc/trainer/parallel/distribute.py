@@ -15,13 +15,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from prime_hpc.config.sections.common import ModelConfig
-from prime_hpc.trainer.fp8 import use_fp8
-from prime_hpc.trainer.memory.recompute import recompute
-from prime_hpc.trainer.parallel.context import repeats
+from prime_hpc.trainer.ops.context_parallel import repeats
+from prime_hpc.trainer.ops.cpu_matmul import use_products
+from prime_hpc.trainer.ops.fp8 import use_fp8
+from prime_hpc.trainer.ops.recompute import recompute
 from prime_hpc.trainer.parallel.expert import split_experts
 from prime_hpc.trainer.parallel.mesh import Parallel
 from prime_hpc.trainer.parallel.tensor import split_tensors
-from prime_hpc.trainer.products import use_products
 
 
 def transformer_blocks(hf: Any) -> list[nn.Module]:

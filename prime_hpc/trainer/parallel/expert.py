@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from prime_hpc.trainer.parallel.collectives import all_to_all, exchange, join_rows, split_rows
+from prime_hpc.trainer.ops.collectives import all_to_all, exchange, join_rows, split_rows
+from prime_hpc.trainer.ops.transfer import HostRead
 from prime_hpc.trainer.parallel.mesh import Parallel
-from prime_hpc.trainer.transfer import HostRead
 
 
 def expert_modules(hf: Any) -> list[nn.Module]:

@@ -23,10 +23,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from prime_hpc.trainer.parallel.collectives import enter_parallel, leave_parallel
+from prime_hpc.trainer.ops.collectives import enter_parallel, leave_parallel
+from prime_hpc.trainer.ops.cpu_matmul import linear
 from prime_hpc.trainer.parallel.expert import expert_modules
 from prime_hpc.trainer.parallel.mesh import Parallel
-from prime_hpc.trainer.products import linear
 
 COLUMN, ROW, PARTLY_USED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 

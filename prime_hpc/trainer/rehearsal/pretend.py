@@ -30,10 +30,12 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from transformers.integrations import moe
 
 from prime_hpc.config.shapes import shape_config
-from prime_hpc.trainer import attention, model, products, reference, session
-from prime_hpc.trainer.conversions import WeightMap
+from prime_hpc.trainer import trainer
 from prime_hpc.trainer.lora.slots import Adapters
-from prime_hpc.trainer.memory import optimizer_state, recompute
+from prime_hpc.trainer.model import policy, reference
+from prime_hpc.trainer.model.conversions import WeightMap
+from prime_hpc.trainer.ops import attention, cpu_matmul, recompute
+from prime_hpc.trainer.optim import offload
 from prime_hpc.trainer.parallel import expert
 from prime_hpc.trainer.rehearsal.tracker import HOST, MemoryTracker
 
@@ -121,15 +123,15 @@ def pretended(tracker: MemoryTracker, fake: FakeTensorMode, *, on_gpu: bool, fol
         def change(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(patch.object(owner, name, value))
 
-        for module in (session, reference):
+        for module in (trainer, reference):
             change(module, "resolve_source", source)
-        change(session, "peak_flops", lambda *_: 1.0)
-        change(session, "load_reference", _real(session.load_reference))
-        change(model, "_stored_weights", lambda _: {})
-        change(model, "map_weights", lambda *_: _Unread({}, {}))
-        change(model, "_load_shards", _inside(fake, tracker, model._load_shards))
-        change(model, "Adapters", _inside(fake, tracker, Adapters))
-        change(model, "self_test", lambda *_, **__: None)  # it judges values, and there are none
+        change(trainer, "peak_flops", lambda *_: 1.0)
+        change(trainer, "load_reference", _real(trainer.load_reference))
+        change(policy, "_stored_weights", lambda _: {})
+        change(policy, "map_weights", lambda *_: _Unread({}, {}))
+        change(policy, "_load_shards", _inside(fake, tracker, policy._load_shards))
+        change(policy, "Adapters", _inside(fake, tracker, Adapters))
+        change(policy, "self_test", lambda *_, **__: None)  # it judges values, and there are none
         # the operator's fake knows bfloat16 alone; what stands in for it makes tensors of the same sizes
         change(moe, "_can_use_grouped_mm", lambda _input, weight, _offsets: weight.dtype == torch.bfloat16)
         _spread_rows(change)
@@ -229,8 +231,8 @@ def _on_gpu(tracker: MemoryTracker, change: Callable[..., None]) -> None:
         return attention.torch_varlen_attention if half and choice != "sdpa" else attention.padded_attention
 
     change(attention, "select_kernel", select_kernel)
-    change(products, "onednn_is_faster", lambda: False)
-    change(model, "check_device", lambda _: None)
+    change(cpu_matmul, "onednn_is_faster", lambda: False)
+    change(policy, "check_device", lambda _: None)
 
     class HostCopy:
         def __init__(self, tensor: torch.Tensor) -> None:
@@ -246,5 +248,5 @@ def _on_gpu(tracker: MemoryTracker, change: Callable[..., None]) -> None:
             return torch.empty_like(tensor) if home is None else home
 
     change(recompute, "HostCopy", HostCopy)
-    change(optimizer_state, "_to_host", to_host)
-    change(optimizer_state, "_to_device", lambda tensor, _: torch.empty_like(tensor))
+    change(offload, "_to_host", to_host)
+    change(offload, "_to_device", lambda tensor, _: torch.empty_like(tensor))

@@ -12,15 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.store.batches import RankBatch
-from prime_hpc.trainer.batches import fake_batch
-from prime_hpc.trainer.engine import Engine, Objective
-from prime_hpc.trainer.model import Policy
+from prime_hpc.trainer.batching.micro_batches import fake_batch
+from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
 from prime_hpc.trainer.rehearsal.pretend import flash_workspace, pretended, start_fake_process_group
 from prime_hpc.trainer.rehearsal.tracker import MemoryTracker
 from prime_hpc.trainer.rl import rl_objective
-from prime_hpc.trainer.session import Base, build_engine, load_base
 from prime_hpc.trainer.sft import sft_objective
+from prime_hpc.trainer.train_step import Engine, Objective
+from prime_hpc.trainer.trainer import Base, build_engine, load_base
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = (1, 2)

@@ -20,14 +20,14 @@ def main(arguments: list[str] | None = None) -> int:
     if options.until is not None:
         if options.scratch is None:
             parser.error("--until needs SCRATCH")
-        from prime_hpc.trainer.replay.again import run_steps
+        from prime_hpc.trainer.replay.replay import run_steps
 
         return 0 if run_steps(options.run_dir, options.scratch, options.after, options.until) else 1
     kept = RunPaths(options.run_dir)
     if len(list_batches(kept)) != 1 or not kept.run_yaml.exists():
         print(f"error: {kept.root} holds no kept step: expected RUN_DIR/failed/step_<n>", file=sys.stderr)
         return 2
-    from prime_hpc.trainer.replay.again import kept_step
+    from prime_hpc.trainer.replay.replay import kept_step
 
     with tempfile.TemporaryDirectory(prefix="prime-hpc-replay-") as scratch:
         return 0 if kept_step(kept, options.scratch or Path(scratch)) else 1

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from prime_hpc.store.batches import RankBatch
-from prime_hpc.trainer.session import Session
+from prime_hpc.trainer.trainer import Session
 
 SHOWN = 10
 """Sequences that are listed."""

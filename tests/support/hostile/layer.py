@@ -29,7 +29,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from prime_hpc.store import files, handover, waiting
+from prime_hpc.store import waiting
+from prime_hpc.store.io import files
+from prime_hpc.store.messaging import file_transfer
 
 VISIBLE_AFTER_S = 60.0
 """Whatever the schedule does: a change that old is seen by everybody."""
@@ -338,7 +340,7 @@ class World:
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep, time=lambda: self.now)
         with contextlib.ExitStack() as stack:
             patch = stack.enter_context
-            for module in (files, waiting, handover):
+            for module in (files, waiting, file_transfer):
                 patch(mock.patch.object(module, "time", clock))
             for call, replacement in (
                 ("open", self._open),

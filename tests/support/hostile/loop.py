@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import write_snapshot
-from prime_hpc.observe.context import role_environment
 from prime_hpc.observe.metrics import read_metrics
-from prime_hpc.observe.status import read_status
+from prime_hpc.observe.role_status import read_status
+from prime_hpc.runtime.role_context import role_environment
 from prime_hpc.store.artifact import verify_artifact
-from prime_hpc.store.doorbell import DoorbellHub
 from prime_hpc.store.layout import RunPaths, claim_incarnation
-from prime_hpc.supervisor import ports
+from prime_hpc.store.messaging.bus import DoorbellHub
+from prime_hpc.supervisor.roles import ports
 from tests.support.hostile.mount import hostile_mounts
 from tests.support.orchestrator_world import ROOT, make_experiment, varied_reply
 from tests.support.scripted_server import AdminServer

@@ -1,0 +1,48 @@
+"""`prime-hpc cancel RUN ...`: end runs; each saves first, unless told not to.
+
+Exit codes: 0 nothing of them waits or runs any more, 1 one is still ending, 2 no such run, 3 Slurm cannot be reached.
+"""
+
+import sys
+
+from prime_hpc.cli.common import print_json, refuse_unknown, take_flags
+from prime_hpc.config.errors import ConfigError
+
+USAGE = "prime-hpc cancel RUN ... [--now] [--timeout S] [--json]"
+TIMEOUT_S = 600.0
+
+
+def run(argv: list[str], program: str) -> int:
+    """Cancel each; what goes wrong with one does not keep the others."""
+    from prime_hpc.launch.stop_resume import cancel_run
+    from prime_hpc.store.run_dirs import find_run
+
+    rest, given, values = take_flags(argv, ("--now", "--json"), ("--timeout",))
+    refuse_unknown(rest, len(rest), USAGE)
+    if not rest:
+        raise ConfigError(f"no RUN is named; usage: {USAGE}")
+    try:
+        timeout_s = float(values.get("--timeout", TIMEOUT_S))
+    except ValueError:
+        raise ConfigError(f"--timeout {values['--timeout']} is no number of seconds") from None
+    run_dirs = [find_run(word) for word in rest]  # all of them exist before any is ended
+    results, code = [], 0
+    for run_dir in run_dirs:
+        try:
+            ended = cancel_run(run_dir.resolve(), now="--now" in given, timeout_s=timeout_s, say=_say)
+        except ConfigError as error:
+            print(f"{program}: {error.render()}", file=sys.stderr)
+            results.append({"run_dir": str(run_dir), "ended": False, "outcome": "unknown", "note": str(error)})
+            code = max(code, error.exit_code)
+            continue
+        results.append(ended.as_dict())
+        code = max(code, 0 if ended.ended else 1)
+        if "--json" not in given:
+            print(f"{run_dir}: {ended.note}", flush=True)
+    if "--json" in given:
+        print_json(results)
+    return code
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

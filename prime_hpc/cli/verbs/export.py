@@ -1,0 +1,97 @@
+"""`prime-hpc export RUN`: the run's rollouts as one Parquet file; with `--merged STEP` a whole model of an adapter.
+
+Exit codes: 0 written; 1 the merge failed half-way; 2 there is nothing to export, or pyarrow is not installed.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_hpc.cli.common import print_json, refuse_unknown, take_flags
+from prime_hpc.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prime_hpc.config import Experiment
+    from prime_hpc.store.layout import RunPaths
+
+USAGE = (
+    "prime-hpc export RUN [--output FILE.parquet] [--steps A:B] [--compression zstd|snappy|gzip|none] [--json]\n"
+    "       prime-hpc export RUN --merged STEP|latest [--output DIR] [--dtype float32|bfloat16|float16]"
+)
+MERGE_TIMEOUT_S = 24 * 3600.0
+"""A model of hundreds of gigabytes from a busy file system."""
+
+
+def run(argv: list[str], program: str) -> int:
+    """Export; prints what was written."""
+    rest, given, values = take_flags(argv, ("--json",), ("--output", "--steps", "--compression", "--merged", "--dtype"))
+    refuse_unknown(rest, 1, USAGE)
+    if not rest:
+        raise ConfigError(f"name the run; usage: {USAGE}")
+    from prime_hpc.config import load_run
+    from prime_hpc.store.batches import list_batches
+    from prime_hpc.store.errors import StoreError
+    from prime_hpc.store.export import COMPRESSIONS, export_batches
+    from prime_hpc.store.layout import RunPaths
+    from prime_hpc.store.run_dirs import find_run
+
+    run_dir = find_run(rest[0])
+    paths = RunPaths(run_dir)
+    if "--merged" in values:
+        return _merge(load_run(run_dir), paths, values)
+    steps = _chosen(values.get("--steps"), list_batches(paths), run_dir)
+    output = Path(values.get("--output") or run_dir / "rollouts.parquet")
+    compression = values.get("--compression", "zstd")
+    if compression not in COMPRESSIONS:
+        raise ConfigError(f"--compression {compression}: must be one of {', '.join(COMPRESSIONS)}")
+    names = [env.name or env.id for env in load_run(run_dir).orchestrator.env]
+    try:
+        done = export_batches(paths, steps, output, names, compression=compression)
+    except StoreError as error:
+        raise ConfigError(str(error)) from error
+    if "--json" in given:
+        facts = {"path": str(done.path), "steps": [steps[0], steps[-1]], "num_steps": done.num_steps}
+        facts |= {"num_sequences": done.num_sequences, "num_tokens": done.num_tokens, "num_bytes": done.num_bytes}
+        print_json(facts)
+    else:
+        print(
+            f"{done.path}: {done.num_sequences:,} sequences, {done.num_tokens:,} tokens of {done.num_steps} steps, "
+            f"{done.num_bytes / 2**20:.1f} MiB ({done.num_bytes / max(done.num_tokens, 1):.1f} bytes a token)"
+        )
+    return 0
+
+
+def _merge(experiment: "Experiment", paths: "RunPaths", values: dict[str, str]) -> int:
+    """Adapter version and base model as one model directory, in a process of its own: it needs torch."""
+    from prime_hpc.store.weights import list_versions
+
+    if experiment.model.lora is None:
+        raise ConfigError(f"{paths.root} trains the whole model: its weights/step_<n> need no merging")
+    versions, wanted = list_versions(paths), values["--merged"]
+    version = max(versions, default=None) if wanted == "latest" else int(wanted) if wanted.isdigit() else None
+    if version is None or version not in versions:
+        there = ", ".join(map(str, versions)) or "none"
+        raise ConfigError(f"--merged {wanted}: no such version in {paths.weights}; there are {there}")
+    output = Path(values.get("--output") or paths.root / f"merged_{version:06d}")
+    options = ["--dtype", values["--dtype"]] if "--dtype" in values else []
+    command = [sys.executable, "-P", "-m", "prime_hpc.trainer.weights.merge_lora"]
+    command += [str(paths.weights_step(version)), experiment.model.name, str(output), *options]
+    return subprocess.run(command, check=False, timeout=MERGE_TIMEOUT_S).returncode
+
+
+def _chosen(text: str | None, there: list[int], run_dir: Path) -> list[int]:
+    """The stored steps within `A:B`, `A:`, `:B` or `A`."""
+    if not there:
+        raise ConfigError(f"{run_dir}: no rollouts are stored")
+    if text is None:
+        return there
+    first, colon, last = text.partition(":")
+    if not all(part.isdigit() for part in (first, last) if part) or text in ("", ":"):
+        raise ConfigError(f"--steps {text}: must be A:B, A:, :B or A")
+    low = int(first or there[0])
+    high = int(last or there[-1]) if colon else low
+    chosen = [step for step in there if low <= step <= high]
+    if not chosen:
+        raise ConfigError(f"--steps {text}: there are {there[0]}..{there[-1]}")
+    return chosen

@@ -1,0 +1,1 @@
+"""From the command line, files and the environment to one checked experiment."""

@@ -1,0 +1,123 @@
+"""`${a.b}` in config values, through OmegaConf, on the merged tree: a flag that changes `a.b` changes them too.
+
+Called by `sources` after all sources are laid over each other.
+"""
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from prime_hpc.config.errors import Origin, Problem, nearest_path
+from prime_hpc.config.schema import all_paths, fill_defaults
+from prime_hpc.config.sources.coerce import is_reference
+
+Location = tuple[str | int, ...]
+
+_WHOLE_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+_MAX_CHAIN = 20
+
+
+def interpolate(values: dict[str, Any], provenance: dict[str, Origin], problems: list[Problem]) -> dict[str, Any]:
+    """Values with every `${...}` resolved: full paths of the tree, relative ones, and OmegaConf's `oc.` resolvers.
+
+    A reference to a key that nobody states sees its default. What cannot be resolved is added to `problems`.
+    """
+    references = [path for path, value in _leaves(values, ()) if is_reference(value)]
+    if not references:
+        return values
+    tree = fill_defaults(values)
+    # `${seq_len}` alone is by far the commonest form, and importing OmegaConf would double the time of a plan.
+    results = {path: _follow(tree, _get(values, path)) for path in references}
+    hard = [path for path, result in results.items() if result is _HARD]
+    if hard:
+        results |= _through_omegaconf(tree, hard, values, provenance, problems)
+    for path, result in results.items():
+        parent = _get(values, path[:-1])
+        if result is not _HARD:
+            parent[path[-1]] = result
+        elif isinstance(parent, dict):
+            del parent[path[-1]]
+    return values
+
+
+_HARD: Any = object()
+"""Not resolved."""
+
+
+def _follow(tree: Any, text: str) -> Any:
+    """The value of a whole-text reference such as `${a.b}`, or `_HARD` where it is anything else."""
+    value: Any = text
+    for _ in range(_MAX_CHAIN):
+        if not is_reference(value):
+            is_nested = any(is_reference(leaf) for _, leaf in _leaves(value, ()))
+            return _HARD if is_nested else copy.deepcopy(value)
+        reference = _WHOLE_REFERENCE.fullmatch(value)
+        if reference is None:
+            return _HARD
+        value = tree
+        for name in reference[1].split("."):
+            if not isinstance(value, dict) or name not in value:
+                return _HARD
+            value = value[name]
+    return _HARD
+
+
+def _through_omegaconf(
+    tree: dict[str, Any],
+    paths: list[Location],
+    values: dict[str, Any],
+    provenance: dict[str, Origin],
+    problems: list[Problem],
+) -> dict[Location, Any]:
+    """Results of the references that OmegaConf can resolve; the others become problems."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    def refuse(path: Location, error: Exception) -> None:
+        dotted = ".".join(str(part) for part in path)
+        problems.append(Problem(_explain(_get(values, path), error), dotted, provenance.get(dotted)))
+
+    tree = copy.deepcopy(tree)
+    sound = []
+    for path in paths:
+        try:
+            OmegaConf.create([_get(values, path)])
+            sound.append(path)
+        except OmegaConfBaseException as error:  # a malformed text anywhere would keep OmegaConf from taking the tree
+            refuse(path, error)
+            _get(tree, path[:-1])[path[-1]] = None
+    conf = OmegaConf.create(tree)
+    results = {}
+    for path in sound:
+        try:
+            value = _get(conf, path)
+            results[path] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except (OmegaConfBaseException, RecursionError) as error:
+            refuse(path, error)
+    return results
+
+
+def _leaves(value: Any, path: Location) -> Iterator[tuple[Location, Any]]:
+    if isinstance(value, dict | list):
+        items: Any = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, inner in items:
+            yield from _leaves(inner, (*path, name))
+    else:
+        yield path, value
+
+
+def _get(container: Any, path: Location) -> Any:
+    for name in path:
+        container = container[name]
+    return container
+
+
+def _explain(text: str, error: Exception) -> str:
+    reason = "it refers to itself" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+    hints = []
+    for name in re.findall(r"\$\{([A-Za-z_][\w.]*)\}", text):
+        near = name if name in all_paths() else nearest_path(name, all_paths())
+        if near and near != name:
+            hints.append(f"; did you mean ${{{near}}}?")
+    return f"cannot resolve {text!r}: {reason}{''.join(hints)}"

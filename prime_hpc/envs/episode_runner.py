@@ -1,0 +1,180 @@
+"""What runs episodes: the environments' serving resources and the policy clients, on one event loop.
+
+Made by `prime_hpc.envs.pool` inside its worker's loop. All coroutines here belong to that loop.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.agent import Agent
+from verifiers.v1.configs.agent import agent_config_fields, resolve_agent
+from verifiers.v1.envs.single_agent import SingleAgentEnv
+from verifiers.v1.runtimes import SubprocessConfig
+from verifiers.v1.utils.loaders import harness_class, load_environment
+
+from prime_hpc.envs.env_config import harness_is_in_process
+from prime_hpc.envs.interception import PolicyInterception
+from prime_hpc.envs.lazy_runtime import lazy_box
+from prime_hpc.envs.model_client import PolicyClient
+from prime_hpc.envs.rendering import PromptRenderer
+from prime_hpc.envs.samples import EpisodeResult, episode_result
+from prime_hpc.envs.task_sources import EnvSource
+from prime_hpc.envs.verifiers_patches import take_shortcuts
+
+
+@dataclass(frozen=True)
+class PolicyTarget:
+    """The servers and how to ask them; the same for all environments of a pool."""
+
+    model_name: str
+    urls: tuple[str, ...]
+    api_key_var: str
+    api_key: str | None
+    sampling: Any
+    """verifiers `SamplingConfig`."""
+    max_model_len: int
+    patience_s: float
+
+
+@dataclass
+class _Solo:
+    """The one trace of a single-agent run, in an episode's shape."""
+
+    traces: list[Any]
+    errors: list[Any] = field(default_factory=list)
+    is_timeout: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.traces[0].ok)
+
+
+class SourceEngine:
+    """One environment, ready to run."""
+
+    def __init__(self, source: EnvSource, target: PolicyTarget, policies: dict[str, PolicyClient]) -> None:
+        self.source = source
+        self.target = target
+        self.policies = policies
+        # A fresh environment each time: the resources that it holds belong to this event loop.
+        self.env = load_environment(source.env_config)
+        self.contexts = [
+            vf.ModelContext(
+                model=target.model_name,
+                client=vf.TrainClientConfig(base_url=url, api_key_var=target.api_key_var),
+                sampling=target.sampling,
+            )
+            for url in target.urls
+        ]
+        self._stack = AsyncExitStack()
+        self._shared: dict[str, Any] = {}
+        self._agents: list[Agent] = []
+
+    async def open(self) -> None:
+        """Start tool servers and the interception, as `Env.serving()` does, but with our interception in its place."""
+        env, stack = self.env, self._stack
+        harnesses = [harness_class(config.id) for config in self.source.env_config.agent_harnesses().values()]
+        self._shared = await stack.enter_async_context(env.shared_tools())
+        tools = [*self._shared, *type(env.taskset).task_type().toolsets(env.taskset.config.task)]
+        interception = PolicyInterception(
+            self.policies,
+            serve_http=bool(tools) or not all(map(harness_is_in_process, harnesses)),
+            state_service_secrets=tuple(s.state_secret for s in self._shared.values() if s.state_secret),
+        )
+        await stack.enter_async_context(interception)
+        env._shared_tools, env._interception = self._shared, interception  # what serving() would have set
+        stack.push_async_callback(env.stop)
+        await env.start()
+        if self._is_plain():
+            (seat,) = agent_config_fields(self.source.env_config).values()
+            self._agents = [self._agent(seat, context, interception) for context in self.contexts]
+
+    async def close(self) -> None:
+        """Free what `open` took."""
+        await self._stack.aclose()
+
+    async def run(self, task: Any, url_index: int) -> EpisodeResult:
+        """Play one episode and turn it into a result. Deadlines are the caller's."""
+        started = time.monotonic()
+        traces: list[str] = []
+        policy = self.policies[self.target.urls[url_index]]
+        try:
+            if self._agents:
+                # One seat and a box that costs nothing: skip what `Env.run_episode` would build for every episode.
+                async with lazy_box() as box:
+                    trace = await self._agents[url_index].run(
+                        task, runtime=box, tools=self._shared, on_trace=lambda trace: traces.append(trace.id)
+                    )
+                episode: Any = _Solo([trace])
+            else:
+                (slot,) = self.env.slots(task, 1)
+                episode = await self.env.run_slot(
+                    slot, self.contexts[url_index], on_trace=lambda trace: traces.append(trace.id)
+                )
+        finally:
+            turns = [turn for trace_id in traces for turn in policy.take_turns(trace_id)]
+        versions = {id(turn.logprobs): turn.versions for turn in turns}
+        return episode_result(
+            episode, lambda node: versions.get(id(node.logprobs)), duration_s=time.monotonic() - started
+        )
+
+    def _is_plain(self) -> bool:
+        """Whether an episode is nothing but one agent's run, here: no own Env, no retries, no deadlines of its own."""
+        config = self.source.env_config
+        if type(self.env) is not SingleAgentEnv or {"retries", "timeout"} & set(self.source.config.env_args):
+            return False
+        (seat,) = agent_config_fields(config).values()
+        (harness,) = config.agent_harnesses().values()
+        return (
+            isinstance(seat.runtime, SubprocessConfig)
+            and not seat.retries.max_retries
+            and not seat.retries.rules
+            and harness_is_in_process(harness_class(harness.id))
+        )
+
+    def _agent(self, seat: Any, context: Any, interception: PolicyInterception) -> Agent:
+        """The reusable agent of a plain environment for one server."""
+        (harness,) = self.source.env_config.agent_harnesses().values()
+        resolved = resolve_agent(
+            seat, model=context.model, client=context.client, sampling=context.sampling, harness=harness
+        )
+        return Agent(resolved, interception=interception)
+
+
+class Engine:
+    """All environments of a pool on the running event loop."""
+
+    def __init__(self, sources: Sequence[EnvSource], target: PolicyTarget, renderer: PromptRenderer) -> None:
+        take_shortcuts()
+        self._policies = {
+            url: PolicyClient(url, target.api_key, renderer, target.max_model_len, target.patience_s)
+            for url in target.urls
+        }
+        self._sources = [SourceEngine(source, target, self._policies) for source in sources]
+        self._opened: list[SourceEngine] = []
+
+    def move_server(self, index: int, url: str) -> None:
+        """Server `index` answers at `url` now; contexts and traces keep its first name."""
+        list(self._policies.values())[index].move(url)
+
+    async def open(self) -> None:
+        """Start every environment."""
+        for source in self._sources:
+            self._opened.append(source)
+            await source.open()
+
+    async def run(self, source_index: int, task: Any, url_index: int) -> EpisodeResult:
+        """Play one episode."""
+        return await self._sources[source_index].run(task, url_index)
+
+    async def close(self) -> None:
+        """Free everything, also after a failed `open`."""
+        async with AsyncExitStack() as stack:
+            for policy in self._policies.values():
+                stack.push_async_callback(policy.close)
+            for source in self._opened:
+                stack.push_async_callback(source.close)

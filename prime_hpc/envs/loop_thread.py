@@ -1,0 +1,116 @@
+"""A thread with an event loop that environments may block without blocking anybody else.
+
+Used by `prime_hpc.envs.pool`. Environments are other people's code: a reward that never returns, in Python or in C,
+must not stop the orchestrator's own loop, so their coroutines run on this one.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from prime_hpc.runtime.event_loops import new_event_loop
+
+T = TypeVar("T")
+
+POLL_S = 0.02
+
+_LEFT_BEHIND: list[asyncio.Task[Any]] = []
+"""Tasks that ignored their cancellation until their loop was gone. Kept, because collecting a half-run coroutine runs
+its clean-up code on whatever thread the collector happens to be on."""
+
+
+class LoopInterrupt(BaseException):
+    """Raised inside a blocked environment to get the loop back. No `except Exception` stops it."""
+
+
+class LoopThread:
+    """An event loop on a daemon thread."""
+
+    def __init__(self, name: str) -> None:
+        """Start the thread and its loop."""
+        self.loop = new_event_loop()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        while not self._stopping:
+            # asyncio catches an interrupt that hits a task; one that hits the loop itself just starts it again.
+            with contextlib.suppress(LoopInterrupt):
+                self.loop.run_forever()
+        with contextlib.suppress(LoopInterrupt):
+            self.loop.close()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        """Run a coroutine on the loop; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    async def responds(self, within_s: float) -> bool:
+        """Whether the loop runs a callback within so many seconds. Call from another loop."""
+        answered = threading.Event()
+        try:
+            self.loop.call_soon_threadsafe(answered.set)
+        except RuntimeError:  # closed
+            return False
+        deadline = time.monotonic() + within_s
+        while not answered.is_set() and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        return answered.is_set()
+
+    def culprit(self) -> str:
+        """The episode that the loop is busy with and the innermost line of its own code, for messages."""
+        task = asyncio.tasks.current_task(self.loop)
+        name = task.get_name() if task is not None else "an environment"
+        frame = sys._current_frames().get(self._thread.ident or -1)
+        where = "?"
+        while frame is not None:
+            path = Path(frame.f_code.co_filename)
+            where = f"{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"
+            if "site-packages" not in path.parts and not path.is_relative_to(Path(asyncio.__file__).parent.parent):
+                break  # neither the standard library nor an installed package
+            frame = frame.f_back
+        return f"{name} ({where})"
+
+    def interrupt(self) -> None:
+        """Raise `LoopInterrupt` in whatever Python code the thread runs. Code blocked in C notices when it returns."""
+        if self._thread.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._thread.ident), ctypes.py_object(LoopInterrupt)
+            )
+
+    def abandon(self) -> None:
+        """Have the loop cancel its tasks and end as soon as it can; do not wait for that."""
+        self._stopping = True
+        with contextlib.suppress(RuntimeError):  # already closed
+            self.loop.call_soon_threadsafe(self._cancel_all)
+
+    async def stop(self, within_s: float) -> bool:
+        """End the loop and its thread; false when it is blocked and has to be left behind (a daemon thread)."""
+        self.abandon()
+        deadline = time.monotonic() + within_s
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        return not self._thread.is_alive()
+
+    def _cancel_all(self) -> None:
+        """Cancel every task, then stop the loop once they ended or had a second to."""
+
+        async def finish(tasks: list[asyncio.Task[Any]]) -> None:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                _, left = await asyncio.wait(tasks, timeout=1.0)
+                _LEFT_BEHIND.extend(left)
+            await self.loop.shutdown_asyncgens()
+            self.loop.call_soon(self.loop.stop)
+
+        tasks = [task for task in asyncio.all_tasks(self.loop) if not task.done()]
+        self._finisher = self.loop.create_task(finish(tasks), name="stop")

@@ -1,0 +1,266 @@
+"""The policy as verifiers' model client: token prompts to `/inference/v1/generate`, versions of every sampled token.
+
+Used by `prime_hpc.envs.interception`. It stands where verifiers' own `TrainClient` would: that one drops vLLM's
+`weight_versions`, cannot read vLLM 0.32's log-probability entries, and spends most of its time in layers that a
+one-process orchestrator does not need (OpenAI SDK, a thread per render).
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+from pydantic_core import from_json, to_json
+from verifiers.v1.clients import Client
+from verifiers.v1.clients.client import SESSION_ID_HEADER
+from verifiers.v1.clients.train import response_from_generate, serialize_completion, tool_to_wire
+from verifiers.v1.dialects import ChatDialect, Dialect
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.errors import ProviderError
+from verifiers.v1.graph import PendingTurn
+from verifiers.v1.types import Message, Response, SamplingConfig, Tool
+
+from prime_hpc.client.keys import find_key
+from prime_hpc.client.versions import VersionSpanError, versions_from_spans
+from prime_hpc.envs.rendering import PromptRenderer
+from prime_hpc.runtime.event_loops import loop_time
+
+NO_LOGPROB = -9999.0
+"""vLLM's stand-in for a log-probability that it does not have."""
+UNAVAILABLE = (502, 503)
+"""HTTP statuses of a server that is starting or being restarted."""
+REFUSED = (400, 413, 422)
+"""HTTP statuses that are about the request, not about the server."""
+RETRY_DELAYS_S = (0.1, 0.25, 0.5, 1.0, 2.0)
+"""Waits before asking an unreachable server again; the last one repeats."""
+
+
+class ContextFullError(ProviderError):
+    """The conversation leaves no room for another token in the model's context."""
+
+
+class RequestRefusedError(ProviderError):
+    """The server works and says that the request is wrong: it would be on any server."""
+
+
+class UnusableAnswerError(ProviderError):
+    """The server works and says that it has no log-probability of a token that it sampled."""
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """What the engine said about one reply that the message graph has no place for."""
+
+    logprobs: list[float]
+    """The very list that the reply's graph node holds: it tells which node this is."""
+    versions: np.ndarray
+    """int32 [num sampled tokens]."""
+
+
+class PolicyClient(Client):
+    """One inference server. Lives on the event loop that first uses it; `close` ends its connections."""
+
+    def __init__(
+        self, base_url: str, api_key: str | None, renderer: PromptRenderer, max_model_len: int, patience_s: float
+    ) -> None:
+        """Make a client; opens no connection yet.
+
+        Args:
+            base_url: `http://host:port`, with or without a trailing `/v1`.
+            api_key: sent as a Bearer token; None: that of this user's own servers on this machine (`client.keys`).
+            renderer: turns messages into prompt tokens.
+            max_model_len: prompt and completion tokens together, at most.
+            patience_s: how long an unreachable server (being restarted) is asked again before a turn fails.
+        """
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self.renderer = renderer
+        self.max_model_len = max_model_len
+        self.patience_s = patience_s
+        self._stated_key, self._key = api_key, api_key
+        self._session: aiohttp.ClientSession | None = None
+        self._turns: dict[str, list[SampledTurn]] = {}
+
+    def move(self, base_url: str) -> None:
+        """The server was started again elsewhere: ask there from now on. May be called from another thread."""
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+
+    async def get_response(
+        self,
+        dialect: Dialect,
+        body: dict[str, Any],
+        sampling: SamplingConfig,
+        session_id: str | None = None,
+        turn: PendingTurn | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """One reply for a harness that talks OpenAI chat completions over HTTP (verifiers' `Client` contract)."""
+        if not isinstance(dialect, ChatDialect):
+            raise ProviderError(
+                f"the policy answers chat completions only, not {type(dialect).__name__}; use another harness",
+                status_code=400,
+            )
+        if turn is None:
+            request = dialect.parse_request(body)
+            messages, tools = request.messages, request.tools or []
+        else:
+            messages, tools = turn.prompt, turn.tools
+        response = await self.sample(messages, tools, sampling, body["model"], session_id, turn)
+        response.raw = serialize_completion(response, body["model"])
+        return response
+
+    async def sample(
+        self,
+        messages: list[Message],
+        tools: list[Tool],
+        sampling: SamplingConfig,
+        model: str,
+        session_id: str | None,
+        turn: PendingTurn | None,
+    ) -> Response:
+        """One reply with its tokens and log-probabilities; its versions are kept for `take_turns`.
+
+        Raises:
+            ContextFullError: no room for another token.
+            RequestRefusedError, UnusableAnswerError: the server works, this reply cannot be had or trained on.
+            ProviderError: the server failed, or is none of ours.
+        """
+        prompt, bridged = await self._prompt(messages, tools, turn)
+        prompt_ids: list[int] = prompt.token_ids
+        room = self.max_model_len - len(prompt_ids)
+        if room < 1:
+            raise ContextFullError(
+                f"the prompt has {len(prompt_ids)} tokens, the model's context {self.max_model_len}", status_code=400
+            )
+        params = sampling.model_dump(exclude_none=True)
+        params["max_tokens"] = min(params.get("max_tokens", room), room)
+        params |= {"stop_token_ids": self.renderer.stop_token_ids, "logprobs": 0, "skip_special_tokens": False}
+        body = {"model": model, "token_ids": prompt_ids, "sampling_params": params}
+        choice = await self._generate(body, session_id)
+        completion_ids, logprobs, versions = parse_choice(choice)
+        if session_id is not None:
+            self._turns.setdefault(session_id, []).append(SampledTurn(logprobs, versions))
+        wire_tools = [tool_to_wire(tool) for tool in tools] or None
+        parsed = self.renderer.renderer.parse_response(completion_ids, prompt_ids=prompt_ids, tools=wire_tools)
+        finish_reason = choice.get("finish_reason")
+        if finish_reason == "stop" and any(call.status == "ok" for call in parsed.tool_calls):
+            finish_reason = "tool_calls"  # what the engine, which sees tokens alone, cannot say
+        result = {
+            "request_id": choice.get("request_id") or "",
+            "prompt_ids": prompt_ids,
+            "completion_ids": completion_ids,
+            "completion_logprobs": logprobs,
+            "content": parsed.content,
+            "reasoning_content": parsed.reasoning_content,
+            "tool_calls": parsed.tool_calls,
+            "finish_reason": finish_reason,
+            "prompt_attribution": prompt,
+        }
+        return response_from_generate(result, model, turn if bridged else None)
+
+    def take_turns(self, session_id: str) -> list[SampledTurn]:
+        """The turns sampled for a trace; forgotten afterwards."""
+        return self._turns.pop(session_id, [])
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _prompt(self, messages: list[Message], tools: list[Tool], turn: PendingTurn | None) -> tuple[Any, bool]:
+        """Prompt tokens with their attribution, and whether they extend the conversation's stored tokens."""
+        wire_tools = [tool_to_wire(tool) for tool in tools] or None
+        if turn is not None and turn.prefix_node_ids and _extends_reply(turn.tail):
+            previous = turn.previous_renderer_token_ids()
+            if previous is not None:
+                bridged = await self.renderer.bridge(previous, [message_to_wire(m) for m in turn.tail], wire_tools)
+                if bridged is not None:
+                    return bridged, True
+        return await self.renderer.render([message_to_wire(m) for m in messages], wire_tools), False
+
+    async def _generate(self, body: dict[str, Any], session_id: str | None) -> dict[str, Any]:
+        """POST one generation and return its choice; asks again while the server cannot be reached."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+                timeout=aiohttp.ClientTimeout(total=None, connect=30),  # the episode's deadline bounds the answer
+                headers={"Content-Type": "application/json"},
+            )
+        data = to_json(body)
+        headers = {SESSION_ID_HEADER: session_id} if session_id else {}
+        give_up = loop_time() + self.patience_s
+        attempt = 0
+        while True:
+            if self._key:
+                headers["Authorization"] = f"Bearer {self._key}"
+            try:
+                async with self._session.post(
+                    f"{self.base_url}/inference/v1/generate", data=data, headers=headers
+                ) as r:
+                    raw = await r.read()
+                    status = r.status
+            except (aiohttp.ClientError, OSError) as error:
+                raw, status = f"{type(error).__name__}: {error}".encode(), 503
+            if status == 200:
+                return _first_choice(raw)
+            if status == 401 and not self._stated_key and self._key != (found := find_key(self.base_url)):
+                self._key = found  # a server that was started by hand, perhaps again
+                continue
+            if status not in UNAVAILABLE or loop_time() >= give_up:
+                kind = RequestRefusedError if status in REFUSED else ProviderError
+                text = raw[:500].decode(errors="replace")
+                raise kind(f"{self.base_url} answered {status}: {text}", status_code=status)
+            await asyncio.sleep(RETRY_DELAYS_S[min(attempt, len(RETRY_DELAYS_S) - 1)])
+            attempt += 1
+
+
+def parse_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], np.ndarray]:
+    """Token ids, log-probabilities and policy versions (int32) of one `choices[]` entry, all of one length.
+
+    Raises:
+        UnusableAnswerError: a log-probability is missing or not finite.
+        ProviderError: they disagree, or a version is missing: this is no server of ours.
+    """
+    ids = choice.get("token_ids") or []
+    content = (choice.get("logprobs") or {}).get("content") or []
+    if len(content) != len(ids):
+        raise ProviderError(f"the server sent {len(content)} log-probabilities for {len(ids)} tokens")
+    logprobs = [entry.get("logprob") for entry in content]
+    for token_id, entry, logprob in zip(ids, content, logprobs, strict=True):
+        # vLLM >= 0.32 names the token by `token_id`, older ones by `token: "token_id:N"`.
+        if (
+            entry.get("token_id", token_id) != token_id
+            or entry.get("token", f"token_id:{token_id}") != f"token_id:{token_id}"
+        ):
+            raise ProviderError(f"the server's log-probabilities are of other tokens than its completion ({token_id})")
+        if not isinstance(logprob, int | float) or not math.isfinite(logprob) or logprob == NO_LOGPROB:
+            raise UnusableAnswerError(f"the server sent the log-probability {logprob!r} for token {token_id}")
+    try:
+        versions = versions_from_spans(choice.get("weight_versions"), len(ids))
+    except VersionSpanError as error:
+        raise ProviderError(str(error)) from error
+    return ids, logprobs, versions
+
+
+def _first_choice(raw: bytes) -> dict[str, Any]:
+    """The one choice of a generate answer.
+
+    Raises:
+        ProviderError: not JSON, or without a choice.
+    """
+    try:
+        data = from_json(raw)
+        choice: dict[str, Any] = data["choices"][0]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ProviderError(f"the server's answer is no generation: {raw[:200]!r}") from error
+    choice["request_id"] = data.get("request_id")
+    return choice
+
+
+def _extends_reply(tail: list[Message]) -> bool:
+    """Whether new messages can follow a sampled reply as they are: tool results, then at most one user message."""
+    roles = [message.role for message in tail]
+    return bool(roles) and all(role == "tool" for role in roles[:-1]) and roles[-1] in ("tool", "user")

@@ -1,0 +1,124 @@
+"""Where prompts come from: one verifiers taskset per environment, its tasks numbered 0, 1, 2 ... and split.
+
+Made by `prime_hpc.envs.pool`; the orchestrator reads `name`, `ratio` and `num_tasks`.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.envs.env_config import build_env_config
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.held_out import is_one_list
+
+Split = Literal["train", "eval"]
+
+HOLD_OUT = 10
+"""Of a list of tasks that is trained and evaluated on, every tenth task (9, 19, 29 ...) is evaluated."""
+
+
+WINDOW = 4096
+"""Tasks of an endless taskset that are kept, the newest ones."""
+
+
+class EndlessTasks:
+    """An endless taskset's tasks by number. What is older than the window is made again, from the first one on."""
+
+    def __init__(self, taskset: Iterable[Any]) -> None:
+        self._taskset = taskset
+        self._start()
+
+    def _start(self) -> None:
+        self._more: Iterator[Any] = iter(self._taskset)
+        self._made = 0
+        self._kept: deque[Any] = deque(maxlen=WINDOW)
+
+    def __getitem__(self, number: int) -> Any:
+        if number < self._made - len(self._kept):
+            self._start()
+        while self._made <= number:
+            self._kept.append(next(self._more))
+            self._made += 1
+        return self._kept[number - self._made]
+
+
+class EnvSource:
+    """One environment's tasks. The same config and seed always give the same tasks in the same order.
+
+    Which tasks a split holds: a taskset with a `split` argument decides itself, unless `args` state one (those that
+    prime-hpc ships split by a hash of the text, so that no seed can mix them). Where that leaves both splits with the
+    same list of tasks, `eval` is every tenth of them and `train` the rest.
+    """
+
+    def __init__(self, config: EnvConfig, split: Split, seed: int, *, beside: Sequence[EnvConfig] = ()) -> None:
+        """Find the taskset and load its tasks (an infinite one's are made as they are asked for, see `EndlessTasks`).
+
+        Args:
+            config: the environment.
+            split: which tasks.
+            seed: for tasksets that take one.
+            beside: the environments of the other split, none where that is not used.
+
+        Raises:
+            EnvError: not installed, wrong arguments, no tasks, or loading fails.
+        """
+        from verifiers.v1.utils.loaders import load_environment
+
+        self.config = config
+        self.name: str = config.name or config.id
+        self.ratio: float = config.ratio
+        self.split = split
+        self.env_config = build_env_config(config, split, seed)
+        others = [build_env_config(other, "eval" if split == "train" else "train", seed) for other in beside]
+        self._part: Split | None = split if any(is_one_list(self.env_config, other) for other in others) else None
+        self._chosen: list[int] | None = None
+        try:
+            self.env: Any = load_environment(self.env_config)
+            self._tasks: list[Any] | EndlessTasks
+            taskset = self.env.taskset
+            self._tasks = list(taskset) if taskset.bounded else EndlessTasks(taskset)
+        except EnvError:
+            raise
+        except Exception as error:
+            raise EnvError(f"environment {self.name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        tasks = self._tasks
+        self.num_tasks: int | None = None if isinstance(tasks, EndlessTasks) else self._count(len(tasks))
+        if self.num_tasks == 0:
+            raise EnvError(f"environment {self.name!r} has no tasks in its {split} split")
+
+    def task(self, index: int) -> Any:
+        """The verifiers task number `index` of this split.
+
+        Raises:
+            IndexError: there is none.
+        """
+        if index < 0 or (self.num_tasks is not None and index >= self.num_tasks):
+            raise IndexError(f"environment {self.name!r} has tasks 0..{(self.num_tasks or 0) - 1}, not {index}")
+        return self._tasks[self._position(index if self._chosen is None else self._chosen[index])]
+
+    def choose(self, indices: Sequence[int]) -> None:
+        """Keep these tasks of the split alone, numbered in this order."""
+        self._chosen, self.num_tasks = list(indices), len(indices)
+
+    def _count(self, total: int) -> int:
+        """Tasks of this split, of `total` in the taskset."""
+        if self._part is None or total == 0:
+            return total
+        if total == 1:
+            raise EnvError(
+                f"environment {self.name!r} has one task, which cannot be both trained and evaluated on: name others "
+                "in orchestrator.eval.env, or leave orchestrator.eval out"
+            )
+        held_out = max(1, total // HOLD_OUT)
+        return held_out if self._part == "eval" else total - held_out
+
+    def _position(self, index: int) -> int:
+        """Where task `index` of this split stands in the taskset."""
+        if self._part is None:
+            return index
+        total = HOLD_OUT if isinstance(self._tasks, EndlessTasks) else len(self._tasks)
+        small = total < HOLD_OUT  # then the last task alone is held out
+        if self._part == "eval":
+            return total - 1 if small else index * HOLD_OUT + HOLD_OUT - 1
+        return index if small else index + index // (HOLD_OUT - 1)

@@ -1,0 +1,163 @@
+"""What a weight version on disk must look like before an engine touches it. Called by `policy`.
+
+Reads headers only (a few kilobytes a file), so a version of any size is checked in milliseconds.
+"""
+
+import contextlib
+import json
+import re
+import struct
+from pathlib import Path
+
+from prime_hpc.store.artifact import ArtifactError, Unreadable, verify_artifact
+from prime_hpc.store.io.files import await_name
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+LM_HEAD = "lm_head.weight"
+ADAPTER = "adapter_model.safetensors"
+_PEFT = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+
+NAME_VISIBLE_S = 10.0
+"""How long a shared file system may take to show this node the name that another one just gave a version."""
+VISIBLE_S = 2.0
+"""How long it may take to show what is below that name: all of it is older than the name."""
+
+Signature = dict[str, tuple[int, ...]]
+"""Tensor name to shape."""
+
+
+class BadVersionError(ValueError):
+    """A weight version that must not be loaded; the message says what is wrong."""
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face model folder, in the order of their names.
+
+    Raises:
+        BadVersionError: no such folder, no weights in it, or a file that its index names is missing.
+    """
+    if not path.is_dir():
+        raise BadVersionError(f"{path} is not a directory on this node")
+    if (path / INDEX).is_file():
+        names = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        names = [SINGLE]
+    for name in names:
+        if not (path / name).is_file():
+            raise BadVersionError(f"{path / name} is missing")
+    return [path / name for name in names]
+
+
+def read_signature(path: Path) -> Signature:
+    """Names and shapes of all tensors of a model folder.
+
+    Raises:
+        BadVersionError: as `weight_files`, or a file is not whole safetensors.
+    """
+    signature: Signature = {}
+    for file in weight_files(path):
+        for name, entry in _read_header(file).items():
+            if name != "__metadata__":
+                signature[name] = tuple(entry["shape"])
+    return signature
+
+
+def check_version(path: Path, version: int, expected: Signature | None, tied: bool) -> None:
+    """Refuse a version that is incomplete or belongs to another model.
+
+    Args:
+        path: its folder.
+        version: number that the caller gives it; the manifest must agree where it names one.
+        expected: the base model's signature; None skips the comparison (base not in safetensors).
+        tied: input and output embeddings are one tensor, so `lm_head.weight` may be there or not.
+
+    Raises:
+        BadVersionError: what is wrong, and with which file or tensor.
+    """
+    _verify(path, version)
+    if (path / ADAPTER).is_file():
+        raise BadVersionError(f"{path} is an adapter, and this server serves none (model.lora is not set)")
+    found = read_signature(path)
+    if expected is not None:
+        _compare(found, expected, tied, path)
+
+
+def check_adapter(path: Path, version: int, expected: Signature | None, max_rank: int) -> None:
+    """Refuse an adapter that is incomplete or belongs to another model.
+
+    Args:
+        path: its folder.
+        version: number that the caller gives it; the manifest must agree where it names one.
+        expected: the base model's signature; None skips the comparison.
+        max_rank: largest rank that the engines have room for.
+
+    Raises:
+        BadVersionError: what is wrong, and with which file or tensor.
+    """
+    _verify(path, version)
+    if not (path / ADAPTER).is_file():
+        raise BadVersionError(f"{path} holds no adapter ({ADAPTER}), and this server serves adapters (model.lora)")
+    for name, entry in _read_header(path / ADAPTER).items():
+        if name == "__metadata__":
+            continue
+        matched, shape = _PEFT.fullmatch(name), tuple(entry["shape"])
+        if matched is None or len(shape) != 2:
+            raise BadVersionError(f"{path}: {name} {list(shape)} is no matrix of a LoRA adapter")
+        rank, outer, dim = (shape[0], shape[1], 1) if matched[2] == "A" else (shape[1], shape[0], 0)
+        if rank > max_rank:
+            raise BadVersionError(f"{path} has rank {rank}, the server was started for {max_rank} (model.lora.rank)")
+        if expected is None:
+            continue
+        base = expected.get(f"{matched[1]}.weight")
+        if base is None or len(base) != 2:
+            raise BadVersionError(f"{path} is not this model's: it adapts {matched[1]}, which the model does not have")
+        if base[dim] != outer:
+            raise BadVersionError(f"{path}: {name} has shape {list(shape)}, the model's {matched[1]} is {list(base)}")
+
+
+def _verify(path: Path, version: int) -> None:
+    try:
+        if path.parent.is_dir():  # by a listing: a look-up that comes too early would be remembered as a miss
+            with contextlib.suppress(ArtifactError, Unreadable):  # what is wrong is said below
+                await_name(path, deadline_s=NAME_VISIBLE_S)
+        manifest = verify_artifact(path, deadline_s=VISIBLE_S)
+    except (ArtifactError, Unreadable, OSError) as error:
+        raise BadVersionError(f"{path} is not a complete weight version: {error}") from error
+    if manifest.version is not None and manifest.version != version:
+        raise BadVersionError(f"{path} holds version {manifest.version}, not {version}")
+
+
+def _compare(found: Signature, expected: Signature, tied: bool, path: Path) -> None:
+    optional = {LM_HEAD} if tied else set()
+    missing = sorted(expected.keys() - found.keys() - optional)
+    unknown = sorted(found.keys() - expected.keys() - optional)
+    if missing or unknown:
+        raise BadVersionError(
+            f"{path} is not this model's: missing tensors {missing[:3]} ({len(missing)} in all), "
+            f"unknown tensors {unknown[:3]} ({len(unknown)} in all)"
+        )
+    for name in expected.keys() & found.keys():
+        if found[name] != expected[name]:
+            raise BadVersionError(
+                f"{path}: {name} has shape {list(found[name])}, the model's is {list(expected[name])}"
+            )
+
+
+def _read_header(file: Path) -> dict:
+    """The JSON header of a safetensors file; checks that the file holds every byte that it promises."""
+    size = file.stat().st_size
+    with file.open("rb") as handle:
+        prefix = handle.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise BadVersionError(f"{file} is not a safetensors file ({size} bytes)")
+        try:
+            header = json.loads(handle.read(length))
+            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadVersionError(f"{file} has no readable safetensors header: {error}") from error
+    if size != 8 + length + end:
+        raise BadVersionError(f"{file} has {size} bytes, its header promises {8 + length + end}")
+    return header

@@ -1,0 +1,1 @@
+"""`prime-hpc lint`: find mistakes of an experiment without a cluster. One module of rules a subject."""

@@ -1,0 +1,48 @@
+"""Lint of the trainer's attention kernel and of its dtype against the device. Called by `lint`."""
+
+from collections.abc import Iterator
+from importlib import metadata
+
+from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.runtime.gpus import torch_build
+
+FLASH_PACKAGES = ("flash-attn", "flash-attn-3")
+"""Distributions that bring the kernels of `model.attn = flash`."""
+
+
+def attention_kernel(subject: Subject) -> Iterator[Finding]:
+    """`model.attn = flash` where it cannot run: the trainer would say so after it had waited in the queue."""
+    experiment = subject.experiment
+    if experiment.model.attn != "flash":
+        return
+    remedy = "model.attn = auto takes torch's own kernel, which is FlashAttention 2 as well"
+    if experiment.model.dtype == "float32":
+        yield Finding("PH114", "error", "model.attn", "flash computes in bfloat16, and model.dtype is float32", remedy)
+    elif subject.is_slurm and not subject.trains_on_gpus:
+        yield Finding("PH114", "error", "model.attn", "flash needs GPUs, and the trainer is to compute on cpu", remedy)
+    elif subject.site.container is None and torch_build() is not None and not any(map(_has, FLASH_PACKAGES)):
+        yield Finding("PH114", "error", "model.attn", "flash-attn is not installed in this environment", remedy)
+
+
+def float32_on_gpus(subject: Subject) -> Iterator[Finding]:
+    """Right, but slow, and not what the engines compute."""
+    if subject.experiment.model.dtype == "float32" and subject.trains_on_gpus:
+        yield Finding(
+            "PH115",
+            "info",
+            "model.dtype",
+            "float32 on GPUs has no flash attention and no tensor cores; vLLM's attention rounds it to TF32, so that "
+            "its log-probabilities differ from the trainer's",
+            "bfloat16, unless the run compares with one on the CPU",
+        )
+
+
+def _has(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+CHECKS = (attention_kernel, float32_on_gpus)

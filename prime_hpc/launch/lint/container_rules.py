@@ -1,0 +1,64 @@
+"""Lint of the site's container: what the roles would not find inside, and images that many nodes make at once.
+
+Called by `lint`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.slurm.containers import split_mount, stated_paths
+
+
+def image(subject: Subject) -> Iterator[Finding]:
+    """The image, or the environment definition."""
+    box = subject.site.container
+    if box is None:
+        return
+    is_path = box.image.startswith((".", "/", "~")) or (box.runtime == "edf" and "/" in box.image)
+    if is_path and not box.image.startswith("/"):
+        yield Finding(
+            "PH324",
+            "error",
+            "slurm.site",
+            f"container.image {box.image!r} of the profile {subject.site.name!r} is a relative path",
+            "state it from the root: steps start in the run directory",
+        )
+    elif is_path and not Path(box.image).exists():
+        yield Finding(
+            "PH324",
+            "warning",
+            "slurm.site",
+            f"container.image {box.image} of the profile {subject.site.name!r} is not there",
+            "mend the path; or it is seen on the compute nodes alone",
+        )
+    if box.runtime == "apptainer" and "://" in box.image and subject.num_nodes > 1:
+        yield Finding(
+            "PH324",
+            "warning",
+            "slurm.site",
+            f"each of {subject.num_nodes} nodes fetches and converts {box.image} for itself, at once",
+            f"once: apptainer build prime-hpc.sif {box.image}; and state the file on the shared file system",
+        )
+
+
+def paths(subject: Subject) -> Iterator[Finding]:
+    """Paths of the experiment that something else covers inside."""
+    box, experiment = subject.site.container, subject.experiment
+    if box is None:
+        return
+    pairs = [split_mount(mount) for mount in box.mounts]
+    for key, path in stated_paths(experiment, subject.site, experiment.run_dir.resolve()).items():
+        # of those that hold the path the longest inside is what is seen there
+        over = max((p for p in pairs if path.is_relative_to(p[1] or "/")), key=lambda p: len(p[1]), default=None)
+        if over is not None and over[0] != over[1]:
+            yield Finding(
+                "PH325",
+                "error",
+                None if key.startswith("site.") else key,
+                f"{path}: in the container {over[1]} is the host's {over[0]}, so that the path means something else",
+                f"mount {over[0]} at its own path too, or state a path that no mount covers",
+            )
+
+
+CHECKS = (image, paths)

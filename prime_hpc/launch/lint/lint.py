@@ -1,0 +1,94 @@
+"""What is wrong with an experiment, seen without a cluster: `lint(experiment, site)`.
+
+Called by the `lint` verb, and by `submit`, which refuses an experiment with errors. The checks are in `lint_model`,
+`lint_parallel`, `lint_run`, `lint_sharing`, `lint_slurm`, `lint_time`, `lint_container` and `lint_network`: each a
+generator of findings over one `Subject`.
+"""
+
+import shutil
+
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.engine_groups import engine_roles, served_by
+from prime_hpc.config.sections.slurm import SiteConfig, SlurmConfig
+from prime_hpc.config.site import GENERIC
+from prime_hpc.launch.estimate.memory import read_model
+from prime_hpc.launch.lint import (
+    attention_rules,
+    container_rules,
+    model_rules,
+    network_rules,
+    parallel_rules,
+    run_rules,
+    sharing_rules,
+    slurm_rules,
+    time_rules,
+)
+from prime_hpc.launch.lint.lint_finding import CODES, Check, Engines, Finding, Subject
+from prime_hpc.slurm.options import RoleOptions, SlurmRole, resolve
+from prime_hpc.slurm.placement import Placement, place_slurm, placed_roles
+from prime_hpc.slurm.script import render_job
+
+__all__ = ["CODES", "Finding", "is_for_slurm", "lint", "lint_errors"]
+
+_ORDER = {"error": 0, "warning": 1, "info": 2}
+_ANYWHERE: tuple[Check, ...] = (
+    *model_rules.CHECKS,
+    *attention_rules.CHECKS,
+    *parallel_rules.CHECKS,
+    *run_rules.CHECKS,
+    *sharing_rules.CHECKS,
+)
+_SLURM: tuple[Check, ...] = (*slurm_rules.CHECKS, *time_rules.CHECKS, *container_rules.CHECKS, *network_rules.CHECKS)
+
+
+def lint(experiment: Experiment, site: SiteConfig) -> list[Finding]:
+    """Everything that can be seen to be wrong, errors first."""
+    subject = examine(experiment, site)
+    checks = (*_ANYWHERE, *_SLURM) if subject.is_slurm else _ANYWHERE
+    found = [finding for check in checks for finding in check(subject)]
+    if subject.placement is not None:
+        found += _renders(subject, subject.placement)
+    found = list(dict.fromkeys(found))  # roles inherit the same options: what is wrong with one is said once
+    return sorted(found, key=lambda f: (_ORDER[f.severity], f.code))
+
+
+def lint_errors(experiment: Experiment, site: SiteConfig) -> list[Finding]:
+    """The findings for which `submit` refuses an experiment."""
+    return [finding for finding in lint(experiment, site) if finding.severity == "error"]
+
+
+def is_for_slurm(experiment: Experiment, site: SiteConfig) -> bool:
+    """Whether an experiment is meant for Slurm: it says so, or there is one, or it states what only Slurm has."""
+    if experiment.launch != "auto":
+        return experiment.launch == "slurm"
+    return experiment.slurm != SlurmConfig() or site.name != GENERIC.name or shutil.which("sbatch") is not None
+
+
+def examine(experiment: Experiment, site: SiteConfig) -> Subject:
+    """Everything that the checks look at, worked out once."""
+    facts = read_model(experiment.model.name)
+    views = {role: served_by(experiment, role) for role in engine_roles(experiment)}
+    engines = tuple(Engines(role, view, read_model(view.model.name)) for role, view in views.items())
+    if not is_for_slurm(experiment, site):
+        return Subject(experiment, site, facts, False, engines=engines)
+    placement: Placement | None = None
+    misplaced: ConfigError | None = None
+    roles: dict[SlurmRole, RoleOptions] = {}
+    try:
+        for role in placed_roles(experiment):
+            roles[role] = resolve(role, experiment, site)
+        if experiment.slurm.orchestrator is not None and experiment.kind == "rl":
+            roles["orchestrator"] = resolve("orchestrator", experiment, site)
+        placement = place_slurm(experiment, site)
+    except ConfigError as error:
+        misplaced = error
+    return Subject(experiment, site, facts, True, placement, misplaced, roles, engines)
+
+
+def _renders(subject: Subject, placement: Placement) -> list[Finding]:
+    """What the script's text cannot hold."""
+    try:
+        render_job(placement, subject.experiment, subject.site, python="/usr/bin/python3", command_tail=[])
+    except ConfigError as error:
+        return [Finding("PH323", "error", p.key, p.message, "see the key") for p in error.problems]
+    return []

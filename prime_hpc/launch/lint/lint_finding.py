@@ -1,0 +1,197 @@
+"""What lint says, and about what: the finding with its stable code, and the subject that all checks look at.
+
+Called by `lint` and its `lint_*` parts.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.engine_groups import SECTIONS, EngineRole
+from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.config.sections.slurm import SiteConfig, SitePartition
+from prime_hpc.launch.estimate.memory import ModelFacts
+from prime_hpc.slurm.options import RoleOptions, SlurmRole, known_partitions
+from prime_hpc.slurm.placement import Placement
+
+Severity = Literal["error", "warning", "info"]
+
+CODES = {
+    "PH000": "the config does not resolve",
+    "PH101": "tensor parallel size and attention heads",
+    "PH102": "tensor parallel size and key-value heads",
+    "PH103": "tensor parallel size and vocabulary",
+    "PH104": "context beyond the model's",
+    "PH105": "the trainer does not fit its GPUs",
+    "PH106": "the engines do not fit their GPUs",
+    "PH107": "model unknown: nothing of it was checked",
+    "PH108": "float16 cannot train",
+    "PH109": "the trainer's tensor parallel size",
+    "PH110": "the trainer's context parallel size",
+    "PH111": "the trainer's expert parallel size",
+    "PH112": "a tensor-parallel group over several nodes",
+    "PH113": "adapters that the model has no place for",
+    "PH114": "attention kernel that is not here",
+    "PH115": "float32 on GPUs",
+    "PH118": "weights that cannot be trained",
+    "PH119": "model families that cannot be trained, or only one sample a row",
+    "PH120": "the memory of a GPU that several roles use",
+    "PH121": "rotary embeddings that trainer and engines do not share",
+    "PH122": "data-parallel engines of a dense model",
+    "PH201": "group baseline of one rollout",
+    "PH202": "batch smaller than the ranks",
+    "PH203": "orchestrator concurrency",
+    "PH204": "evaluation without an environment",
+    "PH205": "no checkpoints",
+    "PH206": "checkpoint interval",
+    "PH207": "data file",
+    "PH208": "difficulty pools",
+    "PH209": "echo without turns",
+    "PH210": "a trainer of many runs without a run",
+    "PH211": "greedy training rollouts",
+    "PH220": "steps without a learning rate",
+    "PH221": "a clip narrower than the engine's numerics",
+    "PH222": "KL penalty without the groups that have no signal",
+    "PH223": "no room for a demonstration",
+    "PH301": "unknown partition",
+    "PH302": "more GPUs a node than the partition has",
+    "PH303": "more nodes than the partition has",
+    "PH304": "time that Slurm cannot read",
+    "PH305": "time of zero",
+    "PH306": "time above the partition's limit",
+    "PH307": "no time limit",
+    "PH308": "the roles cannot be placed",
+    "PH309": "requeue where the site does not allow it",
+    "PH310": "signal lead",
+    "PH311": "time limit too short to get anywhere",
+    "PH312": "server on the loopback address",
+    "PH313": "output directory that other nodes do not see",
+    "PH314": "dependency that Slurm cannot read",
+    "PH315": "CPUs",
+    "PH316": "memory",
+    "PH317": "GPUs asked for and not used",
+    "PH318": "no GPUs asked for",
+    "PH319": "options handed on between het components",
+    "PH320": "multi-node keys that the placement decides",
+    "PH321": "option value that Slurm cannot read",
+    "PH322": "start-up deadlines beyond the time limit",
+    "PH323": "script that cannot be rendered",
+    "PH324": "container image",
+    "PH325": "paths inside the container",
+    "PH326": "GPUs that Slurm does not know",
+    "PH327": "port range",
+}
+"""Stable codes: a number is never given a new meaning. 1xx the model, 2xx the run, 3xx Slurm and the site."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that lint has to say."""
+
+    code: str
+    """A key of CODES."""
+    severity: Severity
+    key: str | None
+    """Dotted key of the experiment that is to be changed."""
+    message: str
+    """What is wrong."""
+    remedy: str
+    """What to do."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "code": self.code,
+            "title": CODES[self.code],
+            "severity": self.severity,
+            "key": self.key,
+            "message": self.message,
+            "remedy": self.remedy,
+        }
+
+    def line(self, origin: str | None = None) -> str:
+        """For the terminal; `origin`: where the key was stated."""
+        where = ": ".join(part for part in (origin, self.key) if part)
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"{self.severity} {self.code} {where + ': ' if where else ''}{self.message}{remedy}"
+
+
+@dataclass(frozen=True)
+class Engines:
+    """One group of engines that the run starts."""
+
+    role: EngineRole
+    view: Experiment
+    """The experiment as the group sees it: `served_by`."""
+    facts: ModelFacts | None
+    """Of the model that it serves, where its config.json is here."""
+
+    @property
+    def section(self) -> str:
+        """Key of the group's servers."""
+        return SECTIONS[self.role]
+
+    @property
+    def servers(self) -> InferenceConfig:
+        """What the section says."""
+        assert self.view.inference is not None
+        return self.view.inference
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the checks look at. Built once by `lint`."""
+
+    experiment: Experiment
+    site: SiteConfig
+    facts: ModelFacts | None
+    """Of the model, where its config.json is here."""
+    is_slurm: bool
+    """Whether the experiment is meant for Slurm."""
+    placement: Placement | None = None
+    """None: not for Slurm, or impossible (`misplaced` says why)."""
+    misplaced: ConfigError | None = None
+    roles: dict[SlurmRole, RoleOptions] = field(default_factory=dict)
+    """Of each role that has nodes of its own."""
+    engines: tuple["Engines", ...] = ()
+    """The groups of engines that the run starts."""
+
+    @property
+    def is_rl(self) -> bool:
+        """Reinforcement, not supervised."""
+        return self.experiment.kind == "rl"
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the job; 1 without a placement."""
+        return self.placement.num_nodes if self.placement else 1
+
+    def facts_of(self, role: SlurmRole) -> list[SitePartition]:
+        """What the site profile knows of a role's partitions."""
+        asked = self.roles.get(role)
+        return known_partitions(asked.partitions, self.site) if asked else []
+
+    def gpu_gib(self, role: SlurmRole) -> float | None:
+        """Memory of one GPU of a role's nodes, of the smallest partition; None: not known, or no GPUs."""
+        asked = self.roles.get(role)
+        if asked is None or not asked.gpus_per_node:
+            return None
+        sizes = [part.gpu_memory_gib for part in self.facts_of(role)]
+        return min((s for s in sizes if s is not None), default=None)
+
+    @property
+    def trains_on_gpus(self) -> bool:
+        """Whether the trainer is to compute on GPUs, as far as it can be known before it runs."""
+        if self.is_slurm:
+            groups = self.placement.groups if self.placement else ()
+            return any(group.role == "trainer" and group.device == "cuda" for group in groups)
+        return self.experiment.device == "cuda"
+
+    def num_trainer_nodes(self) -> int:
+        """Nodes of the trainer; 1 without a placement."""
+        groups = self.placement.groups if self.placement else ()
+        return next((group.num_nodes for group in groups if group.role == "trainer"), 1)
+
+
+Check = Callable[[Subject], Iterator[Finding]]

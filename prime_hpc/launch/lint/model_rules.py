@@ -1,0 +1,256 @@
+"""Lint of the model against its parallelism, its lengths and the memory of the GPUs. Called by `lint`."""
+
+from collections.abc import Iterator
+
+from prime_hpc.config.engine_groups import MODELS
+from prime_hpc.config.families import family_of, rotary_problem
+from prime_hpc.launch.checks import trained_models, trained_names
+from prime_hpc.launch.estimate.lora_shapes import adapter_problems
+from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, trainer_gib, vocab_fits
+from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.store.model_config import find_config, is_local_path, read_config
+
+
+def tensor_parallel(subject: Subject) -> Iterator[Finding]:
+    """vLLM refuses to split heads and vocabulary unevenly, after minutes of start-up."""
+    for group in subject.engines:
+        if group.facts is not None and group.servers.tensor_parallel_size > 1:
+            yield from _split(group.facts, group.servers.tensor_parallel_size, f"{group.section}.tensor_parallel_size")
+
+
+def _split(facts: ModelFacts, width: int, key: str) -> Iterator[Finding]:
+    good = [n for n in range(1, facts.num_heads + 1) if facts.num_heads % n == 0 and _kv_fits(facts.num_kv_heads, n)]
+    good = [n for n in good if vocab_fits(facts.vocab_size, n)]
+    remedy = f"use one of {', '.join(map(str, good))}"
+    if facts.num_heads % width:
+        yield Finding(
+            "PH101", "error", key, f"{width} does not divide the model's {facts.num_heads} attention heads", remedy
+        )
+    if not _kv_fits(facts.num_kv_heads, width):
+        yield Finding(
+            "PH102",
+            "error",
+            key,
+            f"the model's {facts.num_kv_heads} key-value heads can be neither split nor repeated over {width} GPUs",
+            remedy,
+        )
+    if not vocab_fits(facts.vocab_size, width):
+        yield Finding(
+            "PH103",
+            "error",
+            key,
+            f"the vocabulary of {facts.vocab_size}, padded to a multiple of 64, cannot be split over {width} GPUs",
+            remedy,
+        )
+
+
+def _kv_fits(num_kv_heads: int, width: int) -> bool:
+    return num_kv_heads % width == 0 if width <= num_kv_heads else width % num_kv_heads == 0
+
+
+def context(subject: Subject) -> Iterator[Finding]:
+    """Positions that the model was not made for."""
+    experiment, facts = subject.experiment, subject.facts
+    if facts is None or facts.context is None:
+        return
+    wanted = {"seq_len": experiment.seq_len}
+    if subject.is_rl and experiment.inference is not None:
+        wanted["inference.max_model_len"] = experiment.max_model_len
+    if not subject.is_rl and experiment.sft.data.seq_len:
+        wanted["sft.data.seq_len"] = experiment.sft.data.seq_len
+    for key, tokens in wanted.items():
+        if tokens > facts.context and not (key != "seq_len" and tokens == experiment.seq_len):
+            yield Finding(
+                "PH104",
+                "error",
+                key,
+                f"{tokens} tokens are beyond the model's max_position_embeddings = {facts.context}",
+                f"use at most {facts.context}",
+            )
+
+
+def context_of_teacher(subject: Subject) -> Iterator[Finding]:
+    """What the teacher's engines are asked to hold, against its model."""
+    for group in subject.engines:
+        limit = group.facts.context if group.facts is not None else None
+        if group.role == "teacher" and limit is not None and group.view.max_model_len > limit:
+            stated = subject.experiment.teacher_inference
+            key = "teacher_inference.max_model_len" if stated and stated.max_model_len else "seq_len"
+            yield Finding(
+                "PH104",
+                "error",
+                key,
+                f"the teacher's engines need {group.view.max_model_len} tokens, beyond {group.view.model.name}'s "
+                f"max_position_embeddings = {limit}",
+                f"a seq_len of at most {limit - 1}" if key == "seq_len" else f"use at most {limit}",
+            )
+
+
+def known(subject: Subject) -> Iterator[Finding]:
+    """Whether there is a config.json to check against."""
+    if subject.facts is None:
+        yield _unknown("model.name", subject.experiment.model.name)
+    for group in subject.engines:
+        if group.role == "teacher" and group.facts is None:
+            yield _unknown(MODELS[group.role], group.view.model.name)
+
+
+def _unknown(key: str, name: str) -> Finding:
+    if find_config(name) is not None:
+        message, severity = f"the config.json of {name} is of a kind that lint does not know", "info"
+    elif is_local_path(name):
+        message, severity = f"{name} is not there (yet)", "warning"
+    else:
+        message, severity = f"{name} is not in the hub's cache of this machine", "info"
+    return Finding(
+        "PH107",
+        "warning" if severity == "warning" else "info",
+        key,
+        f"{message}: heads, vocabulary, context and memory were not checked",
+        "lint again where the model is",
+    )
+
+
+def precision(subject: Subject) -> Iterator[Finding]:
+    """The trainer has no loss scaling."""
+    if subject.experiment.model.dtype == "float16":
+        yield Finding(
+            "PH108",
+            "error",
+            "model.dtype",
+            "float16 gradients underflow without loss scaling, which the trainer does not have",
+            "use bfloat16 or float32",
+        )
+
+
+def trainer_memory(subject: Subject) -> Iterator[Finding]:
+    """State, activations and logits against one GPU."""
+    limit = subject.gpu_gib("trainer")
+    if subject.facts is None or limit is None:
+        return
+    parts = trainer_gib(subject.experiment, subject.facts)
+    if parts is None:
+        return
+    total = sum(parts.values())
+    if total <= 0.9 * limit:
+        return
+    shown = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
+    remedies = {
+        "state": "more trainer.num_ranks",
+        "activations": "--model.ac (recompute), or a smaller trainer.micro_batch_tokens",
+        "logits": "a smaller trainer.logits_chunk_tokens",
+        "gathered": "trainer.reshard_after_forward = true, or a smaller model",
+        "gradients": "trainer.no_sync = false, or more of trainer.parallel.tp or ep",
+    }
+    # activations are the rough part of the estimate: they alone refuse a run only when they are far off
+    certain = total - parts["activations"] - parts["logits"]
+    worst = max(remedies, key=lambda name: parts[name])
+    yield Finding(
+        "PH105",
+        "error" if certain > limit or total > 2 * limit else "warning",
+        "trainer.num_ranks" if worst == "state" else "trainer.micro_batch_tokens",
+        f"a trainer GPU needs about {total:.0f} GiB ({shown}) and has {limit:.0f}",
+        remedies[worst],
+    )
+
+
+def engines(subject: Subject) -> Iterator[Finding]:
+    """Weights and the KV cache of one longest sample against one GPU: vLLM does not start below that."""
+    for group in subject.engines:
+        limit = subject.gpu_gib(group.role)
+        memory = engine_memory(group.view, group.facts, limit) if group.facts is not None else None
+        if limit is None or memory is None or memory.kv_gib is None or memory.max_tokens is None:
+            continue
+        needed = group.view.max_model_len
+        if memory.max_tokens >= needed:
+            continue
+        quantized = "quantization" in group.servers.vllm  # fewer bytes than this counts
+        yield Finding(
+            "PH106",
+            "error" if memory.kv_gib <= 0 and not quantized else "warning",
+            f"{group.section}.tensor_parallel_size",
+            f"an engine's GPU of {limit:.0f} GiB holds {memory.weights_gib:.1f} GiB of weights, which leaves a KV "
+            f"cache of {memory.max_tokens} tokens: less than one sample of max_model_len = {needed}",
+            f"a larger {group.section}.tensor_parallel_size or gpu_memory_utilization, or a shorter max_model_len",
+        )
+
+
+def adapters(subject: Subject) -> Iterator[Finding]:
+    """Targets and rank of `model.lora` against the shapes of the stored weights."""
+    for problem in adapter_problems(subject.experiment):
+        yield Finding("PH113", "error", problem.key, problem.message, "")
+
+
+def weights(subject: Subject) -> Iterator[Finding]:
+    """Quantised weights, and weights that are not of their config."""
+    for problem in trained_models(subject.experiment):
+        yield Finding("PH118", "error", problem.key, problem.message, "")
+
+
+def families(subject: Subject) -> Iterator[Finding]:
+    """How the model's family trains: packed, one sample a row, or not at all."""
+    experiment, parallel = subject.experiment, subject.experiment.trainer.parallel
+    choice = experiment.trainer.rows
+    for key, name in trained_names(experiment).items():
+        config = read_config(name)
+        if config is None:
+            continue
+        family = family_of(config)
+        if family.refused:
+            yield Finding("PH119", "error", key, f"{name}: {family.refusal}", "use another model")
+            continue
+        if problem := rotary_problem(config, experiment.context):
+            yield Finding("PH121", "error", key, f"{name}: {problem}", "use another model, or a shorter context")
+        try:
+            rows = family.rows_as(choice)
+        except ValueError as error:
+            yield Finding("PH119", "error", "trainer.rows", f"{name}: {error}", "leave it out")
+            continue
+        if rows != "single":
+            continue
+        scores = ", and attention holds all its scores in memory" if family.own_attention else ""
+        message = f"{name} trains one sample a row, padded to the longest, without shared prompts{scores}: "
+        wanted = family.rows == "packed"  # and not the family's way
+        yield Finding(
+            "PH119",
+            "info",
+            "trainer.rows" if wanted else key,
+            message + (family.reason or "trainer.rows says so"),
+            "leave it out: packed rows are faster" if wanted else "nothing: it is exact, and slower than packed rows",
+        )
+        if parallel.cp > 1:
+            message = f"{name} trains one sample a row, which context-parallel ranks cannot split"
+            yield Finding("PH119", "error", "trainer.parallel.cp", message, "set it to 1")
+
+
+def layout(subject: Subject) -> Iterator[Finding]:
+    """One process answers for all data-parallel engines of a server; only experts that are shared out need that."""
+    for group in subject.engines:
+        servers, facts = group.servers, group.facts
+        is_group = servers.across_nodes == "engine_group" or servers.headless
+        dense = facts is not None and not facts.num_experts
+        if dense and servers.data_parallel_size > 1 and not is_group and subject.gpu_gib(group.role) is not None:
+            total = servers.num_replicas * servers.data_parallel_size
+            yield Finding(
+                "PH122",
+                "info",
+                f"{group.section}.data_parallel_size",
+                f"one HTTP process serves {servers.data_parallel_size} engines of a dense model: with short "
+                "completions it, not the GPUs, is what limits them",
+                f"{group.section}.num_replicas: {total} and data_parallel_size: 1: each engine gets its own server",
+            )
+
+
+CHECKS = (
+    known,
+    weights,
+    families,
+    precision,
+    adapters,
+    tensor_parallel,
+    context,
+    context_of_teacher,
+    trainer_memory,
+    engines,
+    layout,
+)

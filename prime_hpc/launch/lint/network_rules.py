@@ -1,0 +1,94 @@
+"""Lint of ports and networks, and what a plan says of them.
+
+Called by `lint` and by `plan_slurm`. Whether a node is in a named network is seen on the node alone.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.engine_groups import ENGINE_ROLES
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.slurm.placement import Placement, stated_port
+from prime_hpc.store.messaging.network import NUM_ENGINE_PORTS
+from prime_hpc.store.messaging.sockets import PortRange
+from prime_hpc.supervisor.agent import SERVER_PORTS
+from prime_hpc.supervisor.preflight.node import ephemeral_range
+
+_OF_THE_BATCH_HOST = 3
+"""The doorbell, the handover, preflight's rendezvous."""
+
+
+def network_facts(experiment: Experiment, site: SiteConfig, placement: Placement) -> dict[str, Any]:
+    """For the plan: the section in force, and the HTTP ports that are stated."""
+    stated = (stated_port(experiment, placement, group) for group in placement.groups)
+    return {
+        **experiment.network.over(site.network).model_dump(),
+        "network_interface": site.network_interface,
+        "server_ports": sorted({port for port in stated if port is not None}),
+    }
+
+
+def network_line(facts: dict[str, Any]) -> str:
+    """The same for people."""
+    ports = f"ports {facts['port_range']}" if facts["port_range"] else "ports below the ephemeral ones"
+    if facts["server_ports"]:
+        ports += f", HTTP from {facts['server_ports'][0]}"
+    name, chosen = "the node's name", "as NCCL and gloo choose"
+    collectives = facts["collectives"] or facts["network_interface"] or chosen
+    return (
+        f"{ports}; doorbell and handover by {facts['control'] or name}, HTTP by {facts['serving'] or name}, "
+        f"collectives {collectives if collectives == chosen else f'by {collectives}'}"
+    )
+
+
+def port_ranges(subject: Subject) -> Iterator[Finding]:
+    """A range that cannot hold a node's sockets, or out of which something else takes ports."""
+    network = subject.experiment.network.over(subject.site.network)
+    if network.port_range is None or subject.placement is None:
+        return
+    stated, within = subject.experiment.network.port_range is not None, PortRange.parse(network.port_range)
+    where = "network.port_range" if stated else f"network.port_range of the site profile {subject.site.name!r}"
+    need = _most_on_a_node(subject.placement)
+    if need > len(within):
+        yield Finding(
+            "PH327",
+            "error",
+            where,
+            f"{within} has {len(within)} ports, but up to {need} are needed on a node",
+            "a wider range; jobs that share a node need as many each",
+        )
+    low, high = ephemeral_range()
+    if within.first <= high and within.last >= low:
+        yield Finding(
+            "PH327",
+            "info",
+            where,
+            f"{within} overlaps the ports {low}-{high} that this machine's kernel gives to outgoing connections",
+            "one outside of them, where a firewall allows; ports in use are passed over",
+        )
+    for group in subject.placement.groups:
+        port = stated_port(subject.experiment, subject.placement, group)
+        if port is not None and port not in within:
+            yield Finding(
+                "PH327",
+                "warning",
+                f"{'inference' if group.role == 'inference' else 'teacher_inference'}.server.port",
+                f"{port} lies outside {where} = {within}",
+                "leave it out, and one of the range is found",
+            )
+
+
+def _most_on_a_node(placement: Placement) -> int:
+    """Ports that are taken on the fullest node."""
+    needed: Counter[tuple[int, int]] = Counter({(0, 0): _OF_THE_BATCH_HOST})
+    for group in placement.groups:
+        ports = SERVER_PORTS + NUM_ENGINE_PORTS if group.role in ENGINE_ROLES else int(group.role == "trainer")
+        for node in range(group.first_node, group.first_node + group.num_nodes):
+            needed[group.component, node] += ports
+    return max(needed.values())
+
+
+CHECKS = (port_ranges,)

@@ -1,0 +1,75 @@
+"""Lint of the trainer's layout against the model and the nodes. Called by `lint`.
+
+What the sizes themselves must satisfy is refused by the config already (`config.sections.parallel`); the trainer
+refuses once more what is seen here, for models whose config.json the login node cannot read.
+"""
+
+from collections.abc import Iterator
+
+from prime_hpc.launch.lint.lint_finding import Finding, Subject
+
+
+def tensor_parallel(subject: Subject) -> Iterator[Finding]:
+    """Heads and vocabulary are split evenly."""
+    facts, width, key = subject.facts, subject.experiment.trainer.parallel.tp, "trainer.parallel.tp"
+    if width == 1 or facts is None:
+        return
+    sizes = {
+        "attention heads": facts.num_heads,
+        "key-value heads": facts.num_kv_heads,
+        "tokens of the vocabulary": facts.vocab_size,
+    }
+    if not facts.num_experts:
+        sizes["channels of the feed-forward blocks"] = facts.intermediate
+    good = [n for n in range(2, facts.num_kv_heads + 1) if all(size % n == 0 for size in sizes.values())]
+    remedy = f"use {' or '.join(map(str, good))}" if good else "leave it at 1: this model cannot be split"
+    for what, size in sizes.items():
+        if size % width:
+            yield Finding("PH109", "error", key, f"{width} does not divide the model's {size} {what}", remedy)
+
+
+def context_parallel(subject: Subject) -> Iterator[Finding]:
+    """Attention trades tokens for heads, of which every rank must get some."""
+    facts, parallel, key = subject.facts, subject.experiment.trainer.parallel, "trainer.parallel.cp"
+    width = parallel.cp
+    if width == 1 or facts is None:
+        return
+    heads, kv = facts.num_heads // parallel.tp, facts.num_kv_heads // parallel.tp
+    good = [n for n in range(2, heads + 1) if heads % n == 0 and (kv % n == 0 or n % max(kv, 1) == 0)]
+    remedy = f"use {' or '.join(map(str, good))}" if good else "leave it at 1"
+    whose = " of a tensor-parallel rank" if parallel.tp > 1 else ""
+    if heads % width:
+        yield Finding("PH110", "error", key, f"{width} does not divide the {heads} attention heads{whose}", remedy)
+    elif width not in good:
+        message = f"the {kv} key-value heads{whose} can be neither split nor repeated over {width} ranks"
+        yield Finding("PH110", "error", key, message, remedy)
+
+
+def expert_parallel(subject: Subject) -> Iterator[Finding]:
+    """Experts are split evenly, and there must be some."""
+    facts, width, key = subject.facts, subject.experiment.trainer.parallel.ep, "trainer.parallel.ep"
+    if width == 1 or facts is None:
+        return
+    if not facts.num_experts:
+        yield Finding("PH111", "error", key, f"{width} ranks would split the experts of a dense model", "set it to 1")
+    elif facts.num_experts % width:
+        good = [n for n in range(2, facts.num_experts + 1) if facts.num_experts % n == 0]
+        message = f"{width} does not divide the model's {facts.num_experts} experts"
+        yield Finding("PH111", "error", key, message, f"use {' or '.join(map(str, good))}")
+
+
+def nodes(subject: Subject) -> Iterator[Finding]:
+    """Tensor-parallel ranks exchange activations in every matrix: between nodes that takes most of the step."""
+    width, count = subject.experiment.trainer.parallel.tp, subject.num_trainer_nodes()
+    on_node = subject.experiment.trainer.num_ranks // count
+    if width > 1 and count > 1 and on_node % width:
+        yield Finding(
+            "PH112",
+            "warning",
+            "trainer.parallel.tp",
+            f"groups of {width} ranks do not fit into nodes of {on_node}: some exchange activations over the network",
+            f"a divisor of {on_node}",
+        )
+
+
+CHECKS = (tensor_parallel, context_parallel, expert_parallel, nodes)

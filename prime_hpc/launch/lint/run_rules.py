@@ -1,0 +1,267 @@
+"""Lint of the run itself: batch, groups, concurrency, curriculum, evaluation, data, checkpoints. Called by `lint`."""
+
+from collections.abc import Iterator
+
+from prime_hpc.config.child_runs import is_parent
+from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.store.child_runs import list_children
+from prime_hpc.store.datafiles import find_data
+
+
+def groups(subject: Subject) -> Iterator[Finding]:
+    """A baseline that is the group's own mean needs a group."""
+    orchestrator = subject.experiment.orchestrator
+    advantage = orchestrator.advantage
+    compares = advantage.compares_rollouts or ":" in advantage.type  # of code of one's own that is likely
+    if subject.is_rl and orchestrator.rollouts_per_example == 1 and compares:
+        yield Finding(
+            "PH201",
+            "error",
+            "orchestrator.rollouts_per_example",
+            f"advantage.type = {orchestrator.advantage.type} compares the rollouts of one prompt, and there is one: "
+            "every advantage is 0 and nothing is learned",
+            "at least 2 rollouts_per_example, or advantage.type = none",
+        )
+
+
+def sampling(subject: Subject) -> Iterator[Finding]:
+    """Greedy rollouts of one prompt are all the same, and no sample of the policy's distribution."""
+    orchestrator = subject.experiment.orchestrator
+    if subject.is_rl and orchestrator.sampling.temperature == 0 and orchestrator.advantage.type != "sft":
+        yield Finding(
+            "PH211",
+            "error",
+            "orchestrator.sampling.temperature",
+            "0 is greedy: every rollout of a prompt is the same reply, so that there is nothing to compare, and a "
+            "policy gradient needs samples of the policy",
+            "1, or what the model's makers recommend; orchestrator.eval.sampling is greedy as it is",
+        )
+
+
+def batch(subject: Subject) -> Iterator[Finding]:
+    """Ranks without a sample compute on padding."""
+    experiment = subject.experiment
+    ranks = experiment.trainer.layout.num_data_ranks
+    if subject.is_rl:
+        key, size = "orchestrator.batch_size", experiment.orchestrator.batch_size
+    else:
+        key, size = "sft.data.batch_size", experiment.sft.data.batch_size
+    if size < ranks:
+        yield Finding(
+            "PH202",
+            "warning",
+            key,
+            f"a batch of {size} samples leaves {ranks - size} of {ranks} data ranks without work in every step",
+            f"a batch of at least {ranks}, or fewer trainer.num_ranks",
+        )
+    elif size % ranks and size < 4 * ranks:
+        yield Finding(
+            "PH202",
+            "warning",
+            key,
+            f"{size} samples do not divide over {ranks} data ranks: some train {-(-size // ranks)} and the others wait",
+            f"a multiple of {ranks}",
+        )
+
+
+def concurrency(subject: Subject) -> Iterator[Finding]:
+    """Too few episodes in flight starve the engines, too many only grow stale."""
+    experiment = subject.experiment
+    if not subject.is_rl:
+        return
+    orchestrator, key = experiment.orchestrator, "orchestrator.max_concurrent"
+    flight, group = orchestrator.max_concurrent, orchestrator.rollouts_per_example
+    if flight < group:
+        yield Finding(
+            "PH203",
+            "warning",
+            key,
+            f"{flight} episodes in flight are fewer than the {group} of one prompt: its rollouts may be sampled by "
+            "different versions and the engines idle",
+            f"at least {group}",
+        )
+    usable = orchestrator.batch_size * (experiment.async_level + 1)
+    if flight > usable:
+        yield Finding(
+            "PH203",
+            "warning",
+            key,
+            f"{flight} episodes in flight are more than the {usable} that async_level = {experiment.async_level} lets "
+            "a batch use: the rest grow stale or wait",
+            f"at most {usable}",
+        )
+    inference = experiment.inference
+    if inference is None:
+        return
+    engines = inference.num_replicas * inference.data_parallel_size
+    if flight < engines:
+        yield Finding(
+            "PH203",
+            "warning",
+            key,
+            f"{flight} episodes in flight leave {engines - flight} of {engines} engines without a request",
+            f"some tens for each engine: {engines * 32}",
+        )
+
+
+def learning(subject: Subject) -> Iterator[Finding]:
+    """Steps and groups that are trained for nothing, or not as the objective's paper has it."""
+    experiment = subject.experiment
+    trainer, key = experiment.trainer, "trainer.scheduler.decay_steps"
+    schedule, loss = trainer.scheduler, trainer.loss
+    ends = schedule.warmup_steps + (schedule.decay_steps or 0)
+    is_early = (
+        schedule.type in ("linear", "cosine") and schedule.decay_steps is not None and ends < experiment.max_steps
+    )
+    if is_early and schedule.min_lr_ratio == 0:
+        yield Finding(
+            "PH220",
+            "warning",
+            key,
+            f"the decay ends at step {ends}: the last {experiment.max_steps - ends} steps have learning rate 0",
+            "leave decay_steps out, or a min_lr_ratio above 0",
+        )
+    if not subject.is_rl:
+        return
+    bounds = [bound for bound in (loss.clip_low, loss.clip_high) if bound is not None] or [3e-4]
+    if loss.type == "gspo" and loss.correction is None and experiment.model.dtype != "float32" and min(bounds) < 3e-3:
+        yield Finding(
+            "PH221",
+            "warning",
+            "trainer.loss.correction",
+            f"gspo clips a sequence's ratio to the engine's policy at {min(bounds):g}, and in {experiment.model.dtype} "
+            "engine and trainer differ by more than that: sequences are clipped for their numerics. The paper's ratio "
+            "is to the trainer's own policy",
+            "trainer.loss.correction = {} (counts the mismatch apart), or clip_low and clip_high of 3e-3 and more",
+        )
+    if experiment.orchestrator.advantage.zero == "drop" and loss.kl is not None and loss.kl.coef > 0:
+        yield Finding(
+            "PH222",
+            "warning",
+            "orchestrator.advantage.zero",
+            "the KL penalty is not applied to groups without signal, which zero = drop leaves out of the batch",
+            "zero = auto",
+        )
+    if experiment.orchestrator.advantage.type == "opsd" and experiment.max_model_len <= experiment.seq_len:
+        yield Finding(
+            "PH223",
+            "warning",
+            "inference.max_model_len",
+            f"the engines take {experiment.max_model_len} tokens, as many as a sample has: with the demonstration "
+            "before it, a rollout that fills its context cannot be scored and counts as failed",
+            "seq_len and the longest demonstration together",
+        )
+
+
+def curriculum(subject: Subject) -> Iterator[Finding]:
+    """Pools that do nothing, or that a task cannot leave."""
+    if not subject.is_rl:
+        return
+    sampler, key = subject.experiment.orchestrator.curriculum.sampler, "orchestrator.curriculum.sampler"
+    if sampler.type != "difficulty_pool":
+        return
+    if sampler.easy_probability == 1 and sampler.hard_probability == 1:
+        yield Finding(
+            "PH208",
+            "warning",
+            key,
+            "difficulty_pool draws easy and hard tasks with probability 1: that is the standard order",
+            "a smaller easy_probability or hard_probability, or type = standard",
+        )
+    for pool in ("easy", "hard"):
+        if getattr(sampler, f"{pool}_probability") == 0:
+            yield Finding(
+                "PH208",
+                "warning",
+                f"{key}.{pool}_probability",
+                f"a task that was {pool} once is never drawn again, whatever the policy learns or forgets",
+                "a small probability, such as 0.1",
+            )
+
+
+def echo(subject: Subject) -> Iterator[Finding]:
+    """Episodes of one turn hold nothing that the environment said afterwards."""
+    orchestrator = subject.experiment.orchestrator
+    has_turns = not orchestrator.env or any(env.max_turns != 1 for env in orchestrator.env)
+    if subject.is_rl and orchestrator.advantage.echo is not None and not has_turns:
+        yield Finding(
+            "PH209",
+            "warning",
+            "orchestrator.advantage.echo",
+            "every environment has max_turns = 1: no token follows a reply, so that echo learns nothing",
+            "an environment of several turns, or leave echo out",
+        )
+
+
+def evaluation(subject: Subject) -> Iterator[Finding]:
+    """Evaluation takes the training environments when it has none, and there are none."""
+    orchestrator = subject.experiment.orchestrator
+    if is_parent(subject.experiment):
+        return  # its runs name them
+    if subject.is_rl and orchestrator.eval is not None and not orchestrator.eval.env and not orchestrator.env:
+        yield Finding(
+            "PH204",
+            "error",
+            "orchestrator.eval.env",
+            "evaluation is on, but neither it nor the training names an environment",
+            "name one, such as `- id: reverse-text`, or leave orchestrator.eval out",
+        )
+
+
+def data(subject: Subject) -> Iterator[Finding]:
+    """The files of supervised data."""
+    sft = subject.experiment.sft
+    for key, source in (("sft.data.path", sft.data), ("sft.eval.path", sft.eval_source)):
+        if subject.is_rl or source is None or not source.paths:
+            continue
+        try:
+            find_data(source)
+        except ValueError as error:
+            yield Finding("PH207", "warning", key, f"{error}: it is not there (yet)", "make it before submit")
+
+
+def checkpoints(subject: Subject) -> Iterator[Finding]:
+    """A job that comes back needs something to come back to."""
+    experiment = subject.experiment
+    ckpt = experiment.ckpt
+    if ckpt is None:
+        if subject.is_slurm and experiment.slurm.survive.how != "off":
+            what = "a time limit, a preemption or a crash the job begins"
+            if is_parent(experiment):  # Slurm's warning has them saved all the same
+                what = "a crash or a lost node a run that does not state its own begins"
+            yield Finding(
+                "PH205",
+                "warning",
+                "ckpt",
+                f"checkpoints are off: after {what} again at step 1",
+                "--ckpt, or slurm.survive.how = off for a job that need not come back",
+            )
+        return
+    if is_parent(experiment):
+        return  # steps are its runs' own
+    if isinstance(ckpt.interval, int) and ckpt.interval >= experiment.max_steps > 1:
+        yield Finding(
+            "PH206",
+            "warning",
+            "ckpt.interval",
+            f"every {ckpt.interval} steps of {experiment.max_steps}: only the last step is saved, and what Slurm's "
+            "warning or a SAVE file asks for",
+            f"well below {experiment.max_steps}",
+        )
+
+
+def runs(subject: Subject) -> Iterator[Finding]:
+    """A trainer of many runs that has none."""
+    experiment = subject.experiment
+    if is_parent(experiment) and not list_children(experiment.run_dir):
+        yield Finding(
+            "PH210",
+            "warning",
+            "trainer.max_concurrent_runs",
+            f"no run is below {experiment.run_dir} yet: the trainer and the engines wait for one for "
+            f"{experiment.trainer.runs_idle_timeout_s:g} s (trainer.runs_idle_timeout_s), then the job ends",
+            "add runs first (`prime-hpc runs add EXPERIMENT.yaml RUN.yaml`), or as soon as it has started",
+        )
+
+
+CHECKS = (groups, sampling, batch, learning, concurrency, curriculum, echo, evaluation, data, checkpoints, runs)

@@ -1,0 +1,54 @@
+"""Lint of GPUs that several roles use: the shares of their memory."""
+
+from collections.abc import Iterator
+
+from prime_hpc.launch.estimate.memory import ENGINE_GIB, engine_memory, trainer_gib
+from prime_hpc.launch.lint.lint_finding import Engines, Finding, Subject
+
+_ALMOST_ALL = 0.8
+"""Where a GPU's memory is not known: engines that take more leave a trainer too little."""
+
+
+def shared_gpus(subject: Subject) -> Iterator[Finding]:
+    """Engines take their share when they start and keep it; the trainer lives on what they leave."""
+    experiment = subject.experiment
+    of_trainer = set(experiment.trainer_gpu_ids or ())
+    ids = {group.role: set(getattr(experiment, f"{group.role}_gpu_ids") or ()) for group in subject.engines}
+    limit = subject.gpu_gib("trainer")
+    parts = trainer_gib(experiment, subject.facts) if subject.facts is not None else None
+    for gpu in sorted(of_trainer.union(*ids.values())):
+        there = [group for group in subject.engines if gpu in ids[group.role]]
+        if not there or len(there) + (gpu in of_trainer) < 2:
+            continue
+        share = sum(_share(group, limit) for group in there)
+        keys = " and ".join(f"{group.section}.gpu_memory_utilization" for group in there)
+        remedy = f"lower {keys}: what an engine needs is its weights, about 2 GiB and a KV cache (kv_cache_gib)"
+        key = f"{there[0].section}.gpu_memory_utilization"
+        if share > 1:
+            yield Finding(
+                "PH120", "error", key, f"engines on GPU {gpu} take {share:.0%} of its memory together", remedy
+            )
+        elif gpu in of_trainer and parts is not None and limit is not None:
+            need, left = sum(parts.values()), (1 - share) * limit
+            if need > left:
+                # as for a trainer alone: the rough parts of the estimate do not refuse a run
+                certain = need - parts["activations"] - parts["logits"] > left
+                message = (
+                    f"{share:.0%} of GPU {gpu} are the engines', {left:.0f} GiB are left; the trainer needs about "
+                )
+                yield Finding("PH120", "error" if certain else "warning", key, f"{message}{need:.0f}", remedy)
+        elif gpu in of_trainer and share > _ALMOST_ALL:
+            message = f"{share:.0%} of GPU {gpu}, on which the trainer runs too, are the engines'"
+            yield Finding("PH120", "warning", key, message, remedy)
+
+
+def _share(group: Engines, gpu_gib: float | None) -> float:
+    """Share of a GPU that an engine of a group takes."""
+    share, cache = group.servers.gpu_memory_utilization, group.servers.kv_cache_gib
+    if cache is None or gpu_gib is None or group.facts is None:
+        return share
+    memory = engine_memory(group.view, group.facts, gpu_gib)
+    return share if memory is None else (memory.weights_gib + ENGINE_GIB + cache) / gpu_gib
+
+
+CHECKS = (shared_gpus,)

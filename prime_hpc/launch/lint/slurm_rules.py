@@ -1,0 +1,324 @@
+"""Lint of what is asked of Slurm against the site profile: partitions, GPUs, nodes, CPUs, memory, options, paths.
+
+Called by `lint`. Times are `lint_time`'s.
+"""
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.engine_groups import sampling_role
+from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.slurm.containers import fixed_part
+from prime_hpc.slurm.options import JOB_WIDE, SlurmRole, key_of, parse_mem_mib, split_names
+from prime_hpc.slurm.placement import stated_device
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local", "/localscratch")
+_DEPENDENCY = re.compile(
+    r"(?:singleton|expand:\d+|(?:after|afterany|afterburstbuffer|aftercorr|afternotok|afterok)"
+    r"(?::\d+(?:_(?:\d+|\*))?(?:\+\d+)?)+)"
+)
+_SWITCHES = re.compile(r"\d+(?:@[\d:-]+)?")
+_MAIL_TYPES = (
+    *("NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "INVALID_DEPEND", "STAGE_OUT", "TIME_LIMIT", "TIME_LIMIT_90"),
+    *("TIME_LIMIT_80", "TIME_LIMIT_50", "ARRAY_TASKS"),
+)
+_MEMORY_OPTIONS = ("mem", "mem-per-cpu", "mem-per-gpu")
+
+
+def placed(subject: Subject) -> Iterator[Finding]:
+    """What the placement refuses."""
+    for problem in subject.misplaced.problems if subject.misplaced else []:
+        message, _, remedy = problem.message.partition("; ")
+        yield Finding("PH308", "error", problem.key, message, remedy or "state nodes and GPUs that hold all ranks")
+
+
+def partitions(subject: Subject) -> Iterator[Finding]:
+    """Names that the site does not have."""
+    known = subject.site.partitions
+    for role, asked in subject.roles.items():
+        for name in asked.partitions:
+            if known and name not in known:
+                near = get_close_matches(name, known, n=1)
+                yield Finding(
+                    "PH301",
+                    "error",
+                    key_of(role, "partition", subject.experiment),
+                    f"the site {subject.site.name!r} has no partition {name!r}",
+                    f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}",
+                )
+
+
+def sizes(subject: Subject) -> Iterator[Finding]:
+    """GPUs, CPUs and memory of a node, and nodes of a partition, against what the profile says."""
+    placement = subject.placement
+    for role, asked in subject.roles.items():
+        for name in asked.partitions:
+            part = subject.site.partitions.get(name)
+            if part is None:
+                continue
+            if asked.gpus_per_node > part.gpus_per_node:
+                yield Finding(
+                    "PH302",
+                    "error",
+                    key_of(role, "gpus_per_node", subject.experiment),
+                    f"{asked.gpus_per_node} GPUs a node are asked of {name}, whose nodes have {part.gpus_per_node}",
+                    f"at most {part.gpus_per_node}, or another partition",
+                )
+            cpus = int(str(asked.options.get("cpus-per-task", 0)))
+            if part.cpus_per_node and cpus > part.cpus_per_node:
+                yield Finding(
+                    "PH315",
+                    "error",
+                    key_of(role, "cpus_per_task", subject.experiment),
+                    f"{cpus} CPUs a node are asked of {name}, whose nodes have {part.cpus_per_node}",
+                    f"at most {part.cpus_per_node}",
+                )
+            yield from _memory_size(subject, role, name)
+    by_partition: dict[str, int] = {}
+    for component in placement.components if placement else ():
+        named = split_names(str(component.options.get("partition", "")))
+        if len(named) == 1:
+            by_partition[named[0]] = by_partition.get(named[0], 0) + component.num_nodes
+    for name, count in by_partition.items():
+        part = subject.site.partitions.get(name)
+        if part is not None and part.nodes is not None and count > part.nodes:
+            yield Finding(
+                "PH303",
+                "error",
+                "slurm.trainer.nodes",
+                f"the job needs {count} nodes of {name}, which has {part.nodes}",
+                "fewer ranks or engines, or more GPUs a node",
+            )
+
+
+def _memory_size(subject: Subject, role: SlurmRole, name: str) -> Iterator[Finding]:
+    part, text = subject.site.partitions[name], subject.roles[role].options.get("mem")
+    if text is None:
+        return
+    key = key_of(role, "mem", subject.experiment)
+    try:
+        mib = parse_mem_mib(str(text))
+    except ConfigError as error:
+        yield Finding("PH321", "error", key, error.problems[0].message, "for instance 500G")
+        return
+    if part.mem_gib and mib > part.mem_gib * 1024:
+        yield Finding(
+            "PH316",
+            "error",
+            key,
+            f"{text} a node are asked of {name}, whose nodes have {part.mem_gib:.0f} GiB",
+            "less, or 0 for all of the node's",
+        )
+
+
+def resources(subject: Subject) -> Iterator[Finding]:
+    """Nodes whose CPUs or GPUs the job would not get, or not use."""
+    used = _gpus_used(subject)
+    for role, asked in subject.roles.items():
+        options, experiment = asked.options, subject.experiment
+        exclusive = "exclusive" in options
+        if "cpus-per-task" not in options and not exclusive and "cpus-per-gpu" not in options:
+            yield Finding(
+                "PH315",
+                "warning",
+                key_of(role, "cpus_per_task", experiment),
+                "neither CPUs nor whole nodes are asked for: one task a node gets the default, often one CPU",
+                "state cpus_per_task (all that go with the GPUs), or exclusive = true",
+            )
+        if asked.gpus_per_node and not any(name in options for name in _MEMORY_OPTIONS):
+            yield Finding(
+                "PH316",
+                "info",
+                key_of(role, "mem", experiment),
+                "no memory is asked for: the partition's default may be small",
+                "state mem; 0 is all of a node's, right for whole nodes",
+            )
+        if len([name for name in _MEMORY_OPTIONS if name in options]) > 1:
+            yield Finding(
+                "PH316",
+                "error",
+                key_of(role, "mem", experiment),
+                "only one of mem, mem-per-cpu and mem-per-gpu may be asked for",
+                "take one back (in `extra`: false)",
+            )
+        if asked.gpus_per_node and subject.site.gpu_option == "none" and not exclusive:
+            yield Finding(
+                "PH326",
+                "warning",
+                key_of(role, "exclusive", experiment),
+                f"the site {subject.site.name!r} does not give GPUs out (gpu_option none): another job may share them",
+                "exclusive = true",
+            )
+        unsaid = not asked.gpus_per_node and role != "orchestrator" and not _speaks_of_gpus(subject, role)
+        if unsaid and stated_device(experiment, subject.site) != "cpu":
+            yield Finding(
+                "PH318",
+                "error",
+                key_of(role, "gpus_per_node", experiment),
+                f"no GPUs are asked for: the site profile {subject.site.name!r} does not know the partition "
+                f"and the config does not say, so {role} would compute on the CPU",
+                "state slurm.gpus_per_node (0 or device: cpu for a run on CPUs), or add the partition to the site "
+                "profile",
+            )
+        if used.get(role) and asked.gpus_per_node > used[role]:
+            yield Finding(
+                "PH317",
+                "warning",
+                key_of(role, "gpus_per_node", experiment),
+                f"{role}: {asked.gpus_per_node} GPUs a node are asked for and {used[role]} are used",
+                f"gpus_per_node = {used[role]}, or more ranks or engines a node",
+            )
+
+
+def _gpus_used(subject: Subject) -> dict[str, int]:
+    """Role -> most GPUs in use on one node of its component."""
+    busy: dict[int, dict[int, set[int]]] = {}
+    groups = subject.placement.groups if subject.placement else ()
+    for group in groups:
+        nodes = busy.setdefault(group.component, {})
+        for node in range(group.first_node, group.first_node + group.num_nodes):
+            nodes.setdefault(node, set()).update(group.gpus or ())
+    return {group.role: max(map(len, busy[group.component].values())) for group in groups}
+
+
+def _speaks_of_gpus(subject: Subject, role: SlurmRole) -> bool:
+    """Whether anything says how many GPUs a role's nodes have."""
+    slurm = subject.experiment.slurm
+    levels = (getattr(slurm, role), slurm, subject.site.options)
+    return bool(subject.facts_of(role)) or any(o.gpus_per_node is not None or o.gres is not None for o in levels)
+
+
+def handed_on(subject: Subject) -> Iterator[Finding]:
+    """Slurm gives memory and time of one het component to the next that states none."""
+    placement = subject.placement
+    if placement is None or placement.layout != "het":
+        return
+    for before, after in zip(placement.components, placement.components[1:], strict=False):
+        for name in ("mem", "time"):
+            if name in before.options and name not in after.options:
+                yield Finding(
+                    "PH319",
+                    "warning",
+                    f"slurm.{after.name}.{name}",
+                    f"{after.name} states no {name}: Slurm hands on {before.name}'s, {before.options[name]}",
+                    f"state slurm.{after.name}.{name}",
+                )
+        for name in JOB_WIDE:
+            if after.options.get(name) not in (None, placement.components[0].options.get(name)):
+                yield Finding(
+                    "PH319",
+                    "warning",
+                    f"slurm.{after.name}.{name.replace('-', '_')}",
+                    f"{name} is the whole job's: only {placement.components[0].name}'s counts",
+                    f"state slurm.{name.replace('-', '_')}",
+                )
+
+
+def values(subject: Subject) -> Iterator[Finding]:
+    """Values with a syntax of their own."""
+    for role, asked in subject.roles.items():
+        options, experiment = asked.options, subject.experiment
+        dependency = str(options.get("dependency", ""))
+        separator = "?" if "?" in dependency else ","
+        if dependency and not all(_DEPENDENCY.fullmatch(part.strip()) for part in dependency.split(separator)):
+            yield Finding(
+                "PH314",
+                "error",
+                key_of(role, "dependency", experiment),
+                f"{dependency!r} is no dependency",
+                "for instance afterok:123, afterany:123:124 or singleton, several with commas (all) or ? (any)",
+            )
+        switches = options.get("switches")
+        if switches is not None and not _SWITCHES.fullmatch(str(switches)):
+            yield Finding(
+                "PH321",
+                "error",
+                key_of(role, "switches", experiment),
+                f"{switches!r} is no count of switches",
+                "for instance 1 or 1@10:00",
+            )
+        wrong = [name for name in split_names(str(options.get("mail-type", ""))) if name.upper() not in _MAIL_TYPES]
+        if wrong:
+            yield Finding(
+                "PH321",
+                "error",
+                key_of(role, "mail_type", experiment),
+                f"{wrong[0]!r} is no mail type",
+                f"some of {', '.join(_MAIL_TYPES[:6])}",
+            )
+
+
+def paths(subject: Subject) -> Iterator[Finding]:
+    """The run directory must be the same on all nodes, and on this one."""
+    experiment, site = subject.experiment, subject.site
+    run_dir = experiment.run_dir.resolve()
+    local = [*_NODE_LOCAL, *([fixed_part(site.node_local)] if site.node_local else [])]
+    home = next((root for root in local if root and run_dir.is_relative_to(root)), None)
+    if home is None or (site.scratch is not None and run_dir.is_relative_to(site.scratch)):
+        return
+    many = subject.num_nodes > 1
+    yield Finding(
+        "PH313",
+        "error" if many else "warning",
+        "output_dir",
+        f"{run_dir} is below {home}, which each node has for itself"
+        + (f": the {subject.num_nodes} nodes of the job do not see one another's files" if many else ""),
+        "a directory of the shared file system" + (f", for instance {site.scratch}" if site.scratch else ""),
+    )
+
+
+def networks(subject: Subject) -> Iterator[Finding]:
+    """Addresses that only one node can reach, and keys that are set by hand where Slurm decides."""
+    experiment = subject.experiment
+    if not subject.is_rl:
+        return
+    yield from _attached(experiment)
+    by_hand = ("headless", "data_parallel_address", "data_parallel_start_rank", "data_parallel_size_local")
+    for group in subject.engines:
+        host = group.servers.server.host
+        if subject.num_nodes > 1 and host in _LOOPBACK and group.role == "inference":
+            yield Finding(
+                "PH312",
+                "info",
+                "inference.server.host",
+                f"{host} is of one node alone; in a job of several the servers listen on all addresses, or on those of "
+                "network.serving",
+                "nothing to do",
+            )
+        for name in by_hand:
+            if getattr(group.servers, name):
+                yield Finding(
+                    "PH320",
+                    "warning",
+                    f"{group.section}.{name}",
+                    "is for servers that are started by hand, node by node; in a Slurm job the placement decides",
+                    f"leave it out; slurm.{group.role}.nodes and {group.section}.across_nodes spread the engines",
+                )
+
+
+def _attached(experiment: Experiment) -> Iterator[Finding]:
+    """Servers that the job does not start."""
+    client, teacher = experiment.orchestrator.client, experiment.orchestrator.teacher
+    urls = [client.base_url] if isinstance(client.base_url, str) else client.base_url or [f"http://{client.host}/"]
+    places = (
+        []
+        if experiment.inference or sampling_role(experiment) == "teacher"
+        else [("orchestrator.client.base_url", url, "inference") for url in urls]
+    )
+    places += [("orchestrator.teacher.base_url", url, "teacher_inference") for url in (teacher.urls if teacher else ())]
+    for key, url, section in places:
+        if any(f"//{host}" in url.replace("[", "").replace("]", "") for host in _LOOPBACK):
+            article = "an" if section == "inference" else "a"
+            yield Finding(
+                "PH312",
+                "warning",
+                key,
+                f"{url} is an address of the node on which the orchestrator will run, and the job starts no server",
+                f"the server's own address, or {article} `{section}` section",
+            )
+
+
+CHECKS = (placed, partitions, sizes, resources, handed_on, values, paths, networks)

@@ -1,0 +1,237 @@
+"""What differs between two runs: config, code, packages, command line; and their figures side by side.
+
+Reads `run.yaml`, `lock.json`, `attempts.jsonl` and `metrics/*.jsonl` of both. Called by the verb `diff`, which also
+compares two files of benchmark figures.
+"""
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.secret import Secret, anchored, hide
+from prime_hpc.observe.bench import read_figures
+from prime_hpc.store.run_dirs import ATTEMPTS, read_json, read_rows
+
+_OF_THE_DIRECTORY = ("name", "output_dir")
+"""Keys that say where a run is: the two directories are named anyway."""
+_LOCK_KEYS = ("python", "platform", "host", "cwd")
+Pair = tuple[Any, Any]
+
+
+def compare_runs(a: Path, b: Path) -> dict[str, Any]:
+    """Two runs.
+
+    Returns:
+        `runs` [a, b]; `config`, `packages`, `environment`: key -> [a's, b's] of what differs (None: absent there);
+        `code`: sha, changed (files that differ from the commit) and same_changes; `command` [a, b];
+        `figures`: name -> {a, b, ratio}; `missing`: files that one of them lacks.
+    """
+    locks = [read_json(run / "lock.json") or {} for run in (a, b)]
+    missing = [str(run / name) for run in (a, b) for name in ("run.yaml", "lock.json") if not (run / name).exists()]
+    configs = [flatten(_config(run)) for run in (a, b)]
+    config = {
+        key: _hidden(key, pair)
+        for key, pair in differences(*configs).items()
+        if key.partition(".")[0] not in _OF_THE_DIRECTORY
+    }
+    return {
+        "runs": [str(a), str(b)],
+        "config": config,
+        "code": _code([lock.get("git") or {} for lock in locks]),
+        "packages": differences(*(lock.get("packages") or {} for lock in locks)),
+        "environment": differences(*({k: lock.get(k) for k in _LOCK_KEYS} for lock in locks)),
+        "command": [lock.get("command") for lock in locks],
+        "figures": beside(run_figures(a), run_figures(b)),
+        "missing": missing,
+    }
+
+
+def compare_files(a: Path, b: Path) -> dict[str, Any]:
+    """Two files of benchmark figures: a JSON object, or text that ends in one, as `tools/bench NAME --json` prints.
+
+    Returns:
+        `runs` [a, b], `figures` by flattened key, and `config`: what is no number and differs.
+
+    Raises:
+        ConfigError: a file holds no such object.
+    """
+    values = [flatten(_figures_of_file(path)) for path in (a, b)]
+    numbers = [{k: float(v) for k, v in row.items() if _is_number(v)} for row in values]
+    others = [{k: v for k, v in row.items() if not _is_number(v)} for row in values]
+    return {"runs": [str(a), str(b)], "config": differences(*others), "figures": beside(*numbers)}
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as dotted keys; items of a list that holds mappings by their index, other lists as one value."""
+    if isinstance(tree, Mapping) and tree:
+        items: Iterable[tuple[Any, Any]] = tree.items()
+    elif isinstance(tree, list) and any(isinstance(item, Mapping | list) for item in tree):
+        items = enumerate(tree)
+    else:
+        return {prefix: tree} if prefix else {}
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
+    """Keys whose values differ, with both values, in a's order and then b's; None where a key is absent."""
+    keys = [*a, *(key for key in b if key not in a)]
+    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+
+
+def beside(a: Mapping[str, float | None], b: Mapping[str, float | None]) -> dict[str, dict[str, float | None]]:
+    """Figures of both with b's ratio to a's."""
+    rows: dict[str, dict[str, float | None]] = {}
+    for key in [*a, *(key for key in b if key not in a)]:
+        one, two = a.get(key), b.get(key)
+        rows[key] = {"a": one, "b": two, "ratio": two / one if one and two is not None else None}
+    return rows
+
+
+def run_figures(run: Path) -> dict[str, float | None]:
+    """What a run came to; only what it has.
+
+    steps, reward and loss of the last step, held-out reward by environment, medians of the steps: seconds, tokens/s of
+    trainer and engines, staleness; attempts, hours, and the share of the time from the first start to the last end in
+    which the trainer trained.
+    """
+    trainer = list(by_step(run / "metrics" / "trainer.jsonl", "time/step").values())
+    rollouts = list(by_step(run / "metrics" / "orchestrator.jsonl", "reward/mean").values())
+    figures: dict[str, float | None] = {"steps": float(len(trainer))}
+    figures["reward (last step)"] = _last(rollouts, "reward/mean")
+    figures["reward (mean of last 10)"] = _mean(_values(rollouts[-10:], "reward/mean"))
+    figures |= _evaluations(run)
+    figures["loss (last step)"] = _last(trainer, "loss")
+    figures["s/step (median)"] = _median(trainer[1:] or trainer, "time/step")  # the first waits for the start-up
+    figures["trainer tokens/s (median)"] = _median(trainer, "tokens_per_s")
+    figures["tokens/s overall (median)"] = _median(trainer[1:] or trainer, "tokens_per_s_overall")
+    figures["engine tokens/s (median)"] = _median(rollouts, "tokens/sampled_per_second")
+    figures["lag, versions (mean)"] = _mean(_values(rollouts, "lag/mean"))
+    figures |= _times(read_rows(run / ATTEMPTS))
+    figures |= read_figures(run)
+    return {key: value for key, value in figures.items() if value is not None}
+
+
+def by_step(path: Path, key: str) -> dict[int, dict[str, Any]]:
+    """Rows of a metrics file that have `key`, by ascending step; a later life's row replaces the earlier one's."""
+    rows: dict[int, dict[str, Any]] = {}
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    row = json.loads(line)
+                except ValueError:  # torn: its writer was killed
+                    continue
+                if isinstance(row, dict) and key in row and isinstance(row.get("step"), int):
+                    rows[row["step"]] = row
+    except OSError:
+        return {}
+    return {step: rows[step] for step in sorted(rows)}
+
+
+def _evaluations(run: Path) -> dict[str, float | None]:
+    rows: dict[str, dict[int, float]] = {}
+    for line in _lines(run / "metrics" / "orchestrator.jsonl"):
+        for key, value in line.items():
+            if key.startswith("eval/") and key.endswith("/mean_reward") and _is_number(value):
+                rows.setdefault(key.split("/")[1], {})[int(line.get("step") or 0)] = float(value)
+    return {f"held-out reward of {env} (last)": values[max(values)] for env, values in sorted(rows.items())}
+
+
+def _lines(path: Path) -> Iterable[dict[str, Any]]:
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return
+    for line in text.splitlines():
+        if b"eval/" in line:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def _times(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Attempts, hours from the first start to the last end, and the useful share of them."""
+    if not rows:
+        return {}
+    began = [row["began"] for row in rows if _is_number(row.get("began"))]
+    ended = [row["ended"] for row in rows if _is_number(row.get("ended"))]
+    span = max(ended) - min(began) if began and ended else 0.0
+    useful = sum((row.get("seconds") or {}).get("useful", 0.0) for row in rows)
+    return {
+        "attempts": float(len(rows)),
+        "hours": span / 3600 if span > 0 else None,
+        "effective training time (share)": useful / span if span > 0 else None,
+    }
+
+
+def _config(run: Path) -> Any:
+    import yaml
+
+    try:
+        text = (run / "run.yaml").read_text(encoding="utf-8")
+        # secrets are compared by what they are, wherever each run keeps them
+        return hide(anchored(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), run))
+    except OSError:
+        return {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{run / 'run.yaml'} is no YAML: {error}") from error
+
+
+def _code(gits: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "sha": [git.get("sha") for git in gits],
+        "changed": [len(git.get("status") or []) for git in gits],
+        "same_changes": (gits[0].get("diff") or "") == (gits[1].get("diff") or ""),
+    }
+
+
+def _figures_of_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    for candidate in (text, text.rpartition("\n")[2]):
+        try:
+            value = json.loads(candidate)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            return value
+    raise ConfigError(f"{path} is no run and holds no JSON object of figures")
+
+
+def _hidden(key: str, pair: Pair) -> Pair:
+    if not any(isinstance(value, Secret) for value in pair):
+        return pair
+    return ("***" if pair[0] else pair[0], "*** (another)" if pair[1] else pair[1])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _values(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
+    return [float(row[key]) for row in rows if _is_number(row.get(key))]
+
+
+def _last(rows: list[dict[str, Any]], key: str) -> float | None:
+    values = _values(rows, key)
+    return values[-1] if values else None
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _median(rows: list[dict[str, Any]], key: str) -> float | None:
+    values = _values(rows, key)
+    return statistics.median(values) if values else None

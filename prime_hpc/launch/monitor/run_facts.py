@@ -1,0 +1,147 @@
+"""What is known of a run before it is judged: the files of its directory, Slurm's answer, and the verdict's form.
+
+Filled by `status`, read by `verdict` and `figures`.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prime_hpc.store.run_dirs import ATTEMPTS, read_json, read_rows, read_submission
+
+if TYPE_CHECKING:
+    from prime_hpc.slurm.client import JobInfo
+
+UNDER_WAY = ("submitting", "pending", "starting", "running", "saving", "ending", "requeued")
+"""States of a run that was started and has not ended."""
+FINAL = ("completed", "failed", "stopped", "lost")
+"""States in which nothing more happens by itself. Besides these there are `not started` and
+`by hand` (roles without a supervisor, of which nobody can tell more)."""
+STATUS_JSON = "status.json"
+
+
+@dataclass
+class Evidence:
+    """What a run directory says, read once."""
+
+    path: Path
+    record: dict[str, Any] | None = None
+    """`submit.json`."""
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    word: dict[str, Any] | None = None
+    """`status.json`: the supervisor's last word."""
+
+    @property
+    def last(self) -> dict[str, Any] | None:
+        """The newest attempt."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def since(self) -> float:
+        """When it was last submitted or last began, epoch seconds."""
+        times = [number((self.record or {}).get("time")), number((self.last or {}).get("began"))]
+        return max(t or 0.0 for t in times)
+
+
+@dataclass
+class Queue:
+    """Slurm's answer about the jobs of interest."""
+
+    jobs: Mapping[str, "JobInfo"] = field(default_factory=dict)
+    trouble: str | None = None
+    """Why Slurm could not be asked; None: it answered, or there was nothing to ask."""
+    asked: float = field(default_factory=time.time)
+    """When, epoch seconds: what a run wrote later is newer than the answer."""
+
+    def by_token(self, token: str | None) -> "JobInfo | None":
+        """The job that carries a submission's token."""
+        return next((job for job in self.jobs.values() if token and job.token == token), None)
+
+
+@dataclass
+class RunStatus:
+    """One run. Times are epoch seconds; what is not known is None."""
+
+    name: str
+    path: str
+    state: str
+    note: str = ""
+    """Why it is in that state: the queue's reason, the end's cause, what is missing."""
+    step: int | None = None
+    max_steps: int | None = None
+    figure: str | None = None
+    """`reward` or `loss`."""
+    value: float | None = None
+    trend: list[float] = field(default_factory=list)
+    """Its last values, oldest first."""
+    attempt: int | None = None
+    why: str | None = None
+    """Why the newest attempt began."""
+    cause: str | None = None
+    """Why the last attempt that ended did."""
+    outcome: str | None = None
+    """How it ended: completed, failed, interrupted, requeued or stopped."""
+    job_id: str | None = None
+    since: float | None = None
+    ended: float | None = None
+    word: float | None = None
+    """When the supervisor last wrote."""
+    starts: float | None = None
+    """Slurm's estimate of the start of a waiting job."""
+    time_left_s: float | None = None
+    eta_s: float | None = None
+    """Seconds until the last step at the present pace."""
+    nodes: dict[str, list[str]] = field(default_factory=dict)
+    """Hosts by role label."""
+    roles: dict[str, str] = field(default_factory=dict)
+    """States by role label."""
+    runs: dict[str, str] = field(default_factory=dict)
+    """Of a trainer that trains many: what its runs do, by name."""
+    checkpoint: int | None = None
+    checkpoint_time: float | None = None
+    logs: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing more will happen by itself."""
+        return self.state in FINAL
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something was started that has not ended."""
+        return self.state in UNDER_WAY
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"final": self.is_final}
+
+
+def read_evidence(path: Path) -> Evidence:
+    """The three files of a run."""
+    base = os.fspath(path)
+    return Evidence(
+        path,
+        read_submission(base),
+        read_rows(f"{base}/{ATTEMPTS}"),
+        read_json(f"{base}/{STATUS_JSON}"),
+    )
+
+
+def number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def integer(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def span(seconds: float) -> str:
+    """A length of time in one unit: `42 s`, `7 min`, `3.5 h`, `2.1 d`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} d"

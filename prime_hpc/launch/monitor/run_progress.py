@@ -1,0 +1,136 @@
+"""Figures of a run from the ends of its files: step, reward, pace, checkpoint, logs.
+
+Called by `status` and `verdict`.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.launch.monitor.run_facts import Evidence, RunStatus, integer, number
+
+_TAIL_BYTES = 96_000
+_STEP_KEYS = ("time/step", "reward/mean")
+"""A row with one of these is that of a step."""
+
+
+def add_figures(status: RunStatus, one: Evidence, *, brief: bool = False) -> None:
+    """Step, reward or loss, their trend and the time that is left.
+
+    Args:
+        status: filled in.
+        one: the run's files.
+        brief: of a run that is over the supervisor's last word is enough, if it tells the reward.
+    """
+    if status.max_steps is None and not status.runs:  # a trainer of many runs has no last step
+        text = line_of(one.path / "run.yaml", "max_steps: ")
+        if text is None:
+            text = line_of(one.path / "roles" / "trainer" / "run.yaml", "max_steps: ")
+        status.max_steps = int(text) if text and text.isdigit() else None
+    reward = number((one.word or {}).get("reward"))
+    if brief and status.is_final and status.step is not None and reward is not None:
+        status.figure, status.value = "reward", reward
+    else:
+        _from_metrics(status, one.path)
+
+
+def _from_metrics(status: RunStatus, path: Path) -> None:
+    rewards = _values(tail_rows(path / "metrics" / "orchestrator.jsonl"), "reward/mean")
+    trained = tail_rows(path / "metrics" / "trainer.jsonl")
+    series = rewards or ([] if status.runs else _values(trained, "loss"))  # of many runs: each has its own
+    if series:
+        status.figure, status.value, status.trend = "reward" if rewards else "loss", series[-1], series[-40:]
+    if trained:
+        status.step = integer(trained[-1].get("step"))
+    times = sorted(_values(trained[-20:], "time/step"))
+    if times and status.state in ("running", "saving") and status.max_steps and status.step is not None:
+        status.eta_s = times[len(times) // 2] * max(0, status.max_steps - status.step)
+
+
+def tail_rows(path: Path, num_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
+    """The last rows of a metrics file, oldest first; those of an earlier life that were done again are left out."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - num_bytes))
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    rows: list[dict[str, Any]] = []
+    for line in lines[1:] if size > num_bytes else lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        # an evaluation of an earlier version may come after a later batch: it is no step's row
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and not row.keys().isdisjoint(_STEP_KEYS):
+            rows.append(row)
+    newest = {row["step"]: row for row in rows}
+    last = rows[-1]["step"] if rows else 0
+    return [newest[step] for step in sorted(newest) if step <= last]
+
+
+def add_checkpoint(status: RunStatus, path: Path) -> None:
+    """The newest checkpoint and when it was made."""
+    from prime_hpc.store.layout import list_steps
+
+    elsewhere = line_of(path / "run.yaml", "  path: ", after="ckpt:")
+    parent = Path(elsewhere) if elsewhere and elsewhere != "null" else path / "checkpoints"
+    try:
+        steps = list_steps(parent, digits=0)
+    except OSError:  # not ours to read
+        return
+    if steps:
+        status.checkpoint = steps[-1]
+        try:
+            status.checkpoint_time = (parent / f"step_{steps[-1]}" / "manifest.json").stat().st_mtime
+        except OSError:  # removed meanwhile by the run's own retention
+            status.checkpoint_time = None
+
+
+def log_paths(path: Path, attempt: int | None) -> dict[str, str]:
+    """The log files worth opening, by role, that exist."""
+    logs = path / "logs"
+    found: dict[str, str] = {}
+    if (logs / "supervisor.log").exists():
+        found["supervisor"] = str(logs / "supervisor.log")
+    outputs = sorted(logs.glob("slurm-*.out"), key=lambda p: p.stat().st_mtime)
+    if outputs:
+        found["slurm"] = str(outputs[-1])
+    folder = logs / f"attempt_{attempt}"
+    for file in sorted(folder.glob("*/*.log")) if attempt is not None else []:
+        if file.stem == file.parent.name or file.parent.name in ("inference", "teacher"):
+            found[file.stem] = str(file)
+    return found
+
+
+def last_row_time(path: Path) -> float | None:
+    """When the trainer last finished a step, epoch seconds."""
+    rows = tail_rows(path / "metrics" / "trainer.jsonl", 8_000)
+    return number(rows[-1].get("time")) if rows else None
+
+
+def line_of(path: Path, start: str, after: str = "") -> str | None:
+    """The rest of the first line that begins with `start` (below the root key `after`).
+
+    For one value a YAML parser would cost more than all the rest.
+    """
+    inside = not after
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if not inside:
+                    inside = line.startswith(after)
+                elif line.startswith(start):
+                    return line[len(start) :].strip().strip("'\"")
+                elif after and not line.startswith((" ", "-")):
+                    return None
+    except OSError:
+        pass
+    return None
+
+
+def _values(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
+    return [float(row[key]) for row in rows if isinstance(row.get(key), int | float)]

@@ -1,0 +1,1 @@
+"""`prime-hpc plan`: show where each role of an experiment would run, before anything does."""

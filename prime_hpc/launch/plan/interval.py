@@ -1,0 +1,129 @@
+"""What `plan` says about the checkpoint interval: the best one, the one that is set, and what each loses in percent.
+
+The formulas are `store.interval`'s, the same that `ckpt.interval = auto` goes by inside the run; here they are fed with
+what earlier lives of the run measured (`pace`), with the failures that `attempts.jsonl` of this run and of its
+neighbours in the output directory tell, and with the site profile's rate.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.launch.estimate.step_time import Pace
+from prime_hpc.slurm.options import format_time
+from prime_hpc.store.checkpoint.optimal_interval import (
+    DAY_S,
+    Events,
+    expected_loss_percent,
+    learn,
+    mtbf_s,
+    plan_interval,
+)
+from prime_hpc.store.run_dirs import ATTEMPTS, read_rows
+
+MOST_NEIGHBOURS = 200
+"""Runs of the output directory that are looked at."""
+
+
+def earlier_failures(run_dir: Path, num_nodes: int) -> tuple[Events, int]:
+    """What this run's attempts and those of its neighbours tell, as if a job of `num_nodes` nodes had lived it.
+
+    Of this run every end without notice counts. Of other runs only lost nodes do: their crashes may be bugs of theirs.
+
+    Returns:
+        the events, and how many attempts they are of.
+    """
+    own = read_rows(run_dir / ATTEMPTS)
+    events = learn(own)
+    failures, seconds, count = events.num_failures, events.seconds, len(own)
+    try:
+        neighbours = [path for path in sorted(run_dir.parent.iterdir()) if path != run_dir][:MOST_NEIGHBOURS]
+    except OSError:
+        neighbours = []
+    for path in neighbours:
+        rows = [row for row in read_rows(path / ATTEMPTS) if row.get("job_id") and row.get("ended")]
+        for row in rows:
+            seconds += max(0.0, row["ended"] - row["began"]) * _num_nodes(row) / num_nodes
+            failures += row.get("outcome") == "node_lost"
+        count += len(rows)
+    return Events(failures, events.num_warned, seconds, events.restart_s), count
+
+
+def _num_nodes(row: Mapping[str, Any]) -> int:
+    return len({host for hosts in (row.get("nodes") or {}).values() for host in hosts}) or 1
+
+
+def interval_facts(
+    experiment: Experiment, site: SiteConfig, speed: Pace, num_nodes: int, *, walltime_s: float | None, in_job: bool
+) -> dict[str, Any]:
+    """The best interval and the one that is set, for `plan --json` and `interval_lines`.
+
+    Args:
+        experiment: states the interval and Slurm's notice.
+        site: failure rate and start-up time.
+        speed: of a step and a save.
+        num_nodes: of the job.
+        walltime_s: the job's time limit; None: none.
+        in_job: whether Slurm gives a notice.
+    """
+    events, num_attempts = earlier_failures(experiment.run_dir, num_nodes)
+    survive = experiment.slurm.survive
+    restart_s = events.restart_s if events.restart_s is not None else site.startup_s
+    mtbf = mtbf_s(num_nodes, site.failures_per_1000_node_days, events)
+    best = plan_interval(
+        save_s=speed.stall_s,
+        write_s=speed.save_s,
+        step_s=speed.step_s,
+        mtbf=mtbf,
+        restart_s=restart_s,
+        walltime_s=walltime_s,
+        notice_s=survive.signal_lead_s if in_job and survive.how != "off" else None,
+        events=events,
+    )
+    chosen = experiment.ckpt.interval if experiment.ckpt else None
+    most = experiment.max_steps
+    if walltime_s is not None:
+        most = max(1, min(most, int(walltime_s / speed.step_s)))
+    why, best_loss, best_steps, best_s = best.why, best.loss_percent, best.num_steps, best.interval_s
+    if best_steps > most:  # there is no such interval in a run that is shorter
+        best_steps, best_s = most, most * speed.step_s
+        best_loss = expected_loss_percent(best_s, speed.stall_s, best.mtbf_s, restart_s, speed.save_s)
+        why += f"; at most {most} steps: " + ("the run" if most == experiment.max_steps else "the time limit")
+    steps = chosen if isinstance(chosen, int) else best_steps
+    seconds = steps * speed.step_s
+    loss = expected_loss_percent(seconds, speed.stall_s, best.mtbf_s, restart_s, speed.save_s)
+    source = f"{site.failures_per_1000_node_days:g} failures in 1000 node-days (site profile {site.name})"
+    if num_attempts:
+        source += f"; {events.num_failures} in {events.seconds / DAY_S:.2g} days of {num_attempts} attempts"
+    return {
+        "best_interval_s": round(best_s),
+        "best_steps": best_steps,
+        "best_loss_percent": round(best_loss, 3),
+        "set_steps": steps if chosen is not None else None,
+        "set_loss_percent": round(loss, 3) if chosen is not None else None,
+        "mtbf_s": None if math.isinf(best.mtbf_s) else round(best.mtbf_s),
+        "failures_from": source,
+        "restart_s": round(restart_s),
+        "why": why,
+    }
+
+
+def interval_lines(interval: int | str | None, facts: Mapping[str, Any], speed: Mapping[str, Any]) -> Sequence[str]:
+    """The same for people: what is set first."""
+    best = f"{facts['best_steps']} steps ({format_time(facts['best_interval_s'])})"
+    if interval == "auto":
+        lines = [f"expected loss {facts['set_loss_percent']:.2f} % with one every {best}; measured anew as it runs"]
+    else:
+        lines = [
+            f"expected loss {facts['set_loss_percent']:.2f} %; Young/Daly: {facts['best_loss_percent']:.2f} % with one "
+            f"every {best}, which --ckpt.interval auto takes"
+        ]
+    return [
+        *lines,
+        f"from {speed['step_s']:.3g} s a step ({speed['step_from']}), {facts['restart_s']} s for a restart, "
+        f"{facts['why']}",
+        f"failures: {facts['failures_from']}",
+    ]

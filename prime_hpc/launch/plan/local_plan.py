@@ -1,0 +1,188 @@
+"""`prime-hpc plan`: where each role of an experiment would run on this machine, before anything does.
+
+`plan_slurm` has the plan of a Slurm job; `resolve_launch` says which of the two it will be. Called by `local`, by the
+`plan` verb and by `submit`.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Literal
+
+from prime_hpc.config import ConfigError, Experiment, Loaded
+from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.engine_groups import EngineRole, engine_roles, first_port, sampling_role, served_by, servers_of
+from prime_hpc.config.site import load_site
+from prime_hpc.launch.estimate.memory import read_model
+from prime_hpc.launch.estimate.step_time import pace
+from prime_hpc.launch.plan.interval import interval_facts, interval_lines
+from prime_hpc.store.child_runs import list_children
+from prime_hpc.supervisor.roles.spec import split_gpus, usable_gpus
+
+
+def plan_text(loaded: Loaded) -> str:
+    """The placement of an experiment, for people."""
+    experiment = loaded.experiment
+    lines = [
+        f"experiment  {experiment.name} ({experiment.kind})",
+        f"run dir     {experiment.run_dir}",
+        f"launch      {launcher()}",
+        f"model       {experiment.model.name} ({experiment.model.dtype})",
+        f"runs        {runs_line(experiment)}" if is_parent(experiment) else f"steps       {steps_line(experiment)}",
+        "roles",
+    ]
+    return "\n".join([*lines, *(f"  {line}" for line in _roles(experiment)), "", _checkpoints(experiment)]) + "\n"
+
+
+def resolve_launch(experiment: Experiment) -> Literal["slurm", "local"]:
+    """Where `submit` would start the job: as the experiment says, else through Slurm where there is an sbatch."""
+    if experiment.launch != "auto":
+        return experiment.launch
+    return "slurm" if shutil.which("sbatch") else "local"
+
+
+def launcher() -> str:
+    """Who starts a local job, in one line."""
+    if shutil.which("sbatch"):
+        return "submitit's LocalExecutor on this machine (there is a Slurm here: --launch slurm takes it)"
+    return "submitit's LocalExecutor on this machine (no sbatch found: no Slurm here)"
+
+
+def _is_rl(experiment: Experiment) -> bool:
+    return experiment.kind == "rl"
+
+
+def steps_line(experiment: Experiment) -> str:
+    """How far it goes."""
+    return f"{experiment.max_steps}" + (f", async level {experiment.async_level}" if _is_rl(experiment) else "")
+
+
+def runs_line(experiment: Experiment) -> str:
+    """Of a trainer that trains many runs: how many, and which there are."""
+    trainer, names = experiment.trainer, list_children(experiment.run_dir)
+    known = f"{len(names)} below it: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else "none yet"
+    return (
+        f"at most {trainer.max_concurrent_runs} at once, an adapter and an orchestrator each; {known}; ends "
+        f"{trainer.runs_idle_timeout_s:g} s after the last (prime-hpc runs add {experiment.run_dir} RUN.yaml)"
+    )
+
+
+def orchestrator_line(experiment: Experiment) -> str:
+    """Who samples, and how much."""
+    orchestrator = experiment.orchestrator
+    envs = ", ".join(env.name or env.id for env in orchestrator.env) or "none"
+    own = "one for each run that trains; where it states nothing else: " if is_parent(experiment) else ""
+    return (
+        f"{own}{experiment.num_prompts} prompts x {orchestrator.rollouts_per_example} rollouts a step, "
+        f"at most {orchestrator.max_concurrent} in flight, environments: {envs}"
+    )
+
+
+def evaluation_lines(experiment: Experiment) -> list[str]:
+    """The engines and the process that evaluate an SFT run in environments."""
+    evaluation = experiment.orchestrator.eval
+    if evaluation is None:
+        return []
+    envs = ", ".join(env.name or env.id for env in evaluation.env)
+    servers = experiment.inference.num_replicas if experiment.inference else 0
+    where = f"{servers} vLLM server(s)" if servers else f"attached: {attached_urls(experiment)}"
+    return [
+        f"inference     {where}",
+        f"orchestrator  evaluates on {envs} every {evaluation.interval} steps, {evaluation.num_examples} tasks each",
+    ]
+
+
+def data_line(experiment: Experiment) -> str:
+    """The training data of SFT, and what is held out."""
+    data, held_out = experiment.sft.data, experiment.sft.eval
+    size = f"{data.batch_tokens} tokens" if data.batch_tokens else f"{data.batch_size} samples"
+    evaluation = f", held-out loss every {held_out.interval} steps" if held_out else ""
+    return f"{data.label}, {size} a step{evaluation}"
+
+
+def _roles(experiment: Experiment) -> list[str]:
+    trainer = experiment.trainer
+    threads = trainer.threads_per_rank or max(1, (os.cpu_count() or 1) // trainer.num_ranks)
+    serving: dict[EngineRole, list[list[str]]] = {role: [] for role in engine_roles(experiment)}
+    training: list[str] = []
+    missing = ""
+    try:
+        serving, training = split_gpus(experiment, usable_gpus(experiment, os.environ))
+    except ConfigError as error:  # a plan may be looked at on another machine than the run's
+        missing = f"not here: {error}"
+    where = f"on cuda: {_gpus(training)}" if training else f"{threads} threads a rank on cpu"
+    where = "on GPUs that are not here" if missing else where
+    lines = [
+        f"trainer       torchrun, {trainer.num_ranks} FSDP2 ranks{trainer.layout.suffix}, {where}, "
+        f"micro-batches of {experiment.micro_batch_tokens} tokens"
+    ]
+    if missing:
+        lines.append(f"device        {missing}")
+    if not _is_rl(experiment):
+        return [*evaluation_lines(experiment), *lines, f"data          {data_line(experiment)}"]
+    lines.insert(0, f"orchestrator  {orchestrator_line(experiment)}")
+    return [*_engines(experiment, serving), *attached_lines(experiment), *lines]
+
+
+def _gpus(own: list[str]) -> str:
+    return f"GPU{'s' if len(own) > 1 else ''} {', '.join(own)}"
+
+
+def _engines(experiment: Experiment, serving: Mapping[EngineRole, list[list[str]]]) -> list[str]:
+    """The groups of engines that are started, on the GPUs of each server."""
+    lines = []
+    for role in engine_roles(experiment):
+        view, servers = served_by(experiment, role), servers_of(experiment, role)
+        engines = f"data parallel {servers.data_parallel_size} x tensor parallel {servers.tensor_parallel_size}"
+        port = first_port(experiment, servers) or "chosen at start"
+        own = [gpu for server in serving[role] for gpu in server]
+        where = f"cuda: {_gpus(own)}" if own else "cpu" if serving[role] else "GPUs that are not here"
+        what = f"{servers.num_replicas} vLLM server(s){of_model(view, role)}, {engines} on {where}"
+        lines.append(f"{role:<14}{what}, port {port}")
+    return lines
+
+
+def of_model(view: Experiment, role: EngineRole) -> str:
+    """Which model a group serves, where it is not the policy."""
+    return f" of {view.model.name}" if role == "teacher" else ""
+
+
+def attached_lines(experiment: Experiment) -> list[str]:
+    """Servers that run already, of the policy and of a teacher."""
+    lines, teacher = [], experiment.orchestrator.teacher
+    if experiment.inference is None and sampling_role(experiment) != "teacher":
+        lines.append(f"inference     attached: {attached_urls(experiment)}")
+    if teacher is not None and teacher.urls:
+        lines.append(f"teacher       attached: {', '.join(teacher.urls)}")
+    return lines
+
+
+def attached_urls(experiment: Experiment) -> str:
+    """Servers that the run attaches to, for people."""
+    client = experiment.orchestrator.client
+    if client.base_url:
+        return client.base_url if isinstance(client.base_url, str) else ", ".join(client.base_url)
+    return f"http://{client.host}:{client.port}/v1"
+
+
+def own_checkpoints(experiment: Experiment) -> str:
+    """Of a trainer that trains many runs."""
+    ckpt = experiment.ckpt
+    default = "off" if ckpt is None else f"interval {ckpt.interval}"
+    return f"each run's own, below its directory; {default} where it states nothing else"
+
+
+def _checkpoints(experiment: Experiment) -> str:
+    if is_parent(experiment):
+        return f"checkpoints  {own_checkpoints(experiment)}"
+    if experiment.ckpt is None:
+        return "checkpoints  off (--ckpt switches them on)"
+    where = experiment.ckpt.path or experiment.run_dir / "checkpoints"
+    resume = f", resumes at {experiment.ckpt.resume_step}" if experiment.ckpt.resume_step is not None else ""
+    speed = pace(experiment, read_model(experiment.model.name))
+    site = load_site(experiment.slurm.site)
+    facts = interval_facts(experiment, site, speed, 1, walltime_s=None, in_job=False)
+    interval = experiment.ckpt.interval
+    every = "as often as costs least" if interval == "auto" else f"every {interval} steps"
+    lines = interval_lines(interval, facts, {"step_s": speed.step_s, "step_from": speed.step_from})
+    return "\n".join([f"checkpoints  {every} in {where}{resume}", *(f"             {line}" for line in lines)])

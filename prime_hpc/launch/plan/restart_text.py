@@ -1,0 +1,80 @@
+"""What happens to the job when something happens to it, in plain words: the policy of `slurm.survive` for one plan.
+
+Called by `plan_slurm`.
+"""
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.engine_groups import EngineRole, engine_roles
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.slurm.options import known_partitions, split_names
+from prime_hpc.slurm.placement import Placement
+
+
+def survive_words(experiment: Experiment, site: SiteConfig, placement: Placement, how: str) -> dict[str, str]:
+    """Event -> what then becomes of the job.
+
+    Args:
+        experiment: states the policy.
+        site: the cluster's profile.
+        placement: layout and spares decide what a lost node means.
+        how: `requeue`, `successor` or `off`.
+    """
+    survive = experiment.slurm.survive
+    saved = "the newest checkpoint" if experiment.ckpt else "step 1 (checkpoints are off)"
+    if is_parent(experiment):
+        saved = "each run's newest checkpoint"
+    back = {
+        "requeue": f"the same job is requeued and goes on from {saved}",
+        "successor": f"the successor, queued beforehand with afternotok, goes on from {saved}",
+        "off": "the job ends; `prime-hpc resume` goes on by hand",
+    }[how]
+    save = "everyone saves and " if experiment.ckpt or is_parent(experiment) else ""
+    words = {
+        "time limit": f"Slurm warns {survive.signal_lead_s} s before it: {save}{back}",
+        "preemption": _preemption(experiment, site, placement, how, back, saved),
+        **{f"lost {role} node": _lost_server(experiment, role, placement, back) for role in engine_roles(experiment)},
+        "lost trainer node": f"the attempt ends; {back}",
+        "crash": back,
+        "held job": "a node whose prolog failed leaves the job held: `prime-hpc status` says so, `scontrol release` "
+        "lets it go on",
+    }
+    if how != "off":
+        idle, lives = survive.max_crashes + 1, survive.max_lives
+        words["crash"] += f"; not after {idle} lives in a row that saved nothing new, nor after {lives} lives"
+    if (site.exclude_bad_nodes if survive.exclude_bad_nodes is None else survive.exclude_bad_nodes) and how != "off":
+        words["bad node"] = f"left out of the next life; forgotten after {survive.ledger_days:g} days"
+    return words
+
+
+def _preemption(experiment: Experiment, site: SiteConfig, placement: Placement, how: str, back: str, saved: str) -> str:
+    names = split_names(str(placement.components[0].options.get("partition", "")))
+    kinds = {part.preempt for part in known_partitions(names, site)}
+    if kinds == {"off"}:
+        return "jobs of this partition are not preempted"
+    if kinds == {"suspend"}:
+        return "all processes are stopped and go on later where they were; the time does not count"
+    if "cancel" in kinds and how == "requeue":
+        return "the job is cancelled, and requeue does nothing then: `prime-hpc resume` goes on by hand"
+    if how == "off":
+        return back
+    told = "" if kinds else " (the site profile does not say how this partition preempts)"
+    return f"SIGTERM, then {back}{told}"
+
+
+def _lost_server(experiment: Experiment, role: EngineRole, placement: Placement, back: str) -> str:
+    """Only a packed job of several nodes survives the loss of one."""
+    servers = [g for g in placement.groups if g.role == role]
+    if placement.layout == "het":
+        return f"Slurm ends a het job that loses a node; {back}"
+    others = {(g.component, g.first_node) for g in placement.groups if g.role != role}
+    if placement.num_nodes == 1 or any((g.component, g.first_node) in others for g in servers):
+        return f"it is the trainer's node too; {back}"
+    if len(servers) == 1:
+        return f"it is the only server: the trainer waits until it is back {_return(experiment, placement)}"
+    return f"the trainer goes on with the other servers; the lost one's comes back {_return(experiment, placement)}"
+
+
+def _return(experiment: Experiment, placement: Placement) -> str:
+    retry = f"on its own node, tried every {experiment.slurm.survive.replica_retry_s:.0f} s"
+    return f"on a spare node, else {retry}" if placement.spares else retry

@@ -1,0 +1,308 @@
+"""The plan of a Slurm job: one tree of plain values that `--json` prints and `slurm_plan_text` puts in words.
+
+Called by the `plan` verb and by `submit --dry-run`. Pure but for the model's config.json and an earlier life's metrics.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, engine_roles, served_by, servers_of
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, read_model, trainer_gib, whole_gradient_bytes
+from prime_hpc.launch.estimate.step_time import Pace, pace
+from prime_hpc.launch.lint.network_rules import network_facts, network_line
+from prime_hpc.launch.plan.interval import interval_facts, interval_lines
+from prime_hpc.launch.plan.local_plan import (
+    attached_lines,
+    data_line,
+    evaluation_lines,
+    of_model,
+    orchestrator_line,
+    own_checkpoints,
+    runs_line,
+    steps_line,
+)
+from prime_hpc.launch.plan.restart_text import survive_words
+from prime_hpc.slurm.options import known_partitions, parse_time_s, resolve
+from prime_hpc.slurm.placement import Placement, RoleGroup, across_nodes, choose_layout, place_slurm, placed_roles
+from prime_hpc.slurm.script import job_name, survive_how
+from prime_hpc.store.child_runs import PREFIX
+
+
+def slurm_plan(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
+    """Everything that is decided before the job, and what it is estimated to need.
+
+    Raises:
+        ConfigError: the job cannot be placed.
+    """
+    from prime_hpc.launch.lint.lint import lint
+
+    placement = place_slurm(experiment, site)
+    layout, why = choose_layout(experiment, site)
+    facts = read_model(experiment.model.name)
+    trainer_nodes = next(g.num_nodes for g in placement.groups if g.role == "trainer")
+    speed = pace(experiment, facts, trainer_nodes)
+    leader = placement.components[0].options
+    how = survive_how(experiment, site, str(leader.get("partition", "")))
+    run_dir = experiment.run_dir.resolve()
+    return {
+        "launch": "slurm",
+        "name": experiment.name,
+        "kind": experiment.kind,
+        "job_name": job_name(experiment),
+        "site": site.name,
+        "layout": layout,
+        "layout_why": why,
+        "num_nodes": placement.num_nodes,
+        "components": [
+            {"index": c.index, "name": c.name, "nodes": c.num_nodes, "options": c.options} for c in placement.components
+        ],
+        "roles": [_group(experiment, group) for group in placement.groups],
+        "spares": list(placement.spares),
+        "network": network_facts(experiment, site, placement),
+        "survive": {"how": how, "signal_lead_s": experiment.slurm.survive.signal_lead_s}
+        | {"events": survive_words(experiment, site, placement, how)},
+        "checkpoints": _checkpoints(experiment, site, placement, speed),
+        "model": _model(experiment, facts),
+        "memory": _memory(experiment, site),
+        "pace": {"step_s": speed.step_s, "step_from": speed.step_from, "save_s": speed.save_s}
+        | {"stall_s": speed.stall_s, "save_from": speed.save_from, "startup_s": site.startup_s},
+        "paths": {
+            "run": str(run_dir),
+            "script": str(run_dir / "job.sbatch"),
+            "log": str(run_dir / "logs" / "slurm-<job id>.out"),
+            "checkpoints": _checkpoint_folder(experiment, run_dir),
+        },
+        "findings": [finding.as_dict() for finding in lint(experiment, site)],
+    }
+
+
+def _checkpoint_folder(experiment: Experiment, run_dir: Path) -> str:
+    if is_parent(experiment):
+        return str(run_dir / f"{PREFIX}<id>" / "checkpoints")
+    return str((experiment.ckpt and experiment.ckpt.path) or run_dir / "checkpoints")
+
+
+def _group(experiment: Experiment, group: RoleGroup) -> dict[str, Any]:
+    name = f"{group.role}[{group.index}]" if group.role in ENGINE_ROLES else group.role
+    values: dict[str, Any] = {
+        "role": name,
+        "component": group.component,
+        "first_node": group.first_node,
+        "nodes": group.num_nodes,
+        "device": group.device,
+        "gpus": None if group.gpus is None else list(group.gpus),
+    }
+    if group.role == "trainer":
+        values |= {"ranks_per_node": group.processes_per_node, "launcher": experiment.trainer.launcher}
+        values |= {"parallel": asdict(experiment.trainer.layout)}
+    elif group.role in ENGINE_ROLES:
+        values |= {"engines_per_node": group.processes_per_node, "data_parallel_size": group.dp_size}
+    return values
+
+
+def _checkpoints(experiment: Experiment, site: SiteConfig, placement: Placement, speed: Pace) -> dict[str, Any]:
+    ckpt = experiment.ckpt
+    limits = [_limit_s(component.options) for component in placement.components]
+    walltime_s = min((seconds for seconds in limits if seconds), default=None)
+    facts = interval_facts(experiment, site, speed, placement.num_nodes, walltime_s=walltime_s, in_job=True)
+    return {
+        "on": ckpt is not None,
+        "interval": ckpt.interval if ckpt else None,
+        "resume_step": None if ckpt is None or ckpt.resume_step is None else str(ckpt.resume_step),
+        **facts,
+    }
+
+
+def _limit_s(options: dict[str, Any]) -> int | None:
+    try:
+        return parse_time_s(str(options["time"])) if "time" in options else None
+    except ConfigError:
+        return None  # lint has said so
+
+
+def _model(experiment: Experiment, facts: ModelFacts | None) -> dict[str, Any]:
+    return {
+        "name": experiment.model.name,
+        "dtype": experiment.model.dtype,
+        "num_params": facts.num_params if facts else None,
+        "context": facts.context if facts else None,
+    }
+
+
+def _memory(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
+    """Estimates for one GPU of each role; None where the model is not known."""
+    result: dict[str, Any] = {"trainer_gib": None, "no_sync": None, "engine": None, "gpu_gib": {}}
+    facts = read_model(experiment.model.name)
+    gpu_gib: dict[str, float | None] = {}
+    for role in placed_roles(experiment):
+        sizes = [p.gpu_memory_gib for p in known_partitions(resolve(role, experiment, site).partitions, site)]
+        gpu_gib[role] = min((size for size in sizes if size is not None), default=None)
+    result["gpu_gib"] = gpu_gib
+    parts = trainer_gib(experiment, facts) if facts is not None else None
+    whole = whole_gradient_bytes(experiment, facts) if facts is not None else None
+    result["no_sync"] = None if whole is None else experiment.trainer.defers_sync(whole)
+    result["trainer_gib"] = None if parts is None else {name: round(value, 3) for name, value in parts.items()}
+    for role in engine_roles(experiment):
+        view = served_by(experiment, role)
+        served = read_model(view.model.name)
+        memory = engine_memory(view, served, gpu_gib[role]) if served is not None else None
+        result["engine" if role == "inference" else "teacher_engine"] = memory and {
+            "weights_gib": round(memory.weights_gib, 3),
+            "kv_gib": None if memory.kv_gib is None else round(memory.kv_gib, 3),
+            "kv_bytes_per_token": memory.token_bytes,
+            "kv_tokens": memory.max_tokens,
+        }
+    return result
+
+
+def slurm_plan_text(experiment: Experiment, plan: dict[str, Any]) -> str:
+    """The plan for people."""
+    params = plan["model"]["num_params"]
+    counted = f", {_count(params)} parameters" if params else ""
+    many = is_parent(experiment)
+    lines = [
+        f"experiment   {plan['name']} ({plan['kind']})",
+        f"launch       Slurm job {plan['job_name']!r}, site profile {plan['site']}",
+        f"model        {plan['model']['name']} ({plan['model']['dtype']}{counted})",
+        f"runs         {runs_line(experiment)}" if many else f"steps        {steps_line(experiment)}",
+        f"layout       {plan['layout']}: {plan['layout_why']}",
+        f"components   {plan['num_nodes']} nodes in all",
+        *(f"  {line}" for line in _component_lines(plan)),
+        "roles",
+        *(f"  {line}" for line in _role_lines(experiment, plan)),
+        f"network      {network_line(plan['network'])}",
+        *_memory_lines(experiment, plan),
+        *_checkpoint_lines(experiment, plan),
+        f"survive      {plan['survive']['how']}",
+        *(f"  {event:<20}{words}" for event, words in plan["survive"]["events"].items()),
+        "paths",
+        *(f"  {name:<20}{path}" for name, path in plan["paths"].items()),
+        *_finding_lines(plan["findings"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _component_lines(plan: dict[str, Any]) -> list[str]:
+    lines = []
+    for component in plan["components"]:
+        options = ", ".join(
+            name if value is True else f"{name} {value}" for name, value in component["options"].items()
+        )
+        count = f"{component['nodes']} node{'s' if component['nodes'] > 1 else ''}"
+        lines.append(f"{component['index']} {component['name']:<14}{count:<12}{options or 'the partition defaults'}")
+    return lines
+
+
+def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
+    lines = [_engine_line(experiment, role, plan) for role in engine_roles(experiment)]
+    lines += attached_lines(experiment) if experiment.samples else []
+    if plan["kind"] == "rl":
+        lines.append(f"orchestrator  on the first node of component 0; {orchestrator_line(experiment)}")
+    trainer = next(role for role in plan["roles"] if role["role"] == "trainer")
+    if plan["kind"] == "sft":
+        lines += [*evaluation_lines(experiment)[1:], f"data          {data_line(experiment)}"]
+    lines.append(
+        f"trainer       {trainer['launcher']}, {experiment.trainer.num_ranks} FSDP2 ranks"
+        f"{experiment.trainer.layout.suffix} on "
+        f"{_span([trainer], trainer['nodes'])}, {trainer['ranks_per_node']} a node; {_gpus([trainer])}; "
+        f"micro-batches of {experiment.micro_batch_tokens} tokens"
+    )
+    if plan["spares"]:
+        lines.append(f"spare         {len(plan['spares'])} node(s) for the server of a lost one")
+    return lines
+
+
+def _engine_line(experiment: Experiment, role: EngineRole, plan: dict[str, Any]) -> str:
+    """One group of engines."""
+
+    view, width = served_by(experiment, role), servers_of(experiment, role).tensor_parallel_size
+    servers = [one for one in plan["roles"] if one["role"].startswith(f"{role}[")]
+    first = servers[0]
+    nodes = {(s["component"], s["first_node"] + i) for s in servers for i in range(s["nodes"])}
+    how = f"data parallel {first['data_parallel_size']} x tensor parallel {width}"
+    span = f", each over {first['nodes']} nodes" if first["nodes"] > 1 else ""
+    if span and across_nodes(experiment, role) == "engine_group":
+        span += " (one vLLM group)"
+    what = f"{len(servers)} vLLM server(s){of_model(view, role)}"
+    return f"{role:<14}{what} on {_span(servers, len(nodes))}, {how}{span}; {_gpus(servers)}"
+
+
+def _span(roles: list[dict[str, Any]], count: int) -> str:
+    first = min(role["first_node"] for role in roles)
+    last = max(role["first_node"] + role["nodes"] for role in roles) - 1
+    where = f"node {first}" if first == last else f"nodes {first}-{last}"
+    return f"{count} node{'s' if count > 1 else ''} ({where} of component {roles[0]['component']})"
+
+
+def _gpus(roles: list[dict[str, Any]]) -> str:
+    sets = list(dict.fromkeys(tuple(role["gpus"] or ()) for role in roles))
+    if sets == [()]:
+        return "cpu: no GPU is asked for"
+    shown = "GPUs " + " | ".join(_ranges(gpus) for gpus in sets[:8]) + (" ..." if len(sets) > 8 else "")
+    return f"cuda: {shown}" if roles[0]["device"] == "cuda" else f"cpu: {shown} are asked for and left alone"
+
+
+def _ranges(gpus: tuple[int, ...]) -> str:
+    if len(gpus) > 2 and list(gpus) == list(range(gpus[0], gpus[-1] + 1)):
+        return f"{gpus[0]}-{gpus[-1]}"
+    return ",".join(map(str, gpus))
+
+
+def _memory_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
+    memory = plan["memory"]
+    if memory["trainer_gib"] is None:
+        return ["memory       not estimated: the model's config.json is not here, or of an unknown kind"]
+    of = {role: f" of {size:.0f}" if size else "" for role, size in memory["gpu_gib"].items()}
+    parts = ", ".join(f"{name} {value:.2g}" for name, value in memory["trainer_gib"].items())
+    lines = [
+        "memory       estimates, GiB a GPU",
+        f"  trainer       {sum(memory['trainer_gib'].values()):.1f}{of.get('trainer', '')}: {parts}",
+    ]
+    if not experiment.model.lora:
+        how = "with a step's last micro-batch, and whole until then" if memory["no_sync"] else "with every micro-batch"
+        lines.append(f"  gradients     are reduced and scattered {how} (trainer.no_sync)")
+    for role in engine_roles(experiment):
+        engine = memory["engine" if role == "inference" else "teacher_engine"]
+        if not engine:
+            continue
+        text = f"weights {engine['weights_gib']:.2g}, {engine['kv_bytes_per_token']} bytes of KV cache a token"
+        if engine["kv_tokens"] is not None:
+            samples = engine["kv_tokens"] / served_by(experiment, role).max_model_len
+            text += (
+                f": {max(0.0, engine['kv_gib']):.1f} GiB are left, {samples:.0f} samples of the longest kind at once"
+            )
+        lines.append(f"  {'engine' if role == 'inference' else 'teacher':<14}{text}")
+    return lines
+
+
+def _checkpoint_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
+    ckpt, pace_ = plan["checkpoints"], plan["pace"]
+    if is_parent(experiment):
+        return [f"checkpoints  {own_checkpoints(experiment)}"]
+    if not ckpt["on"]:
+        return ["checkpoints  OFF: a life that ends leaves nothing to come back to (--ckpt switches them on)"]
+    resume = f", resumes at {ckpt['resume_step']}" if ckpt["resume_step"] else ""
+    every = "as often as costs least" if ckpt["interval"] == "auto" else f"every {ckpt['interval']} steps"
+    return [
+        f"checkpoints  {every}{resume}; a save takes about {pace_['save_s']:.3g} s ({pace_['save_from']}) and holds "
+        f"training up for {pace_['stall_s']:.2g} s",
+        *(f"             {line}" for line in interval_lines(ckpt["interval"], ckpt, pace_)),
+    ]
+
+
+def _finding_lines(findings: list[dict[str, Any]]) -> list[str]:
+    shown = [f for f in findings if f["severity"] != "info"]
+    if not shown:
+        return ["lint         clean"]
+    return ["lint", *(f"  {f['severity']} {f['code']} {f['key'] or ''}: {f['message']}" for f in shown)]
+
+
+def _count(number: int) -> str:
+    for size, unit in ((10**12, " T"), (10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)

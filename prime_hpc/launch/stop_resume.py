@@ -1,0 +1,324 @@
+"""End a run in good order, and start one again from its newest checkpoint. Called by the verbs `cancel` and `resume`.
+
+A running job is asked by the file STOP, which its supervisor obeys: it saves and ends. Slurm is told only where that
+does not help, or where nothing runs yet. No job is ended that does not carry the run's own token.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+from prime_hpc.config.child_runs import is_parent
+from prime_hpc.runtime.backoff import Backoff
+from prime_hpc.slurm.client import JobInfo, SlurmError, on_cluster, run_slurm
+from prime_hpc.slurm.command import command_tail
+from prime_hpc.slurm.queue import ASK_TIMEOUT_S, jobs_of
+from prime_hpc.slurm.sbatch_errors import SlurmRefused
+from prime_hpc.slurm.submission_record import cluster_of, local_controller, read_record, write_record
+from prime_hpc.store.run_dirs import ATTEMPTS, read_json, read_rows
+
+if TYPE_CHECKING:
+    from prime_hpc.store.layout import RunPaths
+
+STOP = "STOP"
+POLL_S, LONGEST_POLL_S = 1.0, 10.0
+ASK_EVERY_S, LONGEST_ASK_S = 5.0, 30.0
+GONE_TIMEOUT_S = 120.0
+"""After scancel: KillWait is 30 s on most sites, the epilog comes on top."""
+_TELL_EVERY_S = 30.0
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Ended:
+    """What became of a run that was to end."""
+
+    run_dir: str
+    ended: bool
+    """Whether nothing of it waits or runs any more."""
+    outcome: str
+    """`pending` (never began), `stopped` (saved), `cancelled`, `over` (it was before), or `unknown`."""
+    note: str
+    job_id: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def cancel_run(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended:
+    """End a run and its successor.
+
+    Args:
+        run_dir: the run directory.
+        now: do not let it save.
+        timeout_s: so long it may take to save; then it is ended all the same.
+        say: told what goes on meanwhile.
+
+    Raises:
+        SlurmRefused: Slurm cannot be asked whether there is a job; nothing was done.
+    """
+    with on_cluster(cluster_of(run_dir)):
+        return _cancel(run_dir, now=now, timeout_s=timeout_s, say=say)
+
+
+def _cancel(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended:
+    try:
+        active = [info for info in jobs_of(run_dir) if info.is_active]
+        if not active:
+            return _without_job(run_dir, now=now, timeout_s=timeout_s, say=say)
+        # a successor takes over whenever the job before it ends otherwise than well: it goes first
+        waiting = [info for info in reversed(active) if info.is_pending]
+        for info in waiting:
+            run_slurm(["scancel", info.job_id], ASK_TIMEOUT_S)
+            _note_cancel(run_dir)
+        running = [info for info in active if not info.is_pending]
+        if not running:
+            return Ended(str(run_dir), True, "pending", "it was waiting; taken out of the queue", waiting[-1].job_id)
+        return _end_job(run_dir, running[0], now=now, timeout_s=timeout_s, say=say)
+    except SlurmError as error:
+        raise SlurmRefused(Problem(f"{run_dir}: {error}")) from error
+
+
+def _end_job(run_dir: Path, job: JobInfo, *, now: bool, timeout_s: float, say: Say) -> Ended:
+    job_id = job.job_id
+    saved = False
+    if not now:
+        say(f"{run_dir}: asked job {job_id} to save and end; waiting up to {timeout_s:.0f} s")
+        saved = _stop_and_wait(run_dir, job_id, timeout_s, say)
+        if not saved:
+            say(f"{run_dir}: not ended by itself; ending job {job_id}")
+    if not saved:
+        run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
+    _note_cancel(run_dir)
+    gone = _wait_until_gone(run_dir, job_id)
+    if not gone:
+        return Ended(
+            str(run_dir), False, "unknown", f"job {job_id} still ends after {GONE_TIMEOUT_S:.0f} s; see squeue", job_id
+        )
+    last = _last_row(run_dir, job_id)
+    step = last.get("saved_step") if last else None
+    if saved:
+        return Ended(str(run_dir), True, "stopped", f"saved{_at(step)} and ended", job_id)
+    return Ended(str(run_dir), True, "cancelled", f"ended without a new save{_newest(step)}", job_id)
+
+
+def _at(step: Any) -> str:
+    return f" at step {step}" if step is not None else ""
+
+
+def _newest(step: Any) -> str:
+    return f"; the newest checkpoint is step {step}" if step is not None else ""
+
+
+def _stop_and_wait(run_dir: Path, job_id: str | None, timeout_s: float, say: Say) -> bool:
+    """Ask by file; True once the attempt has written its end and its job is gone.
+
+    The file does not outlive the wait: it would stop the run's next life at its first step.
+    """
+    stop = run_dir / STOP
+    stop.touch()
+    began = asked = told = time.monotonic()
+    pause, ask_pause = Backoff(POLL_S, ASK_EVERY_S), Backoff(ASK_EVERY_S, LONGEST_ASK_S)
+    next_ask_s = ask_pause.next()
+    try:
+        while (passed := time.monotonic() - began) < timeout_s:
+            last = _last_row(run_dir, job_id)
+            if last is not None and last.get("ended") is not None:
+                return True
+            if job_id is not None and time.monotonic() - asked >= next_ask_s:
+                asked, next_ask_s = time.monotonic(), ask_pause.next()
+                if not _is_there(run_dir, job_id):  # requeued meanwhile, or killed: scancel makes sure
+                    return False
+            if time.monotonic() - told >= _TELL_EVERY_S:
+                told = time.monotonic()
+                word = read_json(run_dir / "status.json") or {}
+                say(f"{run_dir}: {word.get('state', 'running')}, step {word.get('step', '?')}, {passed:.0f} s")
+            time.sleep(pause.next())
+        return False
+    finally:
+        stop.unlink(missing_ok=True)
+
+
+def _is_there(run_dir: Path, job_id: str) -> bool:
+    """Whether the job holds nodes, as far as can be told now."""
+    try:
+        return any(info.job_id == job_id and info.is_active and not info.is_pending for info in jobs_of(run_dir))
+    except SlurmError:
+        return True  # a controller that restarts ends no job
+
+
+def _wait_until_gone(run_dir: Path, job_id: str) -> bool:
+    """Wait for the job to leave its nodes. Raises SlurmError when Slurm does not answer."""
+    began, pause = time.monotonic(), Backoff(POLL_S, LONGEST_POLL_S)
+    while time.monotonic() - began < GONE_TIMEOUT_S:
+        mine = [info for info in jobs_of(run_dir) if info.job_id == job_id and info.is_active]
+        if not mine:
+            return True
+        if mine[0].is_pending:  # it had requeued itself a moment before
+            run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
+        time.sleep(pause.next())
+    return False
+
+
+def _last_row(run_dir: Path, job_id: str | None) -> dict[str, Any] | None:
+    """The newest attempt, if it is this job's."""
+    rows = read_rows(run_dir / ATTEMPTS)
+    if not rows:
+        return None
+    theirs = rows[-1].get("job_id")
+    return rows[-1] if theirs is None or job_id is None or str(theirs) == job_id else None
+
+
+def _note_cancel(run_dir: Path) -> None:
+    if read_record(run_dir) is not None:
+        write_record(run_dir, cancelled=time.time(), successor=None)
+
+
+def _without_job(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended:
+    """No job of it is in Slurm: a process of this host, of another one, or nothing at all."""
+    from prime_hpc.launch.local import end_local
+    from prime_hpc.store.attempts import is_held
+
+    rows = read_rows(run_dir / ATTEMPTS)
+    open_row = rows[-1] if rows and rows[-1].get("ended") is None and rows[-1].get("job_id") is None else None
+    here = open_row is not None and is_held(open_row)
+    controller = local_controller(run_dir)
+    if not rows and controller is not None:
+        end_local(run_dir, controller)
+        return Ended(str(run_dir), True, "cancelled", "the local job had not begun; ended", str(controller))
+    if here and open_row is not None:
+        if not now:
+            say(f"{run_dir}: asked process {open_row['pid']} to save and end; waiting up to {timeout_s:.0f} s")
+            if _stop_and_wait(run_dir, None, timeout_s, say):
+                _wait_for_process(run_dir, open_row)
+                return Ended(str(run_dir), True, "stopped", f"saved{_at(_saved(run_dir))} and ended")
+        end_local(run_dir, controller or int(open_row["pid"]))
+        ended = _wait_for_process(run_dir, open_row)
+        note = "ended without a new save" if ended else f"process {open_row['pid']} still ends; see ps"
+        return Ended(str(run_dir), ended, "cancelled" if ended else "unknown", note)
+    return Ended(str(run_dir), True, "over", _how_it_ended(run_dir, rows))
+
+
+def _saved(run_dir: Path) -> Any:
+    return (_last_row(run_dir, None) or {}).get("saved_step")
+
+
+def _how_it_ended(run_dir: Path, rows: list[dict[str, Any]]) -> str:
+    record = read_record(run_dir) or {}
+    if rows and rows[-1].get("ended") is not None:
+        return f"it is over already: {rows[-1].get('outcome')} ({rows[-1].get('cause')})"
+    if rows and rows[-1].get("job_id") is None and rows[-1].get("host"):
+        return f"its process {rows[-1].get('pid')} is not on this host ({rows[-1]['host']}) or is gone: nothing to end"
+    if record.get("state") == "sending":
+        return "its submission never reached Slurm: nothing to end"
+    if record.get("state") == "failed":
+        return "Slurm refused it: nothing to end"
+    return "Slurm has no job of it (any more): nothing to end"
+
+
+def _wait_for_process(run_dir: Path, row: dict[str, Any], timeout_s: float = 60.0) -> bool:
+    """Wait for the supervisor, and for submitit's process that watches it."""
+    from prime_hpc.store.attempts import is_held
+
+    began = time.monotonic()
+    while is_held(row | {"ended": None}) or local_controller(run_dir) is not None:
+        if time.monotonic() - began > timeout_s:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
+    """The run's experiment as it was, with overrides, set to go on from its newest (or the named) whole checkpoint.
+
+    Relative paths count from the directory in which the run was first submitted: this process goes there.
+
+    Args:
+        run_dir: the run directory.
+        overrides: command line, e.g. `--ckpt.resume-step 40 --max-steps 200`.
+
+    Raises:
+        ConfigError: it holds no run, has no checkpoint, is done, or the overrides are wrong.
+    """
+    from prime_hpc.config import load_experiment
+    from prime_hpc.config.snapshot import LOCK_JSON, RUN_YAML, load_run
+
+    run_dir = run_dir.resolve()
+    tail = command_tail(overrides)
+    before = load_run(run_dir)
+    first = (read_json(run_dir / LOCK_JSON) or {}).get("cwd")
+    if first and Path(first).is_dir():
+        os.chdir(first)
+    # where checkpoints are off, one that a signal asked for may lie there all the same: the supervisor finds it
+    switch_on = ["--ckpt.resume-step=latest"] if before.ckpt is not None else []
+    home = [f"--output-dir={run_dir.parent}", f"--name={run_dir.name}", "--no-clean"]
+    loaded = load_experiment([str(run_dir / RUN_YAML), *switch_on, *home, *tail], "submit")
+    experiment = loaded.experiment
+    if experiment.run_dir.resolve() != run_dir:
+        raise ConfigError(
+            Problem("a run goes on in its own directory; to start another from its config: submit RUN/run.yaml", "name")
+        )
+    if experiment.clean:
+        raise ConfigError(Problem("resume and clean contradict each other", "clean"))
+    _check_checkpoint(experiment, run_dir)
+    return loaded
+
+
+def _check_checkpoint(experiment: Experiment, run_dir: Path) -> None:
+    """Raise a ConfigError where there is nothing to go on from."""
+    from prime_hpc.store.checkpoint.checkpoints import newest_first, resolve_resume
+    from prime_hpc.store.errors import StoreError
+    from prime_hpc.supervisor.attempt.start import run_paths
+
+    if is_parent(experiment):  # each of its runs has checkpoints of its own, or begins anew
+        return
+    again = f"start over with `prime-hpc submit {run_dir}/run.yaml --clean`"
+    paths = run_paths(experiment, run_dir)
+    try:  # sizes alone: a login node is no place to read a checkpoint
+        newest = next(newest_first(paths.checkpoints), None)
+    except (StoreError, OSError) as error:
+        words = f"{paths.checkpoints}: {error}; nothing was changed: try again when the file system answers"
+        raise ConfigError(Problem(words, "ckpt.resume_step")) from error
+    if newest is None:
+        _refuse_unmounted(paths)
+        why = "holds no whole checkpoint"
+        why += "" if experiment.ckpt else " (the run has checkpoints off, and no signal or file asked for one)"
+        raise ConfigError(Problem(f"{paths.checkpoints} {why}; {again}", "ckpt.resume_step"))
+    asked = experiment.ckpt.resume_step if experiment.ckpt else "latest"
+    if asked is None or isinstance(asked, Path):
+        return
+    try:
+        step = newest.step if asked == "latest" else resolve_resume(paths.checkpoints, asked, deep=False).step
+    except (StoreError, OSError) as error:
+        raise ConfigError(Problem(str(error), "ckpt.resume_step")) from error
+    if step >= experiment.max_steps:
+        raise ConfigError(
+            Problem(f"checkpoint {step} is the last of max_steps = {experiment.max_steps}: raise it", "max_steps")
+        )
+
+
+def _refuse_unmounted(paths: "RunPaths") -> None:
+    """Raise a ConfigError where checkpoints are missing that were saved."""
+    from prime_hpc.store.attempts import read_attempts
+    from prime_hpc.store.checkpoint.newest import expected_step, read_pointer
+    from prime_hpc.store.errors import StoreError
+
+    try:
+        rows = read_attempts(paths.attempts)
+        step = expected_step(paths, [(row["incarnation"], row["saved_step"]) for row in rows if row.get("saved_step")])
+        known = read_pointer(paths)
+    except (StoreError, OSError) as error:
+        raise ConfigError(Problem(str(error), "ckpt.resume_step")) from error
+    if step:
+        where = f" (the run's checkpoints lie in {known})" if known not in (None, paths.checkpoints) else ""
+        words = (
+            f"{paths.checkpoints} holds no whole checkpoint, but the run saved one of step {step}{where}: is its file "
+            "system mounted here? Nothing was changed"
+        )
+        raise ConfigError(Problem(words, "ckpt.resume_step"))

@@ -1,0 +1,175 @@
+"""`sweep cancel`: what waits leaves the queue, what runs saves and ends. Called by the `sweep` verb.
+
+The points are asked together, by their STOP files, and Slurm about all of them at once: a sweep may have hundreds that
+run. No job is ended that does not carry a token of this sweep.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from prime_hpc.config.errors import Problem
+from prime_hpc.launch.monitor.status import PatientAsk
+from prime_hpc.launch.stop_resume import GONE_TIMEOUT_S, STOP
+from prime_hpc.launch.sweep.progress import View, ask_strictly, look
+from prime_hpc.launch.sweep.state import Sweep, new_submit, read_sweep
+from prime_hpc.runtime.backoff import Backoff
+from prime_hpc.slurm.client import JobInfo, SlurmError, jobs, run_slurm
+from prime_hpc.slurm.queue import ASK_TIMEOUT_S
+from prime_hpc.slurm.sbatch_errors import SlurmRefused
+from prime_hpc.slurm.script import index_ranges
+from prime_hpc.slurm.submission_record import LOCK, read_record, submitting, write_record
+
+POLL_S, LONGEST_POLL_S = 1.0, 15.0
+ASK_EVERY_S = 5.0
+_IDS_AT_ONCE = 100
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Cancelled:
+    """What became of the points that were under way."""
+
+    waiting: int
+    """Taken out of the queue."""
+    saved: int
+    """Saved and ended."""
+    ended: int
+    """Ended without a save of their own."""
+    left: list[str]
+    """Names of those that are still there."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing of the sweep waits or runs any more."""
+        return not self.left
+
+    def describe(self) -> str:
+        """For people."""
+        if not (self.waiting or self.saved or self.ended or self.left):
+            return "nothing of this sweep waits or runs: nothing to cancel"
+        text = f"{self.waiting} taken out of the queue, {self.saved} saved and ended, {self.ended} ended without a save"
+        return text + (f"; still there: {', '.join(self.left)} (see squeue)" if self.left else "")
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self) | {"done": self.is_done}
+
+
+def cancel_sweep(sweep: Sweep, *, save: bool, timeout_s: float, say: Say) -> Cancelled:
+    """End every point that waits or runs; `sweep resume` goes on with them.
+
+    Args:
+        sweep: the sweep.
+        save: let those that run save first.
+        timeout_s: so long they may take; then they are ended all the same.
+        say: told what goes on meanwhile.
+
+    Raises:
+        SlurmRefused: Slurm cannot be asked; nothing was done.
+        ConfigError: the sweep is being submitted right now.
+    """
+    if (sweep.dir / LOCK).exists() and _runs_here(sweep):
+        return _cancel_here(sweep, save=save, timeout_s=timeout_s, say=say)
+    with submitting(sweep.dir):
+        sweep = read_sweep(sweep.dir)
+        live = [view for view in look(sweep, ask=ask_strictly) if view.is_under_way]
+        if not live:
+            return Cancelled(0, 0, 0, [])
+        sweep.update(new_submit("cancel", [view.row.index for view in live]), state="sent")
+        try:
+            return _end(sweep, live, save=save, timeout_s=timeout_s, say=say)
+        except SlurmError as error:
+            raise SlurmRefused(Problem(str(error), "launch")) from error
+
+
+def _runs_here(sweep: Sweep) -> bool:
+    """Whether points run in the foreground of another command (no Slurm)."""
+    return any(view.is_under_way for view in look(sweep)) and all(
+        row.kind in ("local", "cancel") for row in sweep.submits[-1:]
+    )
+
+
+def _cancel_here(sweep: Sweep, *, save: bool, timeout_s: float, say: Say) -> Cancelled:
+    """Ask the command that runs the points to end them; it starts no other."""
+    from prime_hpc.launch.stop_resume import cancel_run
+
+    before = [view for view in look(sweep) if view.is_under_way]
+    (sweep.dir / STOP).touch()
+    say(f"asked the command that runs {sweep.dir} to end it")
+    if not save:
+        for view in before:
+            cancel_run(sweep.run_dir(view.row), now=True, timeout_s=timeout_s, say=say)
+    left = _wait(sweep, before, timeout_s, PatientAsk(ASK_EVERY_S))
+    return _counted(sweep, before, waiting=0, left=left)
+
+
+def _end(sweep: Sweep, live: Sequence[View], *, save: bool, timeout_s: float, say: Say) -> Cancelled:
+    infos = _jobs_of(sweep, live)
+    pending = [info for info in infos if info.is_pending]
+    _scancel(pending)  # first: nothing new begins meanwhile, no successor takes over
+    for view in live:
+        if (read_record(sweep.run_dir(view.row)) or {}).get("successor"):
+            write_record(sweep.run_dir(view.row), successor=None)
+    waiting = {info.job_id for info in pending}
+    running = [view for view in live if view.status.job_id not in waiting]
+    ask = PatientAsk(ASK_EVERY_S)
+    if running and save:
+        say(f"asked {len(running)} points to save and end; waiting up to {timeout_s:.0f} s")
+        for view in running:
+            (sweep.run_dir(view.row) / STOP).touch()
+        try:
+            _wait(sweep, running, timeout_s, ask)
+        finally:
+            for view in running:  # it would stop the point's next life at its first step
+                (sweep.run_dir(view.row) / STOP).unlink(missing_ok=True)
+    _scancel(info for info in _jobs_of(sweep, live) if info.is_active)
+    left = _wait(sweep, live, GONE_TIMEOUT_S, PatientAsk(POLL_S))
+    return _counted(sweep, running, waiting=len(live) - len(running), left=left)
+
+
+def _wait(sweep: Sweep, views: Sequence[View], timeout_s: float, ask: PatientAsk) -> list[View]:
+    """Wait until none of these points is under way; returns those that still are."""
+    wanted = {view.row.index for view in views}
+    began, pause = time.monotonic(), Backoff(POLL_S, LONGEST_POLL_S)
+    while True:
+        left = [view for view in look(sweep, ask=ask) if view.row.index in wanted and view.is_under_way]
+        if not left or time.monotonic() - began > timeout_s:
+            return left
+        time.sleep(pause.next())
+
+
+def _counted(sweep: Sweep, running: Sequence[View], *, waiting: int, left: Sequence[View]) -> Cancelled:
+    """Sort the points that ran by how they ended."""
+    names = [view.row.name for view in left]
+    wanted = {view.row.index for view in running} - {view.row.index for view in left}
+    now = [view for view in look(sweep) if view.row.index in wanted]
+    saved = sum(view.status.outcome in ("stopped", "completed") for view in now)
+    return Cancelled(waiting, saved, len(now) - saved, names)
+
+
+def _jobs_of(sweep: Sweep, views: Sequence[View]) -> list[JobInfo]:
+    """The jobs of these points and their successors, if they carry a token of theirs. Raises SlurmError."""
+    records = [read_record(sweep.run_dir(view.row)) or {} for view in views]
+    ids = {str(i) for record in records for i in (record.get("job_id"), record.get("successor")) if i}
+    tokens = {row.token for row in sweep.submits} | {record.get("successor_token") for record in records}
+    return [info for key, info in jobs(ids, ASK_TIMEOUT_S).items() if key in ids and info.token in tokens - {None}]
+
+
+def _scancel(infos: Iterable[JobInfo]) -> None:
+    """End jobs, tasks of one array by their ranges. Raises SlurmError."""
+    tasks: dict[str, list[int]] = defaultdict(list)
+    ids: list[str] = []
+    for info in infos:
+        base, _, task = info.job_id.partition("_")
+        if task:
+            tasks[base].append(int(task))
+        else:
+            ids.append(base)
+    for base, numbers in tasks.items():
+        for start in range(0, len(numbers), _IDS_AT_ONCE):
+            ids.append(f"{base}_[{index_ranges(numbers[start : start + _IDS_AT_ONCE])}]")
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        run_slurm(["scancel", *ids[start : start + _IDS_AT_ONCE]], ASK_TIMEOUT_S)

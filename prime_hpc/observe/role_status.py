@@ -1,0 +1,161 @@
+"""A role's own word on how it is: its status file and the doorbell's "status" topic.
+
+The supervisor trusts this file, never an exit code alone. Written by every role's main.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from loguru import logger
+
+from prime_hpc.runtime.role_context import RoleContext
+
+STATUS_FILE = "status.json"
+FILE_EVERY_S = 60.0
+"""How old the file may become while heartbeats go over the doorbell."""
+
+
+class Ringer(Protocol):
+    """What status needs of `store.doorbell.Doorbell` (observe imports no room)."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether somebody hears it now."""
+
+    def ring(self, topic: str, /, **payload: Any) -> None:
+        """Announce `payload` under `topic`."""
+
+
+def status_path(log_dir: Path, index: int) -> Path:
+    """Status file of the role's `index`-th process."""
+    return log_dir / (STATUS_FILE if index == 0 else f"status_{index}.json")
+
+
+class RoleStatus:
+    """Reports state changes and heartbeats; states: starting, ready, done, failed."""
+
+    def __init__(self, context: RoleContext, doorbell: Ringer | None = None) -> None:
+        self._context = context
+        self._doorbell = doorbell
+        self._path = status_path(context.log_dir, context.index)
+        self._lock = threading.Lock()
+        self._file_lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._written = 0.0
+        self._written_count = -1
+        self._has_place = False
+        self._row: dict[str, Any] = {
+            "role": context.role,
+            "index": context.index,
+            "state": "starting",
+            "step": None,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "incarnation": context.incarnation,
+            "info": {},
+            "error": None,
+            "count": 0,
+        }
+
+    def starting(self) -> None:
+        """The process lives and prepares."""
+        self._report(state="starting")
+
+    def ready(self, **info: Any) -> None:
+        """Start-up is over; `info` says what the supervisor may show (address, versions)."""
+        self._report(state="ready", info=info)
+
+    def beat(self, step: int | None = None, **info: Any) -> None:
+        """Still alive; optionally at `step`, with figures for the console."""
+        changes: dict[str, Any] = {"info": {**self._row["info"], **info}}
+        if step is not None:
+            changes["step"] = step
+        self._report(**changes)
+
+    def done(self) -> None:
+        """The role's work is complete."""
+        self._stopped.set()
+        self._report(state="done")
+
+    def failed(self, error: BaseException | str) -> None:
+        """The role ends for this reason. The first one stands: what follows (a SIGTERM) is its consequence."""
+        self._stopped.set()
+        if self._row["state"] == "failed":
+            return
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self._report(state="failed", error=text)
+
+    def start_heartbeat(self, interval_s: float = 5.0) -> None:
+        """Beat from daemon threads until `done` or `failed`: one rings and touches no file, one writes the file."""
+
+        def every(act: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                while not self._stopped.wait(interval_s):
+                    act()
+
+            return run
+
+        for name, act in (("heartbeat", self._beat_by_bell), ("heartbeat-file", self._beat_by_file)):
+            threading.Thread(target=every(act), name=name, daemon=True).start()
+
+    def heartbeat(self) -> None:
+        """Say that the process lives, and nothing new.
+
+        Over the doorbell where it is up: the files of hundreds of ranks every few seconds would be most of what a run
+        asks of the file system. The file follows once a minute.
+        """
+        self._beat_by_bell()
+        self._beat_by_file()
+
+    def _beat_by_bell(self) -> None:
+        self._say()
+
+    def _beat_by_file(self) -> None:
+        if not self._may_skip_file():
+            self._write(self._say())
+
+    def _report(self, **changes: Any) -> None:
+        self._write(self._say(**changes))  # the bell first: the file may have to wait for the file system
+
+    def _say(self, **changes: Any) -> dict[str, Any]:
+        """Ring what is known now, in order; returns it."""
+        with self._lock:
+            self._row.update(changes)
+            self._row["count"] += 1  # tells which word is newer also where the clock is set back
+            row = {**self._row, "time": time.time()}
+            if self._doorbell is not None:
+                self._doorbell.ring("status", **row)
+            return row
+
+    def _write(self, row: dict[str, Any]) -> None:
+        with self._file_lock:
+            if row["count"] < self._written_count:  # another thread has written newer words meanwhile
+                return
+            self._written, self._written_count = time.monotonic(), row["count"]
+            try:
+                if not self._has_place:
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    self._has_place = True
+                temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+                temporary.write_text(json.dumps(row), encoding="utf-8")
+                temporary.replace(self._path)
+            except OSError as error:  # a full disk must not silence the role: the doorbell still carries its word
+                logger.warning(f"status file {self._path} could not be written: {error}")
+
+    def _may_skip_file(self) -> bool:
+        is_heard = self._doorbell is not None and self._doorbell.connected
+        return is_heard and time.monotonic() < self._written + FILE_EVERY_S
+
+
+def read_status(log_dir: Path, index: int = 0) -> dict[str, Any] | None:
+    """The last report of a role's process, or None where it never wrote one."""
+    try:
+        return json.loads(status_path(log_dir, index).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):  # absent, half-visible on a network file system: no word yet
+        return None

@@ -1,0 +1,58 @@
+"""Echo: how much each of the environment's tokens counts in a cross-entropy beside the RL loss. Called by `assemble`.
+
+    loss = RL loss  +  1/M sum_t w_t ( - log pi(t) ),    over the batch's M tokens with w_t > 0
+
+Tokens are those of tool results and users' turns after the first reply: what the policy's own acts brought about, so
+that it learns to foresee them (a world model of the environment at no extra rollout). Prompts and its own tokens do not
+count. w_t = `orchestrator.advantage.echo.weight` times what the user's filter says. M is the batch's, over all ranks.
+
+Edge cases: episodes of one turn hold no such token (lint warns; the batch trains as without). A message in several
+branches of a trace counts in the first alone. Groups that do not train (equal rewards) are not on the wire at all: with
+`zero = keep` their environment tokens are learned all the same.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prime_hpc.config.import_path import import_own
+from prime_hpc.config.sections.teacher import EchoConfig
+from prime_hpc.envs.samples import ROLES, Sample
+from prime_hpc.orchestrator.errors import OrchestratorError
+
+_KEY = "orchestrator.advantage.echo.filter"
+
+
+class Echo:
+    """Weights of one sample's tokens."""
+
+    def __init__(self, config: EchoConfig) -> None:
+        """
+        Raises:
+            ConfigError: the filter cannot be imported.
+        """
+        self._weight, self._roles = config.weight, [ROLES[role] for role in config.roles]
+        self._name = config.filter
+        self._filter = import_own(config.filter, _KEY) if config.filter is not None else None
+
+    def weights(self, sample: Sample) -> NDArray[np.float32]:
+        """float32[L], 0 where nothing is learned.
+
+        Raises:
+            OrchestratorError: the user's filter fails or returns no such weights; names it.
+        """
+        if sample.roles is None:
+            return np.zeros(sample.num_tokens, np.float32)
+        chosen = np.isin(sample.roles, self._roles) & ~sample.loss_mask
+        weights = np.where(chosen, np.float32(self._weight), np.float32(0.0))
+        if self._filter is None:
+            return weights
+        try:
+            factors = np.asarray(self._filter(sample), dtype=np.float32)
+        except Exception as error:
+            raise OrchestratorError(f"{_KEY} = {self._name} failed: {type(error).__name__}: {error}") from error
+        if factors.shape != weights.shape or not np.isfinite(factors).all() or (factors < 0).any():
+            raise OrchestratorError(
+                f"{_KEY} = {self._name} returned shape {list(factors.shape)} for a sample of {sample.num_tokens} "
+                "tokens, or factors that are negative or not finite"
+            )
+        return weights * factors

@@ -1,0 +1,265 @@
+"""Who scores the policy's tokens for distillation: a frozen teacher's servers, which the run starts or others have, or
+the policy itself, shown the answer.
+
+`loop` begins the scores of an episode when it ends, so that they come while others are still played, and collects those
+of a batch before it is assembled. Every sequence is asked for until `deadline_s`, at one server after the other. A
+rollout that cannot be scored (too long for the teacher, with what that is shown) is one that failed.
+
+Also here: `FrozenServer`, a server whose weights nobody changes, for runs whose teacher samples (`advantage = sft`).
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from loguru import logger
+from numpy.typing import NDArray
+
+from prime_hpc.client.inference import InferenceClient, InferenceError
+from prime_hpc.orchestrator.algorithms.scorer import References
+from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.rollouts.episodes import Episode
+from prime_hpc.orchestrator.rollouts.groups import Group
+from prime_hpc.orchestrator.rollouts.prompts import Prompt
+from prime_hpc.runtime.event_loops import loop_time
+
+RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+"""Pauses between tries; the last one repeats."""
+_WORTH_ANOTHER_TRY = (408, 429)
+_OF_THE_SEQUENCE = (400, 413, 422)
+"""Statuses that refuse one sequence and say nothing of others."""
+_NUM_SHOWN = 16
+"""Tasks of each environment whose demonstrations are measured beforehand."""
+
+Score = NDArray[np.float32] | str
+"""float32[L], or why there is none."""
+Prefix = Callable[[int, int], Sequence[int]]
+"""(source, task) -> tokens that the teacher sees before the sample's own."""
+
+
+class Teacher:
+    """Log-probabilities of sampled tokens under another model, or under the same one with more to see."""
+
+    def __init__(
+        self,
+        clients: Sequence[InferenceClient],
+        name: str,
+        *,
+        deadline_s: float,
+        max_concurrent: int,
+        prefix: Prefix | None = None,
+    ) -> None:
+        """
+        Args:
+            clients: of its servers.
+            name: under which these serve it.
+            deadline_s: for one sequence, all tries together.
+            max_concurrent: sequences asked for at once.
+            prefix: what it sees beforehand; None: nothing.
+        """
+        self._clients, self._name, self._deadline_s = list(clients), name, deadline_s
+        self._prefix, self._room, self._turn = prefix, asyncio.Semaphore(max_concurrent), 0
+        self._pending: WeakKeyDictionary[Group, dict[int, list[asyncio.Task[Score]]]]
+        self._pending = WeakKeyDictionary()
+        self._length_limit: int | None = None
+        self.num_retries = 0
+
+    @property
+    def is_other(self) -> bool:
+        """Whether it is another model than the policy."""
+        return self._prefix is None
+
+    def move(self, index: int, url: str) -> None:
+        """A server is being started again at another address."""
+        self._clients[index].move(url)
+
+    async def check(self, longest: int, ready_timeout_s: float | None = None) -> None:
+        """Ask every server for a sequence of `longest` tokens' room, once, before anything is sampled.
+
+        Args:
+            longest: sample, in tokens.
+            ready_timeout_s: for a server that is being started; default: the deadline of a score.
+
+        Raises:
+            OrchestratorError: unknown model, too short a context, or no answer within the deadline.
+        """
+        for client in self._clients:
+            await client_ready(client, ready_timeout_s or self._deadline_s)
+            try:
+                served = await client.model_lengths()
+            except InferenceError as error:
+                raise OrchestratorError(f"orchestrator.teacher: {error}") from error
+            if self._name not in served:
+                raise OrchestratorError(
+                    f"orchestrator.teacher.served_name = {self._name}: {client.base_url} serves {', '.join(served)}"
+                )
+            room = served[self._name]
+            if room is not None and room <= longest:
+                raise OrchestratorError(
+                    f"orchestrator.teacher: {client.base_url} takes {room} tokens; scoring samples of seq_len = "
+                    f"{longest} needs a max_model_len of {longest + 1} or more there"
+                )
+
+    async def check_room(self, longest: int, num_tasks: Sequence[int | None]) -> None:
+        """Of the policy as its own teacher, once its servers answer: is there room for what it is shown?
+
+        Args:
+            longest: sample, in tokens.
+            num_tasks: of each environment, None of an endless one; the first few tasks are measured.
+
+        Raises:
+            OrchestratorError: not even the demonstration fits.
+            EnvError: a task has nothing to show.
+        """
+        assert self._prefix is not None
+        limits: list[int] = []
+        for client in self._clients:
+            try:
+                served = await client.model_lengths()
+            except InferenceError:
+                continue  # it was ready a moment ago, and is brought back; the others' limit is its own
+            limits += [served[self._name] or 0] if self._name in served else [n or 0 for n in served.values()]
+        self._length_limit = min((n for n in limits if n), default=None)
+        counts = [min(_NUM_SHOWN, n or _NUM_SHOWN) for n in num_tasks]
+        shown = max(len(self._prefix(source, task)) for source, n in enumerate(counts) for task in range(n))
+        limit, needed = self._length_limit, longest + shown + 1
+        if limit is None or limit >= needed:
+            return
+        text = (
+            f"the policy's servers take {limit} tokens; with a demonstration of {shown} tokens before a sample of "
+            f"seq_len = {longest}, scoring takes {needed}: set inference.max_model_len to that"
+        )
+        if limit <= shown + 1:
+            raise OrchestratorError(f"orchestrator.advantage.type = opsd: {text}")
+        logger.warning(f"{text}, or every rollout of more than {limit - shown - 1} tokens counts as failed")
+
+    def begin(self, group: Group, index: int, episode: Episode) -> Episode:
+        """Start the scores of `group.slots[index]`; returns the episode, unusable where it is known to be too long."""
+        samples, limit = episode.result.samples, self._length_limit
+        if limit is not None and self._prefix is not None and samples:
+            shown = len(self._prefix(group.prompt.source, group.prompt.task))
+            length = shown + max(sample.num_tokens for sample in samples) + 1
+            if length > limit:
+                return _unusable(episode, f"the teacher takes {limit} tokens, not the {length} of a score")
+        self._pending.setdefault(group, {})[index] = [
+            asyncio.create_task(self._score(group.prompt, sample.token_ids), name="teacher") for sample in samples
+        ]
+        return episode
+
+    def discard(self, group: Group) -> None:
+        """Nobody will ask for this group's."""
+        for task in [t for tasks in self._pending.pop(group, {}).values() for t in tasks]:
+            task.cancel()
+
+    async def collect(self, groups: Sequence[Group]) -> list[References]:
+        """For each group, for its usable episodes in order, float32[L] of each sample; nothing for a group without
+        tokens. An episode that a server refuses to score becomes unusable.
+
+        Raises:
+            OrchestratorError: no server answered in time, or none of the episodes could be scored; says why.
+            EnvError: a task has nothing to show (`prefix`).
+        """
+        found: list[References] = []
+        refused: list[str] = []
+        for group in groups:
+            tasks, rows = self._pending.pop(group, {}), []
+            for i, slot in enumerate(group.slots):
+                if slot is None or not slot.usable:
+                    continue
+                scores = [await task for task in tasks.get(i, [])]
+                wrong = [score for score in scores if isinstance(score, str)]
+                if wrong:
+                    refused += wrong[:1]
+                    group.slots[i] = _unusable(slot, wrong[0])
+                else:
+                    rows.append([score for score in scores if not isinstance(score, str)])
+            found.append(rows if group.has_tokens else [])
+        if refused:
+            if not any(found):
+                raise OrchestratorError(refused[0])
+            logger.warning(f"{len(refused)} rollouts do not train: {refused[0]}")
+        return found
+
+    async def close(self) -> None:
+        """Cancel what is still asked for."""
+        tasks = [t for by_index in list(self._pending.values()) for ts in by_index.values() for t in ts]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.is_other:
+            for client in self._clients:
+                await client.aclose()
+
+    async def _score(self, prompt: Prompt, token_ids: NDArray[np.int32]) -> Score:
+        before = np.asarray(self._prefix(prompt.source, prompt.task) if self._prefix else [], np.int32)
+        sequence, tries = np.concatenate([before, token_ids]), 0
+        async with self._room:
+            end = loop_time() + self._deadline_s
+            while True:
+                client = self._clients[self._turn % len(self._clients)]
+                self._turn += 1
+                try:
+                    scores = await client.score(sequence, self._name)
+                except InferenceError as error:
+                    pause = RETRY_S[min(tries, len(RETRY_S) - 1)]
+                    final = error.status is not None and error.status < 500 and error.status not in _WORTH_ANOTHER_TRY
+                    if final or loop_time() + pause > end:
+                        reason = (
+                            f"the teacher gave no log-probabilities of a sequence of {len(sequence)} tokens"
+                            f"{'' if final else f' within {self._deadline_s:g} s, {tries + 1} tries'}: {error}"
+                        )
+                        if error.status in _OF_THE_SEQUENCE:
+                            return reason
+                        raise OrchestratorError(reason) from error
+                    logger.debug(f"the teacher is asked again in {pause:g} s: {error}")
+                    tries += 1
+                    self.num_retries += 1
+                    await asyncio.sleep(pause)
+                else:
+                    own = scores[len(before) :].copy()
+                    own[0] = 0.0  # nothing predicts it in the sample itself
+                    return own
+
+
+def _unusable(episode: Episode, reason: str) -> Episode:
+    """The same episode as one that failed."""
+    return replace(episode, usable=False, reason=reason)
+
+
+async def client_ready(client: InferenceClient, deadline_s: float) -> None:
+    """Wait for a server that starts, or that others have started.
+
+    Raises:
+        OrchestratorError: it does not answer in time.
+    """
+    try:
+        await client.wait_ready(deadline_s)
+    except InferenceError as error:
+        raise OrchestratorError(f"orchestrator.teacher: {error}") from error
+
+
+class FrozenServer(InferenceClient):
+    """A server that keeps its weights: the run's versions pass it by, so that batches keep the trainer's pace."""
+
+    _version = 0
+
+    async def policy_version(self, name: str = "") -> int:
+        """The version that it was last told of."""
+        return self._version
+
+    async def update_weights(self, path: Path | str, version: int, name: str = "") -> dict[str, Any]:
+        """Take note of the version."""
+        self._version = version
+        return {"version": version, "path": str(path), "changed": False}
+
+    async def reload_weights(self, name: str = "") -> dict[str, Any]:
+        """Take note of version 0."""
+        return await self.update_weights("", 0)
+
+    async def serve_base(self, name: str) -> dict[str, Any]:
+        """Nothing to do: it has a name of its own."""
+        return {"version": self._version}

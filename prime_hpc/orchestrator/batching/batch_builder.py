@@ -1,0 +1,242 @@
+"""From complete groups to the trainer's packed arrays: advantages, packing, one `RankBatch` per data-parallel rank.
+
+Called by `loop` in a worker thread. Tokens stay exactly those that the engines saw and sampled: samples are only
+concatenated, never cut or re-tokenised.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.sections.sampling import SamplingConfig
+from prime_hpc.envs.samples import Sample
+from prime_hpc.orchestrator.algorithms import Scorer
+from prime_hpc.orchestrator.algorithms.echo import Echo
+from prime_hpc.orchestrator.algorithms.scorer import References, Tokens
+from prime_hpc.orchestrator.batching.packing import pack, pack_rows
+from prime_hpc.orchestrator.batching.shared_prefixes import find_sharing
+from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.rollouts.episodes import Episode
+from prime_hpc.orchestrator.rollouts.groups import Group
+from prime_hpc.store.batches import RankBatch
+
+EPISODE_BITS = 12
+"""A sample's id is position << 12 | episode: unique over the whole run and traceable to its prompt."""
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """One sequence with what the trainer needs beside its tokens."""
+
+    sample: Sample
+    advantages: NDArray[np.float32]
+    """float32[L], 0 where nothing trains."""
+    reward: float
+    sample_id: int
+    group_id: int
+    env_id: int
+    ce_weights: NDArray[np.float32] | None = None
+    """float32[L], see `echo`; None without."""
+    rollout_tokens: int = 0
+    """Trained tokens of the whole rollout: all the samples of its trace."""
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group's G usable episodes with their advantages."""
+
+    group: Group
+    episodes: list[Episode]
+    rewards: NDArray[np.float64]
+    """float64[G], penalties taken off."""
+    advantages: NDArray[np.float64]
+    """float64[G]"""
+    kept: NDArray[np.bool_]
+    """bool[G], episodes that train if the group does."""
+    trains: bool
+    """False: its advantages are all zero and the config drops such groups, or none of its episodes may train."""
+    problem: str = ""
+    """Why it could not be scored."""
+    tokens: Tokens | None = None
+    """Advantages of single tokens, in place of `advantages`: see `Scores`."""
+    references: References = ()
+    """The teacher's log-probabilities: see `RewardGroup`."""
+
+
+def sample_id(position: int, episode: int) -> int:
+    """int64 id of episode `episode` of the prompt at `position`; all its branches share it."""
+    assert 0 <= episode < 1 << EPISODE_BITS, f"a group holds up to {1 << EPISODE_BITS} episodes"
+    return position << EPISODE_BITS | episode
+
+
+def score_groups(
+    groups: Sequence[Group],
+    scorer: Scorer,
+    *,
+    zero: str,
+    env_names: Sequence[str] = (),
+    references: Sequence[References] | None = None,
+) -> list[ScoredGroup]:
+    """Advantages of every group, in order, and which groups train; `references` are the groups', in order.
+
+    With `zero = drop`, groups without any signal do not reach the trainer. A batch is never empty: where nothing at
+    all would train, the smallest group (in tokens) stays with advantages of 0, whose gradient is zero, so that step n
+    still makes version n.
+
+    Raises:
+        OrchestratorError: no group at all could be scored, or the algorithm failed.
+    """
+    scored = [
+        _score(group, scorer, zero, env_names, heard)
+        for group, heard in zip(groups, references or [()] * len(groups), strict=True)
+    ]
+    problems = [s.problem for s in scored if s.problem]
+    if len(problems) == len(scored):
+        raise OrchestratorError(f"none of the batch's {len(scored)} groups could be scored; e.g. {problems[0]}")
+    if not any(s.trains for s in scored):
+        smallest = min(range(len(scored)), key=lambda i: _num_tokens(scored[i].episodes))
+        entry = scored[smallest]
+        no_advantage, everyone = np.zeros_like(entry.advantages), np.ones_like(entry.kept)
+        scored[smallest] = replace(entry, trains=True, advantages=no_advantage, kept=everyone, tokens=None)
+    return scored
+
+
+def _score(group: Group, scorer: Scorer, zero: str, env_names: Sequence[str], heard: References) -> ScoredGroup:
+    episodes, source = group.usable, group.prompt.source
+    env = env_names[source] if source < len(env_names) else f"environment {source}"
+    scores = scorer.score(episodes, env=env, position=group.prompt.position, references=heard)
+    trains = bool(scores.kept.any()) and (zero == "keep" or scores.has_signal)
+    return ScoredGroup(
+        group, episodes, scores.rewards, scores.advantages, scores.kept, trains, scores.problem, scores.tokens, heard
+    )
+
+
+def zero_groups(experiment: Experiment) -> str:
+    """`keep` or `drop`: the configured `advantage.zero`, or with `auto` `keep` where a loss looks at tokens without an
+    advantage, so that leaving them out would change it."""
+    stated, loss = experiment.orchestrator.advantage.zero, experiment.trainer.loss
+    if stated != "auto":
+        return stated
+    return "keep" if loss.type == "nll" or (loss.kl is not None and loss.kl.coef > 0) else "drop"
+
+
+def count_rollouts(scored: Sequence[ScoredGroup]) -> NDArray[np.int64]:
+    """int64[2], the trained tokens and the rollouts (an episode's traces) that have any, of all groups that could be
+    scored, also of those that do not train for want of a signal: `RankBatch.totals`."""
+    counts = [
+        count
+        for entry in scored
+        for episode, kept in zip(entry.episodes, entry.kept.tolist(), strict=True)
+        if kept
+        for count in _tokens_by_trace(episode).values()
+    ]
+    return np.array([sum(counts), np.count_nonzero(counts)], dtype=np.int64)
+
+
+def _tokens_by_trace(episode: Episode) -> dict[int, int]:
+    """Trace -> tokens of all its samples that train; nothing predicts a sample's first one."""
+    found: dict[int, int] = {}
+    for sample in episode.result.samples:
+        found[sample.trace] = found.get(sample.trace, 0) + int(np.count_nonzero(sample.loss_mask[1:]))
+    return found
+
+
+def _num_tokens(episodes: Sequence[Episode]) -> int:
+    return sum(e.num_sampled_tokens + e.num_prompt_tokens for e in episodes)
+
+
+def train_samples(scored: Sequence[ScoredGroup], echo: Echo | None = None) -> list[TrainSample]:
+    """All sequences that train; a sampled token gets its own advantage where it has one, else its episode's."""
+    samples = []
+    for entry in scored:
+        if not entry.trains:
+            continue
+        prompt = entry.group.prompt
+        numbers = {id(slot): i for i, slot in enumerate(entry.group.slots)}
+        for i, episode in enumerate(entry.episodes):
+            if not entry.kept[i]:
+                continue
+            ident = sample_id(prompt.position, numbers[id(episode)])
+            whole_rollout = _tokens_by_trace(episode)
+            for j, sample in enumerate(episode.result.samples):
+                whole = np.where(sample.loss_mask, np.float32(entry.advantages[i]), np.float32(0.0))
+                advantages = whole if entry.tokens is None else entry.tokens[i][j]
+                reward, heard = episode.result.reward, echo.weights(sample) if echo is not None else None
+                ids, of_rollout = (ident, prompt.position, prompt.source), whole_rollout[sample.trace]
+                samples.append(TrainSample(sample, advantages, reward, *ids, heard, of_rollout))
+    return samples
+
+
+def build_ranks(
+    samples: Sequence[TrainSample],
+    *,
+    num_ranks: int,
+    micro_batch_tokens: int,
+    sampling: SamplingConfig,
+    share_prefixes: bool = True,
+    own_rows: bool = False,
+    totals: NDArray[np.int64] | None = None,
+) -> list[RankBatch]:
+    """Deal sequences into micro-batches of at most `micro_batch_tokens` and lay out each rank's arrays.
+
+    Args:
+        samples: all sequences of the batch.
+        num_ranks: data-parallel ranks.
+        micro_batch_tokens: token budget of a micro-batch.
+        sampling: how they were sampled.
+        share_prefixes: the trainer computes what a group's samples begin with once in a micro-batch.
+        own_rows: each sequence takes a row of its own, padded to the longest of its micro-batch.
+        totals: `count_rollouts` of the step.
+    """
+    lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int64)
+    sharing = None
+    if share_prefixes and not own_rows:
+        sharing = find_sharing([s.sample.token_ids for s in samples], [s.group_id for s in samples])
+    deal = pack_rows if own_rows else partial(pack, sharing=sharing)
+    assignment = deal(lengths, num_ranks, micro_batch_tokens)
+    return [_rank_batch(samples, micro_batches, sampling, totals) for micro_batches in assignment]
+
+
+def _rank_batch(
+    samples: Sequence[TrainSample],
+    micro_batches: Sequence[NDArray[np.int64]],
+    sampling: SamplingConfig,
+    totals: NDArray[np.int64] | None,
+) -> RankBatch:
+    in_pieces = any(np.count_nonzero(s.sample.loss_mask[1:]) != s.rollout_tokens for s in samples)  # of all ranks alike
+    chosen = [samples[i] for micro_batch in micro_batches for i in micro_batch]
+    lengths = [s.sample.num_tokens for s in chosen]
+    with_echo = any(s.ce_weights is not None for s in samples)  # of all ranks alike
+    return RankBatch(
+        token_ids=_concat([s.sample.token_ids for s in chosen], np.int32),
+        loss_mask=_concat([s.sample.loss_mask for s in chosen], np.bool_),
+        logprobs=_concat([s.sample.logprobs for s in chosen], np.float32),
+        versions=_concat([s.sample.versions for s in chosen], np.int32),
+        advantages=_concat([s.advantages for s in chosen], np.float32),
+        seq_offsets=_offsets(lengths),
+        micro_offsets=_offsets([len(micro_batch) for micro_batch in micro_batches]),
+        temperatures=np.full(len(chosen), sampling.temperature, dtype=np.float32),
+        rewards=np.array([s.reward for s in chosen], dtype=np.float32),
+        sample_ids=np.array([s.sample_id for s in chosen], dtype=np.int64),
+        group_ids=np.array([s.group_id for s in chosen], dtype=np.int64),
+        env_ids=np.array([s.env_id for s in chosen], dtype=np.int32),
+        ce_weights=_concat([s.ce_weights for s in chosen], np.float32) if with_echo else None,
+        top_ps=np.full(len(chosen), sampling.top_p, dtype=np.float32) if sampling.truncates else None,
+        top_ks=np.full(len(chosen), sampling.top_k or 0, dtype=np.int32) if sampling.truncates else None,
+        min_ps=np.full(len(chosen), sampling.min_p, dtype=np.float32) if sampling.truncates else None,
+        rollout_tokens=np.array([s.rollout_tokens for s in chosen], dtype=np.int32) if in_pieces else None,
+        totals=totals,
+    )
+
+
+def _concat(arrays: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype=dtype)
+
+
+def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)

@@ -1,0 +1,159 @@
+"""Held-out evaluation, interleaved with training: its episodes go first, nothing stops for it.
+
+Due at version 0, every `eval.interval` versions and at the last one. A version may change while an evaluation runs
+(the trainer never waits for it), so each result carries the oldest and the newest version that sampled its tokens.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from prime_hpc.config.sections.orchestrator import EvalConfig
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, EpisodeRunner, Job, Lane
+
+
+class EvalSource(Protocol):
+    """What is needed of `envs.pool.EnvSource`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_tasks(self) -> int | None: ...
+
+
+@dataclass
+class EvalRun:
+    """One evaluation in progress: results per environment."""
+
+    version: int
+    num_expected: int
+    started: float
+    results: list[list[tuple[int, EpisodeResult]]] = field(default_factory=list)
+    num_ended: int = 0
+
+
+def first_due(start_version: int, interval: int, last_version: int) -> int:
+    """The first version to evaluate in a life that starts at `start_version`: that one itself if it is a multiple."""
+    return min(-(-start_version // interval) * interval, last_version)
+
+
+def next_due(version: int, interval: int, last_version: int) -> int | None:
+    """The next version to evaluate after `version`; None after the last one."""
+    return None if version >= last_version else min((version // interval + 1) * interval, last_version)
+
+
+class Evaluator:
+    """Starts an evaluation when a due version is served, reports it when its last episode ended."""
+
+    def __init__(
+        self,
+        config: EvalConfig,
+        runner: EpisodeRunner,
+        sources: Sequence[EvalSource],
+        dispatcher: Dispatcher,
+        *,
+        start_version: int,
+        last_version: int,
+        on_report: Callable[[int, dict[str, Any], list[dict[str, Any]]], None],
+    ) -> None:
+        """`on_report(version, metrics, sample rows)` is called in the event loop."""
+        self._config = config
+        self._runner = runner
+        self._sources = sources
+        self._dispatcher = dispatcher
+        self._last_version = last_version
+        self._on_report = on_report
+        self._due: int | None = first_due(start_version, config.interval, last_version)
+        self._run: EvalRun | None = None
+
+    @property
+    def pending(self) -> bool:
+        """An evaluation runs, or one more is due at a version that was not served yet."""
+        return self._run is not None or self._due is not None
+
+    def served(self, version: int) -> None:
+        """Version `version` is served: start what is due, unless one still runs (it starts after that)."""
+        if self._run is not None or self._due is None or version < self._due:
+            return
+        self._due = next_due(version, self._config.interval, self._last_version)
+        tasks = [min(self._config.num_examples, s.num_tasks or self._config.num_examples) for s in self._sources]
+        repeats = self._config.rollouts_per_example
+        self._run = EvalRun(version, sum(tasks) * repeats, time.monotonic(), [[] for _ in self._sources])
+        for source, num_tasks in enumerate(tasks):
+            for task in range(num_tasks):
+                lane = Lane()
+                for _ in range(repeats):
+                    ended = partial(self._ended, self._run, source, task)
+                    self._dispatcher.add(Job(self._runner, source, task, lane, ended, priority=True))
+        self._dispatcher.pump()
+
+    def _ended(self, run: EvalRun, source: int, task: int, result: EpisodeResult) -> None:
+        run.results[source].append((task, result))
+        run.num_ended += 1
+        if run.num_ended == run.num_expected:
+            self._run = None
+            self._on_report(run.version, self._metrics(run), self._samples(run))
+
+    def _metrics(self, run: EvalRun) -> dict[str, Any]:
+        row: dict[str, Any] = {"eval/seconds": round(time.monotonic() - run.started, 3)}
+        versions = [run.version]
+        for source, results in zip(self._sources, run.results, strict=True):
+            row |= {f"eval/{source.name}/{k}": v for k, v in summarize([r for _, r in results]).items()}
+            sampled = [s.versions[s.loss_mask] for _, r in results for s in r.samples]
+            versions += [int(v) for array in sampled for v in (array.min(), array.max())]
+        return row | {"eval/version_min": min(versions), "eval/version_max": max(versions)}
+
+    def _samples(self, run: EvalRun) -> list[dict[str, Any]]:
+        """The lowest task of each environment first: the same prompts every time, so that evaluations compare."""
+        return [
+            {"kind": "eval", "env": source.name, "task": task, "reward": result.reward, **texts(result)}
+            for source, results in zip(self._sources, run.results, strict=True)
+            for task, result in sorted(results, key=lambda entry: entry[0])
+            if result.state is EpisodeState.COMPLETED
+        ]
+
+
+def texts(result: EpisodeResult) -> dict[str, Any]:
+    """The readable part of a sample row."""
+    return {"prompt": result.prompt_text, "completion": result.completion_text, "truncated": result.truncated}
+
+
+def summarize(results: Sequence[EpisodeResult]) -> dict[str, float]:
+    """Mean reward over all episodes, and over those that completed.
+
+    An episode that failed, timed out or has no finite reward counts as reward 0: a policy that starts to ramble must
+    not score better because its long replies are not counted. Metrics are means over the episodes that completed.
+    """
+    good = [r for r in results if r.state is EpisodeState.COMPLETED and math.isfinite(r.reward)]
+    row: dict[str, float] = {
+        "num_episodes": len(results),
+        "num_failed": len(results) - len(good),
+        "num_timeout": sum(r.state is EpisodeState.TIMEOUT for r in results),
+    }
+    if results:
+        row["mean_reward"] = sum(r.reward for r in good) / len(results)
+    if not good:
+        return row
+    row["mean_reward_completed"] = sum(r.reward for r in good) / len(good)
+    row["completion_tokens"] = sum(r.num_sampled_tokens for r in good) / len(good)
+    row["truncated_share"] = sum(r.truncated for r in good) / len(good)
+    for name in sorted({name for r in good for name in r.metrics}):
+        values = [r.metrics[name] for r in good if name in r.metrics]
+        row[name] = sum(values) / len(values)
+    return row
+
+
+def rewards_text(row: Mapping[str, Any]) -> str:
+    """Of an evaluation's metrics each environment's mean reward, for the log, with what failed of it."""
+    parts = []
+    for key, reward in row.items():
+        if key.endswith("/mean_reward"):
+            name = key.removeprefix("eval/").removesuffix("/mean_reward")
+            failed, episodes = row[f"eval/{name}/num_failed"], row[f"eval/{name}/num_episodes"]
+            parts.append(f"{name} {reward:.3f}" + (f" ({failed} of {episodes} failed or timed out)" if failed else ""))
+    return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""Prompts to finished groups: draw, dispatch to servers, collect episodes."""

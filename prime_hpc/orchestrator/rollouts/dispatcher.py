@@ -1,0 +1,214 @@
+"""Continuous dispatch of episodes with bounded concurrency. Every started job ends in exactly one call of `on_end`.
+
+`loop` adds training groups, `evaluate` adds held-out tasks (first in line). All episodes of one lane (a group) run on
+the same server, for its prefix cache. An episode that failed because of its server is tried once more, on a server
+that answers; other failures are final.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from loguru import logger
+
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.orchestrator.rollouts.episodes import is_retryable, is_server_error
+from prime_hpc.orchestrator.rollouts.servers import ServerTable
+from prime_hpc.runtime.event_loops import loop_time
+
+SERVER_RETRIES = 1
+CLOSE_TIMEOUT_S = 3.0
+TASK_PREFIX = "episode-"
+
+_CANCELLED = EpisodeResult(state=EpisodeState.CANCELLED, usable=False, reason="cancelled")
+
+
+class EpisodeRunner(Protocol):
+    """What dispatch needs of `envs.pool.EnvPool`."""
+
+    def run_episode(self, source_index: int, task_index: int, url_index: int) -> Coroutine[Any, Any, EpisodeResult]:
+        """Run one episode; never raises but for cancellation."""
+        ...
+
+
+@dataclass(eq=False)
+class Lane:
+    """Episodes that share a server. `url` is -1 until the first of them starts."""
+
+    url: int = -1
+    cancelled: bool = False
+    tasks: set["asyncio.Task[EpisodeResult]"] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Job:
+    """One episode to run, and who wants to know how it ended."""
+
+    runner: EpisodeRunner
+    source: int
+    task: int
+    lane: Lane
+    on_end: Callable[[EpisodeResult], None]
+    retries_left: int = SERVER_RETRIES
+    priority: bool = False
+
+
+class Dispatcher:
+    """Starts jobs while there is room and a server; asks `refill` for a new group when the queue is empty."""
+
+    def __init__(
+        self,
+        servers: ServerTable,
+        max_concurrent: int,
+        *,
+        refill: Callable[[], bool],
+        on_server_error: Callable[[int], None],
+    ) -> None:
+        """`refill` adds jobs and returns whether it did; `on_server_error(url_index)` says that a server failed."""
+        self._servers = servers
+        self._max_concurrent = max_concurrent
+        self._refill = refill
+        self._on_server_error = on_server_error
+        self._first: deque[Job] = deque()
+        self._queue: deque[Job] = deque()
+        self._closed = False
+        self._pumping = False
+        self._running: dict[asyncio.Task[EpisodeResult], tuple[Job, int]] = {}
+        self._dropped: set[asyncio.Task[EpisodeResult]] = set()
+        self.num_running = 0
+        self.num_retries = 0
+        self.broken: Exception | None = None
+        """What whoever wanted to know of an end has raised, in a callback where nobody would hear of it."""
+        self.last_end = loop_time()
+        """When an episode last ended (or was started after a pause): a stall shows here."""
+
+    @property
+    def num_queued(self) -> int:
+        """Jobs that wait for room or for a server."""
+        return len(self._first) + len(self._queue)
+
+    def add(self, job: Job) -> None:
+        """Queue one job; `pump` starts it."""
+        (self._first if job.priority else self._queue).append(job)
+
+    def pump(self) -> None:
+        """Start what can be started now. Cheap; call it whenever room, servers or versions may have changed.
+
+        Raises what a job's `on_end` raised.
+        """
+        if self.broken is not None:
+            raise self.broken
+        if self._pumping or self._closed:
+            return
+        self._pumping = True
+        try:
+            while self.num_running < self._max_concurrent and self._servers.ready_indices:
+                job = self._next_job()
+                if job is None:
+                    break
+                self._start(job)
+        finally:
+            self._pumping = False
+
+    def cancel(self, lane: Lane) -> int:
+        """End a lane: running episodes are cancelled, queued ones never start. Returns how many were running."""
+        lane.cancelled = True
+        for task in list(lane.tasks):
+            task.cancel()
+        return len(lane.tasks)
+
+    def drop_server(self, url: int) -> int:
+        """The server is gone without a word: its episodes are played again elsewhere. Returns how many."""
+        dropped = [task for task, (_, where) in self._running.items() if where == url]
+        for task in dropped:
+            self._dropped.add(task)
+            task.cancel()
+        return len(dropped)
+
+    async def close(self) -> None:
+        """Cancel everything and wait for it. Nothing starts afterwards."""
+        self._closed = True
+        self._first.clear()
+        self._queue.clear()
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+            if late:
+                logger.warning(f"{len(late)} episodes did not end within {CLOSE_TIMEOUT_S:g} s of being cancelled")
+
+    def _next_job(self) -> Job | None:
+        while True:
+            if self._first:
+                job = self._first.popleft()
+            elif self._queue or self._refill():
+                job = self._queue.popleft()
+            else:
+                return None
+            if not job.lane.cancelled:
+                return job
+            if job.retries_left < SERVER_RETRIES:  # it did run once: it too ends in one state
+                job.on_end(_CANCELLED)
+
+    def _start(self, job: Job) -> None:
+        lane = job.lane
+        if lane.url < 0 or not self._servers.servers[lane.url].ready:
+            url = self._servers.pick()
+            assert url is not None, "pump starts jobs only while a server is ready"
+            lane.url = url
+        if self.num_running == 0:
+            self.last_end = loop_time()
+        self.num_running += 1
+        url = lane.url
+        self._servers.servers[url].in_flight += 1
+        episode = job.runner.run_episode(job.source, job.task, url)
+        task = asyncio.create_task(episode, name=f"{TASK_PREFIX}{job.source}-{job.task}")
+        self._running[task] = (job, url)
+        lane.tasks.add(task)
+        # A callback and not a `finally` inside the task: a task that is cancelled before its first step runs no code.
+        task.add_done_callback(lambda ended: self._finish(job, url, ended))
+
+    def _finish(self, job: Job, url: int, task: "asyncio.Task[EpisodeResult]") -> None:
+        del self._running[task]
+        dropped = task in self._dropped
+        self._dropped.discard(task)
+        job.lane.tasks.discard(task)
+        self.num_running -= 1
+        self._servers.servers[url].in_flight -= 1
+        self.last_end = loop_time()
+        if self._closed:
+            return
+        try:
+            if dropped and not job.lane.cancelled:  # no fault of the episode: it costs none of its retries
+                self._first.append(job)
+            else:
+                self._deliver(job, url, _outcome(task))
+            self.pump()
+        except Exception as error:  # noqa: BLE001 - told by the next `pump`, which a loop calls; asyncio would only log it
+            self.broken = error
+
+    def _deliver(self, job: Job, url: int, result: EpisodeResult) -> None:
+        if is_server_error(result):
+            self._on_server_error(url)
+        if is_retryable(result) and job.retries_left > 0 and not job.lane.cancelled:
+            job.retries_left -= 1
+            self.num_retries += 1
+            logger.debug(f"episode {job.source}/{job.task} is tried again: {result.reason}")
+            self._first.append(job)
+            return
+        job.on_end(result)
+
+
+def _outcome(task: "asyncio.Task[EpisodeResult]") -> EpisodeResult:
+    """What the task returned; `run_episode` promises not to raise, but a broken promise is one failed episode."""
+    if task.cancelled():
+        return _CANCELLED
+    error = task.exception()
+    if error is None:
+        return task.result()
+    logger.opt(exception=error).warning("an environment raised instead of returning a failed episode")
+    kind = type(error).__name__
+    return EpisodeResult(state=EpisodeState.FAILED, usable=False, reason=f"{kind}: {error}", error_type=kind)

@@ -1,0 +1,227 @@
+"""Groups of rollouts from dispatch to batch: the staleness gate, completion, dropping, sending back. Pure.
+
+Step n turns version n - 1 into version n, and batch n may hold no token sampled by a version older than
+`version_floor(n, async_level)`. Two guards keep that true:
+- the *gate* opens no more groups than the batches that the served version already allows, so that little becomes stale;
+- every finished group is checked token by token against the floor of the batch it would join; a stale one gives its
+  prompt back to the stream (`take_stale`), to be sampled again by the newer policy.
+A complete group whose rollouts have no tokens (each was cut off by its deadline) counts as one without usable rollouts.
+A complete group that the curriculum's `gate` rejects is consumed like one with too few usable rollouts: its position is
+recorded as dropped, and the room that it leaves opens another prompt.
+
+A batch takes the first complete groups. A prompt that was sent back once is waited for when the next batch would find
+it stale again: long rollouts are late, never lost.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from prime_hpc.orchestrator.rollouts.episodes import Episode
+from prime_hpc.orchestrator.rollouts.prompts import Prompt
+
+UNLIMITED_ASYNC = 1 << 30
+"""async_level of a bench, where no trainer ever makes a new version."""
+
+
+def version_floor(step: int, async_level: int) -> int:
+    """Oldest version that may have sampled a token of batch `step`."""
+    return max(0, step - 1 - async_level)
+
+
+def max_open_groups(next_batch: int, served_version: int, async_level: int, num_prompts: int, last_batch: int) -> int:
+    """How many groups may be open (in flight or complete, in no batch yet) while version `served_version` is served.
+
+    Groups for batch m may start once version m - 1 - async_level is served, so the newest batch that may be worked on
+    is served_version + 1 + async_level. Zero while batch `next_batch` itself must wait for a version.
+    """
+    newest_allowed = min(served_version + 1 + async_level, last_batch)
+    return max(0, newest_allowed - next_batch + 1) * num_prompts
+
+
+@dataclass(eq=False)
+class Group:
+    """The rollouts of one prompt. `slots[i]` is None until episode i has ended."""
+
+    prompt: Prompt
+    start_version: int
+    attempt: int
+    slots: list[Episode | None]
+    lane: Any = None
+    """The dispatcher's handle on its episodes."""
+    num_ended: int = 0
+    abandoned: bool = False
+    """Sent back while episodes were still running: what they return is ignored."""
+
+    @property
+    def usable(self) -> list[Episode]:
+        """The ended rollouts that may train, in episode order."""
+        return [slot for slot in self.slots if slot is not None and slot.usable]
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any usable rollout has tokens: one that its deadline cut off may count without."""
+        return any(episode.result.samples for episode in self.usable)
+
+    def min_version(self) -> int | None:
+        """Oldest version among the usable rollouts' tokens so far."""
+        versions = [r.min_version for r in self.usable if r.min_version is not None]
+        return min(versions, default=None)
+
+
+@dataclass
+class GroupCounts:
+    """What happened to groups since the last `drain`."""
+
+    opened: int = 0
+    completed: int = 0
+    dropped: int = 0
+    rejected: int = 0
+    stale: int = 0
+
+
+def admit_all(group: Group) -> str:
+    """The gate of a run without admission gates."""
+    return ""
+
+
+@dataclass
+class GroupBook:
+    """Every open group, in exactly one of: in flight, complete (waiting for a batch), gone."""
+
+    group_size: int
+    num_prompts: int
+    async_level: int
+    last_batch: int
+    min_usable: int
+    next_batch: int = 1
+    gate: Callable[[Group], str] = admit_all
+    """Names what rejects a complete group that is not stale; empty: it is admitted. Called once a completion."""
+    in_flight: dict[int, Group] = field(default_factory=dict)
+    complete: deque[Group] = field(default_factory=deque)
+    dropped_positions: list[int] = field(default_factory=list)
+    """Consumed without a batch: too few usable rollouts, or rejected."""
+    counts: GroupCounts = field(default_factory=GroupCounts)
+    _attempts: dict[int, int] = field(default_factory=dict)
+    _stale: list[Group] = field(default_factory=list)
+    _consumed: list[Group] = field(default_factory=list)
+
+    @property
+    def num_open(self) -> int:
+        """Groups in flight or complete."""
+        return len(self.in_flight) + len(self.complete)
+
+    @property
+    def floor(self) -> int:
+        """Oldest version allowed in the next batch."""
+        return version_floor(self.next_batch, self.async_level)
+
+    def may_open(self, served_version: int) -> bool:
+        """Whether one more group may start now."""
+        if self.next_batch > self.last_batch:
+            return False
+        limit = max_open_groups(self.next_batch, served_version, self.async_level, self.num_prompts, self.last_batch)
+        return self.num_open < limit
+
+    def waits_for_version(self, served_version: int) -> bool:
+        """True when the next batch itself may not be worked on until a newer version is served."""
+        return served_version < self.floor
+
+    def open(self, prompt: Prompt, served_version: int) -> Group:
+        """Start a group. The caller dispatches its `group_size` episodes."""
+        assert prompt.position not in self.in_flight, f"prompt {prompt.position} is already in flight"
+        group = Group(prompt, served_version, self._attempts.get(prompt.position, 0), [None] * self.group_size)
+        self.in_flight[prompt.position] = group
+        self.counts.opened += 1
+        return group
+
+    def add(self, group: Group, index: int, episode: Episode) -> None:
+        """Episode `index` of the group ended. The last one completes, drops, rejects or sends back the group."""
+        if group.abandoned:
+            return
+        assert group.slots[index] is None, f"episode {index} of prompt {group.prompt.position} ended twice"
+        group.slots[index] = episode
+        group.num_ended += 1
+        if group.num_ended < self.group_size:
+            return
+        del self.in_flight[group.prompt.position]
+        if len(group.usable) < self.min_usable or not group.has_tokens:
+            self.counts.dropped += 1
+            self._consume(group)
+        elif self._is_stale(group):
+            self._send_back(group)
+        elif self.gate(group):
+            self.counts.rejected += 1
+            self._consume(group)
+        else:
+            self.counts.completed += 1
+            self.complete.append(group)
+
+    def take_stale(self) -> list[Group]:
+        """Groups that must be sampled again; the caller gives their prompts back and cancels episodes still running."""
+        stale, self._stale = self._stale, []
+        return stale
+
+    def take_consumed(self) -> list[Group]:
+        """Groups that were dropped or rejected since the last call: nothing more is done for them."""
+        consumed, self._consumed = self._consumed, []
+        return consumed
+
+    def batch_ready(self) -> bool:
+        """Whether `take_batch` has its groups and need not wait for one that was already sent back once."""
+        return len(self.complete) >= self.num_prompts and not self._late_returners()
+
+    def take_batch(self) -> list[Group]:
+        """The next batch's groups; those that are now too old for the batch after it are marked stale."""
+        assert self.batch_ready(), "take_batch before batch_ready"
+        # In order of completion, but first those that the next batch would find stale, or that came back once.
+        ordered = sorted(self.complete, key=lambda g: not (g.attempt > 0 or self._is_stale(g, self.next_batch + 1)))
+        groups, rest = ordered[: self.num_prompts], ordered[self.num_prompts :]
+        for group in groups:
+            self._attempts.pop(group.prompt.position, None)
+        self.next_batch += 1
+        self.complete = deque(g for g in rest if not self._is_stale(g))
+        for group in rest:
+            if self._is_stale(group):
+                self._send_back(group)
+        for group in [g for g in self.in_flight.values() if self._is_stale(g)]:
+            del self.in_flight[group.prompt.position]
+            self._send_back(group)
+        return groups
+
+    def outstanding(self) -> list[Prompt]:
+        """Prompts of all open groups: what a resume after the last taken batch must dispatch again."""
+        groups = [*self.in_flight.values(), *self.complete, *self._stale]
+        return [group.prompt for group in groups]
+
+    def drain_dropped(self) -> list[int]:
+        """Positions dropped or rejected since the last call: terminal, recorded with the next batch's state."""
+        dropped, self.dropped_positions = self.dropped_positions, []
+        return dropped
+
+    def drain_counts(self) -> GroupCounts:
+        """The counts since the last call."""
+        counts, self.counts = self.counts, GroupCounts()
+        return counts
+
+    def _late_returners(self) -> bool:
+        """A prompt that came back once is still in flight, and the batch after the next would find it stale again."""
+        floor_after = version_floor(self.next_batch + 1, self.async_level)
+        return any(g.attempt > 0 and g.start_version < floor_after for g in self.in_flight.values())
+
+    def _is_stale(self, group: Group, step: int | None = None) -> bool:
+        oldest = group.min_version()
+        return oldest is not None and oldest < version_floor(step or self.next_batch, self.async_level)
+
+    def _consume(self, group: Group) -> None:
+        self.dropped_positions.append(group.prompt.position)
+        self._attempts.pop(group.prompt.position, None)
+        self._consumed.append(group)
+
+    def _send_back(self, group: Group) -> None:
+        position = group.prompt.position
+        self._attempts[position] = self._attempts.get(position, 0) + 1
+        group.abandoned = True
+        self.counts.stale += 1
+        self._stale.append(group)

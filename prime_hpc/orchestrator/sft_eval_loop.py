@@ -1,0 +1,167 @@
+"""Environment evaluations of an SFT run: the orchestrator's process without training rollouts.
+
+    trainer --weights/step_<v>--> [wait] -> [every server loads v] -> [evaluate v] -> metrics, next due version
+
+`main` runs it where `kind = sft` and `orchestrator.eval` names environments. The trainer publishes the due versions and
+never waits; they are evaluated one after another, each wholly by itself, and kept on disk until they were. A life that
+resumes catches up on due versions that are on disk and have no row in the metrics yet.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from loguru import logger
+
+from prime_hpc.config import Experiment
+from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.evaluation import Evaluator, rewards_text
+from prime_hpc.orchestrator.loop import Parts
+from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher
+from prime_hpc.orchestrator.rollouts.servers import ServerTable
+from prime_hpc.orchestrator.weight_sync import READER, WeightSync
+from prime_hpc.runtime.event_loops import loop_time
+from prime_hpc.store.artifact import ArtifactError, wait_for_artifact
+from prime_hpc.store.errors import ArtifactTimeout
+from prime_hpc.store.leases import drop_lease, set_floor
+from prime_hpc.store.weights import latest_version, list_versions
+
+ROLE = "orchestrator"
+LOOK_S = 2.0
+
+
+def due_versions(interval: int, last: int, start: int, on_disk: Sequence[int], done: set[int]) -> list[int]:
+    """Versions to evaluate, in order, by a life that begins after step `start`.
+
+    Args:
+        interval: every so many steps; the base model and the last version too.
+        last: steps of the run.
+        start: steps done.
+        on_disk: versions that are there.
+        done: versions that have been evaluated.
+    """
+    due = sorted({*range(0, last, interval), last})
+    return [v for v in due if v not in done and (v > start or v == 0 or v in on_disk)]
+
+
+class EvalLoop:
+    """One life: evaluates what is due until the last version."""
+
+    def __init__(self, exp: Experiment, parts: Parts, *, start_step: int = 0) -> None:
+        assert exp.orchestrator.eval is not None
+        self._exp, self._parts, self._config = exp, parts, exp.orchestrator.eval
+        rows = read_metrics(parts.paths.metrics(ROLE))
+        done = {int(row["step"]) for row in rows if "eval/seconds" in row}
+        self.versions = due_versions(self._config.interval, exp.max_steps, start_step, list_versions(parts.paths), done)
+        self._table = ServerTable(parts.urls, loop_time())
+        self._changed = asyncio.Event()
+        self._dispatcher = Dispatcher(
+            self._table,
+            exp.orchestrator.max_concurrent,
+            refill=lambda: False,
+            on_server_error=lambda index: self._weights.report_error(index),
+        )
+        self._weights = WeightSync(
+            parts.paths,
+            parts.clients,
+            self._table,
+            parts.bell,
+            incarnation=parts.incarnation,
+            ready_timeout_s=parts.ready_timeout_s,
+            on_change=self._changed.set,
+        )
+
+    async def run(self) -> None:
+        """Evaluate every due version.
+
+        Raises:
+            OrchestratorError: a server does not answer or refuses a version, or a version does not come.
+        """
+        paths, versions = self._parts.paths, self.versions
+        if versions:
+            set_floor(paths, READER, versions[0])
+        await self._weights.prepare(0)
+        self._parts.status.ready(servers=list(self._parts.urls), evaluations=len(versions))
+        try:
+            for i, version in enumerate(versions):
+                if await self._wait_for(version):
+                    await self._weights.prepare(version)
+                    await self._evaluate(version)
+                set_floor(paths, READER, versions[i + 1] if i + 1 < len(versions) else version)
+        finally:
+            await self._dispatcher.close()
+        drop_lease(paths, READER)
+
+    async def _wait_for(self, version: int) -> bool:
+        """Until the trainer has published it; False where it was, and is gone again."""
+        waited = loop_time()
+        while version > 0:
+            try:
+                await asyncio.to_thread(
+                    wait_for_artifact,
+                    self._parts.paths.weights_step(version),
+                    deadline_s=LOOK_S,
+                    doorbell=self._parts.bell,
+                    topic="weights",
+                    key={"version": version},
+                )
+                return True
+            except (ArtifactTimeout, ArtifactError):
+                newest = await asyncio.to_thread(latest_version, self._parts.paths)
+                if newest is not None and newest > version:
+                    logger.warning(f"version {version} is not on disk any more: not evaluated")
+                    return False
+                limit = self._exp.orchestrator.weights_timeout_s * max(1, self._config.interval)
+                if loop_time() - waited > limit:
+                    raise OrchestratorError(
+                        f"no weights version {version} within {limit:.0f} s (orchestrator.weights_timeout_s a step); "
+                        "see the trainer's log"
+                    ) from None
+                self._parts.status.beat(waiting_for=version)
+        return True
+
+    async def _evaluate(self, version: int) -> None:
+        """Every episode of one version; servers that fail are brought back meanwhile."""
+        ended = asyncio.Event()
+
+        def report(version: int, row: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+            self._parts.metrics.log(version, **row)
+            self._parts.samples.write(version, samples)
+            rewards = {k.split("/")[1]: v for k, v in row.items() if k.endswith("/mean_reward")}
+            self._parts.status.beat(eval_version=version, eval_reward=rewards)
+            logger.info(f"evaluation of version {version}: {rewards_text(row)} ({row['eval/seconds']:.1f} s)")
+            ended.set()
+
+        evaluator = Evaluator(
+            self._config,
+            self._parts.eval_pool,
+            self._parts.eval_pool.sources,
+            self._dispatcher,
+            start_version=version,
+            last_version=version,
+            on_report=report,
+        )
+        keep = asyncio.create_task(self._weights.keep(), name="keep-servers")
+        try:
+            evaluator.served(version)
+            while not ended.is_set():
+                if keep.done():
+                    keep.result()
+                self._dispatcher.pump()
+                self._check_servers()
+                try:
+                    async with asyncio.timeout(0.5):
+                        await ended.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            keep.cancel()
+            await asyncio.gather(keep, return_exceptions=True)
+
+    def _check_servers(self) -> None:
+        down = self._table.all_down_since(loop_time())
+        if down > self._parts.ready_timeout_s:
+            raise OrchestratorError(
+                f"no inference server answered for {down:.0f} s ({', '.join(self._parts.urls)}); see their logs"
+            )

@@ -1,0 +1,361 @@
+"""Keeps every inference server on the newest policy version while generation goes on.
+
+`loop` runs `WeightSync.run` beside the collection of rollouts. New versions are found by the doorbell, else by listing
+the weights directory. Versions are loaded in order, skipping to the newest. A server that failed or restarted gets the
+version that the run serves before it gets episodes again.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from loguru import logger
+
+from prime_hpc.client.inference import POLICY, InferenceError
+from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.rollouts.servers import ServerTable
+from prime_hpc.runtime.event_loops import loop_time
+from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, StoreError, wait_for_artifact
+from prime_hpc.store.errors import FencedError
+from prime_hpc.store.layout import RunPaths, check_incarnation
+from prime_hpc.store.leases import set_floor
+from prime_hpc.store.messaging.bus import Doorbell
+from prime_hpc.store.weights import newest_of_life
+
+READER = "orchestrator"
+LISTING_PAUSE_S = (0.25, 2.0)
+"""First and longest pause between listings of the weights directory; the doorbell usually comes first."""
+PROBE_PAUSE_S = 0.5
+CHECK_PAUSE_S = 5.0
+"""How often servers that seem well are asked for their version: a restarted one says 0."""
+ARTIFACT_DEADLINE_S = 20.0
+DOWN_WARNING_S = 60.0
+NOTHING = -1
+
+
+class Client(Protocol):
+    """What is needed of `client.InferenceClient`."""
+
+    def move(self, base_url: str) -> None:
+        """Ask there from now on."""
+
+    async def wait_ready(self, deadline_s: float) -> None:
+        """Until the server answers."""
+
+    async def health(self) -> bool:
+        """Whether it answers."""
+
+    async def policy_version(self, name: str) -> int:
+        """What it serves."""
+
+    async def update_weights(self, path: Path, version: int, name: str) -> dict[str, Any]:
+        """Load a version."""
+
+    async def reload_weights(self) -> dict[str, Any]:
+        """Back to the base model."""
+
+    async def serve_base(self, name: str) -> dict[str, Any]:
+        """Let a name stand for the base model."""
+
+
+class WeightSync:
+    """Follows the trainer's versions; owns who is ready in the `ServerTable`."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        clients: Sequence[Client],
+        table: ServerTable,
+        bell: Doorbell,
+        *,
+        incarnation: int,
+        ready_timeout_s: float,
+        on_change: Callable[[], None],
+        name: str = POLICY,
+    ) -> None:
+        """`name`: under which the servers know this run's policy; of several runs on the same servers, the run's id.
+        `on_change()` is called in the event loop when the served version or the set of ready servers changed."""
+        self._paths = paths
+        self._clients = clients
+        self._table = table
+        self._bell = bell
+        self._incarnation = incarnation
+        self._ready_timeout_s = ready_timeout_s
+        self._on_change = on_change
+        self._name = name
+        self._locks = [asyncio.Lock() for _ in clients]
+        self._loading: dict[int, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()
+        self._trouble = asyncio.Event()
+        self._closing = False
+        self._announced = -1
+        self.current = 0
+        """The newest version that was asked for; servers that come back get it."""
+        self.update_seconds = 0.0
+        """Time the last update took, over all servers."""
+        self.paused_seconds = 0.0
+        """For which of that the engines sampled nothing: the longest pause of a server."""
+
+    async def prepare(self, version: int) -> None:
+        """Start-up: every server answers and serves `version` (0: the base model), whatever it served before.
+
+        Raises OrchestratorError naming the server that is not ready by the deadline or refuses the version.
+        """
+        self.current = version
+        if version > 0:  # the trainer publishes it anew where it was not beside the checkpoint
+            try:
+                await asyncio.to_thread(self._wait_for_first, version)
+            except asyncio.CancelledError:
+                self._closing = True  # or the thread would wait on
+                raise
+        await asyncio.gather(*(self._prepare_one(i, version) for i in range(len(self._clients))))
+        await self._announce()
+
+    async def run(self) -> None:
+        """Follow versions and watch servers until cancelled. Raises OrchestratorError when a server refuses one,
+        FencedError when a newer life publishes them."""
+        loop = asyncio.get_running_loop()
+
+        def rang(_: dict[str, Any]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._news.set)
+
+        self._bell.subscribe("weights", rang)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow(), name="follow-weights")
+                tasks.create_task(self._bring_back_forever(), name="bring-back-servers")
+                tasks.create_task(self._check_forever(), name="check-servers")
+        except* (OrchestratorError, StoreError) as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._closing = True
+
+    async def keep(self) -> None:
+        """Watch servers until cancelled, at the version that `prepare` gave them. Raises as `run`."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._bring_back_forever(), name="bring-back-servers")
+                tasks.create_task(self._check_forever(), name="check-servers")
+        except* (OrchestratorError, StoreError) as group:
+            raise group.exceptions[0] from None
+
+    def report_error(self, index: int) -> None:
+        """An episode failed because of this server: nothing is sent to it until it was looked at."""
+        if self._table.mark_suspect(index, loop_time()):
+            logger.warning(f"inference server {self._table.servers[index].url} failed; looking at it")
+        self._trouble.set()
+
+    def drop(self, index: int) -> None:
+        """The server's node is gone: nothing of it is waited for until it is back."""
+        if self._table.mark_suspect(index, loop_time()):
+            logger.warning(f"inference server {self._table.servers[index].url} is gone with its node")
+        loading = self._loading.get(index)
+        if loading is not None:
+            loading.cancel()
+        self._on_change()
+
+    async def _load_unless_dropped(self, index: int) -> None:
+        """`_load`, broken off by `drop`."""
+        loading = asyncio.create_task(self._load(index), name=f"load-{index}")
+        self._loading[index] = loading
+        try:
+            await asyncio.wait({loading})
+            if not loading.cancelled():
+                loading.result()
+        finally:
+            loading.cancel()
+            if self._loading.get(index) is loading:
+                del self._loading[index]
+
+    async def _prepare_one(self, index: int, version: int) -> None:
+        client, url = self._clients[index], self._table.servers[index].url
+        try:
+            await client.wait_ready(self._ready_timeout_s)
+            found = await self._found(index)
+            if version > 0:
+                await client.update_weights(self._paths.weights_step(version), version, self._name)
+            elif found != 0:
+                if found != NOTHING:
+                    logger.info(f"{url} serves version {found} of an earlier run; back to the base model")
+                await self._serve_base(client)
+        except InferenceError as error:
+            hint = " (is it prime-hpc's own server?)" if error.status == 404 else ""
+            raise OrchestratorError(f"inference server {url} cannot serve version {version}: {error}{hint}") from error
+        self._table.mark_ready(index, version)
+
+    async def _found(self, index: int) -> int:
+        """The version that a server has for this run; `NOTHING` where it does not know the run's name."""
+        try:
+            return await self._clients[index].policy_version(self._name)
+        except InferenceError as error:
+            if error.status == 404 and self._name != POLICY:
+                return NOTHING
+            raise
+
+    async def _serve_base(self, client: Client) -> None:
+        """Version 0: of the only run the model itself goes back to it."""
+        await (client.reload_weights() if self._name == POLICY else client.serve_base(self._name))
+
+    def _wait_for_first(self, version: int) -> None:
+        try:
+            wait_for_artifact(
+                self._paths.weights_step(version),
+                deadline_s=self._ready_timeout_s,
+                doorbell=self._bell,
+                topic="weights",
+                key={"version": version},
+                names=(),  # each engine checks all files before it loads them
+                cancelled=lambda: self._closing,
+            )
+        except (ArtifactTimeout, ArtifactError) as error:
+            raise OrchestratorError(f"weights version {version}, from which the run goes on: {error}") from error
+
+    async def _follow(self) -> None:
+        while True:
+            version = await self._next_version()
+            try:
+                await asyncio.to_thread(self._wait_for, version)
+            except (ArtifactTimeout, ArtifactError) as error:
+                logger.warning(f"weights version {version} cannot be read yet: {error}")
+                continue
+            start = loop_time()
+            self.current, self.paused_seconds = version, 0.0
+            await asyncio.gather(*(self._load_unless_dropped(i) for i in self._table.ready_indices))
+            self.update_seconds = loop_time() - start
+            await self._announce()
+
+    def _wait_for(self, version: int) -> None:
+        wait_for_artifact(
+            self._paths.weights_step(version),
+            deadline_s=ARTIFACT_DEADLINE_S,
+            doorbell=self._bell,
+            topic="weights",
+            key={"version": version},
+            names=(),  # each engine checks all files before it loads them
+            min_incarnation=self._incarnation,
+            cancelled=lambda: self._closing,
+        )
+
+    async def _next_version(self) -> int:
+        """The newest version above the current one, as soon as there is one."""
+        pause = LISTING_PAUSE_S[0]
+        while True:
+            self._news.clear()
+            message = self._bell.latest("weights") or {}
+            announced = message.get("version")
+            if isinstance(announced, int) and announced > self.current:
+                return announced
+            listed = await asyncio.to_thread(newest_of_life, self._paths, self.current, self._incarnation)
+            if listed is not None:
+                return listed
+            await _wait_for_event(self._news, pause)
+            pause = min(pause * 1.5, LISTING_PAUSE_S[1])
+
+    async def _load(self, index: int) -> None:
+        """Bring one server to the current version; what goes wrong makes it suspect, a refusal ends the run."""
+        async with self._locks[index]:
+            version = self.current
+            try:
+                if version > 0:
+                    folder = self._paths.weights_step(version)
+                    answer = await self._clients[index].update_weights(folder, version, self._name)
+                    paused = answer.get("seconds", {}).get("paused", 0.0)
+                    self.paused_seconds = max(self.paused_seconds, float(paused))
+                else:
+                    await self._serve_base(self._clients[index])
+            except InferenceError as error:
+                url = self._table.servers[index].url
+                if error.status is not None and 400 <= error.status < 500:
+                    await self._say_if_fenced()  # a newer life may have removed the version
+                    raise OrchestratorError(f"inference server {url} refuses version {version}: {error}") from error
+                logger.warning(f"inference server {url} did not load version {version}: {error}")
+                self.report_error(index)
+                return
+            self._table.mark_ready(index, version)
+
+    async def _say_if_fenced(self) -> None:
+        """Raise an OrchestratorError where a newer life of the run has begun."""
+        try:
+            await asyncio.to_thread(check_incarnation, self._paths, self._incarnation)
+        except FencedError as error:
+            raise OrchestratorError(str(error)) from error
+        except (OSError, StoreError) as error:
+            logger.warning(f"whether a newer life has begun is unknown: {error}")
+
+    async def _announce(self) -> None:
+        """Tell which version is served, and hold on to its files: a server that restarts needs them again."""
+        served = self._table.served_version
+        if served > self._announced and self._table.ready_indices:
+            self._announced = served
+            await asyncio.to_thread(set_floor, self._paths, READER, served)
+            self._bell.ring("served", version=served)
+            logger.debug(f"version {served} is served")
+        self._on_change()
+
+    async def _bring_back_forever(self) -> None:
+        warned = loop_time()
+        while True:
+            await _wait_for_event(self._trouble, PROBE_PAUSE_S)
+            self._trouble.clear()
+            down = [i for i, server in enumerate(self._table.servers) if not server.ready]
+            if not down:
+                warned = loop_time()
+                continue
+            results = await asyncio.gather(*(self._bring_back(i) for i in down))
+            if any(results):
+                await self._announce()
+            if loop_time() - warned > DOWN_WARNING_S:
+                warned = loop_time()
+                urls = ", ".join(self._table.servers[i].url for i in down if not self._table.servers[i].ready)
+                logger.warning(f"still waiting for {urls}")
+            await asyncio.sleep(0 if all(results) else PROBE_PAUSE_S)
+
+    async def _bring_back(self, index: int) -> bool:
+        """Look at a server that is not ready. Returns whether it is ready now."""
+        client, server = self._clients[index], self._table.servers[index]
+        if not await client.health():
+            return False
+        try:
+            found = await self._found(index)
+        except InferenceError as error:
+            logger.debug(f"{server.url} is not ready: {error}")
+            return False
+        if found == self.current and not self._locks[index].locked():
+            self._table.mark_ready(index, found)
+        else:
+            logger.info(f"{server.url} is back with version {found}; it gets version {self.current}")
+            await self._load(index)
+        if server.ready:
+            seconds = loop_time() - server.not_ready_since
+            logger.info(f"inference server {server.url} takes episodes again after {seconds:.1f} s")
+        return server.ready
+
+    async def _check_forever(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_PAUSE_S)
+            await asyncio.gather(*(self._check(i) for i in self._table.ready_indices))
+
+    async def _check(self, index: int) -> None:
+        """A server that restarted unnoticed serves another version than the one it was given."""
+        if self._locks[index].locked():
+            return
+        before = self._table.servers[index].version
+        try:
+            found = await self._found(index)
+        except InferenceError:
+            self.report_error(index)
+            return
+        if found != before and before == self._table.servers[index].version and not self._locks[index].locked():
+            logger.warning(f"{self._table.servers[index].url} serves version {found} instead of {before}")
+            self.report_error(index)
+
+
+async def _wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
+    """Until the event is set or the time is over."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,34 @@
+"""Event loops whose deadlines forgive a stall: of the process, or of the file system under it (see `awake`)."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from prime_hpc.runtime.clock import AwakeClock
+
+LOOP_GAP_S = 5.0
+LOOP_READ_S = 1.0
+
+
+def new_event_loop(raw: Callable[[], float] = time.monotonic) -> asyncio.AbstractEventLoop:
+    """An event loop whose timers stand still while it does: stopped with its process, or in a file that hangs.
+
+    Else all requests that were in flight would be late at once when it goes on, with answers that nobody has read yet.
+    """
+    loop = asyncio.new_event_loop()
+    clock = AwakeClock(raw, LOOP_GAP_S)
+    loop.time = clock.now  # type: ignore[method-assign]
+
+    def wake() -> None:  # whatever else it waits for
+        loop.call_later(LOOP_READ_S, wake)
+
+    wake()
+    return loop
+
+
+def loop_time() -> float:
+    """Of the running event loop; outside of one, of a monotonic clock."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()

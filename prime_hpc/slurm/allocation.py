@@ -1,0 +1,100 @@
+"""What Slurm gave to this job: its id, its nodes by component, when it ends. Read once by the supervisor.
+
+Variables as Slurm sets them in the batch step (sbatch(1), heterogeneous_jobs): a het job states each component's nodes
+under `SLURM_JOB_NODELIST_HET_GROUP_<i>`, a homogeneous one its only list under `SLURM_JOB_NODELIST`.
+"""
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loguru import logger
+
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.slurm.client import SlurmError, expand_hosts, run_slurm
+
+_END = re.compile(r"\bEndTime=(\S+)")
+END_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes of a running job."""
+
+    job_id: str
+    """The leader's, for a het job; `<array>_<task>` for an array's task."""
+    hosts: tuple[tuple[str, ...], ...]
+    """Node names of each component, in Slurm's order."""
+    batch_host: str
+    restarts: int
+    """How often Slurm has started this job before."""
+    component_ids: tuple[str, ...] = ()
+    """Job id of each component of a het job, under which Slurm knows its steps."""
+    ends_at: float | None = None
+    """Epoch seconds of the time limit; None: unknown or unlimited."""
+
+    @property
+    def is_het(self) -> bool:
+        """Whether srun must be told the component."""
+        return len(self.hosts) > 1
+
+    @property
+    def all_hosts(self) -> list[str]:
+        """Every node."""
+        return [host for group in self.hosts for host in group]
+
+
+def read_allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
+    """The allocation that this process is the batch step of; None outside a job.
+
+    Raises:
+        ConfigError: the variables contradict each other (a shell inside another job).
+    """
+    job_id = environ.get("SLURM_JOB_ID")
+    if not job_id or ("SLURM_JOB_NODELIST" not in environ and "SLURM_JOB_NODELIST_HET_GROUP_0" not in environ):
+        return None
+    size = int(environ.get("SLURM_HET_SIZE", "1"))
+    if size > 1:
+        job_id = environ.get("SLURM_JOB_ID_HET_GROUP_0", job_id)
+        lists = [environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}") for i in range(size)]
+    else:
+        lists = [environ.get("SLURM_JOB_NODELIST")]
+    if None in lists:
+        raise ConfigError(f"job {job_id}: Slurm names no nodes for component {lists.index(None)}")
+    if "SLURM_ARRAY_TASK_ID" in environ:
+        job_id = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    hosts = tuple(tuple(expand_hosts(text)) for text in lists if text is not None)
+    return Allocation(
+        job_id=job_id,
+        hosts=hosts,
+        batch_host=environ.get("SLURMD_NODENAME") or hosts[0][0],
+        restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
+        component_ids=tuple(environ.get(f"SLURM_JOB_ID_HET_GROUP_{i}", job_id) for i in range(size)),
+        ends_at=_end_time(job_id, environ),
+    )
+
+
+def _end_time(job_id: str, environ: Mapping[str, str]) -> float | None:
+    """When the time limit strikes, from the environment (Slurm 23 and later) or from the controller."""
+    stated = environ.get("SLURM_JOB_END_TIME", "")
+    if stated.isdigit():
+        return float(stated)
+    try:
+        text = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=END_TIMEOUT_S)
+    except SlurmError as error:
+        logger.warning(f"the job's time limit is unknown: {error}")
+        return None
+    return parse_end_time(text)
+
+
+def parse_end_time(text: str) -> float | None:
+    """Epoch seconds of `EndTime=` in `scontrol show job`; None where there is no limit."""
+    match = _END.search(text)
+    if match is None or match.group(1) in ("Unknown", "None", "N/A"):
+        return None
+    try:
+        return time.mktime(time.strptime(match.group(1), "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None

@@ -1,0 +1,411 @@
+"""One run into Slurm's queue, exactly once: what was sent before is looked for first, what is sent is written first.
+
+Called by `submit`, `resume`, `cancel`, sweeps, and (`queue_successor`) by the job itself.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.site import cluster_name, has_accounting, load_site, other_cluster
+from prime_hpc.slurm.client import (
+    COMMENT_PREFIX,
+    SCRIPT,
+    JobInfo,
+    SlurmError,
+    find_by_token,
+    find_in_history,
+    jobs,
+    on_cluster,
+    run_slurm,
+    sbatch_answer,
+)
+from prime_hpc.slurm.command import command_tail, interpreter
+from prime_hpc.slurm.placement import Placement, place_slurm
+from prime_hpc.slurm.sbatch_errors import SlurmRefused, refusal
+from prime_hpc.slurm.script import escape_pattern, render_job, survive_how
+from prime_hpc.slurm.submission_record import (
+    cluster_of,
+    local_controller,
+    new_token,
+    open_record,
+    read_record,
+    submission_environment,
+    write_record,
+)
+from prime_hpc.store.run_dirs import ATTEMPTS, read_rows
+
+P = ParamSpec("P")
+R = TypeVar("R")
+SBATCH_TIMEOUT_S = 60.0
+ASK_TIMEOUT_S = 20.0
+SETTLE_S = 15.0
+"""A request that was on its way when its client died arrives within this, or never: sbatch dies with the client, and
+Slurm's own MessageTimeout is 10 s."""
+_SETTLE_POLL_S = 2.0
+_AT_REST = ("completed", "failed", "stopped", "interrupted")
+"""Outcomes after which a run does not come back by itself (as far as its own directory knows)."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What would be submitted."""
+
+    experiment: Experiment
+    site: SiteConfig
+    placement: Placement
+    how: str
+    """How the job comes back: requeue, successor or off."""
+    token: str
+    text: str
+    """The batch script."""
+    other: str | None = None
+    """Cluster of the site that it goes to; None: this one."""
+
+
+def _where_it_was_sent(ask: Callable[Concatenate[Path, P], R]) -> Callable[Concatenate[Path, P], R]:
+    """Have a function of a run directory ask the cluster that the run was sent to."""
+
+    @wraps(ask)
+    def asking(run_dir: Path, *args: P.args, **kwargs: P.kwargs) -> R:
+        with on_cluster(cluster_of(run_dir)):
+            return ask(run_dir, *args, **kwargs)
+
+    return asking
+
+
+def draft(loaded: Loaded, *, as_rendered: bool = False) -> Draft:
+    """Plan and render; asks nobody and writes nothing.
+
+    Args:
+        loaded: the experiment.
+        as_rendered: the text without a token, as `render` prints it: the same each time.
+
+    Raises:
+        ConfigError: it cannot be placed, or no script can say it.
+    """
+    experiment = loaded.experiment
+    token = new_token()
+    other = other_cluster(experiment.slurm.cluster)
+    site = load_site(experiment.slurm.site, cluster=other)
+    placement = place_slurm(experiment, site)
+    text = render_job(
+        placement,
+        experiment,
+        site,
+        python=interpreter(),
+        command_tail=command_tail(loaded.argv),
+        token=None if as_rendered else token,
+    )
+    how = survive_how(experiment, site, str(placement.components[0].options.get("partition", "")))
+    return Draft(experiment, site, placement, how, token, text, other)
+
+
+@_where_it_was_sent
+def jobs_of(run_dir: Path) -> list[JobInfo]:
+    """Slurm's jobs of a run that the controller remembers, oldest first: its own, and its successor.
+
+    A job id alone proves nothing, since Slurm can use it again: the job must carry the record's token, or (a script
+    that was sent by hand) write its log into the run directory.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    record = read_record(run_dir)
+    if record is None or record.get("state") in ("failed", "local"):
+        return _sent_by_hand(run_dir)
+    tokens = {record.get("token"), record.get("successor_token")} - {None}
+    ids = {str(i) for i in (record.get("job_id"), record.get("successor")) if i}
+    if is_of_array(record):  # its neighbours carry the token too
+        return [info for info in jobs(ids, ASK_TIMEOUT_S).values() if info.token in tokens and info.job_id in ids]
+    found = [info for token in tokens for info in find_by_token(str(token), ASK_TIMEOUT_S)]
+    if not found:  # somebody else's run, of which squeue tells by id alone
+        found = [info for info in jobs(ids, ASK_TIMEOUT_S).values() if info.token in tokens]
+    return found if record.get("command") else [*_sent_by_hand(run_dir), *found]
+
+
+def is_of_array(record: dict[str, Any]) -> bool:
+    """Whether a record is of a task of a job array: a point of a sweep."""
+    return "_" in str(record.get("job_id")) or bool(record.get("array"))
+
+
+def _sent_by_hand(run_dir: Path) -> list[JobInfo]:
+    rows = [row for row in read_rows(run_dir / ATTEMPTS) if row.get("job_id")]
+    if not rows or rows[-1].get("outcome") in ("completed", "stopped"):
+        return []
+    info = jobs([str(rows[-1]["job_id"])], ASK_TIMEOUT_S).get(str(rows[-1]["job_id"]))
+    if info is None or not info.is_active:
+        return []
+    text = run_slurm(["scontrol", "show", "job", "--oneliner", info.job_id], ASK_TIMEOUT_S)
+    logs = f"{run_dir / 'logs'}/"
+    return [info] if f"StdOut={logs}" in text or f"StdOut={escape_pattern(logs)}" in text else []
+
+
+def refuse_if_queued(run_dir: Path) -> None:
+    """Raise where a job of this run waits or runs, in Slurm or on this machine.
+
+    Raises:
+        ConfigError: one does; naming it.
+        SlurmRefused: a job was sent, and Slurm cannot say whether it still lives.
+    """
+    controller = local_controller(run_dir)
+    if controller is not None:
+        raise ConfigError(
+            Problem(
+                f"{run_dir}: this run is a local job here (process {controller}); end it first "
+                f"(prime-hpc cancel {run_dir}), or choose another --name",
+                "name",
+            )
+        )
+    active = [info for info in _ask(run_dir) if info.is_active]
+    if active:
+        info = active[0]
+        where = f" on {info.nodes}" if info.nodes else f" ({info.reason})" if info.reason else ""
+        raise ConfigError(
+            Problem(
+                f"{run_dir}: this run is in Slurm as job {info.job_id}, {info.state}{where}; end it first "
+                f"(prime-hpc cancel {run_dir}), or choose another --name",
+                "name",
+            )
+        )
+
+
+def _ask(run_dir: Path) -> list[JobInfo]:
+    """`jobs_of`, where there is a doubt at all."""
+    record = read_record(run_dir)
+    if record is None and not any(row.get("job_id") for row in read_rows(run_dir / ATTEMPTS)):
+        return []
+    try:
+        return jobs_of(run_dir)
+    except SlurmError as error:
+        if record is None or record.get("state") in ("failed", "local") or _is_at_rest(run_dir, record):
+            return []  # a run from another place, or over by its own word: Slurm's is not needed
+        raise SlurmRefused(
+            Problem(
+                f"{run_dir} was sent to Slurm ({record.get('job_id') or 'no answer was written down'}), and whether "
+                f"its job still lives cannot be asked; nothing was changed. {error}",
+                "name",
+            )
+        ) from error
+
+
+def _is_at_rest(run_dir: Path, record: dict[str, Any]) -> bool:
+    rows = read_rows(run_dir / ATTEMPTS)
+    if not rows or record.get("state") == "sending":
+        return False
+    last = rows[-1]
+    return str(last.get("job_id")) == str(record.get("job_id")) and last.get("outcome") in _AT_REST
+
+
+@_where_it_was_sent
+def settle(run_dir: Path) -> JobInfo | None:
+    """Find out what became of the submission before this one.
+
+    Returns:
+        its job, if sbatch's answer had been lost and the job is there (the record now has it): nothing is to be sent.
+        None: the way is free.
+
+    Raises:
+        ConfigError: the run waits or runs, and that was known.
+        SlurmRefused: Slurm cannot be asked; nothing was changed.
+    """
+    record = read_record(run_dir)
+    if record is None or record.get("state") != "sending":
+        refuse_if_queued(run_dir)
+        return None
+    token, sent = str(record["token"]), float(record["time"])
+    try:
+        found = find_by_token(token, ASK_TIMEOUT_S)
+        while not found and (wait_s := sent + SETTLE_S - time.time()) > 0:
+            _note(f"an earlier submit of this run was cut off; looking for its job for {wait_s:.0f} s more")
+            time.sleep(min(_SETTLE_POLL_S, wait_s))
+            found = find_by_token(token, ASK_TIMEOUT_S)
+    except SlurmError as error:
+        raise SlurmRefused(
+            Problem(
+                f"{run_dir}: an earlier submit was cut off, and whether its job reached Slurm cannot be asked; "
+                f"nothing was changed. {error}",
+                "name",
+            )
+        ) from error
+    if found:
+        successor = found[1].job_id if len(found) > 1 else None
+        write_record(run_dir, state="sent", job_id=found[0].job_id, successor=successor)
+        return next((info for info in found if info.is_active), None)
+    ended = find_in_history(token, sent - 60, ASK_TIMEOUT_S) if has_accounting(run_dir) else []
+    if ended:
+        write_record(run_dir, state="sent", job_id=ended[0].job_id.partition("+")[0])
+        return None
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(sent))
+    _note(f"the submit of {when} never reached Slurm; submitting now")
+    return None
+
+
+def send(
+    directory: Path,
+    text: str,
+    *,
+    token: str,
+    layout: str,
+    command: list[str],
+    function: Callable[[str, dict[str, str | None]], int],
+    options: Sequence[str] = (),
+    timeout_s: float = SBATCH_TIMEOUT_S,
+    other: str | None = None,
+) -> str:
+    """Submit a rendered script through submitit; the caller holds `records.submitting`.
+
+    Args:
+        directory: the run directory.
+        text: of `render_job`, with the token.
+        token: of this submission.
+        layout: `packed` or `het`.
+        command: as it was typed, for the record.
+        function: that the job is for submitit: (run directory, environment) -> exit code.
+        options: of sbatch, over the script's.
+        timeout_s: deadline of sbatch.
+        other: cluster of the site that it goes to; None: this one.
+
+    Returns:
+        the job id.
+
+    Raises:
+        SlurmRefused: sbatch refused, is missing, or did not answer; the record says which.
+        ConfigError: the run directory cannot be written.
+    """
+    from prime_hpc.slurm.executors import executor_class
+
+    more = {"cluster": cluster_name(), "other_cluster": other}
+    try:
+        open_record(directory, token=token, state="sending", command=command, layout=layout, **more)
+        executor = executor_class(layout)(
+            directory,
+            text,
+            options=options,
+            environment=submission_environment(directory, token),
+            timeout_s=timeout_s,
+        )
+        with on_cluster(other):
+            job_id = str(executor.submit(function, str(directory), {}).job_id)
+        if executor.cluster is not None:
+            write_record(directory, other_cluster=executor.cluster)
+    except SlurmError as error:
+        with on_cluster(other):
+            job_id = _without_answer(directory, token, error, layout)
+    except KeyboardInterrupt:
+        _note(
+            "interrupted while sbatch was asked; whether the job was queued is not known: `prime-hpc cancel "
+            f"{directory}` takes it out, the same command again finds it"
+        )
+        raise
+    except OSError as error:
+        raise ConfigError(Problem(f"{directory} cannot be written: {error.strerror}", "output_dir")) from error
+    write_record(directory, state="sent", job_id=job_id)
+    return job_id
+
+
+def _without_answer(directory: Path, token: str, error: SlurmError, layout: str) -> str:
+    """After an sbatch that gave no job id: refused, or perhaps accepted all the same?"""
+    if error.is_missing or (error.code not in (None, 0) and not error.is_unreachable):
+        refused = refusal(error, layout)
+        write_record(directory, state="failed", error=str(refused))
+        raise refused from error
+    try:
+        found = find_by_token(token, ASK_TIMEOUT_S)
+    except SlurmError:
+        found = []
+    if found:
+        _note(f"sbatch's answer was lost ({error.stderr}), but the job is there")
+        return found[0].job_id
+    raise SlurmRefused(
+        Problem(
+            f"{error}. Whether the job was queued is not known: give the same command again, it looks for the job "
+            "first and never makes a second one",
+            "launch",
+        )
+    ) from error
+
+
+@_where_it_was_sent
+def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> str:
+    """Queue the job that takes over when `job_id` ends otherwise than well; one that waits already is kept.
+
+    For the job itself at the beginning of each life, and for `submit`. Safe to call twice.
+
+    Args:
+        run_dir: the run directory, with its `job.sbatch`.
+        job_id: of the job that runs (or waits) now.
+        is_first: no other can be there yet: nobody is asked.
+
+    Returns:
+        the successor's job id.
+
+    Raises:
+        SlurmError: Slurm refuses it or cannot be reached.
+    """
+    record = read_record(run_dir)
+    if record is None:  # a script that was sent by hand
+        command: list[str] = []
+        open_record(run_dir, token=new_token(), state="sent", command=command, layout="", cluster=cluster_name())
+        record = write_record(run_dir, job_id=job_id)
+    if is_of_array(record):
+        job_id = str(record["job_id"])  # SLURM_JOB_ID of an array's last task is the id of the whole array
+    # the token in the script's comment is of the submission, unless that was an array's or there was none
+    has_own = bool(record.get("command")) and not is_of_array(record)
+    token = str(record["token"] if has_own else record.get("successor_token") or new_token())
+    if not has_own:
+        write_record(run_dir, successor_token=token)
+    if not is_first:
+        waiting = [info for info in find_by_token(token, ASK_TIMEOUT_S) if info.is_pending and info.job_id != job_id]
+        if waiting:
+            write_record(run_dir, successor=waiting[-1].job_id)
+            return waiting[-1].job_id
+    options = [f"--dependency=afternotok:{job_id}", "--kill-on-invalid-dep=yes"]
+    options += [] if has_own else [f"--comment={COMMENT_PREFIX}{token}"]
+    script = run_dir / SCRIPT
+    if not script.exists():
+        run_slurm(["scontrol", "write", "batch_script", job_id, str(script)], ASK_TIMEOUT_S)
+    answer = run_slurm(
+        ["sbatch", "--parsable", *options, str(script)],
+        SBATCH_TIMEOUT_S,
+        extra=submission_environment(run_dir, token),
+        dies_with_us=True,
+    )
+    successor, _ = sbatch_answer(answer)
+    write_record(run_dir, successor=successor)
+    return successor
+
+
+@_where_it_was_sent
+def drop_successor(run_dir: Path) -> str | None:
+    """Take the successor out of the queue: for a job that ends ill and is not to come back.
+
+    Returns:
+        its job id; None: there was none.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    record = read_record(run_dir) or {}
+    successor = record.get("successor")
+    if not successor:
+        return None
+    info = jobs([str(successor)], ASK_TIMEOUT_S).get(str(successor))
+    if info is not None and info.is_pending and _is_ours(info, record):
+        run_slurm(["scancel", str(successor)], ASK_TIMEOUT_S)
+    write_record(run_dir, successor=None)
+    return str(successor)
+
+
+def _is_ours(info: JobInfo, record: dict[str, Any]) -> bool:
+    return info.token is not None and info.token in (record.get("token"), record.get("successor_token"))
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)

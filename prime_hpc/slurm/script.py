@@ -1,0 +1,274 @@
+"""placement -> the text of the batch script: the same for `submit`, for `render` and for sbatch by hand.
+
+Called by `submit` and by the `render` verb. Byte for byte reproducible: nothing here asks the machine, the cluster or
+the clock. Quoting: `#SBATCH` lines by sbatch's own rules (`directive`), file names by its patterns (`escape_pattern`),
+the body by the shell's (`shlex.quote`).
+"""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config.secret import Secret
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.slurm.options import JOB_WIDE, Options, split_names
+from prime_hpc.slurm.placement import Component, Placement
+from prime_hpc.slurm.requeue_mode import Mode, resolve_mode
+from prime_hpc.slurm.submission_record import submission_environment
+
+_HANDED_ON = ("account", "qos", "reservation", "exclude", "mem", "time", "time-min")
+"""Options that sbatch hands on from one component of a het job to the next."""
+_TAKEN_BACK = ("reservation", "exclude")
+"""Of those, what an empty value takes back; sbatch refuses it for `mem` and the times, and an account of no name."""
+_MAX_DIRECTIVE = 8000  # sbatch reads an argument into a buffer of 8192 bytes
+
+
+@dataclass(frozen=True)
+class ArrayPart:
+    """Makes the script that of a job array: task i is point i of a sweep."""
+
+    sweep_dir: Path
+    indices: list[int]
+    """Ids given to --array."""
+    throttle: int | None
+    """Tasks that run at once; None: as many as fit."""
+    log_pattern: str
+    """`--output`: a Slurm file name pattern (`%A` job, `%a` index); a path in it went through `escape_pattern`."""
+
+
+def render_job(
+    placement: Placement,
+    experiment: Experiment,
+    site: SiteConfig,
+    *,
+    python: str,
+    command_tail: list[str],
+    token: str | None = None,
+    array: ArrayPart | None = None,
+) -> str:
+    """The batch script.
+
+    Args:
+        placement: of `place_slurm`.
+        experiment: gives names, paths, environment and how the job survives.
+        site: the cluster's profile.
+        python: interpreter of the supervisor, an absolute path.
+        command_tail: experiment file and overrides, absolute, from which a script sent by hand prepares the run.
+        token: goes into the job's comment, by which a submit whose answer was lost is found again.
+        array: for a sweep.
+
+    Raises:
+        ConfigError: something that Slurm cannot do, or that no script can say.
+    """
+    run_dir = experiment.run_dir.resolve()
+    _check_path(run_dir)
+    if array is not None and placement.layout == "het":
+        raise ConfigError(
+            Problem(
+                "Slurm refuses arrays of het jobs; use slurm.layout = packed (the same partition and GPUs for all "
+                "roles), or run the sweep in lanes",
+                "slurm.layout",
+            )
+        )
+    lines = ["#!/bin/bash", *_about(placement, experiment, run_dir, array)]
+    carried: Options = {}
+    for component in placement.components:
+        if component.index:
+            lines.append("#SBATCH hetjob")
+        asked = _explicit(component, carried)
+        named = {
+            **_job_options(component, experiment, array, run_dir),
+            **_component_options(component, asked, placement, experiment, site, token),
+        }
+        lines += [f"#SBATCH {directive(name, value)}" for name, value in named.items()]
+    body = [
+        *_setup(experiment, site),
+        *_environment(experiment, site),
+        *_submission(placement, run_dir, token if array is None else None),
+        *_command(experiment, run_dir, python, command_tail, array),
+    ]
+    literal = any(re.search(r"'[^']*[$`][^']*'", line) for line in body)
+    lines += [
+        "",
+        *(["# shellcheck disable=SC2016 # values are literal"] if literal else []),
+        "set -euo pipefail",
+        *body,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def directive(name: str, value: str | bool) -> str:
+    """One option as sbatch reads it from an `#SBATCH` line: by its own quoting, not the shell's.
+
+    Inside double quotes all but `"` and the backslash is literal; outside of them a `#` begins a comment.
+    """
+    if value is True:
+        return f"--{name}"
+    text = str(value)
+    if any(ord(c) < 32 or ord(c) == 127 for c in text):
+        raise ConfigError(f"--{name}={text!r} holds a line break or another control character")
+    if not re.fullmatch(r"[\w@%+=:,./\[\]()&|*!~^-]*", text):
+        text = '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    line = f"--{name}={text}"
+    if len(line.encode()) > _MAX_DIRECTIVE:
+        raise ConfigError(f"--{name} is {len(line.encode())} bytes long; sbatch reads at most {_MAX_DIRECTIVE}")
+    return line
+
+
+def escape_pattern(path: str) -> str:
+    """A path as a part of Slurm's file name patterns, in which `%` begins a symbol."""
+    return path.replace("%", "%%")
+
+
+def survive_how(experiment: Experiment, site: SiteConfig, partition: str = "") -> "Mode":
+    """How the job comes back: what was asked, or what the site and its partition allow.
+
+    Args:
+        experiment: states the policy.
+        site: the cluster's profile.
+        partition: of component 0, names separated by commas.
+    """
+    return resolve_mode(experiment.slurm, site, ",".join(split_names(partition)))
+
+
+def job_name(experiment: Experiment) -> str:
+    """Name of the Slurm job."""
+    return experiment.slurm.job_name or experiment.name
+
+
+def _about(placement: Placement, experiment: Experiment, run_dir: Path, array: ArrayPart | None) -> list[str]:
+    nodes = ", ".join(f"{c.name} {c.num_nodes}" for c in placement.components)
+    lines = [f"# {experiment.kind} run {_comment(experiment.name)}: {placement.layout} job, nodes: {nodes}"]
+    if array is not None:
+        folder = Path(array.log_pattern.replace("%%", "%")).parent
+        lines.append(f"# Task i of the array is point i of {_comment(str(array.sweep_dir))}")
+    else:
+        folder = run_dir / "logs"
+    return [*lines, f"# By hand: mkdir -p {shlex.quote(str(folder))} && sbatch job.sbatch"]
+
+
+def _comment(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _job_options(component: Component, experiment: Experiment, array: ArrayPart | None, run_dir: Path) -> Options:
+    """What the job as a whole is: only component 0 states it, except for the name."""
+    options: Options = {"job-name": job_name(experiment)}
+    if component.index:
+        return options
+    if array is not None:
+        options["array"] = index_ranges(array.indices) + (f"%{array.throttle}" if array.throttle else "")
+    options["output"] = array.log_pattern if array else f"{escape_pattern(str(run_dir / 'logs'))}/slurm-%j.out"
+    options["open-mode"] = "append"
+    return options
+
+
+def _explicit(component: Component, carried: Options) -> Options:
+    """A component's options with those written out that Slurm would hand on to it from the components before.
+
+    Args:
+        component: the component.
+        carried: what was handed on so far; updated.
+    """
+    asked = dict(component.options)
+    if component.index:
+        for name in JOB_WIDE:
+            asked.pop(name, None)  # the leader's
+        asked["dependency"] = ""  # it would be handed on: a component that waits for its own leader never starts
+    for name in _HANDED_ON:
+        if name not in asked and name in carried:
+            asked[name] = "" if name in _TAKEN_BACK else carried[name]
+        if name in asked:
+            carried[name] = asked[name]
+    return asked
+
+
+def _component_options(
+    component: Component,
+    asked: Options,
+    placement: Placement,
+    experiment: Experiment,
+    site: SiteConfig,
+    token: str | None,
+) -> Options:
+    options: Options = {"nodes": str(component.num_nodes), "ntasks-per-node": "1"}
+    options |= {name: value for name, value in asked.items() if name != "comment"}
+    options["signal"] = f"B:USR1@{experiment.slurm.survive.signal_lead_s}"
+    leader = placement.components[0].options
+    how = survive_how(experiment, site, str(leader.get("partition", "")))
+    options["requeue" if how == "requeue" else "no-requeue"] = True
+    if placement.layout == "packed" and component.num_nodes > 1:
+        options["no-kill"] = True  # a lost node ends its role, not the job; het jobs do not honour it
+    comment = f"prime-hpc:{token}" if token else "prime-hpc"
+    options["comment"] = f"{comment} {leader['comment']}" if "comment" in leader else comment
+    return options
+
+
+def _setup(experiment: Experiment, site: SiteConfig) -> list[str]:
+    lines = [*site.setup, *experiment.slurm.setup]
+    if not lines:
+        return []
+    # module files and conda's hooks read variables that may be unset
+    return ["", "set +u", *lines, "set -u"]
+
+
+def _environment(experiment: Experiment, site: SiteConfig) -> list[str]:
+    exports: list[str] = []
+    if site.network_interface:
+        for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            exports.append(f"export {name}={shlex.quote(site.network_interface)}")
+    for name, value in (site.env | experiment.slurm.env).items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(Problem(f"{name!r} is no name of an environment variable", "slurm.env"))
+        if isinstance(value, Secret):
+            continue  # the supervisor gives it to the roles; a script is read by others
+        if "\0" in value:
+            raise ConfigError(Problem(f"the value of {name} holds a NUL byte", "slurm.env"))
+        exports.append(f"export {name}={shlex.quote(value)}")
+    return ["", *exports] if exports else []
+
+
+def _submission(placement: Placement, run_dir: Path, token: str | None) -> list[str]:
+    """With --export=NONE nothing of sbatch's environment reaches the script: it says itself which submission it is."""
+    if token is None or str(placement.components[0].options.get("export", "")).upper() not in ("NONE", "NIL"):
+        return []
+    named = submission_environment(run_dir, token)
+    return ["", *(f"export {name}={shlex.quote(value)}" for name, value in named.items())]
+
+
+def _command(
+    experiment: Experiment, run_dir: Path, python: str, command_tail: Sequence[str], array: ArrayPart | None
+) -> list[str]:
+    command = [python, "-P", "-m", "prime_hpc.launch.job"]
+    if array is not None:
+        words = f'{shlex.join([*command, "--point", str(array.sweep_dir)])} "$SLURM_ARRAY_TASK_ID"'
+    else:
+        words = shlex.join([*command, str(run_dir), *(["--", *command_tail] if command_tail else [])])
+    return [
+        "",
+        "# exec: Slurm's signals reach the supervisor itself, at once",
+        f"exec {words}",
+    ]
+
+
+def index_ranges(indices: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> `0-2,5`."""
+    ranges: list[list[int]] = []
+    for index in sorted(set(indices)):
+        if ranges and index == ranges[-1][1] + 1:
+            ranges[-1][1] = index
+        else:
+            ranges.append([index, index])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+def _check_path(run_dir: Path) -> None:
+    text = str(run_dir)
+    if any(ord(c) < 32 or ord(c) == 127 for c in text):
+        raise ConfigError(Problem(f"{text!r} holds a line break or another control character", "name"))
+    if "\\" in text:
+        # sbatch takes it for "no symbols in this file name" and drops it
+        raise ConfigError(Problem(f"{text!r} holds a backslash, which Slurm cannot have in a log's path", "output_dir"))

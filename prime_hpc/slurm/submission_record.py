@@ -1,0 +1,240 @@
+"""The submit record: written before sbatch is called, so that a lost answer never makes two jobs.
+
+`<run_dir>/submit.json` says what was sent: with state `sending` before sbatch, `sent` after it; what the job itself has
+to say is in `submit.job.json`, and `read_record` gives both. Its token is in the job's comment (where squeue shows it)
+and in the job's environment, where `check_in` compares it. Written by `submit`, `resume`, `cancel` and the job; read by
+`status` and many others.
+"""
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.site import cluster_name
+from prime_hpc.store.run_dirs import STAMPS, SUBMIT_JOB_JSON, SUBMIT_JSON, read_json, read_submission
+
+SUBMISSION_VARIABLE = "PRIMEHPC_SUBMISSION"
+"""In a job's environment: its token, a space, its run directory."""
+LOCK = ".submitting"
+_FOREIGN_LOCK_S = 300.0
+"""A submit on another host, whose process cannot be looked at, counts as dead after so long."""
+
+
+def new_token() -> str:
+    """The name of one submission."""
+    return uuid.uuid4().hex
+
+
+def read_record(run_dir: Path) -> dict[str, Any] | None:
+    """The record of a run's newest submission, None where there is none."""
+    return read_submission(run_dir)
+
+
+def cluster_of(run_dir: Path) -> str | None:
+    """The other cluster of the site that a run was sent to, for `observe.slurm.on_cluster`; None: this one."""
+    other = (read_record(run_dir) or {}).get("other_cluster")
+    return None if other is None or other == cluster_name() else str(other)
+
+
+def write_record(run_dir: Path, *, by_job: bool | None = None, **fields: Any) -> dict[str, Any]:
+    """Change fields of the record, on disk when this returns.
+
+    A client and the job may do so at once, each from its own host, where the other's newest word is not seen yet: each
+    writes a file of its own, and who reads takes the later word about each field.
+
+    Args:
+        run_dir: the run directory, or a sweep's.
+        by_job: whether this is the job; None: as the environment says.
+        fields: see the contract of `open_record`; others stay as they are.
+
+    Returns:
+        the whole record.
+    """
+    record, now = read_json(run_dir / SUBMIT_JSON) or {}, time.time()
+    if by_job is None:
+        by_job = SUBMISSION_VARIABLE in os.environ
+    if by_job and record:
+        job = read_json(run_dir / SUBMIT_JOB_JSON)
+        known = job["fields"] if job is not None and job.get("of") == record["token"] else {}
+        said = known | {name: [now, value] for name, value in fields.items()}
+        _replace(run_dir / SUBMIT_JOB_JSON, {"of": record["token"], "fields": said})
+    else:
+        record[STAMPS] = record.get(STAMPS, {}) | dict.fromkeys(fields, now)
+        _replace(run_dir / SUBMIT_JSON, record | fields)
+    return read_record(run_dir) or {}
+
+
+def open_record(
+    run_dir: Path, *, token: str, state: str, command: list[str], layout: str, cluster: str | None, **more: Any
+) -> dict[str, Any]:
+    """The record of a new submission in place of an earlier one.
+
+    Args:
+        run_dir: the run directory, or a sweep's.
+        token: of this submission.
+        state: `sending`, or `local`.
+        command: as it was typed.
+        layout: `packed`, `het` or `local`.
+        cluster: Slurm's name, where it is known.
+        more: further fields.
+
+    Returns:
+        token, state (`sending`, `sent`, `failed`, `local`), job_id, time (epoch seconds), command, layout, cluster,
+        other_cluster (to which it was sent with -M), successor (job id), successor_token (where its comment has
+        another), error (of `failed`), cancelled (epoch seconds), host and pid of the client, and `more`.
+    """
+    known = {"token": token, "state": state, "job_id": None, "time": time.time(), "command": command, "layout": layout}
+    client = {"cluster": cluster, "successor": None, "host": socket.gethostname(), "pid": os.getpid()}
+    return _replace(run_dir / SUBMIT_JSON, {**known, **client, **more})
+
+
+def _replace(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # the new name too is on disk before sbatch is called
+    finally:
+        os.close(descriptor)
+    return record
+
+
+@contextmanager
+def submitting(run_dir: Path) -> Iterator[None]:
+    """Hold a run directory while it is submitted: two submits at once would make two jobs.
+
+    A lock that a killed submit left behind is taken over.
+
+    Raises:
+        ConfigError: another submit is under way, or the directory cannot be written.
+    """
+    lock = run_dir / LOCK
+    mine = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "id": new_token()})
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        while not _take(lock, mine):
+            found = lock.read_text(encoding="utf-8") if lock.exists() else ""
+            if _is_held(lock, found):
+                raise ConfigError(Problem(f"{run_dir}: another submit of this run is under way ({found})", "name"))
+            _set_aside(lock, found)
+    except OSError as error:
+        raise ConfigError(Problem(f"{run_dir} cannot be written: {error.strerror}", "output_dir")) from error
+    try:
+        yield
+    finally:
+        # --clean may have deleted it; that of another one is not ours to remove
+        if lock.exists() and lock.read_text(encoding="utf-8") == mine:
+            lock.unlink(missing_ok=True)
+
+
+def _take(lock: Path, text: str) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return True
+
+
+def _is_held(lock: Path, text: str) -> bool:
+    """Whether the client that wrote this lock may still be at work."""
+    try:
+        holder = json.loads(text)
+        host, pid, since = holder["host"], int(holder["pid"]), float(holder["time"])
+    except (ValueError, KeyError, TypeError):
+        # it was killed between creating the file and writing into it, or is about to
+        return lock.exists() and time.time() - lock.stat().st_mtime < 5
+    if host != socket.gethostname():
+        return time.time() - since < _FOREIGN_LOCK_S
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).create_time() <= since + 1)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _set_aside(lock: Path, text: str) -> None:
+    """Remove a dead client's lock: of several that try, a rename has one winner."""
+    aside = lock.with_name(f"{LOCK}.{new_token()}")
+    try:
+        lock.rename(aside)
+    except FileNotFoundError:
+        return
+    if aside.read_text(encoding="utf-8") != text:  # somebody was quicker, and this is the new one's
+        aside.rename(lock)
+        return
+    aside.unlink()
+
+
+def local_controller(run_dir: Path) -> int | None:
+    """Process of submitit that watches a run's local job, if it lives, and on this host."""
+    record = read_record(run_dir) or {}
+    if record.get("state") != "local" or record.get("host") != socket.gethostname():
+        return None
+    import psutil
+
+    try:
+        words = psutil.Process(int(record["job_id"])).cmdline()
+    except (psutil.Error, ValueError, TypeError):
+        return None
+    is_ours = any("submitit" in word for word in words) and any(str(run_dir) in word for word in words)
+    return int(record["job_id"]) if is_ours else None
+
+
+def submission_environment(run_dir: Path, token: str) -> dict[str, str]:
+    """What sbatch is given, and hands on to the job, for `check_in`."""
+    return {SUBMISSION_VARIABLE: f"{token} {run_dir}"}
+
+
+def check_in(run_dir: Path, environ: Mapping[str, str]) -> str | None:
+    """At the beginning of a Slurm job: may it run?
+
+    A job of a submission that was replaced (its answer came so late that the run was submitted again) may not. The
+    record of one that may learns its job id, if sbatch's answer was lost.
+
+    Args:
+        run_dir: the run directory.
+        environ: the job's environment.
+
+    Returns:
+        why not; None: it may.
+    """
+    token, _, folder = environ.get(SUBMISSION_VARIABLE, "").partition(" ")
+    record = read_record(run_dir)
+    job_id = environ.get("SLURM_JOB_ID")
+    is_of_array = "SLURM_ARRAY_TASK_ID" in environ
+    if record is None or not token or job_id is None or is_of_array or Path(folder) != run_dir:
+        return None
+    if record.get("successor_token") == token:  # after a script sent by hand, or an array's task
+        fields = {"token": token, "state": "sent", "job_id": job_id, "successor": None, "successor_token": None}
+        write_record(run_dir, by_job=True, **fields)
+        return None
+    if record.get("token") != token:
+        return (
+            f"this job ({job_id}) is of a submission whose answer came too late: the run was submitted again, as job "
+            f"{record.get('job_id') or 'yet unknown'}; this one ends here"
+        )
+    if record.get("job_id") != job_id:
+        successor = None if record.get("successor") == job_id else record.get("successor")
+        write_record(run_dir, by_job=True, state="sent", job_id=job_id, successor=successor)
+    return None

@@ -1,0 +1,196 @@
+"""What Slurm knows of an end: which nodes are lost, and what a SIGTERM inside a job means.
+
+`controls` asks while the job is being ended, `postmortem` in the next life. Every question has a short deadline; where
+Slurm does not answer, the answer is that the reason is unknown.
+"""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loguru import logger
+
+from prime_hpc.slurm.allocation import parse_end_time
+from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.hostlist import compress_hosts
+
+ASK_TIMEOUT_S = 5.0
+LIMIT_SLACK_S = 15.0
+"""Slurm ends a job up to so long after (and its clock may be so far before) the time limit."""
+_CANCELLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT [^\s*]+(.*?) \*\*\*")
+_DUE_TO = re.compile(r" DUE to SIGNAL | DUE TO (PREEMPTION|TIME LIMIT|JOB REQUEUE|NODE FAILURE)(?:,|$)")
+"""What slurmstepd may add: `SIGNAL` is a plain scancel, which Slurm before 25.05 does not explain at all."""
+_DOWN = ("DOWN", "NOT_RESPONDING", "FAIL", "POWERED_DOWN")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why Slurm ends the job."""
+
+    outcome: str
+    """preempted, requeued, node_lost, or interrupted (cancelled)."""
+    reason: str
+    by_slurm: bool
+    """Slurm starts the job again by itself."""
+    nodes: tuple[str, ...] = ()
+    """Lost ones."""
+
+
+class JobLog:
+    """The batch step's own output, into which slurmstepd writes why it ends the job before the signal comes."""
+
+    def __init__(self, descriptor: int = 2) -> None:
+        """Remember where this life begins: an appended log holds the words about earlier ones too."""
+        self._path = Path(f"/proc/self/fd/{descriptor}")
+        try:
+            self._offset = self._path.stat().st_size if self._path.is_file() else -1
+        except OSError:
+            self._offset = -1
+
+    def words(self) -> str | None:
+        """PREEMPTION, TIME LIMIT, JOB REQUEUE, NODE FAILURE, or empty (cancelled); None where nothing is said."""
+        if self._offset < 0:
+            return None
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                text = file.read().decode("utf-8", errors="replace")
+        except OSError:
+            return None
+        found = _CANCELLED.findall(text)
+        return parse_words(found[-1]) if found else None
+
+
+def parse_words(added: str) -> str | None:
+    """The reason in what slurmstepd adds to `CANCELLED AT ...`; see `JobLog.words`. None: words of no known Slurm."""
+    known = _DUE_TO.match(added)
+    if known is None and added:
+        logger.warning(
+            f"Slurm's reason for the end is of no known version ({added.strip()!r}): its state and fields decide"
+        )
+        return None
+    return (known and known[1]) or ""
+
+
+def granted_until(job_id: str) -> float | None:
+    """EndTime of the running job: a preemption with grace moves it. None where it is unknown or the job is ending."""
+    try:
+        text = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=ASK_TIMEOUT_S)
+    except SlurmError as error:
+        logger.debug(f"the job's end is unknown: {error}")
+        return None
+    return parse_end_time(text) if field(text, "JobState") == "RUNNING" else None
+
+
+def why_terminated(
+    job_id: str, restarts: int, began: float, ends_at: float | None, hosts: Sequence[str], words: str | None
+) -> Verdict:
+    """What a SIGTERM in the batch step means.
+
+    Args:
+        job_id: the leader's.
+        restarts: SLURM_RESTART_COUNT of this life.
+        began: of this life, epoch seconds.
+        ends_at: the time limit.
+        hosts: of the allocation.
+        words: of slurmstepd in the job's log (`JobLog.words`).
+    """
+    try:
+        job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=ASK_TIMEOUT_S)
+        partition = field(job, "Partition")
+        preempts = run_slurm(["scontrol", "show", "partition", "--oneliner", partition], timeout_s=ASK_TIMEOUT_S)
+    except SlurmError as error:
+        return Verdict("requeued", f"ended by Slurm (SIGTERM), which does not say why: {error}", False)
+    logger.debug(f"SIGTERM; Slurm says: {job.strip()}")
+    lost = lost_hosts(hosts, began)
+    return parse_termination(job, preempts, restarts, lost, past_limit=_past(ends_at), words=words)
+
+
+def _past(ends_at: float | None) -> bool:
+    return ends_at is not None and time.time() > ends_at - LIMIT_SLACK_S
+
+
+def parse_termination(
+    job: str,
+    partition: str,
+    restarts: int,
+    lost: Sequence[str] = (),
+    *,
+    past_limit: bool = False,
+    words: str | None = None,
+) -> Verdict:
+    """The verdict from what Slurm prints at the moment of SIGTERM.
+
+    A job that Slurm puts back into the queue (preemption, a lost node, `scontrol requeue`) is COMPLETING with one
+    restart more than the life that is being ended knows of; any other end leaves the count. A preemption and
+    `scontrol requeue` look alike there: only slurmstepd's words in the job's log tell them apart.
+
+    Args:
+        job: `scontrol show job --oneliner`; a het job's leader comes first.
+        partition: `scontrol show partition --oneliner` of the job's partition.
+        restarts: of this life.
+        lost: nodes that Slurm calls down.
+        past_limit: whether the time limit is reached.
+        words: of slurmstepd.
+    """
+    state = field(job, "JobState")
+    again = int(field(job, "Restarts") or 0) > restarts
+    mode = field(partition, "PreemptMode")
+    if words == "":
+        return Verdict("interrupted", "cancelled (scancel)", again)
+    if lost and words in (None, "NODE FAILURE"):
+        return Verdict("node_lost", f"node {', '.join(lost)} was lost", again, tuple(lost))
+    if words == "PREEMPTION" or state == "PREEMPTED" or field(job, "PreemptTime") not in ("", "None", "N/A"):
+        return Verdict("preempted", "preempted by a job of higher priority", again)
+    if words == "JOB REQUEUE":
+        return Verdict("requeued", "put back into the queue by scontrol requeue", True)
+    if again and words is None and "REQUEUE" in mode:
+        return Verdict("preempted", "preempted by a job of higher priority", again)
+    if again:
+        return Verdict("requeued", "put back into the queue (scontrol requeue, or a lost node)", True)
+    if words == "TIME LIMIT" or past_limit or state == "TIMEOUT" or field(job, "Reason") == "TimeLimit":
+        return Verdict("requeued", "the time limit was reached before everything was saved", False)
+    # `PreemptTime=None` denies it; a Slurm that prints no such field leaves it open
+    if words is None and "CANCEL" in mode and state != "CANCELLED" and not field(job, "PreemptTime"):
+        return Verdict("preempted", "preempted, or cancelled, in a partition that cancels preempted jobs", False)
+    return Verdict("interrupted", "cancelled (scancel)", False)
+
+
+def lost_hosts(hosts: Sequence[str], since: float, *, silent_end: bool = False) -> list[str]:
+    """Of these, the nodes that Slurm calls down or silent, or that were started again.
+
+    Args:
+        hosts: node names.
+        since: epoch seconds.
+        silent_end: the life on them ended without a word: then a slurmd that was started again counts as well.
+    """
+    if not hosts:
+        return []
+    command = ["scontrol", "show", "node", "--oneliner", compress_hosts(sorted(set(hosts)))]
+    try:
+        text = run_slurm(command, timeout_s=ASK_TIMEOUT_S)
+    except SlurmError as error:
+        logger.debug(f"the state of {', '.join(hosts)} is unknown: {error}")
+        return []
+    return [field(line, "NodeName") for line in text.splitlines() if line.strip() and _is_lost(line, since, silent_end)]
+
+
+def _is_lost(node: str, since: float, silent_end: bool) -> bool:
+    state = field(node, "State").upper()
+    if "*" in state or any(word in state for word in _DOWN):  # `*`: it does not answer
+        return True
+    try:
+        started = time.mktime(time.strptime(field(node, "SlurmdStartTime"), "%Y-%m-%dT%H:%M:%S"))
+        booted = time.mktime(time.strptime(field(node, "BootTime"), "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:  # `None`: the node never registered
+        return False
+    # a slurmd alone may be restarted under a running job: nothing is lost by that, unless the job says so
+    return booted > since or (started > since and silent_end)
+
+
+def field(text: str, name: str) -> str:
+    """The value of `Name=value` in scontrol's output; empty where it is absent."""
+    match = re.search(rf"(?:^|\s){name}=(\S*)", text)
+    return match.group(1) if match else ""

@@ -1,0 +1,79 @@
+"""The job's time limit, which its owner or an admin may change while it runs: `scontrol update TimeLimit=...`.
+
+Used by `controls`. Slurm is asked every few minutes, in a thread of its own: a controller that hangs holds up nobody.
+"""
+
+import random
+import threading
+import time
+
+from loguru import logger
+
+from prime_hpc.slurm.allocation import parse_end_time
+from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.termination import field
+
+LOOK_S = 150.0
+ASK_TIMEOUT_S = 20.0
+SLACK_S = 10.0
+"""Slurm's own rounding of an end."""
+
+
+class TimeLimit:
+    """When the job has to end, as Slurm says it now. `start` and `stop` around the attempt.
+
+    Args:
+        job_id: the leader's.
+        ends_at: as read at the start, epoch seconds; None: unknown or unlimited.
+        look_s: between two questions.
+    """
+
+    def __init__(self, job_id: str, ends_at: float | None, look_s: float = LOOK_S) -> None:
+        self._job_id = job_id
+        self._look_s = look_s
+        self._stated: str | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.ends_at = ends_at
+
+    def start(self) -> None:
+        """Begin to ask. Again: nothing."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="time-limit", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._look_s * random.uniform(0.8, 1.2)):  # the jobs of a sweep began together
+            self.look()
+
+    def look(self) -> None:
+        """Ask once. Where Slurm does not answer, nothing changes."""
+        try:
+            text = run_slurm(["scontrol", "show", "job", "--oneliner", self._job_id], timeout_s=ASK_TIMEOUT_S)
+        except SlurmError as error:
+            logger.debug(f"whether the time limit has changed is unknown: {error}")
+            return
+        self.hear(text)
+
+    def hear(self, text: str) -> None:
+        """Take what `scontrol show job --oneliner` says.
+
+        A preemption with grace moves the end to before the limit and leaves the limit: that is not for here. The time
+        in which a job is suspended moves the end to later.
+        """
+        if field(text, "JobState") != "RUNNING":
+            return
+        stated, end = field(text, "TimeLimit"), parse_end_time(text)
+        known, before, self._stated = self.ends_at, self._stated, stated
+        is_new = before is not None and stated != before
+        if not is_new and (end is None or (known is not None and end < known + SLACK_S)):
+            return
+        if known == end or (end is not None and known is not None and abs(end - known) < SLACK_S):
+            return
+        self.ends_at = end
+        when = "never" if end is None else f"at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(end))}"
+        logger.info(f"the time limit has changed (now {stated}): the job ends {when}")

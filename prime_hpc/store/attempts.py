@@ -1,0 +1,194 @@
+"""`attempts.jsonl`: one line per attempt of a run: when, where, why it began, why it ended.
+
+Written by the supervisor; read by `status`, the report and the resume logic.
+"""
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.store.io import files
+
+ALIVE_S = 120.0
+"""A life on another host that was silent for longer is over: twice what an NFS client may show of an older state."""
+
+
+@dataclass
+class Attempt:
+    """One life of a run."""
+
+    attempt: int
+    incarnation: int
+    began: float
+    why: str
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    process: str | None = field(default_factory=lambda: process_token(os.getpid()))
+    job_id: str | None = None
+    resume_step: int | None = None
+    ended: float | None = None
+    outcome: str | None = None
+    cause: str | None = None
+    exit_code: int | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    nodes: dict[str, list[str]] = field(default_factory=dict)
+    """Hosts by role label."""
+    restarts: int | None = None
+    """SLURM_RESTART_COUNT."""
+    saved_before: int | None = None
+    """Newest whole checkpoint when the attempt began."""
+    saved_step: int | None = None
+    """Newest whole checkpoint when the attempt ended."""
+    lost_nodes: list[str] = field(default_factory=list)
+    """Nodes that fell silent."""
+    next: str | None = None
+    """How the run comes back: requeue, successor, or None."""
+
+
+class Ended(Exception):
+    """The attempt is over; carries the exit code, the cause and the outcome."""
+
+    def __init__(self, code: int, cause: str, outcome: str | None = None) -> None:
+        super().__init__(cause)
+        self.code = code
+        self.cause = cause
+        self.outcome = outcome or ("completed" if code == 0 else "failed")
+
+
+def read_attempts(path: Path) -> list[dict[str, Any]]:
+    """The attempts so far, the last word about each; a torn last line is left out."""
+    return _parse(path.read_bytes()) if path.exists() else []
+
+
+def _parse(content: bytes) -> list[dict[str, Any]]:
+    rows: dict[int, dict[str, Any]] = {}
+    for line in content.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        rows[row["attempt"]] = row
+    return [rows[key] for key in sorted(rows)]
+
+
+def write_attempt(path: Path, attempt: Attempt) -> None:
+    """Rewrite the file with this attempt's line added or replaced.
+
+    Raises:
+        StoreError: disk full, not writable.
+    """
+    rewrite_row(path, asdict(attempt))
+
+
+def rewrite_row(path: Path, row: dict[str, Any]) -> None:
+    """Add or replace the line of `row["attempt"]`."""
+
+    def add(content: bytes) -> bytes:
+        rows = {known["attempt"]: known for known in _parse(content)}
+        rows[row["attempt"]] = row
+        return "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)).encode()
+
+    files.update_file(path, add)
+
+
+def begin(
+    path: Path,
+    *,
+    incarnation: int,
+    why: str,
+    resume_step: int | None,
+    job_id: str | None,
+    saved_before: int | None = None,
+    restarts: int | None = None,
+) -> Attempt:
+    """Open the next attempt and write its line.
+
+    Its number is that of a log directory which did not exist: two lives that begin at once never share one.
+
+    Raises:
+        StoreError: disk full, not writable.
+    """
+    number = max((row["attempt"] for row in read_attempts(path)), default=0) + 1
+    while not _take(path.parent / "logs" / f"attempt_{number}"):
+        number += 1
+    attempt = Attempt(
+        number,
+        incarnation,
+        time.time(),
+        why,
+        job_id=job_id,
+        resume_step=resume_step,
+        saved_before=saved_before,
+        restarts=restarts,
+    )
+    write_attempt(path, attempt)
+    return attempt
+
+
+def _take(log_dir: Path) -> bool:
+    try:
+        files.make_dir(log_dir, exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def is_held(row: dict[str, Any]) -> bool:
+    """Whether an attempt that wrote no end still runs on this host."""
+    import psutil
+
+    if row["ended"] is not None or row["host"] != socket.gethostname():
+        return False
+    if row.get("process"):
+        return process_token(row["pid"]) == row["process"]
+    try:
+        return psutil.Process(row["pid"]).create_time() <= row["began"] + 1
+    except psutil.NoSuchProcess:
+        return False
+
+
+def lives_elsewhere(run_dir: Path, row: dict[str, Any]) -> str | None:
+    """Signs that an attempt that wrote no end still runs on another host, outside of Slurm; None: there are none.
+
+    Its supervisor replaces `status.json` every two seconds. The file's age is told by the file system's own clock.
+    """
+    if row["ended"] is not None or row.get("job_id") or row["host"] == socket.gethostname():
+        return None
+    try:
+        age_s = _clock_of(run_dir) - (run_dir / "status.json").stat().st_mtime
+    except OSError:
+        return None
+    if age_s > ALIVE_S:
+        return None
+    return (
+        f"attempt {row['attempt']} runs on {row['host']} (process {row['pid']}), whose last sign of life is "
+        f"{max(age_s, 0):.0f} s old: end it there (prime-hpc cancel {run_dir}), or, if that process is gone, wait "
+        f"until it has been silent for {ALIVE_S:.0f} s"
+    )
+
+
+def _clock_of(folder: Path) -> float:
+    """Now, by the clock that gives the folder's files their times."""
+    probe = folder / f".clock-{socket.gethostname()}-{os.getpid()}"
+    try:
+        probe.touch()
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def process_token(pid: int) -> str | None:
+    """Tells a process from a later one with the same number, also where the clock was set; None: it is gone.
+
+    The boot's id and the start in ticks since then (proc(5), field 22 of stat).
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return f"{boot}:{fields[19]}"

@@ -1,0 +1,124 @@
+"""Batches that were trained on, compressed: `rollouts_packed/step_<n>` takes the place of `rollouts/step_<n>`.
+
+Trainer rank 0 packs them beside the training (`RolloutPacker`); `replay` and `export` read both places. The packed one
+is a whole artifact before the plain one is taken away, so that at every moment one of them is there; where both are, a
+crash came between, and the next packing ends what was begun.
+"""
+
+import os
+import threading
+from collections.abc import Collection
+from pathlib import Path
+
+from loguru import logger
+
+from prime_hpc.store.artifact import ArtifactError, ArtifactWriter, discard, verify_artifact
+from prime_hpc.store.batches import RAW, STATE
+from prime_hpc.store.errors import FencedError, StoreError
+from prime_hpc.store.io import files, zstd
+from prime_hpc.store.layout import RunPaths, list_steps
+
+LEFT_PLAIN = 2
+"""The newest batches stay as they are: one may be read again, or belong to a checkpoint that is being written."""
+NICE = 19
+JOIN_S = 600.0
+
+
+def pack_batch(paths: RunPaths, step: int, incarnation: int = 0) -> tuple[int, int]:
+    """Compress one batch.
+
+    Returns:
+        Bytes before and after.
+
+    Raises:
+        ArtifactError: the batch is not what its manifest says; it stays as it is.
+        StoreError: disk full, fenced, no pyarrow.
+    """
+    source, final = paths.rollouts_step(step), paths.packed_step(step)
+    manifest = verify_artifact(source)
+    if not _is_whole(final, step):
+        writing = ArtifactWriter(
+            final,
+            kind="batch",
+            step=step,
+            version=manifest.version,
+            writer="trainer",
+            incarnation=incarnation,
+            run=paths,
+        )
+        with writing as writer:
+            raw = {}
+            for name, entry in manifest.files.items():
+                content = (source / name).read_bytes()
+                if files.hash_bytes(content) != entry:
+                    raise ArtifactError(source / name, f"xxh3 {entry.xxh3}", "another sum")
+                if name == STATE:
+                    writer.write(name, [content])
+                else:
+                    writer.write(name + zstd.SUFFIX, [zstd.compress(content)])
+                    raw[name] = entry.size
+            writer.meta.update({**manifest.meta, RAW: raw})
+    after = verify_artifact(final).total_size
+    discard(paths, source, incarnation)
+    return manifest.total_size, after
+
+
+def _is_whole(final: Path, step: int) -> bool:
+    """A crash came after this was committed. What is broken is taken away."""
+    if not final.exists():
+        return False
+    try:
+        return verify_artifact(final, deep=True).step == step
+    except ArtifactError:
+        files.discard(final)
+        return False
+
+
+class RolloutPacker:
+    """Packs in a thread of its own, with the least priority. One process has it: trainer rank 0."""
+
+    def __init__(self, paths: RunPaths, incarnation: int) -> None:
+        self._paths, self._incarnation = paths, incarnation
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._failed = False
+        self.num_bytes = [0, 0]
+        """Before and after, of all batches packed so far."""
+
+    def up_to(self, trained: int, keep: Collection[int] = ()) -> None:
+        """All ranks have taken step `trained`: what is old enough is packed, unless that still goes on. Never raises:
+        a batch that could not be packed stays as it is.
+
+        Args:
+            trained: the step that was taken last.
+            keep: steps of checkpoints that are still being written: their batches are not touched.
+        """
+        if self._failed or (self._thread is not None and self._thread.is_alive()):
+            return
+        last = min([trained - LEFT_PLAIN, *(step - 1 for step in keep)])
+        self._thread = threading.Thread(target=self._run, args=(last,), name="pack", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let the batch that is being packed come to its end."""
+        self._closing = True
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
+
+    def _run(self, last: int) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # on Linux of this thread alone
+        for step in list_steps(self._paths.rollouts):
+            if step > last or self._closing:
+                return
+            try:
+                before, after = pack_batch(self._paths, step, self._incarnation)
+            except FencedError:
+                return  # the training itself will say so
+            except (StoreError, OSError) as error:
+                if step not in list_steps(self._paths.rollouts):
+                    continue  # `keep_rollouts` gave it up meanwhile
+                self._failed = True
+                logger.warning(f"batch {step} could not be compressed, it and later ones stay as they are: {error}")
+                return
+            self.num_bytes[0] += before
+            self.num_bytes[1] += after

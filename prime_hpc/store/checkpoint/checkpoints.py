@@ -1,0 +1,259 @@
+"""Checkpoints: trainer and orchestrator state of one step, made one by a manifest that comes last.
+
+`checkpoints/step_<n>/` holds `trainer/` (torch DCP, written by all ranks), `orchestrator/state.json` (the state that
+was stored with batch n) and `manifest.json`. Trainer rank 0 commits it and prunes old ones; the supervisor resolves
+what to resume from. Version n of the weights belongs to it and is kept as long as it exists (`weights.prune_weights`).
+"""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from loguru import logger
+
+from prime_hpc.store import batches
+from prime_hpc.store.artifact import (
+    ArtifactError,
+    FileEntry,
+    Manifest,
+    StoreError,
+    check_file,
+    commit_stage,
+    discard,
+    is_artifact,
+    read_manifest,
+    set_aside,
+)
+from prime_hpc.store.checkpoint.retention import oldest_of_newest_whole
+from prime_hpc.store.checkpoint.saved import note_saved
+from prime_hpc.store.io import files
+from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
+
+TRAINER = "trainer"
+ORCHESTRATOR_STATE = "orchestrator/state.json"
+KIND = "checkpoint"
+_HASH_THREADS = 8
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A whole checkpoint.
+
+    Args:
+        step: updates that it has seen; the run goes on with step + 1.
+        path: its directory.
+        manifest: what it holds.
+    """
+
+    step: int
+    path: Path
+    manifest: Manifest
+
+    @property
+    def trainer_dir(self) -> Path:
+        """Where torch DCP loads from."""
+        return self.path / TRAINER
+
+    @property
+    def orchestrator_state(self) -> Path | None:
+        """The orchestrator's half; None for SFT."""
+        return self.path / ORCHESTRATOR_STATE if ORCHESTRATOR_STATE in self.manifest.files else None
+
+
+def commit_checkpoint(
+    stage: Path,
+    final: Path,
+    *,
+    step: int,
+    trainer_files: Mapping[str, FileEntry],
+    batch_dir: Path | None,
+    run: RunPaths,
+    incarnation: int = 0,
+    meta: Mapping[str, Any] | None = None,
+    writer: str = "trainer",
+) -> Manifest:
+    """Join both halves and commit them as one checkpoint. Trainer rank 0, after all ranks wrote and summed.
+
+    Args:
+        stage: from `artifact.prepare_stage(final, incarnation)`; DCP wrote into `stage / "trainer"`.
+        final: `paths.checkpoint_step(step)`.
+        step: n.
+        trainer_files: entries of `trainer/...` from all ranks (`artifact.hash_files`).
+        batch_dir: artifact of batch n, whose orchestrator state becomes `orchestrator/state.json`; None for SFT.
+        run: the run whose incarnations fence it.
+        incarnation: life of the run.
+        meta: plain JSON, e.g. world size and model name.
+        writer: for people.
+
+    Raises:
+        ArtifactError: batch n or its state is broken.
+        StoreError: no trainer files, disk full, fenced (see `artifact.commit_stage`).
+    """
+    if not any(name.startswith(f"{TRAINER}/") for name in trainer_files):
+        raise StoreError(f"{stage}: holds no files under {TRAINER}/, nothing to resume from would be saved")
+    entries = dict(trainer_files)
+    if batch_dir is not None:
+        batches.read_state(batch_dir)  # verified before it is copied
+        files.make_dir((stage / ORCHESTRATOR_STATE).parent)
+        content = (batch_dir / batches.STATE).read_bytes()
+        entries[ORCHESTRATOR_STATE] = files.write_file(stage / ORCHESTRATOR_STATE, [content])
+    manifest = Manifest(
+        kind=KIND,
+        step=step,
+        version=step,
+        writer=writer,
+        incarnation=incarnation,
+        files=entries,
+        meta=dict(meta or {}),
+    )
+    committed = commit_stage(stage, final, manifest, run=run)
+    note_saved(run, step, incarnation)
+    return committed
+
+
+def newest_first(root: Path, *, deep: bool = False) -> Iterator[CheckpointInfo]:
+    """Whole checkpoints below `root`, newest first, each checked in its turn; others are skipped with a warning.
+
+    For those who look. A life that begins takes `newest.choose_newest`.
+
+    Args:
+        root: directory of `step_<n>` directories.
+        deep: check sums too, not only sizes.
+
+    Raises:
+        Unreadable, OSError: whether one is whole cannot be told now.
+    """
+    for step in reversed(list_steps(root, digits=0)):
+        info = _check(root, step, deep)
+        if info is not None:
+            yield info
+
+
+def list_checkpoints(root: Path, *, deep: bool = False) -> list[CheckpointInfo]:
+    """Whole checkpoints below `root`, oldest first; others are skipped with a warning that says why.
+
+    Args:
+        root: directory of `step_<n>` directories.
+        deep: check sums too, not only sizes.
+    """
+    return list(newest_first(root, deep=deep))[::-1]
+
+
+def resolve_resume(root: Path, which: Literal["latest"] | int, *, deep: bool = True, small: int = 0) -> CheckpointInfo:
+    """The checkpoint to resume from.
+
+    Args:
+        root: directory of checkpoints.
+        which: a step, or `latest`: the newest one that is whole.
+        deep: check sums too, not only sizes.
+        small: of the step, check the sums of files of at most so many bytes in any case.
+
+    Raises:
+        StoreError: there is none (lists the steps that exist), or the one asked for is not whole (says why).
+        Unreadable, OSError: that cannot be told now.
+    """
+    steps = list_steps(root, digits=0)
+    listed = ", ".join(map(str, steps)) if steps else "none"
+    if which == "latest":
+        for info in newest_first(root, deep=deep):
+            return info
+        raise StoreError(f"{root}: no whole checkpoint to resume from (steps there: {listed})")
+    if which not in steps:
+        raise StoreError(f"{root}: no checkpoint of step {which} (steps there: {listed})")
+    try:
+        return load_checkpoint(root, which, deep=deep, small=small)
+    except ArtifactError as error:
+        others = ", ".join(str(info.step) for info in list_checkpoints(root) if info.step != which) or "none"
+        raise StoreError(f"checkpoint of step {which} is damaged: {error} (other whole ones: {others})") from error
+
+
+def prune_checkpoints(
+    paths: RunPaths, keep_last: int | None, keep_interval: int | None = None, incarnation: int = 0
+) -> list[int]:
+    """Delete the checkpoints that retention gives up. One process calls it: trainer rank 0, after a commit or a resume.
+
+    Kept are the newest `keep_last` whole checkpoints with everything newer than the oldest of them, and every
+    multiple of `keep_interval`. Nothing is deleted before so many newer ones are whole. A directory without a manifest
+    is somebody else's and stays.
+
+    Args:
+        paths: the run.
+        keep_last: at least 1; None: 1 where `keep_interval` is given, else everything is kept.
+        keep_interval: at least 1, or None.
+        incarnation: life of the caller.
+
+    Returns:
+        The steps that were removed.
+
+    Raises:
+        FencedError: a newer life has begun.
+        ValueError: a number below 1.
+    """
+    if keep_last is None and keep_interval is None:
+        return []
+    if (keep_last is not None and keep_last < 1) or (keep_interval is not None and keep_interval < 1):
+        raise ValueError(f"keep_last ({keep_last}) and keep_interval ({keep_interval}) must be at least 1")
+    check_incarnation(paths, incarnation)
+    steps = list_steps(paths.checkpoints, digits=0)
+    oldest_kept = oldest_of_newest_whole(paths, steps, keep_last or 1, paths.checkpoint_step)
+    if oldest_kept is None:
+        return []
+    doomed = [step for step in steps if step < oldest_kept and not (keep_interval and step % keep_interval == 0)]
+    removed = []
+    for step in doomed:
+        if is_artifact(paths.checkpoint_step(step)):
+            discard(paths, paths.checkpoint_step(step), incarnation)
+            removed.append(step)
+    if removed:
+        logger.debug(f"removed checkpoints of steps {removed}")
+    return removed
+
+
+def set_checkpoints_aside(paths: RunPaths, step: int, incarnation: int = 0) -> list[Path]:
+    """Take the checkpoints of steps above `step` out of the way of a run that goes on there; nothing is deleted.
+
+    What it was that a life did not go on from (damaged, too late, newer than what was asked for), its owner decides.
+
+    Returns:
+        Where they are now.
+    """
+    after = [n for n in list_steps(paths.checkpoints, digits=0) if n > step]
+    moved = [set_aside(paths, paths.checkpoint_step(n), incarnation) for n in reversed(after)]
+    return [path for path in moved if path is not None]
+
+
+def load_checkpoint(root: Path, step: int, *, deep: bool = False, small: int = 0) -> CheckpointInfo:
+    """One checkpoint, its manifest and the sizes of its files checked.
+
+    Args:
+        root: directory of checkpoints.
+        step: which.
+        deep: check all sums too.
+        small: check the sums of files of at most so many bytes.
+
+    Raises:
+        ArtifactError: it is not whole.
+        Unreadable: that cannot be told now.
+    """
+    path = RunPaths(root.parent, checkpoints_root=root).checkpoint_step(step)
+    manifest = read_manifest(path)
+    if manifest.kind != KIND or manifest.step != step:
+        raise ArtifactError(path, f"the checkpoint of step {step}", f"a {manifest.kind} of step {manifest.step}")
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        checks = [
+            pool.submit(check_file, path / n, entry, deep=deep or entry.size <= small)
+            for n, entry in manifest.files.items()
+        ]
+        for check in checks:
+            check.result()
+    return CheckpointInfo(step, path, manifest)
+
+
+def _check(root: Path, step: int, deep: bool) -> CheckpointInfo | None:
+    try:
+        return load_checkpoint(root, step, deep=deep)
+    except ArtifactError as error:
+        logger.warning(f"checkpoint of step {step} is skipped: {error}")
+        return None

@@ -1,0 +1,201 @@
+"""Checkpoints of other runs: found by a path, and made artifacts of this run. Called by the supervisor.
+
+A checkpoint that this run starts from becomes its own: `checkpoints/step_<n>` and, for RL, `weights/step_<n>` appear in
+this run's directories under its own incarnation. From then on nothing differs from a run that made them itself, and the
+other run may be deleted. Files are never changed after their commit, so they are shared by hard links where the file
+system allows it.
+"""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from loguru import logger
+
+from prime_hpc.store.artifact import (
+    ArtifactError,
+    FileEntry,
+    Manifest,
+    StoreError,
+    Unreadable,
+    commit_stage,
+    prepare_stage,
+    verify_artifact,
+)
+from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
+from prime_hpc.store.checkpoint.newest import POINTER, read_pointer
+from prime_hpc.store.errors import PROOFS
+from prime_hpc.store.io import files
+from prime_hpc.store.layout import RunPaths, list_steps, parse_step
+
+OWNER = "owner.json"
+"""In a checkpoint directory outside its run directory: whose it is."""
+_COPY_THREADS = 8
+_CHUNK = 8 << 20
+
+
+def find_checkpoint(path: Path, *, deep: bool = True) -> CheckpointInfo:
+    """The checkpoint that a path means: a run directory's or a `checkpoints` directory's newest, or one `step_<n>`.
+
+    Args:
+        path: absolute.
+        deep: check sums too, not only sizes.
+
+    Raises:
+        StoreError: there is none, or the one named is not whole; lists what is there.
+    """
+    step = parse_step(path.name, digits=0)
+    if step is not None and not (path / "run.yaml").exists():
+        return resolve_resume(path.parent, step, deep=deep)
+    if not path.is_dir():
+        raise StoreError(f"{path}: no such directory")
+    for root in (_checkpoints_of(path), path):
+        if list_steps(root, digits=0):
+            return resolve_resume(root, "latest", deep=deep)
+    raise StoreError(f"{path}: neither a run directory, nor a directory of checkpoints, nor one step_<n> of it")
+
+
+def _checkpoints_of(run_dir: Path) -> Path:
+    """Where a run directory's checkpoints lie, also when its config names another place (`ckpt.path`)."""
+    own = run_dir / "checkpoints"
+    if own.is_dir():
+        return own
+    try:
+        elsewhere = json.loads((run_dir / POINTER).read_text(encoding="utf-8"))["path"]
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
+        return own
+    return Path(elsewhere)
+
+
+def run_of(info: CheckpointInfo) -> Path | None:
+    """Run directory that a checkpoint belongs to; None where it lies alone."""
+    root = info.path.parent
+    owner = _read_owner(root)
+    for candidate in (owner, root.parent):
+        if candidate is not None and (candidate / "weights").is_dir():
+            return candidate
+    return None
+
+
+def claim_root(paths: RunPaths, again: bool = False) -> None:
+    """Make a checkpoint directory outside the run directory this run's own, so that nobody prunes another's.
+
+    Args:
+        paths: the run.
+        again: the run has lived before: what lies there without an owner is its own.
+
+    Raises:
+        StoreError: it belongs to another run, or holds checkpoints of an unknown one.
+        Unreadable: the run had it before, and it is not there, or empty: its file system is not mounted.
+    """
+    root = paths.checkpoints
+    if root == paths.root / "checkpoints":
+        return
+    is_known = read_pointer(paths) == root
+    steps = list_steps(root, digits=0)
+    if is_known and not steps and OWNER not in files.list_dir(root):
+        raise Unreadable(
+            root,
+            f"this run's checkpoints lie there ({paths.root / POINTER}), and it is empty: is its file system mounted "
+            "here? Should it have been emptied on purpose: start over with --clean",
+        )
+    files.make_dir(root)
+    owner, here = _read_owner(root), paths.root.resolve()
+    if owner is None:
+        if steps and not (again or is_known):
+            raise StoreError(
+                f"{root} holds checkpoints of unknown origin (steps {', '.join(map(str, steps[:5]))}): choose another "
+                "ckpt.path, and start from one of them with ckpt.resume_step = PATH"
+            )
+        files.write_atomic(root / OWNER, json.dumps({"run_dir": str(here)}).encode())
+    elif owner != here and (owner.is_dir() or not is_known):
+        raise StoreError(
+            f"{root} holds the checkpoints of another run, {owner}: choose another ckpt.path, and start from one of "
+            "them with ckpt.resume_step = PATH"
+        )
+    elif owner != here:  # the run directory was moved, and its own word on where they are came along
+        logger.warning(f"{root}: taken over from {owner}, which does not exist any more")
+        files.write_atomic(root / OWNER, json.dumps({"run_dir": str(here)}).encode())
+
+
+def point_to_root(paths: RunPaths) -> None:
+    """Write down in the run directory where its checkpoints are, when that is outside. After the life has found what it
+    goes on from: until then the file says where they were."""
+    if paths.checkpoints != paths.root / "checkpoints":
+        files.write_atomic(paths.root / POINTER, json.dumps({"path": str(paths.checkpoints)}).encode())
+
+
+def _read_owner(root: Path) -> Path | None:
+    """Whose a checkpoint directory is; None where nobody said.
+
+    Raises:
+        Unreadable: that cannot be told now.
+    """
+    try:
+        return Path(json.loads((root / OWNER).read_text(encoding="utf-8"))["run_dir"])
+    except OSError as error:
+        if error.errno not in PROOFS:
+            raise Unreadable.of(error, root / OWNER) from error
+        return None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def adopt_checkpoint(info: CheckpointInfo, paths: RunPaths, incarnation: int) -> CheckpointInfo:
+    """Make another run's checkpoint this run's.
+
+    Raises:
+        StoreError: disk full, fenced, or another checkpoint of this step is in the way.
+    """
+    final = paths.checkpoint_step(info.step)
+    manifest = replace(
+        info.manifest, incarnation=incarnation, meta={**info.manifest.meta, "adopted_from": str(info.path)}
+    )
+    _adopt(info.path, final, manifest, paths)
+    return CheckpointInfo(info.step, final, manifest)
+
+
+def adopt_weights(source: Path, version: int, paths: RunPaths, incarnation: int) -> None:
+    """Make `source`, another run's artifact of weight version `version`, this run's.
+
+    Raises:
+        ArtifactError: it is not whole, or something else.
+        StoreError: disk full, fenced, or another version of this number is in the way.
+    """
+    manifest = verify_artifact(source, deep=True)
+    if manifest.kind != "weights" or manifest.version != version:
+        raise ArtifactError(source, f"weights of version {version}", f"{manifest.kind} of version {manifest.version}")
+    _adopt(source, paths.weights_step(version), replace(manifest, incarnation=incarnation), paths)
+
+
+def _adopt(source: Path, final: Path, manifest: Manifest, paths: RunPaths) -> None:
+    stage = prepare_stage(final, manifest.incarnation, run=paths)
+    try:
+        for directory in sorted({(stage / name).parent for name in manifest.files}):
+            files.make_dir(directory)
+        with ThreadPoolExecutor(_COPY_THREADS) as pool:
+            pending = [pool.submit(_take, source / n, stage / n, entry) for n, entry in manifest.files.items()]
+            for future in pending:
+                future.result()
+        commit_stage(stage, final, manifest, run=paths)
+    except BaseException:
+        files.clear_away(stage)
+        raise
+    logger.info(f"took over {source} as {final}")
+
+
+def _take(source: Path, target: Path, entry: FileEntry) -> None:
+    """Hard link a file, or copy it where links are refused."""
+    try:
+        files.link(source, target)
+        return
+    except FileNotFoundError as error:
+        raise ArtifactError(source, "the file", "none any more (does its run still prune?)") from error
+    except OSError as error:
+        if error.errno not in files.NO_LINKS:
+            raise
+    with source.open("rb") as file:
+        copied = files.write_file(target, iter(lambda: file.read(_CHUNK), b""))
+    if copied != entry:
+        raise ArtifactError(source, f"xxh3 {entry.xxh3}", f"xxh3 {copied.xxh3} ({copied.size} bytes) while copying")

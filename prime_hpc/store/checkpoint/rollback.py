@@ -1,0 +1,84 @@
+"""A run directory brought back to the step from which a new life goes on.
+
+Called by who begins the life: the supervisor, or, for one of several runs of a trainer, trainer rank 0.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from loguru import logger
+
+from prime_hpc.store.artifact import SET_ASIDE, clean_stale_stages, read_manifest, set_aside
+from prime_hpc.store.batches import list_batches, remove_batches_after
+from prime_hpc.store.checkpoint.checkpoints import set_checkpoints_aside
+from prime_hpc.store.checkpoint.saved import note_saved, read_saved
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.layout import RunPaths, list_steps
+from prime_hpc.store.leases import clear_leases
+from prime_hpc.store.weights import list_versions, remove_versions_after
+
+
+def rewind(paths: RunPaths, step: int, incarnation: int, *, keep: bool = False) -> None:
+    """Take what comes after `step` out of the way, and remove the leftovers of earlier lives.
+
+    Where no checkpoint is newer, batches and versions above `step` are what the life makes anew: they are deleted.
+    Where there is one (damaged, late, or newer than what was asked for) everything above `step` is set aside instead:
+    renamed to `set-aside-step_<n>-...`, which nothing lists and no retention deletes. Checkpoints go last: killed
+    half-way, the next try knows by them that nothing is to be deleted.
+
+    Args:
+        paths: the run.
+        step: where the life goes on.
+        incarnation: the life.
+        keep: set aside in any case.
+
+    Raises:
+        FencedError: a newer life has begun.
+        StoreError: something cannot be moved or removed; what is above `step` is still there, or set aside.
+    """
+    saved = read_saved(paths)
+    if keep or any(n > step for n in list_steps(paths.checkpoints, digits=0)):
+        _set_aside(paths, step, incarnation)
+    else:
+        removed = {
+            "batches": remove_batches_after(paths, step, incarnation),
+            "weights": remove_versions_after(paths, step, incarnation),
+        }
+        for what, steps in removed.items():
+            if steps:
+                logger.info(f"{paths.root.name}: removed {what} of {len(steps)} steps after step {step}")
+    if saved is not None and saved.step > step:
+        note_saved(paths, step, incarnation)
+    artifacts = (paths.checkpoints, paths.rollouts, paths.packed_rollouts, paths.weights)
+    for parent in (*artifacts, paths.leases, paths.root, paths.root / "logs"):
+        clean_stale_stages(parent)
+    clear_leases(paths)
+
+
+def _set_aside(paths: RunPaths, step: int, incarnation: int) -> None:
+    batches = [n for n in reversed(list_batches(paths)) if n > step]
+    names = [directory for n in batches for directory in (paths.rollouts_step(n), paths.packed_step(n))]
+    names += [paths.weights_step(n) for n in reversed(list_versions(paths)) if n > step]
+    moved = [set_aside(paths, path, incarnation) for path in names]
+    all_moved = [*filter(None, moved), *set_checkpoints_aside(paths, step, incarnation)]
+    if all_moved:
+        logger.warning(
+            f"{paths.root.name}: {len(all_moved)} batches, weight versions and checkpoints after step {step} "
+            f"({_size(all_moved)}) are set aside, not deleted: delete {SET_ASIDE}* below {_places(all_moved)} when "
+            "nobody needs them"
+        )
+
+
+def _size(moved: Sequence[Path]) -> str:
+    """For people: what is broken does not count."""
+    total = 0
+    for path in moved:
+        try:
+            total += read_manifest(path).total_size
+        except StoreError:
+            continue
+    return f"{total / 2**30:.1f} GiB"
+
+
+def _places(moved: Sequence[Path]) -> str:
+    return ", ".join(sorted({str(path.parent) for path in moved}))

@@ -1,0 +1,116 @@
+"""How a server with a selector accepts connections: those who prove that they know its secret come in, few others wait.
+
+Used by the doorbell's hub; the handover, which has a thread for each connection, uses `auth` directly.
+"""
+
+import selectors
+import socket
+import time
+
+from loguru import logger
+
+from prime_hpc.store.messaging.auth import UNPROVEN_GRACE_S, Challenge, Newcomers, StrangerError
+
+_ACCEPT_AT_ONCE = 64
+
+
+class Admission:
+    """The listener of one server and the connections that have given no proof yet. Belongs to the server's thread.
+
+    Args:
+        listener: bound and listening; closed by `close`.
+        secret: what a client must prove to know.
+        purpose: the server's name, part of the proof.
+    """
+
+    def __init__(self, listener: socket.socket, secret: str, purpose: str) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._secret, self._purpose = secret, purpose
+        self._newcomers = Newcomers(purpose)
+        self._challenges: dict[socket.socket, Challenge] = {}
+        self._is_accepting = False
+
+    def tend(self, selector: selectors.BaseSelector, timeout: float) -> float:
+        """Before each `select`: newcomers go whose time is over or who are in the way; others may come where there is
+        room. Returns how long to sleep, at most `timeout`."""
+        for sock in self._newcomers.overdue():
+            self._refuse(selector, sock, "no proof in time")
+        if self._newcomers.is_full and (victim := self._newcomers.first_to_go()) is not None:
+            self._refuse(selector, victim, "too many at once")
+        self._accept(selector, not self._newcomers.is_full)
+        return min(timeout, UNPROVEN_GRACE_S / 2) if self._newcomers else timeout
+
+    def concerns(self, sock: object) -> bool:
+        """Whether `handle` takes care of this socket."""
+        return sock is self._listener or sock in self._challenges
+
+    def handle(self, selector: selectors.BaseSelector, sock: socket.socket) -> tuple[socket.socket, bytes] | None:
+        """A readable socket. Returns a connection whose client has given its proof, no longer in the selector, and the
+        server's own proof, which must be sent first."""
+        if sock is self._listener:
+            self._welcome(selector)
+            return None
+        return self._examine(selector, sock)
+
+    def close(self, selector: selectors.BaseSelector) -> None:
+        """Accept nobody any more and let go who waits. A second time does no harm."""
+        self._accept(selector, False)
+        self._listener.close()
+        for sock in list(self._challenges):
+            self._take_out(selector, sock)
+            sock.close()
+
+    def _accept(self, selector: selectors.BaseSelector, wanted: bool) -> None:
+        if wanted and not self._is_accepting:
+            selector.register(self._listener, selectors.EVENT_READ)
+        elif self._is_accepting and not wanted:
+            selector.unregister(self._listener)
+        self._is_accepting = wanted
+
+    def _welcome(self, selector: selectors.BaseSelector) -> None:
+        for _ in range(_ACCEPT_AT_ONCE):
+            if self._newcomers.is_full:
+                return
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # the caller left again, or no descriptors are free: others are still served
+                logger.debug(f"{self._purpose}: accept failed: {error}")
+                time.sleep(0.05)
+                return
+            sock.setblocking(False)
+            self._newcomers.add(sock, str(address[0]))
+            self._challenges[sock] = Challenge(self._secret, self._purpose)
+            selector.register(sock, selectors.EVENT_READ)
+
+    def _examine(self, selector: selectors.BaseSelector, sock: socket.socket) -> tuple[socket.socket, bytes] | None:
+        challenge = self._challenges[sock]
+        try:
+            data = sock.recv(4096)
+            if not data:
+                raise StrangerError("closed without a proof")
+            self._newcomers.note_words(sock)
+            answer = challenge.feed(data)
+            if challenge.proven:
+                self._take_out(selector, sock)
+                return sock, answer
+            if answer:
+                sock.send(answer)  # some 50 bytes into an empty buffer
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._refuse(selector, sock, str(error))
+        return None
+
+    def _take_out(self, selector: selectors.BaseSelector, sock: socket.socket) -> None:
+        selector.unregister(sock)
+        del self._challenges[sock]
+        self._newcomers.remove(sock)
+
+    def _refuse(self, selector: selectors.BaseSelector, sock: socket.socket, why: str) -> None:
+        selector.unregister(sock)
+        del self._challenges[sock]
+        self._newcomers.refuse(sock, why)
+        sock.close()

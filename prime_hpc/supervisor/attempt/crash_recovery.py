@@ -1,0 +1,132 @@
+"""Lives of a run that ended without a word: killed with their node, or at once. The next life finds out what it can.
+
+Called by `main` before an attempt begins, so that `attempts.jsonl` holds the true cause of every end, and so that a run
+directory which another job still works in is refused.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from prime_hpc.config import ConfigError
+from prime_hpc.config.site import has_accounting
+from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.slurm.client import SlurmError, history, jobs, run_slurm
+from prime_hpc.slurm.termination import lost_hosts
+from prime_hpc.store.attempts import is_held, lives_elsewhere, read_attempts, rewrite_row
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.supervisor.attempt.start import newest_saved_step
+
+ASK_TIMEOUT_S = 10.0
+STALE_TRIES = 20
+
+
+def close_lost_lives(run_dir: Path, paths: RunPaths, allocation: Allocation | None) -> list[str]:
+    """Write down the end of every earlier attempt that could not do it itself.
+
+    Returns:
+        nodes that seem to have been lost.
+
+    Raises:
+        ConfigError: another job, or another process here, still runs an attempt of this run.
+    """
+    lost: list[str] = []
+    for row in read_attempts(paths.attempts):
+        if row["ended"] is not None:
+            continue
+        own = allocation is not None and row.get("job_id") == allocation.job_id
+        if not own and is_held(row):
+            raise ConfigError(
+                f"{run_dir}: attempt {row['attempt']} still runs here (process {row['pid']}); end it first, "
+                "or choose another --name"
+            )
+        if not own and (signs := lives_elsewhere(run_dir, row)) is not None:
+            raise ConfigError(f"{run_dir}: {signs}")
+        if not own and row.get("job_id"):
+            _refuse_if_running(run_dir, row)
+        outcome, cause, nodes = _cause(row, allocation, run_dir)
+        lost += nodes
+        last_word = _last_word(run_dir, row)
+        saved = newest_saved_step(paths)
+        rewrite_row(
+            paths.attempts,
+            {**row, "ended": last_word, "outcome": outcome, "cause": cause, "lost_nodes": nodes, "saved_step": saved},
+        )
+        logger.warning(f"attempt {row['attempt']} ended without a word: {cause}")
+    return lost
+
+
+def cancel_stale_steps(allocation: Allocation) -> None:
+    """End steps of an earlier life of this job before the first step of this one is started.
+
+    A het job that lost its batch host starts its first component anew beside the others' old steps; once a new step has
+    taken an old one's number, Slurm cannot reach the old one's tasks any more.
+    """
+    ids = sorted(set(allocation.component_ids) or {allocation.job_id})
+    for again in range(STALE_TRIES):
+        try:
+            table = run_slurm(["squeue", "-h", "-s", "-j", ",".join(ids), "-o", "%i"], timeout_s=ASK_TIMEOUT_S)
+            stale = [step for step in table.split() if step.rpartition(".")[2].isdigit()]
+            if not stale:
+                return
+            logger.warning(f"steps of an earlier life are still there: {', '.join(stale)}")
+            for step in stale if not again else ():
+                run_slurm(["scancel", step], timeout_s=ASK_TIMEOUT_S)
+        except SlurmError as error:  # agents of an old life fence themselves as well
+            logger.warning(f"whether steps of an earlier life are left is unknown: {error}")
+            return
+        time.sleep(1.0)
+
+
+def _refuse_if_running(run_dir: Path, row: dict[str, Any]) -> None:
+    try:
+        info = jobs([row["job_id"]]).get(row["job_id"])
+    except SlurmError as error:
+        logger.warning(f"whether job {row['job_id']} still runs is unknown: {error}")
+        return
+    if info is not None and info.state in ("RUNNING", "COMPLETING", "SUSPENDED"):
+        raise ConfigError(
+            f"{run_dir}: job {row['job_id']} ({info.state}) still works there on {info.nodes}; "
+            f"cancel it first (prime-hpc cancel {run_dir}), or choose another --name"
+        )
+
+
+def _last_word(run_dir: Path, row: dict[str, Any]) -> float:
+    """When the life was last seen alive."""
+    times = [
+        path.stat().st_mtime for path in (run_dir / "status.json", run_dir / "logs" / "supervisor.log") if path.exists()
+    ]
+    return max([row["began"], *(t for t in times if t <= time.time())])
+
+
+def _cause(row: dict[str, Any], allocation: Allocation | None, run_dir: Path) -> tuple[str, str, list[str]]:
+    """Outcome, cause and lost nodes of a life that left no end."""
+    if row.get("job_id") is None:
+        return "failed", f"the supervisor (process {row['pid']} on {row['host']}) was killed", []
+    hosts = sorted({host for group in (row.get("nodes") or {}).values() for host in group} | {row["host"]})
+    lost = lost_hosts(hosts, row["began"], silent_end=True)
+    if lost:
+        return "node_lost", f"node {', '.join(lost)} was lost", lost
+    states = _accounting(row) if has_accounting(run_dir) else []
+    for state, outcome, words in (
+        ("NODE_FAIL", "node_lost", "Slurm lost a node"),
+        ("PREEMPTED", "preempted", "preempted, with no time to save"),
+        ("TIMEOUT", "requeued", "the time limit was reached, with no time to save"),
+        ("CANCELLED", "interrupted", "cancelled"),
+        ("OUT_OF_MEMORY", "failed", "a node ran out of memory"),
+    ):
+        if state in states:
+            return outcome, words, []
+    if allocation is not None and row.get("job_id") == allocation.job_id:
+        return "failed", "the batch process was killed, and Slurm requeued the job (a node failure, or by hand)", []
+    return "failed", f"job {row['job_id']} ended without a word: its batch process was killed", []
+
+
+def _accounting(row: dict[str, Any]) -> list[str]:
+    """States of this job's lives that ended after the attempt began, where accounting answers."""
+    try:
+        return [info.state for info in history(row["job_id"]) if info.end is None or info.end >= row["began"]]
+    except SlurmError:
+        return []

@@ -1,0 +1,250 @@
+"""Agents that nobody leads any more: they have ended their roles, and see to it that the job's nodes are given back.
+
+    batch host dies, hangs or is cut off --> roles fail, or are ended (fence_s); their agents stay
+        Slurm ends or requeues the job                       --> the agents end with it
+        Slurm drops the node, the job runs on (--no-kill)    --> an agent gives the job back at once
+        Slurm says nothing for SETTLE_S                      --> an agent gives the job back all the same
+
+Slurm's own verdict takes SlurmdTimeout, and may never come: a controller that was started anew does not miss a node
+that it has not heard since. Giving back is what the supervisor would have done: requeue, or cancel, as the policy says.
+Where the supervisor lives on, cut off, it ends its attempt too (`node_silence_s`), and the next life fences it.
+Called by `agent`; what it needs of the run directory is read with a deadline, for the file system may hang as well.
+"""
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.hostlist import expand_hosts
+from prime_hpc.slurm.requeue import leave_out, requeue, silent_nodes
+from prime_hpc.slurm.termination import field
+
+RETURN = "PRIMEHPC_RETURN"
+"""Environment of the agents: a `Return` as JSON."""
+LOOK_S = 10.0
+LATER_LOOK_S = 30.0
+"""Of the many agents that are not among the first: the controller is asked less often."""
+SETTLE_S = 60.0
+"""From the end of an agent's role, within which Slurm's own verdict is awaited."""
+AGAIN_S = 30.0
+"""After a try that changed nothing."""
+TURN_S = 20.0
+"""By so much later does the agent of the next node act: the first one's requeue is seen by then."""
+MAX_TURNS = 5
+READ_S = 20.0
+"""Longest wait for the run directory; a file system that hangs must not keep the nodes."""
+ASK_S = 15.0
+"""Longest wait for an answer of the controller."""
+MAX_REFUSALS = 3
+"""So often may Slurm refuse to requeue the job before it is cancelled: its nodes are wanted by others."""
+
+Ask = Callable[[str], str]
+"""Job id -> its lines in `scontrol show job --oneliner`. Raises OSError or RuntimeError where Slurm cannot be asked."""
+Fate = Literal["over", "kept", "dropped", "suspended", "unknown"]
+
+
+@dataclass(frozen=True)
+class Return:
+    """What an agent must know to give its job back without reading a file."""
+
+    job: str
+    """Raw id of the leader."""
+    parts: list[str]
+    """Ids that the job's steps state: a stand-in's agent states another one, and has nothing to give back."""
+    hosts: str
+    """Host list of all nodes."""
+    batch_host: str
+    mode: str
+    """How the job comes back: requeue, successor, off."""
+    num_nodes: int
+    """That the next life needs; 0: the job cannot shrink."""
+    exclude: bool = False
+    """Whether the next life must not get nodes that are silent now."""
+
+    def to_env(self) -> dict[str, str]:
+        """The variable from which `from_env` reads it."""
+        return {RETURN: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> "Return | None":
+        """Of the job of this agent; None: there is none, or it is another's."""
+        text = environ.get(RETURN)
+        known = cls(**json.loads(text)) if text else None
+        return known if known is not None and environ.get("SLURM_JOB_ID") in known.parts else None
+
+    def turn(self, host: str) -> int:
+        """Place of a node among those that may act."""
+        others = [name for name in expand_hosts(self.hosts) if name != self.batch_host]
+        return min(others.index(host) if host in others else len(others), MAX_TURNS)
+
+
+def fate(lines: str, restarts: str) -> Fate:
+    """What Slurm says of the job whose supervisor is not heard.
+
+    Args:
+        lines: of `scontrol show job --oneliner`; a het job's leader comes first.
+        restarts: how often the job had been restarted in this life.
+
+    Returns:
+        `over`: this life has ended, or another has begun; `dropped`: it runs on without its batch host.
+    """
+    line = next((text for text in lines.splitlines() if text.strip()), "")
+    state = field(line, "JobState")
+    if not state:
+        return "unknown"
+    if field(line, "Restarts") != restarts:
+        return "over"
+    if state in ("SUSPENDED", "STOPPED"):
+        return "suspended"
+    if state != "RUNNING":
+        return "over"
+    return "kept" if field(line, "BatchHost") in expand_hosts(field(line, "NodeList")) else "dropped"
+
+
+class Orphan:
+    """One agent's part in giving the job back.
+
+    Args:
+        known: the job.
+        restarts: SLURM_RESTART_COUNT of this life.
+        host: this node's name.
+        is_led: whether the supervisor is heard again, or this agent is wanted no more.
+        ask: see `Ask`.
+        clock, sleep: time, seconds; the clock does not count while this process is stopped.
+    """
+
+    def __init__(
+        self,
+        known: Return,
+        restarts: str,
+        host: str,
+        is_led: Callable[[], bool],
+        ask: Ask,
+        *,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._known, self._restarts = known, restarts
+        self._turn = known.turn(host)
+        self._is_led = is_led
+        self._ask, self._clock, self._sleep = ask, clock, sleep
+
+    def wait(self, settle_s: float) -> bool:
+        """Wait for Slurm's verdict; whether it is for this node to give the job back now.
+
+        Args:
+            settle_s: so long Slurm may say nothing.
+        """
+        due = self._clock() + settle_s + TURN_S * self._turn
+        dropped = False
+        while not self._is_led():
+            state = self._look()
+            if state == "over":
+                return False
+            if state == "suspended":
+                due = self._clock() + settle_s + TURN_S * self._turn
+            if state == "dropped" and not dropped:
+                dropped, due = True, min(due, self._clock() + TURN_S * self._turn)
+            if state in ("kept", "dropped") and self._clock() >= due:
+                return True
+            self._pause(due)
+        return False
+
+    def _look(self) -> Fate:
+        try:
+            return fate(self._ask(self._known.job), self._restarts)
+        except (OSError, RuntimeError, ValueError):
+            return "unknown"  # the controller is away, or moves: it is asked again
+
+    def _pause(self, due: float) -> None:
+        look_s = LOOK_S if self._turn < MAX_TURNS else LATER_LOOK_S * random.uniform(0.7, 1.3)
+        left = due - self._clock()
+        end = self._clock() + (min(look_s, left) if left > 0 else look_s)
+        while self._clock() < end and not self._is_led():
+            self._sleep(min(1.0, max(0.05, end - self._clock())))
+
+
+def give_back(
+    run_dir: Path,
+    environ: Mapping[str, str],
+    host: str,
+    is_led: Callable[[], bool],
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Have the job of an agent that nobody leads any more come back, or end, as the policy says.
+
+    Returns once this life of the job is over, or somebody leads again.
+
+    Args:
+        run_dir: the run.
+        environ: of a task of the job.
+        host: this node's name.
+        is_led: see `Orphan`.
+        say: into the agent's log; must not block.
+        clock: see `Orphan`.
+    """
+    known = Return.from_env(environ)
+    if known is None:
+        return
+
+    def ask(job: str) -> str:
+        return run_slurm(["scontrol", "show", "job", "--oneliner", job], timeout_s=ASK_S)
+
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")
+    orphan = Orphan(known, restarts, host, is_led, ask, clock=clock, sleep=time.sleep)
+    settle_s, refusals, policy = SETTLE_S, 0, _Policy(run_dir, known)
+    say(f"[{host}] job {known.job} has nobody to lead it; without a word of Slurm it is given back in {settle_s:.0f} s")
+    while orphan.wait(settle_s):
+        settle_s = AGAIN_S
+        comes_back, why = policy.get()
+        say(f"[{host}] job {known.job} is led by nobody: {why}")
+        try:
+            if comes_back and known.mode == "requeue" and refusals < MAX_REFUSALS:
+                silent = silent_nodes(known.hosts) if known.exclude else []
+                leave_out(requeue(known.job, known.num_nodes), known.job, silent, known.num_nodes)
+            else:  # its nodes are free then, and a successor that waits with afternotok takes over
+                run_slurm(["scancel", known.job], timeout_s=ASK_S)
+        except SlurmError as error:
+            refusals += not error.is_unreachable
+            say(f"[{host}] job {known.job} could not be given back: {error}")
+
+
+class _Policy:
+    """Whether the job comes back, read from the run directory beside the wait for Slurm's verdict."""
+
+    def __init__(self, run_dir: Path, known: Return) -> None:
+        self._run_dir, self._known = run_dir, known
+        self._answer: tuple[bool, str] | None = None
+        self._reader = threading.Thread(target=self._read, name="policy", daemon=True)
+        self._reader.start()
+
+    def get(self) -> tuple[bool, str]:
+        """Whether, and why. Where the run directory cannot be read in time, the job comes back."""
+        self._reader.join(READ_S)
+        why = f"the run directory does not answer within {READ_S:.0f} s"
+        return self._answer or (self._known.mode != "off", why)
+
+    def _read(self) -> None:
+        from prime_hpc.config import load_run
+        from prime_hpc.store.attempts import read_attempts
+        from prime_hpc.supervisor.attempt.restart_policy import decide, mode_of_run
+        from prime_hpc.supervisor.attempt.start import run_paths, saved_step_if_known
+
+        try:
+            experiment = load_run(self._run_dir)
+            paths = run_paths(experiment, self._run_dir)
+            rows = read_attempts(paths.attempts)
+            # the life is still open in the ledger; the next one finds out what became of it
+            saved = saved_step_if_known(paths, rows[-1].get("saved_before"))
+            lost = {**rows[-1], "outcome": "node_lost", "saved_step": saved}
+            decision = decide([*rows[:-1], lost], experiment.slurm.survive, mode_of_run(self._run_dir))
+            self._answer = decision.again, decision.why
+        except (OSError, ValueError, RuntimeError, LookupError) as error:
+            self._answer = self._known.mode != "off", f"the run's policy cannot be read ({error})"

@@ -1,0 +1,130 @@
+"""How a job comes back: one policy for time limits, preemption, lost nodes and crashes.
+
+`decide` is pure; `come_back` asks Slurm. Called by `main` after an attempt has ended and is written down; `mode` says
+beforehand which way there is.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from prime_hpc.config import load_run
+from prime_hpc.config.sections.slurm import SurviveConfig
+from prime_hpc.config.site import read_site
+from prime_hpc.slurm.client import SlurmError
+from prime_hpc.slurm.requeue import leave_out, requeue
+from prime_hpc.slurm.requeue_mode import Mode, resolve_mode
+
+EXIT_AGAIN = 75
+"""EX_TEMPFAIL (sysexits.h): the job's exit code when a successor, queued with afternotok, is to take over."""
+PATIENCE_S = 1800.0
+"""So long a controller may be away before the job ends without being requeued."""
+LOOK_S = 5.0
+
+FINAL = ("completed", "stopped", "interrupted")
+SLURMS_DOING = ("preempted",)
+"""Outcomes that say nothing about the run itself: they never count as a life without progress."""
+
+
+def mode_of_run(run_dir: Path) -> Mode:
+    """How the run in `run_dir` comes back.
+
+    Raises:
+        ConfigError: it holds no run, or its profile is wrong.
+    """
+    experiment, site = load_run(run_dir), read_site(run_dir)
+    partition = experiment.slurm.trainer.partition or experiment.slurm.partition or site.options.partition
+    return resolve_mode(experiment.slurm, site, partition)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the job comes back, and why or why not."""
+
+    again: bool
+    why: str
+
+
+def lives_without_progress(rows: Sequence[dict[str, Any]]) -> int:
+    """How many lives in a row, counted from the last, ended without a checkpoint newer than they began with.
+
+    Not than the newest there ever was: a run may go on from an earlier step, and of runs below a parent, whose steps
+    are counted together, one may be deleted.
+    """
+    count = 0
+    for row in reversed(rows):
+        if (row.get("saved_step") or 0) > (row.get("saved_before") or 0):
+            break
+        if row.get("outcome") not in SLURMS_DOING:
+            count += 1
+    return count
+
+
+def decide(rows: Sequence[dict[str, Any]], config: SurviveConfig, mode: Mode) -> Decision:
+    """Whether the life that `rows` end with is followed by another.
+
+    Args:
+        rows: all attempts so far, the last one ended.
+        config: the policy.
+        mode: how this job could come back.
+    """
+    last = rows[-1]
+    outcome = last["outcome"]
+    if outcome in FINAL:
+        return Decision(False, outcome)
+    if mode == "off":
+        return Decision(False, "slurm.survive.how = off")
+    if last.get("exit_code") == 2:
+        return Decision(False, "the config cannot run here: another life would fail in the same way")
+    if len(rows) >= config.max_lives:
+        return Decision(False, f"slurm.survive.max_lives = {config.max_lives} attempts were made")
+    idle = lives_without_progress(rows)
+    if idle > config.max_crashes:
+        return Decision(
+            False, f"{idle} lives in a row saved nothing new (slurm.survive.max_crashes = {config.max_crashes})"
+        )
+    return Decision(True, f"life {len(rows) + 1} follows" + (f", {idle} without progress so far" if idle else ""))
+
+
+def come_back(
+    job_id: str,
+    mode: Mode,
+    num_nodes: int,
+    exclude: Sequence[str] = (),
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Requeue this job, leaving out bad nodes; the caller dies of it soon. False: Slurm refuses.
+
+    While the controller is away it is asked again: a job that ended meanwhile would not come back, and nobody else
+    gets its nodes either.
+
+    With `successor` nothing is asked: the exit code releases the job that waits with afternotok.
+
+    Args:
+        job_id: this job's leader.
+        mode: how the job comes back.
+        num_nodes: that the job needs; a packed job that lost a node (--no-kill) would come back smaller. 0: leave it.
+        exclude: nodes that the next life must not get.
+        clock, sleep: time, seconds.
+    """
+    if mode == "successor":
+        return True
+    end = clock() + PATIENCE_S
+    while True:
+        try:
+            job = requeue(job_id, num_nodes)
+            break
+        except SlurmError as error:
+            if not error.is_unreachable or clock() >= end:
+                logger.error(f"job {job_id} could not be requeued: {error}")
+                return False
+            logger.warning(f"job {job_id} is to be requeued as soon as Slurm can be asked: {error}")
+            sleep(LOOK_S)
+    leave_out(job, job_id, exclude, num_nodes)
+    return True

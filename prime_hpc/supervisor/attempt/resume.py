@@ -1,0 +1,270 @@
+"""Where a life of the run goes on: the checkpoint it starts from, its own or another run's. Called by `begin`.
+
+What the config asks for (`ckpt.resume_step`) is obeyed once per submission: the lives that Slurm gives the job after
+that go on from the newest whole checkpoint, or a requeued job would fall back to the same step for ever.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+from loguru import logger
+
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.store.artifact import ArtifactError, read_manifest, set_aside, verify_artifact
+from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
+from prime_hpc.store.checkpoint.doubts import Doubts
+from prime_hpc.store.checkpoint.import_checkpoint import adopt_checkpoint, adopt_weights, find_checkpoint, run_of
+from prime_hpc.store.checkpoint.newest import SMALL, Choice, choose_newest
+from prime_hpc.store.errors import StoreError, Unreadable
+from prime_hpc.store.io import files
+from prime_hpc.store.layout import RunPaths, is_late, life_starts, list_steps
+from prime_hpc.store.model_fingerprint import conflicts, model_identity
+
+KEY = "ckpt.resume_step"
+SETTLE_S = 1.0
+"""How long a small file may be what a network file system shows while names change."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint to go on from."""
+
+    info: CheckpointInfo
+    is_foreign: bool
+    """It lies with another run."""
+    was_asked: bool
+    """The config names it; otherwise it is just the newest one."""
+    passed_over: bool = False
+    """There are newer ones, from which the run does not go on."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is known of a run when one of its lives begins."""
+
+    again: bool
+    """It has lived before."""
+    expected: int
+    """It must have a checkpoint of this step or a newer one (`newest.expected_step`)."""
+    life: int
+    """Its newest life."""
+
+
+def choose_start(experiment: Experiment, paths: RunPaths, reading: Reading, doubts: Doubts) -> Start | None:
+    """The checkpoint that this life goes on from; None: from the beginning.
+
+    Args:
+        experiment: the tree.
+        paths: the run.
+        reading: what is known of it.
+        doubts: first readings of what was not as it should be.
+
+    Raises:
+        ConfigError: the checkpoint asked for does not exist, is broken, or is not of this model or kind of run.
+        StoreError: all that there was is proved broken; the run does not start over by itself.
+        Unreadable, OSError: it cannot be told now.
+    """
+    asked = experiment.ckpt.resume_step if experiment.ckpt is not None else None
+    obeyed_at = _obeyed_at(paths, asked)
+    if asked is not None and obeyed_at is None:
+        return _asked(experiment, paths, asked, reading, doubts)
+    if not reading.again and obeyed_at is None:
+        return None
+    choice = _newest(experiment, paths, reading, doubts)
+    if choice.info is not None:
+        return Start(choice.info, is_foreign=False, was_asked=False, passed_over=bool(choice.passed_over))
+    return _asked(experiment, paths, asked, reading, doubts) if asked is not None else None
+
+
+def _newest(experiment: Experiment, paths: RunPaths, reading: Reading, doubts: Doubts) -> Choice:
+    def unfit(info: CheckpointInfo) -> str | None:
+        lacks_half = experiment.kind == "rl" and info.orchestrator_state is None
+        return "it holds no orchestrator state" if lacks_half else None
+
+    return choose_newest(paths, doubts, expected=reading.expected, life=reading.life, unfit=unfit)
+
+
+def _asked(experiment: Experiment, paths: RunPaths, asked: int | str | Path, reading: Reading, doubts: Doubts) -> Start:
+    try:
+        passed_over = False
+        if isinstance(asked, Path):
+            info = find_checkpoint(asked, deep=False)
+        elif isinstance(asked, int):
+            info = _own(paths, asked, doubts)
+        else:
+            info, passed_over = _latest(experiment, paths, reading, doubts)
+    except Unreadable:
+        raise
+    except StoreError as error:
+        raise ConfigError(f"{KEY} = {asked}: {error}") from error
+    is_foreign = info.path.parent.resolve() != paths.checkpoints.resolve()
+    over = info.step >= experiment.max_steps
+    if over and asked == "latest" and info.step == experiment.max_steps:
+        # Whoever says "latest" after every crash means: go on if there is anything left.
+        logger.warning(f"step {info.step} is the last one (max_steps): nothing is left to train; raise --max-steps")
+    elif over:
+        raise ConfigError(
+            f"{KEY} = {asked} is step {info.step}, but max_steps = {experiment.max_steps}: nothing is left to do; "
+            "raise --max-steps"
+        )
+    wrong = misfits(experiment, info)
+    if wrong:
+        raise ConfigError(f"{KEY} = {asked}: {info.path} cannot be resumed from: {'; '.join(wrong)}")
+    passed_over = passed_over or any(step > info.step for step in list_steps(paths.checkpoints, digits=0))
+    return Start(info, is_foreign, was_asked=True, passed_over=passed_over)
+
+
+def _own(paths: RunPaths, step: int, doubts: Doubts) -> CheckpointInfo:
+    """The checkpoint of this run that is meant.
+
+    Raises:
+        StoreError: there is none, it is broken (read twice), or a fenced life wrote it.
+        Unreadable, OSError: that cannot be told now.
+    """
+    try:
+        info = resolve_resume(paths.checkpoints, step, deep=False, small=SMALL)
+        doubts.read_again(paths, step, info.path, info.manifest)
+    except ArtifactError as error:
+        doubts.confirm(error)
+        raise
+    except StoreError as error:
+        if isinstance(error.__cause__, ArtifactError):
+            doubts.confirm(error.__cause__)
+        raise
+    why = _is_of_a_fenced_life(paths, info)
+    if why is not None:
+        raise StoreError(f"checkpoint of step {info.step}: {why}")
+    return info
+
+
+def _latest(experiment: Experiment, paths: RunPaths, reading: Reading, doubts: Doubts) -> tuple[CheckpointInfo, bool]:
+    """The newest whole one, and whether there are newer ones that are not."""
+    choice = _newest(experiment, paths, reading, doubts)
+    if choice.info is not None:
+        return choice.info, bool(choice.passed_over)
+    reasons = "; ".join(f"step {step}: {why}" for step, why in choice.passed_over.items())
+    raise StoreError(f"{paths.checkpoints}: no whole checkpoint to resume from ({reasons or 'none is there'})")
+
+
+def _is_of_a_fenced_life(paths: RunPaths, info: CheckpointInfo) -> str | None:
+    """Why a checkpoint of this run does not belong to what it has done since; None where it does."""
+    life = info.manifest.incarnation
+    if is_late(info.step, life, life_starts(paths)):
+        return f"life {life} wrote it after a newer life had begun below step {info.step}"
+    return None
+
+
+def misfits(experiment: Experiment, info: CheckpointInfo) -> list[str]:
+    """Why a checkpoint is not one of this experiment, as far as its manifest and small files tell; [] where it is.
+
+    Other numbers of ranks, nodes, rollouts of a prompt or prompts of a batch are no reason.
+    """
+    meta = info.manifest.meta
+    found = []
+    if meta.get("kind", experiment.kind) != experiment.kind:
+        cure = "start from its weights instead: --model.name RUN/weights/step_<n>"
+        found.append(f"it is of a run of kind {meta['kind']}, this is {experiment.kind} ({cure})")
+    elif experiment.kind == "rl" and info.orchestrator_state is None:
+        found.append("it holds no orchestrator state, so it is not of an RL run")
+    model = Path(experiment.model.name).expanduser()
+    if model.is_dir():  # a hub name is resolved by the trainer, which checks again
+        wrong = conflicts(meta.get("identity") or {}, model_identity(model))
+        found += [f"it is of another model than {experiment.model.name}: {', '.join(wrong)}"] if wrong else []
+    if not found and info.orchestrator_state is not None:
+        seed = _seed_of(info.orchestrator_state)
+        if seed is not None and seed != experiment.seed:
+            found.append(f"seed was {seed} and is {experiment.seed}: prompts would be skipped or repeated")
+    return found
+
+
+def _seed_of(state: Path) -> int | None:
+    content = json.loads(files.retry_read(state.read_bytes, deadline_s=SETTLE_S))
+    return (content.get("prompts") or {}).get("seed")
+
+
+def _weights_of(info: CheckpointInfo, home: Path | None) -> Path | None:
+    """The weights version that belongs to a checkpoint, where it still lies in its run (`home`) and is whole.
+
+    Raises:
+        Unreadable: that cannot be told now.
+    """
+    if home is None:
+        return None
+    weights = RunPaths(home).weights_step(info.step)
+    try:
+        verify_artifact(weights, deadline_s=SETTLE_S)
+    except ArtifactError as error:
+        logger.warning(f"{info.path}: its weights version cannot be used, the trainer will publish it anew ({error})")
+        return None
+    return weights
+
+
+def take_over(start: Start, experiment: Experiment, paths: RunPaths, incarnation: int) -> None:
+    """Make another run's checkpoint, and for RL its weights, this run's own.
+
+    Weights that are not beside the checkpoint, or not whole, are no loss: it holds the parameters, and the trainer
+    publishes the version again before anybody needs it.
+
+    Raises:
+        StoreError: disk full, or a file that is not what its manifest says.
+    """
+    info, own = start.info, paths.weights_step(start.info.step)
+    home = run_of(info) if start.is_foreign else paths.root
+    weights = _weights_of(info, home) if experiment.kind == "rl" else None
+    if experiment.kind == "rl" and weights is None and own.exists():
+        # broken, or of the step that this run took itself before it starts from another's
+        set_aside(paths, own, incarnation)
+    if not start.is_foreign:
+        return
+    if weights is not None:
+        _make_room(paths, own, incarnation)
+        adopt_weights(weights, info.step, paths, incarnation)
+    _make_room(paths, paths.checkpoint_step(info.step), incarnation)
+    adopt_checkpoint(info, paths, incarnation)
+
+
+def _make_room(paths: RunPaths, own: Path, incarnation: int) -> None:
+    """What an earlier life of this run made of the same step is set aside."""
+    if own.exists() and read_manifest(own).incarnation < incarnation:
+        set_aside(paths, own, incarnation)
+
+
+def remember(experiment: Experiment, paths: RunPaths, start: Start | None) -> None:
+    """Note that what the config asks for was obeyed. After everything is in place."""
+    if start is None or not start.was_asked or experiment.ckpt is None:
+        return
+    row = {
+        "request": _request(paths, experiment.ckpt.resume_step),
+        "asked": str(experiment.ckpt.resume_step),
+        "step": start.info.step,
+        "from": str(start.info.path),
+    }
+    files.write_atomic(_record(paths), (json.dumps(row) + "\n").encode())
+
+
+def _obeyed_at(paths: RunPaths, asked: int | str | Path | None) -> int | None:
+    """The step that an earlier life of this submission began at on request.
+
+    Raises:
+        OSError: that cannot be told now; obeyed again, the run would fall back to that step.
+        StoreError: the record is not what was written.
+    """
+    try:
+        row = json.loads(_record(paths).read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise StoreError(f"{_record(paths)} is not what was written there ({error}): restore or delete it") from error
+    return int(row["step"]) if asked is not None and row.get("request") == _request(paths, asked) else None
+
+
+def _record(paths: RunPaths) -> Path:
+    return paths.root / "resume.json"
+
+
+def _request(paths: RunPaths, asked: int | str | Path | None) -> str:
+    """Tells one submission from another: each writes its own lock file."""
+    lock = paths.lock_json.read_bytes() if paths.lock_json.exists() else b""
+    return xxhash.xxh3_64_hexdigest(lock + str(asked).encode())

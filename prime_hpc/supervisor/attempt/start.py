@@ -1,0 +1,166 @@
+"""The beginning of an attempt: a new incarnation, the step to resume from, and a run directory that agrees with it.
+
+Called by the supervisor before any role starts. It alone decides; roles are told.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.child_runs import is_parent
+from prime_hpc.store.attempts import Attempt, begin, is_held, read_attempts
+from prime_hpc.store.checkpoint.checkpoints import newest_first
+from prime_hpc.store.checkpoint.doubts import Doubts, settle_doubts
+from prime_hpc.store.checkpoint.import_checkpoint import claim_root, point_to_root
+from prime_hpc.store.checkpoint.newest import expected_step
+from prime_hpc.store.checkpoint.rollback import rewind
+from prime_hpc.store.child_runs import list_children
+from prime_hpc.store.errors import StoreError, Unreadable
+from prime_hpc.store.io import files
+from prime_hpc.store.io.retry_reads import Patience
+from prime_hpc.store.layout import (
+    RunPaths,
+    check_incarnation,
+    claim_incarnation,
+    is_late,
+    life_starts,
+    newest_life,
+    record_start,
+    refuse_other_owner,
+)
+from prime_hpc.supervisor.attempt.resume import Reading, Start, choose_start, remember, take_over
+
+
+def run_paths(experiment: Experiment, run_dir: Path) -> RunPaths:
+    """The run's paths, with the checkpoint directory that its config names."""
+    return RunPaths(run_dir, experiment.ckpt.path if experiment.ckpt else None)
+
+
+def newest_saved_step(paths: RunPaths) -> int | None:
+    """Step of the newest whole checkpoint, if any; of a run with runs below it, the sum of theirs.
+
+    Raises:
+        Unreadable, OSError: that cannot be told now.
+    """
+    children = [saved_step_if_known(RunPaths(paths.root / name)) for name in list_children(paths.root)]
+    if any(children):
+        return sum(step or 0 for step in children)
+    starts = life_starts(paths)
+    whole = newest_first(paths.checkpoints)
+    return next((info.step for info in whole if not is_late(info.step, info.manifest.incarnation, starts)), None)
+
+
+def saved_step_if_known(paths: RunPaths, known: int | None = None) -> int | None:
+    """`newest_saved_step`, or what is known where that cannot be told now."""
+    try:
+        return newest_saved_step(paths)
+    except (StoreError, OSError) as error:
+        logger.warning(f"which checkpoint of {paths.root.name} is the newest cannot be told now: {error}")
+        return known
+
+
+def begin_attempt(
+    experiment: Experiment,
+    run_dir: Path,
+    *,
+    job_id: str | None = None,
+    restarts: int | None = None,
+    patience: Patience | None = None,
+) -> Attempt:
+    """Claim a life of the run and bring its directory back to the step from which this life goes on.
+
+    Args:
+        experiment, run_dir: the run.
+        job_id, restarts: of the Slurm job, if any.
+        patience: with what cannot be read; default: what the config says.
+
+    Raises:
+        ConfigError: another process holds the run, it is another user's, or the checkpoint asked for does not exist or
+            is broken.
+        Unreadable: something could not be read until the deadline; no checkpoint, batch or version was touched.
+    """
+    paths, config = run_paths(experiment, run_dir), experiment.supervisor
+    patience = patience or Patience(config.read_timeout_s)
+    try:
+        patience(lambda: refuse_other_owner(run_dir))
+        earlier = patience(lambda: _earlier(paths))
+        incarnation = patience(lambda: _claim(paths, earlier))
+        start = None
+        if not is_parent(experiment):
+            doubts = Doubts(config.doubt_s)
+            start = patience(lambda: choose_start(experiment, paths, _read(paths, earlier, incarnation), doubts))
+        step = start.info.step if start is not None else None
+        patience(lambda: _bring_back(experiment, paths, start, incarnation))
+        saved_before = patience(lambda: newest_saved_step(paths))
+        patience(lambda: check_incarnation(paths, incarnation))  # all this may have taken long
+    except Unreadable:
+        raise
+    except StoreError as error:
+        raise ConfigError(str(error)) from error
+    why = "first start" if not earlier else f"resumes at step {step}" if step is not None else "starts over"
+    if is_parent(experiment) and earlier:
+        why = "goes on with its runs"
+    if start is not None and start.is_foreign:
+        why = f"starts from {start.info.path}"
+    return patience(
+        lambda: begin(
+            paths.attempts,
+            incarnation=incarnation,
+            why=why,
+            resume_step=step,
+            saved_before=saved_before,
+            job_id=job_id,
+            restarts=restarts,
+        )
+    )
+
+
+def _earlier(paths: RunPaths) -> list[dict[str, Any]]:
+    """The attempts so far, none of which may still run here."""
+    earlier = read_attempts(paths.attempts)
+    for row in earlier:
+        if is_held(row):
+            raise ConfigError(
+                f"{paths.root}: attempt {row['attempt']} still runs here (process {row['pid']}); end it first, "
+                "or choose another --name"
+            )
+    return earlier
+
+
+def _claim(paths: RunPaths, earlier: list[dict[str, Any]]) -> int:
+    """A new life, of a run whose lives and checkpoints can be seen."""
+    newest = newest_life(files.list_dir(paths.incarnation))
+    known = max((row["incarnation"] for row in earlier), default=0)
+    if newest < known:
+        raise Unreadable(paths.incarnation, f"life {known} of this run is not listed there: is it mounted here?")
+    claim_root(paths, again=bool(earlier) or newest > 0)
+    return claim_incarnation(paths, after=newest)
+
+
+def _read(paths: RunPaths, earlier: list[dict[str, Any]], incarnation: int) -> Reading:
+    claims = [(row["incarnation"], row["saved_step"]) for row in earlier if row.get("saved_step")]
+    return Reading(
+        again=bool(earlier) or incarnation > 1, expected=expected_step(paths, claims, incarnation), life=incarnation
+    )
+
+
+def _bring_back(experiment: Experiment, paths: RunPaths, start: Start | None, incarnation: int) -> None:
+    """Everything that changes the directory; the same again does no harm."""
+    step = start.info.step if start is not None else 0
+    record_start(paths, incarnation, step)
+    point_to_root(paths)
+    rewind(paths, step, incarnation, keep=start is not None and start.passed_over)
+    settle_doubts(paths)
+    if start is not None:
+        take_over(start, experiment, paths, incarnation)
+        remember(experiment, paths, start)
+    if experiment.kind == "rl" and not is_parent(experiment):
+        _make_places(paths)
+
+
+def _make_places(paths: RunPaths) -> None:
+    """The directories in which roles of different nodes meet, before any of them could look for one too early."""
+    for directory in (paths.rollouts, paths.weights, paths.leases, paths.metrics("trainer").parent):
+        files.make_dir(directory)

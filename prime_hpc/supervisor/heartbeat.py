@@ -1,0 +1,50 @@
+"""The supervisor's sign of life: a thread that touches no file, so that a file system that hangs is no death.
+
+The supervisor's own loop lists directories, writes status.json and logs: on a shared file system that does not answer
+it waits, and goes on where it was. Meanwhile its agents hear this pulse, and the doorbell's hub hears theirs. A loop
+that stands for `stall_s` is given up: then the pulse stops, the agents end their roles and the job is given back.
+"""
+
+import threading
+from collections.abc import Callable
+
+from prime_hpc.runtime.clock import AwakeClock
+
+PULSE_S = 2.0
+_TICK_S = 0.2
+
+
+class Pulse:
+    """Rings until `close`.
+
+    Args:
+        ring: says one pulse; must not block.
+        clock: of the supervisor.
+        stall_s: a loop that has not ticked for so long is given up.
+    """
+
+    def __init__(self, ring: Callable[[], None], clock: AwakeClock, stall_s: float) -> None:
+        self._ring, self._clock, self._stall_s = ring, clock, stall_s
+        self._ticked = clock.now()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread.start()
+
+    def tick(self) -> None:
+        """The supervisor's loop is at work."""
+        self._ticked = self._clock.now()
+
+    def close(self) -> None:
+        """Fall silent."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        due, missed = self._clock.now(), self._clock.missed()
+        while not self._stop.wait(_TICK_S):
+            now = self._clock.now()
+            if self._clock.missed() > missed:  # stopped, as the agents may have been: they hear of it at once
+                due, missed = now, self._clock.missed()
+            if now >= due and now - self._ticked < self._stall_s:
+                due = now + PULSE_S
+                self._ring()

@@ -1,0 +1,117 @@
+"""Preflight as the first phase of an attempt in a Slurm job, and what is done about bad nodes.
+
+`main` makes a `Checkup` where the config wants one, or the site has a container; the supervisor runs it before it
+starts any role.
+"""
+
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from loguru import logger
+
+from prime_hpc.config import Experiment
+from prime_hpc.supervisor.attempt.bad_nodes import bad_nodes, ledger_path, record
+from prime_hpc.supervisor.preflight.images import start_images
+from prime_hpc.supervisor.preflight.launcher import module_arguments
+from prime_hpc.supervisor.preflight.run import FOLDER, REPORT, HostCheck, PreflightPlan, Report, run_preflight
+from prime_hpc.supervisor.roles.slurm_step import StepContext, StepSpec
+
+NO_STEP = ("Unable to create step", "Unable to confirm allocation")
+"""srun's words when the controller refuses: no fault of a node."""
+OUTSIDE = "prime_hpc.supervisor.preflight.node"
+"""Looks at the node itself, so that it runs outside the container."""
+
+
+class Checkup:
+    """The checks of one attempt's nodes."""
+
+    def __init__(self, experiment: Experiment, context: StepContext, specs: Sequence[StepSpec], log_dir: Path) -> None:
+        """
+        Args:
+            experiment: the run.
+            context: its job.
+            specs: its roles.
+            log_dir: of the attempt.
+        """
+        self._experiment = experiment
+        self._context = context
+        self._specs = specs
+        self._log_dir = log_dir
+
+    def run(self, attempt: int, stop: Callable[[], bool], environment: dict[str, str]) -> Report:
+        """Check every node of the job.
+
+        Args:
+            attempt: its number.
+            stop: whether to break off.
+            environment: of the checks.
+        """
+        trainer = next((spec for spec in self._specs if spec.name == "trainer"), None)
+        plan = PreflightPlan(
+            run_dir=self._context.run_dir,
+            attempt=attempt,
+            hosts=self._hosts(),
+            config=self._experiment.slurm.preflight,
+            trainer_hosts=list(trainer.hosts) if trainer else [],
+            log_dir=self._log_dir,
+        )
+
+        def run_step(argv: list[str], hosts: list[str], component: int) -> "subprocess.Popen[bytes]":
+            words = module_arguments(argv)
+            command = self._context.srun(
+                hosts, component, 1, "preflight", words, quiet=True, outside=words[0] == OUTSIDE
+            )
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+        report = Report([], 0.0, self._log_dir / FOLDER / REPORT, attempt=attempt)
+        box = self._context.container
+        if box is not None:
+            logger.info(f"starting the container {box.config.image} on every node")
+            start_images(plan.hosts, run_step, box.config.start_timeout_s, stop, report)
+        if report.ok and self._experiment.slurm.preflight.enabled:
+            report = run_preflight(plan, run_step, stop=stop)
+        for line in report.lines():
+            (logger.info if report.ok else logger.error)(line)
+        return report
+
+    def to_blame(self, report: Report) -> dict[str, str]:
+        """Bad nodes by cause; none of them where Slurm would not even make the step.
+
+        Slurm 22.05 refuses the steps of a job with GPUs ("Invalid generic resource") in the life after one that was
+        requeued while a node of it was dead; the life after that is well again.
+        """
+        return {node: why for node, why in report.bad.items() if not any(words in why for words in NO_STEP)}
+
+    def _hosts(self) -> list[HostCheck]:
+        """Every node of the allocation with what its roles need."""
+        checks = []
+        for component, hosts in enumerate(self._context.allocation.hosts):
+            for host in hosts:
+                here = [spec for spec in self._specs if host in spec.hosts]
+                needed = {gpu for spec in here for gpu in spec.gpus or ()}
+                roles = tuple(spec.label for spec in here)
+                stated = tuple(s.port for s in here if s.port is not None and s.hosts[0] == host)
+                on_gpus = any(spec.is_on_gpus for spec in here)
+                checks.append(HostCheck(host, component, max(needed) + 1 if needed else 0, on_gpus, roles, stated))
+        return checks
+
+
+def remember(experiment: Experiment, bad: dict[str, str]) -> None:
+    """Write bad nodes into the ledger that the runs of this output directory share."""
+    path = ledger_path(experiment.output_dir)
+    for node, cause in bad.items():
+        record(path, node, cause, experiment.name)
+
+
+def nodes_to_avoid(experiment: Experiment, lost: Sequence[str]) -> list[str]:
+    """Nodes that the next life should not get: those just lost, and those of the ledger that are not forgotten."""
+    known = bad_nodes(ledger_path(experiment.output_dir), experiment.slurm.survive.ledger_days)
+    return list(dict.fromkeys([*lost, *known]))

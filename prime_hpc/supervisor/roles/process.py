@@ -1,0 +1,291 @@
+"""One role's process: started in its own session with its own log, asked how it is, ended with all it started.
+
+Called by the supervisor only.
+"""
+
+import os
+import re
+import subprocess
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from prime_hpc.observe.role_status import read_status
+from prime_hpc.supervisor.roles.caches import node_caches
+from prime_hpc.supervisor.roles.process_tree import alive, family, marked, send
+from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
+
+LIFE = "PRIMEHPC_ROLE_LIFE"
+"""In the environment of everything that one start of a role starts: which start it was."""
+GONE_S = 10.0
+"""A killed process that holds much GPU memory takes seconds to give it back."""
+State = Literal["waiting", "starting", "ready", "done", "dead", "away"]
+"""`waiting`: not started, see `RoleSpec.after`; `away`: a server whose node was lost, and without which the run goes
+on."""
+_TORCHRUN_RANK = re.compile(r"rank\s*:\s*(\d+)")
+_TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
+_LOST_A_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|ended by SIGTERM")
+"""In the words of a rank that only ended because another one did."""
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""A proxy variable must not catch calls between a job's own nodes."""
+
+
+def log_tail(path: Path, lines: int = 20) -> str:
+    """The last lines of a log, for the error that names its role."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64_000))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+class Role:
+    """A role of one attempt. All methods return at once, except `end`."""
+
+    def __init__(
+        self,
+        spec: RoleSpec,
+        log_dir: Path,
+        environment: dict[str, str],
+        heard: dict[tuple[str, int], dict[str, Any]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            spec: what to start.
+            log_dir: where its log and status files are.
+            environment: of the process.
+            heard: the last "status" message of each role process by (role, index), which the doorbell fills.
+            clock: seconds during which the supervisor was running.
+        """
+        self._clock = clock
+        self.spec = spec
+        self._heard = heard if heard is not None else {}
+        self.log_dir = log_dir
+        suffix = f"_{spec.index}" if spec.index else ""
+        self.log_file = log_dir / f"{spec.name}{suffix}.log"
+        self.state: State = "waiting" if spec.after else "starting"
+        self.restarts = 0
+        self.was_ready = False
+        self.started = 0.0
+        """By `clock`, of the last start: the clock on the wall may be set meanwhile, or differ between nodes."""
+        self._before: dict[int, list[dict[str, Any]]] = {}
+        """What each process's place said before the last start: words of a former life."""
+        self._words: dict[int, tuple[Any, float]] = {}
+        """The last word of each process, and when it was noticed."""
+        self._environment = environment
+        self._command: list[str] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._life = ""
+        self._healthy_at = 0.0
+
+    @property
+    def pid(self) -> int:
+        """Process id of the role's leader."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def was_started(self) -> bool:
+        """Whether it ever had a process."""
+        return self._process is not None
+
+    @property
+    def running(self) -> bool:
+        """Whether the leader lives."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """The leader's exit code; negative: ended by that signal."""
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def lives(self) -> bool:
+        """Whether the process that the supervisor started is still there."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def command(self) -> list[str]:
+        """As it was started last."""
+        return self._command
+
+    @property
+    def health_url(self) -> str | None:
+        """Where a server says how it is."""
+        return self.spec.health_url
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Deadline of its readiness, from `started`."""
+        return self.spec.start_timeout_s
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is asked for its health instead of for heartbeats."""
+        return self.spec.health_url is not None
+
+    def start(self) -> None:
+        """Start the process; its output is appended to the role's log."""
+        self._launch(self.spec.command)
+
+    def lead(self, urls: Urls) -> None:
+        """Tell the role's agents what to do; a process of this machine has none."""
+
+    def lost_hosts(self, silence_s: float) -> list[str]:
+        """Nodes of the role that fell silent; this machine is none of them."""
+        return []
+
+    def missing_hosts(self) -> list[str]:
+        """Nodes of the role that never spoke."""
+        return []
+
+    def forgive(self, seconds: float) -> None:
+        """The supervisor itself was held up for so long, maybe with the role: neither deadlines nor silence counted."""
+        self.started += seconds
+        self._healthy_at += seconds
+        self._words = {index: (mark, noticed + seconds) for index, (mark, noticed) in self._words.items()}
+
+    def forget_silence(self) -> None:
+        """The supervisor was stopped, and the role may be still: whatever was not heard begins anew."""
+        now = self._clock()
+        self._healthy_at = max(self._healthy_at, now)
+        self._words = {index: (mark, now) for index, (mark, _) in self._words.items()}
+
+    def ask_to_end(self) -> None:
+        """Politely and at once; `processes.end_families` does it for this machine's processes."""
+
+    def _launch(self, command: list[str]) -> None:
+        self._command = command
+        self._words = {}
+        self._before = {index: self._read_words(index) for index in self._indices}
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._life = f"{self.spec.label}/{uuid.uuid4().hex}"
+        with self.log_file.open("ab") as log:
+            log.write(f"$ {' '.join(command)}\n".encode())
+            log.flush()
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={
+                    **self._environment,
+                    **node_caches(self._environment),
+                    **self.spec.environment,
+                    LIFE: self._life,
+                },
+                start_new_session=True,  # a Ctrl-C at the terminal reaches the supervisor alone
+            )
+        self.state = "starting"
+        self.started = self._clock()
+        self._healthy_at = self._clock()
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """What the role's processes last said of themselves in this life."""
+        newest = []
+        for index in self._indices:
+            rows = [row for row in self._read_words(index) if row not in self._before.get(index, [])]
+            if not rows:
+                continue
+            word = max(rows, key=lambda row: row.get("count", 0))
+            newest.append(word)
+            mark = (word.get("count"), word["time"], word["state"])
+            if index not in self._words or self._words[index][0] != mark:
+                self._words[index] = mark, self._clock()
+        return newest
+
+    @property
+    def _indices(self) -> range:
+        return range(self.spec.index, self.spec.index + self.spec.num_processes)
+
+    def _read_words(self, index: int) -> list[dict[str, Any]]:
+        """What a process has said of itself, in its file and on the doorbell."""
+        words = (read_status(self.log_dir, index), self._heard.get((self.spec.name, index)))
+        return [word for word in words if word is not None]
+
+    def says(self, state: str) -> bool:
+        """Whether all of the role's processes report this state (`done` counts as `ready` too)."""
+        wanted = {state, "done"} if state == "ready" else {state}
+        rows = self.statuses()
+        return len(rows) == self.spec.num_processes and all(row["state"] in wanted for row in rows)
+
+    def silent_s(self) -> float:
+        """Seconds since the oldest last word of the role's processes (since its start where none came)."""
+        self.statuses()
+        return self._clock() - min((noticed for _, noticed in self._words.values()), default=self.started)
+
+    def healthy(self, timeout_s: float = 2.0) -> bool:
+        """Whether the server answers its health route; True for roles without one."""
+        if self.health_url is None:
+            return not self.is_server
+        try:
+            with DIRECT.open(self.health_url, timeout=timeout_s) as answer:
+                well = answer.status == 200
+        except (urllib.error.URLError, OSError):
+            well = False
+        if well:
+            self._healthy_at = self._clock()
+        return well
+
+    def unwell_s(self) -> float:
+        """Seconds since the server last answered well."""
+        return self._clock() - self._healthy_at
+
+    def cause_of_death(self) -> str:
+        """Why the role ended: the first process to fail, in its own words where it left any."""
+        rows = {row["index"] - self.spec.index: row for row in self.statuses() if row["state"] == "failed"}
+        words = {rank: str(row["error"]) for rank, row in rows.items()}
+        if self.spec.num_processes > 1:
+            first = self._first_failed_rank()
+            if first is not None and first[0] not in words:
+                return f"{self.spec.label} rank {first[0]} {_ending(first[1])}"
+            # Ranks that lost another end within the same second; torchrun may have seen one of them first.
+            own = [rank for rank in words if not _LOST_A_PEER.search(words[rank])]
+            if words:
+                rank = first[0] if first is not None else min(words)
+                if own and rank not in own:
+                    rank = min(own, key=lambda r: rows[r]["time"])
+                return f"{self.spec.label} rank {rank}: {words[rank].removeprefix(f'rank {rank}: ')}"
+        elif words:
+            return f"{self.spec.label}: {words[0]}"
+        code = self.exit_code
+        return f"{self.spec.label} {_ending(code)}" if code is not None else f"{self.spec.label} fell silent"
+
+    def _first_failed_rank(self) -> tuple[int, int] | None:
+        """Rank and exit code of torchrun's root cause, which closes its log."""
+        tail = log_tail(self.log_file, 60)
+        ranks, codes = _TORCHRUN_RANK.findall(tail), _TORCHRUN_EXIT.findall(tail)
+        return (int(ranks[-1]), int(codes[-1])) if ranks and codes else None
+
+    def kill(self) -> None:
+        """SIGKILL the whole family at once, and what its leader left behind when it died: engines hold their GPUs for
+        as long as they live, and the next server would find no memory."""
+        if self._process is not None:
+            send({*family(self.pid), *self._marked()}, 9)
+
+    def _marked(self) -> list[psutil.Process]:
+        return marked(os.getpid(), LIFE, self._life) if self._life else []
+
+    def reap(self) -> None:
+        """Collect the exit code so that no zombie stays, and wait until what `kill` ended has given everything back."""
+        deadline = time.monotonic() + GONE_S
+        while alive(self._marked()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                os.kill(self._process.pid, 9)
+
+
+def _ending(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -1,0 +1,84 @@
+"""Servers whose node was lost in a packed job: on a spare node at once, or on their own later.
+
+Used by the supervisor.
+"""
+
+from collections.abc import Callable, Sequence
+
+from loguru import logger
+
+from prime_hpc.supervisor.roles.process import Role
+from prime_hpc.supervisor.roles.slurm_step import StepRole
+
+
+class Replicas:
+    """Which servers are away and when they are tried again.
+
+    Args:
+        retry_s: pause between attempts on a node that was lost.
+        spares: nodes that no role uses.
+        clock: of the supervisor.
+    """
+
+    def __init__(self, retry_s: float, spares: list[str], clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._retry_s = retry_s
+        self._spares = list(spares)
+        self._due: dict[str, float] = {}
+        self._on_trial: set[str] = set()
+        self._num_tries: dict[str, int] = {}
+
+    def is_on_trial(self, role: Role) -> bool:
+        """Whether the server was lost with its node and has not served since."""
+        return role.spec.label in self._on_trial and not self._served_since(role)
+
+    def _served_since(self, role: Role) -> bool:
+        if role.state == "ready":
+            self._on_trial.discard(role.spec.label)
+            self._num_tries.pop(role.spec.label, None)
+        return role.state == "ready"
+
+    def send_away(self, role: StepRole, lost: Sequence[str]) -> str:
+        """Take a server out of the run; returns what will become of it, for people."""
+        role.state = "away"
+        self._on_trial.add(role.spec.label)
+        if lost and len(self._spares) >= len(lost):
+            taken = [self._spares.pop(0) for _ in lost]
+            swap = dict(zip(lost, taken, strict=True))
+            role.hosts = [swap.get(host, host) for host in role.hosts]
+            self._due[role.spec.label] = 0.0
+            return f"its server is started on the spare node {', '.join(taken)}"
+        if self.has_failed_again(role):
+            role.stands_in = True  # the job no longer holds the node
+        self._num_tries[role.spec.label] = self._num_tries.get(role.spec.label, 0) + 1
+        self._due[role.spec.label] = self._clock() + self._retry_s
+        how = "as a job of its own" if role.stands_in else "on its node"
+        return f"its server is tried again {how} in {self._retry_s:.0f} s"
+
+    def has_failed_again(self, role: Role) -> bool:
+        """Whether its node was tried once already."""
+        return self._num_tries.get(role.spec.label, 0) > 0
+
+    def bring_back(self, roles: Sequence[Role], restart: Callable[[Role], None]) -> None:
+        """Start those whose time has come."""
+        for role in roles:
+            if role.state == "away" and isinstance(role, StepRole) and role.stands_in and role.lives:
+                self._welcome(role)
+                continue
+            due = self._due.get(role.spec.label)
+            if role.state == "away" and due is not None and self._clock() >= due:
+                del self._due[role.spec.label]
+                assert isinstance(role, StepRole)
+                where = "in a job of its own" if role.stands_in else f"on {', '.join(role.hosts)}"
+                logger.info(f"{role.spec.label} is started again {where}")
+                restart(role)
+                if role.stands_in:
+                    role.state = "away"  # until it has got a node, which may take as long as it takes
+                    self._due[role.spec.label] = self._clock() + self._retry_s  # should its job fail
+
+    def _welcome(self, role: StepRole) -> None:
+        """A stand-in has got its node: from now on it is held to the deadlines of a start."""
+        if role.has_arrived:
+            role.state, role.started = "starting", self._clock()
+            self._due.pop(role.spec.label, None)
+            logger.info(f"{role.spec.label} has got node {', '.join(role.hosts)} as a job of its own")

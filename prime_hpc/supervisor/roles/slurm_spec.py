@@ -1,0 +1,242 @@
+"""Which steps a Slurm job consists of: the placement's role groups on the nodes that Slurm gave.
+
+The counterpart of `roles` (one machine). Called by `main`; the supervisor starts what it returns.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from loguru import logger
+
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, ready_timeout_s, servers_of
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.runtime.role_context import INFERENCE_URLS, RANKS_FILE, TEACHER_URLS
+from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.slurm.placement import Placement, RoleGroup, stated_port
+from prime_hpc.store.messaging.auth import new_secret
+from prime_hpc.store.messaging.sockets import ALL
+from prime_hpc.supervisor.agent import Order
+from prime_hpc.supervisor.roles.slurm_step import Hellos, StepSpec, http_port
+from prime_hpc.supervisor.roles.spec import Urls, inference_command
+
+_ORDER = (*ENGINE_ROLES, "trainer", "orchestrator")
+
+
+def slurm_specs(
+    experiment: Experiment, site: SiteConfig, placement: Placement, allocation: Allocation, run_dir: Path
+) -> list[StepSpec]:
+    """The steps of a job, in the order in which they are started.
+
+    Raises:
+        ConfigError: Slurm gave other nodes than the placement asks for.
+    """
+    _check_nodes(placement, allocation)
+    specs: list[StepSpec] = []
+    for group in sorted(placement.groups, key=lambda g: _ORDER.index(g.role)):
+        if group.role == "orchestrator" and is_parent(experiment):
+            continue  # each of its runs gets one, beside the supervisor, when the trainer takes it up
+        nodes = allocation.hosts[group.component]
+        if group.first_node + group.num_nodes > len(nodes):
+            logger.warning(
+                f"{group.role}[{group.index}] has no node: the job came back smaller; the run goes on without"
+            )
+            continue
+        hosts = tuple(nodes[group.first_node : group.first_node + group.num_nodes])
+        num_servers = Counter(spec.name for spec in specs if spec.is_server)  # they come first
+        build = {"trainer": _trainer, "orchestrator": _orchestrator}.get(group.role, _inference)
+        spec = build(experiment, site, group, hosts, run_dir, num_servers)
+        port = stated_port(experiment, placement, group)
+        options = placement.components[group.component].options
+        on_gpus = group.device == "cuda"
+        specs.append(replace(spec, options=options, gpus=group.gpus, is_on_gpus=on_gpus, port=port))
+    return specs
+
+
+def spare_hosts(placement: Placement, allocation: Allocation) -> list[str]:
+    """Nodes of a packed job that no role uses at first."""
+    return [allocation.hosts[0][i] for i in placement.spares]
+
+
+def _check_nodes(placement: Placement, allocation: Allocation) -> None:
+    asked = [component.num_nodes for component in placement.components]
+    given = [len(hosts) for hosts in allocation.hosts]
+    if placement.layout == "packed":  # one that lost a node may come back without it: a server less, if one is left
+        ends = {g.role: g.first_node + g.num_nodes for g in reversed(placement.groups)}
+        asked = [max(ends.values())]
+    if len(asked) != len(given) or any(have < want for have, want in zip(given, asked, strict=True)):
+        raise ConfigError(
+            f"job {allocation.job_id} has {' + '.join(map(str, given))} nodes, but the experiment needs "
+            f"{' + '.join(map(str, asked))} ({', '.join(c.name for c in placement.components)}): the script was "
+            "rendered from another config; render or submit it again"
+        )
+
+
+def _interface(site: SiteConfig) -> dict[str, str]:
+    name = site.network_interface
+    return {} if name is None else {"NCCL_SOCKET_IFNAME": name, "GLOO_SOCKET_IFNAME": name}
+
+
+def _gpus(group: RoleGroup) -> list[int] | None:
+    """Positions of the GPUs that a role computes on; None: it gets none to see."""
+    return list(group.gpus) if group.gpus is not None and group.device == "cuda" else None
+
+
+def _python(site: SiteConfig) -> str:
+    return site.container.python if site.container else sys.executable
+
+
+def _threads(ranks: int) -> dict[str, str]:
+    """OpenMP threads are left to the role's own setting, which knows the node it runs on."""
+    return {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
+
+
+def _trainer(
+    experiment: Experiment,
+    site: SiteConfig,
+    group: RoleGroup,
+    hosts: tuple[str, ...],
+    run_dir: Path,
+    num_servers: Mapping[str, int],
+) -> StepSpec:
+    trainer = experiment.trainer
+    by_task = trainer.launcher == "srun"
+    per_node = group.processes_per_node
+    python = _python(site)
+    program = ["-m", "prime_hpc.trainer.main", str(run_dir)]
+
+    def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> Order:
+        first = hellos[f"{spec.hosts[0]}/0"]
+        address, port = first["collectives"], str(first["ports"][0])
+        environment = {**_interface(site), "PYTHONSAFEPATH": "1"}  # torchrun starts the ranks without -P
+        if trainer.threads_per_rank:
+            environment["OMP_NUM_THREADS"] = str(trainer.threads_per_rank)
+        if by_task:
+            command = [python, "-P", *program]
+            environment |= {
+                "RANK": "{rank}",
+                "LOCAL_RANK": "{local_rank}" if group.device == "cpu" else "0",
+                "WORLD_SIZE": str(trainer.num_ranks),
+                "LOCAL_WORLD_SIZE": str(per_node),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": port,
+            }
+            if len(spec.hosts) == 1:
+                environment[RANKS_FILE] = f"/tmp/prime-hpc-ranks-{new_secret()}/store"
+        else:
+            own = ["prime_hpc.trainer.torchrun"]  # on one node nothing need listen
+            several = ["torch.distributed.run", "--nnodes", str(len(spec.hosts)), "--node-rank", "{node_rank}"]
+            several += ["--master-addr", address, "--master-port", port]
+            command = [python, "-P", "-m", *(own if len(spec.hosts) == 1 else several)]
+            command += ["--nproc-per-node", str(per_node), "--max-restarts", "0"]
+            command += ["--signals-to-handle", "SIGINT", *program]
+            environment |= {} if trainer.threads_per_rank else _threads(per_node)
+        return Order(
+            life=0,
+            nodes=list(spec.hosts),
+            commands=[command],
+            environment=environment,
+            tasks_per_node=per_node if by_task else 1,
+            gpus=_gpus(group),
+            grace_s=experiment.supervisor.grace_s,
+        )
+
+    return StepSpec(
+        "trainer",
+        [],
+        experiment.supervisor.start_timeout_s,
+        num_processes=trainer.num_ranks,
+        hosts=hosts,
+        component=group.component,
+        tasks_per_node=per_node if by_task else 1,
+        order=order,
+    )
+
+
+def _inference(
+    experiment: Experiment,
+    site: SiteConfig,
+    group: RoleGroup,
+    hosts: tuple[str, ...],
+    run_dir: Path,
+    num_servers: Mapping[str, int],
+) -> StepSpec:
+    assert group.role in ENGINE_ROLES
+    role: EngineRole = group.role
+    servers = servers_of(experiment, role)
+    network = experiment.network.over(site.network)
+    python = _python(site)
+
+    def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> Order:
+        first = hellos[f"{spec.hosts[0]}/0"]
+        base = inference_command(python, run_dir, role, group.index, http_port(spec, first))
+        base += ["--host", first["address"] if network.serving else ALL]
+        base += ["--data-parallel-size", str(group.dp_size)]
+        commands = [base]
+        if len(spec.hosts) > 1:
+            local = group.dp_size // len(spec.hosts)
+            base += ["--data-parallel-size-local", str(local), "--data-parallel-address", first["collectives"]]
+            base += ["--data-parallel-rpc-port", str(first["ports"][1])]
+            rest = [
+                [*base, "--headless", "--data-parallel-start-rank", str(rank * local)]
+                for rank in range(1, len(spec.hosts))
+            ]
+            commands = [base, *rest]
+        return Order(
+            life=0,
+            nodes=list(spec.hosts),
+            commands=commands,
+            environment=_interface(site),
+            gpus=_gpus(group),
+            grace_s=experiment.supervisor.grace_s,
+        )
+
+    return StepSpec(
+        role,
+        [],
+        servers.ready_timeout_s,
+        index=group.index,
+        max_restarts=servers.max_restarts,
+        hosts=hosts,
+        component=group.component,
+        order=order,
+        is_server=True,
+        num_engines=group.dp_size,
+    )
+
+
+def _orchestrator(
+    experiment: Experiment,
+    site: SiteConfig,
+    group: RoleGroup,
+    hosts: tuple[str, ...],
+    run_dir: Path,
+    num_servers: Mapping[str, int],
+) -> StepSpec:
+    python = _python(site)
+
+    def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> Order | None:
+        if any(len(urls.get(role, [])) < count for role, count in num_servers.items()):
+            return None
+        variables = {"inference": INFERENCE_URLS, "teacher": TEACHER_URLS}
+        environment = {"OMP_NUM_THREADS": "1"} | {variables[role]: ",".join(known) for role, known in urls.items()}
+        return Order(
+            life=0,
+            nodes=list(spec.hosts),
+            commands=[[python, "-P", "-m", "prime_hpc.orchestrator.main", str(run_dir)]],
+            environment=environment,
+            grace_s=experiment.supervisor.grace_s,
+        )
+
+    return StepSpec(
+        "orchestrator",
+        [],
+        experiment.supervisor.start_timeout_s + ready_timeout_s(experiment),
+        hosts=hosts,
+        component=group.component,
+        order=order,
+    )

@@ -1,0 +1,383 @@
+"""A role as a step of a Slurm job: one srun over its nodes, an agent on each, the role's processes below the agents.
+
+`StepRole` is to the supervisor what `Role` is on one machine. srun's own exit code is never trusted (it is 0 for tasks
+that never ran): what counts is what the agents and the role's processes say.
+"""
+
+import contextlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.runtime.role_context import ATTEMPT
+from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.slurm.client import SlurmError, clean_environment, compress_hosts, run_slurm
+from prime_hpc.slurm.containers import Container, one_node_srun
+from prime_hpc.store.messaging.sockets import http_url
+from prime_hpc.supervisor.agent import Order
+from prime_hpc.supervisor.roles.process import Role
+from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
+from prime_hpc.supervisor.roles.srun_environment import SET_BY_SBATCH
+
+HELLO_TIMEOUT_S = 180.0
+_OF_NODES = (
+    *("partition", "account", "qos", "constraint", "gres", "gpus-per-node", "mem", "cpus-per-task", "time"),
+    *("reservation", "exclude", "exclusive"),
+)
+"""sbatch options that a stand-in shares with the component whose node it replaces."""
+SCANCEL_TIMEOUT_S = 10.0
+SRUN_GRACE_S = 2.0
+WITHOUT_SRUN_S = 8.0
+"""Agents whose srun is gone are gone too once they have been silent for so long."""
+
+Hellos = Mapping[str, dict[str, Any]]
+"""First words of the agents, by `host/local rank`."""
+
+
+@dataclass(frozen=True)
+class StepSpec(RoleSpec):
+    """A role on nodes of the allocation."""
+
+    hosts: tuple[str, ...] = ()
+    """In rank order."""
+    component: int = 0
+    tasks_per_node: int = 1
+    order: Callable[["StepSpec", Hellos, Urls], Order | None] = field(default=lambda *_: None)
+    """What the agents are to start, from their hellos and the servers' URLs; None: not yet."""
+    is_server: bool = False
+    gpus: tuple[int, ...] | None = None
+    """Positions of its GPUs on each node."""
+    is_on_gpus: bool = False
+    """Whether it computes on them."""
+    options: Mapping[str, str | bool] = field(default_factory=dict)
+    """sbatch options of its component, for a stand-in."""
+    num_engines: int = 1
+    """Of a server: data-parallel engines behind it."""
+    port: int | None = None
+    """Of a server: HTTP port that its section states; None: its first agent has found one."""
+
+
+def http_port(spec: StepSpec, first: Mapping[str, Any]) -> int:
+    """Where a server listens, by its first agent's hello."""
+    return spec.port or int(first["ports"][0])
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What all steps of a job share."""
+
+    allocation: Allocation
+    run_dir: Path
+    no_kill: bool
+    """Packed jobs: a step outlives a lost node."""
+    srun_args: tuple[str, ...] = ()
+    container: Container | None = None
+
+    @property
+    def hello_timeout_s(self) -> float:
+        """Deadline of the agents' first word: on a node that has no image yet, of the image too."""
+        return HELLO_TIMEOUT_S if self.container is None else HELLO_TIMEOUT_S + self.container.config.start_timeout_s
+
+    def srun(
+        self,
+        hosts: list[str],
+        component: int,
+        tasks_per_node: int,
+        name: str,
+        arguments: list[str],
+        *,
+        quiet: bool = False,
+        outside: bool = False,
+    ) -> list[str]:
+        """The command that runs `python -m ARGUMENTS` on the hosts.
+
+        Args:
+            hosts: where.
+            component: of a het job.
+            tasks_per_node: so many on each.
+            name: of the step.
+            arguments: the module's name, and its own.
+            quiet: without task numbers in its output.
+            outside: not in the container, where there is one.
+
+        `--overlap` because steps share nodes and because a step that failed to start would otherwise hold its nodes
+        until the job ends; which GPUs a role uses is decided by its agents.
+        """
+        command = ["srun"]
+        if self.allocation.is_het:
+            command.append(f"--het-group={component}")
+        command += ["--overlap", f"--nodes={len(hosts)}", f"--ntasks={len(hosts) * tasks_per_node}"]
+        command += [f"--ntasks-per-node={tasks_per_node}", f"--nodelist={compress_hosts(hosts)}", "--cpu-bind=none"]
+        # a site may have had the job sent with --export=NONE, which srun would take over
+        command += ["--kill-on-bad-exit=0", "--unbuffered", "--input=none", "--export=ALL", f"--job-name={name}"]
+        if self.no_kill:
+            command.append("--no-kill")
+        if len(hosts) * tasks_per_node > 1 and not quiet:
+            command.append("--label")
+        command += self.srun_args
+        if self.container is None or outside:
+            return [*command, sys.executable, "-P", "-m", *arguments]
+        return [*command, *self.container.srun_args(), *self.container.command(), "-P", "-m", *arguments]
+
+    def stand_in(self, options: Mapping[str, str | bool], name: str, log: Path, arguments: list[str]) -> list[str]:
+        """The command that runs `python -m ARGUMENTS` on a node of another, one-node job, and waits for its end.
+
+        A job that has lost a node cannot get it back; a job of its own can take its place.
+        """
+        command = ["sbatch", "--parsable", "--wait", "--nodes=1", "--ntasks-per-node=1", "--no-requeue", "--export=ALL"]
+        own = {k: v for k, v in options.items() if k in _OF_NODES}
+        command += [f"--{k}" if v is True else f"--{k}={v}" for k, v in own.items() if v is not False]
+        command += [f"--job-name={name}", f"--output={str(log).replace('%', '%%')}", "--open-mode=append"]
+        if self.container is None:
+            return [*command, f"--wrap=exec {shlex.join([sys.executable, '-P', '-m', *arguments])}"]
+        box = replace(self.container, name=None)  # the name is of this job's containers
+        step = one_node_srun([*self.srun_args, *box.srun_args()], SET_BY_SBATCH)
+        return [*command, f"--wrap=exec {step} {shlex.join([*box.command(), '-P', '-m', *arguments])}"]
+
+
+class StepRole(Role):
+    """One role of the attempt on one or more nodes."""
+
+    spec: StepSpec
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        log_dir: Path,
+        environment: dict[str, str],
+        heard: dict[tuple[str, int], dict[str, Any]],
+        context: StepContext,
+        ring: Callable[..., None],
+        grace_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            spec, log_dir, environment, heard: as for `Role`.
+            context: the job.
+            ring: the hub's `ring`.
+            grace_s: from the polite end of the role to its kill.
+            clock: as for `Role`.
+        """
+        super().__init__(spec, log_dir, environment, heard, clock)
+        self._context = context
+        self._ring = ring
+        self._grace_s = grace_s
+        self.hosts = list(spec.hosts)
+        self.life = 0
+        self.stands_in = False
+        """Whether it runs, or waits for a node, as a job of its own."""
+        self.warned = False
+        """Whether one of its nodes got SIGTERM and nobody has looked into it."""
+        self.url: str | None = None
+        """Of a server, once it is known."""
+        self._hellos: dict[str, dict[str, Any]] = {}
+        self._exits: dict[str, int] = {}
+        self._problems: dict[str, str] = {}
+        self._beats: dict[str, float] = {}
+        self._ordered = False
+        self._ending = False
+        self._said_before = 0
+        """Size of the log when the stand-in was sent."""
+
+    @property
+    def health_url(self) -> str | None:
+        """Of a server that was told where to listen."""
+        return self.url and f"{self.url.removesuffix('/v1')}/health"
+
+    @property
+    def start_timeout_s(self) -> float:
+        """As for `Role`; until its agents are all there, the image's deadline comes on top."""
+        if self._ordered or self._context.container is None:
+            return self.spec.start_timeout_s
+        return self.spec.start_timeout_s + self._context.hello_timeout_s
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is asked for its health instead of for heartbeats."""
+        return self.spec.is_server
+
+    @property
+    def running(self) -> bool:
+        """Whether its agents are at work; until they have spoken, whether srun lives.
+
+        Slurm's SIGTERM ends srun, but not the tasks, which may still be saving.
+        """
+        if any(code != 0 for code in self._exits.values()) or len(self._exits) == self._num_tasks > 0:
+            return False
+        if super().running:
+            return True
+        beats = list(self._beats.values())
+        return len(beats) == self._num_tasks > 0 and self._clock() - min(beats) < WITHOUT_SRUN_S
+
+    @property
+    def exit_code(self) -> int | None:
+        """The first failed part's, else srun's."""
+        bad = [code for code in self._exits.values() if code != 0]
+        if bad:
+            return bad[0]
+        return 0 if len(self._exits) == self._num_tasks else super().exit_code
+
+    @property
+    def _num_tasks(self) -> int:
+        return len(self.hosts) * self.spec.tasks_per_node
+
+    def start(self) -> None:
+        """Start the step's agents on its hosts; what they run follows with `lead`."""
+        self.life += 1
+        self._hellos, self._exits, self._beats, self._problems = {}, {}, {}, {}
+        self._ordered = self._ending = False
+        arguments = ["prime_hpc.supervisor.agent", str(self._context.run_dir), self.spec.label, str(self.life)]
+        if self.stands_in:
+            self.hosts = []  # nobody knows yet
+            command = self._context.stand_in(self.spec.options, self._stand_in_name, self.log_file, arguments)
+            self._environment = clean_environment(self._environment)
+            self._said_before = self.log_file.stat().st_size if self.log_file.exists() else 0
+            self._launch(command)
+            return
+        command = self._context.srun(
+            self.hosts, self.spec.component, self.spec.tasks_per_node, self.spec.label, arguments
+        )
+        self._launch(command)
+
+    @property
+    def _stand_in_name(self) -> str:
+        return f"{self._context.run_dir.name}-{self.spec.label}-{self._environment.get(ATTEMPT)}-{self.life}"
+
+    @property
+    def stand_in_job(self) -> str | None:
+        """Job id of the stand-in that was sent last, from sbatch's answer in the log; None: it has not answered.
+
+        Jobs of this name may be another run's: two sweeps can have points of one name.
+        """
+        try:
+            with self.log_file.open("rb") as file:
+                file.seek(self._said_before)
+                text = file.read(64_000).decode(errors="replace")
+        except OSError:
+            return None
+        match = re.search(r"^(\d+)(?:;\S+)?$", text, re.MULTILINE)
+        return match[1] if match else None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a stand-in has got its node."""
+        return self.stands_in and bool(self._hellos)
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """A message of one of its agents. Called in the doorbell's thread."""
+        if message.get("life") != self.life:
+            return
+        if self.stands_in and not self.hosts:
+            self.hosts = [message["host"]]
+        key, event = message["key"], message["event"]
+        self._beats[key] = self._clock()
+        if event == "hello":
+            self._hellos[key] = message
+        elif event == "warned":
+            self.warned = True
+        elif event == "exited":
+            self._exits[key] = int(message["code"])
+            if message.get("problem"):
+                self._problems[key] = str(message["problem"])
+
+    def lead(self, urls: Urls) -> None:
+        """Give the agents their order once all are there and it can be given."""
+        if self._ordered or len(self._hellos) < self._num_tasks or not self.hosts:
+            return
+        spec = replace(self.spec, hosts=tuple(self.hosts))
+        order = self.spec.order(spec, self._hellos, urls)
+        if order is None:
+            return
+        if self.spec.is_server:
+            first = self._hellos[f"{self.hosts[0]}/0"]
+            self.url = http_url(first["address"], http_port(spec, first))
+            self._ring("server", role=self.spec.name, index=self.spec.index, state="starting", url=self.url)
+        self._ordered = True
+        if self._context.container is not None:
+            self.started = self._clock()  # the image has had a deadline of its own
+        self._ring(f"go/{self.spec.label}", **{**vars(order), "life": self.life})
+
+    def lost_hosts(self, silence_s: float) -> list[str]:
+        """Hosts whose agents spoke once and have been silent for longer than `silence_s`."""
+        now = self._clock()
+        silent = {
+            key.split("/")[0]
+            for key, at in list(self._beats.items())
+            if key not in self._exits and now - at > silence_s
+        }
+        return [host for host in self.hosts if host in silent]
+
+    def hosts_without_a_word(self, wait_s: float) -> list[str]:
+        """Hosts whose agents neither beat nor report their end within `wait_s`. Waits for so long at most.
+
+        A rank's "connection reset" comes before its dead peer's silence is long enough to be noticed.
+        """
+        began = self._clock()
+        while True:
+            beats = dict(self._beats)
+            quiet = {key.split("/")[0] for key, at in beats.items() if at <= began and key not in self._exits}
+            if not quiet or self._clock() - began > wait_s:
+                return [host for host in self.hosts if host in quiet]
+            time.sleep(0.1)
+
+    def missing_hosts(self) -> list[str]:
+        """Hosts whose agents have not said hello though the deadline is over."""
+        if self._clock() - self.started < self._context.hello_timeout_s:
+            return []
+        spoken = {key.split("/")[0] for key in list(self._hellos)}
+        return [host for host in self.hosts if host not in spoken]
+
+    def forget_silence(self) -> None:
+        """As for `Role`; of the agents as well."""
+        super().forget_silence()
+        for key in list(self._beats):
+            self._beats[key] = self._clock()
+
+    def cause_of_death(self) -> str:
+        """As for `Role`; a step whose agents never spoke is named with its hosts."""
+        if self._problems:
+            return f"{self.spec.label}: {next(iter(self._problems.values()))}"
+        if not self._hellos:
+            return f"{self.spec.label} could not be started on {', '.join(self.hosts)} (srun ended)"
+        return super().cause_of_death()
+
+    def ask_to_end(self) -> None:
+        """Politely: the agents end what they started. Returns at once."""
+        if not self._ending:
+            self._ending = True
+            self._ring(f"end/{self.spec.label}", life=self.life, grace_s=self._grace_s)
+
+    def kill(self) -> None:
+        """End the step through Slurm, then srun itself."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self.ask_to_end()
+        job = self.stand_in_job if self.stands_in else None
+        if job is not None:
+            with contextlib.suppress(SlurmError):
+                run_slurm(["scancel", job], timeout_s=SCANCEL_TIMEOUT_S)
+        steps = {
+            f"{self._step_job(hello)}.{hello['step']}" for hello in list(self._hellos.values()) if hello.get("step")
+        }
+        for step in steps:
+            with contextlib.suppress(SlurmError):  # the controller may be away: srun's own end reaches the nodes too
+                run_slurm(["scancel", step], timeout_s=SCANCEL_TIMEOUT_S)
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(timeout=SRUN_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _step_job(self, hello: dict[str, Any]) -> str:
+        """Job id under which Slurm knows the step: a het component's own."""
+        if not self._context.allocation.is_het:
+            return str(hello["job_id"])
+        return self._context.allocation.component_ids[self.spec.component]

@@ -1,0 +1,41 @@
+"""Roles that share a GPU start one after the other, the engines first.
+
+vLLM measures how much of a GPU is free at its start and after a trial pass: what another process takes or gives back
+in between makes it end, or gives it too small a KV cache. Once an engine serves, its memory stays as it is.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from prime_hpc.supervisor.roles.process import Role
+from prime_hpc.supervisor.roles.slurm_step import StepSpec
+from prime_hpc.supervisor.roles.spec import RoleSpec
+
+Spec = TypeVar("Spec", bound=RoleSpec)
+
+
+def one_after_another(specs: Sequence[Spec]) -> list[Spec]:
+    """The specs with `after` filled in: the servers that come before in the list and share a GPU."""
+    ordered: list[Spec] = []
+    for spec in specs:
+        own = _gpus(spec)
+        before = [other.label for other in ordered if _serves(other) and own & _gpus(other)]
+        ordered.append(replace(spec, after=tuple(before)))
+    return ordered
+
+
+def may_start(role: Role, roles: Sequence[Role]) -> bool:
+    """Whether all servers that a waiting role starts after are ready, or are not to come."""
+    return all(other.state in ("ready", "done", "away") for other in roles if other.spec.label in role.spec.after)
+
+
+def _serves(spec: RoleSpec) -> bool:
+    return spec.is_server if isinstance(spec, StepSpec) else spec.health_url is not None
+
+
+def _gpus(spec: RoleSpec) -> set[Hashable]:
+    """GPUs of a role: by id on one machine, by host and position in a job."""
+    if isinstance(spec, StepSpec):
+        return {(host, gpu) for host in spec.hosts for gpu in spec.gpus or ()}
+    return {gpu for gpu in spec.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu}

@@ -1,0 +1,190 @@
+"""What can ask a running attempt to save or to end: signals, the time limit, and the files SAVE and STOP.
+
+The supervisor polls `Controls` at every tick; it decides nothing itself but what kind of ending was asked for.
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from loguru import logger
+
+from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.slurm.termination import JobLog, granted_until, why_terminated
+from prime_hpc.slurm.time_limit import TimeLimit
+from prime_hpc.store.io import files
+
+SAVE, STOP = "SAVE", "STOP"
+LOOK_S = 2.0
+SAVE_BUDGET_S = 600.0
+"""Longest wait for a save that nothing else limits."""
+LIMIT_MARGIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """How and why the attempt is to end."""
+
+    reason: str
+    outcome: str
+    """Of the attempt's row: stopped, interrupted, requeued, preempted, failed."""
+    code: int
+    save: bool
+    budget_s: float
+    """How long the workers may take to save and end."""
+    by_slurm: bool = False
+    """Slurm starts the job again by itself."""
+    lost_nodes: tuple[str, ...] = ()
+    """Nodes whose loss is the reason."""
+
+
+class Controls:
+    """Everything that may ask. `install` and `restore` around the attempt.
+
+    Args:
+        run_dir: where people put SAVE and STOP.
+        allocation: Slurm's; None on one machine.
+        lead_s: how long before it the attempt has to be saving (`slurm.survive.signal_lead_s`).
+
+    `needs_s` tells what one more step and a save take, as measured so far, seconds.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        allocation: Allocation | None,
+        lead_s: float,
+        needs_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._run_dir = run_dir
+        self._allocation = allocation
+        self._limit = TimeLimit(allocation.job_id, allocation.ends_at) if allocation else None
+        self._began = time.time()
+        self._of_slurm: StopRequest | None = None
+        self._log = JobLog()
+        self._warned = False
+        self._lead_s = lead_s
+        self.needs_s = needs_s
+        self._signals: list[int] = []
+        self._previous: dict[int, object] = {}
+        self._next_look = 0.0
+        self.num_saves = 0
+        """How often SAVE was found."""
+
+    def install(self) -> None:
+        """Listen to signals, and to changes of the limit; what came since an earlier `install` is not forgotten."""
+        if self._limit is not None:
+            self._limit.start()
+        if self._previous:
+            return
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            self._previous[number] = signal.signal(number, self._on_signal)
+
+    def restore(self) -> None:
+        """Put the handlers back as they were."""
+        if self._limit is not None:
+            self._limit.stop()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous = {}
+
+    @property
+    def _ends_at(self) -> float | None:
+        """Epoch seconds of the time limit as it is now; None: unknown or unlimited."""
+        return None if self._limit is None else self._limit.ends_at
+
+    @property
+    def insists(self) -> bool:
+        """Whether somebody asked a second time: no more patience."""
+        return self._signals.count(signal.SIGINT) > 1 or (self._allocation is None and len(self._signals) > 1)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def note_warning(self) -> None:
+        """A step got SIGTERM: with a grace time Slurm tells the steps of a preemption, and not the batch process."""
+        self._warned = True
+
+    def was_stopped(self, seconds: float) -> None:
+        """The job was suspended for so long: Slurm has moved its end, for the time did not count."""
+        if self._allocation is not None and self._limit is not None and self._limit.ends_at is not None:
+            end = granted_until(self._allocation.job_id)
+            self._limit.ends_at = end if end is not None else self._limit.ends_at + seconds
+            logger.info(f"the job's time limit is {self._limit.ends_at - time.time():.0f} s away")
+
+    def poll(self) -> StopRequest | None:
+        """What was asked for since the start, if anything."""
+        if self._signals:
+            return self._of_signal(self._signals[0])
+        now = time.time()
+        if now < self._next_look:
+            return None
+        self._next_look = now + LOOK_S
+        if self._warned:
+            self._warned = False
+            request = self._of_grace(now)
+            if request is not None:
+                return request
+        return self._of_files() or self._of_limit(now)
+
+    def _of_signal(self, number: int) -> StopRequest:
+        name = signal.Signals(number).name
+        if number == signal.SIGUSR1:
+            left = self._left()
+            if left is not None and left > 3 * self._lead_s + 60:
+                return StopRequest(f"warned by {name} (preemption)", "preempted", 0, True, self._lead_s)
+            words = "" if left is None else f", {left:.0f} s before the time limit"
+            return StopRequest(f"warned by {name}{words}", "requeued", 0, True, self._budget())
+        if number == signal.SIGINT or self._allocation is None:
+            code = 130 if number == signal.SIGINT else 128 + number
+            return StopRequest(f"interrupted by {name}", "interrupted", code, False, 0.0)
+        if self._of_slurm is None:  # asked once: the answer is about the moment of the signal
+            job = self._allocation
+            end = why_terminated(job.job_id, job.restarts, self._began, self._ends_at, job.all_hosts, self._log.words())
+            save = end.outcome not in ("interrupted", "node_lost")
+            self._of_slurm = StopRequest(
+                end.reason, end.outcome, 128 + number, save, self._budget(), end.by_slurm, end.nodes
+            )
+        return self._of_slurm
+
+    def _of_files(self) -> StopRequest | None:
+        try:
+            names = {path.name for path in self._run_dir.iterdir()}  # NFS may cache the miss of a lookup
+        except OSError as error:
+            logger.warning(f"{self._run_dir} cannot be listed: {error}")
+            return None
+        if SAVE in names:
+            files.remove_file(self._run_dir / SAVE)
+            self.num_saves += 1
+        if STOP in names:
+            files.remove_file(self._run_dir / STOP)
+            return StopRequest("the file STOP was found", "stopped", 0, True, self._budget())
+        return None
+
+    def _of_grace(self, now: float) -> StopRequest | None:
+        """A preemption with grace moves the end of the job, and says nothing else."""
+        end = granted_until(self._allocation.job_id) if self._allocation else None
+        if end is None or (self._ends_at is not None and end > self._ends_at - LIMIT_MARGIN_S):
+            return None
+        reason = f"preempted, with {end - now:.0f} s of grace"
+        return StopRequest(reason, "preempted", 0, True, max(5.0, end - now))
+
+    def _of_limit(self, now: float) -> StopRequest | None:
+        """The signal comes up to a minute early or late, and its lead is a guess: this is measured."""
+        if self._ends_at is None:
+            return None
+        left = self._ends_at - now
+        if left > max(min(self._lead_s, 60.0), self.needs_s() + LIMIT_MARGIN_S):
+            return None
+        reason = f"{left:.0f} s before the time limit: one more step and a save may not fit"
+        return StopRequest(reason, "requeued", 0, True, self._budget())
+
+    def _left(self) -> float | None:
+        return None if self._ends_at is None else self._ends_at - time.time()
+
+    def _budget(self) -> float:
+        left = self._left()
+        return SAVE_BUDGET_S if left is None else max(5.0, min(SAVE_BUDGET_S, left - LIMIT_MARGIN_S))

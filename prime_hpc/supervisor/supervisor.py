@@ -1,0 +1,496 @@
+"""The supervisor: starts the roles of one attempt, waits until each is ready, watches them, ends them.
+
+The same object on a laptop, under submitit's LocalExecutor and as a Slurm job's batch process.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.child_runs import is_parent
+from prime_hpc.observe.console import Console
+from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
+from prime_hpc.runtime.role_context import role_environment
+from prime_hpc.store.attempts import Attempt, Ended, write_attempt
+from prime_hpc.store.errors import FencedError, StoreError
+from prime_hpc.store.io import files
+from prime_hpc.store.layout import check_incarnation
+from prime_hpc.store.messaging import sockets
+from prime_hpc.store.messaging.bus import DoorbellHub
+from prime_hpc.store.messaging.network import Network
+from prime_hpc.supervisor.agent import BEAT_S, FENCE, FENCE_LOOK_S
+from prime_hpc.supervisor.attempt.start import run_paths, saved_step_if_known
+from prime_hpc.supervisor.heartbeat import Pulse
+from prime_hpc.supervisor.preflight.phase import Checkup
+from prime_hpc.supervisor.reaper import Reaper
+from prime_hpc.supervisor.roles.child_runs import Children
+from prime_hpc.supervisor.roles.process import Role, log_tail
+from prime_hpc.supervisor.roles.process_tree import become_subreaper, end_families, end_strays
+from prime_hpc.supervisor.roles.replicas import Replicas
+from prime_hpc.supervisor.roles.slurm_step import StepContext, StepRole, StepSpec
+from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
+from prime_hpc.supervisor.roles.start_order import may_start
+from prime_hpc.supervisor.status_file import LiveStatus
+from prime_hpc.supervisor.stop_requests import Controls, StopRequest
+
+TICK_S = 0.2
+HEALTH_INTERVAL_S = 5.0
+LAST_WORD_S = 3 * BEAT_S
+"""When a role dies, its nodes that say nothing for so long are the reason."""
+UNWELL_LIMIT_S = 90.0
+"""A server whose health route fails for so long is ended and started again."""
+HELD_UP_S = 5.0
+"""A longer gap between two ticks is the supervisor's own, as when the file system hangs: for nobody does it count."""
+
+
+class Supervisor:
+    """One attempt. `run` returns the exit code: 0 done or saved, 1 failed, 130 interrupted."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        run_dir: Path,
+        attempt: Attempt,
+        specs: list[RoleSpec],
+        urls: Urls,
+        environment: dict[str, str],
+        steps: StepContext | None = None,
+        spares: list[str] | None = None,
+        checkup: Checkup | None = None,
+        controls: Controls | None = None,
+    ) -> None:
+        """
+        Args:
+            experiment, run_dir, attempt: what is run.
+            specs: its roles; with `steps` all of them are `StepSpec`s.
+            urls: of the servers, by group; with `steps` they are learnt from the agents.
+            environment: of the roles.
+            steps: the Slurm job; None: processes of this machine.
+            spares: nodes of a packed job that take over a lost server.
+            checkup: of the nodes, before any role starts.
+            controls: that listen since the life began; default: new ones.
+        """
+        self._experiment = experiment
+        self._paths = run_paths(experiment, run_dir)
+        self._attempt = attempt
+        self._specs = specs
+        self._urls = urls
+        self._environment = environment
+        self._steps = steps
+        self._checkup = checkup
+        self._roles: list[Role] = []
+        self._clock = AwakeClock()
+        self._replicas = Replicas(experiment.slurm.survive.replica_retry_s, spares or [], self._clock.now)
+        self._heard: dict[tuple[str, int], dict[str, Any]] = {}
+        self._stop: tuple[StopRequest, float] | None = None
+        self._next_health: dict[str, float] = {}
+        self._next_fence_look = 0.0
+        self._is_fenced = False
+        self._last_tick, self._missed = self._clock.now(), 0.0
+        self._asking_s = 0.0
+        self._ready_at: float | None = None
+        self._saves_asked = 0
+        self._children: Children | None = None
+        self._console = Console(run_dir, experiment.max_steps, kind=experiment.kind, clock=self._clock)
+        lead_s = experiment.slurm.survive.signal_lead_s
+        self._controls = controls or Controls(run_dir, steps.allocation if steps else None, lead_s)
+        self._controls.needs_s = self._console.needs_s
+        self._live = LiveStatus(run_dir, attempt=attempt.attempt, job_id=attempt.job_id)
+
+    def run(self) -> int:
+        """Live the attempt to its end; everything started is gone when this returns."""
+        become_subreaper()
+        self._controls.install()
+        try:
+            hub = self._open_hub()
+        except (ConfigError, StoreError) as error:  # no port that it may use, no such network on this node
+            self._controls.restore()
+            logger.error(str(error))
+            self._write_down(Ended(2, str(error)))
+            return 2
+        self._hub, self._reaper = hub, Reaper()
+        stall_s = self._experiment.slurm.survive.stall_s
+        self._pulse = Pulse(lambda: hub.ring("pulse", time=time.time()), self._clock, stall_s)
+        ended = Ended(1, "the supervisor itself failed")
+        try:
+            self._check_nodes()
+            self._start()
+            self._last_tick, self._missed = self._clock.now(), self._clock.missed()
+            while True:
+                self._tick()
+                time.sleep(TICK_S)
+        except Ended as end:
+            ended = end
+        except (OSError, StoreError) as error:  # a full disk under the logs, a process table that is full
+            ended = Ended(1, f"the supervisor could not go on: {error}")
+        finally:
+            ended = self._or_fenced(ended)
+            self._end(ended)
+            self._pulse.close()
+            hub.close()
+            self._reaper.close()
+            self._controls.restore()
+        return ended.code
+
+    def _open_hub(self) -> DoorbellHub:
+        """Where all roles meet: on this machine alone, or on the network that the config names for it."""
+        network = Network.from_env(self._environment)
+        host = sockets.loopback()
+        if self._steps is not None:
+            place = network.place("control")
+            host = sockets.ALL if place is None else place.address
+        incarnation = self._attempt.incarnation
+        return DoorbellHub(host, on_message=self._on_message, incarnation=incarnation, ports=network.ports)
+
+    def _on_message(self, topic: str, payload: dict[str, Any]) -> None:
+        if topic == "status" and {"role", "index", "time", "state"} <= payload.keys():
+            self._heard[payload["role"], payload["index"]] = payload
+        elif self._children is not None and (topic == "run" or "/" in topic):
+            self._children.hear(topic, payload)
+        elif topic == "agent":
+            for role in self._roles:
+                if isinstance(role, StepRole) and role.spec.label == payload.get("label"):
+                    role.hear(payload)
+
+    # ------------------------------------------------------------------------------------------------ start
+
+    def _check_nodes(self) -> None:
+        """Preflight. Raises Ended where a node is bad, or where somebody wants the attempt to end."""
+        if self._checkup is None:
+            return
+        self._live.write(now=True, **{**self._facts(), "state": "preflight"})
+        report = self._checkup.run(self._attempt.attempt, lambda: self._controls.poll() is not None, self._environment)
+        self._obey()
+        if not report.ok:
+            blamed = self._checkup.to_blame(report)
+            self._note_lost(list(blamed))
+            causes = [f"{node}: {why}" for node, why in report.bad.items()] + report.problems
+            raise Ended(1, f"preflight: {'; '.join(causes)}", "node_lost" if blamed else "failed")
+
+    def _start(self) -> None:
+        facts = role_environment(
+            doorbell_address=self._hub.address,
+            attempt=self._attempt.attempt,
+            incarnation=self._attempt.incarnation,
+            resume_step=self._attempt.resume_step,
+            inference_urls=self._urls.get("inference", []),
+            teacher_urls=self._urls.get("teacher", []),
+        )
+        environment = {**self._environment, **facts, "PYTHONUNBUFFERED": "1"}
+        environment[FENCE] = str(self._experiment.slurm.survive.fence_s)
+        if is_parent(self._experiment):
+            own = (self._paths.root, self._experiment, self._attempt, self._environment, self._hub.ring, self._reaper)
+            self._children = Children(*own, clock=self._clock.now)
+        latest = self._paths.root / "logs" / "latest"
+        files.make_dir(latest.parent)
+        files.replace_link(latest, f"attempt_{self._attempt.attempt}")
+        for spec in self._specs:
+            role = self._make_role(spec, environment)
+            self._roles.append(role)  # before it starts: its agents may speak at once
+            if role.state == "waiting":
+                role.started = self._clock.now()
+                logger.info(f"{spec.label} shares a GPU with {', '.join(spec.after)}: it starts when they are ready")
+            else:
+                self._begin(role)
+        write_attempt(self._paths.attempts, self._attempt)  # a later life asks what became of these nodes
+
+    def _begin(self, role: Role) -> None:
+        role.start()
+        self._reaper.watch(role.pid)
+        if isinstance(role, StepRole):
+            self._attempt.nodes[role.spec.label] = list(role.hosts)
+        logger.info(f"started {role.spec.label} (process {role.pid}): {' '.join(role.command)}")
+
+    def _make_role(self, spec: RoleSpec, environment: dict[str, str]) -> Role:
+        log_dir = self._paths.logs(self._attempt.attempt, spec.name)
+        log_dir.mkdir(parents=True, exist_ok=True)  # here, once: not by a role's processes on many nodes
+        if isinstance(spec, StepSpec):
+            assert self._steps is not None
+            self._attempt.nodes[spec.label] = list(spec.hosts)
+            grace = self._experiment.supervisor.grace_s
+            return StepRole(
+                spec, log_dir, environment, self._heard, self._steps, self._hub.ring, grace, self._clock.now
+            )
+        return Role(spec, log_dir, environment, self._heard, self._clock.now)
+
+    # ------------------------------------------------------------------------------------------------ watch
+
+    def _tick(self) -> None:
+        self._forgive_own_delay()
+        self._pulse.tick()
+        self._end_if_fenced()
+        self._obey()
+        for role in self._roles:
+            if role.state == "waiting" and may_start(role, self._roles):
+                self._begin(role)
+            elif role.state not in ("waiting", "done", "away"):
+                self._look_at(role)
+        self._replicas.bring_back(self._roles, self._begin)
+        if self._children is not None:
+            num_servers = sum(role.is_server for role in self._roles)
+            self._children.tick(self._known_urls().get("inference", []), num_servers, self._hub.address)
+        to_come = [role for role in self._roles if role.state in ("waiting", "starting")]
+        waiting = {role.spec.label: self._clock.now() - role.started for role in to_come}
+        if not waiting and self._ready_at is None and self._stop is None:
+            self._ready_at = time.time()
+            logger.info(f"all roles are ready after {self._ready_at - self._attempt.began:.0f} s")
+        self._console.tick(waiting)
+        self._live.write(**self._facts())
+        workers = [r for r in self._roles if not r.is_server]
+        if all(r.state == "done" for r in workers) and (self._children is None or self._children.is_idle):
+            raise self._finished()
+
+    def _finished(self) -> Ended:
+        """All workers are done: with the work, or with what a stop asked for."""
+        is_over = self._children is None and (self._console.progress()["step"] or 0) >= self._experiment.max_steps
+        if self._stop is None or is_over:
+            return Ended(0, "done")
+        request = self._stop[0]
+        return Ended(request.code, request.reason, request.outcome)
+
+    def _facts(self) -> dict[str, Any]:
+        state = "starting" if self._ready_at is None else "running"
+        return {
+            "state": "saving" if self._stop is not None else state,
+            **self._console.progress(),
+            "roles": {r.spec.label: r.state for r in self._roles},
+            "nodes": self._attempt.nodes,
+            "cause": self._stop[0].reason if self._stop else None,
+        } | ({"runs": self._children.facts(), "max_steps": None} if self._children is not None else {})
+
+    def _forgive_own_delay(self) -> None:
+        """Between two ticks the file system may have hung, or the job been suspended: that is no role's silence."""
+        now, missed = self._clock.now(), self._clock.missed()
+        gap, self._last_tick = now - self._last_tick - self._asking_s, now
+        self._asking_s = 0.0
+        if gap > HELD_UP_S:
+            logger.warning(f"the supervisor was held up for {gap:.0f} s (does the file system hang?)")
+            for role in self._roles:
+                role.forgive(gap)
+            if self._children is not None:
+                self._children.forgive(gap)
+            if self._stop is not None:
+                self._stop = self._stop[0], self._stop[1] + gap
+        stopped, self._missed = missed - self._missed, missed
+        if stopped > STOPPED_S:
+            for role in self._roles:
+                role.forget_silence()
+            if self._children is not None:
+                self._children.forget_silence()
+            logger.warning(f"the supervisor was stopped for {stopped:.0f} s (suspended?); the run goes on where it was")
+            self._controls.was_stopped(stopped)
+
+    def _end_if_fenced(self) -> None:
+        """A newer life of the run has begun elsewhere: this one may change nothing any more, and must not go on."""
+        now = self._clock.now()
+        if now < self._next_fence_look:
+            return
+        self._next_fence_look = now + FENCE_LOOK_S
+        try:
+            check_incarnation(self._paths, self._attempt.incarnation)
+        except FencedError as error:
+            self._is_fenced = True
+            raise Ended(1, str(error)) from error
+        except OSError as error:  # the file system does not answer: whoever writes will see
+            logger.warning(f"{self._paths.incarnation} cannot be listed: {error}")
+
+    def _or_fenced(self, ended: Ended) -> Ended:
+        """The end as it truly is: what fails after a newer life has begun fails because of it."""
+        self._next_fence_look = 0.0
+        try:
+            self._end_if_fenced()
+        except Ended as fenced:
+            return fenced
+        return ended
+
+    def _obey(self) -> None:
+        """Signals, the files SAVE and STOP, the time limit."""
+        if self._controls.insists:
+            for role in self._roles:
+                role.kill()
+        for role in self._roles:
+            if isinstance(role, StepRole) and role.warned:
+                role.warned = False
+                self._controls.note_warning()
+        request = self._controls.poll()
+        if self._controls.num_saves > self._saves_asked:
+            self._saves_asked = self._controls.num_saves
+            logger.info("the file SAVE was found: saving at the next step boundary")
+            self._hub.ring("save", id=self._attempt.attempt * 10_000 + self._saves_asked)
+        if self._stop is not None:
+            request, deadline = self._stop
+            if self._clock.now() > deadline:
+                raise Ended(request.code or 1, f"{request.reason}; not saved within {request.budget_s:.0f} s", "failed")
+        elif request is not None:
+            self._attempt.next = "slurm" if request.by_slurm else None
+            self._note_lost(request.lost_nodes)
+            if not request.save or self._ready_at is None:
+                raise Ended(request.code, request.reason, request.outcome)
+            logger.warning(f"{request.reason}: saving, then ending (at most {request.budget_s:.0f} s)")
+            self._stop = (request, self._clock.now() + request.budget_s)
+            self._hub.ring("stop", reason=request.reason, save=True)
+
+    def _look_at(self, role: Role) -> None:
+        role.lead(self._known_urls())
+        lost = role.lost_hosts(self._experiment.slurm.survive.node_silence_s)
+        if lost:
+            self._on_lost_nodes(role, lost)
+        elif not role.running:
+            if role.says("done") and role.exit_code == 0 and not role.is_server:
+                role.state = "done"
+                logger.info(f"{role.spec.label} is done")
+                return
+            self._on_death(role, role.cause_of_death())
+        elif missing := role.missing_hosts():
+            self._on_lost_nodes(role, missing)
+        elif role.state == "starting":
+            if self._is_ready(role):
+                role.state, role.was_ready = "ready", True
+                logger.info(f"{role.spec.label} is ready after {self._clock.now() - role.started:.0f} s")
+            elif self._clock.now() - role.started > role.start_timeout_s:
+                self._on_death(role, f"{role.spec.label} was not ready within {role.start_timeout_s:.0f} s")
+        elif role.is_server:
+            self._check_health(role)
+        elif role.silent_s() > self._experiment.supervisor.heartbeat_timeout_s:
+            self._on_death(role, f"{role.spec.label} gave no sign of life for {role.silent_s():.0f} s")
+
+    def _known_urls(self) -> Urls:
+        """Of the servers that were told where to listen, in order."""
+        urls = {name: list(known) for name, known in self._urls.items()}
+        for role in self._roles:
+            if isinstance(role, StepRole) and role.is_server and role.url:
+                urls.setdefault(role.spec.name, []).append(role.url)
+        return urls
+
+    def _is_ready(self, role: Role) -> bool:
+        return self._due(role, 0.5) and self._is_healthy(role) if role.is_server else role.says("ready")
+
+    def _is_healthy(self, role: Role) -> bool:
+        began = self._clock.now()
+        well = role.healthy()
+        self._asking_s += self._clock.now() - began  # a server that does not answer holds nobody up
+        return well
+
+    def _check_health(self, role: Role) -> None:
+        if self._due(role, HEALTH_INTERVAL_S) and not self._is_healthy(role) and role.unwell_s() > UNWELL_LIMIT_S:
+            self._on_death(role, f"{role.spec.label} failed its health check for {role.unwell_s():.0f} s")
+
+    def _due(self, role: Role, interval_s: float) -> bool:
+        now = self._clock.now()
+        if now < self._next_health.get(role.spec.label, 0.0):
+            return False
+        self._next_health[role.spec.label] = now + interval_s
+        return True
+
+    # ------------------------------------------------------------------------------------------------ deaths
+
+    def _on_lost_nodes(self, role: Role, hosts: list[str]) -> None:
+        """A packed job goes on without a server's node; anything else is started again as a whole."""
+        cause = f"node {', '.join(hosts)} of {role.spec.label} was lost (no sign of life)"
+        self._note_lost(hosts)
+        can_go_on = self._steps is not None and self._steps.no_kill and role.is_server and role.was_ready
+        others = any(r.state == "ready" for r in self._roles if r.spec.name == role.spec.name and r is not role)
+        if not can_go_on or not others or not isinstance(role, StepRole):
+            self._bury(role, cause)
+            raise Ended(1, cause, "node_lost")
+        self._hub.ring("server", role=role.spec.name, index=role.spec.index, state="lost", url=role.url)
+        role.kill()
+        self._reaper.forget(role.pid)
+        where = self._replicas.send_away(role, hosts)
+        logger.warning(f"{cause}; the run goes on without it: {where}")
+
+    def _note_lost(self, hosts: Sequence[str]) -> None:
+        self._attempt.lost_nodes = list(dict.fromkeys([*self._attempt.lost_nodes, *hosts]))
+
+    def _on_death(self, role: Role, cause: str) -> None:
+        """A role ended that should not have: start a server again in place, end the attempt for the others."""
+        if self._stop is not None and (role.is_server or role.says("done")):
+            role.state = "done"  # on the way out, nobody asks the servers any more
+            return
+        if isinstance(role, StepRole) and not role.is_server:
+            lost = role.hosts_without_a_word(LAST_WORD_S)
+            if lost:
+                self._on_lost_nodes(role, lost)
+        if isinstance(role, StepRole) and self._replicas.is_on_trial(role):
+            role.kill()
+            self._reaper.forget(role.pid)
+            logger.warning(f"{cause}; {self._replicas.send_away(role, role.hosts)}")
+            return
+        # one that never served has a reason that a second start does not change
+        if role.was_ready and role.restarts < role.spec.max_restarts:
+            role.kill()
+            role.reap()
+            self._reaper.forget(role.pid)
+            role.restarts += 1
+            logger.warning(f"{cause}; it is started again ({role.restarts}/{role.spec.max_restarts}), the run goes on")
+            self._begin(role)
+            return
+        self._bury(role, cause)
+        if self._stop is not None:  # the true cause is what the end was asked for
+            request = self._stop[0]
+            raise Ended(request.code or 1, f"{request.reason}; nothing was saved: {cause}", request.outcome)
+        raise Ended(1, cause)
+
+    def _bury(self, role: Role, cause: str) -> None:
+        tail = log_tail(role.log_file)
+        role.kill()
+        role.reap()
+        self._reaper.forget(role.pid)
+        role.state = "dead"
+        logger.error(f"{cause}\n--- end of {role.log_file} ---\n{tail}\n---")
+
+    # ------------------------------------------------------------------------------------------------ end
+
+    def _end(self, ended: Ended) -> None:
+        """End every role with all it started, and write down how the attempt ended."""
+        self._hub.ring("stop", reason=ended.cause, save=False)
+        grace = self._experiment.supervisor.grace_s
+        for role in self._roles:
+            role.ask_to_end()
+        if self._steps is not None:
+            self._wait_for_steps(grace + 3.0)
+            for role in self._roles:
+                role.kill()
+        families = [role.pid for role in self._roles if role.was_started]
+        families += self._children.pids if self._children is not None else []
+        killed = end_families(families, grace)
+        if self._children is not None:
+            self._children.end(ended.cause)
+        for role in self._roles:
+            role.reap()
+        killed += end_strays(os.getpid(), [self._reaper.pid], grace_s=1.0)
+        if killed:
+            logger.debug(f"processes that had to be killed: {killed}")
+        self._console.close()
+        self._write_down(ended)
+        level = "INFO" if ended.code == 0 else "ERROR"
+        logger.log(level, f"attempt {self._attempt.attempt} ended: {ended.outcome} ({ended.cause})")
+
+    def _wait_for_steps(self, timeout_s: float) -> None:
+        deadline = self._clock.now() + timeout_s
+        while self._clock.now() < deadline and any(role.lives for role in self._roles):
+            time.sleep(0.1)
+
+    def _write_down(self, ended: Ended) -> None:
+        if self._or_fenced(ended) is not ended or self._is_fenced:  # the newer life has written this one's end
+            return
+        now = time.time()
+        attempt = self._attempt
+        attempt.ended, attempt.exit_code, attempt.cause, attempt.outcome = now, ended.code, ended.cause, ended.outcome
+        attempt.saved_step = saved_step_if_known(self._paths, attempt.saved_before)
+        ready = self._ready_at or now
+        attempt.seconds = {
+            "start": round(ready - attempt.began, 1),
+            "run": round(now - ready, 1),
+            **{k: round(v, 1) for k, v in self._console.seconds().items()},
+        }
+        self._live.write(now=True, **{**self._facts(), "state": "ended", "cause": ended.cause})
+        try:
+            write_attempt(self._paths.attempts, attempt)
+        except (OSError, StoreError) as error:
+            logger.warning(f"{self._paths.attempts} could not be written: {error}")

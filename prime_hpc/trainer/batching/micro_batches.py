@@ -1,0 +1,479 @@
+"""From the store's rank batches (numpy, flat) to the packed micro-batches that the model takes (torch).
+
+RL and SFT both train on `store.batches.RankBatch`: `rl.py` reads it from disk, `data/` and `fake_batch` build it.
+Called by `engine.py`, `rl.py`, `sft.py`.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from prime_hpc.config.sections.trainer import FakeDataConfig
+from prime_hpc.store.batches import NOT_SAMPLED, NOT_TRUNCATED, TRUNCATION, RankBatch, read_rank_batches
+from prime_hpc.store.io import files
+from prime_hpc.store.messaging.file_transfer import Handover
+from prime_hpc.trainer.batching.rows import lay_out
+from prime_hpc.trainer.ops.attention import Packing, plan_packing
+from prime_hpc.trainer.ops.transfer import to_device
+from prime_hpc.trainer.parallel import Parallel
+
+
+@dataclass
+class MicroBatch:
+    """One packed row of T tokens in S sequences with N targets (trained tokens).
+
+    A target is predicted from the token before it, in the same sequence; a sequence's first token is never a target.
+    Under context parallelism a rank holds some of the tokens, and computes the targets that these predict; whatever
+    else is said of targets and sequences is of the whole row.
+    """
+
+    input_ids: torch.Tensor
+    """int64[1, T], or this rank's T / cp tokens; fewer than T where samples share their first tokens; int64[S, L] with
+    each sequence in a row of its own, padded at its end."""
+    position_ids: torch.Tensor
+    """As `input_ids`, counts from 0 in every sequence."""
+    packing: Packing
+    """Of all T tokens, before any are shared; of S * L tokens with a row each."""
+    target_index: torch.Tensor
+    """int64[N], the position (in the flat `input_ids`) whose hidden state predicts the target, of the `own` ones."""
+    targets: torch.Tensor
+    """int64[N], the trained token ids."""
+    sequence: torch.Tensor
+    """int64[N], the sequence (0..S-1) of each target."""
+    targets_of_sequence: torch.Tensor
+    """int64[S]"""
+    temperatures: torch.Tensor
+    """float32[N]"""
+    behaviour_logprobs: torch.Tensor
+    """float32[N], the sampling engine's log-probabilities."""
+    advantages: torch.Tensor
+    """float32[N]"""
+    num_tokens: int
+    """Real tokens: 0 for an empty micro-batch, which computes on one dummy token."""
+    num_shared: int = 0
+    """Of these, the tokens that are computed with another sample's."""
+    reference_logprobs: torch.Tensor | None = None
+    """float32[N], the reference model's log-probabilities, where the objective needs them."""
+    targets_of_rollout: torch.Tensor | None = None
+    """int64[S], number of targets of the whole rollout that each sequence is a piece of, over all micro-batches and
+    ranks; None where sequences are whole rollouts."""
+    own: slice = field(default_factory=lambda: slice(None))
+    """The targets that this rank computes; all of them where it has the whole row."""
+    ce_weights: torch.Tensor | None = None
+    """float32[N], weights in the cross-entropy beside the objective; None where the batch has none."""
+    top_p: torch.Tensor | None = None
+    """float32[N], with `top_k` (int64[N]) and `min_p` (float32[N]): the tokens that were sampled from, see
+    `truncation.Truncation`; None where all were."""
+    top_k: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+    most_top_k: int = 0
+    """Largest `top_k`."""
+    all_have_top_k: bool = False
+    """Whether all targets with a `top_p` have one."""
+    trained: torch.Tensor | None = None
+    """int64, with `ce_weights` the targets that the objective trains (`objective_part`); the others have but that."""
+    trained_of_sequence: torch.Tensor | None = None
+    """int64[S], with `trained`: how many of those each sequence has."""
+
+    @property
+    def num_targets(self) -> int:
+        """N."""
+        return self.targets.shape[0]
+
+
+def objective_part(micro: MicroBatch) -> MicroBatch:
+    """What the objective sees of a micro-batch with `ce_weights`: the targets of its own, everything said of those.
+
+    For objectives alone: it does not go through a model.
+    """
+    chosen = micro.trained
+    assert chosen is not None and micro.trained_of_sequence is not None
+    sequence, reference = micro.sequence[chosen], micro.reference_logprobs
+    return replace(
+        micro,
+        targets=micro.targets[chosen],
+        sequence=sequence,
+        targets_of_sequence=micro.trained_of_sequence,
+        temperatures=micro.temperatures[chosen],
+        behaviour_logprobs=micro.behaviour_logprobs[chosen],
+        advantages=micro.advantages[chosen],
+        reference_logprobs=None if reference is None else reference[chosen],
+        ce_weights=None,
+        trained=None,
+        trained_of_sequence=None,
+    )
+
+
+def first_tokens(batch: RankBatch) -> NDArray[np.bool_]:
+    """bool[T], true at the first token of every sequence."""
+    first = np.zeros(batch.num_tokens + 1, dtype=bool)
+    first[batch.seq_offsets] = True  # an empty sequence shares its start with its successor
+    return first[:-1]
+
+
+def target_mask(batch: RankBatch) -> NDArray[np.bool_]:
+    """bool[T], the tokens that are trained: in the loss mask and not the first of their sequence."""
+    return batch.loss_mask & ~first_tokens(batch)
+
+
+def make_micro_batch(
+    batch: RankBatch,
+    index: int,
+    device: torch.device | str = "cpu",
+    parallel: Parallel | None = None,
+    *,
+    share_prefixes: bool = True,
+    own_rows: bool = False,
+    pads: bool = True,
+    stream: Any = None,
+) -> MicroBatch:
+    """The `index`-th micro-batch of a rank batch as tensors.
+
+    An empty one (no tokens) becomes one dummy token without a target: it goes through every layer, and so takes part
+    in FSDP's collectives, with a loss of exactly 0 and zero gradients. Where ranks split the tokens, a last sequence
+    without targets fills the row up, so that they split evenly.
+
+    Args:
+        batch: this rank's part of the batch.
+        index: of the micro-batch.
+        device: of the tensors.
+        parallel: the layout; None: the whole row.
+        share_prefixes: compute what samples of a group begin with once (`prefixes.py`); not where ranks split rows.
+        own_rows: give each sequence a row of its own, padded to the longest: what comes after a sequence does not
+            change it in a causal model, whatever its layers are. Not with context parallelism.
+        pads: plan how sequences are padded into buckets, for the kernel that needs it.
+        stream: CUDA stream of the copy to the device; None: the current one.
+    """
+    sequences, tokens = batch.sequences_of(index), batch.tokens_of(index)
+    lengths = np.diff(batch.seq_offsets[sequences.start : sequences.stop + 1])
+    kept = lengths > 0
+    lengths, temperatures, groups = lengths[kept], batch.temperatures[sequences][kept], batch.group_ids[sequences][kept]
+    rollouts = None if batch.rollout_tokens is None else batch.rollout_tokens[sequences][kept].astype(np.int64)
+    num_tokens = int(lengths.sum())
+    if num_tokens == 0:
+        lengths, temperatures, groups = np.ones(1, np.int64), np.ones(1, np.float32), np.zeros(1, np.int64)
+        rollouts = None if rollouts is None else np.ones(1, np.int64)
+        ids, mask = np.zeros(1, np.int64), np.zeros(1, bool)
+        logprobs = advantages = ce = np.zeros(1, np.float32)
+    else:
+        ids, mask = batch.token_ids[tokens].astype(np.int64), batch.loss_mask[tokens]
+        logprobs, advantages = batch.logprobs[tokens], batch.advantages[tokens]
+        ce = batch.ce_weights[tokens] if batch.ce_weights is not None else np.zeros(1, np.float32)
+    starts = np.cumsum(lengths) - lengths
+    sequence_of = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.arange(len(ids)) - starts[sequence_of]
+    at = np.flatnonzero((mask | (ce > 0)) & (positions > 0))
+    sequence = sequence_of[at]
+    targets, num_sequences = ids[at], len(lengths)
+    truncation = _truncation(batch, sequences, kept, sequence, mask[at])
+    rows = lay_out(ids, positions, at - 1, lengths, groups, parallel, share_prefixes=share_prefixes, own_rows=own_rows)
+
+    def tensor(array: NDArray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array))
+
+    sampled_from: dict[str, Any] = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in truncation.items()}
+    micro = MicroBatch(
+        input_ids=tensor(rows.ids).view(rows.num_rows, -1),
+        position_ids=tensor(rows.positions).view(rows.num_rows, -1),
+        packing=plan_packing(rows.lengths, device, rows.shared, rows.num_rows, pads=pads),
+        target_index=tensor(rows.predicting),
+        targets=tensor(targets),
+        sequence=tensor(sequence),
+        targets_of_sequence=tensor(np.bincount(sequence, minlength=num_sequences)),
+        temperatures=tensor(np.where(mask[at], temperatures[sequence], np.float32(1))),
+        behaviour_logprobs=tensor(logprobs[at]),
+        advantages=tensor(advantages[at]),
+        num_tokens=num_tokens,
+        num_shared=0 if rows.shared is None else len(rows.shared) - len(rows.ids),
+        targets_of_rollout=None if rollouts is None else tensor(rollouts),
+        own=rows.own,
+        ce_weights=tensor(ce[at]) if batch.ce_weights is not None else None,
+        trained=tensor(np.flatnonzero(mask[at])) if batch.ce_weights is not None else None,
+        **sampled_from,
+        trained_of_sequence=(
+            tensor(np.bincount(sequence[mask[at]], minlength=num_sequences)) if batch.ce_weights is not None else None
+        ),
+    )
+    return to_device(micro, torch.device(device), stream)
+
+
+def _truncation(
+    batch: RankBatch, sequences: slice, kept: NDArray[np.bool_], sequence: NDArray[np.int64], sampled: NDArray[np.bool_]
+) -> dict[str, Any]:
+    """Fields of `MicroBatch` that say of each target which tokens it was sampled from; none where that was all.
+
+    Args:
+        batch, sequences, kept: the targets' sequences.
+        sequence: int64[N], of each target, among the `kept` ones.
+        sampled: bool[N], whether the policy sampled the target: else it is of the whole distribution.
+    """
+    if batch.top_ps is None or not kept.any():
+        return {}
+    whole = NOT_TRUNCATED
+    values = {k: np.where(sampled, getattr(batch, k)[sequences][kept][sequence], whole[k]) for k in TRUNCATION}
+    if all((values[k] == whole[k]).all() for k in TRUNCATION):
+        return {}
+    top_p, top_k = values["top_ps"].astype(np.float32), values["top_ks"].astype(np.int64)
+    bounded = bool(((top_p == 1) | (top_k > 0)).all())
+    found = {"top_p": top_p, "top_k": top_k, "min_p": values["min_ps"].astype(np.float32)}
+    return found | {"most_top_k": int(top_k.max()), "all_have_top_k": bounded}
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """What metrics need to know of a rank batch; sums and maxima over this rank."""
+
+    num_tokens: int
+    num_sequences: int
+    num_targets: int
+    num_trained_sequences: int
+    """Sequences that hold at least one target."""
+    squared_lengths: float
+    """Sum over sequences of length squared: attention's share of the FLOPs."""
+    reward_sum: float
+    lag_sum: float
+    """Sum over sampled targets of (step - 1 - version)."""
+    num_sampled: int
+    lag_max: int
+    num_echo: int
+    """Tokens with a weight in the cross-entropy beside the objective."""
+
+
+def batch_facts(batch: RankBatch, step: int) -> BatchFacts:
+    """Count what `BatchFacts` says; step n trains version n - 1."""
+    mask = target_mask(batch)
+    lengths = np.diff(batch.seq_offsets)
+    per_sequence = np.add.reduceat(np.append(mask, False), batch.seq_offsets[:-1]) if len(lengths) else np.zeros(0)
+    versions = batch.versions[mask]
+    lags = (step - 1) - versions[versions != NOT_SAMPLED].astype(np.int64)
+    return BatchFacts(
+        num_tokens=batch.num_tokens,
+        num_sequences=batch.num_sequences,
+        num_targets=int(mask.sum()),
+        num_trained_sequences=int(np.count_nonzero((per_sequence > 0) & (lengths > 0))),
+        squared_lengths=float(np.square(lengths.astype(np.float64)).sum()),
+        reward_sum=float(batch.rewards.sum()),
+        lag_sum=float(lags.sum()),
+        num_sampled=len(lags),
+        lag_max=int(lags.max(initial=0)),
+        num_echo=0 if batch.ce_weights is None else int(((batch.ce_weights > 0) & ~first_tokens(batch)).sum()),
+    )
+
+
+_PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "versions", "advantages")
+_PER_SEQUENCE = ("temperatures", "rewards", "sample_ids", "group_ids", "env_ids")
+
+
+def select_micro_batches(source: list[tuple[RankBatch, int]], num_micro_batches: int) -> RankBatch:
+    """A rank batch of the given (batch, micro-batch index) pairs, padded with empty micro-batches."""
+    picked = [(b, b.sequences_of(i), b.tokens_of(i)) for b, i in source]
+    empty = RankBatch.empty(0)
+    arrays = {f: np.concatenate([getattr(empty, f), *(getattr(b, f)[t] for b, _, t in picked)]) for f in _PER_TOKEN}
+    arrays |= {f: np.concatenate([getattr(empty, f), *(getattr(b, f)[s] for b, s, _ in picked)]) for f in _PER_SEQUENCE}
+    lengths = [np.diff(b.seq_offsets[s.start : s.stop + 1]) for b, s, _ in picked]
+    counts = [s.stop - s.start for _, s, _ in picked] + [0] * (num_micro_batches - len(picked))
+    arrays["seq_offsets"] = np.concatenate([[0], np.cumsum(np.concatenate([np.zeros(0, np.int64), *lengths]))])
+    arrays["micro_offsets"] = np.concatenate([[0], np.cumsum(counts)])
+    if any(b.ce_weights is not None for b, _, _ in picked):
+        rows = [np.zeros(b.num_tokens, np.float32) if b.ce_weights is None else b.ce_weights for b, _, _ in picked]
+        arrays["ce_weights"] = np.concatenate([row[t] for row, (_, _, t) in zip(rows, picked, strict=True)])
+    if any(b.top_ps is not None for b, _, _ in picked):
+        for name, whole in NOT_TRUNCATED.items():
+            parts = [np.full(b.num_sequences, whole) if b.top_ps is None else getattr(b, name) for b, _, _ in picked]
+            dtype = np.int32 if name == "top_ks" else np.float32
+            arrays[name] = np.concatenate([v[s] for v, (_, s, _) in zip(parts, picked, strict=True)]).astype(dtype)
+    if any(b.rollout_tokens is not None for b, _, _ in picked):
+        arrays["rollout_tokens"] = np.concatenate([_rollout_tokens(b)[s] for b, s, _ in picked])
+    if picked:
+        arrays["totals"] = picked[0][0].totals  # the step's, the same for all
+    for name in ("seq_offsets", "micro_offsets"):
+        arrays[name] = arrays[name].astype(np.int64)
+    return RankBatch(**arrays)
+
+
+def _rollout_tokens(batch: RankBatch) -> NDArray[np.int32]:
+    """int32[S], trained tokens of the rollouts that the sequences are of."""
+    if batch.rollout_tokens is not None:
+        return batch.rollout_tokens
+    ends = np.concatenate([[0], np.cumsum(target_mask(batch))])[batch.seq_offsets]
+    return np.diff(ends).astype(np.int32)
+
+
+def rows_fit(batch: RankBatch, budget: int) -> bool:
+    """Whether every micro-batch fits the budget with a row for each sequence, padded to the longest; a row that is
+    longer must be alone."""
+    lengths = np.diff(batch.seq_offsets)
+    parts = [lengths[batch.sequences_of(i)] for i in range(batch.num_micro_batches)]
+    return bool((lengths > 0).all()) and all(len(n) * n.max() <= max(budget, n.max()) for n in parts if len(n))
+
+
+def with_own_rows(batch: RankBatch, groups: list[NDArray[np.int64]], num_micro_batches: int) -> RankBatch:
+    """The rank batch whose micro-batches hold the sequences of `groups` (`rows.group_rows`), and empty ones after."""
+    single = replace(batch, micro_offsets=np.arange(batch.num_sequences + 1))
+    chosen = [(single, int(i)) for group in groups for i in group]
+    counts = [len(group) for group in groups] + [0] * (num_micro_batches - len(groups))
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return replace(select_micro_batches(chosen, len(chosen)), micro_offsets=offsets)
+
+
+def redistribute(batches: list[RankBatch], rank: int, world_size: int) -> RankBatch:
+    """Rank `rank`'s part when a batch that was packed for `len(batches)` ranks trains on `world_size`.
+
+    Whole micro-batches move, largest first to the emptiest rank, so packing budgets still hold; all ranks get the same
+    number of micro-batches. Every rank computes the same assignment.
+    """
+    pairs = [(b, i) for b in batches for i in range(b.num_micro_batches) if b.tokens_of(i).stop > b.tokens_of(i).start]
+    pairs.sort(key=lambda p: p[0].tokens_of(p[1]).start - p[0].tokens_of(p[1]).stop)
+    per_rank = -(-max(len(pairs), 1) // world_size)
+    own: list[list[tuple[RankBatch, int]]] = [[] for _ in range(world_size)]
+    load = [0] * world_size
+    for batch, i in pairs:
+        target = min((r for r in range(world_size) if len(own[r]) < per_rank), key=lambda r: load[r])
+        tokens = batch.tokens_of(i)
+        own[target].append((batch, i))
+        load[target] += tokens.stop - tokens.start
+    return select_micro_batches(own[rank], per_rank)
+
+
+def read_own_batch(
+    directory: Path,
+    rank: int,
+    world_size: int,
+    handover: Handover | None = None,
+    *,
+    deadline_s: float = files.VISIBLE_S,
+) -> RankBatch:
+    """This rank's part of the batch in `directory`, also when it was packed for another number of ranks.
+
+    Args:
+        directory: the batch's artifact.
+        rank, world_size: of the trainer.
+        handover: the writer's socket, which is asked first.
+        deadline_s: keep trying this many seconds while a file is not what the manifest says.
+
+    Raises:
+        ArtifactError: a file is not what its manifest says.
+    """
+    own: list[bool] = []
+
+    def choose(num_ranks: int) -> list[int]:
+        own[:] = [num_ranks == world_size]
+        return [rank] if own[0] else list(range(num_ranks))
+
+    batches = read_rank_batches(directory, choose, handover=handover, deadline_s=deadline_s)
+    return batches[0] if own[0] else redistribute(batches, rank, world_size)
+
+
+def refuse_untrainable(batch: RankBatch, vocab_size: int, budget: int) -> None:
+    """Raise a ValueError for what would end the process, and not only the step, in the forward pass.
+
+    Args:
+        batch: well-formed (`RankBatch.check`).
+        vocab_size: of the model.
+        budget: tokens of one micro-batch that the trainer has memory for.
+    """
+    ids = batch.token_ids
+    if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+        raise ValueError(f"token ids from {ids.min()} to {ids.max()}: the model has tokens 0 to {vocab_size - 1}")
+    if (batch.temperatures < 0).any():
+        raise ValueError(f"a temperature of {batch.temperatures.min():g}")
+    for i in range(batch.num_micro_batches):
+        tokens = batch.tokens_of(i)
+        if tokens.stop - tokens.start > budget:
+            raise ValueError(f"micro-batch {i} has {tokens.stop - tokens.start} tokens, more than {budget}")
+
+
+def pack_samples(lengths: NDArray[np.int64], num_ranks: int, budget: int) -> list[list[list[int]]]:
+    """Assign samples to micro-batches of at most `budget` tokens: first fit, longest first.
+
+    Args:
+        lengths: int64[N], each at most `budget`.
+        num_ranks: data-parallel ranks.
+        budget: tokens of one micro-batch.
+
+    Returns:
+        for each rank the same number of micro-batches (some may be empty), each a list of sample indices.
+    """
+    assert len(lengths) == 0 or int(lengths.max()) <= budget, f"a sample of {lengths.max()} tokens, above {budget}"
+    size = 1 << max(1, len(lengths) - 1).bit_length()
+    room = [budget] * (2 * size)  # a tree: leaf size + i is what bin i has left, a node the most of its two children
+    bins: list[list[int]] = []
+    order = np.argsort(-lengths, kind="stable")
+    for sample, need in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        node = 1
+        while node < size:  # the first bin with room, left before right
+            node = 2 * node if room[2 * node] >= need else 2 * node + 1
+        if node - size == len(bins):
+            bins.append([])
+        bins[node - size].append(sample)
+        room[node] -= need
+        while node > 1:
+            node //= 2
+            most = max(room[2 * node], room[2 * node + 1])
+            if room[node] == most:
+                break
+            room[node] = most
+    by_room = sorted(range(len(bins)), key=lambda i: room[size + i])
+    per_rank = -(-max(len(bins), 1) // num_ranks)
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for position, i in enumerate(by_room):  # fullest first, to and fro over the ranks: balances their tokens
+        turn, place = divmod(position, num_ranks)
+        ranks[place if turn % 2 == 0 else num_ranks - 1 - place].append(bins[i])
+    return [micros + [[]] * (per_rank - len(micros)) for micros in ranks]
+
+
+def build_rank_batch(
+    micro_batches: list[list[int]],
+    token_ids: list[NDArray[np.int32]],
+    loss_masks: list[NDArray[np.bool_]],
+    advantages: NDArray[np.float32] | None = None,
+) -> RankBatch:
+    """A rank batch of tokenised samples.
+
+    Args:
+        micro_batches: for each micro-batch the indices of its samples.
+        token_ids, loss_masks: of each sample.
+        advantages: float32[num_samples], or None for 0.
+    """
+    order = [i for micro in micro_batches for i in micro]
+    lengths = np.array([len(token_ids[i]) for i in order], dtype=np.int64)
+    total, num = int(lengths.sum()), len(order)
+    per_sample = np.zeros(num, np.float32) if advantages is None else advantages[order].astype(np.float32)
+    return RankBatch(
+        token_ids=np.concatenate([np.zeros(0, np.int32), *(token_ids[i] for i in order)]).astype(np.int32),
+        loss_mask=np.concatenate([np.zeros(0, bool), *(loss_masks[i] for i in order)]).astype(bool),
+        logprobs=np.zeros(total, np.float32),
+        versions=np.full(total, NOT_SAMPLED, np.int32),
+        advantages=np.repeat(per_sample, lengths),
+        seq_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        micro_offsets=np.concatenate([[0], np.cumsum([len(m) for m in micro_batches])]).astype(np.int64),
+        temperatures=np.ones(num, np.float32),
+        rewards=np.zeros(num, np.float32),
+        sample_ids=np.array(order, dtype=np.int64),
+        group_ids=np.array(order, dtype=np.int64),
+        env_ids=np.zeros(num, np.int32),
+    )
+
+
+def fake_batch(config: FakeDataConfig, vocab_size: int, seed: int, step: int, rank: int, world_size: int) -> RankBatch:
+    """Random tokens of the configured shape, the same for the same (seed, step); all tokens are trained.
+
+    `length = variable` draws lengths uniformly between a quarter of `seq_len` and `seq_len`.
+    """
+    rng = np.random.default_rng([seed, step])
+    low = config.seq_len if config.length == "fixed" else max(2, config.seq_len // 4)
+    lengths = rng.integers(low, config.seq_len + 1, config.batch_size)
+    ids = [rng.integers(0, vocab_size, n, dtype=np.int32) for n in lengths]
+    masks = [np.ones(n, bool) for n in lengths]
+    advantages = rng.standard_normal(config.batch_size).astype(np.float32)
+    groups = [
+        list(range(i, min(i + config.micro_batch_size, config.batch_size)))
+        for i in range(0, config.batch_size, config.micro_batch_size)
+    ]
+    per_rank = -(-len(groups) // world_size)
+    own = groups[rank::world_size]
+    return build_rank_batch(own + [[]] * (per_rank - len(own)), ids, masks, advantages)

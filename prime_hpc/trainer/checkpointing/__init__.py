@@ -1,0 +1,1 @@
+"""Training checkpoints: when to save, stage, write, verify and load."""

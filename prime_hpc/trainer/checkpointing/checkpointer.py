@@ -1,0 +1,439 @@
+"""Checkpoints of the trainer: parameters, optimizer, progress and random states, written at once or in the background.
+
+Called by `session.py`. For RL, rank 0 joins the orchestrator's state of the same step to it (`store.checkpoints`).
+
+    main thread    | step n | save(n) starts | step n+1: forward, backward | update | ... | settle |
+    background                [copy to host] [write own file, fsync] [rank 0: manifest, rename, prune]
+
+The state changes only in the optimizer's update, so the copy runs beside the next forward and backward pass; a hook on
+the optimizer holds the update back until the copy is done. Ranks talk about a save over a gloo group of its own, so the
+training's collectives never mix with it.
+"""
+
+import datetime
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from prime_hpc.config.sections.common import CkptConfig
+from prime_hpc.store.artifact import FencedError, FileEntry, StoreError, prepare_stage, stage_dir
+from prime_hpc.store.checkpoint.checkpoints import TRAINER, CheckpointInfo, commit_checkpoint, prune_checkpoints
+from prime_hpc.store.io import files as store_files
+from prime_hpc.store.io.disk import free_bytes
+from prime_hpc.store.io.lustre import lack_of_room
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.model_fingerprint import conflicts
+from prime_hpc.trainer.checkpointing import dcp_state
+from prime_hpc.trainer.checkpointing.random_state import random_state, set_random_state
+from prime_hpc.trainer.checkpointing.staging import HostStage
+from prime_hpc.trainer.checkpointing.verify import verify_parts
+from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.threads import rank_thread
+
+LAST_JOIN_S = 60.0
+"""Rank 0 has heard of a save's end: the others hear of it within this."""
+
+
+@dataclass(frozen=True)
+class SaveFigures:
+    """What a save cost."""
+
+    step: int
+    size: int
+    """Bytes of this rank's part."""
+    stall_s: float
+    """By how much it held up training on this rank."""
+    write_s: float
+    """From the state that it holds until its checkpoint was whole."""
+
+
+@dataclass
+class _Save:
+    """One save under way."""
+
+    step: int
+    meta: dict[str, Any]
+    batch_dir: Path | None
+    stage: Path
+    final: Path
+    began: float
+    stall_s: float = 0.0
+    size: int = 0
+    ended: float = 0.0
+    thread: threading.Thread | None = None
+    error: BaseException | None = None
+
+
+class SideGroup:
+    """Small objects between ranks, beside the training's collectives."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Collective. `timeout_s`: longest wait for the slowest rank."""
+        self._world_size = dist.get_world_size()
+        self._group = None
+        if self._world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every rank's value on rank 0, None elsewhere."""
+        if self._group is None:
+            return [value]
+        gathered: list[Any] | None = [None] * self._world_size if dist.get_rank() == 0 else None
+        dist.gather_object(value, gathered, dst=0, group=self._group)
+        return gathered
+
+    def close(self) -> None:
+        """Nothing more is said over it."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value everywhere."""
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+
+class Checkpointer:
+    """Saves and loads one policy and its optimizer. `save`, `settle`, `finish` and `load` are collective."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        paths: RunPaths,
+        *,
+        incarnation: int,
+        meta: Mapping[str, Any],
+        config: CkptConfig | None = None,
+        slot: int = 0,
+    ) -> None:
+        """
+        Args:
+            policy, optimizer: what is saved; of a policy with adapters, the one in `slot`.
+            paths: the run (its `checkpoints` may lie elsewhere).
+            incarnation: life of the run.
+            meta: plain JSON for the manifest; `identity` (see `store.identity`), `kind` and `adapter` are compared
+                by `load`.
+            config: None saves synchronously and keeps everything.
+        """
+        self._policy, self._optimizer, self._paths, self._slot = policy, optimizer, paths, slot
+        self._incarnation, self._meta = incarnation, dict(meta)
+        self._config = config or CkptConfig()
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._side: SideGroup | None = None
+        self._plan: dcp_state.ShardPlan | None = None
+        self._signature: tuple[Any, ...] = ()
+        self._room: HostStage | None = None
+        self._save: _Save | None = None
+        self._staged = threading.Event()
+        self._figures: SaveFigures | None = None
+        if self._config.save_async:
+            optimizer.register_step_pre_hook(self._before_update)
+
+    # ------------------------------------------------------------------------------------------------ saving
+
+    @property
+    def in_flight(self) -> int | None:
+        """Step of the save that is being written. Its weights version must be kept though it has no name yet."""
+        return self._save.step if self._save is not None else None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a save in flight has come to its end on this rank: time to `settle`."""
+        return self._save is not None and self._save.thread is not None and not self._save.thread.is_alive()
+
+    def save(self, step: int, *, progress: Mapping[str, int], batch_dir: Path | None) -> None:
+        """Commit `checkpoints/step_<step>`; with `save_async`, begin to: `settle` or `finish` say how it went.
+
+        Args:
+            step: updates done.
+            progress: whole numbers, e.g. samples seen; `load` gives them back.
+            batch_dir: artifact of batch `step`, whose orchestrator state belongs to the checkpoint; None for SFT.
+
+        Raises:
+            StoreError: disk full, fenced, or other content has this name; also of a save still in flight.
+        """
+        began = time.perf_counter()
+        self.finish()
+        if self._side is None:
+            self._side = SideGroup(self._config.timeout_s)
+        state = self._state()
+        plan = self._plan_for(state)
+        parts = {name: dcp_state.local_part(state[name]) for name in plan.names}
+        final = self._paths.checkpoint_step(step)
+        stage = stage_dir(final, self._incarnation)
+        meta = self._meta | {"world_size": self._world_size, "progress": {"step": step, **progress}}
+        save = _Save(step, meta, batch_dir, stage, final, began)
+        if not self._config.save_async:
+            self._write(save, plan, parts, None)
+            save.stall_s = time.perf_counter() - began
+            self._record(save)
+            return
+        event = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+        self._staged.clear()
+        save.thread = rank_thread(self._in_background, args=(save, plan, parts, event), name=f"save-{step}")
+        self._save = save
+        save.thread.start()
+        save.stall_s += time.perf_counter() - began
+
+    def prepare(self) -> None:
+        """Take the memory for asynchronous saves. Collective at its first call, which comes after the first step.
+
+        Raises:
+            StoreError: there is too little.
+        """
+        if not self._config.save_async or self._room is not None:
+            return
+        state = self._state()
+        self._make_room({name: dcp_state.local_part(state[name]) for name in self._plan_for(state).names})
+
+    def settle(self) -> None:
+        """Take note of a save that has ended on rank 0. Every rank calls it then.
+
+        Raises:
+            StoreError: it failed, on whichever rank.
+        """
+        self._join(LAST_JOIN_S)
+
+    def finish(self) -> None:
+        """Wait for the save in flight, if any.
+
+        Raises:
+            StoreError: it failed, or took longer than `ckpt.timeout_s`.
+        """
+        self._join(self._config.timeout_s)
+
+    def close(self) -> None:
+        """No more saves: give the side group back. Collective; nothing is in flight."""
+        if self._side is not None:
+            self._side.close()
+            self._side = None
+
+    def take_figures(self) -> SaveFigures | None:
+        """What the save that ended last cost; None when that was told before."""
+        figures, self._figures = self._figures, None
+        return figures
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return dcp_state.named_state(self._policy, self._optimizer, self._slot) | random_state(self._rank)
+
+    def _plan_for(self, state: dict[str, torch.Tensor]) -> dcp_state.ShardPlan:
+        """The plan of who writes what; made again when tensors came or went, which they do on all ranks alike."""
+        now = dcp_state.signature(state)
+        if self._plan is None or now != self._signature:
+            self._plan, self._signature = dcp_state.plan_shards(state), now
+        return self._plan
+
+    def _make_room(self, parts: Mapping[str, torch.Tensor]) -> HostStage:
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._room = HostStage(parts, self._config.staging_dir, ranks_per_node)
+        rank_thread(self._room.touch, name="touch-staging").start()
+        return self._room
+
+    def _before_update(self, *_: Any) -> None:
+        """Hold the optimizer's update back until the state before it is copied."""
+        save = self._save
+        if save is None or self._staged.is_set():
+            return
+        began = time.perf_counter()
+        if not self._staged.wait(self._config.timeout_s):
+            raise StoreError(f"the state of step {save.step} was not copied within ckpt.timeout_s")
+        save.stall_s += time.perf_counter() - began
+
+    def _in_background(
+        self, save: _Save, plan: dcp_state.ShardPlan, parts: dict[str, torch.Tensor], event: "torch.cuda.Event | None"
+    ) -> None:
+        """The save's thread: copy, let training go on, write."""
+        failure: Exception | None = None
+        try:
+            room = self._room if self._room is not None and self._room.fits(parts) else self._make_room(parts)
+            room.copy(parts, event)
+            parts = room.tensors
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, then it is raised
+            failure = error
+        finally:
+            self._staged.set()
+        try:
+            self._write(save, plan, parts, failure)
+        except Exception as error:  # noqa: BLE001 - raised by `settle` or `finish` in the main thread
+            save.error = error
+
+    def _write(
+        self, save: _Save, plan: dcp_state.ShardPlan, parts: Mapping[str, torch.Tensor], failure: Exception | None
+    ) -> None:
+        """Write this rank's part; on rank 0 commit when all have. All ranks learn how it went.
+
+        Raises:
+            StoreError: some rank failed (on that rank: what it failed with).
+        """
+        assert self._side is not None
+        try:
+            refusal = None
+            if self._rank == 0:
+                num_bytes = sum(part.nbytes for part in parts.values())
+                refusal = self._try(lambda: self._open_stage(save, num_bytes))
+            refusal = self._side.broadcast(refusal)
+            if refusal is not None:
+                raise StoreError(refusal)
+            entries: dict[str, FileEntry] = {}
+            results: list[Any] = []
+            if failure is None:
+                try:
+                    for directory in (save.stage, save.stage / TRAINER):  # rank 0's node made them
+                        store_files.await_name(directory)
+                    entries, results = plan.write(save.stage / TRAINER, parts)
+                except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, then it is raised
+                    failure = error
+            save.size = sum(entry.size for entry in entries.values())
+            said = None if failure is None else f"rank {self._rank}: {_words(failure)}"
+            gathered = self._side.gather((entries, results, said))
+            verdict = None
+            if gathered is not None:
+                verdict = self._try(lambda: self._commit(save, plan, gathered))
+            verdict = self._side.broadcast(verdict)
+            save.ended = time.perf_counter()
+            if failure is not None:
+                raise failure
+            if verdict is not None:
+                raise StoreError(verdict)
+        except BaseException:
+            if self._rank == 0:
+                store_files.clear_away(save.stage)
+            raise
+        if self._rank == 0:
+            self.prune()
+
+    def _try(self, action: Callable[[], None]) -> str | None:
+        """Why an action of rank 0 failed, for all ranks; None where it did not."""
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - every rank raises it
+            return _words(error)
+        return None
+
+    def _open_stage(self, save: _Save, num_bytes: int) -> None:
+        """Rank 0: an empty stage, on a disk that has room for it."""
+        free, needed = free_bytes(save.final), num_bytes * self._world_size
+        if free < needed:
+            raise StoreError(
+                f"{save.final}: disk full: a checkpoint takes about {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB "
+                "are free: free space, choose another ckpt.path, or keep fewer (ckpt.keep_last)"
+            )
+        lack = lack_of_room(save.final, self._world_size, num_bytes)
+        if lack is not None:
+            raise StoreError(f"{save.final}: {lack}: free space, or choose another ckpt.path")
+        prepare_stage(save.final, self._incarnation, run=self._paths, file_bytes=num_bytes)
+        store_files.make_dir(save.stage / TRAINER)
+
+    def _commit(self, save: _Save, plan: dcp_state.ShardPlan, gathered: list[Any]) -> None:
+        """Rank 0: everything is durable but the manifest."""
+        said = [part[2] for part in gathered if part[2] is not None]
+        if said:
+            raise StoreError("; ".join(said[:3]))
+        entries = {name: entry for part in gathered for name, entry in part[0].items()}
+        entries |= plan.write_metadata(save.stage / TRAINER, [part[1] for part in gathered])
+        commit_checkpoint(
+            save.stage,
+            save.final,
+            step=save.step,
+            trainer_files=entries,
+            batch_dir=save.batch_dir,
+            run=self._paths,
+            incarnation=self._incarnation,
+            meta=save.meta,
+        )
+
+    def prune(self) -> None:
+        """Rank 0: delete the checkpoints that retention gives up. That it cannot is no reason to end a run.
+
+        Raises:
+            FencedError: a newer life has begun.
+        """
+        config = self._config
+        try:
+            prune_checkpoints(self._paths, config.keep_last, config.keep_interval, self._incarnation)
+        except FencedError:
+            raise
+        except (StoreError, OSError) as error:
+            logger.warning(f"old checkpoints could not be removed: {error}")
+
+    def _join(self, timeout_s: float) -> None:
+        save = self._save
+        if save is None:
+            return
+        assert save.thread is not None
+        save.thread.join(timeout_s)
+        if save.thread.is_alive():
+            raise StoreError(f"the checkpoint of step {save.step} was not written within {timeout_s:.0f} s")
+        self._save = None
+        if save.error is not None:
+            raise StoreError(f"the checkpoint of step {save.step} was not saved: {save.error}") from save.error
+        self._record(save)
+
+    def _record(self, save: _Save) -> None:
+        self._figures = SaveFigures(save.step, save.size, save.stall_s, save.ended - save.began)
+
+    # ------------------------------------------------------------------------------------------------ loading
+
+    def load(self, info: CheckpointInfo) -> dict[str, int]:
+        """Restore parameters, optimizer and (for ranks that existed) random states, under any number of ranks.
+
+        Learning rate, betas, decay and the like are the config's, not the saved ones. The sums of all files are checked
+        first, each rank's by itself.
+
+        Returns:
+            the `progress` that was saved.
+
+        Raises:
+            StoreError: it is a checkpoint of another model, tokenizer, optimizer or kind of run.
+            Unreadable: a file is not what the manifest says, or cannot be read; on all ranks.
+        """
+        verify_parts(info, self._paths)
+        problems = self.misfits(info)
+        progress = info.manifest.meta.get("progress")
+        if progress is None:
+            problems.append("its manifest states no progress (written by an older prime-hpc?)")
+        metadata = dcp_state.read_metadata(info.trainer_dir)
+        dcp_state.create_optimizer_state(self._optimizer)
+        state = dcp_state.named_state(self._policy, self._optimizer, self._slot)
+        problems = problems or dcp_state.differences(metadata, state)
+        if problems or progress is None:
+            raise StoreError(f"{info.path} cannot be resumed from: {'; '.join(problems)}")
+        randoms = {k: v for k, v in random_state(self._rank).items() if k in metadata.state_dict_metadata}
+        dcp_state.load_state(info.trainer_dir, state | randoms)
+        set_random_state(randoms)
+        return {name: int(value) for name, value in progress.items()}
+
+    def misfits(self, info: CheckpointInfo) -> list[str]:
+        """In which respects a checkpoint's manifest says that it is not of this model or kind of run."""
+        meta = info.manifest.meta
+        found = conflicts(meta.get("identity") or {}, self._meta.get("identity") or {})
+        kinds = meta.get("kind"), self._meta.get("kind")
+        if None not in kinds and kinds[0] != kinds[1]:
+            found.append(f"it is of a {kinds[0]} run, this is {kinds[1]}")
+        then, now = meta.get("adapter"), self._meta.get("adapter")
+        if (then is None) != (now is None):
+            found.append(
+                "it holds a whole model, this run trains an adapter (model.lora)"
+                if then is None
+                else "it holds an adapter, this run trains the whole model: state model.lora as then"
+            )
+        elif then is not None and now is not None:
+            found += [f"model.lora: {key} was {then[key]}, is {now[key]}" for key in now if then.get(key) != now[key]]
+        return found
+
+
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,186 @@
+"""When a rank saves, and who is told: the config's interval, requests over the doorbell, and what saves cost.
+
+Between the loops (through `session.py`) and `checkpoint.py`. Rank 0 decides; the loops carry its word to the others.
+
+Doorbell: "save" {"id": n} asks everyone to checkpoint at the next step boundary and to go on, once per id. "saved"
+{"step", "path", "ids"} says that a checkpoint is whole and which requests it answers (step 0: nothing was trained yet).
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+from loguru import logger
+
+from prime_hpc.config.sections.common import CkptConfig
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.messaging.bus import Bell
+from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer, SaveFigures
+from prime_hpc.trainer.checkpointing.save_interval import SaveSchedule
+
+
+class Agree(Protocol):
+    """Rank 0's yes or no on every rank. Collective."""
+
+    def __call__(self, yes: bool, /) -> bool:
+        """The decision."""
+
+
+class Saver:
+    """One rank's saves. `save`, `settle`, `finish`, `prepare` and `is_due` are collective."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        paths: RunPaths,
+        doorbell: Bell,
+        *,
+        rank: int,
+        world_size: int,
+        config: CkptConfig | None,
+        max_steps: int,
+        schedule: SaveSchedule | None = None,
+    ) -> None:
+        """
+        Args:
+            checkpointer: writes.
+            paths: the run.
+            doorbell: requests come and answers go over it.
+            rank, world_size: this process.
+            config: None: saves are on request only.
+            max_steps: the last step is always saved.
+            schedule: of `ckpt.interval = auto`, on rank 0.
+        """
+        self.checkpointer = checkpointer
+        self.saved_step: int | None = None
+        """Newest step whose checkpoint exists or is being written."""
+        self._paths, self._doorbell = paths, doorbell
+        self._rank, self._world_size = rank, world_size
+        self._config, self._max_steps, self._schedule = config, max_steps, schedule
+        self._is_prepared = False
+        self._heard_id: int | None = None
+        self._waiting_ids: list[int] = []
+        self._figures: SaveFigures | None = None
+
+    @property
+    def in_flight(self) -> int | None:
+        """Step whose checkpoint is being written in the background."""
+        return self.checkpointer.in_flight
+
+    @property
+    def steps_in_flight(self) -> list[int]:
+        """That step, or none: what it belongs to must not be removed yet."""
+        return [] if self.in_flight is None else [self.in_flight]
+
+    @property
+    def is_asked(self) -> bool:
+        """On rank 0: whether a "save" waits to be taken up."""
+        return self._request() is not None
+
+    def _request(self) -> int | None:
+        number = (self._doorbell.latest("save") or {}).get("id")
+        return number if isinstance(number, int) and number != self._heard_id else None
+
+    def take_up(self) -> None:
+        """On rank 0: the pending "save" counts as heard, and is answered by the next `save`."""
+        number = self._request()
+        if number is not None:
+            self._heard_id = number
+            self._waiting_ids.append(number)
+
+    def prepare(self) -> None:
+        """Once, after the first step: take the memory for asynchronous saves.
+
+        Raises:
+            StoreError: there is too little.
+        """
+        if not self._is_prepared and self._config is not None:
+            self.checkpointer.prepare()
+        self._is_prepared = True
+
+    def is_due(self, step: int, agree: Agree) -> bool:
+        """Whether the config wants a checkpoint after `step`."""
+        if self._config is None:
+            return False
+        if isinstance(self._config.interval, int):
+            return step % self._config.interval == 0 or step == self._max_steps
+        due = self._schedule is not None and self._schedule.due()
+        return agree(due or step == self._max_steps)
+
+    def save(self, step: int, *, progress: dict[str, int], batch_dir: Path | None) -> None:
+        """Save a checkpoint, or begin to, unless this step's exists.
+
+        Raises:
+            StoreError: this save, or one that was still in flight, failed.
+        """
+        if step == 0:
+            self._answer(0)
+            return
+        if self.saved_step != step:
+            if self.in_flight is not None:
+                if self._rank == 0:
+                    logger.warning(f"the checkpoint of step {self.in_flight} is still being written: waiting for it")
+                self.finish()
+            self.checkpointer.save(step, progress=progress, batch_dir=batch_dir)
+            self.saved_step = step
+            if self._schedule is not None:
+                self._schedule.began()
+        if self.in_flight is None:
+            self._take_note()
+
+    def settle(self) -> None:
+        """Rank 0's save in flight has ended: take note of it everywhere.
+
+        Raises:
+            StoreError: it failed.
+        """
+        self.checkpointer.settle()
+        self._take_note()
+
+    def finish(self) -> None:
+        """Wait until nothing is being written any more.
+
+        Raises:
+            StoreError: the save failed.
+        """
+        if self.in_flight is not None:
+            self.checkpointer.finish()
+            self._take_note()
+
+    def _take_note(self) -> None:
+        """The newest save is whole."""
+        figures = self.checkpointer.take_figures()
+        if self._rank != 0 or self.saved_step is None:
+            return
+        if figures is not None:
+            self._figures = figures
+            speed = figures.size * self._world_size / max(figures.write_s, 1e-9) / 1e9
+            logger.info(
+                f"saved {self._paths.checkpoint_step(self.saved_step)} ({figures.write_s:.2f} s, {speed:.2f} GB/s; "
+                f"held training up for {figures.stall_s:.3f} s)"
+            )
+            self._learn(figures)
+        self._answer(self.saved_step)
+
+    def _learn(self, figures: SaveFigures) -> None:
+        if self._schedule is not None:
+            self._schedule.measured(figures)
+            news = self._schedule.news()
+            if news is not None:
+                logger.info(news)
+
+    def _answer(self, step: int) -> None:
+        if self._rank == 0:
+            self._doorbell.ring("saved", step=step, path=str(self._paths.checkpoint_step(step)), ids=self._waiting_ids)
+            self._waiting_ids = []
+
+    def take_figures(self) -> dict[str, float]:
+        """Metrics of the save that ended since the last call, if one did."""
+        figures, self._figures = self._figures, None
+        if figures is None:
+            return {}
+        return {
+            "ckpt/step": figures.step,
+            "ckpt/stall_s": round(figures.stall_s, 4),
+            "ckpt/write_s": round(figures.write_s, 4),
+            "ckpt/bytes": figures.size * self._world_size,
+        }

@@ -1,0 +1,107 @@
+"""The trainer's batches without an orchestrator: what `trainer.data.fake`, and a bench without it, train on.
+
+Called by `rl.py`. A bench of `rl` waits for the orchestrator's bench to end, so that the two never share a machine's
+cores, and takes the shape of the batches that it wrote: lengths, trained tokens, micro-batches, ranks.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.sections.trainer import FakeDataConfig
+from prime_hpc.observe.bench import read_report
+from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.errors import ArtifactTimeout
+from prime_hpc.trainer.batching.micro_batches import build_rank_batch, fake_batch
+from prime_hpc.trainer.trainer import Session, Signal
+
+LOOK_S = 0.5
+"""Between two looks for the orchestrator's result."""
+
+FakeSource = Callable[[int], RankBatch]
+"""step -> this rank's batch."""
+
+
+@dataclass(frozen=True)
+class RankShape:
+    """What one rank's part of a batch looked like."""
+
+    lengths: list[int]
+    """Tokens of each sequence."""
+    trained: list[int]
+    """Trained tokens of each, counted as its last ones."""
+    micro_offsets: list[int]
+    """First sequence of each micro-batch, and the number of sequences."""
+
+    def batch(self, vocab_size: int, seed: int, step: int, part: int) -> RankBatch:
+        """Random tokens and advantages of this shape, the same for the same arguments."""
+        rng = np.random.default_rng([seed, step, part])
+        ids = [rng.integers(0, vocab_size, n, dtype=np.int32) for n in self.lengths]
+        masks = [np.arange(n) >= n - trained for n, trained in zip(self.lengths, self.trained, strict=True)]
+        micro = [list(range(a, b)) for a, b in itertools.pairwise(self.micro_offsets)]
+        return build_rank_batch(micro, ids, masks, rng.standard_normal(len(ids)).astype(np.float32))
+
+
+def default_fake(experiment: Experiment) -> FakeDataConfig:
+    """The batch shape of a bench whose config states none: the orchestrator's number of samples, all of `seq_len`."""
+    return FakeDataConfig(
+        batch_size=experiment.orchestrator.batch_size,
+        seq_len=experiment.seq_len,
+        micro_batch_size=max(1, experiment.micro_batch_tokens // experiment.seq_len),
+    )
+
+
+def fake_source(session: Session) -> FakeSource | None:
+    """Where fake batches come from; None where the orchestrator's are trained on. Collective.
+
+    Raises:
+        ArtifactTimeout: a bench of `rl`, and the orchestrator's bench did not end within `trainer.batch_timeout_s`.
+    """
+    experiment = session.experiment
+    bench, config = experiment.trainer.bench, experiment.trainer.data.fake
+    (part, num_parts), seed, vocab = session.part, experiment.seed, session.vocab_size
+    if config is None and not bench:
+        return None
+    if config is None and experiment.orchestrator.bench:
+        shapes = _await_shapes(session)
+        if not shapes:  # told to stop while it waited: the loop sees that before it asks for a batch
+            return lambda step: RankBatch.empty(1)
+        own = shapes[part % len(shapes)]
+        session.bench_setting["data"] = f"shaped like the orchestrator's batch: {len(own.lengths)} sequences a rank"
+        return lambda step: own.batch(vocab, seed, step, part)
+    shape = config or default_fake(experiment)
+    session.bench_setting["data"] = f"fake, {shape.batch_size} x {shape.seq_len} tokens, {shape.length} length"
+    return lambda step: fake_batch(shape, vocab, seed, step, part, num_parts)
+
+
+def _await_shapes(session: Session) -> list[RankShape]:
+    """The shape of the last batch of the orchestrator's bench; [] after a stop. Collective: rank 0 looks."""
+    end = time.monotonic() + session.experiment.trainer.batch_timeout_s
+    box: list[Any] = [None]
+    while True:
+        if session.rank == 0:
+            box = [_look(session, end)]
+        if session.agree(Signal.GO if box[0] is not None else Signal.WAIT) is Signal.GO:
+            break
+    dist.broadcast_object_list(box, src=0, device=session.device)
+    return [RankShape(**rank) for rank in box[0]]
+
+
+def _look(session: Session, end: float) -> list[dict[str, Any]] | None:
+    report = read_report(session.paths.root, "orchestrator")
+    if report is not None and report.get("incarnation") == session.context.incarnation:
+        shape: list[dict[str, Any]] = report["shape"]
+        return shape
+    if session.doorbell.latest("stop") is not None:
+        return []
+    if time.monotonic() > end:
+        limit = session.experiment.trainer.batch_timeout_s
+        raise ArtifactTimeout(f"no result of the orchestrator's bench within trainer.batch_timeout_s = {limit:g} s")
+    time.sleep(LOOK_S)
+    return None

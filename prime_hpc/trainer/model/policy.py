@@ -1,0 +1,275 @@
+"""The policy under FSDP2: any Hugging Face causal LM, sharded, with packed attention and chunked log-probabilities.
+
+Called by `session.py`. Master parameters and optimizer state are float32; the forward and backward pass run in
+`model.dtype`; gradients are reduced in float32.
+
+Loading: the model is built without memory (meta device), sharded, and every rank reads only its own rows from the
+memory-mapped safetensors (`stored.py`), whatever names and forms they have there (`conversions.py`).
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from prime_hpc.config.families import Family, family_of
+from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.store.model_files import StoredTensor, other_vocabulary, quantised, stored_tensors
+from prime_hpc.trainer.batching.micro_batches import MicroBatch
+from prime_hpc.trainer.lora import Adapters, add_lora
+from prime_hpc.trainer.model.conversions import WeightMap, map_weights
+from prime_hpc.trainer.model.hf_checkpoint import check_tied, read_tensors
+from prime_hpc.trainer.model.rotary import pin_rotary
+from prime_hpc.trainer.model.self_test import self_test
+from prime_hpc.trainer.ops import attention
+from prime_hpc.trainer.ops.context_parallel import gather_targets
+from prime_hpc.trainer.ops.fp8 import check_device
+from prime_hpc.trainer.ops.logprobs import VocabShard, token_logprobs
+from prime_hpc.trainer.ops.truncation import Truncation
+from prime_hpc.trainer.parallel import Parallel
+from prime_hpc.trainer.parallel.distribute import distribute
+from prime_hpc.trainer.parallel.tensor import local
+
+FP8_ROUNDING = 2.0**-4
+"""Relative rounding error of float8_e4m3."""
+SMALL_LOGITS = 1 << 24
+"""So many logits (64 MiB) are no reason to work in chunks: a small vocabulary's are kept for the backward pass."""
+
+
+class Policy(nn.Module):
+    """An HF causal LM that answers with log-probabilities of a micro-batch's targets instead of logits."""
+
+    exact_logits: bool = False
+    """Whether a half-precision head's logits stay in float32 (`model.head_dtype`)."""
+    pads_rows: bool = True
+    """Whether attention goes through padded buckets, which a micro-batch then must plan."""
+    adapters: Adapters | None = None
+    """With `model.lora`: what is trained instead of the model's own parameters. They are none of this module's."""
+
+    weights: WeightMap | None = None
+    """What its tensors are made of in the checkpoint that they come from, and how they are published."""
+
+    def __init__(self, hf: Any, attn: str, chunk_tokens: int, parallel: Parallel, *, own_rows: bool = False) -> None:
+        super().__init__()
+        self.hf = hf
+        self.own_rows = own_rows
+        """Whether each sample takes a row of its own, see `config.families`."""
+        self.parallel = parallel
+        self.partly_used: list[nn.Module] = []
+        """Modules whose parameters' gradients are to be summed over tensor-parallel ranks."""
+        self._attn = attn
+        self._chunk_tokens = max(chunk_tokens, SMALL_LOGITS // hf.get_output_embeddings().weight.shape[0])
+        config = hf.config.get_text_config()
+        # The three ways in which transformers' causal LMs post-process their logits.
+        caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap"))
+        self._softcap: float | None = next((cap for cap in caps if cap), None)
+        divisor = getattr(config, "logits_scaling", None) or 1.0
+        self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0) / float(divisor)
+
+    def forward(self, batch: MicroBatch, with_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities (float32 `[N]`) and entropies (`[N]` or `[0]`) of the N targets of one packed row."""
+        body = (
+            self.hf.base_model if self.hf.base_model is not self.hf else self.hf.model
+        )  # Llama 4 names it differently
+        output = body(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+        head, tp, cp = self.hf.get_output_embeddings(), self.parallel.tp, self.parallel.cp
+        weight = local(head.weight)
+        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch.target_index)
+        hidden = hidden.to(weight.dtype)  # some state-space models return float32, whatever they compute in
+        logprobs, entropy = token_logprobs(
+            hidden,
+            weight,
+            batch.targets[batch.own],
+            batch.temperatures[batch.own],
+            bias=local(head.bias),
+            logit_scale=self._logit_scale,
+            softcap=self._softcap,
+            chunk_tokens=self._chunk_tokens,
+            with_entropy=with_entropy,
+            truncation=_truncation(batch),
+            exact=self.exact_logits,
+            shard=None if tp is None else VocabShard(tp, tp.get_local_rank() * weight.shape[0]),
+        )
+        if cp is None:
+            return logprobs, entropy
+        logprobs = gather_targets(logprobs, batch.own, batch.num_targets, cp)
+        return logprobs, gather_targets(entropy, batch.own, batch.num_targets, cp) if with_entropy else entropy
+
+    def packing(self, batch: MicroBatch) -> Any:
+        """Context in which the forward and backward pass of `batch` must run."""
+        return attention.packing(batch.packing, self._attn, self.parallel.cp)
+
+    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and tensors as a HF checkpoint holds them: parameters, tied ones once, and persistent buffers."""
+        parameters = dict(self.hf.named_parameters())
+        every = {name for name, _ in self.hf.named_parameters(remove_duplicate=False)}
+        buffers = {k: v for k, v in self.hf.state_dict().items() if k not in every and isinstance(v, torch.Tensor)}
+        return list(parameters.items()) + list(buffers.items())
+
+
+def _truncation(batch: MicroBatch) -> Truncation | None:
+    """Of the targets that this rank computes."""
+    if batch.top_p is None or batch.top_k is None or batch.min_p is None:
+        return None
+    whole = Truncation(batch.top_p, batch.top_k, batch.min_p, batch.most_top_k, batch.all_have_top_k)
+    return whole.part(batch.own)
+
+
+def resolve_source(name: str) -> Path:
+    """The local directory of a model: `name` itself, or the hub's snapshot of it (downloaded where missing).
+
+    Raises:
+        ValueError: neither exists.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name.startswith("."):
+        raise ValueError(f"model.name = {name}: no such directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"])
+        )
+    except Exception as error:  # the hub client raises a dozen unrelated classes
+        raise ValueError(
+            f"model.name = {name}: no such local directory, and the hub has no model of that name or cannot be "
+            f"reached ({type(error).__name__}: {error})"
+        ) from error
+
+
+def compute_dtype(config: ModelConfig) -> torch.dtype:
+    """dtype of the forward and backward pass.
+
+    Raises:
+        ValueError: float16, which would need loss scaling.
+    """
+    if config.dtype == "float16":
+        raise ValueError("model.dtype = float16 cannot train here (it needs loss scaling); use bfloat16 or float32")
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+def _stored_weights(source: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint; raises a ValueError for those that would load as noise, or not at all."""
+    stored = stored_tensors(source)
+    if not stored:
+        raise ValueError(f"{source} holds no safetensors; `save_pretrained` of transformers writes them")
+    for wrong in (quantised(source, stored), other_vocabulary(source, stored)):
+        if wrong is not None:
+            raise ValueError(wrong)
+    return stored
+
+
+def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
+    """The model's modules without memory for parameters, buffers (rotary frequencies) are real; how it trains."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source} holds no usable config.json ({error})") from error
+    family = family_of(hf_config.to_dict())
+    if family.refused:
+        raise ValueError(family.refusal)
+    with init_empty_weights(include_buffers=False):
+        hf = AutoModelForCausalLM.from_config(
+            hf_config,
+            dtype=torch.float32,
+            attn_implementation=_attention_of(family),
+            trust_remote_code=config.trust_remote_code,
+        )
+    hf.tie_weights()
+    return hf, family
+
+
+def _attention_of(family: Family) -> str:
+    return "eager" if family.own_attention else attention.register()
+
+
+@torch.no_grad()
+def _load_shards(policy: Policy, weights: WeightMap, device: torch.device) -> None:
+    """Give the empty, sharded parameters memory and read every rank's rows."""
+    policy._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    read_tensors({name: tensor.detach() for name, tensor in policy.named_weights()}, weights)
+
+
+def _announce(policy: Policy, config: ModelConfig, notes: list[str]) -> None:
+    """Log what was loaded."""
+    count, layout = sum(p.numel() for p in policy.parameters()), policy.parallel.layout.describe()
+    logger.info(f"{type(policy.hf).__name__}, {count:,} parameters, compute {compute_dtype(config)}, {layout}")
+    if config.lora is not None and policy.adapters is not None:
+        count, modules = policy.adapters.num_parameters, policy.adapters.modules
+        logger.info(f"frozen; adapters of rank {config.lora.rank} in {len(modules)} modules: {count:,} parameters")
+    for note in notes:
+        logger.info(note)
+
+
+def load_policy(
+    config: ModelConfig,
+    source: Path,
+    parallel: Parallel,
+    device: torch.device,
+    *,
+    reshard_after_forward: bool,
+    chunk_tokens: int,
+    num_slots: int = 1,
+    context: int | None = None,
+    rows: Literal["auto", "packed", "single"] = "auto",
+) -> Policy:
+    """Build, shard, load and test the policy. Collective.
+
+    Args:
+        config: the model section.
+        source: local directory of the weights (see `resolve_source`).
+        parallel: the layout of the trainer's ranks.
+        device: this rank's device.
+        reshard_after_forward: free gathered block parameters after the forward pass.
+        chunk_tokens: rows of logits that exist at once.
+        num_slots: adapters at once, with `model.lora` (all zero until `lora.reset_slot` or a checkpoint fills them).
+        context: tokens that the engines are made for, see `rotary`; None: the model's own limit.
+        rows: how samples lie, see `trainer.rows`.
+
+    Raises:
+        ValueError: no config, no weights, wrong shapes, quantised weights, a dtype or attention that cannot run here, a
+            LoRA target that matches nothing, a family that cannot be trained, log-probabilities that depend on how
+            samples lie (`self_test`).
+    """
+    dtype = compute_dtype(config)
+    kernel = attention.select_kernel(config.attn, device.type, dtype)
+    if config.fp8:
+        check_device(device)
+    try:
+        stored = _stored_weights(source)
+        hf, family = _build_empty(source, config)
+        weights = map_weights(hf, stored)
+        check_tied(weights)
+        pinned = pin_rotary(hf, context)
+        own_rows = family.rows_as(rows) == "single"
+    except ValueError as error:
+        raise ValueError(f"model.name = {config.name}: {error}") from error
+    why = family.reason or "trainer.rows = single"
+    if own_rows and parallel.cp is not None:
+        raise ValueError(f"trainer.parallel.cp: {config.name} trains one sample a row ({why}); set it to 1")
+    policy = Policy(hf, config.attn, chunk_tokens, parallel, own_rows=own_rows)
+    policy.weights = weights
+    policy.eval()  # for good: log-probabilities are the engine's, so no dropout in any pass, and nothing to restore
+    if config.lora is not None:
+        add_lora(policy.hf, config.lora, dtype)
+    policy.pads_rows = kernel is attention.padded_attention
+    policy.exact_logits = config.head_dtype == "float32"
+    policy.partly_used = distribute(policy, policy.hf, config, parallel, dtype, reshard_after_forward)
+    _load_shards(policy, weights, device)
+    if config.lora is not None:
+        everyone = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("adapters",))
+        policy.adapters = Adapters(policy.hf, config.lora, num_slots, everyone, device)
+        policy.adapters.base_names = weights.base_names(policy.adapters.modules)
+    if dist.get_rank() == 0:
+        _announce(policy, config, [*pinned, *([f"one sample a row: {why}"] if own_rows else [])])
+    self_test(policy, device, FP8_ROUNDING if config.fp8 else torch.finfo(dtype).eps / 2, mixes_scales=config.fp8)
+    return policy

@@ -1,0 +1,233 @@
+"""Whether a loaded policy keeps samples apart: asked at every start, of the real model, kernel and layout.
+
+Three short samples, two of which begin alike, go through the forward pass alone, behind each other in one row, and with
+their common beginning computed once (or, for families that train one sample a row, as rows of one padded batch). A
+sample's log-probabilities must be the same in all of these, up to rounding, and must not move when the tokens of its
+neighbours change: not by a bit in a dense model, as all shapes stay. On ranks that neither split rows nor matrices,
+they must also be those of the model's own code with its own attention and output head. Where they are not, training
+ends before it begins: gradients would be wrong in silence, with nothing to see in supervised training.
+
+Rounding is measured, not assumed: each transformer block's output is disturbed by one rounding error of the compute
+dtype, and the log-probabilities' answer to that is the unit of the bounds.
+
+It leaves no trace: no gradients, no random numbers drawn, no module's mode changed. Collective.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from prime_hpc.store.batches import RankBatch
+from prime_hpc.trainer.batching.micro_batches import build_rank_batch, make_micro_batch
+
+if TYPE_CHECKING:
+    from prime_hpc.trainer.model.policy import Policy
+
+LENGTHS = (12, 15, 19)
+"""Tokens of the three samples."""
+COMMON = 9
+"""Tokens that the last two begin with."""
+FACTOR = 8.0
+"""Bound of a difference between two ways of computing one sample, in units of the measured rounding."""
+NEIGHBOUR_FACTOR = 4.0
+"""The same where only neighbours' tokens change, in models with experts, which may then multiply in other groups."""
+OWN_CODE_FACTOR = 64.0
+"""The same against the model's own code: other kernels round at other places."""
+
+
+class SelfTestError(ValueError):
+    """The model's log-probabilities depend on how samples are laid out, or are not its own code's."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Largest differences of log-probabilities, in nats, over all ranks."""
+
+    rounding: float
+    """The answer to one rounding error a block."""
+    together: float
+    """Between a sample alone and with others."""
+    shared: float
+    """Between a sample alone and with its beginning shared."""
+    neighbour: float
+    """When only the neighbours' tokens change."""
+    again: float
+    """When nothing changes: 0 where kernels repeat themselves exactly."""
+    own_code: float | None
+    """To the model's own code; None: not compared in this layout."""
+
+
+def _batch(vocab_size: int, neighbours: int) -> RankBatch:
+    """Three micro-batches: all three samples, then the second and the third alone.
+
+    The first sample, and what the second has after the common beginning, are drawn from the seed `neighbours`.
+    """
+    fixed, drawn = np.random.default_rng(0), np.random.default_rng([1, neighbours])
+
+    def draw(generator: np.random.Generator, count: int) -> np.ndarray:
+        return generator.integers(min(3, vocab_size - 1), vocab_size, count).astype(np.int32)
+
+    common, last = draw(fixed, COMMON), draw(fixed, LENGTHS[2] - COMMON)
+    middle = draw(drawn, LENGTHS[1] - COMMON)
+    middle[0] = last[0] - 1 if last[0] > 0 else 1  # the samples part here, whatever is drawn
+    first = draw(drawn, LENGTHS[0])
+    ids = [first, np.concatenate([common, middle]), np.concatenate([common, last])]
+    batch = build_rank_batch([[0, 1, 2], [1], [2]], ids, [np.ones(len(i), bool) for i in ids])
+    return replace(batch, group_ids=np.array([0, 1, 1, 1, 1]))
+
+
+@contextlib.contextmanager
+def _disturbed(blocks: list[nn.Module], unit: float) -> Iterator[None]:
+    """Multiply what each block returns by 1 + unit * noise, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+
+    def disturb(_: nn.Module, __: Any, output: Any) -> Any:
+        several = isinstance(output, tuple | list)
+        hidden = output[0] if several else output
+        if not isinstance(hidden, torch.Tensor) or not hidden.is_floating_point():
+            return output
+        noise = torch.randn(hidden.shape, generator=generator).to(hidden.device)
+        moved = (hidden.float() * (1 + unit * noise)).to(hidden.dtype)
+        return type(output)((moved, *output[1:])) if several else moved
+
+    handles = [block.register_forward_hook(disturb) for block in blocks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Prober:
+    """Runs the policy on the batches of the test."""
+
+    def __init__(self, policy: "Policy", device: torch.device) -> None:
+        self.policy, self.device = policy, device
+        vocab_size = policy.hf.config.get_text_config().vocab_size
+        self.batches = [_batch(vocab_size, neighbours) for neighbours in (0, 1)]
+
+    def logprobs(self, which: int, index: int, *, share: bool = False) -> torch.Tensor:
+        """float64 log-probabilities of micro-batch `index`, one sample behind the other."""
+        policy = self.policy
+        micro = make_micro_batch(
+            self.batches[which], index, self.device, policy.parallel, share_prefixes=share, own_rows=policy.own_rows
+        )
+        with policy.packing(micro):
+            values, _ = policy(micro)
+        return values.detach().double()
+
+    def own_code(self, index: int) -> torch.Tensor:
+        """float64 log-probabilities of a sample by the model's own forward pass, attention and output head."""
+        batch, hf = self.batches[0], self.policy.hf
+        ids = torch.from_numpy(batch.token_ids[batch.tokens_of(index)].astype(np.int64)).to(self.device)[None]
+        configs = {id(c): c for m in hf.modules() if (c := getattr(m, "config", None)) is not None}
+        before = {key: getattr(c, "_attn_implementation", None) for key, c in configs.items()}
+        if isinstance(self.policy, FSDPModule):
+            self.policy.unshard()
+        try:
+            for config in configs.values():
+                config._attn_implementation = "eager"
+            logits = hf(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            for key, config in configs.items():
+                config._attn_implementation = before[key]
+        return logits.double().log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Largest absolute difference; infinite where either is not finite."""
+    gap = (one - other).abs()
+    return torch.where(gap.isfinite(), gap, torch.inf).max()
+
+
+def measure(policy: "Policy", device: torch.device, unit: float) -> Found:
+    """The differences that the self-test judges. Collective.
+
+    Args:
+        policy: loaded and sharded.
+        device: of this rank.
+        unit: relative rounding error of the compute dtype.
+    """
+    from prime_hpc.trainer.parallel.distribute import reshard_all, transformer_blocks
+
+    prober, parallel = _Prober(policy, device), policy.parallel
+    alone = [prober.logprobs(0, index) for index in (1, 2)]
+    with _disturbed(transformer_blocks(policy.hf), unit):
+        moved = [prober.logprobs(0, index) for index in (1, 2)]
+    least = torch.cat(alone).abs().max() * torch.finfo(torch.float32).eps  # a log-probability's own resolution
+    together, shared = prober.logprobs(0, 0), prober.logprobs(0, 0, share=True)
+    first = LENGTHS[0] - 1
+    part = first + LENGTHS[1] - 1  # the last sample's targets begin here
+    rows = {
+        "rounding": torch.stack([least, *(_difference(a, b) for a, b in zip(alone, moved, strict=True))]).max(),
+        "together": _difference(torch.cat(alone), together[first:]),
+        "shared": _difference(torch.cat(alone), shared[first:]),
+        "neighbour": torch.maximum(
+            _difference(together[part:], prober.logprobs(1, 0)[part:]),
+            _difference(shared[part:], prober.logprobs(1, 0, share=True)[part:]),
+        ),
+    }
+    rows["again"] = _difference(together, prober.logprobs(0, 0))
+    if parallel.tp is None and parallel.cp is None and parallel.ep is None:
+        rows["own_code"] = torch.stack([_difference(a, prober.own_code(i)) for i, a in enumerate(alone, 1)]).max()
+    reshard_all(policy)
+    table = torch.stack(list(rows.values())).float()
+    if dist.is_initialized():
+        dist.all_reduce(table, op=dist.ReduceOp.MAX)  # every rank judges alike
+    found = dict(zip(rows, table.tolist(), strict=True))
+    return Found(**{"own_code": None, **found})
+
+
+@torch.no_grad()
+def self_test(policy: "Policy", device: torch.device, unit: float, *, mixes_scales: bool = False) -> Found:
+    """End a start whose log-probabilities would be wrong. Collective.
+
+    Args:
+        policy: loaded and sharded, in evaluation mode.
+        device: of this rank.
+        unit: relative rounding error of the compute dtype.
+        mixes_scales: whether the scale of a product is that of the whole row (float8).
+
+    Returns:
+        what was measured.
+
+    Raises:
+        SelfTestError: on every rank; says what differs by how much.
+    """
+    with torch.compiler.set_stance("force_eager"):  # its shapes would be compiled for nothing else
+        found = measure(policy, device, unit)
+    config = policy.hf.config.get_text_config()
+    name = f"{type(policy.hf).__name__} (model_type {getattr(config, 'model_type', '?')})"
+    bound, own_bound = FACTOR * found.rounding, OWN_CODE_FACTOR * found.rounding
+    repeats = (
+        found.again == 0 and not mixes_scales and not any("expert" in name for name, _ in policy.hf.named_modules())
+    )
+    near = 0.0 if repeats else NEIGHBOUR_FACTOR * found.rounding
+    layout = "in rows of one batch" if policy.own_rows else "packed behind each other"
+    problems = []
+    if not found.together <= bound:
+        problems.append(f"{layout}, samples differ by {found.together:.2g} nats from each alone")
+    if not found.shared <= bound and not policy.own_rows:
+        problems.append(f"with a shared prompt, they differ by {found.shared:.2g}")
+    if not found.neighbour <= near:
+        problems.append(f"a sample moves by {found.neighbour:.2g} when only its neighbours' tokens change")
+    if found.own_code is not None and not found.own_code <= own_bound:
+        problems.append(f"the model's own code differs by {found.own_code:.2g} (bound {own_bound:.2g})")
+    if problems:
+        raise SelfTestError(
+            f"self-test: {name} cannot be trained like this: {'; '.join(problems)}, where rounding explains "
+            f"{bound:.2g}. Its layers mix what must stay apart, or attend in a way that the trainer's kernel does not; "
+            "gradients would be wrong"
+        )
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        largest = max(found.together, found.shared, found.neighbour)
+        logger.info(f"self-test: samples differ by at most {largest:.2g} nats however they lie (rounding {bound:.2g})")
+    return found

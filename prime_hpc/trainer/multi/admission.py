@@ -1,0 +1,99 @@
+"""What a child must be to be trained, and where it goes on. Rank 0 only; called by `roster.py`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.config.child_runs import check_child
+from prime_hpc.config.snapshot import RUN_YAML, read_experiment
+from prime_hpc.store.artifact import ArtifactError, set_aside, verify_artifact
+from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
+from prime_hpc.store.checkpoint.doubts import Doubts, settle_doubts
+from prime_hpc.store.checkpoint.newest import choose_newest, expected_step
+from prime_hpc.store.checkpoint.rollback import rewind
+from prime_hpc.store.layout import RunPaths, claim_incarnation, record_start
+
+SETTLE_S = 1.0
+"""How long a version may be what a network file system shows while names change."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A child that begins: what every rank must know of it."""
+
+    name: str
+    path: Path
+    experiment: Experiment
+    slot: int
+    incarnation: int
+    """Its life that begins."""
+    resume: CheckpointInfo | None
+    """Checkpoint that it goes on from."""
+    republish: bool
+    """Whether the version of that checkpoint is not on disk any more."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its last step was saved already."""
+        return self.resume is not None and self.resume.step >= self.experiment.max_steps
+
+
+def read_child(parent: Experiment, path: Path) -> Experiment:
+    """The experiment in a child's directory.
+
+    Raises:
+        ConfigError: it is no experiment, one that cannot share this trainer, or a copy of another child.
+    """
+    child = read_experiment(path / RUN_YAML)
+    if child.name != path.name:
+        message = f"says {child.name!r}, but lies in {path.name}: a copied directory? Make it with `prime-hpc runs add`"
+        raise ConfigError(Problem(message, "name"))
+    check_child(parent, child)
+    return child
+
+
+def prepare(parent: Experiment, path: Path, slot: int, doubts: Doubts, life: int = 0) -> Admission:
+    """Begin a life of the child: claim it, choose the checkpoint, bring the directory back to its step.
+
+    Args:
+        parent: what all children share.
+        path: the child's directory.
+        slot: that it gets.
+        doubts: first readings of this child's files.
+        life: the newest that is known of.
+
+    Raises:
+        ConfigError: see `read_child`.
+        StoreError: its directory cannot be used, or all checkpoints that it had are proved broken.
+        Unreadable, OSError: that cannot be told now; nothing was deleted.
+    """
+    child, paths = read_child(parent, path), RunPaths(path)
+    expected = expected_step(paths, life=life)
+    choice = choose_newest(paths, doubts, expected=expected, life=life, unfit=_lacks_half)
+    incarnation = claim_incarnation(paths)
+    step = choice.info.step if choice.info is not None else 0
+    if incarnation > 1:  # what lies there before its first life was put there to be trained on
+        record_start(paths, incarnation, step)
+        rewind(paths, step, incarnation, keep=bool(choice.passed_over))
+        settle_doubts(paths)
+    republish = choice.info is not None and not _is_whole(paths, choice.info.step, incarnation)
+    return Admission(path.name, path, child, slot, incarnation, choice.info, republish)
+
+
+def _is_whole(paths: RunPaths, version: int, incarnation: int) -> bool:
+    """Whether a weights version can be served; a broken one is set aside.
+
+    Raises:
+        Unreadable: that cannot be told now.
+    """
+    try:
+        verify_artifact(paths.weights_step(version), deadline_s=SETTLE_S)
+    except ArtifactError:
+        if paths.weights_step(version).exists():
+            set_aside(paths, paths.weights_step(version), incarnation)
+        return False
+    return True
+
+
+def _lacks_half(info: CheckpointInfo) -> str | None:
+    return None if info.orchestrator_state is not None else "it holds no orchestrator state"

@@ -1,0 +1,179 @@
+"""One of several runs, on every rank: a session of its own around the shared model. All functions are collective.
+
+Built and stepped by `loop.py`. A child trains through its adapter slot alone; its gradients, optimizer, schedule,
+checkpoints and versions touch no other slot's tensors, so the order in which runs take turns changes no bit of any.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from loguru import logger
+
+from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.layout import current_incarnation
+from prime_hpc.store.messaging.bus import Doorbell
+from prime_hpc.store.waiting import ArtifactWatch
+from prime_hpc.trainer.batching.micro_batches import read_own_batch, refuse_untrainable
+from prime_hpc.trainer.lora import slot_parameters
+from prime_hpc.trainer.multi.admission import Admission
+from prime_hpc.trainer.multi.collective_call import RunFailed, together
+from prime_hpc.trainer.replay.dump_failed_step import keep_for_replay
+from prime_hpc.trainer.rl import rl_objective
+from prime_hpc.trainer.train_step import Objective, StepRefused
+from prime_hpc.trainer.trainer import Base, Session, check_schedule, open_session
+
+READ_S = 3.0
+"""How long a batch whose files are not what its manifest says may hold the others up."""
+
+
+class _Silent:
+    """The trainer speaks for all its runs; a run's own word is its `state.json`."""
+
+    def ready(self, **info: Any) -> None:
+        """Nothing to say."""
+
+    def beat(self, step: int | None = None, **info: Any) -> None:
+        """Nothing to say."""
+
+
+@dataclass
+class Child:
+    """A run that holds a slot."""
+
+    name: str
+    session: Session
+    objective: Objective
+    budget: int
+    """Tokens of one micro-batch that the trainer has memory for."""
+    step: int
+    """Steps done."""
+    num_samples: int
+    num_tokens: int
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its last step is done."""
+        return self.step >= self.session.experiment.max_steps
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """What its checkpoints hold besides tensors."""
+        return {"num_samples": self.num_samples, "num_tokens": self.num_tokens}
+
+    def next_batch(self) -> ArtifactWatch:
+        """Rank 0: where batch `step` + 1 will appear. Not collective."""
+        step, session = self.step + 1, self.session
+        life = session.context.incarnation
+        return ArtifactWatch(
+            session.paths.rollouts_step(step),
+            doorbell=session.doorbell,
+            topic="batch",
+            key={"step": step},
+            names=(),  # each rank checks its own file
+            handover=session.handover,
+            min_incarnation=life if life > 1 else 0,  # a first life also takes what was put there before it began
+        )
+
+    def advance(self) -> dict[str, float]:
+        """Train on the next batch, publish, save where it is due; returns the step's metrics.
+
+        Raises:
+            RunFailed, StepRefused, StoreError: on all ranks alike; this run cannot go on.
+        """
+        session, step, started = self.session, self.step + 1, time.perf_counter()
+        batch = together(lambda: self._read(step), same=lambda b: b.num_micro_batches)
+        metrics = session.train_step(step, batch, self.objective)
+        self.step = step
+        self.num_samples += int(metrics["num_sequences"])
+        self.num_tokens += int(metrics["num_tokens"])
+        together(self._still_there)
+        together(lambda: session.publish(step))
+        session.doorbell.ring("consumed", step=step)
+        if session.save_is_due(step):
+            self.save()
+        together(lambda: session.prune_rollouts(step))
+        together(lambda: session.report(step, metrics, started))
+        return metrics
+
+    def _read(self, step: int) -> RankBatch:
+        session = self.session
+        self._still_there()
+        directory = session.paths.rollouts_step(step)
+        batch = read_own_batch(directory, *session.part, session.handover, deadline_s=READ_S)
+        refuse_untrainable(batch, session.vocab_size, self.budget)
+        return batch
+
+    def _still_there(self) -> None:
+        """On rank 0: nothing may be written into a directory that was deleted, or is another run's by now."""
+        session = self.session
+        if session.rank == 0 and current_incarnation(session.paths) != session.context.incarnation:
+            raise StoreError(f"{session.paths.root} was deleted or replaced while it trained")
+
+    def save(self) -> None:
+        """Checkpoint the step that is done. Raises what `advance` does."""
+        if self.step:
+            together(self._still_there)
+            self.session.save(self.step, progress=self.progress, batch_dir=self.session.paths.rollouts_step(self.step))
+
+    def close(self, error: BaseException | None = None) -> str | None:
+        """End it in good order: finish its saves, keep a refused batch; returns what went wrong with that.
+
+        Args:
+            error: why it ends, where it failed.
+        """
+        session, trouble = self.session, None
+        try:
+            if isinstance(error, StepRefused):
+                together(lambda: keep_for_replay(session, error))
+            session.finish_saves()
+        except (RunFailed, StoreError) as failure:
+            trouble = str(failure)
+        together(session.close)
+        session.saver.checkpointer.close()
+        for parameter in slot_parameters(session.engine.policy, session.engine.slot):
+            parameter.grad = None
+        return trouble
+
+
+def begin_child(base: Base, admission: Admission, budget: int, doorbell: Doorbell) -> Child:
+    """Give a run its slot, from its checkpoint where it has one.
+
+    Raises:
+        RunFailed, StoreError: on all ranks alike; it cannot begin.
+    """
+    context = RoleContext(
+        "trainer",
+        admission.path,
+        index=dist.get_rank(),
+        attempt=admission.incarnation,
+        incarnation=admission.incarnation,
+        run=admission.name,
+    )
+    bell, experiment = doorbell.of_run(context.doorbell_run), admission.experiment
+
+    def build() -> Session:
+        check_schedule(experiment)
+        return open_session(base, experiment, context, bell, _Silent(), admission.slot)
+
+    session = together(build)
+    objective = partial(rl_objective, experiment.trainer.loss)
+    child = Child(admission.name, session, objective, budget, 0, 0, 0)
+    if admission.resume is None:
+        return child
+    info = admission.resume
+    load: Callable[[], dict[str, int]] = lambda: session.saver.checkpointer.load(info)  # noqa: E731
+    progress = together(load)
+    child.step, session.saver.saved_step = info.step, info.step
+    child.num_samples, child.num_tokens = progress.get("num_samples", 0), progress.get("num_tokens", 0)
+    if admission.republish:
+        together(lambda: session.publish(info.step, prune=False))
+    if session.rank == 0:
+        logger.info(f"{admission.name}: resumed from {info.path}: step {info.step}")
+        session.saver.checkpointer.prune()
+    return child

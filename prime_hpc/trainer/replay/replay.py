@@ -1,0 +1,149 @@
+"""The two ways to train again: a run's steps from the base model or a checkpoint, and one step that was kept.
+
+Neither touches the run. Same machine, same ranks, same threads: the same losses to the last bit, on CUDA where the run
+has `trainer.deterministic`. SFT takes its batches from the data set instead of the store.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+from loguru import logger
+
+from prime_hpc.config import Experiment, load_run
+from prime_hpc.config.sections.parallel import ParallelConfig
+from prime_hpc.observe.logs import setup_logger
+from prime_hpc.observe.metrics import MetricsWriter
+from prime_hpc.observe.role_status import RoleStatus
+from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.store.batches import RankBatch, find_batch, list_batches
+from prime_hpc.store.checkpoint.checkpoints import resolve_resume
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.messaging.bus import Doorbell
+from prime_hpc.trainer.batching.micro_batches import read_own_batch
+from prime_hpc.trainer.data.build import without_padding
+from prime_hpc.trainer.lora import load_slot
+from prime_hpc.trainer.main import seed_everything, start_process_group
+from prime_hpc.trainer.replay.sequences import sequence_lines
+from prime_hpc.trainer.train_step import Objective, StepRefused
+from prime_hpc.trainer.trainer import Session, build_session
+from prime_hpc.trainer.weights.lora_files import read_adapter
+
+Given = tuple[RankBatch, dict[str, float]]
+"""A rank's batch, and what its step's metrics say of the data."""
+
+
+@contextmanager
+def opened(experiment: Experiment, scratch: Path) -> Iterator[Session]:
+    """A session on this rank that writes its metrics below `scratch` and hears nobody. Collective."""
+    device = start_process_group(experiment)
+    experiment, rank = plain(experiment, dist.get_world_size()), dist.get_rank()
+    setup_logger(f"replay[{rank}]", level=experiment.log.level if rank == 0 else "WARNING")
+    seed_everything(experiment.seed, rank)
+    context = RoleContext("trainer", scratch, index=rank)
+    doorbell = Doorbell(None, f"replay[{rank}]")
+    session = build_session(experiment, context, device, doorbell, RoleStatus(context, doorbell))
+    yield session
+    dist.barrier()
+    session.close()
+    dist.destroy_process_group()
+
+
+def plain(experiment: Experiment, num_ranks: int) -> Experiment:
+    """The same training with everything off that would write, send or ask; on another number of ranks than the run's
+    own these share one copy of the model, whatever its layout was."""
+    trainer = experiment.trainer.model_copy(update={"bench": False, "profile": None})
+    if num_ranks != trainer.num_ranks:
+        trainer = trainer.model_copy(update={"num_ranks": num_ranks, "parallel": ParallelConfig()})
+    return experiment.model_copy(update={"ckpt": None, "wandb": None, "trainer": trainer})
+
+
+@contextmanager
+def batches_of(session: Session, source: RunPaths, progress: dict[str, int]) -> Iterator[Callable[[int], Given]]:
+    """Step -> this rank's batch and figures; SFT's come in order, from the step after the one `progress` is of."""
+    if session.experiment.kind == "rl":
+        yield lambda step: (read_own_batch(find_batch(source, step), *session.part), {})
+        return
+    from prime_hpc.trainer.data.build import build_data
+
+    data = build_data(session)
+    data.start(progress)
+    yield lambda step: (data.next()[0], data.figures)
+    data.close()
+
+
+def objective_of(experiment: Experiment) -> Objective:
+    """What the run minimises."""
+    from prime_hpc.trainer.rl import rl_objective
+    from prime_hpc.trainer.sft import sft_objective
+
+    return partial(rl_objective, experiment.trainer.loss) if experiment.kind == "rl" else sft_objective
+
+
+def train_again(session: Session, source: RunPaths, start: int, stop: int, metrics: MetricsWriter | None) -> bool:
+    """Steps `start` + 1 .. `stop`; False when a step is refused. Collective.
+
+    Raises:
+        StoreError: a checkpoint or a batch is not whole.
+    """
+    progress: dict[str, int] = {}
+    if start:
+        progress = session.saver.checkpointer.load(resolve_resume(source.checkpoints, start, deep=False))
+    objective = objective_of(session.experiment)
+    with batches_of(session, source, progress) as batch_of:
+        for step in range(start + 1, stop + 1):
+            try:
+                batch, figures = batch_of(step)
+                values = session.engine.train_step(step, batch, objective) | figures
+                without_padding(values)
+            except StepRefused as error:
+                logger.error(str(error))
+                if metrics is not None:
+                    metrics.log(step, refused=str(error))
+                return False
+            if metrics is not None:
+                metrics.log(step, **values)
+    return True
+
+
+def run_steps(run_dir: Path, scratch: Path, start: int, stop: int) -> bool:
+    """Steps `start` + 1 .. `stop` of a run again, one row a step in `scratch`'s metrics. Collective.
+
+    Args:
+        run_dir: the run.
+        scratch: for what this writes.
+        start: checkpoint to begin with; 0: the base model.
+        stop: last step.
+
+    Returns:
+        False when a step is refused; its row says why.
+    """
+    experiment = load_run(run_dir)
+    source = RunPaths(run_dir, experiment.ckpt.path if experiment.ckpt else None)
+    with opened(experiment, scratch) as session:
+        return train_again(session, source, start, stop, session.metrics)
+
+
+def kept_step(kept: RunPaths, scratch: Path) -> bool:
+    """The step that `keep` kept, again: prints its metrics or what refuses it, then its worst sequences. Collective.
+
+    Returns:
+        Whether it passes now.
+    """
+    [step] = list_batches(kept)
+    with opened(load_run(kept.root), scratch) as session:
+        if session.engine.policy.adapters is not None:
+            load_slot(session.engine.policy, 0, read_adapter(kept.weights_step(step - 1)))
+        batch = read_own_batch(kept.rollouts_step(step), *session.part)
+        lines = sequence_lines(session, batch)
+        try:
+            metrics = session.engine.train_step(step, batch, objective_of(session.experiment))
+            outcome = f"step {step} passes: " + " ".join(f"{k} {v:.4g}" for k, v in metrics.items())
+            passes = True
+        except StepRefused as error:
+            outcome, passes = str(error), False
+        if session.rank == 0:
+            print("\n".join([outcome, *lines]), flush=True)
+    return passes

@@ -1,0 +1,374 @@
+"""The train step that RL and SFT share.
+
+    engine = Engine(policy, optimizer, ...)
+    metrics = engine.train_step(step, rank_batch, objective)
+
+`rl.py` and `sft.py` differ in where a `RankBatch` comes from and in the objective, a function of log-probabilities.
+Gradients and losses carry the batch's global denominators, so that the result does not depend on how samples are
+packed into micro-batches or spread over ranks.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from prime_hpc.config.sections.trainer import MismatchConfig, OptimConfig, SchedulerConfig
+from prime_hpc.store.batches import RankBatch
+from prime_hpc.trainer.batching.micro_batches import (
+    BatchFacts,
+    MicroBatch,
+    batch_facts,
+    make_micro_batch,
+    objective_part,
+    rows_fit,
+    with_own_rows,
+)
+from prime_hpc.trainer.batching.prefetch_to_device import MicroBatches
+from prime_hpc.trainer.batching.rows import group_rows
+from prime_hpc.trainer.lora import use_slot, without_adapter
+from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.objectives import LossStats, echo_loss, target_weights
+from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
+from prime_hpc.trainer.parallel.distribute import gathers_from_itself, reshard_all
+from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm, sum_over
+from prime_hpc.trainer.perf import FlopsModel, PhaseTimer
+
+Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, LossStats]]
+"""(micro-batch, log-probabilities float32[N], weights float32[N]) -> loss (0-dim), statistics."""
+
+_SUMS = ("num_tokens", "num_sequences", "num_targets", "squared_lengths", "reward_sum", "lag_sum", "num_sampled")
+
+_NO_MEANS = ("loss", "echo_loss", "squared_grad_norm", "shared_tokens")
+
+
+class StepRefused(RuntimeError):
+    """A step that was not applied: parameters are those of version `step` - 1, and nothing of it was published."""
+
+    def __init__(self, message: str, step: int, batch: RankBatch) -> None:
+        """`batch` is this rank's part of the batch, for `replay.py` to keep."""
+        super().__init__(message)
+        self.step, self.batch = step, batch
+
+
+class NonFiniteError(StepRefused):
+    """The loss or the gradient of a step is NaN or infinite."""
+
+
+class MismatchError(StepRefused):
+    """The trainer's log-probabilities are farther from the engine's than `trainer.loss.mismatch.stop` allows."""
+
+
+class Engine:
+    """Forward, backward, clip, update, measure: one optimizer step at a time."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        *,
+        optim: OptimConfig,
+        scheduler: SchedulerConfig,
+        max_steps: int,
+        normalize: str,
+        reshard: bool,
+        device: torch.device,
+        peak_flops: float,
+        with_entropy: bool = True,
+        batch_tokens: int = 1,
+        denominators: str = "all",
+        mismatch: MismatchConfig | None = None,
+        reference: Policy | None = None,
+        slot: int = 0,
+        share_prefixes: bool = True,
+        no_sync: bool = False,
+        row_tokens: int = 0,
+    ) -> None:
+        """
+        Args:
+            policy: sharded model.
+            optimizer: over its parameters.
+            optim, scheduler: learning rate and clipping.
+            max_steps: length of the schedule.
+            normalize: `token`, `sequence` or `batch`, see `objectives.target_weights`.
+            reshard: free gathered parameters between a step's micro-batches.
+            device: this rank's device.
+            peak_flops: FLOP/s of one rank, for MFU.
+            with_entropy: measure the policy's entropy at the targets.
+            batch_tokens: constant of `normalize = batch`.
+            denominators: `all` or `trained`: count the step's rollouts, where the batch tells, or its sequences.
+            mismatch: alarm on the metric `kl`; None: none.
+            reference: frozen, sharded model whose log-probabilities the objective needs; the policy itself: its base
+                model, where it has adapters.
+            slot: adapter that is trained, where the policy has any.
+            share_prefixes: compute the prompt of a group's samples once, see `prefixes.py`.
+            no_sync: keep whole gradients until the last micro-batch, see `trainer.no_sync`.
+            row_tokens: rows times their length in one micro-batch, where each sample has a row of its own.
+        """
+        self.policy = policy
+        self.optimizer = optimizer
+        self.timer = PhaseTimer.of(device)
+        self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
+        self._normalize, self._device = normalize, device
+        self._reshard = reshard and not gathers_from_itself(policy.parallel)
+        self._batch_tokens, self._mismatch, self._reference = batch_tokens, mismatch, reference
+        self._alarmed, self._share_prefixes, self._row_tokens = False, share_prefixes, row_tokens
+        self._no_sync, self._counts_all = no_sync, denominators == "all"
+        self._peak_flops, self._with_entropy = peak_flops, with_entropy
+        self._flops = FlopsModel.of(policy.hf, 0 if policy.adapters is None else policy.adapters.num_parameters)
+        self._parallel = policy.parallel
+        self.slot = slot
+        self._parameters: list[torch.Tensor] = [p for p in policy.parameters() if p.requires_grad]
+        if policy.adapters is not None:
+            self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def train_step(self, step: int, batch: RankBatch, objective: Objective) -> dict[str, float]:
+        """Turn version step - 1 into version `step`. Collective.
+
+        Args:
+            step: 1-based.
+            batch: this rank's part; all ranks have the same number of micro-batches.
+            objective: the loss.
+
+        Returns:
+            metrics of the whole batch, the same on every rank.
+
+        A batch without any target changes nothing: the optimizer does not step.
+
+        Raises:
+            NonFiniteError: NaN or infinite loss or gradient; parameters are as before.
+            MismatchError: the mismatch to the engine exceeds its limit; parameters are as before.
+        """
+        if batch.num_micro_batches == 0:
+            batch = RankBatch.empty(1)
+        facts = batch_facts(batch, step)
+        with self.timer("forward_backward", on_device=True), self.adapted():
+            stats, num_shared = self._forward_backward(self.lay_out(batch), objective, facts)
+        with self.timer("optim", on_device=True):
+            metrics = self._reduce(step, facts, stats, num_shared)
+            self._check_finite(step, batch, metrics)
+            self._check_mismatch(step, batch, metrics)
+            if metrics["num_targets"] or "echo_loss" in stats.sums:
+                self._update(step, metrics)
+            else:
+                self.optimizer.zero_grad()
+                if dist.get_rank() == 0:
+                    logger.warning(f"step {step}: no token of the batch trains (every label is masked); weights stay")
+        return metrics
+
+    def lay_out(self, batch: RankBatch) -> RankBatch:
+        """The batch as the model takes it. With each sample in a row of its own, and where a batch was not dealt out
+        like that, micro-batches are made of samples of similar length, as many on every rank. Collective then."""
+        if not self.policy.own_rows:
+            return batch
+        groups = group_rows(np.diff(batch.seq_offsets), self._row_tokens)
+        most = torch.tensor([max(len(groups), 1), not rows_fit(batch, self._row_tokens)], device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        num_micro_batches, misfits = most.tolist()
+        return with_own_rows(batch, groups, num_micro_batches) if misfits else batch
+
+    def micro_batch(self, batch: RankBatch, index: int) -> MicroBatch:
+        """The `index`-th micro-batch of a batch of `lay_out`."""
+        return make_micro_batch(
+            batch,
+            index,
+            self._device,
+            self._parallel,
+            share_prefixes=self._share_prefixes,
+            own_rows=self.policy.own_rows,
+            pads=self.policy.pads_rows,
+        )
+
+    def adapted(self) -> AbstractContextManager[None]:
+        """Context of forward and backward passes through this engine's adapter, if any. Collective."""
+        return use_slot(self.policy, self.slot) if self.policy.adapters is not None else nullcontext()
+
+    def _global_denominators(self, facts: BatchFacts, batch: RankBatch) -> tuple[int, int, int]:
+        """Targets, sequences that have any, and tokens of the cross-entropy beside them, over all of the batch; targets
+        and rollouts of the whole step where the batch tells these and they are asked for."""
+        own = [facts.num_targets, facts.num_trained_sequences, facts.num_echo]
+        counts = torch.tensor(own, device=self._device)
+        dist.all_reduce(counts if self._parallel.leads else counts.zero_())
+        num_targets, num_sequences, num_echo = counts.tolist()
+        if self._counts_all and batch.totals is not None:
+            num_targets, num_sequences = batch.totals.tolist()
+        return num_targets, num_sequences, num_echo
+
+    def _forward_backward(self, batch: RankBatch, objective: Objective, facts: BatchFacts) -> tuple[LossStats, int]:
+        """Accumulate gradients over the micro-batches.
+
+        Between the batch's denominators and the last backward pass the host waits for the device in no micro-batch:
+        kernels are launched ahead of it, and statistics stay there.
+
+        Returns:
+            the micro-batches' sums and maxima; tokens that were computed with another sample's.
+        """
+        total, num_shared = LossStats({}, {}), 0
+        micros = MicroBatches(
+            batch,
+            self._device,
+            self._parallel,
+            share_prefixes=self._share_prefixes,
+            own_rows=self.policy.own_rows,
+            pads=self.policy.pads_rows,
+        )
+        with micros:
+            denominators = self._global_denominators(facts, batch)
+            for i, micro in enumerate(micros):
+                last = i == len(micros) - 1
+                num_shared += micro.num_shared
+                self._prepare_backward(last)
+                with self.policy.packing(micro):
+                    total.add(self._micro_batch(micro, objective, *denominators))
+        if self._parallel.tp is not None:
+            sum_over([p for m in self.policy.partly_used for p in m.parameters()], self._parallel.tp)
+        return total, num_shared
+
+    def _micro_batch(
+        self, micro: MicroBatch, objective: Objective, num_targets: int, num_sequences: int, num_echo: int
+    ) -> LossStats:
+        """Forward and backward pass of one micro-batch; its statistics."""
+        if self._reference is not None:
+            micro.reference_logprobs = self._reference_logprobs(micro)
+        logprobs, entropy = self.policy(micro, self._with_entropy)
+        echo = echo_loss(micro, logprobs, num_echo) if num_echo else None
+        if micro.trained is not None:
+            logprobs = logprobs.index_select(0, micro.trained)
+            entropy = entropy.index_select(0, micro.trained) if self._with_entropy else entropy
+            micro = objective_part(micro)
+        rollouts = micro.targets_of_rollout if self._counts_all else None
+        weights = target_weights(
+            micro.sequence,
+            micro.targets_of_sequence if rollouts is None else rollouts,
+            self._normalize,
+            num_targets,
+            num_sequences,
+            self._batch_tokens,
+        )
+        loss, stats = objective(micro, logprobs, weights)
+        if echo is not None:
+            loss, stats.sums["echo_loss"] = loss + echo, echo.detach()
+        loss.backward()
+        stats.sums["loss"] = loss.detach()
+        if self._with_entropy:
+            stats.sums["entropy"] = entropy.sum()
+        return stats
+
+    def _prepare_backward(self, last: bool) -> None:
+        """Tell FSDP what to do with the coming backward pass' gradients, and with the parameters it gathered.
+
+        Each micro-batch's are reduced and scattered at once: a rank then holds its shard of them, and never more than
+        one block's whole ones. Copies of the model (`dp_replicate`) add theirs up with the last one only. With
+        `no_sync` all of it waits for the last one.
+        """
+        policy: Any = self.policy
+        sync = last or not self._no_sync
+        policy.set_requires_gradient_sync(sync)
+        policy.set_requires_all_reduce(last)
+        policy.set_is_last_backward(sync)  # lets go of the buffer of the last reduction
+        policy.set_reshard_after_backward(last or self._reshard)
+
+    @torch.no_grad()
+    def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor:
+        """float32[N], the frozen model's log-probabilities of the targets."""
+        assert self._reference is not None
+        with without_adapter(self._reference):
+            logprobs, _ = self._reference(micro)
+        reshard_all(self._reference)
+        return logprobs
+
+    def _reduce(self, step: int, facts: BatchFacts, stats: LossStats, num_shared: int) -> dict[str, float]:
+        """Gather every rank's sums and maxima in one collective and make the step's metrics of them.
+
+        Ranks that work on one part of the batch all have that part's sums: the first one's count.
+        """
+        sums, maxima = stats.sums, stats.maxima
+        names = [*_SUMS, "lag_max", "shared_tokens", *sums, *maxima, "squared_grad_norm"]
+        known = [*(float(getattr(facts, k)) for k in (*_SUMS, "lag_max")), float(num_shared)]
+        counted = torch.tensor(known, dtype=torch.float64, device=self._device)
+        measured = [v.double() for v in (*sums.values(), *maxima.values())]
+        row = torch.cat([counted, torch.stack([*measured, squared_norm(self._parameters, self._device)])])
+        table = torch.empty((dist.get_world_size(), len(names)), dtype=torch.float64, device=self._device)
+        dist.all_gather_single(table, row[None])
+        everyone = table.cpu().numpy()
+        columns = dict(zip(names, everyone[:: self._parallel.layout.ranks_per_part].T, strict=True))
+        top = {k: float(np.max(columns[k])) for k in (*maxima, "lag_max")}
+        total = {k: float(np.sum(v)) for k, v in columns.items() if k not in top}
+        total["squared_grad_norm"] = float(np.sum(everyone[:, -1]))
+        return self._metrics(step, total, top)
+
+    def _metrics(self, step: int, total: dict[str, float], top: dict[str, float]) -> dict[str, float]:
+        """Means over targets, and what else the log shows; `step_flops` and counts are of the whole batch."""
+        targets = max(total["num_targets"], 1.0)
+        counts = {k: total[k] for k in ("num_tokens", "num_sequences", "num_targets", "shared_tokens")}
+        computed = total["num_tokens"] - total["shared_tokens"]
+        means = {k: v / targets for k, v in total.items() if k not in _SUMS and k not in _NO_MEANS}
+        return {
+            **{k: total[k] for k in ("loss", "echo_loss") if k in total},
+            "grad_norm": math.sqrt(total["squared_grad_norm"]) if total["squared_grad_norm"] >= 0 else math.nan,
+            "lr": self._optim.lr * learning_rate_factor(self._scheduler, step, self._max_steps),
+            "reward": total["reward_sum"] / max(total["num_sequences"], 1.0),
+            **means,
+            **top,
+            "lag_mean": total["lag_sum"] / max(total["num_sampled"], 1.0),
+            **counts,
+            "step_flops": self._flops.step_flops(computed, total["num_targets"], total["squared_lengths"]),
+        }
+
+    def _check_finite(self, step: int, batch: RankBatch, metrics: dict[str, float]) -> None:
+        bad = [k for k in ("loss", "grad_norm") if not math.isfinite(metrics[k])]
+        if bad:
+            self.optimizer.zero_grad()
+            raise NonFiniteError(
+                f"step {step}: {' and '.join(f'{k} = {metrics[k]}' for k in bad)}; stopped before version {step} was "
+                f"made or published. Version {step - 1} is intact. Look at batch {step} (rewards, advantages), or "
+                "lower trainer.optim.lr or trainer.optim.max_norm",
+                step,
+                batch,
+            )
+
+    def _check_mismatch(self, step: int, batch: RankBatch, metrics: dict[str, float]) -> None:
+        """Warn when the mismatch to the engine rises above its threshold, refuse the step above the limit."""
+        if self._mismatch is None:
+            return
+        warn, stop, kl = self._mismatch.warn, self._mismatch.stop, metrics["kl"]
+        if stop is not None and kl > stop:
+            self.optimizer.zero_grad()
+            raise MismatchError(
+                f"step {step}: the policy is {kl:.3g} nats a token (KL) from what the engine reported, above "
+                f"trainer.loss.mismatch.stop = {stop:g}; stopped before version {step} was made or published. Lower "
+                "async_level or trainer.optim.lr, or look for different numerics (dtype, temperature, top_p) in engine "
+                "and trainer",
+                step,
+                batch,
+            )
+        above = warn is not None and kl > warn
+        metrics["mismatch_alarm"] = float(above)
+        if above and not self._alarmed and dist.get_rank() == 0:
+            logger.warning(
+                f"step {step}: the mismatch to the engine, KL = {kl:.3g} nats a token, is above "
+                f"trainer.loss.mismatch.warn = {warn:g} (largest log-probability difference "
+                f"{metrics['logprob_diff_max']:.3g}, mean lag {metrics['lag_mean']:.2g}); said once until it is below"
+            )
+        self._alarmed = above
+
+    @torch.no_grad()
+    def _update(self, step: int, metrics: dict[str, float]) -> None:
+        """Clip by the global norm, step the optimizer at this step's learning rate."""
+        limit = self._optim.max_norm
+        if limit > 0 and metrics["grad_norm"] > limit:
+            torch._foreach_mul_(local_gradients(self._parameters), limit / (metrics["grad_norm"] + 1e-6))
+        set_learning_rate(self.optimizer, metrics["lr"])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def throughput(self, metrics: dict[str, float], seconds: float) -> dict[str, float]:
+        """Tokens/s of the batch and MFU over all ranks, for `seconds` of training."""
+        seconds = max(seconds, 1e-9)
+        peak = self._peak_flops * dist.get_world_size()
+        return {"tokens_per_s": metrics["num_tokens"] / seconds, "mfu": metrics["step_flops"] / seconds / peak}

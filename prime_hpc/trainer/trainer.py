@@ -1,0 +1,500 @@
+"""What a trainer rank holds for its whole life, and what the RL and SFT loops do alike around a step.
+
+Built by `main.py`; used by `rl.py` and `sft.py`.
+"""
+
+import os
+import time
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from prime_hpc.config import Experiment
+from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
+from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.store.artifact import Manifest
+from prime_hpc.store.batch_archive import RolloutPacker
+from prime_hpc.store.batches import RankBatch, prune_batches
+from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
+from prime_hpc.store.checkpoint.import_checkpoint import find_checkpoint
+from prime_hpc.store.io.retry_reads import Patience
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.messaging.bus import Bell
+from prime_hpc.store.messaging.file_transfer import Handover
+from prime_hpc.store.model_fingerprint import model_identity
+from prime_hpc.store.weights import list_versions, prune_weights
+from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
+from prime_hpc.trainer.checkpointing.save_interval import SaveSchedule, build_schedule
+from prime_hpc.trainer.checkpointing.saver import Saver
+from prime_hpc.trainer.checkpointing.verify import READ_S
+from prime_hpc.trainer.lora import reset_slot, slot_parameters
+from prime_hpc.trainer.model.policy import Policy, compute_dtype, load_policy, resolve_source
+from prime_hpc.trainer.model.reference import load_reference
+from prime_hpc.trainer.objectives import normalization
+from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
+from prime_hpc.trainer.out_of_memory import explain, held_bytes, peak_bytes
+from prime_hpc.trainer.parallel import Parallel, build_parallel
+from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
+from prime_hpc.trainer.perf import peak_flops
+from prime_hpc.trainer.profiling import StepProfiler
+from prime_hpc.trainer.ranks import control_group
+from prime_hpc.trainer.train_step import Engine, Objective, StepRefused
+from prime_hpc.trainer.weights.lora_files import adapter_identity
+from prime_hpc.trainer.weights.publish import VersionPublisher, build_publisher
+from prime_hpc.trainer.weights.publish_async import BesidePublisher, build_beside
+
+BENCH_STEPS = 5
+"""Steps of a `bench` run; the first warms up and is left out of its table."""
+
+
+class Signal(IntEnum):
+    """What rank 0 decided; the others are told by a broadcast."""
+
+    WAIT = 0
+    GO = 1
+    STOP = 2
+    STOP_AND_SAVE = 3
+    SAVE = 4
+    """Save what is done and go on."""
+
+
+class Status(Protocol):
+    """What a session tells of its progress: a `RoleStatus`, or less."""
+
+    def ready(self, **info: Any) -> None:
+        """Start-up is over."""
+
+    def beat(self, step: int | None = None, **info: Any) -> None:
+        """A step is done."""
+
+
+@dataclass
+class Session:
+    """One rank of the trainer."""
+
+    experiment: Experiment
+    context: RoleContext
+    paths: RunPaths
+    rank: int
+    world_size: int
+    parallel: Parallel
+    """The ranks' layout: `data_rank` of `layout.num_data_ranks` parts of the batch is this rank's."""
+    device: torch.device
+    doorbell: Bell
+    handover: Handover
+    """Batches straight from the orchestrator."""
+    status: Status
+    metrics: MetricsWriter | None
+    """Rank 0 only."""
+    engine: Engine
+    publisher: VersionPublisher
+    saver: Saver
+    vocab_size: int
+    source: Path
+    """Directory of the model that training began with."""
+    profiler: StepProfiler
+    """Of `trainer.profile`."""
+    control: dist.ProcessGroup | None = None
+    """Of `agree`, see `ranks.control_group`."""
+    packer: RolloutPacker | None = None
+    """Rank 0 only, with `orchestrator.compress_rollouts`."""
+    bench_rows: list[dict[str, float]] = field(default_factory=list)
+    """Of a `bench` run: every step's figures."""
+    bench_setting: dict[str, str] = field(default_factory=dict)
+    """Of a `bench` run: what it trains on."""
+    beside: BesidePublisher | None = None
+    """With `trainer.publish_beside`, from the first version on."""
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of the batch this rank reads, and how many there are."""
+        return self.parallel.data_rank, self.parallel.layout.num_data_ranks
+
+    @property
+    def last_step(self) -> int:
+        """Step after which the loop ends."""
+        limit = self.experiment.max_steps
+        return min(limit, BENCH_STEPS) if self.experiment.trainer.bench else limit
+
+    def agree(self, signal: Signal) -> Signal:
+        """Rank 0's signal on every rank; a save or version that failed meanwhile raises its StoreError. Collective."""
+        ended = [self.saver.checkpointer.has_ended, self.beside is not None and self.beside.has_ended]
+        value = torch.tensor([signal, *ended], dtype=torch.int64, device=self.device if self.control is None else "cpu")
+        dist.broadcast(value, src=0, group=self.control)
+        decided, has_ended, is_out = value.tolist()
+        if has_ended:
+            self.saver.settle()
+        if is_out:
+            self.finish_publishing()
+        return Signal(decided)
+
+    def requested(self) -> Signal | None:
+        """On rank 0: what the supervisor asks for now, if anything. A request to save is taken up by this."""
+        message = self.doorbell.latest("stop")
+        if message is not None:
+            return Signal.STOP_AND_SAVE if message.get("save") else Signal.STOP
+        if not self.saver.is_asked:
+            return None
+        self.saver.take_up()
+        return Signal.SAVE
+
+    @property
+    def has_news(self) -> bool:
+        """On rank 0: whether a wait should end: a stop, a request to save, a save or a version that has ended."""
+        asked = self.doorbell.latest("stop") is not None or self.saver.is_asked
+        return asked or self.saver.checkpointer.has_ended or (self.beside is not None and self.beside.has_ended)
+
+    def resume(self) -> tuple[int, dict[str, int]]:
+        """Load the checkpoint that this attempt resumes from. Collective.
+
+        Returns:
+            the step it holds (0 for a fresh start) and its progress.
+
+        Raises:
+            StoreError: it does not exist or is damaged; lists the steps that exist.
+        """
+        box = [self._checkpoint_to_resume() if self.rank == 0 else None]
+        dist.broadcast_object_list(box, src=0, device=self.device)  # one rank looks at the file system, all are told
+        info = box[0]
+        if info is None:
+            return 0, {}
+        progress = self.saver.checkpointer.load(info)
+        self.saver.saved_step = info.step
+        if self.rank == 0:
+            logger.info(f"resumed from {info.path}: step {info.step}")
+            self.saver.checkpointer.prune()
+        missing = self.experiment.kind == "rl" and info.step not in list_versions(self.paths)
+        if self.agree(Signal.GO if missing else Signal.STOP) is Signal.GO:
+            logger.info(f"weights version {info.step} is not on disk: publishing it again")
+            self.publish(info.step)
+        return info.step, progress
+
+    def _checkpoint_to_resume(self) -> CheckpointInfo | None:
+        """What the supervisor chose, else what the config names; `load` checks its sums."""
+        step = self.context.resume_step
+        if step is not None:
+            patience = Patience(READ_S)  # the other ranks wait in a broadcast
+            return patience(lambda: resolve_resume(self.paths.checkpoints, step, deep=False))
+        wanted = self.experiment.ckpt.resume_step if self.experiment.ckpt is not None else None
+        if wanted is None:
+            return None
+        if isinstance(wanted, Path):
+            return find_checkpoint(wanted, deep=False)
+        return resolve_resume(self.paths.checkpoints, wanted, deep=False)
+
+    def publish(self, version: int, *, prune: bool = True) -> None:
+        """Publish a weight version, announce it, remove old ones that nobody needs. Collective."""
+        with self.engine.timer("publish"):
+            manifest = self.publisher.publish(version)
+        if manifest is not None:
+            self._announce(manifest, prune=prune)
+
+    def publish_beside(self, version: int) -> None:
+        """As `publish`, or beside the next step, as `trainer.publish_beside` has it; raises for the one before."""
+        if self.beside is None:
+            how = self.experiment.trainer.publish_beside
+            self.beside = build_beside(self.publisher, how, self.device, self._announce)
+        if self.beside is None:
+            return self.publish(version)
+        with self.engine.timer("publish"):
+            return self.beside.begin(version)
+
+    def finish_publishing(self) -> None:
+        """Wait until no weight version is being written; raises a StoreError if it failed. Collective."""
+        if self.beside is not None:
+            self.beside.finish()
+
+    def _announce(self, manifest: Manifest, *, prune: bool = True) -> None:
+        """On rank 0: a version has its name."""
+        assert manifest.version is not None
+        path = self.paths.weights_step(manifest.version)
+        self.doorbell.ring("weights", version=manifest.version, path=str(path), digest=manifest.digest)
+        if prune:
+            keep = self.experiment.trainer.keep_weights
+            prune_weights(self.paths, keep, self.context.incarnation, keep=self.saver.steps_in_flight)
+
+    def train_step(self, step: int, batch: RankBatch, objective: Objective) -> dict[str, float]:
+        """The engine's step; a save in flight is not lost when it refuses. Collective.
+
+        Raises:
+            StepRefused: on every rank.
+            torch.OutOfMemoryError: says what the memory held, and which keys help.
+        """
+        self.profiler.begin(step)
+        try:
+            return self.engine.train_step(step, batch, objective)
+        except StepRefused:
+            self.finish_saves()
+            raise
+        except torch.OutOfMemoryError as error:
+            held = held_bytes(self.engine.policy, self.engine.optimizer, self.device)
+            words = explain(error, self.experiment, held, peak_bytes(self.device, held), rank=self.rank, step=step)
+            raise torch.OutOfMemoryError(words) from error
+
+    def prune_rollouts(self, step: int) -> None:
+        """Rank 0: delete batches as `orchestrator.keep_rollouts` says, compress the rest; all ranks took `step`."""
+        if self.rank != 0:
+            return
+        config, keep = self.experiment.orchestrator, self.saver.steps_in_flight
+        if config.keep_rollouts is not None:
+            prune_batches(self.paths, config.keep_rollouts, step, self.context.incarnation, keep=keep)
+        if config.compress_rollouts and self.packer is None:
+            self.packer = RolloutPacker(self.paths, self.context.incarnation)
+        if self.packer is not None:
+            self.packer.up_to(step, keep)
+
+    def save(self, step: int, *, progress: dict[str, int], batch_dir: Path | None) -> None:
+        """Save a checkpoint, or begin to, unless this step's exists; its weight version is there. Collective."""
+        self.finish_publishing()
+        with self.engine.timer("checkpoint"):
+            self.saver.save(step, progress=progress, batch_dir=batch_dir)
+
+    def save_is_due(self, step: int) -> bool:
+        """Whether the config wants a checkpoint after `step`. Collective."""
+        self.saver.prepare()
+        return self.saver.is_due(step, lambda yes: self.agree(Signal.SAVE if yes else Signal.GO) is Signal.SAVE)
+
+    def finish_saves(self) -> None:
+        """Wait until nothing is being written any more. Collective."""
+        try:
+            self.finish_publishing()
+        finally:
+            self.saver.finish()
+
+    def report(self, step: int, metrics: dict[str, float], started: float) -> None:
+        """Write one step's metrics, status and console line.
+
+        Args:
+            step: the step.
+            metrics: from the engine.
+            started: `time.perf_counter()` when the step began.
+        """
+        self.profiler.end(step)
+        times = self.engine.timer.take()
+        training = times.get("time/forward_backward", 0.0) + times.get("time/optim", 0.0)
+        elapsed = time.perf_counter() - started
+        values = {**metrics, **self.engine.throughput(metrics, training), "time/step": round(elapsed, 4), **times}
+        values["tokens_per_s_overall"] = metrics["num_tokens"] / max(elapsed, 1e-9)
+        values |= self.saver.take_figures()
+        if self.experiment.trainer.bench:
+            self.bench_rows.append(values)
+        if self.metrics is None:
+            return
+        self.metrics.log(step, **values)
+        shown: dict[str, float] = {
+            k: values[k] for k in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu") if k in values
+        }
+        rl_keys = ("reward", "ratio", "logprob_diff", "kl", "lag_mean", "lag_max", "time/wait")
+        if self.experiment.kind == "rl":
+            shown |= {k: values[k] for k in rl_keys if k in values}
+        self.status.beat(step=step, **shown)
+        line = " ".join(f"{k.removeprefix('time/')} {v:.4g}" for k, v in shown.items())
+        name = f"{self.context.run} " if self.context.run else ""
+        logger.info(f"{name}step {step}/{self.experiment.max_steps} {line}")
+
+    def close(self) -> None:
+        """Flush the metrics and hang up."""
+        self.profiler.close()
+        if self.packer is not None:
+            self.packer.close()
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+def _open_metrics(experiment: Experiment, paths: RunPaths, run: str = "") -> MetricsWriter:
+    wandb = None
+    if experiment.wandb is not None:
+        wandb = wandb_arguments(
+            project=experiment.wandb.project,
+            name=f"{experiment.wandb.name or experiment.name}-trainer",
+            run_id=experiment.wandb.id and f"{experiment.wandb.id}-trainer",
+            offline=experiment.wandb.offline,
+            run_dir=paths.root,
+            config=experiment.model_dump(mode="json"),
+        )
+        if run:  # W&B's own default is one run a process
+            wandb["reinit"] = "create_new"
+    return MetricsWriter(paths.metrics("trainer"), wandb)
+
+
+@dataclass(frozen=True)
+class Base:
+    """What sessions share: the loaded model, and facts of this rank."""
+
+    policy: Policy
+    source: Path
+    """Directory of the model that training began with."""
+    device: torch.device
+    peak_flops: float
+    control: dist.ProcessGroup | None = None
+    """See `ranks.control_group`."""
+
+
+def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) -> Base:
+    """Load the model. Collective.
+
+    Args:
+        experiment: names it.
+        device: this rank's.
+        num_slots: adapters at once, with `model.lora`.
+
+    Raises:
+        ValueError: model, attention or dtype that cannot work; says which key to change.
+    """
+    config, name = experiment.trainer, experiment.model.name
+    source = resolve_source(name) if dist.get_rank() == 0 else None  # one download, then everyone finds the files
+    dist.barrier()
+    source = source or resolve_source(name)
+    parallel = build_parallel(config.parallel.layout(dist.get_world_size()), device)
+    policy = load_policy(
+        experiment.model,
+        source,
+        parallel,
+        device,
+        reshard_after_forward=config.reshard_after_forward,
+        chunk_tokens=config.logits_chunk_tokens,
+        num_slots=num_slots,
+        context=experiment.context,
+        rows=config.rows,
+    )
+    control = control_group(device, config.dist_timeout_s)
+    return Base(policy, source, device, peak_flops(device, compute_dtype(experiment.model)), control)
+
+
+def build_session(
+    experiment: Experiment, context: RoleContext, device: torch.device, doorbell: Bell, status: Status
+) -> Session:
+    """Load the model and everything around it. Collective.
+
+    Raises:
+        ValueError: model, attention, schedule or dtype that cannot work; says which key to change.
+    """
+    check_schedule(experiment)
+    return open_session(load_base(experiment, device), experiment, context, doorbell, status)
+
+
+def check_schedule(experiment: Experiment) -> None:
+    """Raise a ValueError for a learning-rate schedule that does not fit into the run."""
+    learning_rate_factor(experiment.trainer.scheduler, experiment.max_steps, experiment.max_steps)
+
+
+def open_session(
+    base: Base, experiment: Experiment, context: RoleContext, doorbell: Bell, status: Status, slot: int = 0
+) -> Session:
+    """Everything around a loaded model. Collective where the objective needs another model.
+
+    Args:
+        base: from `load_base`.
+        experiment, context: the run.
+        doorbell, status: its own.
+        slot: adapter that it trains, with `model.lora`; it begins as the base model.
+
+    Raises:
+        ValueError: an objective or optimizer that cannot work.
+    """
+    rank, policy = dist.get_rank(), base.policy
+    paths = RunPaths(context.run_dir, checkpoints_root=experiment.ckpt.path if experiment.ckpt else None)
+    engine = build_engine(base, experiment, slot)
+    name, incarnation, dtype = experiment.model.name, context.incarnation, compute_dtype(experiment.model)
+    publisher = build_publisher(
+        policy, base.source, paths, dtype=dtype, incarnation=incarnation, model_name=name, slot=slot
+    )
+    return Session(
+        experiment=experiment,
+        context=context,
+        paths=paths,
+        rank=rank,
+        world_size=dist.get_world_size(),
+        parallel=policy.parallel,
+        device=base.device,
+        doorbell=doorbell,
+        handover=Handover(doorbell, "batch", "step"),
+        status=status,
+        metrics=_open_metrics(experiment, paths, context.run) if rank == 0 else None,
+        engine=engine,
+        publisher=publisher,
+        saver=_build_saver(experiment, context, paths, doorbell, policy, engine.optimizer, base.source, slot),
+        vocab_size=policy.hf.config.get_text_config().vocab_size,
+        source=base.source,
+        profiler=StepProfiler(experiment.trainer.profile, paths.root / "profile" / f"attempt_{context.attempt}", rank),
+        control=base.control,
+    )
+
+
+def build_engine(base: Base, experiment: Experiment, slot: int = 0) -> Engine:
+    """The train step of a loaded model. Collective where the objective needs another model.
+
+    Args:
+        base: from `load_base`.
+        experiment: the run.
+        slot: adapter that it trains, with `model.lora`; it begins as the base model.
+
+    Raises:
+        ValueError: an objective or optimizer that cannot work.
+    """
+    config, policy = experiment.trainer, base.policy
+    adapter = None
+    if policy.adapters is not None:
+        reset_slot(policy, slot, experiment.seed)
+        adapter = slot_parameters(policy, slot)
+    optimizer = build_optimizer(policy, config.optim, adapter)
+    is_rl = experiment.kind == "rl"
+    is_random = config.bench or config.data.fake is not None  # no engine sampled such batches
+    return Engine(
+        policy,
+        optimizer,
+        optim=config.optim,
+        scheduler=config.scheduler,
+        max_steps=experiment.max_steps,
+        normalize=normalization(config.loss) if is_rl else "token",
+        reshard=config.reshard_after_forward,
+        device=base.device,
+        peak_flops=base.peak_flops,
+        with_entropy=is_rl,
+        batch_tokens=config.loss.batch_tokens or experiment.seq_len,
+        denominators=config.loss.denominators,
+        mismatch=config.loss.mismatch if is_rl and not is_random and config.loss.type != "nll" else None,
+        reference=load_reference(experiment, policy, base.device),
+        slot=slot,
+        share_prefixes=config.share_prefixes,
+        row_tokens=experiment.micro_batch_tokens,
+        no_sync=config.defers_sync(whole_gradient_bytes(policy)),
+    )
+
+
+def _build_saver(
+    experiment: Experiment,
+    context: RoleContext,
+    paths: RunPaths,
+    doorbell: Bell,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    source: Path,
+    slot: int,
+) -> Saver:
+    rank, config = dist.get_rank(), experiment.ckpt
+    meta = {"model": experiment.model.name, "kind": experiment.kind, "identity": model_identity(source)}
+    if policy.adapters is not None:
+        meta["adapter"] = adapter_identity(policy.adapters.config, source)
+    incarnation = context.incarnation
+    checkpointer = Checkpointer(policy, optimizer, paths, incarnation=incarnation, meta=meta, config=config, slot=slot)
+    schedule: SaveSchedule | None = None
+    if rank == 0 and config is not None and config.interval == "auto":
+        trained = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        num_bytes = 12 * trained // dist.get_world_size()  # with Adam's moments
+        schedule = build_schedule(experiment, paths, num_bytes, time.monotonic, os.environ)
+    return Saver(
+        checkpointer,
+        paths,
+        doorbell,
+        rank=rank,
+        world_size=dist.get_world_size(),
+        config=config,
+        max_steps=experiment.max_steps,
+        schedule=schedule,
+    )

@@ -1,0 +1,1 @@
+"""Weight versions: plan, write and publish safetensors that engines load."""

@@ -1,0 +1,147 @@
+"""An adapter on disk in PEFT's format, which Hugging Face's peft and vLLM load as it is.
+
+    adapter_config.json          rank, alpha, targets, name of the base model
+    adapter_model.safetensors    float32, base_model.model.<module>.lora_{A,B}.weight
+    tokenizer files              of the base model
+
+Called by `publish.py` (a weight version of a run with `model.lora`), `session.py`, `replay.py` and `merge.py`.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from prime_hpc.config.sections.lora import LoraConfig
+from prime_hpc.store.artifact import Manifest, commit_stage, hash_files, own_stage, prepare_stage, stage_dir
+from prime_hpc.store.io import files as store_files
+from prime_hpc.store.io.disk import disk_errors
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.model_fingerprint import weights_fingerprint
+from prime_hpc.trainer.lora.slots import slot_weights
+from prime_hpc.trainer.weights.aux_files import Companions
+
+if TYPE_CHECKING:
+    from prime_hpc.trainer.model.policy import Policy
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_TOKENIZER = ("tokenizer", "special_tokens_map", "vocab", "merges", "chat_template", "added_tokens")
+
+
+def adapter_identity(config: LoraConfig, source: Path) -> dict[str, Any]:
+    """What must be the same for an adapter's checkpoint to be of use, as plain JSON."""
+    return config.model_dump(mode="json") | {"base weights": weights_fingerprint(source)}
+
+
+def peft_config(config: LoraConfig, modules: list[str], linears: list[str], base: str) -> dict[str, Any]:
+    """Fields of adapter_config.json.
+
+    Args:
+        config: rank and scale.
+        modules: full names of the adapted modules.
+        linears: full names of all linear modules.
+        base: name or directory of the base model.
+    """
+    names = sorted({m.rsplit(".", 1)[-1] for m in modules})
+    everywhere = {m for m in linears if m.rsplit(".", 1)[-1] in names} == set(modules)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": config.rslora,
+        "target_modules": names if everywhere else sorted(modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """Tensors of an adapter under PEFT's names.
+
+    Raises:
+        ValueError: the folder holds no adapter.
+    """
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ValueError(f"{folder} holds no adapter: {WEIGHTS_FILE} is missing")
+    return load_file(folder / WEIGHTS_FILE)
+
+
+def tokenizer_files(source: Path) -> dict[str, Path | bytes]:
+    """Name to file of the tokenizer that lies in a model's directory."""
+    found = (path for path in sorted(source.iterdir()) if path.name.startswith(_TOKENIZER))
+    return {path.name: path for path in found if path.is_file() and path.suffix != ".safetensors"}
+
+
+class AdapterPublisher:
+    """Writes the versions of one slot of a policy. All methods are collective."""
+
+    def __init__(
+        self, policy: "Policy", source: Path, paths: RunPaths, *, incarnation: int, model_name: str, slot: int = 0
+    ) -> None:
+        """
+        Args:
+            policy: with adapters.
+            source: directory of the base model (tokenizer).
+            paths: the run.
+            incarnation: life of the run.
+            model_name: the base model's, for the manifest and for PEFT.
+            slot: whose adapter.
+        """
+        assert policy.adapters is not None
+        self._policy, self._paths, self._slot = policy, paths, slot
+        self._incarnation, self._model_name = incarnation, model_name
+        linears = [name for name, m in policy.hf.named_modules() if isinstance(m, torch.nn.Linear)]
+        adapters = policy.adapters
+        base = str(source.resolve()) if Path(model_name).expanduser().is_dir() else model_name
+        config = peft_config(adapters.config, adapters.modules, linears, base)
+        content = (json.dumps(config, indent=2) + "\n").encode()
+        self._rank_of_adapter = config["r"]
+        self._companions = Companions({CONFIG_FILE: content, **tokenizer_files(source)})
+
+    def publish(self, version: int) -> Manifest | None:
+        """Write and commit `weights/step_<version>`.
+
+        Returns:
+            the manifest on rank 0, None elsewhere.
+
+        Raises:
+            StoreError: disk full, fenced, or other content has this name.
+        """
+        tensors = slot_weights(self._policy, self._slot)
+        if dist.get_rank() != 0:
+            return None
+        final = self._paths.weights_step(version)
+        stage = stage_dir(final, self._incarnation)
+        try:
+            with own_stage(stage, self._paths, self._incarnation):
+                prepare_stage(final, self._incarnation, run=self._paths)
+                with disk_errors(final):
+                    save_file({k: v.contiguous() for k, v in tensors.items()}, stage / WEIGHTS_FILE, {"format": "pt"})
+                manifest = Manifest(
+                    kind="weights",
+                    step=version,
+                    version=version,
+                    writer="trainer",
+                    incarnation=self._incarnation,
+                    files=hash_files(stage, [WEIGHTS_FILE]) | self._companions.put(stage),
+                    meta={
+                        "model": self._model_name,
+                        "dtype": "float32",
+                        "format": "lora",
+                        "rank": self._rank_of_adapter,
+                    },
+                )
+                manifest = commit_stage(stage, final, manifest, run=self._paths)
+                self._companions.committed(final)
+                return manifest
+        except BaseException:  # whatever ended this, nothing half-written stays behind
+            store_files.remove_tree(stage)
+            raise

@@ -1,0 +1,227 @@
+"""Publishing a weight version, all ranks at once, as an artifact that Hugging Face and vLLM load as it is.
+
+Called by `rl.py` and `sft.py` after an optimizer step. With `model.lora` a version is the adapter alone, see
+`lora.files.AdapterPublisher`. Else it has a safetensors file per rank, and every rank writes the rows that it holds of
+each tensor to their places in these files; one whose parts lie on several nodes, or are no whole rows, is gathered and
+written by the rank whose file it stands in (`version_files`). Then each rank seals its file. Rank 0 adds the index,
+config.json and the tokenizer of the source model (`companions`), and commits.
+"""
+
+import contextlib
+import json
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, own_stage, prepare_stage, stage_dir
+from prime_hpc.store.io import files as store_files
+from prime_hpc.store.io.shared_writer import RangeFile, open_ranges
+from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.model_files import INDEX
+from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.weights.aux_files import Companions, Content
+from prime_hpc.trainer.weights.lora_files import AdapterPublisher
+from prime_hpc.trainer.weights.safetensors_layout import host_bytes
+from prime_hpc.trainer.weights.write_plan import UNUSED_FILE, plan_version
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+MAX_PENDING_WRITES = 2
+"""Tensors in host memory that wait to be written."""
+_SKIPPED = {"config.json", "manifest.json", ".gitattributes", "README.md"}
+
+
+class VersionPublisher(Protocol):
+    """Writes weight versions."""
+
+    def publish(self, version: int) -> Manifest | None:
+        """Write and commit `weights/step_<version>`; the manifest on rank 0. Collective."""
+
+
+def build_publisher(
+    policy: Policy,
+    source: Path,
+    paths: RunPaths,
+    *,
+    dtype: torch.dtype,
+    incarnation: int,
+    model_name: str,
+    slot: int = 0,
+) -> VersionPublisher:
+    """What fits the policy; arguments as `Publisher`'s, and of a policy with adapters whose it is."""
+    if policy.adapters is not None:
+        return AdapterPublisher(policy, source, paths, incarnation=incarnation, model_name=model_name, slot=slot)
+    return Publisher(policy, source, paths, dtype=dtype, incarnation=incarnation, model_name=model_name)
+
+
+class Publisher:
+    """Writes weight versions of one policy. All methods are collective."""
+
+    def __init__(
+        self, policy: Policy, source: Path, paths: RunPaths, *, dtype: torch.dtype, incarnation: int, model_name: str
+    ) -> None:
+        """
+        Args:
+            policy: sharded model.
+            source: directory of the model that training began with (config, tokenizer).
+            paths: the run.
+            dtype: floating-point dtype of the published weights.
+            incarnation: life of the run.
+            model_name: for the manifest.
+        """
+        self._policy, self._source, self.paths = policy, source, paths
+        self._dtype, self.incarnation, self._model_name = dtype, incarnation, model_name
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        assert policy.weights is not None, "a policy from `load_policy`"
+        self._plan = plan_version(dict(policy.named_weights()), policy.weights, dtype)
+        self.companions = Companions(self._companion_files() if self._rank == 0 else {})
+
+    def publish(self, version: int) -> Manifest | None:
+        """Write and commit `weights/step_<version>`.
+
+        Returns:
+            the manifest on rank 0, None elsewhere.
+
+        Raises:
+            StoreError: disk full, fenced, or other content has this name.
+        """
+        final = self.paths.weights_step(version)
+        stage = stage_dir(final, self.incarnation)
+        companions: Future[dict[str, FileEntry]] | None = None
+        try:
+            with own_stage(stage, self.paths, self.incarnation):
+                if self._rank == 0:
+                    prepare_stage(final, self.incarnation, run=self.paths, file_bytes=self._plan.file_bytes)
+                dist.barrier()  # the stage exists
+                self._await_stage(stage)
+                with ThreadPoolExecutor(1, thread_name_prefix="publish") as beside:
+                    if self._rank == 0:
+                        companions = beside.submit(self.companions.put, stage)
+                    entries = self._write_files(stage)
+                gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
+                dist.gather_object(entries, gathered)
+                if gathered is None or companions is None:
+                    return None
+                manifest = self.manifest(version, [*gathered, companions.result()])
+                manifest = commit_stage(stage, final, manifest, run=self.paths)
+                self.companions.committed(final)
+                return manifest
+        except BaseException:
+            if self._rank == 0:  # whatever ended this, nothing half-written stays behind
+                store_files.clear_away(stage)
+            raise
+
+    def _await_stage(self, stage: Path) -> None:
+        """Until the stage is visible on every node: one rank a node looks. Collective."""
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
+        if local_size < self._world_size:
+            if self._rank != 0 and os.environ.get("LOCAL_RANK", "0") == "0":
+                store_files.await_name(stage)
+            dist.barrier()
+
+    def _write_files(self, stage: Path) -> dict[str, FileEntry]:
+        """Write what this rank holds to its places, then make its own file durable; its entry. Collective."""
+        with contextlib.ExitStack() as stack:
+            files = self.open_files(stage, stack)
+            writer = stack.enter_context(_Writer())  # ends before the files are closed
+            for (name, offset), values in self.own_blocks():
+                writer.write(files[name], offset, values)
+            writer.finish()
+            dist.barrier()  # all ranks have written
+            return self.seal(files)
+
+    def own_blocks(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
+        """What this rank writes: (file, offset) and the values as they are published, on the device. Collective."""
+        tensors = dict(self._policy.named_weights())
+        for file in self._plan.mine():
+            for name in file.tensors:
+                if name in self._plan.in_place:
+                    for offset, values in self._plan.blocks(file, name, tensors[name]):
+                        yield (file.name, offset), values
+        for file, name in self._plan.gathered():
+            whole = gather(tensors[name], self._plan.dtype(file, name))
+            if file.owner == self._rank:
+                for offset, values in self._plan.blocks(file, name, whole):
+                    yield (file.name, offset), values
+
+    def open_files(self, stage: Path, stack: contextlib.ExitStack) -> dict[str, RangeFile]:
+        """The files into which this rank writes, open as long as `stack`; its own have their headers."""
+        files = {file.name: stack.enter_context(open_ranges(stage / file.name)) for file in self._plan.mine()}
+        for file in self._plan.mine():
+            if file.owner == self._rank:
+                files[file.name].write_at(0, file.layout.header)
+        return files
+
+    def seal(self, files: Mapping[str, RangeFile]) -> dict[str, FileEntry]:
+        """Make this rank's own files durable, once all ranks have written; their entries."""
+        own = [file for file in self._plan.files if file.owner == self._rank]
+        return {file.name: files[file.name].seal(file.layout.size) for file in own}
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the largest file."""
+        return self._plan.file_bytes
+
+    def manifest(self, version: int, parts: Iterable[Mapping[str, FileEntry]]) -> Manifest:
+        """Of a version, from what each rank sealed."""
+        return Manifest(
+            kind="weights",
+            step=version,
+            version=version,
+            writer="trainer",
+            incarnation=self.incarnation,
+            files={name: entry for part in parts for name, entry in part.items()},
+            meta={"model": self._model_name, "dtype": str(self._dtype).removeprefix("torch.")},
+        )
+
+    def _companion_files(self) -> dict[str, Content]:
+        """config.json with the published dtype, the index, generation config, tokenizer, remote code, tensors that no
+        step changes."""
+        config = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(self._dtype).removeprefix("torch.")
+        found: dict[str, Content] = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+        if self._plan.is_indexed:
+            found[INDEX] = json.dumps(self._plan.index(), indent=1).encode()
+        for path in sorted(self._source.iterdir()):
+            if path.is_file() and path.name not in _SKIPPED and not path.name.endswith(_WEIGHT_SUFFIXES):
+                found[path.name] = path
+        if self._plan.has_unused:
+            found[UNUSED_FILE] = self._plan.unused_file
+        return found
+
+
+def gather(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole tensor in the published dtype; cast before communication, which it may halve. Collective."""
+    tensor = tensor.detach().to(dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class _Writer:
+    """Writes in a thread of its own: meanwhile the next tensor is cast and comes from the device."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="write")
+        self._pending: deque[Future[None]] = deque()
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def write(self, file: RangeFile, offset: int, values: torch.Tensor) -> None:
+        content = host_bytes(values)
+        if len(self._pending) == MAX_PENDING_WRITES:
+            self._pending.popleft().result()
+        self._pending.append(self._thread.submit(file.write_at, offset, content))
+
+    def finish(self) -> None:
+        while self._pending:
+            self._pending.popleft().result()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)

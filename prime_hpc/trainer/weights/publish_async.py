@@ -1,0 +1,246 @@
+"""Publishing a weight version beside the next step: the tensors leave the device, training goes on, a thread writes.
+
+    main thread    | step n: update | begin(n): copies are queued | step n+1 ...            | settle, begin(n+1) |
+    thread                            [copies done] [own ranges, fsync] [rank 0: manifest, rename, bell]
+
+On CUDA the casts and copies go into pinned memory on the stream of the training, so they are done before the next
+update changes anything, and the host waits for nothing. What is written, by which rank, and how it becomes a version is
+`publish.Publisher`'s; only who waits differs. Ranks talk about it over a gloo group of its own. One version at a time:
+the next one waits for it, and so do a save, a stop and the end of the run. A failure on any rank ends all of them at
+the next boundary between steps.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from prime_hpc.store.artifact import FileEntry, Manifest, StoreError, commit_stage, own_stage, prepare_stage, stage_dir
+from prime_hpc.store.io import files as store_files
+from prime_hpc.store.io.shared_writer import RangeFile
+from prime_hpc.trainer.checkpointing.checkpointer import SideGroup
+from prime_hpc.trainer.checkpointing.staging import HostStage
+from prime_hpc.trainer.threads import rank_thread
+from prime_hpc.trainer.weights.publish import Publisher, VersionPublisher
+from prime_hpc.trainer.weights.safetensors_layout import host_bytes
+
+
+def _name(key: tuple[str, int]) -> str:
+    return f"{key[0]} {key[1]}"
+
+
+TIMEOUT_S = 1800.0
+"""Longest that a version may take."""
+Announce = Callable[[Manifest], None]
+
+
+@dataclass
+class _Pending:
+    """One version under way."""
+
+    version: int
+    stage: Path
+    final: Path
+    parts: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    """What this rank writes: (file, offset) -> host memory."""
+    copied: "torch.cuda.Event | None" = None
+    failure: StoreError | None = None
+    """Before the thread began."""
+    thread: threading.Thread | None = None
+    error: BaseException | None = None
+
+
+def build_beside(
+    publisher: VersionPublisher, wanted: bool | None, device: torch.device, announce: Announce
+) -> "BesidePublisher | None":
+    """What writes a publisher's versions beside the training; None where it should not, or they are small (adapters).
+
+    Args:
+        publisher: of the run.
+        wanted: `trainer.publish_beside`.
+        device: this rank's.
+        announce: see `BesidePublisher`.
+    """
+    if not isinstance(publisher, Publisher) or not (device.type == "cuda" if wanted is None else wanted):
+        return None
+    return BesidePublisher(publisher, announce, TIMEOUT_S)
+
+
+class BesidePublisher:
+    """Begins versions of one `Publisher`. `begin`, `settle` and `finish` are collective."""
+
+    def __init__(self, publisher: Publisher, announce: Announce, timeout_s: float) -> None:
+        """Collective.
+
+        Args:
+            publisher: whose plan and files they are.
+            announce: called on rank 0, in the thread, with the manifest of a version that has its name.
+            timeout_s: longest that a version may take.
+        """
+        self._publisher, self._announce, self._timeout_s = publisher, announce, timeout_s
+        self._rank = dist.get_rank()
+        self._side = SideGroup(timeout_s)
+        self._room: HostStage | None = None
+        self._pending: _Pending | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the version under way has come to its end on this rank: time to `settle`."""
+        return self._pending is not None and self._pending.thread is not None and not self._pending.thread.is_alive()
+
+    def begin(self, version: int) -> None:
+        """Begin `weights/step_<version>`; returns when the state may change.
+
+        Raises:
+            StoreError: the version before it failed.
+        """
+        self.finish()
+        final = self._publisher.paths.weights_step(version)
+        pending = _Pending(version, stage_dir(final, self._publisher.incarnation), final)
+        pending.parts, pending.copied, pending.failure = self._copy()
+        thread = rank_thread(self._in_background, name=f"publish-{version}", args=[pending])
+        pending.thread, self._pending = thread, pending
+        thread.start()
+
+    def settle(self) -> None:
+        """Take note of a version that has ended on rank 0. Every rank calls it then. Raises as `finish`."""
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for the version under way, if any.
+
+        Raises:
+            StoreError: it failed on some rank, or took too long.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        assert pending.thread is not None
+        pending.thread.join(self._timeout_s)
+        if pending.thread.is_alive():
+            raise StoreError(f"weights version {pending.version} was not written within {self._timeout_s:.0f} s")
+        self._pending = None
+        if isinstance(pending.error, StoreError):
+            raise pending.error
+        if pending.error is not None:
+            raise StoreError(f"weights version {pending.version} was not published: {pending.error}") from pending.error
+
+    @torch.no_grad()
+    def _copy(self) -> "tuple[dict[tuple[str, int], torch.Tensor], torch.cuda.Event | None, StoreError | None]":
+        """This rank's blocks in host memory, as soon as the event has happened; or why there is no room for them."""
+        blocks = self._publisher.own_blocks
+        failure: StoreError | None = None
+        if self._room is None:
+            shapes = {_name(key): torch.empty_like(values, device="meta") for key, values in blocks()}
+            try:
+                ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+                self._room = HostStage(shapes, None, ranks_per_node, "trainer.publish_beside", "set it to false")
+                self._room.touch()
+            except StoreError as error:
+                failure = error
+        copied: dict[tuple[str, int], torch.Tensor] = {}
+        event = None
+        for key, values in blocks():  # also without room: other ranks' tensors may have to be gathered
+            if self._room is not None:
+                event = self._room.put(_name(key), values) or event
+                copied[key] = self._room.tensors[_name(key)]
+        return copied, event, failure
+
+    def _in_background(self, pending: _Pending) -> None:
+        """The thread of a version."""
+        started = time.perf_counter()
+        try:
+            manifest = self._write(pending)
+            if manifest is not None:
+                self._announce(manifest)
+                logger.debug(f"version {pending.version} was written in {time.perf_counter() - started:.3f} s")
+        except Exception as error:  # noqa: BLE001 - raised by `finish` in the main thread
+            pending.error = error
+
+    def _write(self, pending: _Pending) -> Manifest | None:
+        """Write this rank's ranges; on rank 0 commit when all have. All ranks learn how it went.
+
+        Raises:
+            StoreError: some rank failed (on that rank: what it failed with).
+        """
+        publisher, companions = self._publisher, None
+        try:
+            self._agree(self._tried(lambda: self._open_stage(pending)) if self._rank == 0 else None)
+            with ThreadPoolExecutor(1, thread_name_prefix="companions") as beside, contextlib.ExitStack() as stack:
+                if self._rank == 0:
+                    companions = beside.submit(publisher.companions.put, pending.stage)
+                files: dict[str, RangeFile] = {}
+                self._agree_all(self._tried(lambda: files.update(self._write_ranges(pending, stack))))
+                entries: dict[str, FileEntry] = {}
+                failed = self._tried(lambda: entries.update(publisher.seal(files)))
+                gathered = self._side.gather((entries, failed and f"rank {self._rank}: {failed}"))
+                manifest: list[Manifest] = []
+                if gathered is not None and companions is not None:
+                    put = companions
+                    failed = "; ".join(said for _, said in gathered if said) or self._tried(
+                        lambda: manifest.append(
+                            commit_stage(
+                                pending.stage,
+                                pending.final,
+                                publisher.manifest(pending.version, [*(part for part, _ in gathered), put.result()]),
+                                run=publisher.paths,
+                            )
+                        )
+                    )
+                self._agree(failed)
+        except BaseException:
+            if self._rank == 0:  # whatever ended this, nothing half-written stays behind
+                store_files.clear_away(pending.stage)
+            raise
+        if not manifest:
+            return None
+        publisher.companions.committed(pending.final)
+        return manifest[0]
+
+    def _open_stage(self, pending: _Pending) -> None:
+        publisher = self._publisher
+        prepare_stage(pending.final, publisher.incarnation, run=publisher.paths, file_bytes=publisher.file_bytes)
+
+    def _write_ranges(self, pending: _Pending, stack: contextlib.ExitStack) -> dict[str, RangeFile]:
+        """This rank's part of the files, which stay open."""
+        if pending.failure is not None:
+            raise pending.failure
+        if self._rank != 0:
+            store_files.await_name(pending.stage)  # rank 0's node made it
+        publisher = self._publisher
+        if pending.copied is not None:
+            torch.cuda.set_device(pending.copied.device)  # a new thread's own is the first of the node
+            pending.copied.synchronize()
+        with own_stage(pending.stage, publisher.paths, publisher.incarnation):
+            files = publisher.open_files(pending.stage, stack)
+            for (name, offset), values in pending.parts.items():
+                files[name].write_at(offset, host_bytes(values))
+        return files
+
+    def _tried(self, action: Callable[[], Any]) -> str | None:
+        """Why an action failed, for the other ranks; None where it did not."""
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - every rank raises it
+            return str(error) or type(error).__name__
+        return None
+
+    def _agree(self, verdict: str | None) -> None:
+        """Raise rank 0's verdict on every rank."""
+        verdict = self._side.broadcast(verdict)
+        if verdict:
+            raise StoreError(verdict)
+
+    def _agree_all(self, failure: str | None) -> None:
+        """Raise on every rank what failed on any; until all have come here, none goes on."""
+        gathered = self._side.gather(failure and f"rank {self._rank}: {failure}")
+        self._agree("; ".join(said for said in gathered if said) if gathered is not None else None)

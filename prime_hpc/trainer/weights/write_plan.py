@@ -1,0 +1,294 @@
+"""Which files a weight version has, and which rank writes which of their bytes. Used by `publish.py`.
+
+A file per rank, which owns it: it writes the header and seals it. A tensor stands whole in one file. Where every rank
+that holds a part of it holds whole rows, and all of them are on one node, each writes its rows to their place
+("in place"): nothing is sent, and nobody needs memory for the whole tensor. Of a tensor with several copies (hybrid
+sharding, replicated parameters) the ranks of the owner's own copy write. Everything else (matrices that are split by
+columns, or stored transposed, shards spread over nodes) is gathered for its owner.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from prime_hpc.store.model_files import SINGLE
+from prime_hpc.trainer.model.conversions import LM_HEAD, Box, Piece, WeightMap
+from prime_hpc.trainer.model.hf_checkpoint import inside, local_box
+from prime_hpc.trainer.weights.safetensors_layout import (
+    DTYPES,
+    SafetensorsLayout,
+    TensorSpec,
+    host_bytes,
+    in_file_order,
+)
+
+UNUSED_FILE = "model-unused.safetensors"
+"""Tensors of the source that the model does not use, as they are."""
+
+
+@dataclass(frozen=True)
+class VersionFile:
+    """One safetensors file."""
+
+    name: str
+    owner: int
+    """The rank that seals it."""
+    tensors: list[str]
+    """Of the model, in the file's order; in the file each may be several."""
+    layout: SafetensorsLayout
+
+
+class VersionPlan:
+    """From `plan_version`; the same on all ranks but for what is this rank's. Good as long as the policy lives."""
+
+    def __init__(
+        self,
+        files: list[VersionFile],
+        weights: WeightMap,
+        in_place: set[str],
+        copies: Mapping[str, list[int]],
+    ) -> None:
+        self.files, self.in_place = files, in_place
+        self._stored: Mapping[str, list[Piece]] = weights.pieces
+        self._weights, self._copies = weights, copies
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the largest file."""
+        return max(file.layout.size for file in self.files)
+
+    def mine(self) -> list[VersionFile]:
+        """Files into which this rank writes, its own first and the others in turn: a file takes one write at a time."""
+        found = [file for file in self.files if file.owner == self._rank or self._owners_rows(file)]
+        return sorted(found, key=lambda file: (file.owner - self._rank) % self._world_size)
+
+    def _owners_rows(self, file: VersionFile) -> bool:
+        return any(name in self.in_place and file.owner in self._copies[name] for name in file.tensors)
+
+    def gathered(self) -> list[tuple[VersionFile, str]]:
+        """Tensors that must be gathered, in the order in which all ranks do it."""
+        return [(file, name) for file in self.files for name in file.tensors if name not in self.in_place]
+
+    def blocks(self, file: VersionFile, name: str, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """What this rank writes of a tensor: offsets in the file, and the values that belong there.
+
+        Args:
+            file: that it stands in.
+            name: of the tensor.
+            tensor: the model's; or whole, once it was gathered.
+        """
+        box, local = local_box(tensor), tensor.detach()
+        if isinstance(local, DTensor):
+            if file.owner not in self._copies[name]:  # the owner's own copy is written by others
+                return
+            local = local.to_local()
+        elif name in self.in_place and file.owner != self._rank:
+            return
+        for piece in self._stored[name]:
+            part = piece.within(box)
+            if part is None:
+                continue
+            spec = file.layout.specs[piece.name]
+            for element, values in runs(part.stored, spec.shape, part.to_stored(local[inside(part.model, box)])):
+                yield file.layout.offset(piece.name) + element * spec.dtype.itemsize, values.to(spec.dtype)
+
+    def dtype(self, file: VersionFile, name: str) -> torch.dtype:
+        """In which a tensor is published."""
+        return file.layout.specs[self._stored[name][0].name].dtype
+
+    @property
+    def has_unused(self) -> bool:
+        """Whether the source holds tensors that the model does not use."""
+        return bool(self._weights.unused)
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether there are several files."""
+        return len(self.files) > 1 or self.has_unused
+
+    def index(self) -> dict[str, object]:
+        """Content of `model.safetensors.index.json`."""
+        specs = {name: (file.name, spec.nbytes) for file in self.files for name, spec in file.layout.specs.items()}
+        specs |= {spec.name: (UNUSED_FILE, spec.nbytes) for spec in self._unused()}
+        total = sum(nbytes for _, nbytes in specs.values())
+        return {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file for name, (file, _) in sorted(specs.items())},
+        }
+
+    def _unused(self) -> list[TensorSpec]:
+        stored = self._weights.stored
+        return in_file_order([TensorSpec(n, stored[n].shape, DTYPES[stored[n].dtype]) for n in self._weights.unused])
+
+    def unused_file(self) -> Iterator[bytes]:
+        """Content of `UNUSED_FILE`, a tensor at a time."""
+        from safetensors import safe_open
+
+        specs = self._unused()
+        yield SafetensorsLayout(specs).header
+        for spec in specs:
+            with safe_open(self._weights.stored[spec.name].file, framework="pt") as handle:
+                yield host_bytes(handle.get_tensor(spec.name)).tobytes()
+
+
+def runs(box: Box, shape: Sequence[int], values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Cut a box of a stored tensor into pieces that are contiguous in the file: one, where it has whole rows.
+
+    Args:
+        box: where it stands.
+        shape: of the stored tensor.
+        values: of the box.
+
+    Yields:
+        index of the first element in the flattened tensor; the values from there on.
+    """
+    if not values.numel():
+        return
+    split = max((d for d in range(len(shape)) if box[d] != (0, shape[d])), default=0)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    first = sum(begin * stride for (begin, _), stride in zip(box, strides, strict=True))
+    if not shape or all(values.shape[d] == 1 for d in range(split)):
+        yield first, values
+        return
+    for index in product(*(range(values.shape[d]) for d in range(split))):
+        yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), values[index]
+
+
+def plan_version(policy_tensors: Mapping[str, torch.Tensor], weights: WeightMap, dtype: torch.dtype) -> VersionPlan:
+    """Share the tensors out. Collective over the default process group.
+
+    Parameters leave in `dtype`, which the computation used; buffers, which no mixed precision rounds, as they came.
+
+    Args:
+        policy_tensors: by the model's names, sharded or not.
+        weights: what of the checkpoint that training began with they are made of: so they leave.
+        dtype: of the published floating-point parameters.
+
+    Raises:
+        ValueError: a dtype that no file can hold; names that are not the checkpoint's.
+    """
+    groups = [_Group(names, _specs(names, policy_tensors, weights, dtype)) for names in _kept_together(weights)]
+    _check_names(groups, weights)
+    groups.sort(key=lambda group: -max(spec.dtype.itemsize for spec in group.specs))
+    owners = share_out([group.nbytes for group in groups], dist.get_world_size())
+    num_files = len(set(owners))
+    files = []
+    for rank in sorted(set(owners)):
+        held = [group for group, owner in zip(groups, owners, strict=True) if owner == rank]
+        layout = SafetensorsLayout(in_file_order([spec for group in held for spec in group.specs]))
+        name = f"model-{rank + 1:05d}-of-{num_files:05d}.safetensors" if num_files > 1 or weights.unused else SINGLE
+        files.append(VersionFile(name, rank, [name for group in held for name in group.names], layout))
+    names = [name for group in groups for name in group.names]
+    copies = {name: ranks_of_copy(policy_tensors[name]) for name in names}
+    in_place = _agreed_in_place({name: policy_tensors[name] for name in names}, copies, weights)
+    return VersionPlan(files, weights, in_place, copies)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tensors of the model that share stored ones: they stand in one file."""
+
+    names: list[str]
+    specs: list[TensorSpec]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+
+def _kept_together(weights: WeightMap) -> list[list[str]]:
+    """The model's names, those together of which the checkpoint stores parts in one tensor."""
+    groups: list[list[str]] = []
+    place: dict[str, list[str]] = {}  # of a stored tensor
+    for name, pieces in weights.pieces.items():
+        found = list({id(g): g for piece in pieces if (g := place.get(piece.name)) is not None}.values())
+        group = found[0] if found else []
+        if not found:
+            groups.append(group)
+        for other in found[1:]:
+            group += other
+            place |= {stored: group for stored, where in place.items() if where is other}
+            groups = [each for each in groups if each is not other]
+        group.append(name)
+        place |= {piece.name: group for piece in pieces}
+    return groups
+
+
+def _specs(
+    names: Sequence[str], tensors: Mapping[str, torch.Tensor], weights: WeightMap, dtype: torch.dtype
+) -> list[TensorSpec]:
+    """The stored tensors of some of the model's, as they are published."""
+    found: dict[str, TensorSpec] = {}
+    for name in names:
+        for piece in weights.pieces[name]:
+            stored = weights.stored[piece.name]
+            is_trained = tensors[name].is_floating_point() and name not in weights.buffers
+            found[piece.name] = TensorSpec(piece.name, stored.shape, dtype if is_trained else DTYPES[stored.dtype])
+    return list(found.values())
+
+
+def _check_names(groups: Sequence[_Group], weights: WeightMap) -> None:
+    """What would be published has the names of the checkpoint, or no engine would take it."""
+    published = {spec.name for group in groups for spec in group.specs} | set(weights.unused)
+    differing = sorted(published ^ (weights.stored.keys() - (weights.tied.keys() & {LM_HEAD})))
+    if differing:
+        raise ValueError(f"{differing[0]} ({len(differing)} tensors) would be published under another name")
+
+
+def _agreed_in_place(
+    tensors: Mapping[str, torch.Tensor], copies: Mapping[str, list[int]], weights: WeightMap
+) -> set[str]:
+    """Tensors that every rank can write in place. Collective."""
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    able = [
+        name
+        for name, tensor in tensors.items()
+        if has_whole_rows(tensor)
+        and all(piece.keeps_rows(weights.stored[piece.name].shape) for piece in weights.pieces[name])
+        and len({rank // local_size for rank in copies[name]}) == 1
+    ]
+    every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, able)
+    return set(able).intersection(*every)
+
+
+def has_whole_rows(tensor: torch.Tensor) -> bool:
+    """Whether what each rank holds is a block of whole rows; the same on all ranks."""
+    if not isinstance(tensor, DTensor):
+        return True
+    return all(placement.is_replicate() or getattr(placement, "dim", None) == 0 for placement in tensor.placements)
+
+
+def ranks_of_copy(tensor: torch.Tensor) -> list[int]:
+    """The ranks that hold the parts of one copy of a tensor together: this rank's copy."""
+    if not isinstance(tensor, DTensor):
+        return [dist.get_rank()]
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "every rank has a part of every tensor"
+    place = tuple(
+        own if placement.is_replicate() else slice(None)
+        for own, placement in zip(coordinate, tensor.placements, strict=True)
+    )
+    return tensor.device_mesh.mesh[place].flatten().tolist()
+
+
+def share_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """The rank in whose file each tensor stands, so that all are about as large: each goes to the one with the least
+    so far.
+
+    Ranks that get something come first.
+    """
+    load = [0] * num_ranks
+    owners = []
+    for size in sizes:
+        rank = load.index(min(load))
+        owners.append(rank)
+        load[rank] += max(size, 1)
+    return owners
