@@ -1,5 +1,5 @@
-"""The command line: `prime-hpc VERB`, and the entrypoints `rl`, `sft`, `trainer`, `orchestrator` and `inference`."""
+"""The command line: `prime-hpc VERB`, and the console scripts `rl`, `sft`, `eval`, `trainer`, and so on."""
 
-from prime_hpc.cli.entrypoints import ROLES, VERBS, inference, main, orchestrator, rl, sft, trainer
+from prime_hpc.cli.entrypoints import ROLES, VERBS, evaluate, inference, main, orchestrator, rl, sft, trainer
 
-__all__ = ["ROLES", "VERBS", "inference", "main", "orchestrator", "rl", "sft", "trainer"]
+__all__ = ["ROLES", "VERBS", "evaluate", "inference", "main", "orchestrator", "rl", "sft", "trainer"]

@@ -1,4 +1,4 @@
-"""The command line: `prime-hpc VERB ...` and the entrypoints `rl`, `sft`, `trainer`, `orchestrator`, `inference`.
+"""The command line: `prime-hpc VERB ...` and the entrypoints `rl`, `sft`, `eval`, `trainer`, `orchestrator`, ...
 
 Thin: it resolves the config, calls `prime_hpc.launch` and prints. Nothing heavy is imported, and what `--help`
 does not need is imported late.
@@ -221,6 +221,15 @@ VERBS = {
     "sft": Verb("Supervised fine-tuning, in the foreground.", "[@ FILE ...] [--KEY VALUE ...]"),
     "trainer": Verb("The trainer alone.", "[@ FILE ...] [--KEY VALUE ...]"),
     "orchestrator": Verb("The orchestrator alone.", "[@ FILE ...] [--KEY VALUE ...]"),
+    "eval": Verb(
+        "Evaluate a model, a run's versions or an API on environments, in the foreground; or compare two evaluations.",
+        "[@ FILE ...] --environment-ids A,B [--KEY VALUE ...] | --compare A B",
+        (
+            ("--compare A B", "two evaluations' run directories: paired differences with their tests"),
+            ("--json", "print the summary (or the comparison) as JSON"),
+        ),
+        "eval",
+    ),
     "inference": Verb("An inference server alone, kept until it is interrupted.", "[@ FILE ...] [--KEY VALUE ...]"),
 }
 
@@ -239,6 +248,11 @@ def rl() -> int:
 def sft() -> int:
     """Console script `sft`."""
     return _console("sft")
+
+
+def evaluate() -> int:
+    """Console script `eval`."""
+    return _console("eval")
 
 
 def trainer() -> int:

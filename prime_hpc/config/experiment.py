@@ -4,7 +4,7 @@
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -17,17 +17,18 @@ from prime_hpc.config.sections.network import NetworkConfig
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
 from prime_hpc.config.sections.sft import SFTConfig
 from prime_hpc.config.sections.slurm import SlurmConfig
+from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.config.sections.supervisor import SupervisorConfig
 from prime_hpc.config.sections.trainer import TrainerConfig
 
-COMPONENTS = ("trainer", "orchestrator", "inference", "sft")
+COMPONENTS = ("trainer", "orchestrator", "inference", "sft", "eval")
 
 
 class Experiment(Section):
     """Everything that a run is, stated once."""
 
-    kind: Literal["rl", "sft"] = "rl"
-    """Which loop runs."""
+    kind: Literal["rl", "sft", "eval"] = "rl"
+    """Which loop runs; `eval` trains nothing."""
     name: str = "run"
     """Run name; the run directory is `<output_dir>/<name>` (`--exp-id` is an alias)."""
     output_dir: Path = Path("outputs")
@@ -58,6 +59,8 @@ class Experiment(Section):
     """Servers to start for the teacher; absent: `orchestrator.teacher.base_url`, where there is one at all."""
     sft: SFTConfig = SFTConfig()
     """Supervised fine-tuning."""
+    eval: StandaloneEvalConfig = StandaloneEvalConfig()
+    """Evaluation as a job of its own (`kind: eval`)."""
     supervisor: SupervisorConfig = SupervisorConfig()
     """Deadlines of the process that watches the roles."""
     launch: Literal["auto", "slurm", "local"] = "auto"
@@ -112,16 +115,39 @@ class Experiment(Section):
 
     @property
     def samples(self) -> bool:
-        """Whether the run samples from engines: RL always, SFT for evaluations in environments."""
-        return self.kind == "rl" or self.orchestrator.eval is not None
+        """Whether the run samples from engines: RL and `eval` always, SFT for evaluations in environments."""
+        return self.kind in ("rl", "eval") or self.orchestrator.eval is not None
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run has a trainer."""
+        return self.kind != "eval"
+
+    @property
+    def orchestrating_role(self) -> str:
+        """Name of the process that plays the episodes."""
+        return "orchestrator" if self.trains else "eval"
 
     @property
     def num_prompts(self) -> int:
         """Groups of one batch."""
         return self.orchestrator.batch_size // self.orchestrator.rollouts_per_example
 
+    @model_validator(mode="before")
+    @classmethod
+    def _evaluates_on_engines(cls, values: Any) -> Any:
+        """An evaluation that attaches to nothing starts engines itself."""
+        if not isinstance(values, dict) or values.get("kind") != "eval" or values.get("inference") is not None:
+            return values
+        stated = values.get("eval")
+        client = stated.get("client") if isinstance(stated, dict) else getattr(stated, "client", None)
+        return values if client is not None else {**values, "inference": {}}
+
     @model_validator(mode="after")
     def _consistent(self) -> "Experiment":
+        if self.kind == "eval":
+            self._can_evaluate_alone()
+            return self
         o = self.orchestrator
         if o.batch_size % o.rollouts_per_example:
             raise ValueError(
@@ -220,6 +246,26 @@ class Experiment(Section):
             raise ValueError(
                 f"{stated}.max_tokens ({length}) cannot fit inference.max_model_len ({self.max_model_len}) together "
                 "with a prompt"
+            )
+
+    def _can_evaluate_alone(self) -> None:
+        """What `kind = eval` has is used, and replies leave room for a prompt."""
+        if self.inference is not None and self.eval.client is not None:
+            raise ValueError(
+                "eval.client attaches to servers that run, inference starts servers: leave one of them out"
+            )
+        for key, there in (
+            ("teacher_inference", self.teacher_inference is not None),
+            ("orchestrator.eval", self.orchestrator.eval is not None),
+            ("orchestrator.env (state eval.env)", bool(self.orchestrator.env)),
+        ):
+            if there:
+                raise ValueError(f"{key} is not used by kind = eval: leave it out")
+        length = self.eval.sampling.max_tokens
+        if self.inference is not None and length is not None and length >= self.max_model_len:
+            raise ValueError(
+                f"eval.sampling.max_tokens ({length}) cannot fit inference.max_model_len ({self.max_model_len}) "
+                "together with a prompt: raise seq_len"
             )
 
     def _can_be_taught(self) -> None:

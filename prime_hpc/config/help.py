@@ -27,10 +27,11 @@ OWN_SECTIONS = {
     "orchestrator": ("orchestrator",),
     "inference": ("inference",),
     "sft": ("sft", "trainer"),
+    "eval": ("eval",),
 }
 """Entrypoint -> sections whose keys need no prefix there."""
 
-COMPONENT_KEYS = ("trainer", "orchestrator", "inference", "sft")
+COMPONENT_KEYS = ("trainer", "orchestrator", "inference", "sft", "eval")
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: S
     write_secrets(run_dir, texts, keep=OF_SITE)
     for component in COMPONENTS:
         target = configs / f"{component}.toml"
-        view = _view(from_below, component)
+        view = None if component == "eval" and exp.trains else _view(from_below, component)
         if view is None:
             target.unlink(missing_ok=True)  # of an earlier attempt: loading it would switch the section on
         else:
@@ -156,7 +156,7 @@ def _toml_text(texts: dict[tuple[str, str, str], str], component: str, name: str
     if key not in texts:
         import tomlkit
 
-        home = (name,) if resolve((name,)) is not None else (component, name)
+        home = (component, name) if resolve((component, name)) is not None else (name,)
         plain = _without_null(value, resolve(home))
         text = "" if plain is None else tomlkit.dumps({name: plain})
         texts[key] = f"\n{text}" if _is_table(plain) else text

@@ -4,7 +4,7 @@ Made by `prime_hpc.envs.pool` inside its worker's loop. All coroutines here belo
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,28 +16,16 @@ from verifiers.v1.envs.single_agent import SingleAgentEnv
 from verifiers.v1.runtimes import SubprocessConfig
 from verifiers.v1.utils.loaders import harness_class, load_environment
 
+from prime_hpc.envs.chat_client import ChatClient
 from prime_hpc.envs.env_config import harness_is_in_process
 from prime_hpc.envs.interception import PolicyInterception
 from prime_hpc.envs.lazy_runtime import lazy_box
 from prime_hpc.envs.model_client import PolicyClient
 from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.envs.samples import EpisodeResult, episode_result
+from prime_hpc.envs.target import PolicyTarget
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.verifiers_patches import take_shortcuts
-
-
-@dataclass(frozen=True)
-class PolicyTarget:
-    """The servers and how to ask them; the same for all environments of a pool."""
-
-    model_name: str
-    urls: tuple[str, ...]
-    api_key_var: str
-    api_key: str | None
-    sampling: Any
-    """verifiers `SamplingConfig`."""
-    max_model_len: int
-    patience_s: float
 
 
 @dataclass
@@ -56,7 +44,9 @@ class _Solo:
 class SourceEngine:
     """One environment, ready to run."""
 
-    def __init__(self, source: EnvSource, target: PolicyTarget, policies: dict[str, PolicyClient]) -> None:
+    def __init__(
+        self, source: EnvSource, target: PolicyTarget, policies: Mapping[str, PolicyClient | ChatClient]
+    ) -> None:
         self.source = source
         self.target = target
         self.policies = policies
@@ -117,10 +107,11 @@ class SourceEngine:
                 )
         finally:
             turns = [turn for trace_id in traces for turn in policy.take_turns(trace_id)]
+        duration_s = time.monotonic() - started
+        if self.target.chat is not None:
+            return episode_result(episode, None, duration_s)
         versions = {id(turn.logprobs): turn.versions for turn in turns}
-        return episode_result(
-            episode, lambda node: versions.get(id(node.logprobs)), duration_s=time.monotonic() - started
-        )
+        return episode_result(episode, lambda node: versions.get(id(node.logprobs)), duration_s)
 
     def _is_plain(self) -> bool:
         """Whether an episode is nothing but one agent's run, here: no own Env, no retries, no deadlines of its own."""
@@ -148,12 +139,17 @@ class SourceEngine:
 class Engine:
     """All environments of a pool on the running event loop."""
 
-    def __init__(self, sources: Sequence[EnvSource], target: PolicyTarget, renderer: PromptRenderer) -> None:
+    def __init__(self, sources: Sequence[EnvSource], target: PolicyTarget, renderer: PromptRenderer | None) -> None:
+        """`renderer` may be missing where an API is asked, which does that itself."""
         take_shortcuts()
-        self._policies = {
-            url: PolicyClient(url, target.api_key, renderer, target.max_model_len, target.patience_s)
-            for url in target.urls
-        }
+
+        def client(url: str) -> PolicyClient | ChatClient:
+            if target.chat is not None:
+                return ChatClient(url, target.api_key, target.chat, target.patience_s)
+            assert renderer is not None
+            return PolicyClient(url, target.api_key, renderer, target.max_model_len, target.patience_s)
+
+        self._policies = {url: client(url) for url in target.urls}
         self._sources = [SourceEngine(source, target, self._policies) for source in sources]
         self._opened: list[SourceEngine] = []
 

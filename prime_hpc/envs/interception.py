@@ -23,6 +23,7 @@ from verifiers.v1.session import RolloutSession
 from verifiers.v1.trace import Error, ModelCall, TimeSpan
 from verifiers.v1.types import Request, Response
 
+from prime_hpc.envs.chat_client import ChatClient
 from prime_hpc.envs.model_client import ContextFullError, PolicyClient
 
 CHAT = ChatDialect()
@@ -49,7 +50,11 @@ class PolicyInterception(InterceptionServer):
     """verifiers' interception with the pool's policy clients and a direct door for in-process harnesses."""
 
     def __init__(
-        self, policies: Mapping[str, PolicyClient], *, serve_http: bool, state_service_secrets: tuple[str, ...] = ()
+        self,
+        policies: Mapping[str, PolicyClient | ChatClient],
+        *,
+        serve_http: bool,
+        state_service_secrets: tuple[str, ...] = (),
     ) -> None:
         """Make one; `start` (by `async with`) brings it up.
 

@@ -13,18 +13,26 @@ does not answer after that is interrupted, and replaced if that does not help.
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from loguru import logger
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
-from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.loop_thread import LoopThread
 from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.envs.target import ChatOptions, PolicyTarget
 from prime_hpc.envs.task_sources import EnvSource, Split
 from prime_hpc.runtime.event_loops import loop_time
+
+
+class SamplingParameters(Protocol):
+    """What is needed of a sampling section."""
+
+    def parameters(self) -> dict[str, Any]:
+        """By vLLM's names."""
+
 
 OPEN_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 5.0
@@ -42,7 +50,7 @@ class EnvPool:
     """Environments, their tasks and the servers that play them."""
 
     sources: list[EnvSource]
-    _renderer: PromptRenderer
+    _renderer: PromptRenderer | None
 
     def __init__(
         self,
@@ -51,7 +59,7 @@ class EnvPool:
         model_name: str,
         tokenizer_path: str,
         urls: Sequence[str],
-        sampling: SamplingConfig,
+        sampling: SamplingParameters,
         split: Split,
         seed: int,
         max_model_len: int,
@@ -60,6 +68,7 @@ class EnvPool:
         api_key_var: str = "VLLM_API_KEY",
         api_key: str | None = None,
         beside: Sequence[EnvConfig] = (),
+        chat: ChatOptions | None = None,
     ) -> None:
         """Describe a pool; `async with` starts it.
 
@@ -77,6 +86,7 @@ class EnvPool:
             api_key_var: environment variable with the servers' key.
             api_key: the key itself, where that variable is not set.
             beside: the environments of the other split: no task is in both, see `EnvSource`.
+            chat: the servers are no own ones, but an API: replies have no tokens, and no tokenizer is needed.
         """
         if not envs:
             raise EnvError("no environment is configured: set orchestrator.env to a list with at least one `id`")
@@ -93,6 +103,7 @@ class EnvPool:
         self._api_key = api_key
         self._sampling = sampling
         self._max_model_len = max_model_len
+        self._chat = chat
         self._renderer_options = (tokenizer_path, renderer, enable_thinking)
         self._target: Any = None
         self._worker: LoopThread | None = None
@@ -149,6 +160,7 @@ class EnvPool:
                 f"environment {self.sources[source_index].name!r}: task {task_index} has no {field!r} to show the "
                 f"teacher; its own fields are {', '.join(own) or 'none'}: set orchestrator.advantage.demonstration"
             )
+        assert self._renderer is not None, "only an API has none, and nobody teaches one"
         return self._renderer.lead(text.replace("{demonstration}", str(value)))
 
     async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult:
@@ -253,12 +265,12 @@ class EnvPool:
         try:
             from verifiers.v1.types import SamplingConfig as VerifiersSampling
 
-            from prime_hpc.envs.episode_runner import PolicyTarget
+            import prime_hpc.envs.episode_runner  # noqa: F401 (what is missing is said here)
         except ImportError as error:
             raise EnvError(
                 f"verifiers cannot be imported ({error}); install prime-hpc with its `cpu` or `gpu` extra"
             ) from error
-        self._renderer = load_prompt_renderer(*self._renderer_options)
+        self._renderer = load_prompt_renderer(*self._renderer_options) if self._chat is None else None
         self.sources = [EnvSource(config, self._split, self._seed, beside=self._beside) for config in self._configs]
         self._target = PolicyTarget(
             model_name=self._model_name,
@@ -268,6 +280,7 @@ class EnvPool:
             sampling=VerifiersSampling(**self._sampling.parameters()),
             max_model_len=self._max_model_len,
             patience_s=min(MAX_PATIENCE_S, *(config.timeout_s / 2 for config in self._configs)),
+            chat=self._chat,
         )
 
     async def _start_worker(self) -> None:

@@ -100,6 +100,10 @@ class EpisodeResult:
     """For logs: everything from the first reply on."""
     duration_s: float = 0.0
     """Wall-clock seconds."""
+    num_prompt_tokens: int = 0
+    """Sum over the model calls of what the server counted."""
+    num_completion_tokens: int = 0
+    """Likewise."""
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -236,12 +240,19 @@ def _branch_sample(
     )
 
 
-def episode_result(episode: Any, versions_of: VersionsOf, duration_s: float) -> EpisodeResult:
-    """Judge a finished episode and turn it into samples. Never raises for a bad episode: that is what a result says."""
+def episode_result(episode: Any, versions_of: VersionsOf | None, duration_s: float) -> EpisodeResult:
+    """Judge a finished episode and turn it into samples. Never raises for a bad episode: that is what a result says.
+
+    Args:
+        episode: as verifiers returned it.
+        versions_of: policy versions of a sampled node; None: an API replied, which names no tokens, so there are no
+            samples and nothing is usable for training.
+        duration_s: wall-clock seconds.
+    """
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     problem = find_problem(episode)
     samples: list[Sample] = []
-    if problem is None:
+    if problem is None and versions_of is not None:
         try:
             samples = [s for number, trace in enumerate(traces) for s in trace_samples(trace, versions_of, number)]
         except VersionSpanError as error:
@@ -250,9 +261,10 @@ def episode_result(episode: Any, versions_of: VersionsOf, duration_s: float) -> 
             problem = _find_sample_problem(samples)
     rewards = [float(trace.reward) for trace in traces]
     prompt_text, completion_text = _texts(traces[0]) if traces else ("", "")
+    usages = [trace.usage for trace in traces if trace.usage is not None]
     return EpisodeResult(
         state=problem.state if problem else EpisodeState.COMPLETED,
-        usable=problem is None,
+        usable=problem is None and versions_of is not None,
         reason=problem.reason if problem else "",
         error_type=problem.error_type if problem else "",
         samples=[] if problem else samples,
@@ -262,6 +274,8 @@ def episode_result(episode: Any, versions_of: VersionsOf, duration_s: float) -> 
         prompt_text=prompt_text,
         completion_text=completion_text,
         duration_s=duration_s,
+        num_prompt_tokens=sum(usage.input_tokens for usage in usages),
+        num_completion_tokens=sum(usage.completion_tokens for usage in usages),
     )
 
 

@@ -29,7 +29,7 @@ def check(loaded: Loaded, role: str | None = None) -> None:
     experiment = loaded.experiment
     problems = [
         *(_model(experiment) if role != "orchestrator" else []),
-        *(trained_models(experiment) if role in (None, "trainer") else []),
+        *(trained_models(experiment) if role in (None, "trainer") and experiment.trains else []),
         *(_environments(experiment) if _samples(experiment, role) else []),
         *(_data(experiment) if experiment.kind == "sft" else []),
         *_teacher(experiment),
@@ -170,7 +170,8 @@ def _environments(experiment: Experiment) -> list[Problem]:
         problems.append(Problem("no environment is named; add one, e.g. `- id: reverse-text`", "orchestrator.env"))
     held_out = orchestrator.eval.env if orchestrator.eval else []
     trained = orchestrator.env if experiment.kind == "rl" else []
-    for key, envs in (("orchestrator.env", trained), ("orchestrator.eval.env", held_out)):
+    alone = [] if experiment.trains else experiment.eval.environments
+    for key, envs in (("orchestrator.env", trained), ("orchestrator.eval.env", held_out), ("eval.env", alone)):
         for index, env in enumerate(envs):
             if not _installed(env.id):
                 near = get_close_matches(env.id, BUNDLED, n=1, cutoff=0.5)
@@ -251,6 +252,8 @@ def _lack_on_osts(experiment: Experiment) -> str | None:
 
 def _bytes_kept(experiment: Experiment) -> int:
     """Weight versions kept, plus two checkpoints of float32 master weights and both Adam moments."""
+    if not experiment.trains:
+        return 0
     weights = _weights_bytes(experiment)
     versions = experiment.trainer.keep_weights + 2
     return weights * versions + (weights * _MASTER_AND_MOMENTS * 2 if experiment.ckpt else 0)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, write_snapshot
 from prime_hpc.config.child_runs import is_parent
+from prime_hpc.evals.episodes import RESULTS
+from prime_hpc.evals.settings import refuse_others
 from prime_hpc.launch.checks import check
+from prime_hpc.launch.evaluation import for_evaluation
 from prime_hpc.slurm.submission_record import LOCK
 from prime_hpc.store.attempts import is_held, lives_elsewhere, read_attempts
 from prime_hpc.store.child_runs import list_children
@@ -23,6 +26,7 @@ def prepare_run(loaded: Loaded) -> Path:
     Raises:
         ConfigError: the experiment cannot run here, or its run directory holds another run.
     """
+    loaded = for_evaluation(loaded)
     check(loaded)
     run_dir = loaded.experiment.run_dir.resolve()
     if run_dir.exists():
@@ -74,6 +78,9 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
         return
     if not any(_holds_something(run_dir / name) for name in _OF_A_RUN):
         return
+    if not experiment.trains and (run_dir / RESULTS).is_dir():
+        refuse_others(experiment, run_dir)
+        return  # it goes on with the episodes that are missing
     if is_parent(experiment):
         return  # it goes on with the runs below it: those that are not over
     if experiment.ckpt is None or experiment.ckpt.resume_step is None:

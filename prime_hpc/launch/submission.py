@@ -13,6 +13,7 @@ from typing import Any
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.site import cluster_name
+from prime_hpc.launch.evaluation import for_evaluation
 from prime_hpc.slurm.client import ENDED, JobInfo, SlurmError, jobs, on_cluster, run_slurm
 from prime_hpc.slurm.queue import (
     ASK_TIMEOUT_S,
@@ -54,6 +55,7 @@ def submit(loaded: Loaded, *, follow: bool | None = None, dry_run: bool = False,
         from prime_hpc.launch.local import submit_local
 
         return submit_local(loaded, follow=follow, dry_run=dry_run, as_json=as_json)
+    loaded = for_evaluation(loaded)
     made = draft(loaded, as_rendered=dry_run)
     _refuse(loaded, made, quiet=dry_run)  # the plan lists what lint warns of
     if dry_run:

@@ -28,8 +28,10 @@ def eval_series(run_dir: Path) -> dict[str, tuple[list[int], list[float]]]:
     return {key.split("/")[1]: _series(rows, key) for key in keys}
 
 
-def write_report(run_dir: Path, name: str, kind: Literal["rl", "sft"]) -> list[str]:
+def write_report(run_dir: Path, name: str, kind: Literal["rl", "sft", "eval"]) -> list[str]:
     """Draw the picture and return the summary's lines; a failure to draw is a warning, never an error."""
+    if kind == "eval":
+        return _evaluation(run_dir, name)
     trainer = read_metrics(run_dir / "metrics" / "trainer.jsonl")
     orchestrator = read_metrics(run_dir / "metrics" / "orchestrator.jsonl")
     if not trainer:
@@ -50,6 +52,15 @@ def write_report(run_dir: Path, name: str, kind: Literal["rl", "sft"]) -> list[s
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         logger.warning(f"the picture could not be drawn: {error}")
     return lines
+
+
+def _evaluation(run_dir: Path, name: str) -> list[str]:
+    """The table that the evaluation wrote after its last whole version."""
+    results = run_dir / "results"
+    if not (results / "table.txt").is_file():
+        return [f"{name}: no version was evaluated to its end; logs are in {run_dir / 'logs' / 'latest'}"]
+    lines = (results / "table.txt").read_text(encoding="utf-8").splitlines()
+    return [f"{name}: results in {results}", *lines]
 
 
 def _rl_summary(run_dir: Path, orchestrator: list[dict[str, Any]], trainer: list[dict[str, Any]]) -> list[str]:

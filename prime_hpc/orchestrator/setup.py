@@ -40,10 +40,7 @@ def server_urls(exp: Experiment, context: RoleContext) -> list[str]:
         return teacher_urls(exp, context)
     if context.inference_urls:
         return list(context.inference_urls)
-    client = exp.orchestrator.client
-    if client.base_url:
-        return [client.base_url] if isinstance(client.base_url, str) else list(client.base_url)
-    return [f"http://{client.host}:{client.port}/v1"]
+    return exp.orchestrator.client.urls
 
 
 def teacher_urls(exp: Experiment, context: RoleContext) -> list[str]:

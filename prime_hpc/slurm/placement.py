@@ -169,8 +169,10 @@ def _check_ports(experiment: Experiment, placement: Placement) -> None:
 
 
 def placed_roles(experiment: Experiment) -> list[SlurmRole]:
-    """Roles that take nodes of their own kind: the trainer, and the groups of engines that the run starts."""
-    return ["trainer", *engine_roles(experiment)]
+    """Roles that take nodes of their own kind: the trainer, and the groups of engines that the run starts; of an
+    evaluation that attaches to servers, the process that plays."""
+    roles: list[SlurmRole] = [*(["trainer"] if experiment.trains else []), *engine_roles(experiment)]  # type: ignore[list-item]
+    return roles or ["orchestrator"]
 
 
 def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["packed", "het"], str]:
@@ -181,7 +183,7 @@ def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["pa
     """
     slurm = experiment.slurm
     asked = [resolve(role, experiment, site) for role in placed_roles(experiment)]
-    if slurm.orchestrator is not None and experiment.samples:
+    if slurm.orchestrator is not None and experiment.samples and experiment.trains:
         asked.append(resolve("orchestrator", experiment, site))
     if len(asked) == 1:
         return "packed", "one role group"
@@ -219,7 +221,22 @@ def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["pa
     return "het", why
 
 
+def _place_evaluation(experiment: Experiment, site: SiteConfig) -> Placement:
+    """Engines alone, and who plays on the first of their nodes; without engines it has a node of its own."""
+    asked = {role: resolve(role, experiment, site) for role in placed_roles(experiment)}
+    groups, used = [_orchestrator()], 0
+    for role in engine_roles(experiment):
+        servers = _servers(experiment, role, asked[role])
+        groups += _inference(experiment, role, servers, 0, used, asked[role].gpus_per_node)
+        used += servers.num_nodes
+    total = max(1, used) + experiment.slurm.spare_nodes
+    options = merge(list(asked.values()))
+    return Placement("packed", (Component(0, "all", total, options),), tuple(groups), tuple(range(max(1, used), total)))
+
+
 def _place_packed(experiment: Experiment, site: SiteConfig) -> Placement:
+    if not experiment.trains:
+        return _place_evaluation(experiment, site)
     slurm = experiment.slurm
     asked = {role: resolve(role, experiment, site) for role in placed_roles(experiment)}
     options = merge(list(asked.values()))

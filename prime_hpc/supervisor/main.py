@@ -95,7 +95,8 @@ def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tup
         urls[role] = [sockets.http_url(host, number) for number in numbers]
     if experiment.samples and not is_parent(experiment):  # each of its runs gets one when the trainer takes it up
         specs.append(orchestrator_spec(experiment, run_dir))
-    specs.append(trainer_spec(experiment, run_dir, training))
+    if experiment.trains:
+        specs.append(trainer_spec(experiment, run_dir, training))
     return specs, urls
 
 

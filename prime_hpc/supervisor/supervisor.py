@@ -247,7 +247,8 @@ class Supervisor:
 
     def _finished(self) -> Ended:
         """All workers are done: with the work, or with what a stop asked for."""
-        is_over = self._children is None and (self._console.progress()["step"] or 0) >= self._experiment.max_steps
+        progress = self._console.progress()
+        is_over = self._children is None and (progress["step"] or 0) >= progress["max_steps"]
         if self._stop is None or is_over:
             return Ended(0, "done")
         request = self._stop[0]

@@ -48,6 +48,7 @@ def make_trace(*paths: list[Any], **changes: Any) -> Any:
         "rewards": {"r": SimpleNamespace(value=0.75)},
         "reward": 0.75,
         "metrics": {"exact": 0.0, "unscored": None, "odd": math.nan},
+        "usage": SimpleNamespace(input_tokens=7, completion_tokens=5),
         "num_turns": sum(node.sampled for node in nodes),
     }
     return SimpleNamespace(**(defaults | changes))
@@ -151,6 +152,7 @@ def test_replies_without_tokens_do_not_train() -> None:
 
 def test_result_carries_finite_scores_and_texts() -> None:
     result = episode_result(make_episode(make_trace([prompt_node(1), reply_node([2], [3])])), versions_of, 2.5)
+    assert (result.num_prompt_tokens, result.num_completion_tokens) == (7, 5)
     assert result.metrics == {"exact": 0.0, "reward/r": 0.75, "num_turns": 1.0}
     assert (result.reward, result.duration_s) == (0.75, 2.5)
     assert (result.prompt_text, result.completion_text) == ("[user] hello", "hi")

@@ -64,6 +64,13 @@ class ClientConfig(Section):
     timeout_s: float = Field(120, gt=0)
     """Deadline of one HTTP request."""
 
+    @property
+    def urls(self) -> list[str]:
+        """Of the servers, as stated or by host and port."""
+        if self.base_url:
+            return [self.base_url] if isinstance(self.base_url, str) else list(self.base_url)
+        return [f"http://{self.host}:{self.port}/v1"]
+
 
 class LengthPenaltyConfig(Section):
     """Takes off a rollout's reward in proportion to its length, relative to the group's longest."""

@@ -22,6 +22,7 @@ ALIASES: dict[str, tuple[Segments, ...]] = {
     "inference_gpus": (("inference", "data_parallel_size"),),
     "teacher_gpus": (("teacher_inference", "data_parallel_size"),),
     "model.cp": (("trainer", "parallel", "cp"),),
+    "benchmarks": (("eval", "environment_ids"),),
     "trainer.model.cp": (("trainer", "parallel", "cp"),),
 }
 """Root flags with another name -> the keys that they set."""

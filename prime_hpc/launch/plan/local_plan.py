@@ -31,7 +31,8 @@ def plan_text(loaded: Loaded) -> str:
         f"runs        {runs_line(experiment)}" if is_parent(experiment) else f"steps       {steps_line(experiment)}",
         "roles",
     ]
-    return "\n".join([*lines, *(f"  {line}" for line in _roles(experiment)), "", _checkpoints(experiment)]) + "\n"
+    lines += [f"  {line}" for line in _roles(experiment)]
+    return "\n".join([*lines, *(["", _checkpoints(experiment)] if experiment.trains else [])]) + "\n"
 
 
 def resolve_launch(experiment: Experiment) -> Literal["slurm", "local"]:
@@ -54,7 +55,26 @@ def _is_rl(experiment: Experiment) -> bool:
 
 def steps_line(experiment: Experiment) -> str:
     """How far it goes."""
+    if not experiment.trains:
+        return evaluated_versions(experiment)
     return f"{experiment.max_steps}" + (f", async level {experiment.async_level}" if _is_rl(experiment) else "")
+
+
+def evaluated_versions(experiment: Experiment) -> str:
+    """What an evaluation evaluates."""
+    config = experiment.eval
+    if config.weights_dir is None:
+        return "the model as it is"
+    steps = config.steps if config.steps == "all" else ", ".join(map(str, config.steps))
+    return f"{'the base model, then ' if config.eval_base else ''}steps {steps} of {config.weights_dir}"
+
+
+def evaluation_line(experiment: Experiment) -> str:
+    """Of the process that evaluates, in a job of its own."""
+    config = experiment.eval
+    envs = ", ".join(env.name or env.id for env in config.environments) or "none"
+    tasks = f"{config.num_examples} tasks" if config.num_examples else "all tasks"
+    return f"{tasks} x {config.rollouts_per_example} rollouts, at most {config.max_concurrent} in flight, of {envs}"
 
 
 def runs_line(experiment: Experiment) -> str:
@@ -101,6 +121,8 @@ def data_line(experiment: Experiment) -> str:
 
 
 def _roles(experiment: Experiment) -> list[str]:
+    if not experiment.trains:
+        return _evaluation_roles(experiment)
     trainer = experiment.trainer
     threads = trainer.threads_per_rank or max(1, (os.cpu_count() or 1) // trainer.num_ranks)
     serving: dict[EngineRole, list[list[str]]] = {role: [] for role in engine_roles(experiment)}
@@ -122,6 +144,14 @@ def _roles(experiment: Experiment) -> list[str]:
         return [*evaluation_lines(experiment), *lines, f"data          {data_line(experiment)}"]
     lines.insert(0, f"orchestrator  {orchestrator_line(experiment)}")
     return [*_engines(experiment, serving), *attached_lines(experiment), *lines]
+
+
+def _evaluation_roles(experiment: Experiment) -> list[str]:
+    try:
+        lines = _engines(experiment, split_gpus(experiment, usable_gpus(experiment, os.environ))[0])
+    except ConfigError as error:  # a plan may be looked at on another machine than the run's
+        lines = [f"device        not here: {error}"]
+    return [*lines, *attached_lines(experiment), f"eval          {evaluation_line(experiment)}"]
 
 
 def _gpus(own: list[str]) -> str:
@@ -150,6 +180,9 @@ def of_model(view: Experiment, role: EngineRole) -> str:
 def attached_lines(experiment: Experiment) -> list[str]:
     """Servers that run already, of the policy and of a teacher."""
     lines, teacher = [], experiment.orchestrator.teacher
+    if not experiment.trains:
+        client = experiment.eval.client
+        return [f"inference     attached: {', '.join(client.urls)}"] if client is not None else []
     if experiment.inference is None and sampling_role(experiment) != "teacher":
         lines.append(f"inference     attached: {attached_urls(experiment)}")
     if teacher is not None and teacher.urls:
@@ -159,10 +192,7 @@ def attached_lines(experiment: Experiment) -> list[str]:
 
 def attached_urls(experiment: Experiment) -> str:
     """Servers that the run attaches to, for people."""
-    client = experiment.orchestrator.client
-    if client.base_url:
-        return client.base_url if isinstance(client.base_url, str) else ", ".join(client.base_url)
-    return f"http://{client.host}:{client.port}/v1"
+    return ", ".join(experiment.orchestrator.client.urls)
 
 
 def own_checkpoints(experiment: Experiment) -> str:

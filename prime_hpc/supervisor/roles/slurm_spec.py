@@ -22,7 +22,7 @@ from prime_hpc.store.messaging.auth import new_secret
 from prime_hpc.store.messaging.sockets import ALL
 from prime_hpc.supervisor.agent import Order
 from prime_hpc.supervisor.roles.slurm_step import Hellos, StepSpec, http_port
-from prime_hpc.supervisor.roles.spec import Urls, inference_command
+from prime_hpc.supervisor.roles.spec import ORCHESTRATING_MODULES, Urls, inference_command
 
 _ORDER = (*ENGINE_ROLES, "trainer", "orchestrator")
 
@@ -217,7 +217,7 @@ def _orchestrator(
     run_dir: Path,
     num_servers: Mapping[str, int],
 ) -> StepSpec:
-    python = _python(site)
+    python, role = _python(site), experiment.orchestrating_role
 
     def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> Order | None:
         if any(len(urls.get(role, [])) < count for role, count in num_servers.items()):
@@ -227,13 +227,13 @@ def _orchestrator(
         return Order(
             life=0,
             nodes=list(spec.hosts),
-            commands=[[python, "-P", "-m", "prime_hpc.orchestrator.main", str(run_dir)]],
+            commands=[[python, "-P", "-m", ORCHESTRATING_MODULES[role], str(run_dir)]],
             environment=environment,
             grace_s=experiment.supervisor.grace_s,
         )
 
     return StepSpec(
-        "orchestrator",
+        role,
         [],
         experiment.supervisor.start_timeout_s + ready_timeout_s(experiment),
         hosts=hosts,

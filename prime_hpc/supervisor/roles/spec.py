@@ -20,12 +20,16 @@ Urls = dict[str, list[str]]
 """Group of engines -> the URLs of its servers, in order, as far as they are known."""
 
 
+ORCHESTRATING_MODULES = {"orchestrator": "prime_hpc.orchestrator.main", "eval": "prime_hpc.evals.main"}
+"""Role that plays the episodes -> what is started."""
+
+
 @dataclass(frozen=True)
 class RoleSpec:
     """One process that the supervisor starts and watches."""
 
     name: str
-    """`inference`, `teacher`, `orchestrator` or `trainer`."""
+    """`inference`, `teacher`, `orchestrator`, `eval` or `trainer`."""
     command: list[str]
     start_timeout_s: float
     """Deadline of its readiness."""
@@ -88,7 +92,8 @@ def split_gpus(experiment: Experiment, gpus: list[str]) -> tuple[dict[EngineRole
     counts = {role: servers_of(experiment, role).num_replicas for role in roles}
     if not gpus:
         return {role: [[] for _ in range(counts[role])] for role in roles}, []
-    training = 0 if experiment.trainer.backend == "gloo" else experiment.trainer.num_ranks
+    on_cpu = not experiment.trains or experiment.trainer.backend == "gloo"
+    training = 0 if on_cpu else experiment.trainer.num_ranks
     need = {role: counts[role] * sizes[role] for role in roles} | {"trainer": training}
     shares = share_out(gpus, need, {role: _named(experiment, role, gpus) for role in need})
     for role, have in shares.items():
@@ -182,10 +187,11 @@ def trainer_spec(experiment: Experiment, run_dir: Path, gpus: list[str]) -> Role
 
 
 def orchestrator_spec(experiment: Experiment, run_dir: Path) -> RoleSpec:
-    """The orchestrator waits for the servers, so its deadline includes theirs."""
+    """Who plays the episodes: it waits for the servers, so its deadline includes theirs."""
+    role = experiment.orchestrating_role
     return RoleSpec(
-        "orchestrator",
-        [sys.executable, "-P", "-m", "prime_hpc.orchestrator.main", str(run_dir)],
+        role,
+        [sys.executable, "-P", "-m", ORCHESTRATING_MODULES[role], str(run_dir)],
         experiment.supervisor.start_timeout_s + ready_timeout_s(experiment),
         environment={**gpu_environment([], os.environ), "OMP_NUM_THREADS": "1"},
     )

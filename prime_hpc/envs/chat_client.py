@@ -1,0 +1,161 @@
+"""Any API that answers OpenAI's chat completions, as verifiers' model client: for evaluations, which need no tokens.
+
+What passes (rate limits, a server's errors, broken or cut answers) is asked again with growing pauses; what does not
+(a wrong key, a model that is not there) fails at once, under a name of its own.
+"""
+
+import asyncio
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+from pydantic import ValidationError
+from pydantic_core import from_json, to_json
+from verifiers.v1.clients import Client
+from verifiers.v1.clients.client import SESSION_ID_HEADER
+from verifiers.v1.dialects import ChatDialect, Dialect
+from verifiers.v1.errors import ProviderError
+from verifiers.v1.graph import PendingTurn
+from verifiers.v1.types import Response, SamplingConfig
+
+from prime_hpc.client.keys import find_key
+from prime_hpc.envs.model_client import ContextFullError, RequestRefusedError, SampledTurn
+from prime_hpc.envs.target import ChatOptions
+from prime_hpc.runtime.event_loops import loop_time
+
+PASSING = (408, 409, 425, 429)
+"""HTTP statuses below 500 that may be gone the next time."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+_FULL = ("context length", "context_length", "maximum context", "max_model_len", "too many tokens", "too long")
+"""What servers say where a conversation leaves no room for a reply."""
+
+
+class EndpointRefusedError(ProviderError):
+    """The API takes no request of this kind from us: the key, the model's name or the URL is wrong."""
+
+
+class ChatClient(Client):
+    """One API. Lives on the event loop that first uses it; `close` ends its connections."""
+
+    def __init__(self, base_url: str, api_key: str | None, options: ChatOptions, patience_s: float) -> None:
+        """Make a client; opens no connection yet.
+
+        Args:
+            base_url: up to and with `/v1`.
+            api_key: sent as a Bearer token.
+            options: deadline and retries of a request.
+            patience_s: for how long a request may be sent again: less than an episode's deadline, so that an API that
+                fails is not taken for a model that rambles.
+        """
+        self.base_url = base_url.rstrip("/")
+        self.options = options
+        self.patience_s = patience_s
+        self._key = api_key or find_key(self.base_url)
+        self._session: aiohttp.ClientSession | None = None
+        self._renamed: dict[str, str] = {}
+        self.num_retries = 0
+
+    def move(self, base_url: str) -> None:
+        """The server was started again elsewhere: ask there from now on."""
+        self.base_url = base_url.rstrip("/")
+
+    def take_turns(self, session_id: str) -> list[SampledTurn]:
+        """None: an API does not say what its tokens were."""
+        return []
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def get_response(
+        self,
+        dialect: Dialect,
+        body: dict[str, Any],
+        sampling: SamplingConfig,
+        session_id: str | None = None,
+        turn: PendingTurn | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """One reply (verifiers' `Client` contract).
+
+        Raises:
+            EndpointRefusedError: no request of ours can succeed.
+            ContextFullError: no room for a reply.
+            RequestRefusedError: the API says that this request is wrong.
+            ProviderError: it failed, again and again.
+        """
+        if not isinstance(dialect, ChatDialect):
+            kind = type(dialect).__name__
+            raise ProviderError(f"the API is asked for chat completions, not {kind}; use another harness")
+        give_up = loop_time() + self.patience_s
+        attempt = 0
+        while True:
+            sent = {self._renamed.get(name, name): value for name, value in body.items()}
+            status, raw, wait = await self._post(sent, session_id)
+            if status == 200:
+                try:
+                    answer = from_json(raw)
+                    response = dialect.parse_response(dialect.validate_response(answer))
+                    response.raw = answer
+                    return response
+                except (ValueError, ValidationError, IndexError, KeyError, TypeError, AttributeError):
+                    status = 502  # cut in the middle, or an error page
+            if self._heeds(status, raw, sent):
+                continue
+            if not (status in PASSING or status >= 500):
+                raise self._refusal(status, raw)
+            pause = wait or random.uniform(0.5, 1.0) * min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
+            if attempt >= self.options.max_retries or loop_time() + pause > give_up:
+                text = raw[:300].decode(errors="replace")
+                raise ProviderError(
+                    f"{self.base_url} answered {status} {attempt + 1} times: {text}", status_code=status
+                )
+            await asyncio.sleep(pause)
+            attempt += 1
+            self.num_retries += 1
+
+    async def _post(self, body: dict[str, Any], session_id: str | None) -> tuple[int, bytes, float | None]:
+        """Status, body, and the pause that the server asks for; 503 where there is no whole answer."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+                timeout=aiohttp.ClientTimeout(total=self.options.timeout_s, connect=30),
+                headers={"Content-Type": "application/json"},
+                trust_env=True,  # an API on the internet is reached through the site's proxy
+            )
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        if session_id:
+            headers[SESSION_ID_HEADER] = session_id
+        try:
+            data = to_json(body)
+            async with self._session.post(f"{self.base_url}/chat/completions", data=data, headers=headers) as answer:
+                return answer.status, await answer.read(), _seconds(answer.headers.get("Retry-After"))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return 503, f"{type(error).__name__}: {error}".encode(), None
+
+    def _heeds(self, status: int, raw: bytes, sent: Mapping[str, Any]) -> bool:
+        """Newer models want the limit under another name, and say so: ask again that way, from now on."""
+        if status != 400 or b"max_completion_tokens" not in raw or "max_tokens" not in sent:
+            return False
+        self._renamed["max_tokens"] = "max_completion_tokens"
+        return True
+
+    def _refusal(self, status: int, raw: bytes) -> ProviderError:
+        text = raw[:500].decode(errors="replace")
+        said = f"{self.base_url} answered {status}: {text}"
+        if status in (401, 402, 403, 404, 405):
+            return EndpointRefusedError(said, status_code=status)
+        if any(words in text.lower() for words in _FULL):
+            return ContextFullError(said, status_code=status)
+        return RequestRefusedError(said, status_code=status)
+
+
+def _seconds(text: str | None) -> float | None:
+    """A Retry-After header that gives seconds."""
+    try:
+        return min(max(0.0, float(text)), 300.0) if text else None
+    except ValueError:
+        return None

@@ -1,0 +1,119 @@
+"""`eval --compare A B`: two evaluations on the tasks that both have, task by task.
+
+A and B are run directories, each with `@STEP` where it holds several versions (`outputs/eval@40`; without: the last).
+For login nodes: numpy alone.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prime_hpc.config import ConfigError
+from prime_hpc.evals.episodes import Record, read_records, results_file
+from prime_hpc.evals.settings import recorded
+from prime_hpc.evals.statistics import bootstrap_interval, sign_flip_test
+
+
+@dataclass(frozen=True)
+class Side:
+    """One version of one evaluation."""
+
+    name: str
+    step: int
+    settings: Mapping[str, Any]
+    tasks: Mapping[str, Mapping[str, float]]
+    """Environment -> task id -> mean reward of its scored rollouts."""
+    rollouts: Mapping[str, float]
+    """Environment -> scored rollouts of a task, mean."""
+
+
+def read_side(text: str) -> Side:
+    """Read one side.
+
+    Raises:
+        ConfigError: no evaluation there, or no such version.
+    """
+    name, at, number = text.rpartition("@")
+    run_dir = Path(name if at and number.isdigit() else text)
+    records, _ = read_records(results_file(run_dir))
+    if not records:
+        raise ConfigError(f"{run_dir} holds no episodes of an evaluation ({results_file(run_dir)})")
+    steps = sorted({record.step for record in records.values()})
+    step = int(number) if at and number.isdigit() else steps[-1]
+    if step not in steps:
+        raise ConfigError(f"{run_dir} has no episodes of step {step}; there are {', '.join(map(str, steps))}")
+    rewards: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record in records.values():
+        if record.step == step and record.is_scored:
+            rewards[record.env][_identity(record)].append(float(record.reward or 0.0))
+    tasks = {env: {task: float(np.mean(values)) for task, values in found.items()} for env, found in rewards.items()}
+    counts = {env: float(np.mean([len(values) for values in found.values()])) for env, found in rewards.items()}
+    return Side(text, step, recorded(run_dir) or {}, tasks, counts)
+
+
+def _identity(record: Record) -> str:
+    """A task is the same where its data are; tasks of equal data are told apart by their number."""
+    return f"{record.task_id} {record.task}"
+
+
+def compare(a: Side, b: Side, *, confidence: float = 0.95, num_resamples: int = 10_000) -> dict[str, Any]:
+    """Paired differences, B minus A, by environment.
+
+    Raises:
+        ConfigError: no environment of both has a task of both.
+    """
+    rows = {}
+    for env in sorted(a.tasks.keys() & b.tasks.keys()):
+        common = sorted(a.tasks[env].keys() & b.tasks[env].keys())
+        if not common:
+            continue
+        before = np.array([a.tasks[env][task] for task in common])
+        after = np.array([b.tasks[env][task] for task in common])
+        difference = after - before
+        low, high = bootstrap_interval(difference, confidence=confidence, num_resamples=num_resamples)
+        rows[env] = {
+            "num_tasks": len(common),
+            "num_unpaired": len(a.tasks[env].keys() ^ b.tasks[env].keys()),
+            "num_rollouts": [a.rollouts[env], b.rollouts[env]],
+            "a": float(before.mean()),
+            "b": float(after.mean()),
+            "difference": float(difference.mean()),
+            "interval": [low, high],
+            "p": sign_flip_test(difference),
+            "num_better": int((difference > 0).sum()),
+            "num_worse": int((difference < 0).sum()),
+        }
+    if not rows:
+        raise ConfigError(f"{a.name} and {b.name} have no task in common: nothing can be paired")
+    differing = [key for key in dict.fromkeys([*a.settings, *b.settings]) if a.settings.get(key) != b.settings.get(key)]
+    return {
+        "a": {"name": a.name, "step": a.step},
+        "b": {"name": b.name, "step": b.step},
+        "confidence": confidence,
+        "test": "sign-flip permutation test over tasks, two-sided",
+        "settings_that_differ": differing,
+        "environments": rows,
+    }
+
+
+def lines(comparison: Mapping[str, Any]) -> list[str]:
+    """For the console."""
+    a, b = comparison["a"], comparison["b"]
+    rows = [
+        ["environment", "tasks", "A", "B", "B - A", f"{comparison['confidence']:.0%} interval", "p", "B better/worse"]
+    ]
+    for env, row in comparison["environments"].items():
+        low, high = row["interval"]
+        scores = [f"{row['a']:.4f}", f"{row['b']:.4f}", f"{row['difference']:+.4f}", f"[{low:+.4f}, {high:+.4f}]"]
+        rows.append([env, str(row["num_tasks"]), *scores, f"{row['p']:.4g}", f"{row['num_better']}/{row['num_worse']}"])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    notes = [f"{env}: {row['num_unpaired']} tasks are in one of the two only, and left out"
+             for env, row in comparison["environments"].items() if row["num_unpaired"]]  # fmt: skip
+    if comparison["settings_that_differ"]:
+        notes.append(f"settings that differ: {', '.join(comparison['settings_that_differ'])}")
+    return [f"A = {a['name']} (step {a['step']}), B = {b['name']} (step {b['step']})", *text, *notes]

@@ -1,0 +1,186 @@
+"""Plays the episodes of one version: those that are missing, many at once, each recorded when it ends."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any, Protocol
+
+import xxhash
+from loguru import logger
+
+from prime_hpc.config.sections.standalone_eval import StandaloneEnvConfig, StandaloneEvalConfig
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, EpisodeLog, Key, Record
+from prime_hpc.evals.errors import EvalError
+from prime_hpc.evals.servers import Servers
+from prime_hpc.evals.versions import Version
+
+SERVER_ERRORS = frozenset({"ProviderError", "VersionSpanError", "AbortedGeneration", "BlockedLoop", "OldVersion"})
+"""Failures in which the episode is innocent: on own servers it is played again."""
+REFUSALS = frozenset({"EndpointRefusedError"})
+"""Failures that every further episode would share."""
+MAX_PLAYS = 4
+ENDLESS_TASKS = 128
+
+
+class Source(Protocol):
+    """What is needed of `envs.sources.EnvSource`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_tasks(self) -> int | None: ...
+
+    def task(self, index: int) -> Any: ...
+
+
+class Pool(Protocol):
+    """What is needed of `envs.pool.EnvPool`."""
+
+    async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult: ...
+
+
+def num_tasks_of(source: Source, env: StandaloneEnvConfig, config: StandaloneEvalConfig) -> int:
+    """How many tasks of an environment are evaluated."""
+    wanted = env.num_examples or config.num_examples
+    there = source.num_tasks
+    if there is None:
+        return wanted or ENDLESS_TASKS
+    if wanted is not None and wanted > there:
+        logger.warning(f"{source.name} has {there} tasks, {wanted} are asked for: all are evaluated")
+    return min(wanted or there, there)
+
+
+def wanted_keys(step: int, sources: Sequence[Source], config: StandaloneEvalConfig) -> list[Key]:
+    """All episodes of one version; environments take turns, so that all of them are under way at once."""
+
+    def of(source: Source, env: StandaloneEnvConfig) -> Iterator[Key]:
+        for task in range(num_tasks_of(source, env, config)):
+            for rollout in range(config.num_rollouts(env)):
+                yield Key(step, source.name, task, rollout)
+
+    columns = [of(source, env) for source, env in zip(sources, config.environments, strict=True)]
+    return [key for row in zip_longest(*columns) for key in row if key is not None]
+
+
+def task_id(task: Any) -> str:
+    """Sum over a task's data."""
+    return xxhash.xxh3_64_hexdigest(task.data.model_dump_json().encode())
+
+
+class Player:
+    """Plays what is asked for; one at a time of `play` runs."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        sources: Sequence[Source],
+        servers: Servers,
+        log: EpisodeLog,
+        *,
+        max_concurrent: int,
+        is_api: bool,
+        on_end: Callable[[Record], None] = lambda record: None,
+    ) -> None:
+        self._pool, self._servers, self._log = pool, servers, log
+        self._sources = {source.name: (index, source) for index, source in enumerate(sources)}
+        self._max_concurrent = max_concurrent
+        self._is_api = is_api
+        self._on_end = on_end
+        self.num_replays = 0
+
+    async def play(self, version: Version, keys: Sequence[Key]) -> None:
+        """Play these episodes and record each.
+
+        Raises:
+            EvalError: no further one can succeed (the API refuses us, no server answers).
+            StoreError: a result cannot be written.
+        """
+        todo = iter(keys)
+
+        async def work() -> None:
+            for key in todo:  # shared by all: each key is taken by one
+                record = await self._episode(version, key)
+                self._log.add(record)
+                self._on_end(record)
+
+        count = min(self._max_concurrent, len(keys))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(count):
+                    group.create_task(work(), name=f"play-{number}")
+        except* Exception as errors:  # noqa: BLE001 - the first of them is raised
+            raise _first(errors) from None
+
+    async def _episode(self, version: Version, key: Key) -> Record:
+        index, source = self._sources[key.env]
+        for play in range(1, MAX_PLAYS + 1):
+            server = await self._servers.pick()
+            try:
+                result = await self._pool.run_episode(index, key.task, server)
+            finally:
+                self._servers.release(server)
+            error, reason = _judge(result, version, self._is_api)
+            if result.state is EpisodeState.CANCELLED:
+                raise EvalError(f"the environments were closed: {result.reason}")
+            if error in REFUSALS:
+                raise EvalError(_refused(reason))
+            if error not in SERVER_ERRORS or self._is_api or play == MAX_PLAYS:
+                break
+            self.num_replays += 1
+            self._servers.report(server)
+        return _record(key, task_id(source.task(key.task)), result, error, reason)
+
+
+def _judge(result: EpisodeResult, version: Version, is_api: bool) -> tuple[str, str]:
+    """Class of the failure and its words; ("", "") of an episode that has a score."""
+    if result.state is not EpisodeState.COMPLETED:
+        return result.error_type or result.state.value, result.reason
+    found = {int(v) for s in result.samples for v in (s.versions[s.loss_mask].min(), s.versions[s.loss_mask].max())}
+    if not is_api and found != {version.step}:
+        return (
+            "OldVersion",
+            f"tokens of version {sorted(found)} instead of {version.step}: the server came back without",
+        )
+    return "", ""
+
+
+def _record(key: Key, identity: str, result: EpisodeResult, error: str, reason: str) -> Record:
+    state = FAILED if error else COMPLETED
+    if result.state is EpisodeState.TIMEOUT:
+        state = TIMEOUT
+    reward = {COMPLETED: result.reward, TIMEOUT: 0.0, FAILED: None}[state]
+    return Record(
+        *key,
+        state=state,
+        reward=reward,
+        truncated=result.truncated,
+        task_id=identity,
+        prompt_tokens=result.num_prompt_tokens,
+        completion_tokens=result.num_completion_tokens,
+        seconds=round(result.duration_s, 3),
+        reason=reason,
+        error=error,
+        metrics={name: round(value, 6) for name, value in result.metrics.items()},
+        prompt=result.prompt_text,
+        completion=result.completion_text,
+    )
+
+
+def _refused(reason: str) -> str:
+    hints = {
+        " 401": "set the environment variable that eval.client.api_key_var names to a key that is valid there",
+        " 403": "the key in the variable that eval.client.api_key_var names may not use this model",
+        " 404": "check eval.client.base_url (up to and with /v1) and the model's name (eval.client.model)",
+    }
+    hint = next((text for code, text in hints.items() if f"answered{code}" in reason), "check eval.client")
+    return f"the API refuses every request: {reason}; {hint}"
+
+
+def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
+    found: BaseException = errors
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    assert isinstance(found, Exception)
+    return found

@@ -1,0 +1,108 @@
+"""What decides how an episode ends, recorded beside the episodes: an evaluation goes on only with the same.
+
+Steps, numbers of tasks and of rollouts are not part of it: they may grow, and what is there counts. Login nodes import
+this.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from prime_hpc.config import ConfigError, Experiment, Problem
+from prime_hpc.evals.episodes import RESULTS, results_file
+from prime_hpc.store.io.files import write_atomic
+from prime_hpc.store.model_fingerprint import weights_fingerprint
+
+FILE = "settings.json"
+_HERE = ("127.0.0.1", "localhost", "::1")
+_NOT_DECISIVE = ("num_examples", "rollouts_per_example", "ratio")
+
+
+def settings_of(experiment: Experiment) -> dict[str, Any]:
+    """Key -> value, as plain JSON; nothing secret."""
+    config, model = experiment.eval, experiment.model
+    found: dict[str, Any] = {
+        "model.name": model.name,
+        "seed": experiment.seed,
+        "eval.sampling": config.sampling.model_dump(mode="json"),
+        "eval.weights_dir": str(config.weights_dir) if config.weights_dir else None,
+    }
+    if Path(model.name).is_dir():
+        found["model.name (its weights)"] = weights_fingerprint(Path(model.name)) or None
+    if config.client is None:
+        found |= {"model.dtype": model.dtype, "model.head_dtype": model.head_dtype}
+        found["inference.max_model_len"] = experiment.max_model_len
+    else:
+        found["eval.client.api"], found["eval.client.model"] = config.client.api, config.client.model
+        urls = config.client.urls
+        if any(urlsplit(url).hostname not in _HERE for url in urls):
+            found["eval.client.base_url"] = urls
+    if config.client is None or config.client.api != "chat":
+        found |= {"model.renderer": model.renderer, "model.enable_thinking": model.enable_thinking}
+    for env in config.environments:
+        told = {k: v for k, v in env.model_dump(mode="json").items() if k not in _NOT_DECISIVE}
+        found[f"eval.env.{told.pop('name') or env.id}"] = told
+    return found
+
+
+def recorded(run_dir: Path) -> dict[str, Any] | None:
+    """What an evaluation's directory was begun with; None where it holds none.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    path = run_dir / RESULTS / FILE
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        message = f"{path}: cannot be read ({error}); choose another --name, or start over with --clean"
+        raise ConfigError(Problem(message, "name")) from error
+
+
+def refuse_others(experiment: Experiment, run_dir: Path) -> None:
+    """Raise where a directory's episodes were played in another way; new environments may join.
+
+    Raises:
+        ConfigError: names the file and every key that differs.
+    """
+    before = recorded(run_dir)
+    if before is None:
+        if results_file(run_dir).exists() and results_file(run_dir).stat().st_size:
+            message = f"{results_file(run_dir)} is there without {FILE}, which says how its episodes were played"
+            raise ConfigError(Problem(f"{message}; choose another --name, or start over with --clean", "name"))
+        return
+    now = settings_of(experiment)
+    keys = [key for key in now if key in before or not key.startswith("eval.env.")]
+    keys += [key for key in before if key not in now and not key.startswith("eval.env.")]
+    problems = [
+        Problem(
+            f"{run_dir / RESULTS / FILE} records {_short(before.get(key))} for the episodes that are there, now it is "
+            f"{_short(now.get(key))}; choose another --name, or start over with --clean",
+            key,
+        )
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def record(experiment: Experiment, run_dir: Path) -> dict[str, Any]:
+    """Write the settings where there are none, and add environments that joined; returns what is recorded.
+
+    Raises:
+        StoreError: the directory cannot be written.
+    """
+    path = run_dir / RESULTS / FILE
+    merged = (recorded(run_dir) or {}) | settings_of(experiment)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(merged, indent=1, ensure_ascii=False).encode() + b"\n")
+    return merged
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 200 else text[:197] + "..."

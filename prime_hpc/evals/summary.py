@@ -1,0 +1,204 @@
+"""From episodes to scores: the summary as JSON, the table for people, the picture over steps.
+
+Counting: a timeout is reward 0 (the model did not come to an end), a truncated episode is scored as it is, a failed one
+(server, API, environment) has no score: it is left out of means and counted apart.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
+from prime_hpc.evals.episodes import FAILED, RESULTS, TIMEOUT, Key, Record
+from prime_hpc.evals.statistics import bootstrap_interval, estimate, pass_at_k
+from prime_hpc.evals.versions import Version
+from prime_hpc.store.io.files import write_atomic
+
+SUMMARY, TABLE, PICTURE = "summary.json", "table.txt", "scores.png"
+SCHEMA = 1
+_ROUNDING = 1e-9
+"""A reward of 0.1 + 0.2 has passed 0.3."""
+
+
+def summarize_environment(records: Sequence[Record], config: StandaloneEvalConfig, ks: Sequence[int]) -> dict[str, Any]:
+    """Scores of one environment under one version.
+
+    Args:
+        records: its episodes.
+        config: threshold, confidence, resamples.
+        ks: of pass@k.
+
+    Returns:
+        counts; `avg` (mean over tasks of the mean over a task's rollouts, with its interval), `pass` by k (over the
+        tasks with at least k scored rollouts); tokens of completions and prompts; the environment's own metrics.
+    """
+    interval = partial(bootstrap_interval, confidence=config.confidence, num_resamples=config.num_resamples)
+    scored = [record for record in records if record.is_scored]
+    by_task: dict[int, list[float]] = defaultdict(list)
+    for record in scored:
+        by_task[record.task].append(float(record.reward or 0.0))
+    found: dict[str, Any] = {
+        "num_tasks": len({record.task for record in records}),
+        "num_episodes": len(records),
+        "num_scored": len(scored),
+        "num_failed": sum(record.state == FAILED for record in records),
+        "num_timeout": sum(record.state == TIMEOUT for record in records),
+        "num_truncated": sum(record.truncated for record in scored),
+        "failures": dict(sorted(_count(record.error for record in records if record.state == FAILED).items())),
+    }
+    if not scored:
+        return found
+    tasks = sorted(by_task)
+    found["avg"] = estimate([float(np.mean(by_task[task])) for task in tasks], interval)
+    found["pass"] = {}
+    for k in ks:
+        values = [_task_pass(by_task[task], k, config.pass_threshold) for task in tasks if len(by_task[task]) >= k]
+        if values:
+            found["pass"][str(k)] = estimate(values, interval) | {"num_tasks": len(values)}
+    found["completion_tokens"] = _lengths([record.completion_tokens for record in scored])
+    found["prompt_tokens"] = _lengths([record.prompt_tokens for record in scored])
+    found["seconds"] = _lengths([record.seconds for record in scored])
+    names = sorted({name for record in scored for name in record.metrics})
+    found["metrics"] = {n: float(np.mean([r.metrics[n] for r in scored if n in r.metrics])) for n in names}
+    return found
+
+
+def _task_pass(rewards: Sequence[float], k: int, threshold: float) -> float:
+    return pass_at_k(len(rewards), sum(reward >= threshold - _ROUNDING for reward in rewards), k)
+
+
+def _count(names: Iterable[str]) -> dict[str, int]:
+    counts: dict[str, int] = defaultdict(int)
+    for name in names:
+        counts[name or "unknown"] += 1
+    return counts
+
+
+def _lengths(values: Sequence[float]) -> dict[str, float]:
+    array = np.asarray(values, dtype=np.float64)
+    low, high = np.quantile(array, [0.5, 0.95])
+    return {"mean": float(array.mean()), "median": float(low), "p95": float(high), "sum": float(array.sum())}
+
+
+def summarize(
+    versions: Sequence[tuple[Version, Sequence[Key]]],
+    records: Mapping[Key, Record],
+    config: StandaloneEvalConfig,
+    settings: Mapping[str, Any],
+    model: str,
+) -> dict[str, Any]:
+    """The whole summary.
+
+    Args:
+        versions: those done, each with the episodes that were asked of it.
+        records: all episodes that are there.
+        config: the evaluation's.
+        settings: with which the episodes were played.
+        model: for people.
+    """
+    rows = []
+    for version, keys in versions:
+        there = [records[key] for key in keys if key in records]
+        environments = {
+            env.name or env.id: summarize_environment(
+                [record for record in there if record.env == (env.name or env.id)],
+                config,
+                config.ks(config.num_rollouts(env)),
+            )
+            | {"num_rollouts": config.num_rollouts(env)}
+            for env in config.environments
+        }
+        rows.append({"step": version.step, "label": version.label, "environments": environments})
+    return {
+        "schema": SCHEMA,
+        "model": model,
+        "settings": dict(settings),
+        "pass_threshold": config.pass_threshold,
+        "confidence": config.confidence,
+        "num_resamples": config.num_resamples,
+        "counting": "timeouts are reward 0, failed episodes are left out",
+        "versions": rows,
+    }
+
+
+def table(summary: Mapping[str, Any]) -> list[str]:
+    """Lines for the console."""
+    head = ["version", "environment", "tasks", "avg@k", f"{summary['confidence']:.0%} interval", "pass@k", "tokens"]
+    rows = [[*head, "trunc", "timeout", "failed"]]
+    for version in summary["versions"]:
+        for name, env in version["environments"].items():
+            rows.append([version["label"], name, str(env["num_tasks"]), *_scores(env), str(env["num_failed"])])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _scores(env: Mapping[str, Any]) -> list[str]:
+    if "avg" not in env:
+        return ["-", "-", "-", "-", "-", str(env["num_timeout"])]
+    low, high = env["avg"]["interval"]
+    passed = " ".join(f"@{k} {value['value']:.3f}" for k, value in env["pass"].items())
+    return [
+        f"{env['avg']['value']:.4f} (k={env['num_rollouts']})",
+        f"[{low:.4f}, {high:.4f}]",
+        passed or "-",
+        f"{env['completion_tokens']['mean']:.0f}",
+        str(env["num_truncated"]),
+        str(env["num_timeout"]),
+    ]
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """`summary.json` and `table.txt`. Raises StoreError where they cannot be written."""
+    folder = run_dir / RESULTS
+    write_atomic(folder / SUMMARY, json.dumps(summary, indent=1, ensure_ascii=False).encode() + b"\n")
+    write_atomic(folder / TABLE, "\n".join([*table(summary), ""]).encode())
+
+
+def draw(run_dir: Path, summary: Mapping[str, Any]) -> Path:
+    """The scores as PNG: over steps, or of one version as bars.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure  # no pyplot: no global state, no display
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    series: dict[str, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+    for version in summary["versions"]:
+        for name, env in version["environments"].items():
+            if "avg" in env:
+                series[name].append((version["step"], env["avg"]))
+    over_steps = any(len(points) > 1 for points in series.values())
+    for number, (name, points) in enumerate(series.items()):
+        values = np.array([point["value"] for _, point in points])
+        errors = np.abs(np.array([point["interval"] for _, point in points]).T - values)
+        where = [step for step, _ in points] if over_steps else [number]
+        axes.errorbar(where, values, yerr=errors, fmt="o-" if over_steps else "o", capsize=4, label=name)
+    if not over_steps:
+        axes.set_xticks(range(len(series)), list(series))
+    axes.set_xlabel("step (0 is the base model)" if over_steps else "environment")
+    axes.set_ylabel("mean reward")
+    axes.set_title(str(summary["model"]))
+    axes.grid(alpha=0.3)
+    if series:
+        axes.legend(frameon=False)
+    path = run_dir / RESULTS / PICTURE
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def too_many_failed(summary: Mapping[str, Any], max_share: float) -> list[str]:
+    """Of which version and environment more than this share of the episodes failed."""
+    found = []
+    for version in summary["versions"]:
+        for name, env in version["environments"].items():
+            if env["num_episodes"] and env["num_failed"] / env["num_episodes"] > max_share:
+                kinds = ", ".join(f"{kind} x{count}" for kind, count in env["failures"].items())
+                found.append(f"{version['label']}, {name}: {env['num_failed']} of {env['num_episodes']} ({kinds})")
+    return found

@@ -1,0 +1,84 @@
+"""What is evaluated one after another: the base model, then versions of a run. Called by `main` and by `launch`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_hpc.config import ConfigError, Problem
+from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
+from prime_hpc.store.layout import list_steps, parse_step
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Version:
+    """One set of weights."""
+
+    step: int
+    """0 is the base model."""
+    path: Path | None = None
+    """Its directory; None: `model.name`."""
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return "base" if self.path is None else f"step {self.step}"
+
+
+def weights_root(stated: Path) -> Path:
+    """The directory of versions: as stated, or `weights` in the run that is stated."""
+    return stated / "weights" if not list_steps(stated) and (stated / "weights").is_dir() else stated
+
+
+def find_versions(config: StandaloneEvalConfig) -> list[Version]:
+    """The versions that an evaluation asks for, in order.
+
+    Raises:
+        ConfigError: there is no such directory or step, or nothing to evaluate.
+    """
+    if config.weights_dir is None:
+        return [Version(0)]
+    root = weights_root(config.weights_dir)
+    if not root.is_dir():
+        raise ConfigError(Problem(f"{config.weights_dir} is not a directory", "eval.weights_dir"))
+    there = [step for step in list_steps(root) if step > 0]
+    if config.steps == "all":
+        steps = there
+    else:
+        steps = list(config.steps)
+        if missing := sorted(set(steps) - set(there)):
+            shown = ", ".join(map(str, there[:20])) + (" ..." if len(there) > 20 else "")
+            raise ConfigError(Problem(f"{root} holds no step {missing[0]}; there are {shown or 'none'}", "eval.steps"))
+    if not steps and not config.eval_base:
+        raise ConfigError(Problem(f"{root} holds no version (step_000010, ...)", "eval.weights_dir"))
+    base = [Version(0)] if config.eval_base else []
+    return base + [Version(step, root / _name(root, step)) for step in steps]
+
+
+def _name(root: Path, step: int) -> str:
+    return next(path.name for path in root.iterdir() if parse_step(path.name) == step)
+
+
+def adapter_rank(versions: list[Version]) -> int | None:
+    """Largest rank of the adapters among versions; None where they are whole models.
+
+    Raises:
+        ConfigError: some are adapters and some are not, or an adapter's config cannot be read.
+    """
+    ranks, whole = [], []
+    for version in versions:
+        if version.path is None:
+            continue
+        if not (version.path / ADAPTER_CONFIG).is_file():
+            whole.append(version)
+            continue
+        try:
+            ranks.append(int(json.loads((version.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            message = f"{version.path / ADAPTER_CONFIG}: no adapter's config ({error})"
+            raise ConfigError(Problem(message, "eval.weights_dir")) from error
+    if ranks and whole:
+        message = f"adapters and whole models side by side ({whole[0].path}): evaluate them apart, with --steps"
+        raise ConfigError(Problem(message, "eval.weights_dir"))
+    return max(ranks, default=None)

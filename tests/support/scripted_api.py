@@ -1,0 +1,133 @@
+"""A stand-in for somebody's API: OpenAI's chat completions, answered from the request alone, with faults on demand.
+
+    with ScriptedApi(fault=...) as api: ... api.url ...
+
+A reply depends on the conversation and on how often it was asked before only through `reply`, so what was killed in
+between changes nothing. Faults: see `Fault`.
+"""
+
+import asyncio
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from aiohttp import web
+
+
+@dataclass
+class Fault:
+    """How a request is answered badly."""
+
+    status: int = 200
+    body: bytes | None = None
+    """Instead of a completion."""
+    half: bool = False
+    """The connection is cut in the middle of the body."""
+    headers: dict[str, str] | None = None
+
+
+Chooser = Callable[[str, int], Fault | None]
+"""(conversation, how often it was asked before) -> what goes wrong, if anything."""
+
+
+def noisy_reverse(messages: list[dict[str, Any]]) -> str:
+    """The last message reversed; for two texts in five a wrong one, always the same."""
+    text = str(messages[-1]["content"])
+    return text[::-1] if zlib.crc32(text.encode()) % 5 > 1 else text
+
+
+class ScriptedApi:
+    """The API on a thread."""
+
+    def __init__(
+        self,
+        reply: Callable[[list[dict[str, Any]]], str] = noisy_reverse,
+        *,
+        key: str | None = None,
+        fault: Chooser = lambda conversation, number: None,
+        delay_s: float = 0.0,
+    ) -> None:
+        self.reply, self.key, self.fault, self.delay_s = reply, key, fault, delay_s
+        self.asked: Counter[str] = Counter()
+        self.port = 0
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Up to and with `/v1`."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    @property
+    def num_requests(self) -> int:
+        """Completions that were asked for."""
+        return sum(self.asked.values())
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(60), "the scripted API did not start"
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._start())
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._runner.cleanup())
+        self._loop.close()
+
+    async def _start(self) -> None:
+        app = web.Application()
+        app.add_routes([web.post("/v1/chat/completions", self._complete), web.get("/v1/models", self._models)])
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.port = self._runner.addresses[0][1]
+
+    def _refused(self, request: web.Request) -> web.Response | None:
+        if self.key is None or request.headers.get("Authorization") == f"Bearer {self.key}":
+            return None
+        return web.json_response({"error": {"message": "Incorrect API key provided"}}, status=401)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return self._refused(request) or web.json_response({"object": "list", "data": [{"id": "any"}]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if refused := self._refused(request):
+            return refused
+        body = await request.json()
+        conversation = str([(m["role"], m.get("content")) for m in body["messages"]])
+        number = self.asked[conversation]
+        self.asked[conversation] += 1
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
+        text = self.reply(body["messages"])
+        answer = {
+            "id": f"c-{number}",
+            "object": "chat.completion",
+            "created": 1,
+            "model": body["model"],
+            "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": len(conversation), "completion_tokens": len(text), "total_tokens": 0},
+        }
+        fault = self.fault(conversation, number)
+        if fault is None:
+            return web.json_response(answer)
+        if fault.half:
+            response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "5000"})
+            await response.prepare(request)
+            await response.write(b'{"id": "cut", "choices": [')
+            assert request.transport is not None
+            request.transport.close()
+            return response
+        if fault.body is not None:
+            return web.Response(body=fault.body, status=fault.status, headers=fault.headers)
+        return web.json_response({"error": {"message": "scripted"}}, status=fault.status, headers=fault.headers)

@@ -1,0 +1,216 @@
+"""An evaluation's files and tables: episodes that survive, settings that must not change, versions, comparisons."""
+
+import json
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.config import ConfigError, Experiment, load_experiment
+from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
+from prime_hpc.evals.compare import compare, lines, read_side
+from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, EpisodeLog, Key, Record, read_records, results_file
+from prime_hpc.evals.settings import record, refuse_others, settings_of
+from prime_hpc.evals.summary import draw, summarize, summarize_environment, table, too_many_failed
+from prime_hpc.evals.versions import Version, adapter_rank, find_versions
+from prime_hpc.store.errors import FencedError
+from prime_hpc.store.layout import RunPaths, claim_incarnation
+
+
+def episode(task: int, rollout: int = 0, reward: float | None = 1.0, state: str = COMPLETED, **more: object) -> Record:
+    fields = {"step": 0, "env": "e", "task_id": f"t{task}", "completion_tokens": 10} | more
+    return Record(task=task, rollout=rollout, reward=reward, state=state, **fields)  # type: ignore[arg-type]
+
+
+def experiment(*argv: str) -> Experiment:
+    return load_experiment(["--model.name", "m", "--environment-ids", "reverse-text", *argv], "eval", {}).experiment
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    found = RunPaths(tmp_path)
+    assert claim_incarnation(found) == 1
+    return found
+
+
+def test_half_a_last_line_is_cut_off_and_its_episode_played_again(paths: RunPaths) -> None:
+    log = EpisodeLog(paths, 1)
+    for task in range(3):
+        log.add(episode(task))
+    log.close()
+    whole = log.path.read_bytes()
+    for cut in (1, 40, len(whole.splitlines()[-1])):
+        log.path.write_bytes(whole[:-cut])
+        again = EpisodeLog(paths, 1)
+        wanted = [Key(0, "e", task, 0) for task in range(4)]
+        assert [key.task for key in again.missing(wanted, retry_failed=False)] == [2, 3]
+        again.add(episode(2))
+        again.close()
+        assert log.path.read_bytes() == whole
+
+
+def test_every_key_has_one_score(paths: RunPaths) -> None:
+    log = EpisodeLog(paths, 1)
+    log.add(episode(0, reward=None, state=FAILED))
+    wanted = [Key(0, "e", 0, 0)]
+    assert not log.missing(wanted, retry_failed=False) and log.missing(wanted, retry_failed=True)
+    log.add(episode(0, reward=0.5))
+    log.add(episode(0, reward=0.9))  # of another life that overlapped: not written
+    log.close()
+    records, _ = read_records(log.path)
+    assert records[wanted[0]].reward == 0.5 and len(log.path.read_text().splitlines()) == 2
+    with log.path.open("a") as file:
+        file.write('no json\n{"step": 0}\n' + json.dumps({"step": 0, "env": "e", "task": 1, "rollout": 0}) + "\n")
+    assert read_records(log.path)[0].keys() == records.keys()
+
+
+def test_a_write_that_fails_leaves_no_half_line(paths: RunPaths) -> None:
+    log = EpisodeLog(paths, 1)
+    log.add(episode(0))
+    size = log.path.stat().st_size
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            log.add(episode(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert log.path.stat().st_size == size
+    log.add(episode(1))
+    log.close()
+    assert len(read_records(log.path)[0]) == 2
+
+
+def test_a_life_that_is_over_writes_no_more(paths: RunPaths) -> None:
+    log = EpisodeLog(paths, 1)
+    log.add(episode(0))
+    claim_incarnation(paths)
+    with pytest.raises(FencedError):
+        log.sync()
+
+
+def test_other_settings_are_refused_with_file_and_key(tmp_path: Path) -> None:
+    record(experiment("--sampling.max-tokens", "20"), tmp_path)
+    refuse_others(experiment("--sampling.max-tokens", "20", "--num-examples", "5", "--pass-threshold", "0.5"), tmp_path)
+    refuse_others(experiment("--sampling.max-tokens", "20", "--benchmarks", "reverse-text,calculator"), tmp_path)
+    for argv, key in (
+        (["--sampling.max-tokens", "30"], "eval.sampling"),
+        (["--sampling.max-tokens", "20", "--seed", "1"], "seed"),
+        (["--sampling.max-tokens", "20", "--model.name", "other"], "model.name"),
+        (["--sampling.max-tokens", "20", "--client.port", "1"], "model.dtype"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            refuse_others(experiment(*argv), tmp_path)
+        said = refused.value.render()
+        assert key in said and "settings.json" in said and "--clean" in said
+    results_file(tmp_path).write_text("{}\n")
+    (tmp_path / "results" / "settings.json").unlink()
+    with pytest.raises(ConfigError, match="without settings.json"):
+        refuse_others(experiment(), tmp_path)
+
+
+def test_the_weights_themselves_are_part_of_the_settings(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"a" * 100)
+    before = settings_of(experiment("--model.name", str(model)))
+    (model / "model.safetensors").write_bytes(b"b" * 100)
+    assert settings_of(experiment("--model.name", str(model))) != before
+
+
+def test_versions(tmp_path: Path) -> None:
+    for step in (5, 10, 20):
+        (tmp_path / "weights" / f"step_{step:06d}").mkdir(parents=True)
+
+    def found(**keys: object) -> list[Version]:
+        return find_versions(StandaloneEvalConfig.model_validate({"weights_dir": tmp_path / "weights", **keys}))
+
+    assert [v.step for v in found()] == [0, 5, 10, 20]
+    assert [v.step for v in found(steps=[20, 5], eval_base=False)] == [5, 20]
+    assert [v.step for v in found(weights_dir=tmp_path)] == [0, 5, 10, 20]  # the run itself
+    with pytest.raises(ConfigError, match="no step 7; there are 5, 10, 20"):
+        found(steps=[7])
+    with pytest.raises(ConfigError, match="not a directory"):
+        found(weights_dir=tmp_path / "no")
+    assert adapter_rank(found()) is None
+    for step, rank in ((5, 4), (10, 8), (20, 8)):
+        (tmp_path / "weights" / f"step_{step:06d}" / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    assert adapter_rank(found()) == 8
+    (tmp_path / "weights" / "step_000005" / "adapter_config.json").unlink()
+    with pytest.raises(ConfigError, match="side by side"):
+        adapter_rank(found())
+
+
+def test_scores_leave_failed_episodes_out_and_count_timeouts_as_zero() -> None:
+    records = [
+        *(episode(0, r, reward) for r, reward in enumerate((1.0, 0.0, 1.0, 0.0))),
+        *(episode(1, r, 0.0, TIMEOUT) for r in range(2)),
+        episode(1, 2, 0.5, truncated=True),
+        episode(1, 3, None, FAILED, error="ProviderError"),
+        *(episode(2, r, None, FAILED, error="ProviderError") for r in range(4)),
+    ]
+    found = summarize_environment(records, StandaloneEvalConfig(rollouts_per_example=4), [1, 2, 4])
+    assert (found["num_tasks"], found["num_episodes"], found["num_scored"]) == (3, 12, 7)
+    assert (found["num_failed"], found["num_timeout"], found["num_truncated"]) == (5, 2, 1)
+    assert found["failures"] == {"ProviderError": 5}
+    assert found["avg"]["value"] == pytest.approx((0.5 + 0.5 / 3) / 2)
+    assert found["pass"]["2"]["value"] == pytest.approx((1 - 1 / 6 + 0) / 2) and found["pass"]["2"]["num_tasks"] == 2
+    assert found["pass"]["4"] == {"value": 1.0, "interval": [1.0, 1.0], "num_tasks": 1}  # of task 1 three are left
+
+
+def test_summary_table_and_picture(tmp_path: Path) -> None:
+    config = StandaloneEvalConfig(environment_ids=["e"], num_resamples=200)
+    keys = {step: [Key(step, "e", task, 0) for task in range(4)] for step in (0, 10)}
+    records = {k: episode(k.task, reward=float(k.task < k.step), step=k.step) for step in keys for k in keys[step]}
+    versions = [(Version(0), keys[0]), (Version(10, Path("w")), keys[10])]
+    found = summarize(versions, records, config, {}, "model")
+    assert [v["environments"]["e"]["avg"]["value"] for v in found["versions"]] == [0.0, 1.0]
+    shown = table(found)
+    assert "base" in shown[1] and "step 10" in shown[2] and "1.0000" in shown[2]
+    (tmp_path / "results").mkdir()
+    assert draw(tmp_path, found).read_bytes().startswith(b"\x89PNG")
+    assert too_many_failed(found, 0.0) == []
+    json.dumps(found, allow_nan=False)
+
+
+def test_comparison_pairs_by_task(tmp_path: Path) -> None:
+    for name, gain in (("a", 0.0), ("b", 0.25)):
+        paths = RunPaths(tmp_path / name)
+        claim_incarnation(paths)
+        log = EpisodeLog(paths, 1)
+        for task in range(20 if name == "a" else 18):
+            for rollout in range(2):
+                log.add(episode(task, rollout, min(1.0, (task % 4) / 4 + gain), step=3))
+        log.close()
+    record(experiment(), tmp_path / "a")
+    record(experiment("--seed", "4"), tmp_path / "b")
+    found = compare(read_side(str(tmp_path / "a")), read_side(f"{tmp_path / 'b'}@3"))
+    row = found["environments"]["e"]
+    assert (row["num_tasks"], row["num_unpaired"], row["num_better"], row["num_worse"]) == (18, 2, 18, 0)
+    assert row["difference"] == pytest.approx(0.25) and row["interval"] == [pytest.approx(0.25)] * 2
+    assert row["p"] < 0.001 and found["settings_that_differ"] == ["seed"]
+    assert "+0.2500" in "\n".join(lines(found))
+    with pytest.raises(ConfigError, match="no episodes of step 4; there are 3"):
+        read_side(f"{tmp_path / 'a'}@4")
+    with pytest.raises(ConfigError, match="holds no episodes"):
+        read_side(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--pass-k", "2"], "pass@2 needs at least 2 completions"),
+        (["--steps", "3"], "eval.weights_dir, which is not stated"),
+        (["--no-eval-base"], "nothing is left to evaluate"),
+        (["--weights-dir", "w", "--client.api", "chat"], "needs prime-hpc's own servers"),
+        (["--benchmarks", "a,a"], "two environments are called a"),
+        (["--client.port", "1", "--inference.num-replicas", "2"], "leave one of them out"),
+        (["--sampling.max-tokens", "5000"], "raise seq_len"),
+    ],
+)
+def test_what_cannot_be_evaluated(argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        experiment(*argv)
+    assert words in refused.value.render()
