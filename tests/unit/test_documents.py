@@ -235,3 +235,6 @@ def test_every_room_stands_in_the_tree() -> None:
     rooms = {path.parent.name for path in (CHECKOUT / "prime_hpc").glob("*/__init__.py")}
     (tree,) = (block for block in blocks("README.md") if block.startswith("prime_hpc/"))
     assert not [room for room in rooms if not re.search(rf"^  .*\b{room}/", tree, re.MULTILINE)]
+    inner = {path.parent for path in (CHECKOUT / "prime_hpc").glob("*/*/__init__.py")}
+    rows = {line.split("`")[1]: line for line in text_of("prime_hpc/README.md").splitlines() if line.startswith("| `")}
+    assert not [path for path in inner if f"`{path.name}/`" not in rows.get(f"{path.parent.name}/", "")]

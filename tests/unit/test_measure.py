@@ -90,3 +90,10 @@ def test_the_table_names_what_it_counted_when_asked(tree: Path) -> None:
 def test_a_folder_without_the_package_is_refused(tmp_path: Path) -> None:
     done = measure(tmp_path)
     assert done.returncode == 2 and "has no folder prime_hpc" in done.stderr
+
+
+def test_a_file_that_is_no_python_is_named(tmp_path: Path) -> None:
+    (tmp_path / "prime_hpc").mkdir()
+    (tmp_path / "prime_hpc" / "broken.py").write_text("def f(:\n")
+    done = measure(tmp_path)
+    assert done.returncode == 2 and "prime_hpc/broken.py" in done.stderr and "Traceback" not in done.stderr
