@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 
+from prime_hpc.cli import VERBS
 from prime_hpc.config import load_experiment
 from prime_hpc.config.help import COMPONENT_KEYS, ROOT, read_sections, walk
 from prime_hpc.config.sections.orchestrator import AdvantageName
@@ -208,6 +209,26 @@ def test_lists_are_whole() -> None:
         assert name in ("README.md", "CHANGELOG.md") or f"]({name})" in text_of("README.md"), (
             f"README.md links no {name}"
         )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modules_that_are_named_exist(name: str) -> None:
+    """`prime_hpc.a.b`, or a name `prime_hpc.a.b.Name` that stands in the module's source."""
+    wrong = []
+    for dotted in set(re.findall(r"\bprime_hpc(?:\.\w+)+", text_of(name))):
+        path, _, last = dotted.replace(".", "/").rpartition("/")
+        places = [CHECKOUT / f"{path}/{last}.py", CHECKOUT / path / last]
+        holders = [CHECKOUT / f"{path}.py", CHECKOUT / path / "__init__.py"]
+        is_name = any(re.search(rf"\b{last}\b", holder.read_text("utf-8")) for holder in holders if holder.is_file())
+        if not is_name and not any(place.exists() for place in places):
+            wrong.append(dotted)
+    assert not wrong
+
+
+def test_every_verb_is_described() -> None:
+    texts = " ".join(code for name in NAMES for code in (*spans(name), *blocks(name)) if "KEYS" not in name)
+    missing = [verb for verb in VERBS if not re.search(rf"(?:prime-hpc |^|[ \n(]){verb}\b", texts)]
+    assert not missing
 
 
 def test_every_message_of_the_doorbell_is_listed() -> None:
