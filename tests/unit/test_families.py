@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import Experiment
-from prime_hpc.config.families import family_of, longrope_scale, rotary_problem
+from prime_hpc.config.families import REFUSED, SPLIT, WHOLE, family_of, longrope_scale, rotary_problem
 from prime_hpc.config.site import GENERIC
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.store.model_config import rows_of
@@ -67,11 +67,13 @@ def test_rotary_embeddings_that_the_engines_do_not_share() -> None:
     assert longrope_scale(32.0, 4096) == pytest.approx(1.1902380714)  # Phi-3's, sqrt(1 + ln 32 / ln 4096)
 
 
-def findings(folder: Path, config: dict[str, Any], **tree: Any) -> list[Any]:
+def findings(
+    folder: Path, config: dict[str, Any], codes: tuple[str, ...] = ("PH119", "PH121"), **tree: Any
+) -> list[Any]:
     """What lint says of the family of a model with this config."""
     (folder / "config.json").write_text(json.dumps(config))
     experiment = Experiment.model_validate({"name": "x", "model": {"name": str(folder)}, **tree})
-    return [f for f in lint(experiment, GENERIC) if f.code in ("PH119", "PH121")]
+    return [f for f in lint(experiment, GENERIC) if f.code in codes]
 
 
 def test_lint_says_how_a_family_trains(tmp_path: Path) -> None:
@@ -81,19 +83,19 @@ def test_lint_says_how_a_family_trains(tmp_path: Path) -> None:
     assert "not a causal language model" in said.message
     (said,) = findings(tmp_path, LLAMA | {"model_type": "lfm2"})
     assert (said.code, said.severity) == ("PH119", "info")
-    split = {"trainer": {"num_ranks": 2, "parallel": {"cp": 2}}}
-    assert [f.key for f in findings(tmp_path, LLAMA | {"model_type": "lfm2"}, **split)] == [
+    split = {"num_ranks": 2, "parallel": {"cp": 2}}
+    assert [f.key for f in findings(tmp_path, LLAMA | {"model_type": "lfm2"}, trainer=split)] == [
         "trainer.parallel.cp",
         "model.name",
     ]
 
 
 def test_lint_says_what_becomes_of_the_layout_that_is_asked_for(tmp_path: Path) -> None:
-    packed, single = ({"trainer": {"rows": rows}} for rows in ("packed", "single"))
-    assert findings(tmp_path, LLAMA, **packed) == []
-    (said,) = findings(tmp_path, LLAMA, **single)
+    packed, single = ({"rows": rows} for rows in ("packed", "single"))
+    assert findings(tmp_path, LLAMA, trainer=packed) == []
+    (said,) = findings(tmp_path, LLAMA, trainer=single)
     assert (said.severity, said.key) == ("info", "trainer.rows") and "packed rows are faster" in said.remedy
-    (said,) = findings(tmp_path, LLAMA | {"model_type": "lfm2"}, **packed)
+    (said,) = findings(tmp_path, LLAMA | {"model_type": "lfm2"}, trainer=packed)
     assert (said.severity, said.key) == ("error", "trainer.rows") and "one sample a row only" in said.message
     with pytest.raises(ValueError, match=r"cp = 2: context-parallel ranks cannot split rows of one sample each"):
         Experiment.model_validate({"trainer": {"rows": "single", "num_ranks": 2, "parallel": {"cp": 2}}})
@@ -110,6 +112,25 @@ def test_the_orchestrator_knows_how_samples_are_laid_out(
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     tree = {"model": {"name": str(tmp_path)}, "trainer": {"rows": choice}}
     assert rows_of(Experiment.model_validate(tree)) == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "severity", "words"),
+    [("llama", None, ""), ("gemma2", "error", "cannot be split"), ("nobody_knows_it", "warning", "is proved")],
+)
+def test_lint_knows_which_families_can_be_split(
+    tmp_path: Path, model_type: str, severity: str | None, words: str
+) -> None:
+    split = {"num_ranks": 2, "parallel": {"tp": 2}}
+    config = LLAMA | {"model_type": model_type, "num_key_value_heads": 2}
+    assert findings(tmp_path, config, codes=("PH109",)) == []
+    said = findings(tmp_path, config, codes=("PH109",), trainer=split)
+    assert [(f.severity, f.key) for f in said] == ([(severity, "trainer.parallel.tp")] if severity else [])
+    assert all(words in f.message for f in said)
+
+
+def test_a_family_is_split_or_whole_not_both() -> None:
+    assert not SPLIT & WHOLE and not (SPLIT | WHOLE) & REFUSED.keys()
 
 
 def test_lint_refuses_rotary_embeddings_that_cannot_be_shared(tmp_path: Path) -> None:

@@ -6,12 +6,18 @@ refuses once more what is seen here, for models whose config.json the login node
 
 from collections.abc import Iterator
 
+from prime_hpc.config import Experiment
+from prime_hpc.config.families import family_of
+from prime_hpc.launch.checks import trained_names
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.store.model_config import read_config
 
 
 def tensor_parallel(subject: Subject) -> Iterator[Finding]:
     """Heads and vocabulary are split evenly."""
     facts, width, key = subject.facts, subject.experiment.trainer.parallel.tp, "trainer.parallel.tp"
+    if width > 1:
+        yield from _plans(subject.experiment, key)
     if width == 1 or facts is None:
         return
     sizes = {
@@ -26,6 +32,23 @@ def tensor_parallel(subject: Subject) -> Iterator[Finding]:
     for what, size in sizes.items():
         if size % width:
             yield Finding("PH109", "error", key, f"{width} does not divide the model's {size} {what}", remedy)
+
+
+def _plans(experiment: Experiment, key: str) -> Iterator[Finding]:
+    """Of each model that the trainer loads: whether its family can be split."""
+    for name in trained_names(experiment).values():
+        config = read_config(name)
+        family = family_of(config) if config is not None else None
+        if family is None or not family.model_type or family.refused or family.splits:
+            continue
+        kind = f"{name}: models of model_type {family.model_type}"
+        if family.splits is None:
+            message = f"{kind} are not among those whose tensor-parallel plan is proved to compute what one rank does"
+            remedy = "set it to 1 (FSDP shards the model all the same), or compare gradients first"
+            yield Finding("PH109", "warning", key, message, remedy)
+        else:
+            message = f"{kind} cannot be split: transformers has no plan for them that the trainer follows"
+            yield Finding("PH109", "error", key, message, "set it to 1: FSDP shards the model all the same")
 
 
 def context_parallel(subject: Subject) -> Iterator[Finding]:

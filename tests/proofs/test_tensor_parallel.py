@@ -1,0 +1,18 @@
+"""A few families split over two ranks; all of them where time is no matter."""
+
+import pytest
+
+from tests.proofs.prove_tensor_parallel import judge, prove
+
+SAMPLE = {"qwen3": "exact_split", "gpt_neox": "exact_split", "gemma2": "refused", "gpt2": "refused"}
+
+
+def test_a_family_is_split_as_the_table_says() -> None:
+    assert {proof.subject: proof.verdict for proof in judge(SAMPLE)} == SAMPLE
+
+
+@pytest.mark.exhaustive
+def test_every_family_is_split_exactly_or_refused() -> None:
+    proofs = list(prove(1))
+    assert len(proofs) > 100
+    assert [p for p in proofs if not p.holds] == []
