@@ -20,8 +20,8 @@ import torch.distributed as dist
 from prime_hpc.config.families import SPLIT, family_of
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.parallel import Layout
-from prime_hpc.trainer.batches import make_micro_batch
-from prime_hpc.trainer.model import load_policy
+from prime_hpc.trainer.batching.micro_batches import make_micro_batch
+from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.parallel.gradients import sum_over
 from tests.proofs import Proof

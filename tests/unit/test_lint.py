@@ -154,6 +154,8 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH308", "error", {SLURM: {"layout": "het", "spare_nodes": 1}}, {}, "packed jobs alone"),
     ("PH308", "error", {"trainer": {"num_ranks": 9}}, {}, "evenly over 2 nodes"),
     ("PH309", "error", {SLURM: {"survive": {"how": "requeue"}}}, {"requeue": False}, "does not allow"),
+    ("PH328", "warning", {SLURM: {"partition": "spot", "survive": {"how": "off"}}}, {}, "in spot, where jobs are"),
+    ("PH328", "info", {SLURM: {"partition": "another", "survive": {"how": "off"}}}, {}, "would not come back"),
     ("PH309", "warning", {SLURM: {"partition": "spot", "survive": {"how": "requeue"}}}, {}, "cancelled, not requeued"),
     ("PH310", "error", {SLURM: {"time": "20", "survive": {"signal_lead_s": 1200}}}, {}, "before it begins"),
     ("PH310", "warning", {SLURM: {"survive": {"signal_lead_s": 60}}}, {}, "may take longer"),
@@ -287,6 +289,10 @@ def test_a_group_of_one_is_refused_by_the_config_itself(tmp_path: Path, capsys: 
     file.write_text("orchestrator: {rollouts_per_example: 1, env: [{id: reverse-text}]}\n")
     assert cli.main(["lint", str(file)]) == 2
     assert "PH000" in capsys.readouterr().out
+
+
+def test_a_job_that_nobody_preempts_need_not_come_back(model: Path) -> None:
+    assert findings(model, {"slurm": {"survive": {"how": "off", "signal_lead_s": 1200}}}) == []
 
 
 def test_near_partition_is_named(model: Path) -> None:

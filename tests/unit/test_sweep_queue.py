@@ -21,6 +21,7 @@ from prime_hpc.launch.sweep.progress import RESUME
 from prime_hpc.launch.sweep.resolve import load_base, load_stored
 from prime_hpc.launch.sweep.state import point_run_dir, read_sweep
 from prime_hpc.launch.sweep.submit import Report, submit_sweep
+from prime_hpc.runtime import gpus
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from tests.support.fake_slurm import FakeSlurm
 
@@ -98,6 +99,18 @@ def test_packed_points_are_one_array_with_a_throttle(slurm: FakeSlurm, folder: P
         assert (record["job_id"], record["token"]) == (f"{job['id']}_{index}", sweep.submits[0].token)
     assert slurm.environment_of(job["id"])["PRIMEHPC_SUBMISSION"] == f"{sweep.submits[0].token} {sweep.dir}"
     assert not (sweep.dir / "submit.json").exists()  # it is no run
+
+
+def test_points_for_gpus_are_refused_where_the_packages_cannot_use_any(
+    slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "torch_build", lambda: ("2.13.0+cpu", None))
+    path, on_gpus = write(folder, AXES), ("--slurm.gpus-per-node", "1")
+    with pytest.raises(ConfigError, match=r"device: GPUs are planned.*torch 2.13.0\+cpu"):
+        submit(path, *on_gpus)
+    assert slurm.jobs() == [] and not (folder / "out" / "s" / "sweep.yaml").exists()
+    assert len(submit(path, *on_gpus, dry_run=True).jobs) == 6  # the plan can be looked at anywhere
+    assert len(submit(path).jobs) == 6  # these need no GPU
 
 
 def test_a_second_submit_sends_what_is_missing_or_failed(slurm: FakeSlurm, folder: Path) -> None:
@@ -234,7 +247,7 @@ def test_what_is_wrong_with_every_point_is_said_once_and_nothing_is_sent(slurm: 
     with pytest.raises(ConfigError, match=r"all 3 points are wrong: .*batch_tokens"):
         submit(write(folder, "seeds: 3\noverrides: {sft.data.batch_tokens: 8}"))
     assert not slurm.calls("sbatch")
-    assert not (folder / "out" / "s").exists()
+    assert not (folder / "out" / "s" / "sweep.yaml").exists()
 
 
 def test_dry_run_writes_nothing(slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

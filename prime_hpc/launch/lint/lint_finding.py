@@ -81,6 +81,7 @@ CODES = {
     "PH325": "paths inside the container",
     "PH326": "GPUs that Slurm does not know",
     "PH327": "port range",
+    "PH328": "a job that does not come back",
 }
 """Stable codes: a number is never given a new meaning. 1xx the model, 2xx the run, 3xx Slurm and the site."""
 

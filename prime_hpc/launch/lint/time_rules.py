@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from prime_hpc.config import ConfigError
 from prime_hpc.config.engine_groups import ready_timeout_s
+from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate.step_time import pace
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.slurm.options import format_time, key_of, parse_time_s, split_names
-from prime_hpc.slurm.placement import Component
+from prime_hpc.slurm.placement import Component, Placement
 from prime_hpc.slurm.script import survive_how
 
 _STEPS = 2
@@ -142,7 +143,10 @@ def coming_back(subject: Subject) -> Iterator[Finding]:
     if subject.placement is None:
         return
     leader = str(subject.placement.components[0].options.get("partition", ""))
-    if survive_how(experiment, site, leader) != "requeue":
+    how = survive_how(experiment, site, leader)
+    if how == "off":
+        yield from _staying_away(subject.placement, site)
+    if how != "requeue":
         return
     if not site.requeue:
         yield Finding(
@@ -163,6 +167,23 @@ def coming_back(subject: Subject) -> Iterator[Finding]:
                 f"a job that is preempted in {name} is cancelled, not requeued: it would not come back",
                 "successor",
             )
+
+
+def _staying_away(placement: Placement, site: SiteConfig) -> Iterator[Finding]:
+    """`survive.how = off`: the job is rendered as one that Slurm must not requeue, and nobody queues another one."""
+    names = list(dict.fromkeys(name for component in placement.components for name in _named(component)))
+    facts = {name: site.partitions.get(name) for name in names}
+    risky = [name for name, part in facts.items() if part is not None and part.preempt in ("requeue", "cancel")]
+    if not risky and names and all(part is not None for part in facts.values()):
+        return  # nobody is preempted there
+    where = f"in {' and '.join(risky)}, where jobs are preempted, it" if risky else "where jobs are preempted, it"
+    yield Finding(
+        "PH328",
+        "warning" if risky else "info",
+        "slurm.survive.how",
+        f"off: {where} would not come back, nor after its time limit or a lost node",
+        "leave it out (auto), or go on by hand with `prime-hpc resume`",
+    )
 
 
 def _named(component: Component) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from prime_hpc.launch.sweep.progress import RERUN, View, ask_strictly, look
 from prime_hpc.launch.sweep.queue import plan_parts, send_parts, settle
 from prime_hpc.launch.sweep.resolve import Base, Point, resolve_points
 from prime_hpc.launch.sweep.state import POINTS, SWEEP_YAML, PointRow, Sweep, merge_points, read_sweep, write_text
+from prime_hpc.slurm.gpu_split import refuse_cpu_builds
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.submission_record import submitting
 
@@ -124,6 +125,9 @@ def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_r
     if not (site.scratch is not None and sweep.dir.is_relative_to(site.scratch)):
         report.warnings += filter(None, [unseen_by_others(sweep.dir, num_nodes)])
     if not dry_run:
+        # without a container the jobs run in this very environment
+        on_gpus = any(group.device == "cuda" for part in parts for group in part.placement.groups)
+        refuse_cpu_builds(site.container is None and on_gpus)
         _write(base, sweep, jobs, site)
         report.parts = send_parts(sweep, parts, site)
         if any(part["error"] for part in report.parts):
