@@ -84,6 +84,12 @@ def results_file(run_dir: Path) -> Path:
     return run_dir / RESULTS / FILE
 
 
+def num_episodes(run_dir: Path) -> int:
+    """Whole lines of the file: a life that leaves more of them than it found has got somewhere."""
+    path = results_file(run_dir)
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def read_records(path: Path, *, skip: int = 0) -> tuple[dict[Key, Record], int]:
     """All episodes of a file, one a key: a scored one wins over a failed one, else the first.
 

@@ -276,7 +276,7 @@ def _check_checkpoint(experiment: Experiment, run_dir: Path) -> None:
     from prime_hpc.store.errors import StoreError
     from prime_hpc.supervisor.attempt.start import run_paths
 
-    if is_parent(experiment):  # each of its runs has checkpoints of its own, or begins anew
+    if is_parent(experiment) or not experiment.trains:  # its runs have their own; an evaluation has its episodes
         return
     again = f"start over with `prime-hpc submit {run_dir}/run.yaml --clean`"
     paths = run_paths(experiment, run_dir)

@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment, load_experiment
+from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.evals.compare import compare, lines, read_side
 from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, EpisodeLog, Key, Record, read_records, results_file
 from prime_hpc.evals.settings import record, refuse_others, settings_of
 from prime_hpc.evals.summary import draw, summarize, summarize_environment, table, too_many_failed
 from prime_hpc.evals.versions import Version, adapter_rank, find_versions
+from prime_hpc.launch.evaluation import for_evaluation
+from prime_hpc.launch.lint.lint import lint
+from prime_hpc.launch.plan.slurm_plan import slurm_plan, slurm_plan_text
+from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.store.errors import FencedError
 from prime_hpc.store.layout import RunPaths, claim_incarnation
 
@@ -214,3 +219,37 @@ def test_what_cannot_be_evaluated(argv: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         experiment(*argv)
     assert words in refused.value.render()
+
+
+def test_an_evaluation_is_a_packed_job_of_engines_and_who_plays() -> None:
+    site = SiteConfig(name="s")
+    argv = ["--inference.data-parallel-size", "8", "--slurm.gpus-per-node", "4"]
+    placement = place_slurm(experiment(*argv), site)
+    assert placement.layout == "packed" and placement.num_nodes == 2
+    assert [(g.role, g.first_node, g.device) for g in placement.groups] == [
+        ("orchestrator", 0, "cpu"),
+        ("inference", 0, "cuda"),
+        ("inference", 1, "cuda"),
+    ]
+    attached = place_slurm(experiment("--client.base-url", "http://h:8000/v1"), site)
+    assert attached.num_nodes == 1 and [g.role for g in attached.groups] == ["orchestrator"]
+    assert attached.components[0].options == {}
+    plan = slurm_plan(experiment(*argv), site)
+    text = slurm_plan_text(experiment(*argv), plan)
+    assert "eval          on the first node" in text and "trainer" not in text
+    assert not [finding for finding in lint(experiment(*argv), site) if finding.severity == "error"]
+
+
+def test_seq_len_and_adapters_follow_from_the_files(tmp_path: Path) -> None:
+    model, adapter = tmp_path / "model", tmp_path / "weights" / "step_000003"
+    model.mkdir()
+    adapter.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 300}))
+    (adapter / "adapter_config.json").write_text(json.dumps({"r": 12}))
+    argv = ["--model.name", str(model), "--environment-ids", "e", "--weights-dir", str(tmp_path / "weights")]
+    found = for_evaluation(load_experiment(argv, "eval", {})).experiment
+    assert found.seq_len == 300 and found.model.lora is not None and found.model.lora.rank == 12
+    argv += ["--seq-len", "200", "--steps", "4"]
+    with pytest.raises(ConfigError, match="no step 4; there are 3"):
+        for_evaluation(load_experiment(argv, "eval", {}))
+    assert for_evaluation(load_experiment([*argv, "--steps", "3"], "eval", {})).experiment.seq_len == 200

@@ -38,13 +38,16 @@ _ANYWHERE: tuple[Check, ...] = (
     *run_rules.CHECKS,
     *sharing_rules.CHECKS,
 )
+_SLURM_ALONE: tuple[Check, ...] = (*slurm_rules.CHECKS, *container_rules.CHECKS, *network_rules.CHECKS)
+"""Of a job that trains nothing: what is said of steps, batches and checkpoints is not for it."""
 _SLURM: tuple[Check, ...] = (*slurm_rules.CHECKS, *time_rules.CHECKS, *container_rules.CHECKS, *network_rules.CHECKS)
 
 
 def lint(experiment: Experiment, site: SiteConfig) -> list[Finding]:
     """Everything that can be seen to be wrong, errors first."""
     subject = examine(experiment, site)
-    checks = (*_ANYWHERE, *_SLURM) if subject.is_slurm else _ANYWHERE
+    anywhere, in_job = (_ANYWHERE, _SLURM) if experiment.trains else ((), _SLURM_ALONE)
+    checks = (*anywhere, *in_job) if subject.is_slurm else anywhere
     found = [finding for check in checks for finding in check(subject)]
     if subject.placement is not None:
         found += _renders(subject, subject.placement)

@@ -22,6 +22,8 @@ def survive_words(experiment: Experiment, site: SiteConfig, placement: Placement
     """
     survive = experiment.slurm.survive
     saved = "the newest checkpoint" if experiment.ckpt else "step 1 (checkpoints are off)"
+    if not experiment.trains:
+        saved = "the episodes that are on disk"
     if is_parent(experiment):
         saved = "each run's newest checkpoint"
     back = {
@@ -34,7 +36,7 @@ def survive_words(experiment: Experiment, site: SiteConfig, placement: Placement
         "time limit": f"Slurm warns {survive.signal_lead_s} s before it: {save}{back}",
         "preemption": _preemption(experiment, site, placement, how, back, saved),
         **{f"lost {role} node": _lost_server(experiment, role, placement, back) for role in engine_roles(experiment)},
-        "lost trainer node": f"the attempt ends; {back}",
+        f"lost {'trainer' if experiment.trains else 'first'} node": f"the attempt ends; {back}",
         "crash": back,
         "held job": "a node whose prolog failed leaves the job held: `prime-hpc status` says so, `scontrol release` "
         "lets it go on",
@@ -69,7 +71,8 @@ def _lost_server(experiment: Experiment, role: EngineRole, placement: Placement,
         return f"Slurm ends a het job that loses a node; {back}"
     others = {(g.component, g.first_node) for g in placement.groups if g.role != role}
     if placement.num_nodes == 1 or any((g.component, g.first_node) in others for g in servers):
-        return f"it is the trainer's node too; {back}"
+        whose = "the trainer's node too" if experiment.trains else "where the episodes are played"
+        return f"it is {whose}; {back}"
     if len(servers) == 1:
         return f"it is the only server: the trainer waits until it is back {_return(experiment, placement)}"
     return f"the trainer goes on with the other servers; the lost one's comes back {_return(experiment, placement)}"

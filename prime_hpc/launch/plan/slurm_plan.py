@@ -18,6 +18,7 @@ from prime_hpc.launch.plan.interval import interval_facts, interval_lines
 from prime_hpc.launch.plan.local_plan import (
     attached_lines,
     data_line,
+    evaluation_line,
     evaluation_lines,
     of_model,
     orchestrator_line,
@@ -43,7 +44,7 @@ def slurm_plan(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
     placement = place_slurm(experiment, site)
     layout, why = choose_layout(experiment, site)
     facts = read_model(experiment.model.name)
-    trainer_nodes = next(g.num_nodes for g in placement.groups if g.role == "trainer")
+    trainer_nodes = next((g.num_nodes for g in placement.groups if g.role == "trainer"), 1)
     speed = pace(experiment, facts, trainer_nodes)
     leader = placement.components[0].options
     how = survive_how(experiment, site, str(leader.get("partition", "")))
@@ -88,6 +89,8 @@ def _checkpoint_folder(experiment: Experiment, run_dir: Path) -> str:
 
 def _group(experiment: Experiment, group: RoleGroup) -> dict[str, Any]:
     name = f"{group.role}[{group.index}]" if group.role in ENGINE_ROLES else group.role
+    if name == "orchestrator":
+        name = experiment.orchestrating_role
     values: dict[str, Any] = {
         "role": name,
         "component": group.component,
@@ -142,8 +145,9 @@ def _memory(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
         sizes = [p.gpu_memory_gib for p in known_partitions(resolve(role, experiment, site).partitions, site)]
         gpu_gib[role] = min((size for size in sizes if size is not None), default=None)
     result["gpu_gib"] = gpu_gib
-    parts = trainer_gib(experiment, facts) if facts is not None else None
-    whole = whole_gradient_bytes(experiment, facts) if facts is not None else None
+    trained = facts if experiment.trains else None
+    parts = trainer_gib(experiment, trained) if trained is not None else None
+    whole = whole_gradient_bytes(experiment, trained) if trained is not None else None
     result["no_sync"] = None if whole is None else experiment.trainer.defers_sync(whole)
     result["trainer_gib"] = None if parts is None else {name: round(value, 3) for name, value in parts.items()}
     for role in engine_roles(experiment):
@@ -200,6 +204,8 @@ def _component_lines(plan: dict[str, Any]) -> list[str]:
 def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
     lines = [_engine_line(experiment, role, plan) for role in engine_roles(experiment)]
     lines += attached_lines(experiment) if experiment.samples else []
+    if not experiment.trains:
+        return [*lines, f"eval          on the first node of component 0; {evaluation_line(experiment)}"]
     if plan["kind"] == "rl":
         lines.append(f"orchestrator  on the first node of component 0; {orchestrator_line(experiment)}")
     trainer = next(role for role in plan["roles"] if role["role"] == "trainer")
@@ -254,17 +260,21 @@ def _ranges(gpus: tuple[int, ...]) -> str:
 
 def _memory_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
     memory = plan["memory"]
-    if memory["trainer_gib"] is None:
+    if memory["trainer_gib"] is None and (experiment.trains or memory["engine"] is None):
         return ["memory       not estimated: the model's config.json is not here, or of an unknown kind"]
     of = {role: f" of {size:.0f}" if size else "" for role, size in memory["gpu_gib"].items()}
-    parts = ", ".join(f"{name} {value:.2g}" for name, value in memory["trainer_gib"].items())
-    lines = [
-        "memory       estimates, GiB a GPU",
-        f"  trainer       {sum(memory['trainer_gib'].values()):.1f}{of.get('trainer', '')}: {parts}",
-    ]
-    if not experiment.model.lora:
-        how = "with a step's last micro-batch, and whole until then" if memory["no_sync"] else "with every micro-batch"
-        lines.append(f"  gradients     are reduced and scattered {how} (trainer.no_sync)")
+    lines = ["memory       estimates, GiB a GPU"]
+    if memory["trainer_gib"] is not None:
+        parts = ", ".join(f"{name} {value:.2g}" for name, value in memory["trainer_gib"].items())
+        size = sum(memory["trainer_gib"].values())
+        lines.append(f"  trainer       {size:.1f}{of.get('trainer', '')}: {parts}")
+        if not experiment.model.lora:
+            how = (
+                "with a step's last micro-batch, and whole until then"
+                if memory["no_sync"]
+                else "with every micro-batch"
+            )
+            lines.append(f"  gradients     are reduced and scattered {how} (trainer.no_sync)")
     for role in engine_roles(experiment):
         engine = memory["engine" if role == "inference" else "teacher_engine"]
         if not engine:
@@ -283,6 +293,8 @@ def _checkpoint_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]
     ckpt, pace_ = plan["checkpoints"], plan["pace"]
     if is_parent(experiment):
         return [f"checkpoints  {own_checkpoints(experiment)}"]
+    if not experiment.trains:
+        return ["episodes     each is on disk when it ends: a later life plays those that are missing"]
     if not ckpt["on"]:
         return ["checkpoints  OFF: a life that ends leaves nothing to come back to (--ckpt switches them on)"]
     resume = f", resumes at {ckpt['resume_step']}" if ckpt["resume_step"] else ""

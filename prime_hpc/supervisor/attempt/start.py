@@ -10,6 +10,7 @@ from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_runs import is_parent
+from prime_hpc.evals.episodes import num_episodes
 from prime_hpc.store.attempts import Attempt, begin, is_held, read_attempts
 from prime_hpc.store.checkpoint.checkpoints import newest_first
 from prime_hpc.store.checkpoint.doubts import Doubts, settle_doubts
@@ -53,9 +54,9 @@ def newest_saved_step(paths: RunPaths) -> int | None:
 
 
 def saved_step_if_known(paths: RunPaths, known: int | None = None) -> int | None:
-    """`newest_saved_step`, or what is known where that cannot be told now."""
+    """`newest_saved_step`, of an evaluation its episodes, or what is known where that cannot be told now."""
     try:
-        return newest_saved_step(paths)
+        return newest_saved_step(paths) or num_episodes(paths.root) or None
     except (StoreError, OSError) as error:
         logger.warning(f"which checkpoint of {paths.root.name} is the newest cannot be told now: {error}")
         return known
@@ -88,18 +89,20 @@ def begin_attempt(
         earlier = patience(lambda: _earlier(paths))
         incarnation = patience(lambda: _claim(paths, earlier))
         start = None
-        if not is_parent(experiment):
+        if experiment.trains and not is_parent(experiment):
             doubts = Doubts(config.doubt_s)
             start = patience(lambda: choose_start(experiment, paths, _read(paths, earlier, incarnation), doubts))
         step = start.info.step if start is not None else None
         patience(lambda: _bring_back(experiment, paths, start, incarnation))
-        saved_before = patience(lambda: newest_saved_step(paths))
+        saved_before = patience(lambda: newest_saved_step(paths) if experiment.trains else num_episodes(run_dir))
         patience(lambda: check_incarnation(paths, incarnation))  # all this may have taken long
     except Unreadable:
         raise
     except StoreError as error:
         raise ConfigError(str(error)) from error
     why = "first start" if not earlier else f"resumes at step {step}" if step is not None else "starts over"
+    if not experiment.trains and saved_before:
+        why = f"goes on after {saved_before} episodes"
     if is_parent(experiment) and earlier:
         why = "goes on with its runs"
     if start is not None and start.is_foreign:
