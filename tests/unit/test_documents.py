@@ -15,14 +15,13 @@ from prime_hpc.config import load_experiment
 from prime_hpc.config.help import COMPONENT_KEYS, ROOT, read_sections, walk
 from prime_hpc.config.sections.orchestrator import AdvantageName
 from prime_hpc.config.sections.trainer import ObjectiveName
+from prime_hpc.config.site import load_site
 from prime_hpc.config.sources.flags import ALIASES
+from prime_hpc.launch.lint.lint import lint
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted(
-    path
-    for path in (*CHECKOUT.glob("*.md"), *CHECKOUT.glob("[a-z]*/**/*.md"))
-    if path.relative_to(CHECKOUT).parts[0] != "outputs"
-)
+FOLDERS = ("configs", "prime_hpc", "slurm", "sweeps", "tests", "tools")
+DOCUMENTS = sorted([*CHECKOUT.glob("*.md"), *(path for name in FOLDERS for path in (CHECKOUT / name).rglob("*.md"))])
 NAMES = [path.relative_to(CHECKOUT).as_posix() for path in DOCUMENTS]
 FOREIGN_FLAGS = (
     *("--signal", "--export", "--environment", "--container-image", "--gpus", "--overlap", "--no-kill", "--gres"),
@@ -157,6 +156,14 @@ def test_examples_of_configs_are_accepted(name: str, tmp_path: Path) -> None:
         path.write_text(block)
         is_part = block.startswith("orchestrator:") and "env:" not in block
         load_experiment(["@", str(path), *(["--orchestrator.env", "[{'id': 'x'}]"] if is_part else [])], "rl", {})
+
+
+def test_lint_finds_nothing_in_the_readmes_example(tmp_path: Path) -> None:
+    (block,) = blocks("README.md", "yaml")
+    (tmp_path / "exp.yaml").write_text(block)
+    argv = ["@", str(tmp_path / "exp.yaml"), "--slurm.site", "example", "--output-dir", "/scratch/me"]
+    found = lint(load_experiment(argv, "lint", {}).experiment, load_site("example", {}))
+    assert [finding.code for finding in found if finding.severity != "info"] == []
 
 
 def test_the_example_of_a_sweep_is_accepted(tmp_path: Path) -> None:
