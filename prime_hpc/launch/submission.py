@@ -14,7 +14,8 @@ from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.site import cluster_name
 from prime_hpc.launch.evaluation import for_evaluation
-from prime_hpc.slurm.client import ENDED, JobInfo, SlurmError, jobs, on_cluster, run_slurm
+from prime_hpc.slurm.client import SlurmError, on_cluster, run_slurm
+from prime_hpc.slurm.jobs import ENDED, JobInfo, jobs
 from prime_hpc.slurm.queue import (
     ASK_TIMEOUT_S,
     Draft,

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from loguru import logger
 
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.slurm.client import SlurmError, expand_hosts, run_slurm
+from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.hostlist import expand_hosts
 
 _END = re.compile(r"\bEndTime=(\S+)")
 END_TIMEOUT_S = 10.0

@@ -1,51 +1,15 @@
-"""What Slurm says: jobs, their states, their hosts; every question has a deadline and never needs accounting.
+"""Run Slurm's commands: every call has a deadline, and an environment that knows of no surrounding job.
 
-Called by `launch` and the verbs on the login node and by the supervisor inside a job. Asks `squeue` (and `sacct` only
-where it answers), with an environment that knows of no surrounding job, so that it works inside one as well.
-
-    info = jobs(["123"]).get("123")          # None: Slurm does not remember it (any more)
-    mine = find_by_token(token)              # the jobs that carry `prime-hpc:<token>` in their comment
+Works on the login node and inside a job alike. `on_cluster` sends the calls to another cluster of the site (`-M`).
 """
 
 import os
 import re
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-
-from prime_hpc.slurm.clusters import asked_cluster, on_cluster
-from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
-from prime_hpc.slurm.times import parse_duration, parse_time
-
-__all__ = [
-    "ACTIVE",
-    "COMMENT_PREFIX",
-    "ENDED",
-    "SCRIPT",
-    "HistoryRow",
-    "JobInfo",
-    "SlurmError",
-    "asked_cluster",
-    "clean_environment",
-    "compress_hosts",
-    "expand_hosts",
-    "find_by_token",
-    "find_in_history",
-    "fold",
-    "fold_states",
-    "history",
-    "job",
-    "jobs",
-    "on_cluster",
-    "parse_duration",
-    "parse_time",
-    "run_slurm",
-    "sbatch_answer",
-    "start_estimate",
-    "token_of",
-]
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 TIMEOUT_S = 30.0
 COMMENT_PREFIX = "prime-hpc:"
@@ -53,29 +17,7 @@ COMMENT_PREFIX = "prime-hpc:"
 SCRIPT = "job.sbatch"
 """Name of the batch script of every job that was submitted by us."""
 
-_PENDING = ("EXPEDITING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-ACTIVE = (
-    *("RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING"),
-    *_PENDING,
-    "POWER_UP_NODE",
-)
-"""States of a job that has not ended, the one that speaks for a heterogeneous job first."""
-ENDED = (
-    *("NODE_FAIL", "OUT_OF_MEMORY", "FAILED", "BOOT_FAIL", "DEADLINE"),
-    *("TIMEOUT", "PREEMPTED", "CANCELLED", "REVOKED", "COMPLETED"),
-)
-"""States of a job that has ended, worst first."""
-
-_SINGLE_QUESTIONS = 4
-"""Up to so many jobs that are not this user's (or forgotten) are asked for one by one."""
-_VAGUE = ("Priority", "Resources", "Dependency")
-"""Reasons that another component's outweighs."""
 SEPARATOR = "\x1f"  # cannot be typed by accident into a job's name or comment
-_FIELDS = (
-    *("JobArrayID", "JobID", "HetJobID", "HetJobOffset", "State", "Reason", "NumNodes", "NodeList"),
-    *("StartTime", "EndTime", "TimeLeft", "RestartCnt", "Name", "Comment"),
-)
-_FORMAT = ",".join(f"{field}:0{SEPARATOR}" for field in _FIELDS)  # width 0: nothing is cut off
 _PR_SET_PDEATHSIG = 1
 _LEAKS = ("SLURM_", "SRUN_", "SBATCH_")
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
@@ -114,6 +56,11 @@ class SlurmError(RuntimeError):
         return self.code is None or any(re.search(pattern, self.stderr, re.I) for pattern, _ in _UNREACHABLE)
 
     @property
+    def is_unknown_job(self) -> bool:
+        """Whether Slurm answered that it knows no such job (any more)."""
+        return self.code is not None and "invalid job id" in self.stderr.lower()
+
+    @property
     def advice(self) -> str:
         """What to do about it; empty where Slurm's own words say it."""
         if self.is_missing:
@@ -133,68 +80,6 @@ _UNREACHABLE = (
         "no slurm.conf is in force here; set SLURM_CONF, or use a login node of the cluster",
     ),
 )
-
-
-@dataclass(frozen=True)
-class JobInfo:
-    """One job as the controller sees it: a plain one, an array's task, or a het job folded into its leader."""
-
-    job_id: str
-    """`12`, of an array's task `12_3`, of a heterogeneous job its leader's, of one component `12+1`."""
-    state: str
-    """Slurm's long name, e.g. `PENDING`."""
-    reason: str = ""
-    """Why it waits, or why it failed; empty where there is none."""
-    nodes: str = ""
-    """Slurm's host list (see `expand_hosts`), of all components; empty before the start."""
-    num_nodes: int = 0
-    start: float | None = None
-    """Epoch seconds; of a waiting job Slurm's estimate, where it has one."""
-    end: float | None = None
-    """Epoch seconds at which it ended or will have to end."""
-    time_left_s: float | None = None
-    restarts: int = 0
-    comment: str = ""
-    name: str = ""
-    components: tuple["JobInfo", ...] = ()
-    """Of a heterogeneous job, by offset."""
-    raw_id: str = ""
-    """SLURM_JOB_ID inside: of an array's task (and of a component) another number than in `job_id`."""
-
-    @property
-    def is_active(self) -> bool:
-        """Whether it waits, runs or is about to end."""
-        return self.state not in ENDED
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether it holds no node yet."""
-        return self.state in _PENDING
-
-    @property
-    def token(self) -> str | None:
-        """Token of our submission, None for a job that is not ours."""
-        return token_of(self.comment)
-
-
-@dataclass(frozen=True)
-class HistoryRow:
-    """One life of a job (or of one component) in the accounting; a requeued job has several."""
-
-    job_id: str
-    state: str
-    exit_code: str
-    """`status:signal`."""
-    start: float | None
-    end: float | None
-    nodes: str
-    comment: str = ""
-
-
-def token_of(comment: str) -> str | None:
-    """The token in a job's comment."""
-    match = re.match(rf"{COMMENT_PREFIX}(\S+)", comment)
-    return match[1] if match else None
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -265,143 +150,6 @@ def run_slurm(
     return str(done.stdout)
 
 
-def jobs(
-    ids: Iterable[str] | None = None, timeout_s: float = TIMEOUT_S, *, of_others: bool = False
-) -> dict[str, JobInfo]:
-    """What the controller remembers of jobs: waiting, running, and ended in the last minutes.
-
-    Args:
-        ids: job ids (`12`; of an array `12` or `12_3`); None: all jobs of this user.
-        timeout_s: deadline of each question.
-        of_others: all of this user's jobs are known not to be among them.
-
-    Returns:
-        by job id: a plain job's, a heterogeneous job's leader, each of an array's tasks as `ID_k` (asked for by the
-        SLURM_JOB_ID that the task has inside, under that as well). Jobs that the controller does not remember are
-        absent.
-
-    Raises:
-        SlurmError: Slurm cannot be asked.
-    """
-    wanted = None if ids is None else {str(i) for i in ids}
-    if wanted is not None and not wanted:
-        return {}
-    from prime_hpc.slurm.job_scripts import with_tokens
-
-    found: dict[str, JobInfo] = {}
-    for which in _questions(wanted, found, of_others):
-        found |= with_tokens(fold(_rows(which, timeout_s)), which, timeout_s) | found
-    if wanted is None:
-        return found
-    by_raw_id = {info.raw_id: info for info in found.values() if info.raw_id in wanted and "_" in info.job_id}
-    return by_raw_id | {key: info for key, info in found.items() if {key, key.split("_")[0], info.raw_id} & wanted}
-
-
-def _questions(wanted: set[str] | None, found: dict[str, JobInfo], of_others: bool) -> Iterator[list[str]]:
-    """Options of squeue that find these jobs without having the controller send its whole table.
-
-    It picks out the jobs of one user or a single job; with several ids squeue gets all jobs and picks by itself. So
-    this user's are asked for first, and by id only what is not among them (`found` is what the answers so far held).
-    """
-    own = ["-u", str(os.getuid())]
-    if wanted is None:
-        yield own
-        return
-    bases = sorted({re.split(r"[_+]", job)[0] for job in wanted}, key=int)
-    if len(bases) > 1 and not of_others:
-        yield own
-        parts = [part for info in found.values() for part in (info, *info.components)]
-        known = {word for part in parts for word in (re.split(r"[_+]", part.job_id)[0], part.raw_id)}
-        bases = [base for base in bases if base not in known]
-    if len(bases) > _SINGLE_QUESTIONS:
-        yield ["-j", ",".join(bases)]
-    else:
-        yield from (["-j", base] for base in bases)
-
-
-def job(job_id: str, timeout_s: float = TIMEOUT_S) -> JobInfo | None:
-    """One job, None where the controller does not remember it. Raises SlurmError."""
-    return jobs([job_id], timeout_s).get(job_id)
-
-
-def find_by_token(token: str, timeout_s: float = TIMEOUT_S) -> list[JobInfo]:
-    """This user's jobs whose comment carries the token, oldest first; of an array all its tasks.
-
-    Raises:
-        SlurmError: Slurm cannot be asked.
-    """
-    mine = [info for info in jobs(None, timeout_s).values() if info.token == token]
-    return sorted(mine, key=lambda info: tuple(int(part) for part in info.job_id.split("_")))
-
-
-def find_in_history(token: str, since: float, timeout_s: float = TIMEOUT_S) -> list[HistoryRow]:
-    """The same from the accounting, where there is one: jobs that the controller may have forgotten.
-
-    Args:
-        token: of the submission.
-        since: epoch seconds after which it was submitted.
-        timeout_s: deadline of the question.
-    """
-    begin = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since))
-    rows = _sacct(["-u", str(os.getuid()), "-S", begin, "-E", "now"], timeout_s)
-    return [row for row in rows if token_of(row.comment) == token]
-
-
-def history(job_id: str, timeout_s: float = TIMEOUT_S) -> list[HistoryRow]:
-    """Every life of a job in the accounting, oldest first; empty where there is no accounting."""
-    return _sacct(["-j", job_id], timeout_s)
-
-
-def start_estimate(job_id: str, timeout_s: float = TIMEOUT_S) -> float | None:
-    """When Slurm thinks that a waiting job starts, in epoch seconds; None: it does not say.
-
-    Raises:
-        SlurmError: Slurm cannot be asked.
-    """
-    try:
-        text = run_slurm(["squeue", "--start", "-h", "-j", job_id, "-o", "%S"], timeout_s)
-    except SlurmError as error:
-        if _is_unknown_job(error):
-            return None
-        raise
-    times = [when for line in text.splitlines() if (when := parse_time(line.strip())) is not None]
-    return max(times, default=None)  # components start together, the last one decides
-
-
-def fold(rows: Iterable[JobInfo]) -> dict[str, JobInfo]:
-    """Jobs by id, the components of each heterogeneous job (`12+0`, `12+1`) folded into one under its leader's id."""
-    found: dict[str, JobInfo] = {}
-    parts: dict[str, list[JobInfo]] = {}
-    for row in rows:
-        leader, plus, _ = row.job_id.partition("+")
-        if plus:
-            parts.setdefault(leader, []).append(row)
-        else:
-            found[row.job_id] = row
-    for leader, components in parts.items():
-        components.sort(key=lambda info: int(info.job_id.partition("+")[2]))
-        state = fold_states([info.state for info in components])
-        reasons = [info.reason for info in components if info.state == state and info.reason]
-        limits = [info.time_left_s for info in components if info.time_left_s is not None]
-        found[leader] = replace(
-            components[0],
-            job_id=leader,
-            state=state,
-            reason=next((reason for reason in reasons if reason not in _VAGUE), (reasons or [""])[0]),
-            nodes=",".join(info.nodes for info in components if info.nodes),
-            num_nodes=sum(info.num_nodes for info in components),
-            time_left_s=min(limits, default=None),
-            restarts=max(info.restarts for info in components),
-            components=tuple(components),
-        )
-    return found
-
-
-def fold_states(states: Sequence[str]) -> str:
-    """The state of a job of several parts: it has not ended while one part has not; then the worst end counts."""
-    return next((state for state in (*ACTIVE, *ENDED) if state in states), states[0])
-
-
 def _die_with_parent() -> Callable[[], None]:
     """What a child calls between fork and exec; all that it needs is loaded beforehand."""
     import ctypes
@@ -410,90 +158,24 @@ def _die_with_parent() -> Callable[[], None]:
     return lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _rows(which: list[str], timeout_s: float) -> list[JobInfo]:
-    """squeue's rows: one a job, a component or an array's task."""
-    try:
-        text = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", *which, "-O", _FORMAT], timeout_s)
-    except SlurmError as error:
-        if _is_unknown_job(error):
-            return []
-        raise
-    rows = []
-    # a line break in somebody's comment splits a row: rows are told apart by the number of their fields
-    for record in re.findall(rf"(?:[^{SEPARATOR}]*{SEPARATOR}){{{len(_FIELDS)}}}", text):
-        values = dict(zip(_FIELDS, (value.strip() for value in record.split(SEPARATOR)), strict=False))
-        try:
-            rows.append(_parse(values))
-        except ValueError as error:
-            raise SlurmError(["squeue"], 0, f"its answer is of a form that is not known here: {values}") from error
-    if text.strip() and not rows:  # a version that answers in another way: none of these jobs is gone
-        raise SlurmError(["squeue"], 0, f"its answer is of a form that is not known here: {text.strip()[:200]!r}")
-    return rows
-
-
-def _parse(row: dict[str, str]) -> JobInfo:
-    job_id = row["JobArrayID"].partition("+")[0]
-    if row["HetJobID"].isdigit() and row["HetJobID"] != "0":
-        job_id = f"{row['HetJobID']}+{row['HetJobOffset']}"
-    state = row["State"].split()[0] if row["State"] else "UNKNOWN"
-    end, left_s = parse_time(row["EndTime"]), parse_duration(row["TimeLeft"])
-    if state == "RUNNING" and left_s is not None and end is not None:
-        left_s = max(0.0, min(left_s, end - time.time()))  # a preemption's grace moves the end, and the end alone
-    return JobInfo(
-        job_id=job_id,
-        state=state,
-        reason=_said(row["Reason"]),
-        nodes=_said(row["NodeList"]),
-        num_nodes=_count(row["NumNodes"].partition("-")[0]),
-        start=parse_time(row["StartTime"]),
-        end=end,
-        time_left_s=left_s,
-        restarts=_count(row["RestartCnt"]),
-        comment=_said(row["Comment"]),
-        name=row["Name"],
-        raw_id=row["JobID"],
-    )
-
-
-def _count(text: str) -> int:
-    return int(text) if text.isdigit() else 0  # of a Slurm that words it otherwise: unknown, and no reason to fail
-
-
-def _said(text: str) -> str:
-    return "" if text in ("None", "(null)", "N/A", "n/a") else text
-
-
-def _is_unknown_job(error: SlurmError) -> bool:
-    return error.code is not None and "invalid job id" in error.stderr.lower()
-
-
-def _sacct(which: list[str], timeout_s: float) -> list[HistoryRow]:
-    """Rows of the accounting; empty where there is none, or where it does not answer: nothing may depend on it."""
-    fields = ["JobID", "State", "ExitCode", "Start", "End", "NodeList", "Comment"]
-    argv = ["sacct", "--duplicates", "-X", "--noheader", "--parsable2", "--delimiter", SEPARATOR]
-    try:
-        text = run_slurm([*argv, *which, "-o", ",".join(fields)], timeout_s)
-    except SlurmError:
-        return []
-    rows = []
-    for line in text.splitlines():
-        values = line.split(SEPARATOR)
-        if len(values) == len(fields) and values[0]:
-            row = dict(zip(fields, values, strict=True))
-            rows.append(
-                HistoryRow(
-                    job_id=row["JobID"],
-                    state=(row["State"].split() or ["UNKNOWN"])[0],  # `CANCELLED by 1000`
-                    exit_code=row["ExitCode"],
-                    start=parse_time(row["Start"]),
-                    end=parse_time(row["End"]),
-                    nodes="" if row["NodeList"] == "None assigned" else row["NodeList"],
-                    comment=row["Comment"],
-                )
-            )
-    return rows
-
-
 def _shown(argv: Sequence[str]) -> str:
     """The command as a person would type it; formats with separators are left out."""
     return " ".join("..." if SEPARATOR in word else word for word in argv)
+
+
+_CLUSTER: ContextVar[str | None] = ContextVar("cluster", default=None)
+
+
+@contextmanager
+def on_cluster(name: str | None) -> Iterator[None]:
+    """Within it, questions and orders go to another cluster of the site; None: to this one."""
+    before = _CLUSTER.set(name)
+    try:
+        yield
+    finally:
+        _CLUSTER.reset(before)
+
+
+def asked_cluster() -> str | None:
+    """The cluster that `on_cluster` has chosen."""
+    return _CLUSTER.get()

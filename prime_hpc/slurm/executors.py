@@ -21,7 +21,8 @@ from submitit.slurm import slurm
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.site import has_accounting
-from prime_hpc.slurm.client import ENDED, SCRIPT, SlurmError, history, jobs, on_cluster, run_slurm, sbatch_answer
+from prime_hpc.slurm.client import SCRIPT, SlurmError, on_cluster, run_slurm, sbatch_answer
+from prime_hpc.slurm.jobs import ENDED, history, jobs
 from prime_hpc.slurm.submission_record import cluster_of
 from prime_hpc.store.run_dirs import ATTEMPTS, read_rows
 

@@ -1,4 +1,4 @@
-"""Slurm's host lists: `n[1-3,07-08],m2` to names and back. Re-exported by `slurm`, which most callers use."""
+"""Slurm's host lists, `n[1-3,07-08],m2` to names and back, and its ranges of numbers."""
 
 import re
 from collections.abc import Iterable
@@ -40,19 +40,23 @@ def compress_hosts(hosts: Iterable[str]) -> str:
         fitting = [n for n in loose if len(str(n)) == width]
         groups[prefix, width, suffix] += fitting
         groups[prefix, 0, suffix] = [n for n in loose if n not in fitting]
-    texts = plain + [_compressed(*key, sorted(numbers)) for key, numbers in groups.items() if numbers]
+    texts = plain + [_compressed(*key, numbers) for key, numbers in groups.items() if numbers]
     return ",".join(sorted(texts))
 
 
-def _compressed(prefix: str, width: int, suffix: str, numbers: list[int]) -> str:
+def index_ranges(numbers: Iterable[int], width: int = 0) -> str:
+    """Write numbers as Slurm does: [0, 1, 2, 5] -> `0-2,5`; `width`: digits of each, filled up with zeros."""
     ranges: list[list[int]] = []
-    for number in numbers:
+    for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    texts = [f"{a:0{width}}" if a == b else f"{a:0{width}}-{b:0{width}}" for a, b in ranges]
-    inner = ",".join(texts)
+    return ",".join(f"{a:0{width}}" if a == b else f"{a:0{width}}-{b:0{width}}" for a, b in ranges)
+
+
+def _compressed(prefix: str, width: int, suffix: str, numbers: list[int]) -> str:
+    inner = index_ranges(numbers, width)
     return f"{prefix}{inner}{suffix}" if len(numbers) == 1 else f"{prefix}[{inner}]{suffix}"
 
 

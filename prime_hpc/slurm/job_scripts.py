@@ -1,6 +1,6 @@
 """Tells whose a job is, where a site has changed its comment, by the batch script that Slurm keeps of it.
 
-A job_submit plugin may set or clear every job's comment, in which our token is (`observe.slurm`). The script still says
+A job_submit plugin may set or clear every job's comment, in which our token is (`slurm.jobs`). The script still says
 what we asked for.
 """
 
@@ -8,11 +8,15 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from prime_hpc.slurm.client import COMMENT_PREFIX, SCRIPT, SEPARATOR, JobInfo, SlurmError, asked_cluster, run_slurm
+from prime_hpc.slurm.client import COMMENT_PREFIX, SCRIPT, SEPARATOR, SlurmError, asked_cluster, run_slurm
+
+if TYPE_CHECKING:
+    from prime_hpc.slurm.jobs import JobInfo
 
 
-def with_tokens(found: dict[str, JobInfo], which: list[str], timeout_s: float) -> dict[str, JobInfo]:
+def with_tokens(found: dict[str, "JobInfo"], which: list[str], timeout_s: float) -> dict[str, "JobInfo"]:
     """The same jobs, those whose comment a site has changed with the token of their batch script put before it.
 
     Args:

@@ -10,11 +10,14 @@ from typing import Literal
 
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.sections.sbatch_options import TRANSLATED, long_name
-from prime_hpc.config.sections.slurm import SiteConfig, SitePartition, SlurmOptions
+from prime_hpc.config.sections.slurm import SiteConfig, SitePartition, SlurmConfig, SlurmOptions
+from prime_hpc.slurm.times import parse_time_s
 
 Options = dict[str, str | bool]
 """Long option name (`time-min`) -> value; True: a bare flag."""
 SlurmRole = Literal["trainer", "inference", "teacher", "orchestrator"]
+Mode = Literal["requeue", "successor", "off"]
+"""How a job comes back: the same job again, another that waits for it, or not at all."""
 
 _PLAIN = (
     *("partition", "account", "qos", "reservation", "constraint", "mem", "cpus_per_task", "time", "time_min"),
@@ -226,30 +229,17 @@ def parse_mem_mib(text: str) -> float:
     return int(match[1]) * {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}[match[2].upper()]
 
 
-def parse_time_s(text: str, key: str = "slurm.time") -> int | None:
-    """sbatch's time in seconds: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; None: no limit.
+def resolve_mode(config: SlurmConfig, site: SiteConfig, partition: str | None) -> Mode:
+    """Resolve `slurm.survive.how` for a cluster: `auto` takes a requeue where the site allows it.
 
-    Raises:
-        ConfigError: not a time.
+    Args:
+        config: the experiment's Slurm section.
+        site: the cluster.
+        partition: of the batch component.
     """
-    text = text.strip()
-    if text.lower() in ("unlimited", "infinite", "-1"):
-        return None
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if not match:
-        raise ConfigError(Problem(f"{text!r} is no time: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS", key))
-    days, *parts = match.groups()
-    numbers = [int(part) for part in parts if part is not None]
-    units: tuple[int, ...] = (3600, 60, 1)
-    if days is None:
-        units = {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}[len(numbers)]
-    return int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
-
-
-def format_time(seconds: float) -> str:
-    """Seconds as sbatch takes them: HH:MM:SS, or D-HH:MM:SS from a day on."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
-    clock = f"{h:02d}:{m:02d}:{s:02d}"
-    return f"{days}-{clock}" if days else clock
+    how = config.survive.how
+    if how != "auto":
+        return how
+    facts = [site.partitions.get(name) for name in (partition or "").split(",")]
+    cancels = any(part is not None and part.preempt == "cancel" for part in facts)
+    return "requeue" if site.requeue and not cancels else "successor"

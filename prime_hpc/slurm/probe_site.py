@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.slurm.client import SlurmError, expand_hosts, run_slurm
+from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.hostlist import expand_hosts
 
 TIMEOUT_S = 20.0
 GPU_MEMORY_GIB = {

@@ -14,22 +14,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import cluster_name, has_accounting, load_site, other_cluster
-from prime_hpc.slurm.client import (
-    COMMENT_PREFIX,
-    SCRIPT,
-    JobInfo,
-    SlurmError,
-    find_by_token,
-    find_in_history,
-    jobs,
-    on_cluster,
-    run_slurm,
-    sbatch_answer,
-)
-from prime_hpc.slurm.command import command_tail, interpreter
+from prime_hpc.slurm.client import COMMENT_PREFIX, SCRIPT, SlurmError, on_cluster, run_slurm, sbatch_answer
+from prime_hpc.slurm.jobs import JobInfo, find_by_token, find_in_history, jobs
 from prime_hpc.slurm.placement import Placement, place_slurm
 from prime_hpc.slurm.sbatch_errors import SlurmRefused, refusal
-from prime_hpc.slurm.script import escape_pattern, render_job, survive_how
+from prime_hpc.slurm.script import command_tail, escape_pattern, interpreter, render_job, survive_how
 from prime_hpc.slurm.submission_record import (
     cluster_of,
     local_controller,

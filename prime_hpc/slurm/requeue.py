@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from loguru import logger
 
-from prime_hpc.slurm.client import SlurmError, compress_hosts, expand_hosts, run_slurm
+from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
 from prime_hpc.slurm.termination import field
 
 SCONTROL_TIMEOUT_S = 30.0

@@ -7,16 +7,18 @@ the body by the shell's (`shlex.quote`).
 
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Problem
-from prime_hpc.config.secret import Secret
+from prime_hpc.config.secret import Secret, command_without_secrets
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.slurm.options import JOB_WIDE, Options, split_names
+from prime_hpc.config.sources.flags import parse_flags
+from prime_hpc.slurm.hostlist import index_ranges
+from prime_hpc.slurm.options import JOB_WIDE, Mode, Options, resolve_mode, split_names
 from prime_hpc.slurm.placement import Component, Placement
-from prime_hpc.slurm.requeue_mode import Mode, resolve_mode
 from prime_hpc.slurm.submission_record import submission_environment
 
 _HANDED_ON = ("account", "qos", "reservation", "exclude", "mem", "time", "time-min")
@@ -254,17 +256,6 @@ def _command(
     ]
 
 
-def index_ranges(indices: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> `0-2,5`."""
-    ranges: list[list[int]] = []
-    for index in sorted(set(indices)):
-        if ranges and index == ranges[-1][1] + 1:
-            ranges[-1][1] = index
-        else:
-            ranges.append([index, index])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
-
-
 def _check_path(run_dir: Path) -> None:
     text = str(run_dir)
     if any(ord(c) < 32 or ord(c) == 127 for c in text):
@@ -272,3 +263,39 @@ def _check_path(run_dir: Path) -> None:
     if "\\" in text:
         # sbatch takes it for "no symbols in this file name" and drops it
         raise ConfigError(Problem(f"{text!r} holds a backslash, which Slurm cannot have in a log's path", "output_dir"))
+
+
+def interpreter() -> str:
+    """This Python, not resolved: the one in a virtual environment is a link that must be called by its own name."""
+    return sys.executable
+
+
+def command_tail(argv: list[str]) -> list[str]:
+    """An experiment's command line (without the verb and its own flags) with its config files as absolute paths.
+
+    Values of keys stay as they are: the job starts in the directory in which sbatch was called. A secret is left out:
+    the script, and the job's command line, are read by others (a run that `submit` sends has it in its run directory).
+    """
+    argv, _ = command_without_secrets(argv)
+    tail = list(argv)
+    for place, token in enumerate(argv):
+        if token.startswith("@"):
+            name = token[1:]
+            tail[place] = f"@{_absolute(name)}" if name else token
+        elif place and argv[place - 1] == "@":
+            tail[place] = _absolute(token)
+        elif not token.startswith("-"):
+            absolute = _absolute(token)
+            changed = [*tail[:place], absolute, *tail[place + 1 :]]
+            # whether a bare word is a file or a flag's value, only the parser knows
+            if _files(changed).count(Path(absolute)) > _files(tail).count(Path(absolute)):
+                tail = changed
+    return tail
+
+
+def _files(argv: list[str]) -> list[Path]:
+    return [file.path for file in parse_flags(argv, None, positional_files=True).files]
+
+
+def _absolute(name: str) -> str:
+    return str(Path(name).expanduser().absolute())

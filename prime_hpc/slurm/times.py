@@ -3,6 +3,8 @@
 import re
 import time
 
+from prime_hpc.config.errors import ConfigError, Problem
+
 
 def parse_time(text: str) -> float | None:
     """Epoch seconds of Slurm's local `2026-01-31T23:59:59`; None for `N/A`, `Unknown`, `None`."""
@@ -25,3 +27,28 @@ def parse_duration(text: str) -> float | None:
         return numbers[0] * 60.0  # a bare number is minutes, as in `--time`
     hours, minutes, seconds = [0, *numbers][-3:]
     return float((hours * 60 + minutes) * 60 + seconds)
+
+
+def parse_time_s(text: str, key: str = "slurm.time") -> int | None:
+    """Parse sbatch's `--time` to seconds; None: no limit.
+
+    Raises:
+        ConfigError: not a time.
+    """
+    if text.strip().lower() in ("unlimited", "infinite", "-1"):
+        return None
+    seconds = parse_duration(text)
+    if seconds is None:
+        raise ConfigError(
+            Problem(f"{text.strip()!r} is no time: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS", key)
+        )
+    return int(seconds)
+
+
+def format_time(seconds: float) -> str:
+    """Format seconds as sbatch takes them: HH:MM:SS, or D-HH:MM:SS from a day on."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    clock = f"{h:02d}:{m:02d}:{s:02d}"
+    return f"{days}-{clock}" if days else clock

@@ -16,8 +16,8 @@ from submitit.core.core import Job
 from submitit.core.utils import UncompletedJobError
 
 from prime_hpc.launch.job import local_job
-from prime_hpc.slurm.client import find_by_token, job
 from prime_hpc.slurm.executors import HetSlurmExecutor, PackedSlurmExecutor, RunJob
+from prime_hpc.slurm.jobs import find_by_token, job
 from prime_hpc.slurm.queue import queue_successor
 from prime_hpc.slurm.submission_record import new_token, open_record, read_record, write_record
 

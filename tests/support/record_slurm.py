@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.slurm import client
+from prime_hpc.slurm import jobs
+from prime_hpc.slurm.hostlist import expand_hosts
 from tests.support.slurm import DONE, Cluster
 
 SEPARATOR = "\x1f"
@@ -95,7 +96,7 @@ class Recorder:
         self.cluster.heal()
 
     def _other_node(self, job: str) -> str:
-        nodes = client.expand_hosts(self.cluster.job(job)["NodeList"])
+        nodes = expand_hosts(self.cluster.job(job)["NodeList"])
         return next(node for node in nodes if node != self.cluster.job(job)["BatchHost"])
 
     def jobs(self) -> None:
@@ -110,9 +111,9 @@ class Recorder:
         self.cluster.wait_state(ended, DONE)
         time.sleep(1.5)  # the array's first task begins
         ask = ["squeue", "-h", "-a", "-r", "-t", "all"]
-        self.ask("squeue of this user", *ask, "-u", str(os.getuid()), "-O", client._FORMAT)
-        self.ask("squeue of one job", *ask, "-j", plain, "-O", client._FORMAT)
-        self.ask("squeue of a forgotten job", *ask, "-j", "4999999", "-O", client._FORMAT)
+        self.ask("squeue of this user", *ask, "-u", str(os.getuid()), "-O", jobs._FORMAT)
+        self.ask("squeue of one job", *ask, "-j", plain, "-O", jobs._FORMAT)
+        self.ask("squeue of a forgotten job", *ask, "-j", "4999999", "-O", jobs._FORMAT)
         self.ask("squeue --start", "squeue", "--start", "-h", "-j", waiting, "-o", "%S")
         self.ask("steps", "squeue", "-h", "-s", "-j", f"{plain},{het}", "-o", "%i")
         for name, job in {"plain": plain, "waiting": waiting, "array": array, "het": het, "ended": ended}.items():

@@ -12,9 +12,11 @@ import pytest
 from loguru import logger
 
 from prime_hpc.slurm import client, job_scripts, probe_site, sbatch_errors, termination
+from prime_hpc.slurm import jobs as slurm_jobs
 from prime_hpc.slurm.allocation import parse_end_time, read_allocation
 from prime_hpc.slurm.executors import PackedSlurmExecutor
 from prime_hpc.slurm.termination import JobLog, field, parse_termination, parse_words
+from prime_hpc.slurm.times import parse_time
 from prime_hpc.supervisor.attempt.lost_batch_host import fate
 from prime_hpc.supervisor.preflight.phase import NO_STEP
 
@@ -121,8 +123,8 @@ def test_words_of_no_known_version_are_said_and_the_fields_decide() -> None:
 
 
 def test_squeue(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "run_slurm", replay(answers, "squeue of this user"))
-    found = client.jobs()
+    monkeypatch.setattr(slurm_jobs, "run_slurm", replay(answers, "squeue of this user"))
+    found = slurm_jobs.jobs()
     ids = {name: field(answers[f"job {name}"]["stdout"], "JobId") for name in ("plain", "waiting", "het", "ended")}
     plain = found[ids["plain"]]
     assert (plain.state, plain.nodes, plain.num_nodes, plain.name) == ("RUNNING", "n1", 1, "a name|with")
@@ -137,34 +139,34 @@ def test_squeue(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPa
     tasks = [found[f"{array}_{k}"] for k in (1, 2, 3)]
     assert [task.state for task in tasks[1:]] == ["PENDING", "PENDING"]
     assert found[ids["ended"]].state == "FAILED" and not found[ids["ended"]].is_active
-    assert {info.state for info in found.values()} <= {*client.ACTIVE, *client.ENDED}
+    assert {info.state for info in found.values()} <= {*slurm_jobs.ACTIVE, *slurm_jobs.ENDED}
 
 
 def test_one_job_a_forgotten_one_and_no_controller(
     answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "run_slurm", replay(answers, "squeue of one job"))
+    monkeypatch.setattr(slurm_jobs, "run_slurm", replay(answers, "squeue of one job"))
     job = field(answers["job plain"]["stdout"], "JobId")
-    assert list(client.jobs([job])) == [job]
-    monkeypatch.setattr(client, "run_slurm", replay(answers, "squeue of a forgotten job"))
-    assert client.jobs(["4999999"]) == {}
-    monkeypatch.setattr(client, "run_slurm", replay(answers, "no controller: squeue"))
+    assert list(slurm_jobs.jobs([job])) == [job]
+    monkeypatch.setattr(slurm_jobs, "run_slurm", replay(answers, "squeue of a forgotten job"))
+    assert slurm_jobs.jobs(["4999999"]) == {}
+    monkeypatch.setattr(slurm_jobs, "run_slurm", replay(answers, "no controller: squeue"))
     with pytest.raises(client.SlurmError) as caught:
-        client.jobs([job])
+        slurm_jobs.jobs([job])
     assert caught.value.is_unreachable and "try again later" in caught.value.advice
-    monkeypatch.setattr(client, "run_slurm", replay(answers, "squeue --start"))
-    begin = client.start_estimate("12")
-    assert begin == client.parse_time(answers["squeue --start"]["stdout"].strip()) and begin
+    monkeypatch.setattr(slurm_jobs, "run_slurm", replay(answers, "squeue --start"))
+    begin = slurm_jobs.start_estimate("12")
+    assert begin == parse_time(answers["squeue --start"]["stdout"].strip()) and begin
 
 
 def test_sacct(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "run_slurm", replay(answers, "sacct"))
-    rows = {row.job_id: row for row in client.find_in_history("abc", 0.0)} or {
-        row.job_id: row for row in client.history("1")
+    monkeypatch.setattr(slurm_jobs, "run_slurm", replay(answers, "sacct"))
+    rows = {row.job_id: row for row in slurm_jobs.find_in_history("abc", 0.0)} or {
+        row.job_id: row for row in slurm_jobs.history("1")
     }
     plain = field(answers["job plain"]["stdout"], "JobId")
     het = field(answers["job het"]["stdout"], "HetJobId")
-    every = {row.job_id: row for row in client.history(plain)}
+    every = {row.job_id: row for row in slurm_jobs.history(plain)}
     assert every[plain].state == "CANCELLED" and every[plain].nodes == "n1"
     assert {f"{het}+0", f"{het}+1"} <= set(every)
     assert rows
@@ -172,7 +174,7 @@ def test_sacct(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPat
 
 def test_scontrol_show_job(answers: dict[str, dict[str, Any]]) -> None:
     plain, longer = answers["job plain"]["stdout"], answers["job plain, extended"]["stdout"]
-    began = client.parse_time(field(plain, "StartTime"))
+    began = parse_time(field(plain, "StartTime"))
     assert began and parse_end_time(plain) == began + 3600 and parse_end_time(longer) == began + 7200
     assert (field(longer, "TimeLimit"), field(plain, "Restarts"), field(plain, "NumNodes")) == ("02:00:00", "0", "1")
     leader, second = answers["job het"]["stdout"].splitlines()[:2]
@@ -268,6 +270,6 @@ def test_srun_that_makes_no_step_is_no_nodes_fault(answers: dict[str, dict[str, 
 
 def test_rows_of_no_known_version(monkeypatch: pytest.MonkeyPatch) -> None:
     values = ["7", "7", "N/A", "N/A", "HIBERNATING", "None", "about 2", "n1", "soon", "N/A", "a while", "once", "x", ""]
-    monkeypatch.setattr(client, "run_slurm", lambda *_: "\x1f".join(values) + "\x1f\n")
-    job = client.jobs()["7"]
+    monkeypatch.setattr(slurm_jobs, "run_slurm", lambda *_: "\x1f".join(values) + "\x1f\n")
+    job = slurm_jobs.jobs()["7"]
     assert (job.state, job.is_active, job.num_nodes, job.restarts, job.start) == ("HIBERNATING", True, 0, 0, None)

@@ -6,6 +6,11 @@ Read from the source as syntax trees, imports inside functions included, so that
 import ast
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -30,16 +35,34 @@ LEVELS = {
     "runtime": -2,
 }
 """A room imports rooms of a lower number only."""
+MOST_FILES = 20
+"""In one folder."""
 LIGHT_ROOMS = ("cli", "launch", "slurm", "config", "store", "observe", "runtime")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of the package and what it imports."""
+
+    module: str
+    path: Path
+    imports: frozenset[str]
+    """Modules of the package, wherever in the file the import stands."""
+    at_run_time: frozenset[str]
+    """Those that are not for type hints alone."""
 
 
 def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
     """Dotted names that a file imports (`from prime_hpc import launch` counts as prime_hpc.launch)."""
-    found: set[str] = set()
     tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree))
+    nodes: Iterable[ast.AST] = ast.walk(tree)
     if top_level_only:
         nodes = [node for statement in tree.body for node in _without_functions(statement)]
+    return _names(nodes, path)
+
+
+def _names(nodes: Iterable[ast.AST], path: Path) -> set[str]:
+    found: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -47,25 +70,69 @@ def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
             package = list(path.relative_to(PACKAGE.parent).with_suffix("").parts)
             base = ".".join(package[: -node.level]) + "." if node.level else ""
             found |= {f"{base}{node.module or ''}".rstrip(".") + f".{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            found.add(_beginning(node.args[0]))
     return found
+
+
+def _beginning(argument: ast.expr) -> str:
+    """The constant beginning of a module's name given as a string; empty where there is none."""
+    if isinstance(argument, ast.JoinedStr):
+        argument = argument.values[0]
+    return str(argument.value).rstrip(".") if isinstance(argument, ast.Constant) else ""
 
 
 def _without_functions(statement: ast.stmt | ast.ExceptHandler) -> list[ast.AST]:
     """The nodes that run when the module is imported, `if TYPE_CHECKING` aside."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
         return []
-    if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
+    if _is_for_types(statement):
         return []
     below = [child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt | ast.ExceptHandler)]
     return [statement, *(node for child in below for node in _without_functions(child))]
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-def files() -> list[Path]:
-    return [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE]
+def _run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not _is_for_types(child):
+            yield from _run_time_nodes(child)
+
+
+@cache
+def sources() -> dict[str, Source]:
+    """Every file of the package by module name."""
+    paths = {_module_of(path): path for path in PACKAGE.rglob("*.py")}
+    found = {}
+    for module, path in paths.items():
+        tree = ast.parse(path.read_text())
+        every, running = (_names(nodes, path) for nodes in (ast.walk(tree), _run_time_nodes(tree)))
+        found[module] = Source(module, path, _modules(every, paths), _modules(running, paths))
+    return found
+
+
+def _module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _modules(names: set[str], known: Mapping[str, Path]) -> frozenset[str]:
+    """The modules behind imported names: `prime_hpc.store.layout.RunPaths` is of `prime_hpc.store.layout`."""
+    modules = {name if name in known else name.rpartition(".")[0] for name in names if name.startswith("prime_hpc.")}
+    return frozenset(modules & set(known))
+
+
+def room_of(module: str) -> str:
+    """`prime_hpc.launch.lint.finding` -> `launch`; empty for the package itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def inner_room_of(source: Source) -> str:
+    """`prime_hpc/launch/lint/finding.py` -> `launch/lint`; a room's own files -> `launch`."""
+    return source.path.parent.relative_to(PACKAGE).as_posix()
 
 
 def is_forbidden(importer: str, imported: str) -> bool:
@@ -73,36 +140,82 @@ def is_forbidden(importer: str, imported: str) -> bool:
     return importer != imported and LEVELS[imported] >= LEVELS[importer]
 
 
+def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other."""
+    sorter = TopologicalSorter(arrows)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        first = error.args[1]
+        rest = {node: [to for to in targets if {node, to} - set(first)] for node, targets in arrows.items()}
+        return [first, *circles(rest)]
+    return []
+
+
 def test_every_room_has_a_level() -> None:
-    rooms = {room_of(path) for path in files()}
-    assert rooms <= set(LEVELS), "a new room: give it a level here and a place in the design"
+    rooms = {room_of(module) for module in sources()} - {""}
+    assert rooms == set(LEVELS), "a room came or went: change LEVELS, and the README's tree"
+    modules = [path.name for path in PACKAGE.glob("*.py")]
+    assert modules == ["__init__.py"], "a module in no room"
 
 
 def test_arrows_point_one_way() -> None:
     wrong = []
-    for path in files():
-        for name in imports_of(path):
-            parts = name.split(".")
-            is_room = parts[0] == "prime_hpc" and len(parts) > 1 and parts[1] in LEVELS
-            if is_room and is_forbidden(room_of(path), parts[1]):
-                wrong.append(f"{path.relative_to(PACKAGE.parent)} imports {name}")
+    for source in sources().values():
+        for name in source.imports:
+            rooms = room_of(source.module), room_of(name)
+            if all(rooms) and is_forbidden(*rooms):
+                wrong.append(f"{source.module} imports {name}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_rule_itself() -> None:
+def test_inner_rooms_import_each_other_one_way() -> None:
+    arrows: dict[str, set[str]] = {}
+    for source in sources().values():
+        here = inner_room_of(source)
+        for name in source.at_run_time:
+            there = inner_room_of(sources()[name])
+            is_inner = "/" in here and "/" in there and here.split("/")[0] == there.split("/")[0]
+            if is_inner and here != there:
+                arrows.setdefault(here, set()).add(there)
+    assert arrows and not circles(arrows)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    # imports inside functions count: a circle that is opened late is one all the same
+    found = circles({source.module: source.at_run_time - {source.module} for source in sources().values()})
+    assert not found, found
+
+
+def test_no_folder_is_full() -> None:
+    folders = Counter(inner_room_of(source) for source in sources().values())
+    assert not {folder: count for folder, count in folders.items() if count > MOST_FILES}
+
+
+def test_the_rules_themselves(tmp_path: Path) -> None:
     assert is_forbidden("trainer", "orchestrator")
     assert is_forbidden("config", "store")
     assert is_forbidden("store", "launch")
+    assert is_forbidden("slurm", "supervisor")
     assert is_forbidden("observe", "config")
+    assert is_forbidden("runtime", "observe")
     assert not is_forbidden("launch", "supervisor")
     assert not is_forbidden("config", "observe")
+    assert circles({"a": ["b"], "b": ["c"], "c": ["a"], "d": ["a"]}) and not circles({"a": ["b", "c"], "b": ["c"]})
+    late = "def f():\n    from importlib import import_module\n    return import_module(f'prime_hpc.cli.{1}')\n"
+    typed = "if TYPE_CHECKING:\n    import prime_hpc.launch.job\n"
+    tree = ast.parse(late + typed)
+    everything = {"importlib.import_module", "prime_hpc.cli", "prime_hpc.launch.job"}
+    assert _names(ast.walk(tree), PACKAGE / "x.py") == everything
+    assert _names(_run_time_nodes(tree), PACKAGE / "x.py") == everything - {"prime_hpc.launch.job"}
 
 
 def test_login_node_rooms_import_nothing_heavy() -> None:
     wrong = []
-    for path in files():
-        if room_of(path) in LIGHT_ROOMS:
-            wrong += [f"{path.name}: {n}" for n in imports_of(path, top_level_only=True) if n.split(".")[0] in HEAVY]
+    for module, source in sources().items():
+        if room_of(module) in LIGHT_ROOMS:
+            names = imports_of(source.path, top_level_only=True)
+            wrong += [f"{module}: {name}" for name in names if name.split(".")[0] in HEAVY]
     assert not wrong, "\n".join(wrong)
 
 

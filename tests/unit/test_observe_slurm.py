@@ -12,25 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_hpc.runtime.backoff import Backoff
-from prime_hpc.slurm import client, job_scripts
-from prime_hpc.slurm.client import (
-    JobInfo,
-    SlurmError,
-    clean_environment,
-    compress_hosts,
-    expand_hosts,
-    find_by_token,
-    fold,
-    fold_states,
-    history,
-    job,
-    jobs,
-    parse_duration,
-    parse_time,
-    run_slurm,
-    start_estimate,
-    token_of,
-)
+from prime_hpc.slurm import job_scripts
+from prime_hpc.slurm import jobs as slurm_jobs
+from prime_hpc.slurm.client import SlurmError, clean_environment, run_slurm
+from prime_hpc.slurm.hostlist import compress_hosts, expand_hosts
+from prime_hpc.slurm.jobs import JobInfo, find_by_token, fold, fold_states, history, job, jobs, start_estimate, token_of
+from prime_hpc.slurm.times import parse_duration, parse_time
 from tests.support.fake_slurm import FakeSlurm
 
 
@@ -73,7 +60,7 @@ def row(**fields: object) -> str:
         "Comment": "prime-hpc:abc mine",
         **fields,
     }
-    assert list(values) == list(client._FIELDS)
+    assert list(values) == list(slurm_jobs._FIELDS)
     return "".join(f"{value}\x1f" for value in values.values())
 
 
@@ -147,7 +134,7 @@ def test_the_controller_is_not_asked_for_its_whole_table(monkeypatch: pytest.Mon
             return ""
         raise SlurmError(argv, 1, "slurm_load_jobs error: Invalid job id specified")
 
-    monkeypatch.setattr(client, "run_slurm", answer)
+    monkeypatch.setattr(slurm_jobs, "run_slurm", answer)
     monkeypatch.setattr(job_scripts, "run_slurm", lambda *_: "")
     own = ["-u", str(os.getuid())]
     assert set(jobs(["12", "20", "21"])) >= {"12", "20"} and len(jobs(["12", "20"])["20"].components) == 2

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.slurm.allocation import Allocation
-from prime_hpc.slurm.options import format_time, gres_gpus, parse_mem_mib, parse_time_s, resolve
+from prime_hpc.slurm.options import gres_gpus, parse_mem_mib, resolve
 from prime_hpc.slurm.placement import Placement, RoleGroup, choose_layout, place_slurm
+from prime_hpc.slurm.times import format_time, parse_time_s
 from prime_hpc.supervisor.roles.slurm_spec import slurm_specs
 from prime_hpc.supervisor.roles.slurm_step import http_port
 

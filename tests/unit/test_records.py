@@ -12,7 +12,7 @@ import pytest
 
 from prime_hpc.config import ConfigError
 from prime_hpc.slurm import submission_record
-from prime_hpc.slurm.command import command_tail
+from prime_hpc.slurm.script import command_tail
 from prime_hpc.slurm.submission_record import (
     SUBMISSION_VARIABLE,
     check_in,

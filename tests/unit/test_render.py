@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from prime_hpc.config import ConfigError, Experiment, load_experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import GENERIC, parse_site
+from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.placement import place_slurm
-from prime_hpc.slurm.script import ArrayPart, directive, escape_pattern, index_ranges, render_job, survive_how
+from prime_hpc.slurm.script import ArrayPart, directive, escape_pattern, render_job, survive_how
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"

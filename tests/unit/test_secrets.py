@@ -22,7 +22,7 @@ from prime_hpc.config.secret import (
 )
 from prime_hpc.config.site import load_site, read_site
 from prime_hpc.launch import local, submission
-from prime_hpc.slurm.command import command_tail
+from prime_hpc.slurm.script import command_tail
 from tests.support.submissions import load, run_dir, use_fake_slurm, write_config
 
 CANARY = "can4ry-0f-a-k3y"

@@ -13,7 +13,8 @@ from prime_hpc.config.sections.sbatch_options import REFUSED
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import parse_site
 from prime_hpc.slurm.allocation import Allocation
-from prime_hpc.slurm.client import SlurmError, jobs
+from prime_hpc.slurm.client import SlurmError
+from prime_hpc.slurm.jobs import jobs
 from prime_hpc.slurm.options import resolve
 from prime_hpc.supervisor.attempt import restart_policy
 from prime_hpc.supervisor.preflight.node import node_facts

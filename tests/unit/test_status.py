@@ -18,7 +18,7 @@ from prime_hpc import cli
 from prime_hpc.launch.monitor.run_facts import Queue, RunStatus
 from prime_hpc.launch.monitor.run_progress import tail_rows
 from prime_hpc.launch.monitor.status import Ask, PatientAsk, collect, status_of
-from prime_hpc.slurm.client import JobInfo
+from prime_hpc.slurm.jobs import JobInfo
 from prime_hpc.store.run_dirs import list_runs
 
 NOW = time.time()

@@ -10,7 +10,7 @@ import pytest
 from prime_hpc.config.sections.slurm import SiteConfig, SlurmConfig, SurviveConfig
 from prime_hpc.slurm import time_limit
 from prime_hpc.slurm.allocation import Allocation, parse_end_time, read_allocation
-from prime_hpc.slurm.requeue_mode import resolve_mode
+from prime_hpc.slurm.options import resolve_mode
 from prime_hpc.slurm.termination import JobLog, parse_termination
 from prime_hpc.slurm.time_limit import TimeLimit
 from prime_hpc.supervisor.attempt.restart_policy import decide, lives_without_progress

@@ -13,9 +13,8 @@ def run(argv: list[str], program: str) -> int:
     loaded = load(rest, "plan", program)
     from prime_hpc.config.secret import command_without_secrets
     from prime_hpc.config.site import load_site
-    from prime_hpc.slurm.command import command_tail, interpreter
     from prime_hpc.slurm.placement import place_slurm
-    from prime_hpc.slurm.script import ArrayPart, escape_pattern, render_job
+    from prime_hpc.slurm.script import ArrayPart, command_tail, escape_pattern, interpreter, render_job
 
     experiment = loaded.experiment
     site = load_site(experiment.slurm.site)

@@ -165,7 +165,7 @@ def render_one(status: RunStatus) -> str:
 
 
 def _nodes(status: RunStatus) -> str:
-    from prime_hpc.slurm.client import compress_hosts
+    from prime_hpc.slurm.hostlist import compress_hosts
 
     by_hosts: dict[str, list[str]] = {}
     for label, hosts in status.nodes.items():

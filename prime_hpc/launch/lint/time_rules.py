@@ -10,9 +10,10 @@ from prime_hpc.config.engine_groups import ready_timeout_s
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate.step_time import pace
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
-from prime_hpc.slurm.options import format_time, key_of, parse_time_s, split_names
+from prime_hpc.slurm.options import key_of, split_names
 from prime_hpc.slurm.placement import Component, Placement
 from prime_hpc.slurm.script import survive_how
+from prime_hpc.slurm.times import format_time, parse_time_s
 
 _STEPS = 2
 """Steps that a life of the job should manage."""

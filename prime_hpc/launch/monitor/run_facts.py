@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prime_hpc.store.run_dirs import ATTEMPTS, read_json, read_rows, read_submission
 
 if TYPE_CHECKING:
-    from prime_hpc.slurm.client import JobInfo
+    from prime_hpc.slurm.jobs import JobInfo
 
 UNDER_WAY = ("submitting", "pending", "starting", "running", "saving", "ending", "requeued")
 """States of a run that was started and has not ended."""

@@ -12,7 +12,7 @@ from prime_hpc.launch.monitor.run_progress import last_row_time
 from prime_hpc.store.run_dirs import by_hand
 
 if TYPE_CHECKING:
-    from prime_hpc.slurm.client import JobInfo
+    from prime_hpc.slurm.jobs import JobInfo
 
 QUIET_S = 60.0
 """A supervisor writes every few seconds; after so long without a word this is said."""

@@ -30,7 +30,8 @@ def ask_slurm(wanted: set[str], by_token: bool) -> Queue:
     """One squeue call (see `Ask`); trouble is part of the answer, never an exception."""
     if not wanted and not by_token:
         return Queue()
-    from prime_hpc.slurm.client import SlurmError, jobs
+    from prime_hpc.slurm.client import SlurmError
+    from prime_hpc.slurm.jobs import jobs
 
     asked = time.time()
     try:
@@ -133,7 +134,7 @@ def _ask_about(evidence: list[Evidence], ask: Ask) -> dict[str | None, Queue]:
 
 def _from_accounting(job_id: str) -> str:
     """What sacct knows of a job that left the queue, as the end of a sentence; empty without accounting."""
-    from prime_hpc.slurm.client import history
+    from prime_hpc.slurm.jobs import history
 
     lives = history(job_id)
     return f"; the accounting says {lives[-1].state}, exit code {lives[-1].exit_code}" if lives else ""

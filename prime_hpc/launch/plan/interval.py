@@ -13,7 +13,7 @@ from typing import Any
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate.step_time import Pace
-from prime_hpc.slurm.options import format_time
+from prime_hpc.slurm.times import format_time
 from prime_hpc.store.checkpoint.optimal_interval import (
     DAY_S,
     Events,

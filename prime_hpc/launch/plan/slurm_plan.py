@@ -27,9 +27,11 @@ from prime_hpc.launch.plan.local_plan import (
     steps_line,
 )
 from prime_hpc.launch.plan.restart_text import survive_words
-from prime_hpc.slurm.options import known_partitions, parse_time_s, resolve
+from prime_hpc.slurm.hostlist import index_ranges
+from prime_hpc.slurm.options import known_partitions, resolve
 from prime_hpc.slurm.placement import Placement, RoleGroup, across_nodes, choose_layout, place_slurm, placed_roles
 from prime_hpc.slurm.script import job_name, survive_how
+from prime_hpc.slurm.times import parse_time_s
 from prime_hpc.store.child_runs import PREFIX
 
 
@@ -248,14 +250,8 @@ def _gpus(roles: list[dict[str, Any]]) -> str:
     sets = list(dict.fromkeys(tuple(role["gpus"] or ()) for role in roles))
     if sets == [()]:
         return "cpu: no GPU is asked for"
-    shown = "GPUs " + " | ".join(_ranges(gpus) for gpus in sets[:8]) + (" ..." if len(sets) > 8 else "")
+    shown = "GPUs " + " | ".join(index_ranges(gpus) for gpus in sets[:8]) + (" ..." if len(sets) > 8 else "")
     return f"cuda: {shown}" if roles[0]["device"] == "cuda" else f"cpu: {shown} are asked for and left alone"
-
-
-def _ranges(gpus: tuple[int, ...]) -> str:
-    if len(gpus) > 2 and list(gpus) == list(range(gpus[0], gpus[-1] + 1)):
-        return f"{gpus[0]}-{gpus[-1]}"
-    return ",".join(map(str, gpus))
 
 
 def _memory_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:

@@ -13,7 +13,8 @@ from loguru import logger
 from prime_hpc.config import ConfigError
 from prime_hpc.config.site import has_accounting
 from prime_hpc.slurm.allocation import Allocation
-from prime_hpc.slurm.client import SlurmError, history, jobs, run_slurm
+from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.jobs import history, jobs
 from prime_hpc.slurm.termination import lost_hosts
 from prime_hpc.store.attempts import is_held, lives_elsewhere, read_attempts, rewrite_row
 from prime_hpc.store.layout import RunPaths

@@ -16,8 +16,8 @@ from prime_hpc.config import load_run
 from prime_hpc.config.sections.slurm import SurviveConfig
 from prime_hpc.config.site import read_site
 from prime_hpc.slurm.client import SlurmError
+from prime_hpc.slurm.options import Mode, resolve_mode
 from prime_hpc.slurm.requeue import leave_out, requeue
-from prime_hpc.slurm.requeue_mode import Mode, resolve_mode
 
 EXIT_AGAIN = 75
 """EX_TEMPFAIL (sysexits.h): the job's exit code when a successor, queued with afternotok, is to take over."""

@@ -18,8 +18,9 @@ from typing import Any
 
 from prime_hpc.runtime.role_context import ATTEMPT
 from prime_hpc.slurm.allocation import Allocation
-from prime_hpc.slurm.client import SlurmError, clean_environment, compress_hosts, run_slurm
+from prime_hpc.slurm.client import SlurmError, clean_environment, run_slurm
 from prime_hpc.slurm.containers import Container, one_node_srun
+from prime_hpc.slurm.hostlist import compress_hosts
 from prime_hpc.store.messaging.sockets import http_url
 from prime_hpc.supervisor.agent import Order
 from prime_hpc.supervisor.roles.process import Role
