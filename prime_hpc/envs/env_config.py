@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.envs.benchmarks.registry import BENCHMARKS
 from prime_hpc.envs.errors import EnvError
 
 BUNDLED: dict[str, str] = {
@@ -25,6 +26,12 @@ BUNDLED: dict[str, str] = {
     "reasoning-gym": "prime_hpc.envs.tasksets.reasoning_gym",
 }
 """Short names of the tasksets in `prime_hpc.envs.tasksets`; they win over an installed package of the same name."""
+BENCHMARK_TASKSETS = {
+    "math": "prime_hpc.envs.tasksets.math_questions",
+    "choice": "prime_hpc.envs.tasksets.choices",
+    "code": "prime_hpc.envs.tasksets.code_problems",
+}
+"""Kind of a benchmark -> the taskset that plays it; benchmarks' names are short names too."""
 
 HARNESS_MODULE = "prime_hpc.envs.harness"
 LEGACY_TASKSET = "prime_hpc.envs.legacy.taskset"
@@ -51,6 +58,8 @@ class FoundTaskset:
     ident: str
     legacy: ModuleType | None = None
     """The package with `load_environment` that the taskset of this id plays; None: it is a v1 taskset itself."""
+    benchmark: str | None = None
+    """The benchmark that the taskset of this id plays."""
 
 
 def resolve_taskset(name: str) -> FoundTaskset:
@@ -65,7 +74,9 @@ def resolve_taskset(name: str) -> FoundTaskset:
     from prime_hpc.envs.legacy.loading import is_legacy
     from prime_hpc.envs.legacy.surface import install
 
-    bundled = BUNDLED.get(name.replace("_", "-").lower())
+    short = name.replace("_", "-").lower()
+    benchmark = BENCHMARKS.get(short)
+    bundled = BENCHMARK_TASKSETS[benchmark.kind] if benchmark is not None else BUNDLED.get(short)
     if bundled is None:
         install()
     try:
@@ -91,7 +102,7 @@ def resolve_taskset(name: str) -> FoundTaskset:
         raise EnvError(
             f"module {name!r} is not a verifiers v1 taskset: {error}. It has no `load_environment` function either"
         ) from error
-    return FoundTaskset(ident)
+    return FoundTaskset(ident, benchmark=benchmark.name if benchmark is not None else None)
 
 
 def _not_importable(name: str, error: ModuleNotFoundError) -> EnvError:
@@ -100,12 +111,13 @@ def _not_importable(name: str, error: ModuleNotFoundError) -> EnvError:
     module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
     if cause.name is not None and cause.name.split(".")[0] not in (module.split(".")[0], "verifiers"):
         return EnvError(f"taskset {name!r} needs the Python module {cause.name!r}: pip install {cause.name}")
-    known = [*BUNDLED, *_verifiers_tasksets()]
+    known = [*BUNDLED, *BENCHMARKS, *_verifiers_tasksets()]
     nearest = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return EnvError(
         f"taskset {name!r} is not installed: no bundled taskset has this name and no module {module!r} can be "
-        f"imported.{hint} Bundled: {', '.join(BUNDLED)}. To use another one, install it into this Python, e.g. "
+        f"imported.{hint} Bundled: {', '.join([*BUNDLED, *BENCHMARKS])}. To use another one, install it "
+        "into this Python, e.g. "
         f"`{sys.executable} -m pip install {name.rsplit('/', 1)[-1]}` or `-m pip install -e path/to/it`"
     )
 
@@ -138,7 +150,8 @@ def build_env_config(config: EnvConfig, split: str, seed: int) -> Any:
         config, legacy = _legacy_taskset(config, found.legacy, split)
         taskset = {"id": ident, **legacy}
     else:
-        taskset = {"id": ident, **revealed(config.args)}
+        preset = {} if found.benchmark is None else {"benchmark": found.benchmark}
+        taskset = {"id": ident, **preset, **revealed(config.args)}
         for name, value in (("split", split), ("seed", seed)):
             if name in arguments:
                 taskset.setdefault(name, value)

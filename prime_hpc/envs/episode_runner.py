@@ -20,6 +20,7 @@ from prime_hpc.envs.chat_client import ChatClient
 from prime_hpc.envs.env_config import harness_is_in_process
 from prime_hpc.envs.interception import PolicyInterception
 from prime_hpc.envs.lazy_runtime import lazy_box
+from prime_hpc.envs.math_answers import use_on_threads
 from prime_hpc.envs.model_client import PolicyClient
 from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.envs.samples import EpisodeResult, episode_result
@@ -142,6 +143,7 @@ class Engine:
     def __init__(self, sources: Sequence[EnvSource], target: PolicyTarget, renderer: PromptRenderer | None) -> None:
         """`renderer` may be missing where an API is asked, which does that itself."""
         take_shortcuts()
+        use_on_threads()
 
         def client(url: str) -> PolicyClient | ChatClient:
             if target.chat is not None:

@@ -1,0 +1,124 @@
+"""Run a program that a model wrote: a process of its own with limits, none of our environment, no network if possible.
+
+The limits bound accidents and the usual mischief of generated code. They are no prison: the process runs as this user
+and can read what the user can read, which is why tasks that come here ask for `allow_code_execution`. The child's part
+is `sandboxed_child.py`, which shuts itself in before it looks at the program.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+CHILD = Path(__file__).with_name("sandboxed_child.py")
+GRACE_S = 1.0
+"""Of wall-clock time beyond the limit, for the interpreter to start and end."""
+MOST_OUTPUT = 1 << 20
+"""Bytes of a program's output that are read."""
+
+_SLOTS = threading.BoundedSemaphore(max(1, os.cpu_count() or 1))
+"""As many programs at once as there are cores: their time limits are meant for a core each."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one program."""
+
+    seconds: float = 5.0
+    memory_mib: int = 1024
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended."""
+
+    passed: bool
+    """It ran to its end: not by an exception, an exit of its own, a signal or a limit."""
+    reason: str
+    """`passed`, `timed out`, or `failed: ...`."""
+    output: str
+    """What it printed."""
+    without_network: bool
+
+
+async def run_program(program: str, limits: Limits, *, stdin: str = "", may_exit: bool = False) -> Outcome:
+    """`run_program_here` on a thread that waits for it."""
+    return await asyncio.to_thread(run_program_here, program, limits, stdin=stdin, may_exit=may_exit)
+
+
+def run_program_here(program: str, limits: Limits, *, stdin: str = "", may_exit: bool = False) -> Outcome:
+    """Run a Python program to its end or its limit.
+
+    It has passed only if the child says so with a word that it alone was told: a program that ends the process by
+    itself, before its checks, has not.
+
+    Args:
+        program: the source.
+        limits: of time and memory.
+        stdin: what it reads.
+        may_exit: whether `sys.exit(0)` is an end like any other.
+    """
+    word = secrets.token_hex(16)
+    with _SLOTS, tempfile.TemporaryDirectory(prefix="prime-hpc-code-") as folder:
+        verdict_read, verdict_write = os.pipe()
+        os.set_blocking(verdict_read, False)  # what the program has started may hold the other end open
+        order = {"program": program, "word": word, "may_exit": may_exit}
+        order |= {"seconds": limits.seconds, "memory_mib": limits.memory_mib}
+        order_path = Path(folder, "order.json")
+        order_path.write_text(json.dumps(order | {"verdict": verdict_write}), encoding="utf-8")
+        out_path, in_path = Path(folder, "out"), Path(folder, "in")
+        in_path.write_text(stdin, encoding="utf-8", errors="surrogatepass")
+        try:
+            with in_path.open("rb") as source, out_path.open("wb") as sink:
+                child = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(CHILD), str(order_path)],
+                    stdin=source,
+                    stdout=sink,
+                    stderr=subprocess.DEVNULL,
+                    cwd=folder,
+                    env={"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"},
+                    pass_fds=(verdict_write,),
+                    start_new_session=True,
+                )
+                os.close(verdict_write)
+                timed_out = _wait(child, limits.seconds + GRACE_S)
+            said = "" if timed_out else _read(verdict_read)
+        finally:
+            os.close(verdict_read)
+        with out_path.open("rb") as file:
+            output = file.read(MOST_OUTPUT).decode(errors="replace")
+    if timed_out or child.returncode in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
+        return Outcome(False, "timed out", output, False)
+    if said.startswith(word):
+        flag, _, reason = said.removeprefix(word).partition(" ")
+        return Outcome(reason == "passed", reason, output, flag == "0")
+    return Outcome(False, f"failed: it ended by itself (exit code {child.returncode})", output, False)
+
+
+def _read(pipe: int) -> str:
+    try:
+        return os.read(pipe, 4096).decode(errors="replace")
+    except BlockingIOError:
+        return ""
+
+
+def _wait(child: "subprocess.Popen[bytes]", seconds: float) -> bool:
+    """Wait for the end and kill what the program has left behind; whether the limit ended it."""
+    try:
+        child.wait(timeout=seconds)
+        return False
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        try:
+            os.killpg(child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # the whole group is gone already
+        child.wait()

