@@ -141,7 +141,7 @@ class Experiment(Section):
             return values
         stated = values.get("eval")
         client = stated.get("client") if isinstance(stated, dict) else getattr(stated, "client", None)
-        return values if client is not None else {**values, "inference": {}}
+        return values if client is not None else {**values, "inference": {"server": {"port": 0}}}
 
     @model_validator(mode="after")
     def _consistent(self) -> "Experiment":

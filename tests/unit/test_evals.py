@@ -253,3 +253,9 @@ def test_seq_len_and_adapters_follow_from_the_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no step 4; there are 3"):
         for_evaluation(load_experiment(argv, "eval", {}))
     assert for_evaluation(load_experiment([*argv, "--steps", "3"], "eval", {})).experiment.seq_len == 200
+
+
+def test_engines_of_its_own_take_a_free_port() -> None:
+    alone = experiment()
+    assert alone.inference is not None and alone.inference.server.port == 0
+    assert experiment("--client.port", "8001").inference is None

@@ -11,6 +11,8 @@ from prime_hpc.cli.common import load, print_json, refuse_unknown, take_flags
 from prime_hpc.config.errors import ConfigError
 
 COMPARE = "--compare"
+_SAYS_WHERE = ("inference", "eval.client")
+"""Keys that say which servers are meant."""
 USAGE = "eval --compare RUN_A[@STEP] RUN_B[@STEP] [--json]"
 
 
@@ -20,6 +22,11 @@ def run(argv: list[str], program: str) -> int:
     if COMPARE in given:
         return _compare(rest, "--json" in given)
     loaded = load(rest, "eval", program)
+    if not any(key.startswith(_SAYS_WHERE) for key in loaded.provenance) and not loaded.experiment.clean:
+        url = _own_server(loaded.experiment.model.name)
+        if url is not None:
+            print(f"{program}: {url} serves {loaded.experiment.model.name}: attached (--inference starts another)")
+            loaded = load([*rest, "--client.base-url", url], "eval", program)
     from prime_hpc import launch
 
     if "--json" not in given:
@@ -29,6 +36,27 @@ def run(argv: list[str], program: str) -> int:
     if path.is_file():
         print_json(json.loads(path.read_text(encoding="utf-8")))
     return code
+
+
+def _own_server(model: str) -> str | None:
+    """The server that this user has started here by hand (`inference`), where it serves this model."""
+    from urllib.error import URLError
+    from urllib.request import ProxyHandler, Request, build_opener
+
+    from prime_hpc.client.keys import find_key
+    from prime_hpc.config.sections.inference import DEFAULT_PORT
+
+    url = f"http://127.0.0.1:{DEFAULT_PORT}/v1"
+    key = find_key(url)
+    if key is None:
+        return None
+    try:
+        opener = build_opener(ProxyHandler({}))  # a proxy must not catch what stays on this machine
+        with opener.open(Request(f"{url}/models", headers={"Authorization": f"Bearer {key}"}), timeout=2) as answer:
+            served = {row["id"] for row in json.load(answer)["data"]}
+    except (URLError, OSError, ValueError, KeyError, TypeError):
+        return None
+    return url if model in served else None
 
 
 def _with_stdout_aside(call):  # type: ignore[no-untyped-def]
