@@ -114,7 +114,7 @@ def summarize(
             for env in config.environments
         }
         rows.append({"step": version.step, "label": version.label, "environments": environments})
-    return {
+    found = {
         "schema": SCHEMA,
         "model": model,
         "settings": dict(settings),
@@ -124,6 +124,7 @@ def summarize(
         "counting": "timeouts are reward 0, failed episodes are left out",
         "versions": rows,
     }
+    return found | {"too_many_failed": too_many_failed(found, config.max_failed_share)}
 
 
 def table(summary: Mapping[str, Any]) -> list[str]:
@@ -202,3 +203,12 @@ def too_many_failed(summary: Mapping[str, Any], max_share: float) -> list[str]:
                 kinds = ", ".join(f"{kind} x{count}" for kind, count in env["failures"].items())
                 found.append(f"{version['label']}, {name}: {env['num_failed']} of {env['num_episodes']} ({kinds})")
     return found
+
+
+def ended_badly(run_dir: Path) -> list[str]:
+    """What a finished evaluation says of episodes that failed too often; [] where it says nothing."""
+    path = run_dir / RESULTS / SUMMARY
+    try:
+        return list(json.loads(path.read_text(encoding="utf-8"))["too_many_failed"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []

@@ -19,6 +19,7 @@ from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, EngineRole, e
 from prime_hpc.config.secret import Secret, revealed
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import read_site
+from prime_hpc.evals.summary import ended_badly
 from prime_hpc.observe.bench import tables as bench_tables
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
@@ -161,6 +162,10 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
     is_bench = experiment.trainer.bench or experiment.orchestrator.bench
     for line in bench_tables(run_dir) if is_bench else write_report(run_dir, experiment.name, experiment.kind):
         logger.info(line)
+    if code == 0 and not experiment.trains and (failed := ended_badly(run_dir)):
+        # not the run's own failure, after which a job would come back: it is complete, and says little
+        logger.error(f"the scores leave too many failed episodes out: {'; '.join(failed)}")
+        code = 1
     return code if allocation is None else _come_back(experiment, run_dir, allocation, code)
 
 
