@@ -91,3 +91,10 @@ def test_recipes_lead_to_what_they_promise(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "prime-hpc hello: 1 arguments" in done.stdout
     assert "#SBATCH --core-spec=2" in done.stdout
+
+
+def test_the_recipe_of_a_layout_names_every_place_that_asks_for_one_by_name() -> None:
+    asks = re.compile(r"\blayout (?:==|!=|in|not in) ")
+    sources = {path: path.read_text(encoding="utf-8") for path in (CHECKOUT / "prime_hpc").rglob("*.py")}
+    places = [path.relative_to(CHECKOUT).as_posix() for path, text in sources.items() if asks.search(text)]
+    assert not [place for place in places if place not in recipe("A layout")]
