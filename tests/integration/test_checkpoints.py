@@ -33,6 +33,7 @@ from tests.integration.test_trainer import (
 )
 from tests.support import forked
 from tests.support.runs import wait_until
+from tests.support.sampled import sampled
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -103,7 +104,7 @@ def test_background_saves_hold_what_synchronous_ones_do(tmp_path: Path, model: P
     assert checkpoints(paths) == [7]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", sampled([4, 1], 2))
 def test_another_number_of_ranks_goes_on(tmp_path: Path, model: Path, uninterrupted: RunPaths, num_ranks: int) -> None:
     trainer = TRAINER | {"num_ranks": num_ranks}
     ckpt = {"resume_step": str(uninterrupted.checkpoint_step(4))}

@@ -186,7 +186,8 @@ def test_killed_server_is_restarted_and_a_killed_rank_ends_the_run(work: Path) -
     wait_until(lambda: not any(members(run_dir, r) for r in ("inference", "trainer", "orchestrator")), 10, "all gone")
 
 
-@pytest.mark.parametrize("program", ["rl", pytest.param("submit", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("program", ["rl", "submit"])
 def test_interrupt_ends_everything(work: Path, server: str, program: str) -> None:
     name = f"interrupted-{program}"
     run_dir, log = work / name, work / f"{name}.log"

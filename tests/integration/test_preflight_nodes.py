@@ -242,6 +242,7 @@ def test_an_allreduce_is_measured_on_every_trainer_node(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_node_that_hangs_in_the_allreduce_is_named(tmp_path: Path) -> None:
     report = run_preflight(trainer_plan(tmp_path, 40), Nodes(spoiled("lambda gpus: time.sleep(600)")))
     assert set(report.bad) == {"b"}, report.lines()

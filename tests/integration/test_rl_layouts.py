@@ -27,6 +27,7 @@ def shapes(folder: Path) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_three_layouts_are_one_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.rl_layouts", str(tmp_path)],

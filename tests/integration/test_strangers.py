@@ -44,6 +44,7 @@ def visit(host: str, ports: list[int]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.exhaustive
 def test_another_user_gets_nothing_from_a_one_machine_run(tmp_path: Path) -> None:
     made = command("python", ROOT / "tools" / "make-starter", tmp_path / "starter")
     assert made.returncode == 0, made.stderr

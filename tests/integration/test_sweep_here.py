@@ -64,6 +64,7 @@ def test_a_failed_point_stops_no_other_and_runs_again_alone(folder: Path) -> Non
     assert [len(attempts(home / f"seed{seed}")) for seed in range(3)] == [1, 2, 1]
 
 
+@pytest.mark.exhaustive
 def test_interrupt_ends_what_runs_and_resume_takes_the_rest(folder: Path) -> None:
     path = folder / "long.yaml"
     path.write_text("experiment: exp.yaml\nseeds: 2\noverrides: {max_steps: 1000000}\n")

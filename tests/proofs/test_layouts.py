@@ -54,7 +54,7 @@ def wrong(errors: dict[str, float]) -> dict[str, float]:
     return {claim: error for claim, error in errors.items() if not error < bound_of(claim)}
 
 
-@pytest.mark.parametrize("name", sampled([f"{c.name} of {n}" for n, cs in ((2, OF_TWO), (4, OF_FOUR)) for c in cs], 3))
+@pytest.mark.parametrize("name", sampled([f"{c.name} of {n}" for n, cs in ((2, OF_TWO), (4, OF_FOUR)) for c in cs], 6))
 def test_a_layout_trains_like_one_process(errors: dict[str, dict[str, float]], name: str) -> None:
     assert wrong(errors[name]) == {}
 

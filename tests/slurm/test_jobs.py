@@ -120,6 +120,7 @@ def test_the_rendered_script_does_the_same_by_hand(cluster: Cluster, experiment:
     assert life["job_id"] == job
 
 
+@pytest.mark.exhaustive
 def test_preempted_it_saves_and_comes_back(cluster: Cluster, experiment: Path, undisturbed: Path) -> None:
     flags = ("--slurm.partition", "scavenge", "--ckpt.interval", 1000)
     job, run_dir = submit(cluster, experiment, "preempted", *flags)

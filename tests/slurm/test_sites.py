@@ -96,6 +96,7 @@ def test_a_run_is_found_again_where_comments_are_cleared(
     assert cluster.job(stranger)["JobState"] == "RUNNING"
 
 
+@pytest.mark.exhaustive
 def test_a_job_sent_with_export_none_runs(cluster: Cluster, experiment: Path) -> None:
     tree = yaml.safe_load(experiment.read_text())
     del tree["slurm"]["cpus_per_task"]
@@ -123,6 +124,7 @@ def test_a_requeue_keeps_what_its_user_excluded(cluster: Cluster) -> None:
 
 
 @pytest.mark.netns
+@pytest.mark.exhaustive
 def test_gpus_that_slurm_does_not_know(cluster: Cluster, experiment: Path, tmp_path: Path) -> None:
     """Whole nodes are given out, and the driver's device files say what they have.
 

@@ -58,6 +58,7 @@ def assert_it_went_on(job: pairs.Job, undisturbed: dict[int, float]) -> None:
     assert losses(job) == undisturbed
 
 
+@pytest.mark.exhaustive
 def test_a_shared_file_system_that_hangs_for_longer_than_every_deadline(
     site: pairs.Site, undisturbed: dict[int, float]
 ) -> None:

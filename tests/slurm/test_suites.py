@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import rows
+from tests.support.sampled import sampled
 from tests.support.slurm import DEVCLUSTER, SLURM_IS_MISSING, Cluster, ClusterError
 from tests.support.small_jobs import CLI, attempts, make_folder, sft, wait_for_step
 
@@ -62,7 +63,7 @@ def test_preempted_it_saves_and_comes_back(other: Cluster, folder: Path) -> None
     assert sorted(row["step"] for row in rows(run_dir, "trainer")) == list(range(1, 61))
 
 
-@pytest.mark.parametrize("partition", ["scavenge", "scavcancel"])
+@pytest.mark.parametrize("partition", sampled(["scavenge", "scavcancel"], 2))
 def test_scancel_is_no_preemption(other: Cluster, folder: Path, partition: str) -> None:
     """Where a preempted job comes back by requeue, and where by a successor that waits behind it."""
     job, run_dir = sft(other, folder, f"cancelled-{partition}", partition, 100_000)
@@ -73,6 +74,7 @@ def test_scancel_is_no_preemption(other: Cluster, folder: Path, partition: str) 
     assert (life["outcome"], life["cause"]) == ("interrupted", "cancelled (scancel)")
 
 
+@pytest.mark.exhaustive
 def test_requeued_by_hand_and_stopped(other: Cluster, folder: Path) -> None:
     job, run_dir = sft(other, folder, "requeued", "gpu", 100_000)
     wait_for_step(other, run_dir, 2)
@@ -87,10 +89,11 @@ def test_requeued_by_hand_and_stopped(other: Cluster, folder: Path) -> None:
     assert attempts(run_dir)[-1]["outcome"] == "stopped"
 
 
-@pytest.mark.parametrize("suite", [[], ["--suite", "sid"]], ids=["here", "sid"])
-def test_with_cgroups_a_gpu_that_was_not_asked_for_is_denied(suite: list[str]) -> None:
+@pytest.mark.parametrize("suite", sampled(["here", "sid"], 2))
+def test_with_cgroups_a_gpu_that_was_not_asked_for_is_denied(suite: str) -> None:
+    options = [] if suite == "here" else ["--suite", suite]
     try:
-        cluster = Cluster("--cgroup", "--gpu-nodes", "1", "--gpus", "2", *suite, num_nodes=1)
+        cluster = Cluster("--cgroup", "--gpu-nodes", "1", "--gpus", "2", *options, num_nodes=1)
     except ClusterError as error:
         if error.code == SLURM_IS_MISSING or "cannot be made here" in str(error):
             pytest.skip(str(error))

@@ -6,12 +6,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.support.sampled import sampled
 from tests.support.slurm import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -139,21 +141,25 @@ def test_array_of_six_two_at_a_time_and_the_failed_one_again(cluster: Cluster, f
     assert sweep(cluster, "submit", path)["sent"] == []
 
 
-def test_two_thousand_points_wait_and_are_cancelled(cluster: Cluster, folder: Path) -> None:
+@pytest.mark.parametrize("arrays", sampled([["0-39"], ["0-1000", "0-998"]], 2), ids=["one part", "two parts"])
+def test_many_points_wait_and_are_cancelled(cluster: Cluster, folder: Path, arrays: list[str]) -> None:
+    """In two parts: MaxArraySize of the dev cluster is 1001."""
+    num_points = sum(int(array.split("-")[1]) + 1 for array in arrays)
     fake = {"type": "fake", "batch_size": 2, "micro_batch_size": 2}
     later = {"partition": "all", "extra": {"begin": "now+1hour"}}
     experiment(folder, "later", kind="sft", seq_len=64, sft={"data": fake}, slurm=later)
-    path = write(folder / "many.yaml", {"experiment": "later.yaml", "seeds": 2000, "throttle": 3})
+    path = write(folder / f"many{num_points}.yaml", {"experiment": "later.yaml", "seeds": num_points, "throttle": 3})
     said = sweep(cluster, "submit", path)
-    assert len(said["sent"]) == 2000
-    first, second = said["parts"]
-    assert [first["array"], second["array"]] == ["0-1000", "0-998"], "MaxArraySize of the dev cluster is 1001"
-    assert second["after"] == [first["job_id"]]
-    assert list(states(cluster, path).values()) == ["pending"] * 2000
+    assert len(said["sent"]) == num_points
+    parts = said["parts"]
+    assert [part["array"] for part in parts] == arrays
+    assert all(after["after"] == [before["job_id"]] for before, after in pairwise(parts))
+    assert list(states(cluster, path).values()) == ["pending"] * num_points
     assert sweep(cluster, "submit", path)["sent"] == []
-    assert sweep(cluster, "cancel", path) == {"waiting": 2000, "saved": 0, "ended": 0, "left": [], "done": True}
+    assert sweep(cluster, "cancel", path) == {"waiting": num_points, "saved": 0, "ended": 0, "left": [], "done": True}
     assert set(states(cluster, path).values()) == {"stopped"}
-    assert cluster.x(["squeue", "-h", "-j", f"{first['job_id']},{second['job_id']}", "-t", "pending"]).stdout == ""
+    jobs = ",".join(str(part["job_id"]) for part in parts)
+    assert cluster.x(["squeue", "-h", "-j", jobs, "-t", "pending"]).stdout == ""
 
 
 @pytest.mark.exhaustive
