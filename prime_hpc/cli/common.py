@@ -1,4 +1,4 @@
-"""What verbs share: own flags taken from a command line, and JSON on standard output."""
+"""Shared by the verbs: own flags taken from a command line, and JSON on standard output."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What could come next on a command line: the words that the completion scripts offer. Called by `completion`.
+"""Tab completion: the words that could come next on a command line.
 
 Verbs and their flags come from the table in `entrypoints.py`, the experiment's keys from the schema: both read as
 source, as the help pages are, so that pressing Tab does not import pydantic.
@@ -28,7 +28,7 @@ _ROLES = ("supervisor", "trainer", "orchestrator", "eval", "inference", "teacher
 
 @dataclass
 class Offer:
-    """What a shell may offer for the word under the cursor."""
+    """Words that a shell may offer for the word under the cursor."""
 
     words: list[tuple[str, str]] = field(default_factory=list)
     """(word, description)."""
@@ -38,7 +38,9 @@ class Offer:
     dirs: bool = False
 
     def text(self, prefix: str) -> str:
-        """What the scripts read: a line of directives, then a word a line, a tab before its description."""
+        """Return the text that the scripts read: a line of directives, then a word a line, a tab before its
+        description.
+        """
         kept = sorted({pair for pair in self.words if pair[0].startswith(prefix)})
         flags = {
             "files": self.files,
@@ -107,7 +109,7 @@ def split_line(line: str) -> list[str]:
 
 
 def complete(words: list[str], environ: Mapping[str, str] = os.environ) -> str:
-    """What to offer for the last word.
+    """List the words to offer for the last word.
 
     Args:
         words: of the command line from the program's name to the word under the cursor, which may be empty.
@@ -183,7 +185,7 @@ def _flags(verb: str, doc: VerbDoc, current: str) -> Offer:
 
 
 def _arguments(verb: str, before: list[str], environ: Mapping[str, str]) -> Offer:
-    """What is no flag: runs, config files, subcommands."""
+    """Offer what is no flag: runs, config files, subcommands."""
     given = [word for word in before if not word.startswith("-")]
     if verb in _RUN_VERBS:
         return Offer([(name, "") for name in run_names(environ)], dirs=True)

@@ -124,7 +124,7 @@ class InferenceClient:
         self._http.base_url = self.base_url
 
     async def health(self) -> bool:
-        """Whether the server answers and its engines live. Never raises."""
+        """Return whether the server answers and its engines live. Never raises."""
         try:
             return (await self._http.get("/health", timeout=5.0)).status_code == 200
         except httpx.HTTPError:

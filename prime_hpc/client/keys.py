@@ -28,7 +28,7 @@ _LISTENING = "0A"
 
 
 def key_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the servers that this user starts by hand on this machine leave their key."""
+    """Return the file in which servers that this user starts by hand on this machine leave their key."""
     cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "prime-hpc" / "keys" / f"{socket.gethostname()}.key"
 
@@ -106,7 +106,7 @@ def find_key(url: str, environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _is_own_listener(port: int) -> bool:
-    """Whether all who listen on a port of this machine are this user's; True where the kernel does not say."""
+    """Return whether all who listen on a port of this machine are this user's; True where the kernel does not say."""
     owners = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:

@@ -23,7 +23,7 @@ OWN = (
 
 
 def is_parent(experiment: Experiment) -> bool:
-    """Whether its trainer trains many runs."""
+    """Return whether its trainer trains many runs."""
     return experiment.trainer.max_concurrent_runs > 1
 
 
@@ -78,7 +78,7 @@ def _differences(parent: Experiment, child: Experiment) -> list[tuple[str, Any, 
 
 
 def _leaves(child: Any, parent: Any) -> list[tuple[str, Any, Any]]:
-    """Where two values differ, below a key: [] where they are equal."""
+    """List where two values differ, below a key: [] where they are equal."""
     if child == parent:
         return []
     if not hasattr(child, "model_dump") or type(child) is not type(parent):

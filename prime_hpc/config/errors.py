@@ -1,4 +1,4 @@
-"""What a user is told about a wrong config: where, which key, what is wrong, what was probably meant.
+"""Errors of a config as a user is told them: where, which key, what is wrong, what was probably meant.
 
 Raised by `sources`, `flags`, `files` and `snapshot`; printed by `prime_hpc.cli`, which then exits with code 2.
 """
@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was stated."""
+    """The place at which a value was stated."""
 
     source: Literal["default", "environment", "file", "command line"]
     """Which of the four sources, lowest precedence first."""

@@ -110,17 +110,17 @@ class Experiment(Section):
 
     @property
     def holds_secret(self) -> bool:
-        """Whether the tree states a key, a token or a password."""
+        """True if the tree states a key, a token or a password."""
         return any(True for _ in secrets_of(self))
 
     @property
     def samples(self) -> bool:
-        """Whether the run samples from engines: RL and `eval` always, SFT for evaluations in environments."""
+        """True if the run samples from engines: RL and `eval` always, SFT for evaluations in environments."""
         return self.kind in ("rl", "eval") or self.orchestrator.eval is not None
 
     @property
     def trains(self) -> bool:
-        """Whether the run has a trainer."""
+        """True if the run has a trainer."""
         return self.kind != "eval"
 
     @property
@@ -249,7 +249,7 @@ class Experiment(Section):
             )
 
     def _can_evaluate_alone(self) -> None:
-        """What `kind = eval` has is used, and replies leave room for a prompt."""
+        """Refuse settings of `kind = eval` that nothing uses, and replies leave room for a prompt."""
         if self.inference is not None and self.eval.client is not None:
             raise ValueError(
                 "eval.client attaches to servers that run, inference starts servers: leave one of them out"

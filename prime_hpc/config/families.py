@@ -93,7 +93,7 @@ class Family:
 
     @property
     def splits(self) -> bool | None:
-        """Whether tensor-parallel ranks can share it; None: nothing proves it."""
+        """True if tensor-parallel ranks can share it; None: nothing proves it."""
         return True if self.model_type in SPLIT else False if self.model_type in WHOLE else None
 
     @property
@@ -103,7 +103,7 @@ class Family:
 
     @property
     def refused(self) -> bool:
-        """Whether it cannot be trained at all."""
+        """True if it cannot be trained at all."""
         return self.rows == "refused"
 
     def rows_as(self, choice: Literal["auto", "packed", "single"]) -> Rows:

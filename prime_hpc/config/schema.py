@@ -55,7 +55,7 @@ class Node:
 
     @property
     def optional(self) -> bool:
-        """Whether the key may be null."""
+        """True if the key may be null."""
         return admits(self.annotation, type(None))
 
 
@@ -65,7 +65,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def admits(annotation: Any, kind: Any) -> bool:
-    """Whether a union has `kind` (a plain or generic type such as `list`) among its members."""
+    """Return whether a union has `kind` (a plain or generic type such as `list`) among its members."""
     return annotation is Any or any(m is kind or get_origin(m) is kind for m in members(annotation))
 
 

@@ -164,7 +164,9 @@ def _refuse_if_open_to_others(path: Path, about: os.stat_result) -> None:
 
 
 def names_secret(name: str) -> bool:
-    """Whether a key or an environment variable of this name holds a secret: `api_key`, `WANDB_API_KEY`, `HF_TOKEN`."""
+    """Return whether a key or an environment variable of this name holds a secret: `api_key`, `WANDB_API_KEY`,
+    `HF_TOKEN`.
+    """
     name = name.replace("-", "_")
     if _ABOUT.search(name):
         return False
@@ -172,7 +174,7 @@ def names_secret(name: str) -> bool:
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Whether a stated value is a secret, by its key's name, or as an address with a password in it."""
+    """Return whether a stated value is a secret, by its key's name, or as an address with a password in it."""
     return isinstance(value, str) and bool(value) and (names_secret(name) or bool(_URL_WITH_PASSWORD.search(value)))
 
 

@@ -30,7 +30,7 @@ GENERIC = SiteConfig(name="generic")
 
 
 def site_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Where profiles are looked for, first match wins."""
+    """List the folders in which profiles are looked for, first match wins."""
     named = [Path(p) for p in environ.get("PRIMEHPC_SITES", "").split(os.pathsep) if p]
     checkout = Path(__file__).resolve().parents[2] / "slurm" / "sites"
     return [*named, Path.home() / ".config" / "prime-hpc" / "sites", checkout]
@@ -107,7 +107,7 @@ def parse_site(path: Path) -> SiteConfig:
 
 
 def _problem(path: Path, detail: "ErrorDetails") -> Problem:
-    """What is wrong with one key, and the line that states it."""
+    """Describe what is wrong with one key, and the line that states it."""
     names = [str(part) for part in detail["loc"]]
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
@@ -146,7 +146,7 @@ def read_site(run_dir: Path) -> SiteConfig:
 
 
 def has_accounting(run_dir: Path) -> bool:
-    """Whether accounting answers where a run (or a sweep) was sent, as its profile says."""
+    """Return whether accounting answers where a run (or a sweep) was sent, as its profile says."""
     try:
         return read_site(run_dir).sacct
     except ConfigError:  # the file is damaged: to ask in vain costs nothing

@@ -37,7 +37,7 @@ _MAX_DIFF_BYTES = 1_000_000
 
 @dataclass
 class Shared:
-    """What the snapshots of many like experiments have in common, made once: a sweep writes thousands."""
+    """The common part of many like experiments' snapshots, made once: a sweep writes thousands."""
 
     lock: str
     """Text of every `lock.json`; with the working tree's diff it can be a megabyte."""
@@ -135,7 +135,7 @@ def read_experiment(path: Path) -> Experiment:
 
 
 def _view(tree: dict[str, Any], component: str) -> dict[str, Any] | None:
-    """What one role sees: the shared keys and its own section's (SFT: and the trainer's), None if it is off."""
+    """Return what one role sees: the shared keys and its own section's (SFT: and the trainer's), None if it is off."""
     own = tree[component]
     if own is None:
         return None
@@ -233,7 +233,7 @@ def _write_atomic(path: Path, text: str, sync: bool = True) -> None:
 
 
 def gather_lock(command: list[str]) -> dict[str, Any]:
-    """What a run was made with. Takes well under a second and imports nothing heavy.
+    """Collect what a run was made with. Takes well under a second and imports nothing heavy.
 
     Keys: `command`, `time` (UTC, ISO 8601), `host`, `cwd`, `python`, `executable`, `platform`, `packages`
     (name -> version), `git` (`sha`, `status`, `diff`, `diff_truncated`; null outside a checkout).

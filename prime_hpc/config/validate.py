@@ -67,7 +67,7 @@ def _shown(value: Any, path: tuple[str, ...] = ()) -> str:
 
 
 def origin_of(path: tuple[str, ...], provenance: dict[str, Origin]) -> Origin | None:
-    """Where the key, or the nearest key above it, was stated."""
+    """Find where the key, or the nearest key above it, was stated."""
     while path:
         if origin := provenance.get(".".join(path)):
             return origin
@@ -83,7 +83,7 @@ def _stated_at(message: str, provenance: dict[str, Origin]) -> str:
 
 
 def check_complete(experiment: Experiment, entrypoint: str, provenance: dict[str, Origin]) -> None:
-    """What an entrypoint cannot run without, though the tree may lack it. Raises ConfigError."""
+    """Refuse an experiment that lacks what an entrypoint cannot run without. Raises ConfigError."""
     if experiment.kind == "rl" and entrypoint in ("rl", "submit", "plan", "orchestrator"):
         brings_none = experiment.trainer.max_concurrent_runs > 1 and entrypoint != "orchestrator"  # its runs do
         if not experiment.orchestrator.env and not brings_none:

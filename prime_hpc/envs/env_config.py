@@ -237,6 +237,6 @@ def _explain(item: ErrorDetails, arguments: list[str], env_arguments: list[str])
 
 
 def harness_is_in_process(harness_type: type) -> bool:
-    """Whether a harness calls the model from this process, through `PolicyInterception.complete`."""
+    """Return whether a harness calls the model from this process, through `PolicyInterception.complete`."""
     module: ModuleType = importlib.import_module(HARNESS_MODULE)
     return issubclass(harness_type, module.InProcessHarness)

@@ -1,4 +1,4 @@
-"""What runs episodes: the environments' serving resources and the policy clients, on one event loop.
+"""Running episodes: the environments' serving resources and the policy clients, on one event loop.
 
 Made by `prime_hpc.envs.pool` inside its worker's loop. All coroutines here belong to that loop.
 """
@@ -115,7 +115,9 @@ class SourceEngine:
         return episode_result(episode, lambda node: versions.get(id(node.logprobs)), duration_s)
 
     def _is_plain(self) -> bool:
-        """Whether an episode is nothing but one agent's run, here: no own Env, no retries, no deadlines of its own."""
+        """Return whether an episode is nothing but one agent's run, here: no own Env, no retries, no deadlines of its
+        own.
+        """
         config = self.source.env_config
         if type(self.env) is not SingleAgentEnv or {"retries", "timeout"} & set(self.source.config.env_args):
             return False

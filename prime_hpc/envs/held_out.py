@@ -25,12 +25,14 @@ SEEN = 2_000
 
 
 def is_one_list(one: Any, other: Any) -> bool:
-    """Whether two verifiers environment configs load the same tasks in the same order: split, seed, arguments."""
+    """Return whether two verifiers environment configs load the same tasks in the same order: split, seed,
+    arguments."""
     return one.taskset == other.taskset
 
 
 def content(task: Any) -> str:
-    """What a task is: its prompt and the fields that its taskset adds, without its number and where it runs."""
+    """Return a task's content: its prompt and the fields that its taskset adds, without its number and
+    where it runs."""
     from verifiers.v1.task import TaskData
 
     return task.data.model_dump_json(exclude=set(TaskData.model_fields) - {"prompt"})
@@ -65,7 +67,7 @@ def leave_out_trained(evaluated: Sequence["EnvSource"], trained: Sequence["EnvSo
 
 
 def _common(tasks: Sequence[Any], trained: "EnvSource") -> set[int]:
-    """Which of the tasks a training environment has. Most of its tasks are ruled out by their prompt alone."""
+    """Find which of the tasks a training environment has. Most of its tasks are ruled out by their prompt alone."""
     prompts = {_prompt(task) for task in tasks}
     wanted: dict[str, set[int]] = {}
     for index, task in enumerate(tasks):

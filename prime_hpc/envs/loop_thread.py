@@ -54,7 +54,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     async def responds(self, within_s: float) -> bool:
-        """Whether the loop runs a callback within so many seconds. Call from another loop."""
+        """Return whether the loop runs a callback within so many seconds. Call from another loop."""
         answered = threading.Event()
         try:
             self.loop.call_soon_threadsafe(answered.set)

@@ -52,7 +52,7 @@ class UnusableAnswerError(ProviderError):
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """What the engine said about one reply that the message graph has no place for."""
+    """Facts from the engine about one reply that the message graph has no place for."""
 
     logprobs: list[float]
     """The very list that the reply's graph node holds: it tells which node this is."""
@@ -261,6 +261,7 @@ def _first_choice(raw: bytes) -> dict[str, Any]:
 
 
 def _extends_reply(tail: list[Message]) -> bool:
-    """Whether new messages can follow a sampled reply as they are: tool results, then at most one user message."""
+    """Return whether new messages can follow a sampled reply as they are: tool results, then at most one user
+    message."""
     roles = [message.role for message in tail]
     return bool(roles) and all(role == "tool" for role in roles[:-1]) and roles[-1] in ("tool", "user")

@@ -28,7 +28,7 @@ from prime_hpc.runtime.event_loops import loop_time
 
 
 class SamplingParameters(Protocol):
-    """What is needed of a sampling section."""
+    """The part of a sampling section that is needed here."""
 
     def parameters(self) -> dict[str, Any]:
         """By vLLM's names."""

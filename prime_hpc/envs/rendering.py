@@ -223,7 +223,7 @@ def _agreeing(tokenizer: Any, names: Sequence[str], enable_thinking: bool) -> An
 
 
 def agrees_with_template(tokenizer: Any, renderer: Any, enable_thinking: bool) -> bool:
-    """Whether the renderer gives the chat template's prompts; true when there is no template to compare.
+    """Return whether the renderer gives the chat template's prompts; true when there is no template to compare.
 
     Compared are a first prompt, and where the template knows tools, one with tools, and one after a tool call and its
     result. In the past, empty think sections do not count: templates take out or leave what was sampled there, and a

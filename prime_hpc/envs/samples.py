@@ -280,7 +280,7 @@ def episode_result(episode: Any, versions_of: VersionsOf | None, duration_s: flo
 
 
 def _find_sample_problem(samples: Sequence[Sample]) -> Problem | None:
-    """What makes samples untrainable although the episode itself went well."""
+    """Find what makes samples untrainable although the episode itself went well."""
     if not samples:
         return Problem(EpisodeState.FAILED, "no sampled tokens", "EmptyEpisode")
     if not all(np.isfinite(sample.logprobs).all() for sample in samples):

@@ -1,4 +1,4 @@
-"""Where prompts come from: one verifiers taskset per environment, its tasks numbered 0, 1, 2 ... and split.
+"""Sources of prompts: one verifiers taskset per environment, its tasks numbered 0, 1, 2 ... and split.
 
 Made by `prime_hpc.envs.pool`; the orchestrator reads `name`, `ratio` and `num_tasks`.
 """
@@ -114,7 +114,7 @@ class EnvSource:
         return held_out if self._part == "eval" else total - held_out
 
     def _position(self, index: int) -> int:
-        """Where task `index` of this split stands in the taskset."""
+        """Return where task `index` of this split stands in the taskset."""
         if self._part is None:
             return index
         total = HOLD_OUT if isinstance(self._tasks, EndlessTasks) else len(self._tasks)

@@ -1,4 +1,4 @@
-"""What verifiers and pydantic look up anew for every episode, looked up once. Same results.
+"""Patches of verifiers and pydantic: look up once what they look up for every episode. Same results.
 
 Called by `prime_hpc.envs.episode_runner` before the first episode.
 """

@@ -29,7 +29,7 @@ COMPLETED, FAILED, TIMEOUT = "completed", "failed", "timeout"
 
 
 class Key(NamedTuple):
-    """Which episode."""
+    """Identity of an episode."""
 
     step: int
     env: str
@@ -72,7 +72,7 @@ class Record:
 
     @property
     def is_scored(self) -> bool:
-        """Whether it has a score."""
+        """True if it has a score."""
         return self.state != FAILED
 
 

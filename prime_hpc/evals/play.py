@@ -24,7 +24,7 @@ ENDLESS_TASKS = 128
 
 
 class Source(Protocol):
-    """What is needed of `envs.sources.EnvSource`."""
+    """The part of `envs.task_sources.EnvSource` that is needed here."""
 
     @property
     def name(self) -> str: ...
@@ -36,7 +36,7 @@ class Source(Protocol):
 
 
 class Pool(Protocol):
-    """What is needed of `envs.pool.EnvPool`."""
+    """The part of `envs.pool.EnvPool` that is needed here."""
 
     async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult: ...
 

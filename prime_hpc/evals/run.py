@@ -183,7 +183,7 @@ def _client(experiment: Experiment, url: str, key: str | None) -> InferenceClien
 
 
 async def _is_api(config: StandaloneClientConfig, urls: Sequence[str], key: str | None, loads: bool) -> bool:
-    """Whether the servers are no own ones; their models are asked for, so that a wrong key shows at once.
+    """Return whether the servers are no own ones; their models are asked for, so that a wrong key shows at once.
 
     Raises:
         EvalError: a server cannot be reached or refuses the key, or an API is to load versions.

@@ -1,4 +1,4 @@
-"""What decides how an episode ends, recorded beside the episodes: an evaluation goes on only with the same.
+"""Settings that decide how an episode ends, recorded beside the episodes: an evaluation goes on only with the same.
 
 Steps, numbers of tasks and of rollouts are not part of it: they may grow, and what is there counts. Login nodes import
 this.
@@ -47,7 +47,7 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
 
 
 def recorded(run_dir: Path) -> dict[str, Any] | None:
-    """What an evaluation's directory was begun with; None where it holds none.
+    """Read the settings that an evaluation's directory was begun with; None where it holds none.
 
     Raises:
         ConfigError: the file cannot be read.

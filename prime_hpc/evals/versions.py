@@ -1,4 +1,4 @@
-"""What is evaluated one after another: the base model, then versions of a run. Called by `main` and by `launch`."""
+"""Versions that are evaluated one after another: the base model, then those of a run."""
 
 import json
 from dataclasses import dataclass

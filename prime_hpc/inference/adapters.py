@@ -73,12 +73,12 @@ class AdapterService:
             self._models.registry.base_model_paths.append(self._of_base[name])
 
     def stands_for_base(self, name: str) -> bool:
-        """Whether `serve_base` was called for a name."""
+        """Return whether `serve_base` was called for a name."""
         return name in self._of_base
 
     @property
     def is_enabled(self) -> bool:
-        """Whether the engines were started for adapters."""
+        """True if the engines were started for adapters."""
         return self._config is not None
 
     def served(self, name: str) -> tuple[int, str] | None:

@@ -1,4 +1,4 @@
-"""What a weight version on disk must look like before an engine touches it. Called by `policy`.
+"""Checks of a weight version on disk, before an engine touches it.
 
 Reads headers only (a few kilobytes a file), so a version of any size is checked in milliseconds.
 """

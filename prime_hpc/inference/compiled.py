@@ -1,4 +1,5 @@
-"""What an engine compiles at its start, kept as one archive on a shared file system for the nodes that start later.
+"""Cache of what an engine compiles at its start, kept as one archive on a shared file system for the nodes that start
+later.
 
 Caches lie on the node (`supervisor.caches`): compilers write thousands of small files, and two nodes that compile into
 one directory disturb each other. So a fresh node compiles vLLM's graphs again, for minutes. With

@@ -169,7 +169,7 @@ def _end_on_signal() -> threading.Event:
 
 
 def _status(run_dir: Path, role: str, replica: int) -> Any:
-    """Where to report: the run's status file under a supervisor, nowhere when started by hand."""
+    """Return where to report: the run's status file under a supervisor, nowhere when started by hand."""
     if not any(name in os.environ for name in STATUS_VARIABLES):
         return _NoStatus()
     from prime_hpc.observe.role_status import RoleStatus

@@ -46,7 +46,7 @@ def _read(path: Path, buffer: memoryview) -> int:
 
 
 def _is_cached(fd: int, offset: int) -> bool:
-    """Whether a byte is in memory; False where that cannot be seen."""
+    """Return whether a byte is in memory; False where that cannot be seen."""
     try:
         return os.preadv(fd, [bytearray(_PROBE_BYTES)], offset, os.RWF_NOWAIT) == _PROBE_BYTES
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What must happen before vLLM is imported: package-name shim, scratch folder, environment.
+"""Preparations before vLLM is imported: package-name shim, scratch folder, environment.
 
 Called by `main` only. Nothing here imports vllm or torch.
 """

@@ -1,4 +1,4 @@
-"""Which policy version the engines hold, and how it changes while requests are in flight.
+"""The policy version that the engines hold, and its change while requests are in flight.
 
 One `PolicyService` lives in the API process; `routes` calls it. An update goes:
 

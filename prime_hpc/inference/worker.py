@@ -137,7 +137,9 @@ def _leave_as_it_is(layer: torch.nn.Module) -> None:
 
 
 def _packed_copies(model: torch.nn.Module) -> Packed:
-    """What vLLM's CPU kernels made of linear weights. Weakly: each may go as soon as there is a new one."""
+    """Packed copies of linear weights that vLLM's CPU kernels made. Weakly held: each may go as soon as there is a new
+    one.
+    """
     return {
         module: weakref.ref(vars(module)["cpu_linear"]) for module in model.modules() if "cpu_linear" in vars(module)
     }

@@ -1,4 +1,4 @@
-"""What can be seen to be wrong before anything starts: the model, the environments, the data, the disk.
+"""Checks before anything starts: the model, the environments, the data, the disk.
 
 Called by `prepare`. Every check names the key and the way out; all problems are reported at once.
 """
@@ -41,7 +41,7 @@ def check(loaded: Loaded, role: str | None = None) -> None:
 
 
 def _samples(experiment: Experiment, role: str | None) -> bool:
-    """Whether this run itself plays episodes: of a parent its runs do."""
+    """Return whether this run itself plays episodes: of a parent its runs do."""
     return experiment.samples and role in (None, "orchestrator") and not is_parent(experiment)
 
 
@@ -80,7 +80,7 @@ def trained_models(experiment: Experiment) -> list[Problem]:
 
 
 def _folder(name: str, key: str) -> list[Problem]:
-    """What a local model's directory lacks."""
+    """List what a local model's directory lacks."""
     folder = Path(name)
     if not folder.is_dir():
         return [Problem(f"{name!r} is not a directory (a hub name looks like owner/model)", key)]

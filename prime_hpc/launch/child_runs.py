@@ -25,7 +25,7 @@ _EXPERIMENTS = (".yaml", ".yml", ".toml")
 
 @dataclass(frozen=True)
 class Parent:
-    """Where children live."""
+    """The directory of child runs."""
 
     directory: Path
     experiment: Experiment

@@ -1,4 +1,5 @@
-"""What an evaluation's config leaves to what is on disk: the model's context, its versions and their adapters' rank.
+"""Parts of an evaluation's config that follow from what is on disk: the model's context, its versions and their
+adapters' rank.
 
 Called before anything is checked, planned or written; other kinds pass through unchanged.
 """

@@ -1,4 +1,4 @@
-"""What a job runs: the supervisor, as a submitit function on this machine or as a Slurm job's batch process.
+"""Entry point of a job: the supervisor, as a submitit function on this machine or as a Slurm job's batch process.
 
     python -m prime_hpc.launch.job RUN_DIR [-- EXPERIMENT_FILE [--KEY VALUE ...]]
     python -m prime_hpc.launch.job --point SWEEP_DIR INDEX
@@ -115,7 +115,7 @@ def _prepare(run_dir: Path, argv: list[str]) -> None:
 
 
 def _leave_result(run_dir: Path, code: int) -> None:
-    """Where submitit looks for a job's result, so that `job.result()` works for a job of ours."""
+    """Write the result where submitit looks for it, so that `job.result()` works for a job of ours."""
     folder = run_dir / "logs" / "submitit"
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None or not folder.is_dir():

@@ -93,7 +93,7 @@ def _start(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-defi
 
 
 def changed_by_submitit() -> dict[str, str | None]:
-    """What submitit's LocalExecutor changes of the environment that a job inherits, as it is here.
+    """Return the variables that submitit's LocalExecutor changes for a job, as they are here.
 
     Only this is handed over: submitit keeps its arguments in a file.
     """
@@ -172,7 +172,8 @@ def run_role(loaded: Loaded, role: str) -> int:
 
 
 def _resume_by_hand(experiment: Experiment, run_dir: Path) -> dict[str, str]:
-    """Where an orchestrator that no supervisor starts goes on: after the step that the trainer by hand resumes from.
+    """Find where an orchestrator that no supervisor starts goes on: after the step that the trainer by hand resumes
+    from.
 
     Raises:
         ConfigError: there is no such checkpoint in this run's directory.

@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Ended:
-    """What became of a run that was to end."""
+    """Result of ending a run."""
 
     run_dir: str
     ended: bool
@@ -147,7 +147,7 @@ def _stop_and_wait(run_dir: Path, job_id: str | None, timeout_s: float, say: Say
 
 
 def _is_there(run_dir: Path, job_id: str) -> bool:
-    """Whether the job holds nodes, as far as can be told now."""
+    """Return whether the job holds nodes, as far as can be told now."""
     try:
         return any(info.job_id == job_id and info.is_active and not info.is_pending for info in jobs_of(run_dir))
     except SlurmError:

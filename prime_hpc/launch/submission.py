@@ -74,7 +74,7 @@ def submit(loaded: Loaded, *, follow: bool | None = None, dry_run: bool = False,
 
 
 def uses_slurm(experiment: Experiment, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether `submit` goes through Slurm: as `launch` says, or (`auto`) where an sbatch belongs to a cluster.
+    """Return whether `submit` goes through Slurm: as `launch` says, or (`auto`) where an sbatch belongs to a cluster.
 
     Raises:
         SlurmRefused: there is none, though the experiment is meant for one: it would run on the login node.
@@ -131,7 +131,7 @@ def _refuse(loaded: Loaded, made: Draft, *, quiet: bool) -> None:
 
 
 def unseen_by_others(run_dir: Path, num_nodes: int, mounts: Path = Path("/proc/mounts")) -> str | None:
-    """What speaks for a run directory that other nodes do not see, by its file system's type; None: nothing does."""
+    """Return why other nodes may not see a run directory, by its file system's type; None: nothing says so."""
     if num_nodes < 2:
         return None
     best, kind = "", ""

@@ -24,7 +24,7 @@ NUM_WARM = 1
 
 
 def bench_path(run_dir: Path, role: str) -> Path:
-    """Where a role's results lie."""
+    """Return where a role's results lie."""
     return run_dir / FOLDER / f"{role}.json"
 
 

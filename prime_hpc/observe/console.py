@@ -1,4 +1,4 @@
-"""What a person watches: one line a step, a progress display for the long waits.
+"""The console that a person watches: one line a step, a progress display for the long waits.
 
 Fed by the roles' own metrics files (the truth), driven by the supervisor's tick. It decides nothing.
 """
@@ -113,7 +113,7 @@ class Console:
             self._show_evaluation(row)
 
     def seconds(self) -> dict[str, float]:
-        """Where the trainer's time went: useful, waiting for rollouts, saving."""
+        """Split the trainer's time: useful, waiting for rollouts, saving."""
         return dict(self._seconds)
 
     def progress(self) -> dict[str, Any]:
@@ -122,8 +122,9 @@ class Console:
         return {"step": self._step, "max_steps": self._max_steps, name: values[-1] if values else None}
 
     def needs_s(self) -> float:
-        """What one more step and a save took at most lately, seconds: of a save all of it, also what went on in the
-        background, for at the end nothing else is waited for."""
+        """Return what one more step and a save took at most lately, in seconds: of a save all of it, also what went on
+        in the background, for at the end nothing else is waited for.
+        """
         return max(self._times, default=0.0) + self._longest_save
 
     def close(self) -> None:

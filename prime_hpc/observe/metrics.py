@@ -94,7 +94,8 @@ class MetricsWriter:
 
 
 def _has_credentials(wandb: Any) -> bool:
-    """Whether W&B itself finds a key: in the environment, in its settings, in ~/.netrc. Its server is not asked."""
+    """Return whether W&B itself finds a key: in the environment, in its settings, in ~/.netrc. Its server is not
+    asked."""
     try:
         return bool(wandb.login(verify=False, prompt=False))
     except TypeError:  # a version whose `login` always asks

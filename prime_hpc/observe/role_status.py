@@ -22,11 +22,11 @@ FILE_EVERY_S = 60.0
 
 
 class Ringer(Protocol):
-    """What status needs of `store.doorbell.Doorbell` (observe imports no room)."""
+    """The part that status needs of `store.doorbell.Doorbell` (observe imports no room)."""
 
     @property
     def connected(self) -> bool:
-        """Whether somebody hears it now."""
+        """True if somebody hears it now."""
 
     def ring(self, topic: str, /, **payload: Any) -> None:
         """Announce `payload` under `topic`."""

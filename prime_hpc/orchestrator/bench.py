@@ -32,7 +32,7 @@ def bench_paths(run_dir: Path) -> Iterator[RunPaths]:
 
 
 def batch_shape(ranks: Sequence[RankBatch]) -> list[dict[str, list[int]]]:
-    """What the trainer's bench needs to make a batch like this one: see `trainer.fake.RankShape`."""
+    """Return what the trainer's bench needs to make a batch like this one: see `trainer.data.fake.RankShape`."""
     return [
         {
             "lengths": np.diff(rank.seq_offsets).tolist(),

@@ -17,7 +17,7 @@ from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, EpisodeRunner
 
 
 class EvalSource(Protocol):
-    """What is needed of `envs.pool.EnvSource`."""
+    """The part of `envs.task_sources.EnvSource` that is needed here."""
 
     @property
     def name(self) -> str: ...

@@ -63,7 +63,7 @@ STALL_SLACK_S = 120.0
 
 @dataclass(frozen=True)
 class Parts:
-    """What `main` builds around the loop. `eval_pool` is None where evaluation is off."""
+    """The objects that `main` builds around the loop. `eval_pool` is None where evaluation is off."""
 
     paths: RunPaths
     train_pool: Any
@@ -448,7 +448,7 @@ class Orchestrator:
 
 
 def _longest_wait(row: dict[str, Any]) -> str:
-    """What the loop waited for most in this step."""
+    """Name what the loop waited for most in this step."""
     return max(("rollouts", "weights", "servers"), key=lambda reason: row[f"time/wait_{reason}"])
 
 

@@ -1,5 +1,5 @@
-"""What is counted between two batches, and the row of `metrics/orchestrator.jsonl` that it becomes. Pure but for the
-sample log's file. Fed by `loop`.
+"""Counts between two batches, and the row of `metrics/orchestrator.jsonl` that they become. Pure but for the sample
+log's file.
 """
 
 import json
@@ -129,7 +129,7 @@ def _env_metrics(scored: Sequence[ScoredGroup], env_names: Sequence[str]) -> dic
 
 
 def group_metrics(counts: GroupCounts) -> dict[str, int]:
-    """What happened to groups since the last batch."""
+    """Compute what happened to groups since the last batch."""
     return {
         "groups/opened": counts.opened,
         "groups/completed": counts.completed,

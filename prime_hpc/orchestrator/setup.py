@@ -1,4 +1,4 @@
-"""What an orchestrator is made of, built from the experiment tree: server urls and clients, the environments' pools.
+"""Parts of an orchestrator, built from the experiment tree: server urls and clients, the environments' pools.
 
 Called by `main` and by `loop`'s tests.
 """
@@ -78,7 +78,7 @@ def make_clients(exp: Experiment, urls: list[str]) -> list[InferenceClient]:
 def make_teacher(
     exp: Experiment, context: RoleContext, clients: Sequence[InferenceClient], pool: EnvPool, served_as: str
 ) -> Teacher | None:
-    """Who scores the policy's tokens for the configured algorithm; None where nobody need.
+    """Build the teacher of the configured algorithm; None where it needs none.
 
     Args:
         exp: the run's.

@@ -35,7 +35,7 @@ NOTHING = -1
 
 
 class Client(Protocol):
-    """What is needed of `client.InferenceClient`."""
+    """The part of `client.InferenceClient` that is needed here."""
 
     def move(self, base_url: str) -> None:
         """Ask there from now on."""
@@ -44,10 +44,10 @@ class Client(Protocol):
         """Until the server answers."""
 
     async def health(self) -> bool:
-        """Whether it answers."""
+        """Return whether it answers."""
 
     async def policy_version(self, name: str) -> int:
-        """What it serves."""
+        """Return the version that it serves."""
 
     async def update_weights(self, path: Path, version: int, name: str) -> dict[str, Any]:
         """Load a version."""

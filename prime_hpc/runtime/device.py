@@ -25,7 +25,7 @@ class DeviceError(ValueError):
 
 @dataclass(frozen=True)
 class Device:
-    """What one process computes on."""
+    """The device of one process."""
 
     type: Literal["cuda", "cpu"]
     num_gpus: int | None = None
@@ -40,7 +40,8 @@ class Device:
 
 
 def planned_device(stated: Stated = "auto", environ: Mapping[str, str] = os.environ) -> Device:
-    """What this process was given: by whoever started it, else (started by hand) by the config, else by what is there.
+    """Return the device of this process: given by whoever started it, else (started by hand) by the config, else by
+    what is there.
 
     Args:
         stated: `device` of the experiment.

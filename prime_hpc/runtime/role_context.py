@@ -1,4 +1,4 @@
-"""What a role process knows about the attempt it belongs to. Every role's main reads it first.
+"""Facts of the attempt that a role process belongs to. Every role's main reads them first.
 
 The supervisor writes these facts into the environment of the roles it starts (`role_environment`);
 a role started by hand finds none of them and gets the defaults.
@@ -41,13 +41,14 @@ class RoleContext:
 
     @property
     def doorbell_incarnation(self) -> int | None:
-        """What its messages state: a child's lives are counted apart from those of the hub."""
+        """The incarnation that its messages state: a child's lives are counted apart from those of the hub."""
         return None if self.run else self.incarnation
 
     @property
     def doorbell_run(self) -> str:
-        """Whose topics are its own on a doorbell that several runs share: those of this life of its run. What was
-        announced in an earlier life is kept there for as long as the hub lives, and holds no longer."""
+        """The run whose topics are its own on a doorbell that several runs share: those of this life of its run. What
+        was announced in an earlier life is kept there for as long as the hub lives, and holds no longer.
+        """
         return f"{self.run}/{self.incarnation}" if self.run else ""
 
     @property

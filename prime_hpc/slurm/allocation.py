@@ -1,4 +1,5 @@
-"""What Slurm gave to this job: its id, its nodes by component, when it ends. Read once by the supervisor.
+"""The allocation that Slurm gave to this job: its id, its nodes by component, when it ends. Read once by the
+supervisor.
 
 Variables as Slurm sets them in the batch step (sbatch(1), heterogeneous_jobs): a het job states each component's nodes
 under `SLURM_JOB_NODELIST_HET_GROUP_<i>`, a homogeneous one its only list under `SLURM_JOB_NODELIST`.
@@ -38,7 +39,7 @@ class Allocation:
 
     @property
     def is_het(self) -> bool:
-        """Whether srun must be told the component."""
+        """True if srun must be told the component."""
         return len(self.hosts) > 1
 
     @property

@@ -47,22 +47,22 @@ class SlurmError(RuntimeError):
 
     @property
     def is_missing(self) -> bool:
-        """Whether the command is not installed here."""
+        """True if the command is not installed here."""
         return self.code is None and "not found" in self.stderr
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether nobody can tell what Slurm would have said: no command, no answer, no controller."""
+        """True if nobody can tell what Slurm would have said: no command, no answer, no controller."""
         return self.code is None or any(re.search(pattern, self.stderr, re.I) for pattern, _ in _UNREACHABLE)
 
     @property
     def is_unknown_job(self) -> bool:
-        """Whether Slurm answered that it knows no such job (any more)."""
+        """True if Slurm answered that it knows no such job (any more)."""
         return self.code is not None and "invalid job id" in self.stderr.lower()
 
     @property
     def advice(self) -> str:
-        """What to do about it; empty where Slurm's own words say it."""
+        """Advice on what to do about it; empty where Slurm's own words say it."""
         if self.is_missing:
             return "load the site's Slurm module, or start the run on this machine with --launch local"
         if self.code is None:
@@ -151,7 +151,7 @@ def run_slurm(
 
 
 def _die_with_parent() -> Callable[[], None]:
-    """What a child calls between fork and exec; all that it needs is loaded beforehand."""
+    """Return what a child calls between fork and exec; all that it needs is loaded beforehand."""
     import ctypes
 
     libc = ctypes.CDLL(None)

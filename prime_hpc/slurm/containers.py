@@ -50,7 +50,7 @@ class Container:
         return []
 
     def command(self) -> list[str]:
-        """What srun starts up to the arguments of Python."""
+        """Build the command that srun starts, up to the arguments of Python."""
         if self.config.runtime != "apptainer":
             return [self.config.python]
         binds = [token for mount in self.mounts for token in ("--bind", mount)]

@@ -42,7 +42,7 @@ _OUTCOMES = {
 
 
 def submitit_folder(directory: Path) -> Path:
-    """Where submitit keeps its files of a run."""
+    """Return the folder in which submitit keeps its files of a run."""
     return directory / SUBMITIT_FOLDER
 
 
@@ -83,7 +83,7 @@ class RunWatcher(slurm.SlurmInfoWatcher):
         self._finished |= {job_id for job_id in open_jobs if self.is_done(job_id, mode="cache")}
 
     def is_done(self, job_id: str, mode: str = "standard") -> bool:
-        """Whether the job has ended, preempted ones too (one that is requeued is not PREEMPTED but PENDING)."""
+        """Return whether the job has ended, preempted ones too (one that is requeued is not PREEMPTED but PENDING)."""
         return self.get_state(job_id, mode=mode).upper() in (*ENDED, LOST)
 
 
@@ -115,7 +115,7 @@ class RunPaths(utils.JobPaths):
 
     @property
     def result_pickle(self) -> Path:
-        """Where the job leaves its exit code; submitit's name for it, but nothing in it is unpickled."""
+        """The file in which the job leaves its exit code; submitit's name for it, but nothing in it is unpickled."""
         return super().result_pickle.with_suffix(".json")
 
 

@@ -1,4 +1,4 @@
-"""Which of a node's GPUs each role gets where several share it, and what a role's environment says of its own."""
+"""Split a node's GPUs among the roles that share it, and tell each by its environment."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -51,7 +51,7 @@ def at_positions(positions: Sequence[int], visible: Sequence[str], key: str) -> 
 
 
 def gpu_environment(gpus: Sequence[str], environ: Mapping[str, str], *, trains: bool = False) -> dict[str, str]:
-    """What a role's environment says of its GPUs; [] is the CPU.
+    """Return the variables that name a role's GPUs; [] is the CPU.
 
     Args:
         gpus: as CUDA_VISIBLE_DEVICES takes them.

@@ -68,12 +68,12 @@ class JobInfo:
 
     @property
     def is_active(self) -> bool:
-        """Whether it waits, runs or is about to end."""
+        """True if it waits, runs or is about to end."""
         return self.state not in ENDED
 
     @property
     def is_pending(self) -> bool:
-        """Whether it holds no node yet."""
+        """True if it holds no node yet."""
         return self.state in _PENDING
 
     @property
@@ -105,7 +105,7 @@ def token_of(comment: str) -> str | None:
 def jobs(
     ids: Iterable[str] | None = None, timeout_s: float = TIMEOUT_S, *, of_others: bool = False
 ) -> dict[str, JobInfo]:
-    """What the controller remembers of jobs: waiting, running, and ended in the last minutes.
+    """Ask the controller about jobs: waiting, running, and ended in the last minutes.
 
     Args:
         ids: job ids (`12`; of an array `12` or `12_3`); None: all jobs of this user.

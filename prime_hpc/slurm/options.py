@@ -34,7 +34,7 @@ _MEM = re.compile(r"^(\d+)([KMGT]?)B?$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class RoleOptions:
-    """What one role asks of its nodes."""
+    """Options of one role's nodes."""
 
     role: SlurmRole
     options: Options

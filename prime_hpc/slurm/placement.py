@@ -1,4 +1,4 @@
-"""Which role runs on which nodes of a Slurm job: a pure function of the experiment and the site profile.
+"""Placement of the roles on the nodes of a Slurm job: a pure function of the experiment and the site profile.
 
 `launch` renders the job from it (`components`), the supervisor starts the roles by it (`groups`) once Slurm has named
 the nodes. Nothing here asks the machine or the cluster anything.
@@ -109,7 +109,7 @@ def place_slurm(experiment: Experiment, site: SiteConfig) -> Placement:
 
 
 def _device(experiment: Experiment, site: SiteConfig, group: RoleGroup) -> Literal["cuda", "cpu"]:
-    """What a role computes on. `auto` is decided here, by the GPUs that the job asks for, and nowhere else.
+    """Decide a role's device. `auto` is decided here, by the GPUs that the job asks for, and nowhere else.
 
     Raises:
         ConfigError: `device` is cuda and the role's nodes have no GPU.
@@ -125,12 +125,12 @@ def _device(experiment: Experiment, site: SiteConfig, group: RoleGroup) -> Liter
 
 
 def stated_device(experiment: Experiment, site: SiteConfig) -> Literal["auto", "cuda", "cpu"]:
-    """What the experiment says of the device, else the site profile."""
+    """Return what the experiment says of the device, else the site profile."""
     return experiment.device if experiment.device != "auto" else site.device
 
 
 def computes_on_cpu(experiment: Experiment) -> bool:
-    """Whether the trainer's process group is gloo's by the config, which leaves GPUs alone."""
+    """Return whether the trainer's process group is gloo's by the config, which leaves GPUs alone."""
     return experiment.trainer.backend == "gloo"
 
 
@@ -399,7 +399,7 @@ def _inference(
 
 
 def across_nodes(experiment: Experiment, role: EngineRole = "inference") -> Literal["servers", "engine_group"]:
-    """What becomes of a replica whose engines do not fit one node."""
+    """Decide how to place a replica whose engines do not fit one node."""
     section = servers_of(experiment, role)
     if section.across_nodes != "auto":
         return section.across_nodes

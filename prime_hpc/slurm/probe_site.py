@@ -51,7 +51,7 @@ class NodeType:
 
 @dataclass
 class Answers:
-    """What Slurm said, parsed."""
+    """Slurm's answers, parsed."""
 
     config: dict[str, str]
     partitions: list[dict[str, str]]
@@ -137,12 +137,12 @@ def parse_gres(text: str) -> tuple[int, str | None]:
 
 
 def has_accounting(config: dict[str, str]) -> bool:
-    """Whether sacct can answer."""
+    """Return whether sacct can answer."""
     return config.get("AccountingStorageType", "") not in ("", "accounting_storage/none")
 
 
 def preempt_mode(row: dict[str, str], partitions: Iterable[dict[str, str]], config: dict[str, str]) -> str:
-    """What happens to a preempted job of a partition: off, requeue, cancel or suspend."""
+    """Return a partition's preempt mode: off, requeue, cancel or suspend."""
     kind = config.get("PreemptType", "preempt/none")
     modes = (row.get("PreemptMode") or config.get("PreemptMode") or "OFF").upper().split(",")
     mode = next((m for m in modes if m != "GANG"), "OFF")

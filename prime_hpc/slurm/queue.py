@@ -44,7 +44,7 @@ _AT_REST = ("completed", "failed", "stopped", "interrupted")
 
 @dataclass(frozen=True)
 class Draft:
-    """What would be submitted."""
+    """A submission before it is sent."""
 
     experiment: Experiment
     site: SiteConfig
@@ -120,7 +120,7 @@ def jobs_of(run_dir: Path) -> list[JobInfo]:
 
 
 def is_of_array(record: dict[str, Any]) -> bool:
-    """Whether a record is of a task of a job array: a point of a sweep."""
+    """Return whether a record is of a task of a job array: a point of a sweep."""
     return "_" in str(record.get("job_id")) or bool(record.get("array"))
 
 

@@ -108,7 +108,7 @@ def _hosts_of(text: str) -> list[str]:
 
 
 def _enough_without(job_id: str, exclude: Sequence[str], num_nodes: int) -> bool:
-    """Whether the partition has enough other nodes that are up: a job must not wait for ever for want of one."""
+    """Return whether the partition has enough other nodes that are up: a job must not wait for ever for want of one."""
     try:
         job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=SCONTROL_TIMEOUT_S)
         table = run_slurm(["sinfo", "-h", "-N", "-o", "%N %t", "-p", field(job, "Partition")], SCONTROL_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What Slurm says when it refuses a job, in terms of the config: its own words, the key to change, what there is.
+"""Slurm's refusals in terms of the config: its own words, the key to change, what there is.
 
 Called by `launch.slurm` and sweeps after a failed sbatch.
 """

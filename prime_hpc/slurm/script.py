@@ -157,7 +157,7 @@ def _comment(text: str) -> str:
 
 
 def _job_options(component: Component, experiment: Experiment, array: ArrayPart | None, run_dir: Path) -> Options:
-    """What the job as a whole is: only component 0 states it, except for the name."""
+    """Return the options of the job as a whole: only component 0 states it, except for the name."""
     options: Options = {"job-name": job_name(experiment)}
     if component.index:
         return options

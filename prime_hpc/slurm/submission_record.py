@@ -156,7 +156,7 @@ def _take(lock: Path, text: str) -> bool:
 
 
 def _is_held(lock: Path, text: str) -> bool:
-    """Whether the client that wrote this lock may still be at work."""
+    """Return whether the client that wrote this lock may still be at work."""
     try:
         holder = json.loads(text)
         host, pid, since = holder["host"], int(holder["pid"]), float(holder["time"])
@@ -202,7 +202,7 @@ def local_controller(run_dir: Path) -> int | None:
 
 
 def submission_environment(run_dir: Path, token: str) -> dict[str, str]:
-    """What sbatch is given, and hands on to the job, for `check_in`."""
+    """Return the variables that sbatch is given and hands on to the job, for `check_in`."""
     return {SUBMISSION_VARIABLE: f"{token} {run_dir}"}
 
 

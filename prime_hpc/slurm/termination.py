@@ -1,4 +1,4 @@
-"""What Slurm knows of an end: which nodes are lost, and what a SIGTERM inside a job means.
+"""Causes of a job's end as Slurm knows them: which nodes are lost, and what a SIGTERM inside a job means.
 
 `controls` asks while the job is being ended, `postmortem` in the next life. Every question has a short deadline; where
 Slurm does not answer, the answer is that the reason is unknown.
@@ -87,7 +87,7 @@ def granted_until(job_id: str) -> float | None:
 def why_terminated(
     job_id: str, restarts: int, began: float, ends_at: float | None, hosts: Sequence[str], words: str | None
 ) -> Verdict:
-    """What a SIGTERM in the batch step means.
+    """Decide what a SIGTERM in the batch step means.
 
     Args:
         job_id: the leader's.

@@ -23,7 +23,7 @@ PHRASE_ROWS = 500
 
 @dataclass(frozen=True)
 class Starter:
-    """What a starter directory was made from."""
+    """Sources of a starter directory."""
 
     name: str
     seed: int

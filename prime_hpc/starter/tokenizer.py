@@ -73,7 +73,7 @@ PHRASE_SHARE = 0.1
 
 
 def find_phrases(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """What the conversations repeat within a line, between control tokens and digits; most frequent first.
+    """Find what the conversations repeat within a line, between control tokens and digits; most frequent first.
 
     As tokens of their own they make short what says little (declarations of tools, the form of a call), while numbers
     stay digit by digit. Lines bound them because renderers encode a conversation in pieces that end with one.

@@ -234,7 +234,7 @@ def _unless_newer(run: RunPaths, path: Path, taken: Path, incarnation: int) -> N
 
 
 def is_artifact(path: Path) -> bool:
-    """Whether a directory holds a manifest. Whatever else bears an artifact's name is somebody else's."""
+    """Return whether a directory holds a manifest. Whatever else bears an artifact's name is somebody else's."""
     return not path.is_symlink() and MANIFEST in files.list_dir(path)
 
 
@@ -280,7 +280,7 @@ def _newer_than(incarnation: int, directory: Path) -> int | None:
 
 
 def _existing(final: Path) -> Manifest:
-    """What bears a name that the file server says is taken; this node may see that late."""
+    """Read what bears a name that the file server says is taken; this node may see that late."""
     try:
         return files.retry_read(lambda: read_manifest(final), deadline_s=IN_THE_WAY_S)
     except (ArtifactError, Unreadable, OSError) as error:

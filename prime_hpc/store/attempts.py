@@ -138,7 +138,7 @@ def _take(log_dir: Path) -> bool:
 
 
 def is_held(row: dict[str, Any]) -> bool:
-    """Whether an attempt that wrote no end still runs on this host."""
+    """Return whether an attempt that wrote no end still runs on this host."""
     import psutil
 
     if row["ended"] is not None or row["host"] != socket.gethostname():

@@ -75,7 +75,7 @@ _MAX_WRITERS = 8  # threads of one batch: fsync of many files overlaps, more doe
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What one data-parallel rank trains on in one step: M packed micro-batches.
+    """One data-parallel rank's part of a step's batch: M packed micro-batches.
 
     T tokens in S sequences lie one after another; sequence s is tokens [seq_offsets[s], seq_offsets[s + 1]),
     micro-batch m is sequences [micro_offsets[m], micro_offsets[m + 1]). Every rank of a batch has the same M; a

@@ -50,7 +50,7 @@ class ChildState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more happens by itself."""
+        """True if nothing more happens by itself."""
         return self.phase in ENDED
 
 

@@ -1,4 +1,4 @@
-"""Which files a data set consists of, of what kind they are, and its columns. Called by `launch` and `trainer`."""
+"""Files of a data set, their kind, and its columns."""
 
 import contextlib
 import glob
@@ -66,7 +66,7 @@ def plain_suffix(path: Path) -> str:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether a file is compressed as a whole."""
+    """Return whether a file is compressed as a whole."""
     return path.suffix in _PACKED
 
 
@@ -78,13 +78,13 @@ def _kind(files: list[Path]) -> Kind:
 
 
 def has_columns(names: Sequence[str], source: SFTSourceConfig) -> bool:
-    """Whether a row with these columns can be trained on."""
+    """Return whether a row with these columns can be trained on."""
     named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion")}
     return named["messages"] in names or (named["prompt"] in names and named["completion"] in names)
 
 
 def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
-    """What to say where `has_columns` is false."""
+    """Word the error where `has_columns` is false."""
     named = {column: source.columns.get(column, column) for column in ("messages", "prompt", "completion")}
     have = ", ".join(sorted(map(str, names))) or "none"
     return (

@@ -1,4 +1,4 @@
-"""What can go wrong in the store. Raised by every module of this room, caught by roles and the supervisor."""
+"""Errors of the store. Caught by roles and the supervisor."""
 
 import errno
 import os

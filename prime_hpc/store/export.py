@@ -53,7 +53,7 @@ _SCALARS = {
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """Result of an export."""
 
     path: Path
     num_steps: int

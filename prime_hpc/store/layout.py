@@ -75,7 +75,7 @@ class RunPaths:
 
     @property
     def leases(self) -> Path:
-        """What each reader still needs."""
+        """Leases: what each reader still needs."""
         return self.root / "leases"
 
     @property
@@ -104,7 +104,7 @@ class RunPaths:
         return self.weights / f"step_{version:06d}"
 
     def failed_step(self, step: int) -> Path:
-        """What is kept of a step that was refused: a run directory of its own (`trainer/replay`)."""
+        """Directory of a step that was refused: a run directory of its own (`trainer/replay`)."""
         return self.root / "failed" / f"step_{step:06d}"
 
     def checkpoint_step(self, step: int) -> Path:
@@ -193,8 +193,8 @@ def life_starts(paths: RunPaths, names: Iterable[str] | None = None) -> dict[int
 
 
 def is_late(step: int, incarnation: int, starts: Mapping[int, int]) -> bool:
-    """Whether an artifact of `step` came after a newer life had begun below it: a fenced life's, which counts as not
-    there. What a later life began at or above was there when it began.
+    """Return whether an artifact of `step` came after a newer life had begun below it: a fenced life's, which counts as
+    not there. What a later life began at or above was there when it began.
 
     Args:
         step, incarnation: of the artifact.

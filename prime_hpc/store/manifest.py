@@ -1,4 +1,4 @@
-"""What an artifact says about itself, and whether it is true. Used through `prime_hpc.store.artifact`."""
+"""Manifests: what an artifact says about itself, and whether it is true."""
 
 import json
 from collections.abc import Collection
@@ -22,7 +22,7 @@ def _canonical(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an artifact is and holds.
+    """Kind and content of an artifact.
 
     Args:
         kind: `batch`, `weights`, `checkpoint`, ...

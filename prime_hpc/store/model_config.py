@@ -11,7 +11,7 @@ from prime_hpc.config.families import Rows, family_of
 
 
 def is_local_path(name: str) -> bool:
-    """Whether a model name is meant as a directory rather than as `owner/model` of a hub."""
+    """Return whether a model name is meant as a directory rather than as `owner/model` of a hub."""
     return Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 

@@ -1,4 +1,4 @@
-"""What a model is, as far as a checkpoint of it can be told apart from another model's: its shape and its tokenizer.
+"""Fingerprint of a model, to tell its checkpoints from another model's: its shape and its tokenizer.
 
 The trainer writes `model_identity` into each checkpoint's manifest; `conflicts` compares it with the model that a run
 is about to train, in the supervisor before anything starts and in the trainer before anything is loaded.

@@ -31,12 +31,12 @@ _JOB_ID = re.compile(r"\d+([_+]\d+)?")
 
 
 def outputs_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where runs are looked for by name."""
+    """Return the folder in which runs are looked for by name."""
     return Path(environ.get(OUTPUTS_VARIABLE) or "outputs")
 
 
 def is_run(path: Path | str) -> bool:
-    """Whether a directory is a run's (and not a sweep's, which may have been submitted too)."""
+    """Return whether a directory is a run's (and not a sweep's, which may have been submitted too)."""
     base = os.fspath(path)
     if os.path.lexists(f"{base}/{MARKS[0]}"):  # no Path methods: called for thousands
         return True
@@ -74,7 +74,7 @@ def _collect(folder: str, depth: int, found: list[Path]) -> None:
 
 
 def run_name(path: Path, folder: Path) -> str:
-    """What a run is called in a list of those under `folder`."""
+    """Return a run's name in a list of those under `folder`."""
     try:
         return str(path.relative_to(folder))
     except ValueError:

@@ -1,1 +1,1 @@
-"""What runs inside the job: starts the roles, waits for them, watches them, ends them."""
+"""The supervisor inside the job: starts the roles, waits for them, watches them, ends them."""

@@ -69,7 +69,8 @@ EXIT_FENCED = 76
 
 @dataclass(frozen=True)
 class Order:
-    """What the agents of one step are to start. `{node_rank}`, `{local_rank}` and `{rank}` are put in by each."""
+    """Commands that the agents of one step are to start. `{node_rank}`, `{local_rank}` and `{rank}` are put in by
+    each."""
 
     life: int
     nodes: list[str]
@@ -213,7 +214,7 @@ class Agent:
         return code if 0 <= code < 256 else 128 - code
 
     def _find_reach(self) -> dict[str, Any]:
-        """Where others reach this node's part: addresses, and ports that are reserved until this agent ends.
+        """Find where others reach this node's part: addresses, and ports that are reserved until this agent ends.
 
         Raises:
             ConfigError: no port is free, or this node is not in a network that the config names.
@@ -365,7 +366,8 @@ class Agent:
         return None if self._fenced is None else (self._fenced, EXIT_FENCED)
 
     def _is_wanted_no_more(self) -> bool:
-        """Whether somebody leads: the supervisor, or a newer life, whose job this one must not come back beside."""
+        """Return whether somebody leads: the supervisor, or a newer life, whose job this one must not
+        come back beside."""
         return self._told_to_end or self._newer_life or self._fenced is not None
 
     def _is_not_heard(self) -> bool:
@@ -380,7 +382,7 @@ class Agent:
         return False
 
     def _pulses_again(self) -> Callable[[], bool]:
-        """Whether, from now on, there is a supervisor after all, or somebody ends this agent."""
+        """Return whether, from now on, there is a supervisor after all, or somebody ends this agent."""
         before = self._num_pulses
         return lambda: self._is_wanted_no_more() or self._num_pulses > before
 

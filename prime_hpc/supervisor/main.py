@@ -1,4 +1,4 @@
-"""What the job runs: `python -m prime_hpc.supervisor.main RUN_DIR`, and the same as a function.
+"""The job's process: `python -m prime_hpc.supervisor.main RUN_DIR`, and the same as a function.
 
 Called by `launch` (in the foreground, through submitit, or as the batch process of a Slurm job).
 Exit codes: 0 done, 1 a role failed, 2 the config cannot run here, 74 something cannot be read now, 75 the job comes
@@ -306,7 +306,7 @@ def _come_back(experiment: Experiment, run_dir: Path, allocation: Allocation, co
 
 
 def _excludes(experiment: Experiment, site: SiteConfig) -> bool:
-    """Whether nodes that were lost are kept from the next life."""
+    """Return whether nodes that were lost are kept from the next life."""
     stated = experiment.slurm.survive.exclude_bad_nodes
     return site.exclude_bad_nodes if stated is None else stated
 

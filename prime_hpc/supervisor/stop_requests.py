@@ -1,4 +1,4 @@
-"""What can ask a running attempt to save or to end: signals, the time limit, and the files SAVE and STOP.
+"""Requests to a running attempt to save or to end: signals, the time limit, and the files SAVE and STOP.
 
 The supervisor polls `Controls` at every tick; it decides nothing itself but what kind of ending was asked for.
 """
@@ -98,7 +98,7 @@ class Controls:
 
     @property
     def insists(self) -> bool:
-        """Whether somebody asked a second time: no more patience."""
+        """True if somebody asked a second time: no more patience."""
         return self._signals.count(signal.SIGINT) > 1 or (self._allocation is None and len(self._signals) > 1)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -116,7 +116,7 @@ class Controls:
             logger.info(f"the job's time limit is {self._limit.ends_at - time.time():.0f} s away")
 
     def poll(self) -> StopRequest | None:
-        """What was asked for since the start, if anything."""
+        """Return what was asked for since the start, if anything."""
         if self._signals:
             return self._of_signal(self._signals[0])
         now = time.time()

@@ -138,7 +138,8 @@ class Supervisor:
         return ended.code
 
     def _open_hub(self) -> DoorbellHub:
-        """Where all roles meet: on this machine alone, or on the network that the config names for it."""
+        """Open the hub at which all roles meet: on this machine alone, or on the network that the config names for
+        it."""
         network = Network.from_env(self._environment)
         host = sockets.loopback()
         if self._steps is not None:

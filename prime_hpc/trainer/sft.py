@@ -61,7 +61,7 @@ def run_sft(session: Session) -> None:
 
 
 def _is_published(session: Session, step: int) -> bool:
-    """Whether version `step` is written before the end: on request, or because engines evaluate it."""
+    """Return whether version `step` is written before the end: on request, or because engines evaluate it."""
     experiment = session.experiment
     evaluation = experiment.orchestrator.eval
     intervals = (experiment.sft.save_interval, evaluation.interval if evaluation is not None else None)
@@ -69,7 +69,9 @@ def _is_published(session: Session, step: int) -> bool:
 
 
 def _may_prune(session: Session) -> bool:
-    """Whether older versions may go: those that engines wait for to evaluate, once they have said what they need."""
+    """Return whether older versions may go: those that engines wait for to evaluate, once they have said what they
+    need.
+    """
     return session.experiment.sft.save_interval is None and min_floor(session.paths) is not None
 
 

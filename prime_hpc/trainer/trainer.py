@@ -1,4 +1,4 @@
-"""What a trainer rank holds for its whole life, and what the RL and SFT loops do alike around a step.
+"""The trainer of a rank: what it holds for its whole life, and what RL and SFT loops do alike around a step.
 
 Built by `main.py`; used by `rl.py` and `sft.py`.
 """
@@ -53,7 +53,7 @@ BENCH_STEPS = 5
 
 
 class Signal(IntEnum):
-    """What rank 0 decided; the others are told by a broadcast."""
+    """A decision of rank 0; the others are told by a broadcast."""
 
     WAIT = 0
     GO = 1
@@ -64,7 +64,7 @@ class Signal(IntEnum):
 
 
 class Status(Protocol):
-    """What a session tells of its progress: a `RoleStatus`, or less."""
+    """The receiver of a session's progress: a `RoleStatus`, or less."""
 
     def ready(self, **info: Any) -> None:
         """Start-up is over."""
@@ -112,7 +112,7 @@ class Session:
 
     @property
     def part(self) -> tuple[int, int]:
-        """Which part of the batch this rank reads, and how many there are."""
+        """The part of the batch that this rank reads, and how many there are."""
         return self.parallel.data_rank, self.parallel.layout.num_data_ranks
 
     @property
@@ -175,7 +175,7 @@ class Session:
         return info.step, progress
 
     def _checkpoint_to_resume(self) -> CheckpointInfo | None:
-        """What the supervisor chose, else what the config names; `load` checks its sums."""
+        """Return the checkpoint that the supervisor chose, else what the config names; `load` checks its sums."""
         step = self.context.resume_step
         if step is not None:
             patience = Patience(READ_S)  # the other ranks wait in a broadcast
@@ -255,7 +255,7 @@ class Session:
             self.saver.save(step, progress=progress, batch_dir=batch_dir)
 
     def save_is_due(self, step: int) -> bool:
-        """Whether the config wants a checkpoint after `step`. Collective."""
+        """Return whether the config wants a checkpoint after `step`. Collective."""
         self.saver.prepare()
         return self.saver.is_due(step, lambda yes: self.agree(Signal.SAVE if yes else Signal.GO) is Signal.SAVE)
 
@@ -324,7 +324,7 @@ def _open_metrics(experiment: Experiment, paths: RunPaths, run: str = "") -> Met
 
 @dataclass(frozen=True)
 class Base:
-    """What sessions share: the loaded model, and facts of this rank."""
+    """The part that sessions share: the loaded model, and facts of this rank."""
 
     policy: Policy
     source: Path

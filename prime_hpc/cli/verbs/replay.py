@@ -34,7 +34,7 @@ _NOT_COMPARED = ("step", "time", "refused")
 
 @dataclass(frozen=True)
 class Replay:
-    """What is to be trained again."""
+    """Steps to train again, and how."""
 
     run_dir: Path
     first: int
@@ -97,7 +97,7 @@ def _number(values: dict[str, str], flag: str, least: int) -> int | None:
 
 
 def plan_replay(run_dir: Path, steps: str | None, start: int | None, num_ranks: int | None) -> Replay:
-    """Which steps can be trained again, and from where.
+    """Find the steps that can be trained again, and from where.
 
     Args:
         run_dir: the run.

@@ -18,5 +18,5 @@ def run(argv: list[str], program: str) -> int:
 
 
 def following(given: set[str]) -> bool | None:
-    """What was said about following: yes, no, or nothing."""
+    """Return what was said about following: yes, no, or nothing."""
     return False if "--no-follow" in given else True if "--follow" in given else None

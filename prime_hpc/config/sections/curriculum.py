@@ -14,7 +14,7 @@ _POOL_KEYS = ("easy_above", "hard_below", "easy_probability", "hard_probability"
 
 
 class SamplerConfig(Section):
-    """Which task of an environment is drawn next."""
+    """The choice of an environment's next task."""
 
     type: SamplerName | str = "standard"
     """`standard`: every task once an epoch, in an order shuffled by `seed`; `difficulty_pool`: the same walk, but a
@@ -101,7 +101,7 @@ class GateConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Which tasks are drawn, and which of the finished groups train."""
+    """The choice of tasks that are drawn, and which of the finished groups train."""
 
     sampler: SamplerConfig = SamplerConfig()
     """Draws tasks."""

@@ -13,7 +13,7 @@ DEFAULT_PORT = 8000
 
 
 class ServerConfig(Section):
-    """Where the OpenAI-compatible server listens."""
+    """Address and port of the OpenAI-compatible server."""
 
     host: str = "127.0.0.1"
     """Address to bind; `::` to serve other nodes (every address of both families)."""
@@ -94,7 +94,7 @@ class InferenceConfig(Section):
 
 
 class TeacherServerConfig(ServerConfig):
-    """Where a teacher's server listens."""
+    """Address and port of a teacher's server."""
 
     port: int = Field(0, ge=0, le=65535)
     """First port (replica i takes port + i); 0 lets the supervisor choose."""

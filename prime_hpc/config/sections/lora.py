@@ -55,7 +55,7 @@ class LoraConfig(Section):
 
 
 def matches(target: str, module: str) -> bool:
-    """Whether `target` names the module of this full name."""
+    """Return whether `target` names the module of this full name."""
     return module.rsplit(".", 1)[-1] == target or re.fullmatch(target, module) is not None
 
 

@@ -12,7 +12,7 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def is_import_path(name: str) -> bool:
-    """Whether a name is written as `module:attribute`."""
+    """Return whether a name is written as `module:attribute`."""
     return _IMPORT_PATH.fullmatch(name) is not None
 
 

@@ -186,12 +186,12 @@ class AdvantageConfig(Section):
 
     @property
     def compares_rollouts(self) -> bool:
-        """Whether one rollout alone has no advantage (unknown, so False, of your own algorithm)."""
+        """True if one rollout alone has no advantage (unknown, so False, of your own algorithm)."""
         return self.type not in _WITHOUT_GROUP and ":" not in self.type
 
     @property
     def distils(self) -> bool:
-        """Whether a teacher scores the policy's tokens."""
+        """True if a teacher scores the policy's tokens."""
         return self.type in _DISTILS
 
     @field_validator("type")

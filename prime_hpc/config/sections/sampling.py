@@ -65,7 +65,7 @@ HARMLESS = frozenset(
 
 
 class SamplingSection(Section):
-    """What training and evaluation sampling share."""
+    """Settings that training and evaluation sampling share."""
 
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the most likely tokens that together have this probability; 1: from all."""
@@ -94,7 +94,7 @@ class SamplingSection(Section):
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are never sampled, however unlikely they are."""
+        """True if some tokens are never sampled, however unlikely they are."""
         return self.top_p < 1 or self.top_k is not None or self.min_p > 0
 
     def untrainable(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ COLUMNS = ("messages", "prompt", "completion", "tools")
 
 
 class SFTSourceConfig(Section):
-    """Where rows come from."""
+    """The source of rows."""
 
     type: Literal["auto", "jsonl", "parquet", "hub", "fake"] = "auto"
     """JSON lines, Parquet, a data set of the hub (or saved by `datasets`), random tokens; `auto` goes by the name."""
@@ -144,7 +144,7 @@ class SFTConfig(Section):
 
     @property
     def eval_source(self) -> SFTSourceConfig | None:
-        """Where the held-out rows come from."""
+        """The source of held-out rows."""
         if self.eval is None:
             return None
         if self.eval.path is not None or self.eval.name is not None:

@@ -186,7 +186,7 @@ class SlurmConfig(SlurmOptions):
 
 
 class SitePartition(Section):
-    """What is true of a partition's nodes."""
+    """Facts about a partition's nodes."""
 
     nodes: int | None = Field(None, ge=1)
     """How many."""

@@ -6,7 +6,7 @@ from prime_hpc.config.sections.base import Section
 
 
 class SupervisorConfig(Section):
-    """What runs inside the job and watches the roles."""
+    """The process that runs inside the job and watches the roles."""
 
     start_timeout_s: float = Field(900, gt=0)
     """Deadline by which the trainer and the orchestrator must report ready."""

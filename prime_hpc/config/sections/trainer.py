@@ -165,7 +165,7 @@ class FakeDataConfig(Section):
 
 
 class TrainerDataConfig(Section):
-    """Where the RL trainer's batches come from."""
+    """The source of the RL trainer's batches."""
 
     fake: FakeDataConfig | None = None
     """Random data instead of the orchestrator's batches."""
@@ -261,11 +261,11 @@ class TrainerConfig(Section):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether a group's prompt is computed once in a micro-batch: not where ranks split its tokens."""
+        """True if a group's prompt is computed once in a micro-batch: not where ranks split its tokens."""
         return self.share_prefixes and self.layout.ranks_per_part == 1
 
     def defers_sync(self, whole_bytes: float) -> bool:
-        """Whether gradients stay whole until a step's last micro-batch (`no_sync`).
+        """Return whether gradients stay whole until a step's last micro-batch (`no_sync`).
 
         Args:
             whole_bytes: of one rank's whole gradients in float32, after tensor and expert parallelism.

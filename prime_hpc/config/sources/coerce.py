@@ -41,7 +41,7 @@ def coerce(value: Any, node: Node, *, typed: bool) -> Any:
 
 
 def is_reference(value: Any) -> bool:
-    """Whether a value is, or holds, a `${...}` that is resolved once all sources are merged."""
+    """Return whether a value is, or holds, a `${...}` that is resolved once all sources are merged."""
     return isinstance(value, str) and "${" in value
 
 
@@ -94,7 +94,7 @@ def literal(text: str) -> Any:
 
 
 def switch(value: Any) -> bool | None:
-    """What a value says about a whole section: True on, False off, None: it is no switch."""
+    """Read what a value says about a whole section: True on, False off, None: it is no switch."""
     if value is None or value is False:
         return False
     if value is True:
@@ -106,5 +106,5 @@ def switch(value: Any) -> bool | None:
 
 
 def is_flag(node: Node) -> bool:
-    """Whether a bare `--key` means true."""
+    """Return whether a bare `--key` means true."""
     return node.annotation is not Any and bool in members(node.annotation)

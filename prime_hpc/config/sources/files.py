@@ -45,7 +45,7 @@ class Document:
     """Line of each key, by its path in the file; list items have their index as a name."""
 
     def origin(self, path: Path_) -> Origin:
-        """Where the key at `path` was stated: its own line, else that of the nearest key above it."""
+        """Find where the key at `path` was stated: its own line, else that of the nearest key above it."""
         while path and path not in self.lines:
             path = path[:-1]
         return Origin("file", self.name, self.lines.get(path))

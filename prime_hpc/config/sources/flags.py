@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def typed(self) -> bool:
-        """Whether the source has types."""
+        """True if the source has types."""
         return self.literal or self.document is not None
 
     def child(self, name: str, value: Any) -> "Entry":
@@ -82,7 +82,7 @@ class FileRef:
 
 @dataclass
 class Parsed:
-    """What a command line says."""
+    """A command line, parsed."""
 
     files: list[FileRef] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
@@ -226,7 +226,7 @@ _MISSING = _Missing()
 
 
 def _takes(node: Node, text: str) -> bool:
-    """Whether a key takes the next argument as its value, or is bare before it."""
+    """Return whether a key takes the next argument as its value, or is bare before it."""
     words = TRUE | FALSE | NULL
     if node.kind == "section":
         return text.lstrip().startswith("{") or text.lower() in words

@@ -35,7 +35,7 @@ class Variants:
 
     @property
     def problems(self) -> list[Problem]:
-        """What is wrong with the base, hence with every variant."""
+        """Problems of the base, hence with every variant."""
         return self._tree.problems
 
     @property

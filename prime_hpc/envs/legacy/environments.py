@@ -96,7 +96,7 @@ class Environment:
         return self._made("eval")
 
     def has(self, split: str) -> bool:
-        """Whether it has tasks of a split of their own."""
+        """Return whether it has tasks of a split of their own."""
         return self._sources[split] is not None
 
     def _made(self, split: str) -> Any:
@@ -150,7 +150,7 @@ class Environment:
         }
 
     def member(self, example: dict[str, Any]) -> "Environment":
-        """Who plays an example: this environment, or one of a group."""
+        """Return the environment that plays an example: this environment, or one of a group."""
         return self
 
     def check(self) -> None:
@@ -207,7 +207,7 @@ class MultiTurnEnv(Environment):
         return state.get("final_env_response") is not None
 
     async def is_completed(self, state: State, **kwargs: Any) -> bool:
-        """Whether a stop condition holds; its name is kept in the state."""
+        """Return whether a stop condition holds; its name is kept in the state."""
         for condition in self.marked("stop"):
             if await maybe_await(condition, state):
                 state["is_completed"], state["stop_condition"] = True, condition.__name__

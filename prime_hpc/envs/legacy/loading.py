@@ -19,7 +19,7 @@ _MADE: dict[str, Environment] = {}
 
 
 def is_legacy(module: ModuleType) -> bool:
-    """Whether a module follows the older interface."""
+    """Return whether a module follows the older interface."""
     return callable(getattr(module, "load_environment", None))
 
 

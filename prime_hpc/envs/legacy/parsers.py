@@ -62,7 +62,7 @@ class Parser:
 
 
 class MaybeThinkParser(Parser):
-    """What follows `</think>`, or the whole reply where there is none."""
+    """Parser of what follows `</think>`, or the whole reply where there is none."""
 
     def __init__(self, extract_fn: Callable[[str], Any] = _same) -> None:
         super().__init__(extract_fn)
@@ -72,7 +72,7 @@ class MaybeThinkParser(Parser):
 
 
 class ThinkParser(Parser):
-    """What follows `</think>`; nothing counts as an answer without it."""
+    """Parser of what follows `</think>`; nothing counts as an answer without it."""
 
     def parse(self, text: str) -> Any:
         _, found, answer = text.rpartition("</think>")
@@ -169,7 +169,7 @@ def _of_role(completion: Messages, role: str) -> Messages:
 
 
 def extract_boxed_answer(text: str) -> str:
-    r"""What stands in the last `\boxed{...}`, braces balanced; the whole text without one."""
+    r"""Return the content of the last `\boxed{...}`, braces balanced; the whole text without one."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return text
@@ -182,6 +182,6 @@ def extract_boxed_answer(text: str) -> str:
 
 
 def extract_hash_answer(text: str) -> str:
-    """What follows `####`; the whole text without it."""
+    """Return what follows `####`; the whole text without it."""
     _, found, answer = text.partition("####")
     return answer.strip() if found else text

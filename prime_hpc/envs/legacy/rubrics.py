@@ -66,7 +66,7 @@ class Rubric:
                 )
 
     async def value(self, func: RewardFunc, state: State) -> float:
-        """What one function gives for a finished rollout."""
+        """Compute what one function gives for a finished rollout."""
         offered = {name: state.get(name) for name in ("prompt", "completion", "answer", "task", "info")}
         offered |= {"state": state, **self.class_objects}
         try:
@@ -114,7 +114,7 @@ class MathRubric(Rubric):
         self.add_reward_func(self.correct_answer_reward_func)
 
     async def correct_answer_reward_func(self, parser: Parser, completion: Messages, answer: str) -> float:
-        """Whether the parser's answer is the task's, as mathematics."""
+        """Return whether the parser's answer is the task's, as mathematics."""
         from prime_hpc.envs.math_answers import same_answer
 
         found = parser.parse_answer(completion)

@@ -44,7 +44,7 @@ _OTHER_NAMES = {"convert_func_to_oai_tool": "tool_declaration", "convert_func_to
 
 
 def lookup(name: str, module: str = "verifiers") -> Any:
-    """What a name of the older interface stands for.
+    """Look up what a name of the older interface stands for.
 
     Raises:
         EnvError: it is refused; says why.

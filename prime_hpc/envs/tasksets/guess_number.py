@@ -81,7 +81,7 @@ class GuessNumberTaskset(vf.Taskset[GuessNumberTask, GuessNumberConfig]):
 
 
 def judge(reply: str, secret: int) -> str | None:
-    """What the user says to a guess (the reply's last number); None when it is right."""
+    """Answer a guess (the reply's last number); None when it is right."""
     numbers = _NUMBER.findall(reply)
     if not numbers:
         return "Answer with a number."

@@ -1,4 +1,4 @@
-"""Which split a generated task belongs to: a fixed property of its text. Used by the bundled tasksets."""
+"""The split that a generated task belongs to: a fixed property of its text."""
 
 import hashlib
 from typing import Literal

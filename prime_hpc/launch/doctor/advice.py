@@ -1,4 +1,4 @@
-"""What the figures of `doctor --path` mean for a run: lines with what to set, or whether to avoid the directory.
+"""Advice drawn from the figures of `doctor --path`: lines with what to set, or whether to avoid the directory.
 
 Pure; called by the verb `doctor` with what `doctor_path.measure` returned.
 """

@@ -252,7 +252,7 @@ def check_limits() -> Iterator[Finding]:
 
 
 def check_ports() -> Iterator[Finding]:
-    """Whether outgoing connections may take the ports that a run derives from its job id."""
+    """Return whether outgoing connections may take the ports that a run derives from its job id."""
     from prime_hpc.supervisor.preflight.node import ephemeral_range
     from prime_hpc.supervisor.roles.ports import FIRST, LAST
 
@@ -268,7 +268,7 @@ def check_ports() -> Iterator[Finding]:
 
 
 def check_name(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether other machines could reach this one by its own name."""
+    """Return whether other machines could reach this one by its own name."""
     from prime_hpc.store.messaging.sockets import is_loopback
     from prime_hpc.supervisor.preflight.node import own_address
 
@@ -284,7 +284,7 @@ def check_name(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_caches(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Where models are cached and temporary files go, with the room there."""
+    """Check where models are cached and temporary files go, with the room there."""
     home = Path(environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(environ.get("HF_HUB_CACHE") or home / "hub")
     remedy = "set HF_HOME to a large shared directory (site profile: env); quotas on home are small"
@@ -308,7 +308,7 @@ def _room(name: str, path: Path, need_gib: float, remedy: str) -> Finding:
 
 
 def check_wandb(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether W&B could log in. The key itself is not looked at."""
+    """Return whether W&B could log in. The key itself is not looked at."""
     if environ.get("WANDB_MODE") in ("offline", "disabled"):
         yield Finding("wandb", "ok", f"WANDB_MODE={environ['WANDB_MODE']}")
     elif environ.get("WANDB_API_KEY"):

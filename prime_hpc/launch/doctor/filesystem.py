@@ -57,7 +57,7 @@ class Visibility:
 
 @dataclass
 class Measured:
-    """What was measured of a directory. Rates per second, sizes in bytes."""
+    """Measurements of a directory. Rates per second, sizes in bytes."""
 
     path: str
     seconds: float = 0.0
@@ -254,7 +254,7 @@ def _exclusive(folder: Path) -> bool:
 
 
 def _lock_works(folder: Path, kind: str) -> bool | None:
-    """Whether a lock keeps another process out; None: not supported here."""
+    """Return whether a lock keeps another process out; None: not supported here."""
     view = View(folder)
     try:
         if view.ask("lock", "locked", kind) is not True:
@@ -331,7 +331,7 @@ def _watch(folder: Path, here: View, other: View, found: Visibility) -> None:
 
 
 def _contend(here: View, other: View, found: Visibility) -> None:
-    """What keeps two nodes apart: exclusive creation, locks."""
+    """Test what keeps two nodes apart: exclusive creation, locks."""
     here.ask("create", "claimed", "here")
     found.exclusive = other.ask("create", "claimed", "there") is False
     for kind in ("flock", "fcntl"):

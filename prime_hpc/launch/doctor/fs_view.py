@@ -39,11 +39,11 @@ class View:
             return {"error": error.errno}
 
     def do_hello(self, name: str, text: str) -> str:
-        """Who answers."""
+        """Return the name of this host."""
         return os.uname().nodename
 
     def do_listed(self, name: str, text: str) -> bool:
-        """Whether a listing of the directory shows the name."""
+        """Return whether a listing of the directory shows the name."""
         return name in {entry.name for entry in self.folder.iterdir()}
 
     def do_size(self, name: str, text: str) -> int:

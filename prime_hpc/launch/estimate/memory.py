@@ -1,4 +1,4 @@
-"""What a model needs, from its config.json alone: parameters, memory of a trainer's and of a server's GPU.
+"""Memory that a model needs, from its config.json alone: parameters, memory of a trainer's and of a server's GPU.
 
 Called by `plan` and `lint`. Estimates, for the decision whether a run fits at all: each is a sum whose terms are named.
 Neither torch nor transformers is loaded, and nothing is downloaded: a hub model counts as known where the hub's cache
@@ -125,7 +125,7 @@ def adapter_params(experiment: Experiment, facts: ModelFacts) -> int:
 
 
 def vocab_fits(vocab_size: int, width: int) -> bool:
-    """Whether vLLM can split the padded vocabulary over `width` tensor-parallel ranks."""
+    """Return whether vLLM can split the padded vocabulary over `width` tensor-parallel ranks."""
     return -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING % width == 0
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with an experiment, seen without a cluster: `lint(experiment, site)`.
+"""Find what is wrong with an experiment without a cluster: `lint(experiment, site)`.
 
 Called by the `lint` verb, and by `submit`, which refuses an experiment with errors. The checks are in `lint_model`,
 `lint_parallel`, `lint_run`, `lint_sharing`, `lint_slurm`, `lint_time`, `lint_container` and `lint_network`: each a
@@ -61,7 +61,8 @@ def lint_errors(experiment: Experiment, site: SiteConfig) -> list[Finding]:
 
 
 def is_for_slurm(experiment: Experiment, site: SiteConfig) -> bool:
-    """Whether an experiment is meant for Slurm: it says so, or there is one, or it states what only Slurm has."""
+    """Return whether an experiment is meant for Slurm: it says so, or there is one, or it states what only Slurm
+    has."""
     if experiment.launch != "auto":
         return experiment.launch == "slurm"
     return experiment.slurm != SlurmConfig() or site.name != GENERIC.name or shutil.which("sbatch") is not None
@@ -89,7 +90,7 @@ def examine(experiment: Experiment, site: SiteConfig) -> Subject:
 
 
 def _renders(subject: Subject, placement: Placement) -> list[Finding]:
-    """What the script's text cannot hold."""
+    """Report what the script's text cannot hold."""
     try:
         render_job(placement, subject.experiment, subject.site, python="/usr/bin/python3", command_tail=[])
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What lint says, and about what: the finding with its stable code, and the subject that all checks look at.
+"""Lint's finding and its subject: the finding with its stable code, and the subject that all checks look at.
 
 Called by `lint` and its `lint_*` parts.
 """
@@ -135,14 +135,14 @@ class Engines:
 
     @property
     def servers(self) -> InferenceConfig:
-        """What the section says."""
+        """The section's number of servers."""
         assert self.view.inference is not None
         return self.view.inference
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What the checks look at. Built once by `lint`."""
+    """The experiment and site that the checks look at. Built once by `lint`."""
 
     experiment: Experiment
     site: SiteConfig
@@ -169,7 +169,7 @@ class Subject:
         return self.placement.num_nodes if self.placement else 1
 
     def facts_of(self, role: SlurmRole) -> list[SitePartition]:
-        """What the site profile knows of a role's partitions."""
+        """Return what the site profile knows of a role's partitions."""
         asked = self.roles.get(role)
         return known_partitions(asked.partitions, self.site) if asked else []
 
@@ -183,7 +183,7 @@ class Subject:
 
     @property
     def trains_on_gpus(self) -> bool:
-        """Whether the trainer is to compute on GPUs, as far as it can be known before it runs."""
+        """True if the trainer is to compute on GPUs, as far as it can be known before it runs."""
         if self.is_slurm:
             groups = self.placement.groups if self.placement else ()
             return any(group.role == "trainer" and group.device == "cuda" for group in groups)

@@ -70,7 +70,7 @@ def context(subject: Subject) -> Iterator[Finding]:
 
 
 def context_of_teacher(subject: Subject) -> Iterator[Finding]:
-    """What the teacher's engines are asked to hold, against its model."""
+    """Check what the teacher's engines are asked to hold against its model."""
     for group in subject.engines:
         limit = group.facts.context if group.facts is not None else None
         if group.role == "teacher" and limit is not None and group.view.max_model_len > limit:
@@ -87,7 +87,7 @@ def context_of_teacher(subject: Subject) -> Iterator[Finding]:
 
 
 def known(subject: Subject) -> Iterator[Finding]:
-    """Whether there is a config.json to check against."""
+    """Return whether there is a config.json to check against."""
     if subject.facts is None:
         yield _unknown("model.name", subject.experiment.model.name)
     for group in subject.engines:

@@ -29,7 +29,7 @@ _MEMORY_OPTIONS = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
 def placed(subject: Subject) -> Iterator[Finding]:
-    """What the placement refuses."""
+    """Report what the placement refuses."""
     for problem in subject.misplaced.problems if subject.misplaced else []:
         message, _, remedy = problem.message.partition("; ")
         yield Finding("PH308", "error", problem.key, message, remedy or "state nodes and GPUs that hold all ranks")
@@ -185,7 +185,7 @@ def _gpus_used(subject: Subject) -> dict[str, int]:
 
 
 def _speaks_of_gpus(subject: Subject, role: SlurmRole) -> bool:
-    """Whether anything says how many GPUs a role's nodes have."""
+    """Return whether anything says how many GPUs a role's nodes have."""
     slurm = subject.experiment.slurm
     levels = (getattr(slurm, role), slurm, subject.site.options)
     return bool(subject.facts_of(role)) or any(o.gpus_per_node is not None or o.gres is not None for o in levels)

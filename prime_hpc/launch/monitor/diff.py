@@ -1,4 +1,4 @@
-"""What differs between two runs: config, code, packages, command line; and their figures side by side.
+"""Differences between two runs: config, code, packages, command line; and their figures side by side.
 
 Reads `run.yaml`, `lock.json`, `attempts.jsonl` and `metrics/*.jsonl` of both. Called by the verb `diff`, which also
 compares two files of benchmark figures.
@@ -94,7 +94,7 @@ def beside(a: Mapping[str, float | None], b: Mapping[str, float | None]) -> dict
 
 
 def run_figures(run: Path) -> dict[str, float | None]:
-    """What a run came to; only what it has.
+    """Collect what a run came to; only what it has.
 
     steps, reward and loss of the last step, held-out reward by environment, medians of the steps: seconds, tokens/s of
     trainer and engines, staleness; attempts, hours, and the share of the time from the first start to the last end in

@@ -1,4 +1,4 @@
-"""Which file holds a log, its last lines, and how it is followed. Called by the verb `logs`.
+"""A run's logs: find the file, read its last lines, follow it.
 
     logs/supervisor.log                       the supervisor's, of all attempts
     logs/slurm-<job>.out                      the batch script's output: what came before the supervisor
@@ -44,7 +44,7 @@ class Source:
     """First byte and end (None: as far as the file goes) of what is shown of the file."""
 
     def takes(self, line: str) -> bool:
-        """Whether a line of the file belongs to what was asked for."""
+        """Return whether a line of the file belongs to what was asked for."""
         if self.rank is None:
             return True
         return any(mark in line for mark in (f"trainer[{self.rank}]", f"[rank{self.rank}]:", f'"rank": {self.rank},'))
@@ -108,7 +108,7 @@ def _supervisor(run_dir: Path, attempt: int | None) -> Source | None:
 
 
 def _part_of(path: Path, attempt: int) -> tuple[int, int | None] | None:
-    """Where an attempt's lines are in the supervisor's log: from its first line to the next attempt's."""
+    """Find where an attempt's lines are in the supervisor's log: from its first line to the next attempt's."""
     begins: dict[int, int] = {}
     offset = 0
     with path.open("rb") as file:
@@ -122,7 +122,7 @@ def _part_of(path: Path, attempt: int) -> tuple[int, int | None] | None:
 
 
 def _job_output(run_dir: Path, attempt: int | None) -> Source | None:
-    """What the batch script printed (a local job: what submitit kept of it)."""
+    """Return what the batch script printed (a local job: what submitit kept of it)."""
     logs = run_dir / "logs"
     if attempt is not None:
         job = next((row.get("job_id") for row in read_rows(run_dir / ATTEMPTS) if row["attempt"] == attempt), None)
@@ -246,7 +246,7 @@ class Follower:
 
 @dataclass
 class Watch:
-    """What following a run needs to know from outside; injected, so that tests need no waiting."""
+    """Outside facts that following a run needs; injected, so that tests need no waiting."""
 
     newest: Callable[[], Source | None]
     """The log to follow now; another path than before when a new attempt has begun."""

@@ -1,4 +1,4 @@
-"""What is known of a run before it is judged: the files of its directory, Slurm's answer, and the verdict's form.
+"""Facts of a run, read before its state is decided: the files of its directory, Slurm's answer, and the verdict's form.
 
 Filled by `status`, read by `verdict` and `figures`.
 """
@@ -25,7 +25,7 @@ STATUS_JSON = "status.json"
 
 @dataclass
 class Evidence:
-    """What a run directory says, read once."""
+    """Content of a run directory, read once."""
 
     path: Path
     record: dict[str, Any] | None = None
@@ -106,12 +106,12 @@ class RunStatus:
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing more will happen by itself."""
+        """True if nothing more will happen by itself."""
         return self.state in FINAL
 
     @property
     def is_under_way(self) -> bool:
-        """Whether something was started that has not ended."""
+        """True if something was started that has not ended."""
         return self.state in UNDER_WAY
 
     def as_dict(self) -> dict[str, Any]:

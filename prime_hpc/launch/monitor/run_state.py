@@ -34,7 +34,7 @@ _LIVE_WORDS = {
 
 
 def is_sending(one: Evidence) -> bool:
-    """Whether the run was sent to Slurm and sbatch's answer was never written down."""
+    """Return whether the run was sent to Slurm and sbatch's answer was never written down."""
     return one.record is not None and one.record.get("state") == "sending" and _is_newer(one)
 
 
@@ -53,7 +53,7 @@ def jobs_in_doubt(one: Evidence, now: float) -> set[str]:
 
 
 def _is_newer(one: Evidence) -> bool:
-    """Whether the submission is later than every attempt: the run was submitted again, and has not begun."""
+    """Return whether the submission is later than every attempt: the run was submitted again, and has not begun."""
     if one.record is None:
         return False
     last = one.last
@@ -132,7 +132,7 @@ def _sent(record: dict[str, Any], queue: Queue) -> "JobInfo | None":
 
 
 def _client_lives(record: dict[str, Any]) -> bool:
-    """Whether the command that is sending the job may still be at work (on another host nobody can tell)."""
+    """Return whether the command that is sending the job may still be at work (on another host nobody can tell)."""
     import psutil
 
     pid = integer(record.get("pid"))
@@ -262,7 +262,7 @@ def _judge_ended(status: RunStatus, one: Evidence, queue: Queue) -> None:
 
 
 def _is_to_come_back(last: dict[str, Any]) -> bool:
-    """Whether the supervisor had the job come back (it says so after it has written the attempt's end)."""
+    """Return whether the supervisor had the job come back (it says so after it has written the attempt's end)."""
     return bool(last.get("next", last.get("outcome") == "requeued"))
 
 
@@ -284,7 +284,7 @@ def _coming_back(queue: Queue, last: dict[str, Any], record: dict[str, Any]) -> 
 
 
 def _is_next_life(job: "JobInfo", last: dict[str, Any]) -> bool:
-    """Whether a running job is later than the attempt: another job, or the same one restarted."""
+    """Return whether a running job is later than the attempt: another job, or the same one restarted."""
     known, restarts = str(last.get("job_id")), integer(last.get("restarts"))
     if job.job_id != known and "_" not in job.job_id:  # of an array's task the attempt knows the plain id
         return True
@@ -292,7 +292,7 @@ def _is_next_life(job: "JobInfo", last: dict[str, Any]) -> bool:
 
 
 def _may_start(job: "JobInfo") -> bool:
-    """Whether a job runs or can still come to run."""
+    """Return whether a job runs or can still come to run."""
     return job.is_active and job.reason != "DependencyNeverSatisfied"
 
 

@@ -133,7 +133,7 @@ def _ask_about(evidence: list[Evidence], ask: Ask) -> dict[str | None, Queue]:
 
 
 def _from_accounting(job_id: str) -> str:
-    """What sacct knows of a job that left the queue, as the end of a sentence; empty without accounting."""
+    """Say what sacct knows of a job that left the queue, as the end of a sentence; empty without accounting."""
     from prime_hpc.slurm.jobs import history
 
     lives = history(job_id)

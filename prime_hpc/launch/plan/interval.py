@@ -1,4 +1,4 @@
-"""What `plan` says about the checkpoint interval: the best one, the one that is set, and what each loses in percent.
+"""The checkpoint interval in `plan`: the best one, the one that is set, and what each loses in percent.
 
 The formulas are `store.interval`'s, the same that `ckpt.interval = auto` goes by inside the run; here they are fed with
 what earlier lives of the run measured (`pace`), with the failures that `attempts.jsonl` of this run and of its
@@ -29,7 +29,8 @@ MOST_NEIGHBOURS = 200
 
 
 def earlier_failures(run_dir: Path, num_nodes: int) -> tuple[Events, int]:
-    """What this run's attempts and those of its neighbours tell, as if a job of `num_nodes` nodes had lived it.
+    """Collect the failures of this run's attempts and of its neighbours', as if a job of `num_nodes` nodes had lived
+    it.
 
     Of this run every end without notice counts. Of other runs only lost nodes do: their crashes may be bugs of theirs.
 

@@ -36,14 +36,15 @@ def plan_text(loaded: Loaded) -> str:
 
 
 def resolve_launch(experiment: Experiment) -> Literal["slurm", "local"]:
-    """Where `submit` would start the job: as the experiment says, else through Slurm where there is an sbatch."""
+    """Decide where `submit` would start the job: as the experiment says, else through Slurm where there is an
+    sbatch."""
     if experiment.launch != "auto":
         return experiment.launch
     return "slurm" if shutil.which("sbatch") else "local"
 
 
 def launcher() -> str:
-    """Who starts a local job, in one line."""
+    """Name the launcher of a local job, in one line."""
     if shutil.which("sbatch"):
         return "submitit's LocalExecutor on this machine (there is a Slurm here: --launch slurm takes it)"
     return "submitit's LocalExecutor on this machine (no sbatch found: no Slurm here)"
@@ -61,7 +62,7 @@ def steps_line(experiment: Experiment) -> str:
 
 
 def evaluated_versions(experiment: Experiment) -> str:
-    """What an evaluation evaluates."""
+    """Name the versions that an evaluation evaluates."""
     config = experiment.eval
     if config.weights_dir is None:
         return "the model as it is"
@@ -88,7 +89,7 @@ def runs_line(experiment: Experiment) -> str:
 
 
 def orchestrator_line(experiment: Experiment) -> str:
-    """Who samples, and how much."""
+    """Describe who samples, and how much."""
     orchestrator = experiment.orchestrator
     envs = ", ".join(env.name or env.id for env in orchestrator.env) or "none"
     own = "one for each run that trains; where it states nothing else: " if is_parent(experiment) else ""
@@ -173,7 +174,7 @@ def _engines(experiment: Experiment, serving: Mapping[EngineRole, list[list[str]
 
 
 def of_model(view: Experiment, role: EngineRole) -> str:
-    """Which model a group serves, where it is not the policy."""
+    """Name the model that a group serves, where it is not the policy."""
     return f" of {view.model.name}" if role == "teacher" else ""
 
 

@@ -1,4 +1,4 @@
-"""What happens to the job when something happens to it, in plain words: the policy of `slurm.survive` for one plan.
+"""The job's behaviour after failures in plain words: the policy of `slurm.survive` for one plan.
 
 Called by `plan_slurm`.
 """

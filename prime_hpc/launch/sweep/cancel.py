@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Cancelled:
-    """What became of the points that were under way."""
+    """Result of cancelling the points that were under way."""
 
     waiting: int
     """Taken out of the queue."""
@@ -44,7 +44,7 @@ class Cancelled:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing of the sweep waits or runs any more."""
+        """True if nothing of the sweep waits or runs any more."""
         return not self.left
 
     def describe(self) -> str:
@@ -87,7 +87,7 @@ def cancel_sweep(sweep: Sweep, *, save: bool, timeout_s: float, say: Say) -> Can
 
 
 def _runs_here(sweep: Sweep) -> bool:
-    """Whether points run in the foreground of another command (no Slurm)."""
+    """Return whether points run in the foreground of another command (no Slurm)."""
     return any(view.is_under_way for view in look(sweep)) and all(
         row.kind in ("local", "cancel") for row in sweep.submits[-1:]
     )

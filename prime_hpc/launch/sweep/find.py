@@ -1,6 +1,4 @@
-"""Which sweep a SWEEP argument means: its file, its directory, or its name under the outputs folder. Called by the
-`sweep` verb.
-"""
+"""Find the sweep that a SWEEP argument means: its file, its directory, or its name under the outputs folder."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,7 +12,7 @@ from prime_hpc.store.run_dirs import outputs_folder
 
 
 def is_sweep(path: Path) -> bool:
-    """Whether a directory is a sweep's."""
+    """Return whether a directory is a sweep's."""
     return (path / SWEEP_YAML).is_file() and (path / POINTS).is_file()
 
 

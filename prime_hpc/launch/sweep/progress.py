@@ -35,7 +35,7 @@ class View:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether its job waits or runs."""
+        """True if its job waits or runs."""
         return self.state in UNDER_WAY
 
     def as_dict(self) -> dict[str, Any]:

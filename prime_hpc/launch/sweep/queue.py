@@ -92,7 +92,7 @@ def plan_parts(
     throttle: int | None,
     lanes: int | None,
 ) -> list[Part]:
-    """Which arrays and jobs to send. Points whose jobs would look alike share an array.
+    """Plan the arrays and jobs to send. Points whose jobs would look alike share an array.
 
     A throttle holds over the whole sweep: arrays of it wait for each other, and for those of an earlier submit.
 
@@ -330,7 +330,7 @@ def _depending(experiment: Experiment, after: Sequence[str]) -> Experiment:
 
 
 def _keep_successors(sweep: Sweep, part: Part, site: SiteConfig) -> None:
-    """Where a point comes back as a job of its own, keep that job's script in its run directory."""
+    """Keep, where a point comes back as a job of its own, that job's script in its run directory."""
     partition = str(part.placement.components[0].options.get("partition", ""))
     if survive_how(part.experiment, site, partition) != "successor":
         return

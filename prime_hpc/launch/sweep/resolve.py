@@ -38,7 +38,8 @@ class Base:
     """Absolute."""
 
     def stored(self) -> dict[str, Any]:
-        """What `sweep.yaml` keeps, from which `load_stored` makes the same again without the files it came from."""
+        """Return what `sweep.yaml` keeps, from which `load_stored` makes the same again without the files it came
+        from."""
         file = self.spec.file.model_dump(mode="json", exclude_unset=True, by_alias=True)
         file |= {"name": self.name, "experiment": str(self.spec.experiment.resolve())}
         if "overrides" in file:  # `config` has them all

@@ -26,7 +26,7 @@ _THREADS = 16
 
 @dataclass(frozen=True)
 class Metric:
-    """What a sweep is judged by."""
+    """The metric that ranks a sweep's points."""
 
     name: str
     goal: Literal["max", "min"]
@@ -34,7 +34,7 @@ class Metric:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it comes from evaluations rather than from every step."""
+        """True if it comes from evaluations rather than from every step."""
         return self.name.startswith("eval/")
 
     def describe(self) -> str:

@@ -34,7 +34,7 @@ _OURS = ("name", "output_dir", "clean", "ckpt.resume_step", "kind")
 
 
 class Axes(Section):
-    """What varies. Points are product x zip x list x seeds."""
+    """Axes of a sweep. Points are product x zip x list x seeds."""
 
     product: dict[str, Any] = {}
     """Key -> values; every combination."""
@@ -45,7 +45,7 @@ class Axes(Section):
 
 
 class SweepFile(Section):
-    """What a sweep file may hold."""
+    """Content of a sweep file."""
 
     name: str
     """Name; the sweep's directory is `<output_dir>/<name>`. Default: the file's."""
@@ -117,17 +117,17 @@ class Spec:
             yield Draft({full_key(entry): entry.value for entry in entries}, entries)
 
     def overrides(self) -> list[Entry]:
-        """What the file states for every point."""
+        """List what the file states for every point."""
         return [self.statement(("overrides", key), key, value) for key, value in self.file.overrides.items()]
 
     def statement(self, path: tuple[str, ...], key: str, value: Any) -> Entry:
-        """What the file states at `path`: that `key` (dotted) is `value`."""
+        """Word what the file states at `path`: that `key` (dotted) is `value`."""
         origin = self.document.origin(path)
         return Entry(tuple(key.split(".")), value, origin, None, None, self.document, path)
 
 
 def is_sweep_file(path: Path) -> bool:
-    """Whether a config file is a sweep rather than an experiment: it names one, or has axes."""
+    """Return whether a config file is a sweep rather than an experiment: it names one, or has axes."""
     try:
         return any({"axes", "experiment", "seeds"} & document.data.keys() for document in read_documents(path))
     except ConfigError:

@@ -30,7 +30,7 @@ OK, BAD_POINTS, SLURM_REFUSED = 0, 1, SlurmRefused.exit_code
 
 @dataclass
 class Report:
-    """What a submit did, or (dry run) would do."""
+    """Result of a submit: what it did, or (dry run) would do."""
 
     sweep: Sweep
     views: list[View]
@@ -184,7 +184,7 @@ def _first_site(points: Sequence[Point]) -> str | None:
 
 
 def _for_slurm(points: Sequence[Point]) -> bool:
-    """Whether the points go to Slurm: as `submit` decides of a run, by the first that is valid."""
+    """Return whether the points go to Slurm: as `submit` decides of a run, by the first that is valid."""
     first = next((point.loaded.experiment for point in points if point.loaded), None)
     return first is not None and uses_slurm(first)
 

@@ -1,4 +1,4 @@
-"""What every algorithm takes, and the registry by config name. Used by the files beside it and by `loop`."""
+"""Base of every algorithm, and the registry by config name."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -119,12 +119,12 @@ def token_advantages(group: RewardGroup, per_trace: dict[tuple[int, int], float]
 
 
 def has_roles(group: RewardGroup) -> bool:
-    """Whether any rollout has more than one trained trace."""
+    """Return whether any rollout has more than one trained trace."""
     return any(sample.trace for episode in group.episodes for sample in episode.result.samples)
 
 
 class Algorithm(Protocol):
-    """What scores groups; stateless ones are made by `register`."""
+    """Scores groups; stateless ones are made by `register`."""
 
     def score_group(self, group: RewardGroup) -> FloatArray:
         """Advantages float64[G].
@@ -241,6 +241,6 @@ def centered(rewards: FloatArray) -> FloatArray:
 
 
 def all_equal(rewards: FloatArray) -> bool:
-    """Whether rewards differ by nothing but rounding."""
+    """Return whether rewards differ by nothing but rounding."""
     spread = rewards.max() - rewards.min()
     return bool(spread <= SPREAD_TOLERANCE * max(1.0, float(np.abs(rewards).max())))

@@ -1,4 +1,4 @@
-"""What is taken off the rewards before an algorithm compares them. Used by `scorer`.
+"""Penalties, taken off the rewards before an algorithm compares them.
 
 Each returns float64[G], never negative, for the G rollouts of one group.
 """

@@ -24,7 +24,7 @@ References = Sequence[Sequence[NDArray[np.float32]]]
 
 @dataclass(frozen=True)
 class Scores:
-    """What `Scorer.score` makes of G rollouts."""
+    """Result of `Scorer.score` for G rollouts."""
 
     rewards: FloatArray
     """float64[G], penalties taken off."""
@@ -40,7 +40,7 @@ class Scores:
 
     @property
     def has_signal(self) -> bool:
-        """Whether any token that may train has an advantage other than 0."""
+        """True if any token that may train has an advantage other than 0."""
         if self.tokens is None:
             return bool(np.any(self.advantages != 0.0))
         return any(bool(sample.any()) for rollout in self.tokens for sample in rollout)
@@ -64,7 +64,7 @@ class Scorer:
         self._algorithm = registered.build(config)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the algorithm remembers, as plain JSON."""
+        """Return the algorithm's state as plain JSON."""
         state: dict[str, Any] = self._algorithm.state_dict() if hasattr(self._algorithm, "state_dict") else {}
         assert isinstance(state, dict), f"{self._config.type}.state_dict() returned a {type(state).__name__}"
         return state
@@ -162,7 +162,7 @@ class Scorer:
 
     @contextmanager
     def _named(self, group: RewardGroup) -> Iterator[None]:
-        """What an algorithm raises, with its name and the group's."""
+        """Re-raise an algorithm's error with its name and the group's."""
         try:
             yield
         except Exception as error:

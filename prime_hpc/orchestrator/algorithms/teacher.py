@@ -1,5 +1,5 @@
-"""Who scores the policy's tokens for distillation: a frozen teacher's servers, which the run starts or others have, or
-the policy itself, shown the answer.
+"""Teachers that score the policy's tokens for distillation: a frozen teacher's servers, which the run starts or others
+have, or the policy itself, shown the answer.
 
 `loop` begins the scores of an episode when it ends, so that they come while others are still played, and collects those
 of a batch before it is assembled. Every sequence is asked for until `deadline_s`, at one server after the other. A
@@ -70,7 +70,7 @@ class Teacher:
 
     @property
     def is_other(self) -> bool:
-        """Whether it is another model than the policy."""
+        """True if it is another model than the policy."""
         return self._prefix is None
 
     def move(self, index: int, url: str) -> None:

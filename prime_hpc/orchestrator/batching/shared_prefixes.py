@@ -1,4 +1,4 @@
-"""What samples of one group have in common, for `packing.pack`: tokens that a micro-batch computes once.
+"""Prefixes that samples of one group share, for `packing.pack`: tokens that a micro-batch computes once.
 
 The trainer computes the prompt of a group's samples once where they lie in one micro-batch
 (`trainer/ops/prefix_attention.py`), so it is worth keeping groups together: with a prompt as long as its answers and

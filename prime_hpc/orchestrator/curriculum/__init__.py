@@ -1,4 +1,4 @@
-"""Which task is drawn next, and which completed groups join a batch: `orchestrator.curriculum`.
+"""Curriculum: the choice of the next task, and of the completed groups that join a batch.
 
 `Curriculum` holds one sampler and any number of admission gates; `loop` hands its sampler to the `PromptStream` and its
 gates to the `GroupBook`.

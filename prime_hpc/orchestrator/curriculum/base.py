@@ -1,4 +1,4 @@
-"""What samplers and gates see and are, and the import of a user's own ones. Used by the files beside it."""
+"""Base of samplers and gates, and the import of a user's own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class CompletedGroup:
 
     @classmethod
     def of(cls, group: Group, env: str) -> "CompletedGroup":
-        """What `groups.Group` says of its usable rollouts."""
+        """Collect what a `groups.Group` says of its usable rollouts."""
         episodes, prompt = group.usable, group.prompt
         rewards = np.array([episode.result.reward for episode in episodes], dtype=np.float64)
         return cls(env, prompt.source, prompt.task, prompt.position, rewards, episodes)
@@ -56,7 +56,7 @@ class Gate(Protocol):
     """Says which groups join a batch."""
 
     def admits(self, group: CompletedGroup) -> bool:
-        """Whether the group may train."""
+        """Return whether the group may train."""
 
 
 def state_of(thing: Any, key: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Curriculum:
 
     @property
     def choose(self) -> Callable[[Draw], int] | None:
-        """What the prompt stream calls for the task of a new position; None: the standard order."""
+        """The function that the prompt stream calls for the task of a new position; None: the standard order."""
         return None if self._sampler is None else self._choose
 
     def judge(self, group: Group) -> str:
@@ -94,7 +94,7 @@ class Curriculum:
         return self.state_dict() | ({"rejected": rejected} if rejected else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """What sampler and gates remember, as plain JSON."""
+        """Return the state of sampler and gates as plain JSON."""
         state: dict[str, Any] = {}
         if self._sampler is not None:
             state["sampler"] = {"type": self._config.sampler.type, "state": state_of(self._sampler, f"{_KEY}.sampler")}
@@ -116,7 +116,7 @@ class Curriculum:
             load_state(gate, state.get("gates", {}).get(label, {}))
 
     def drain_metrics(self) -> dict[str, float]:
-        """What happened since the last call; {} for a run without a curriculum."""
+        """Return and reset the counts since the last call; {} for a run without a curriculum."""
         row: dict[str, float] = {}
         if self._gates:
             row = {f"curriculum/rejected/{label}": self._rejected_by[label] for label in self._gates}

@@ -21,7 +21,7 @@ _WORD = 0xFFFFFFFFFFFFFFFF
 
 @dataclass
 class _Pools:
-    """What is remembered of one environment. A task in neither set is of normal difficulty, or was never seen."""
+    """Easy and hard tasks of one environment. A task in neither set is of normal difficulty, or was never seen."""
 
     walk: int
     """Next step of the environment's shuffled walk."""
@@ -87,7 +87,7 @@ class DifficultyPool:
         return self._config.hard_probability if task in pools.hard else 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where each environment's walk is, and its easy and hard tasks."""
+        """Return where each environment's walk is, and its easy and hard tasks."""
         return {
             str(source): {"walk": pools.walk, "easy": sorted(pools.easy), "hard": sorted(pools.hard)}
             for source, pools in self._pools.items()

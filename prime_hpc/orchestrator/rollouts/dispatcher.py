@@ -26,7 +26,7 @@ _CANCELLED = EpisodeResult(state=EpisodeState.CANCELLED, usable=False, reason="c
 
 
 class EpisodeRunner(Protocol):
-    """What dispatch needs of `envs.pool.EnvPool`."""
+    """The part that dispatch needs of `envs.pool.EnvPool`."""
 
     def run_episode(self, source_index: int, task_index: int, url_index: int) -> Coroutine[Any, Any, EpisodeResult]:
         """Run one episode; never raises but for cancellation."""
@@ -203,7 +203,7 @@ class Dispatcher:
 
 
 def _outcome(task: "asyncio.Task[EpisodeResult]") -> EpisodeResult:
-    """What the task returned; `run_episode` promises not to raise, but a broken promise is one failed episode."""
+    """Return the task's result; `run_episode` promises not to raise, but a broken promise is one failed episode."""
     if task.cancelled():
         return _CANCELLED
     error = task.exception()

@@ -39,12 +39,12 @@ class Episode:
 
 
 def is_retryable(result: EpisodeResult) -> bool:
-    """Whether the episode itself may be innocent. What an environment does wrong, it would do wrong again."""
+    """Return whether the episode itself may be innocent. What an environment does wrong, it would do wrong again."""
     return is_server_error(result) or (result.state is EpisodeState.FAILED and result.error_type in COLLATERAL_ERRORS)
 
 
 def is_server_error(result: EpisodeResult) -> bool:
-    """Whether the inference server, not the environment, made the episode fail."""
+    """Return whether the inference server, not the environment, made the episode fail."""
     return result.state is EpisodeState.FAILED and result.error_type in SERVER_ERRORS
 
 

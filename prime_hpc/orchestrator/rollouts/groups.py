@@ -61,7 +61,7 @@ class Group:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether any usable rollout has tokens: one that its deadline cut off may count without."""
+        """True if any usable rollout has tokens: one that its deadline cut off may count without."""
         return any(episode.result.samples for episode in self.usable)
 
     def min_version(self) -> int | None:
@@ -72,7 +72,7 @@ class Group:
 
 @dataclass
 class GroupCounts:
-    """What happened to groups since the last `drain`."""
+    """Counts of groups since the last `drain`."""
 
     opened: int = 0
     completed: int = 0
@@ -118,7 +118,7 @@ class GroupBook:
         return version_floor(self.next_batch, self.async_level)
 
     def may_open(self, served_version: int) -> bool:
-        """Whether one more group may start now."""
+        """Return whether one more group may start now."""
         if self.next_batch > self.last_batch:
             return False
         limit = max_open_groups(self.next_batch, served_version, self.async_level, self.num_prompts, self.last_batch)
@@ -169,7 +169,7 @@ class GroupBook:
         return consumed
 
     def batch_ready(self) -> bool:
-        """Whether `take_batch` has its groups and need not wait for one that was already sent back once."""
+        """Return whether `take_batch` has its groups and need not wait for one that was already sent back once."""
         return len(self.complete) >= self.num_prompts and not self._late_returners()
 
     def take_batch(self) -> list[Group]:

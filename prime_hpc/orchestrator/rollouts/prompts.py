@@ -26,7 +26,7 @@ STATE_FORMAT = 1
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """What the stream needs of an environment: label, share of the prompts, number of tasks (None: endless)."""
+    """Facts of an environment that the stream needs: label, share of the prompts, number of tasks (None: endless)."""
 
     name: str
     ratio: float
@@ -49,7 +49,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Draw:
-    """What a sampler decides on: the task of one new position."""
+    """A sampler's decision: the task of one new position."""
 
     seed: int
     source: int

@@ -1,4 +1,4 @@
-"""Which inference servers may get episodes, which version each serves, and who takes the next group. Pure.
+"""Inference servers: who may get episodes, which version each serves, who takes the next group. Pure.
 
 `weights` decides when a server is ready again and which version it serves, `dispatch` asks for a server and reports
 errors.

@@ -53,7 +53,7 @@ class CheckpointInfo:
 
     @property
     def trainer_dir(self) -> Path:
-        """Where torch DCP loads from."""
+        """The directory that torch DCP loads from."""
         return self.path / TRAINER
 
     @property

@@ -57,7 +57,7 @@ def find_checkpoint(path: Path, *, deep: bool = True) -> CheckpointInfo:
 
 
 def _checkpoints_of(run_dir: Path) -> Path:
-    """Where a run directory's checkpoints lie, also when its config names another place (`ckpt.path`)."""
+    """Find a run directory's checkpoints, also when its config names another place (`ckpt.path`)."""
     own = run_dir / "checkpoints"
     if own.is_dir():
         return own
@@ -127,7 +127,7 @@ def point_to_root(paths: RunPaths) -> None:
 
 
 def _read_owner(root: Path) -> Path | None:
-    """Whose a checkpoint directory is; None where nobody said.
+    """Read the owner of a checkpoint directory; None where nobody said.
 
     Raises:
         Unreadable: that cannot be told now.

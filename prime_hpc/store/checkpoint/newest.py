@@ -27,7 +27,7 @@ SMALL = 1 << 20
 
 @dataclass
 class Choice:
-    """What there is to go on from."""
+    """The checkpoint to go on from."""
 
     info: CheckpointInfo | None
     passed_over: dict[int, str] = field(default_factory=dict)
@@ -150,7 +150,7 @@ def _elsewhere(paths: RunPaths, expected: int) -> None:
 
 
 def read_pointer(paths: RunPaths) -> Path | None:
-    """Where the run's checkpoints are, when they were outside its directory in an earlier life.
+    """Read where the run's checkpoints are, when they were outside its directory in an earlier life.
 
     Raises:
         OSError: it cannot be read now.

@@ -32,7 +32,7 @@ _WARNED = ("preempted", "requeued")
 
 @dataclass(frozen=True)
 class Events:
-    """What a run's attempts tell about its failures."""
+    """Failures in a run's attempts."""
 
     num_failures: int = 0
     """Attempts that ended without warning."""

@@ -1,4 +1,4 @@
-"""What retention may count on. Called by `weights` and `checkpoints` before they delete anything."""
+"""Rules of retention, asked before anything is deleted."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -33,7 +33,7 @@ def note_saved(paths: RunPaths, step: int, incarnation: int) -> None:
 
 
 def read_saved(paths: RunPaths) -> Saved | None:
-    """What was noted last; None where nothing was.
+    """Read what was noted last; None where nothing was.
 
     Raises:
         OSError: it cannot be read now.

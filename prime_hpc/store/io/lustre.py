@@ -1,4 +1,4 @@
-"""Which file system a path is on, and on Lustre: stripes by file size, and room by OST. Nothing happens elsewhere.
+"""The file system of a path, and on Lustre: stripes by file size, and room by OST. Nothing happens elsewhere.
 
 A large file on one OST is as fast and has as much room as that one OST; a small one over many costs each of them an
 object. So the hidden directory in which a checkpoint or a weight version is written gets the layout that fits the size
@@ -70,7 +70,7 @@ def mount_of(path: Path, table: str | None = None) -> tuple[str, str, str]:
 
 
 def has_lfs(path: Path) -> bool:
-    """Whether the path is on Lustre and there is an `lfs` to ask."""
+    """Return whether the path is on Lustre and there is an `lfs` to ask."""
     return shutil.which("lfs") is not None and mount_of(path)[0] == "lustre"
 
 
@@ -176,7 +176,7 @@ def parse_lfs_df(text: str) -> list[Ost]:
 
 
 def lfs(words: Sequence[str]) -> str:
-    """What `lfs` says.
+    """Run `lfs` and return what it says.
 
     Raises:
         OSError: it cannot be started, or refuses; says why.

@@ -27,7 +27,8 @@ def _trusted_owners() -> frozenset[int]:
 
 @functools.cache
 def _is_own_group(gid: int) -> bool:
-    """Whether a group has no member but the user (many systems give each user such a group, and a umask of 002)."""
+    """Return whether a group has no member but the user (many systems give each user such a group, and a umask of
+    002)."""
     try:
         name = pwd.getpwuid(os.geteuid()).pw_name
         group = grp.getgrgid(gid)

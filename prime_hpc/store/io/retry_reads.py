@@ -42,7 +42,7 @@ class Patience:
         self._next_word = 0.0
 
     def __call__(self, read: Callable[[], T]) -> T:
-        """What `read` returns. It may be called many times.
+        """Return what `read` returns. It may be called many times.
 
         Raises:
             Unreadable: it could not be read until the deadline; says for how long it was tried.

@@ -10,7 +10,7 @@ SUFFIX = ".zst"
 
 
 def is_there() -> bool:
-    """Whether pyarrow is installed; it is not imported."""
+    """Return whether pyarrow is installed; it is not imported."""
     return importlib.util.find_spec("pyarrow") is not None
 
 

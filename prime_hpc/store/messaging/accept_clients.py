@@ -42,7 +42,7 @@ class Admission:
         return min(timeout, UNPROVEN_GRACE_S / 2) if self._newcomers else timeout
 
     def concerns(self, sock: object) -> bool:
-        """Whether `handle` takes care of this socket."""
+        """Return whether `handle` takes care of this socket."""
         return sock is self._listener or sock in self._challenges
 
     def handle(self, selector: selectors.BaseSelector, sock: socket.socket) -> tuple[socket.socket, bytes] | None:

@@ -208,12 +208,13 @@ class Newcomers:
 
     @property
     def is_full(self) -> bool:
-        """Whether one has to go before another may come."""
+        """True if one has to go before another may come."""
         return len(self._waiting) >= MAX_UNPROVEN
 
     def first_to_go(self) -> socket.socket | None:
-        """Where it is full: who is let go, the silent before those that spoke, of the address with the most, the oldest
-        first; None while all are younger than `UNPROVEN_GRACE_S`."""
+        """Choose who is let go where it is full: the silent before those that spoke, of the address with the most, the
+        oldest first; None while all are younger than `UNPROVEN_GRACE_S`.
+        """
         now = self._clock()
         with self._lock:
             counts = Counter(one.host for one in self._waiting.values())

@@ -275,12 +275,12 @@ class Doorbell:
 
     @property
     def connected(self) -> bool:
-        """Whether the hub can be reached now."""
+        """True if the hub can be reached now."""
         return self._peer is not None
 
     @property
     def secret(self) -> str:
-        """What strangers do not know."""
+        """The secret that proves a connection."""
         return self._secret
 
     @property
@@ -295,7 +295,7 @@ class Doorbell:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called: `wait` no longer blocks."""
+        """True if `close` was called: `wait` no longer blocks."""
         return self._closing.is_set()
 
     def ring(self, topic: str, /, **payload: Any) -> None:

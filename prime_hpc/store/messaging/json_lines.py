@@ -38,7 +38,7 @@ class Peer:
 
     @property
     def wants_write(self) -> bool:
-        """Whether bytes wait for the socket."""
+        """True if bytes wait for the socket."""
         return bool(self._unsent)
 
     def queue(self, line: bytes) -> bool:

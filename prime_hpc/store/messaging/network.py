@@ -51,7 +51,7 @@ class Network:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Network":
-        """What the supervisor said; nothing stated where there is none."""
+        """Read what the supervisor said; nothing stated where there is none."""
         stated = json.loads(environ.get(VARIABLE) or "{}")
         return cls.of(stated)
 
@@ -80,7 +80,7 @@ class Network:
 
 
 def of_collectives(place: Place) -> dict[str, str]:
-    """What makes NCCL, gloo and vLLM's engines use one of a node's networks."""
+    """Return the variables that make NCCL, gloo and vLLM's engines use one of a node's networks."""
     return {
         "NCCL_SOCKET_IFNAME": f"={place.interface}",  # exactly this one: without the sign also those that begin so
         "NCCL_SOCKET_FAMILY": "AF_INET6" if place.is_ipv6 else "AF_INET",
@@ -92,7 +92,7 @@ def of_collectives(place: Place) -> dict[str, str]:
 def network_environment(
     network: Network, environ: Mapping[str, str], nodes: Sequence[str], host: str
 ) -> dict[str, str]:
-    """What makes a role's collectives use the right network of this node.
+    """Return the variables that make a role's collectives use the right network of this node.
 
     Args:
         network: the config's.
@@ -122,8 +122,9 @@ def on_loopback() -> dict[str, str]:
 
 
 def past_proxies(environ: Mapping[str, str]) -> dict[str, str]:
-    """Where a proxy is named for the internet: no program of a run may ask it for what is on its own machine. (Calls
-    between the run's own processes never ask it.)"""
+    """Return `no_proxy` variables where a proxy is named: no program of a run may ask it for what is on its own
+    machine. (Calls between the run's own processes never ask it.)
+    """
     if not any(environ.get(name.lower()) or environ.get(name) for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")):
         return {}
     named = ",".join(environ.get(name, "") for name in ("no_proxy", "NO_PROXY"))

@@ -26,12 +26,12 @@ class RunBell:
 
     @property
     def closed(self) -> bool:
-        """Whether the doorbell behind it was closed."""
+        """True if the doorbell behind it was closed."""
         return self._bell.closed
 
     @property
     def connected(self) -> bool:
-        """Whether the hub can be reached now."""
+        """True if the hub can be reached now."""
         return self._bell.connected
 
     @property

@@ -93,12 +93,12 @@ def http_url(host: str, port: int, path: str = "/v1") -> str:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether binding it means every address of the machine."""
+    """Return whether binding it means every address of the machine."""
     return host in _WILDCARDS
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it is reached from this machine alone."""
+    """Return whether it is reached from this machine alone."""
     if host == "localhost":
         return True
     try:
@@ -170,7 +170,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def is_free(port: int, host: str = "127.0.0.1", *, but_reserved: bool = False, untouched: bool = False) -> bool:
-    """Whether a server could listen on `host:port` now.
+    """Return whether a server could listen on `host:port` now.
 
     A port on which nobody listens yet is not free when somebody has bound it or has reserved it.
 
@@ -266,7 +266,8 @@ def _bound_to(family: int, address: tuple[Any, ...], reuse: bool, both: bool = F
 
 
 def _lingers(port: int) -> bool:
-    """Whether connections of this local port are known to the kernel, who knows nothing of sockets merely bound."""
+    """Return whether connections of this local port are known to the kernel, who knows nothing of sockets merely
+    bound."""
     tables = [table for table in map(Path, _TABLES) if table.exists()]
     return not tables or any(
         int(row.split()[1].rpartition(":")[2], 16) == port

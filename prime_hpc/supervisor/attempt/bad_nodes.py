@@ -30,7 +30,7 @@ _ASIDE = ".aside-"
 
 @dataclass(frozen=True)
 class BadNode:
-    """What the ledger still knows of a node."""
+    """A node in the ledger."""
 
     node: str
     cause: str
@@ -43,7 +43,7 @@ class BadNode:
 
 
 def ledger_path(output_dir: Path) -> Path:
-    """Where the runs of an output directory keep it."""
+    """Return the ledger of an output directory's runs."""
     return output_dir / ".prime-hpc" / "bad_nodes.jsonl"
 
 

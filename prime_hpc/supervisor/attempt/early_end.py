@@ -53,7 +53,7 @@ def load_patiently(run_dir: Path) -> Experiment:
 
 
 def told_apart(read: Callable[[], T]) -> T:
-    """What `read` returns; a ConfigError that only means that a file could not be read becomes Unreadable."""
+    """Return what `read` returns; a ConfigError that only means that a file could not be read becomes Unreadable."""
     try:
         return read()
     except ConfigError as error:
@@ -64,7 +64,7 @@ def told_apart(read: Callable[[], T]) -> T:
 
 
 def await_run_dir(run_dir: Path, environ: Mapping[str, str]) -> bool:
-    """Whether a job's run directory is prepared. That of a job which lived before is: it is waited for.
+    """Return whether a job's run directory is prepared. That of a job which lived before is: it is waited for.
 
     Raises:
         Unreadable: that cannot be told until the deadline.

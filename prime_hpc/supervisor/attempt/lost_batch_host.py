@@ -51,7 +51,7 @@ Fate = Literal["over", "kept", "dropped", "suspended", "unknown"]
 
 @dataclass(frozen=True)
 class Return:
-    """What an agent must know to give its job back without reading a file."""
+    """Facts that an agent needs to give its job back without reading a file."""
 
     job: str
     """Raw id of the leader."""
@@ -85,7 +85,7 @@ class Return:
 
 
 def fate(lines: str, restarts: str) -> Fate:
-    """What Slurm says of the job whose supervisor is not heard.
+    """Ask Slurm about the job whose supervisor is not heard.
 
     Args:
         lines: of `scontrol show job --oneliner`; a het job's leader comes first.
@@ -217,7 +217,7 @@ def give_back(
 
 
 class _Policy:
-    """Whether the job comes back, read from the run directory beside the wait for Slurm's verdict."""
+    """True if the job comes back, read from the run directory beside the wait for Slurm's verdict."""
 
     def __init__(self, run_dir: Path, known: Return) -> None:
         self._run_dir, self._known = run_dir, known
@@ -226,7 +226,7 @@ class _Policy:
         self._reader.start()
 
     def get(self) -> tuple[bool, str]:
-        """Whether, and why. Where the run directory cannot be read in time, the job comes back."""
+        """Return whether, and why. Where the run directory cannot be read in time, the job comes back."""
         self._reader.join(READ_S)
         why = f"the run directory does not answer within {READ_S:.0f} s"
         return self._answer or (self._known.mode != "off", why)

@@ -43,7 +43,7 @@ def mode_of_run(run_dir: Path) -> Mode:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether the job comes back, and why or why not."""
+    """True if the job comes back, and why or why not."""
 
     again: bool
     why: str
@@ -65,7 +65,7 @@ def lives_without_progress(rows: Sequence[dict[str, Any]]) -> int:
 
 
 def decide(rows: Sequence[dict[str, Any]], config: SurviveConfig, mode: Mode) -> Decision:
-    """Whether the life that `rows` end with is followed by another.
+    """Return whether the life that `rows` end with is followed by another.
 
     Args:
         rows: all attempts so far, the last one ended.

@@ -1,4 +1,4 @@
-"""Where a life of the run goes on: the checkpoint it starts from, its own or another run's. Called by `begin`.
+"""The checkpoint from which an attempt goes on, its own or another run's.
 
 What the config asks for (`ckpt.resume_step`) is obeyed once per submission: the lives that Slurm gives the job after
 that go on from the newest whole checkpoint, or a requeued job would fall back to the same step for ever.
@@ -42,7 +42,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known of a run when one of its lives begins."""
+    """Facts of a run when one of its lives begins."""
 
     again: bool
     """It has lived before."""
@@ -226,7 +226,7 @@ def take_over(start: Start, experiment: Experiment, paths: RunPaths, incarnation
 
 
 def _make_room(paths: RunPaths, own: Path, incarnation: int) -> None:
-    """What an earlier life of this run made of the same step is set aside."""
+    """Set aside what an earlier life of this run made of the same step."""
     if own.exists() and read_manifest(own).incarnation < incarnation:
         set_aside(paths, own, incarnation)
 

@@ -35,7 +35,7 @@ SLOW_SHARE = 0.5
 
 @dataclass
 class NodeFindings:
-    """What one node found."""
+    """Findings of one node."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class NodeFindings:
 
 @dataclass
 class Outcome:
-    """What the round found."""
+    """Findings of the round."""
 
     nodes: dict[str, NodeFindings]
     problems: list[str] = field(default_factory=list)
@@ -196,7 +196,7 @@ def _culprits(nodes: dict[str, _Node], bad: list[str], silent: list[str]) -> lis
 
 
 def _story(node: _Node, silent: bool, words: str) -> str:
-    """What held a node up, in one sentence."""
+    """Describe what held a node up, in one sentence."""
     if node.phase is None:
         return "it did not start its part of the all-reduce" + (f"; the launcher said: {words}" if words else "")
     if node.result is not None and "problem" in node.result:

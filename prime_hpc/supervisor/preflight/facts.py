@@ -32,7 +32,7 @@ SLOW_VISIBILITY_S = 2.0
 
 @dataclass
 class _Node:
-    """What the supervisor has heard and seen of a node so far."""
+    """All that the supervisor has heard and seen of a node so far."""
 
     check: HostCheck
     phase: str | None = None
@@ -195,7 +195,7 @@ class FactsRound:
         return [step for step in self._steps.steps if host in step.hosts]
 
     def _is_over(self, host: str, now: float) -> bool:
-        """Whether the newest step of a host has ended, and its last words have had time to arrive."""
+        """Return whether the newest step of a host has ended, and its last words have had time to arrive."""
         step = self._steps_of(host)[-1]
         return self._steps.silent_end(step) and now - self._ended.setdefault(id(step), now) >= SETTLE_S
 
@@ -256,7 +256,7 @@ class FactsRound:
         return f"it gave no answer within {waited_s:.0f} s ({last}){said}{stranger}"
 
     def _file_sightings(self) -> list[Sighting]:
-        """Who saw whose facts file when, with when the reader began to look."""
+        """List who saw whose facts file when, with when the reader began to look."""
         found = []
         for host, node in self._nodes.items():
             if node.file_seen is not None:

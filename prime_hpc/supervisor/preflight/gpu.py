@@ -1,4 +1,4 @@
-"""What one node knows of its GPUs without touching them: Slurm's list, the driver's list, ECC, the kernel's Xid lines.
+"""Facts of a node's GPUs, found without touching them: Slurm's list, the driver's list, ECC, the kernel's Xid lines.
 
 Called by `node` on each node, and by `doctor`. No torch: a context on a GPU costs seconds and memory.
 """

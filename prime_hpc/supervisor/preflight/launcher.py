@@ -50,7 +50,7 @@ class Step:
 
     @property
     def ended(self) -> bool:
-        """Whether the launcher is gone."""
+        """True if the launcher is gone."""
         return self.process.poll() is not None
 
 
@@ -105,16 +105,16 @@ class Steps:
         return found
 
     def silent_end(self, step: Step) -> bool:
-        """Whether a step is over and everything that it said was read."""
+        """Return whether a step is over and everything that it said was read."""
         open_streams = any(key.data is step for key in self._selector.get_map().values())
         return step.ended and not open_streams
 
     def mentions(self, host: str) -> bool:
-        """Whether a launcher's line names a host."""
+        """Return whether a launcher's line names a host."""
         return any(host in step.words for step in self.steps if host in step.hosts)
 
     def words_about(self, host: str) -> str:
-        """What launchers said about a host: lines that name it, else the last lines of its steps."""
+        """Return what launchers said about a host: lines that name it, else the last lines of its steps."""
         lines = [line for step in self.steps if host in step.hosts for line in step.noise]
         own = [line for line in lines if host in {word.strip(".") for word in _WORD.findall(line)}]
         return " / ".join(dict.fromkeys((own or lines)[-3:]))[:600]

@@ -1,4 +1,4 @@
-"""What each node runs in preflight: `python -m prime_hpc.supervisor.preflight.node SPEC WAIT_S`.
+"""The process of each node in preflight: `python -m prime_hpc.supervisor.preflight.node SPEC WAIT_S`.
 
 Started by `preflight` through a step, one process a node. It says what it finds twice: as files in the shared directory
 (that is the test), and as lines on standard output (so that a node without that directory can still tell). Exit code 0
@@ -40,7 +40,7 @@ def say(host: str, phase: str, **more: Any) -> None:
 
 
 def own_names(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """What this node may be called in the plan, the likeliest first."""
+    """List what this node may be called in the plan, the likeliest first."""
     full = socket.gethostname()
     names = [environ.get("SLURMD_NODENAME"), full, full.split(".")[0]]
     return list(dict.fromkeys(name for name in names if name))

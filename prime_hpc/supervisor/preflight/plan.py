@@ -1,4 +1,4 @@
-"""What preflight is asked and what it answers: plan, verdicts, report, and the report's lines for people.
+"""Preflight's questions and answers: plan, verdicts, report, and the report's lines for people.
 
 Made by the supervisor, filled by `preflight`, printed by the verb `preflight` from the kept JSON too.
 """
@@ -13,7 +13,7 @@ from prime_hpc.config.sections.slurm import PreflightConfig
 
 @dataclass(frozen=True)
 class HostCheck:
-    """What one node should be."""
+    """Expectations of one node."""
 
     host: str
     """As Slurm names it."""
@@ -30,7 +30,7 @@ class HostCheck:
 
 @dataclass(frozen=True)
 class PreflightPlan:
-    """What to check."""
+    """The checks of a preflight."""
 
     run_dir: Path
     """Whose file system is tested."""
@@ -45,7 +45,7 @@ class PreflightPlan:
 
 @dataclass
 class NodeVerdict:
-    """What is known of one node."""
+    """Verdict on one node."""
 
     host: str
     ok: bool
@@ -68,7 +68,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the roles may start."""
+        """True if the roles may start."""
         return not self.problems and all(verdict.ok for verdict in self.verdicts)
 
     @property

@@ -1,4 +1,4 @@
-"""What preflight concludes from what the nodes wrote and saw: pure functions of times and names.
+"""Preflight's conclusions from what the nodes wrote and saw: pure functions of times and names.
 
 Called by `preflight` (the supervisor's side) and, for `peers_of`, by `node` (what each node runs).
 
@@ -79,7 +79,7 @@ def clock_bounds(
 
 
 def clock_problem(bounds: Bounds, limit_s: float) -> str | None:
-    """What is wrong with a clock; None where it may be right."""
+    """Describe what is wrong with a clock; None where it may be right."""
     low, high = bounds
     if low > limit_s:
         return f"its clock is at least {low:.1f} s ahead of the supervisor's (limit {limit_s:g} s): check NTP"
@@ -165,7 +165,7 @@ def few_gpus(seen: Mapping[str, int], asked: Mapping[str, int | None], component
 
 
 def stuck(phases: Mapping[str, int], silent: Iterable[str], hosts: Iterable[str]) -> list[str]:
-    """Which hosts of a collective that did not end held it up.
+    """Find the hosts that held up a collective that did not end.
 
     Those behind all others, and those whose process gives no sign of life; [] where nobody stands out.
 

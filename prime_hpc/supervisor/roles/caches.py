@@ -1,4 +1,4 @@
-"""Where a role's compilers and module loaders keep their caches: on the node, not on the shared file system.
+"""Caches of a role's compilers and module loaders: on the node, not on the shared file system.
 
 Thousands of small files, locks and renames at every start are what Lustre and NFS bear worst, and two nodes that
 compile into one directory disturb each other. `node_caches` is asked on the node that the role runs on: by its agent in
@@ -76,7 +76,7 @@ def _expand(text: str, environ: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=1)
 def _versions() -> str:
-    """What compiled code depends on, as a directory name."""
+    """Return what compiled code depends on, as a directory name."""
     parts = [f"python{platform.python_version()}", platform.machine()]
     for name in _COMPILED_WITH:
         try:

@@ -96,7 +96,7 @@ class Children:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no orchestrator lives."""
+        """True if no orchestrator lives."""
         return not self._roles
 
     @property

@@ -95,12 +95,12 @@ class Role:
 
     @property
     def was_started(self) -> bool:
-        """Whether it ever had a process."""
+        """True if it ever had a process."""
         return self._process is not None
 
     @property
     def running(self) -> bool:
-        """Whether the leader lives."""
+        """True if the leader lives."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -110,7 +110,7 @@ class Role:
 
     @property
     def lives(self) -> bool:
-        """Whether the process that the supervisor started is still there."""
+        """True if the process that the supervisor started is still there."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -120,7 +120,7 @@ class Role:
 
     @property
     def health_url(self) -> str | None:
-        """Where a server says how it is."""
+        """The address at which a server says how it is."""
         return self.spec.health_url
 
     @property
@@ -130,7 +130,7 @@ class Role:
 
     @property
     def is_server(self) -> bool:
-        """Whether it is asked for its health instead of for heartbeats."""
+        """True if it is asked for its health instead of for heartbeats."""
         return self.spec.health_url is not None
 
     def start(self) -> None:
@@ -190,7 +190,7 @@ class Role:
         self._healthy_at = self._clock()
 
     def statuses(self) -> list[dict[str, Any]]:
-        """What the role's processes last said of themselves in this life."""
+        """Return what the role's processes last said of themselves in this life."""
         newest = []
         for index in self._indices:
             rows = [row for row in self._read_words(index) if row not in self._before.get(index, [])]
@@ -208,12 +208,12 @@ class Role:
         return range(self.spec.index, self.spec.index + self.spec.num_processes)
 
     def _read_words(self, index: int) -> list[dict[str, Any]]:
-        """What a process has said of itself, in its file and on the doorbell."""
+        """Read what a process has said of itself, in its file and on the doorbell."""
         words = (read_status(self.log_dir, index), self._heard.get((self.spec.name, index)))
         return [word for word in words if word is not None]
 
     def says(self, state: str) -> bool:
-        """Whether all of the role's processes report this state (`done` counts as `ready` too)."""
+        """Return whether all of the role's processes report this state (`done` counts as `ready` too)."""
         wanted = {state, "done"} if state == "ready" else {state}
         rows = self.statuses()
         return len(rows) == self.spec.num_processes and all(row["state"] in wanted for row in rows)
@@ -224,7 +224,7 @@ class Role:
         return self._clock() - min((noticed for _, noticed in self._words.values()), default=self.started)
 
     def healthy(self, timeout_s: float = 2.0) -> bool:
-        """Whether the server answers its health route; True for roles without one."""
+        """Return whether the server answers its health route; True for roles without one."""
         if self.health_url is None:
             return not self.is_server
         try:

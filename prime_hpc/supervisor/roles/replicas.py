@@ -12,7 +12,7 @@ from prime_hpc.supervisor.roles.slurm_step import StepRole
 
 
 class Replicas:
-    """Which servers are away and when they are tried again.
+    """Servers that are away, and when they are tried again.
 
     Args:
         retry_s: pause between attempts on a node that was lost.
@@ -29,7 +29,7 @@ class Replicas:
         self._num_tries: dict[str, int] = {}
 
     def is_on_trial(self, role: Role) -> bool:
-        """Whether the server was lost with its node and has not served since."""
+        """Return whether the server was lost with its node and has not served since."""
         return role.spec.label in self._on_trial and not self._served_since(role)
 
     def _served_since(self, role: Role) -> bool:
@@ -56,7 +56,7 @@ class Replicas:
         return f"its server is tried again {how} in {self._retry_s:.0f} s"
 
     def has_failed_again(self, role: Role) -> bool:
-        """Whether its node was tried once already."""
+        """Return whether its node was tried once already."""
         return self._num_tries.get(role.spec.label, 0) > 0
 
     def bring_back(self, roles: Sequence[Role], restart: Callable[[Role], None]) -> None:

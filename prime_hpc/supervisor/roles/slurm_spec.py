@@ -1,4 +1,4 @@
-"""Which steps a Slurm job consists of: the placement's role groups on the nodes that Slurm gave.
+"""Steps of a Slurm job: the placement's role groups on the nodes that Slurm gave.
 
 The counterpart of `roles` (one machine). Called by `main`; the supervisor starts what it returns.
 """

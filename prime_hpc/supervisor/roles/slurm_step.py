@@ -66,13 +66,13 @@ class StepSpec(RoleSpec):
 
 
 def http_port(spec: StepSpec, first: Mapping[str, Any]) -> int:
-    """Where a server listens, by its first agent's hello."""
+    """Find where a server listens, by its first agent's hello."""
     return spec.port or int(first["ports"][0])
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What all steps of a job share."""
+    """Facts that all steps of a job share."""
 
     allocation: Allocation
     run_dir: Path
@@ -202,12 +202,12 @@ class StepRole(Role):
 
     @property
     def is_server(self) -> bool:
-        """Whether it is asked for its health instead of for heartbeats."""
+        """True if it is asked for its health instead of for heartbeats."""
         return self.spec.is_server
 
     @property
     def running(self) -> bool:
-        """Whether its agents are at work; until they have spoken, whether srun lives.
+        """True if its agents are at work; until they have spoken, whether srun lives.
 
         Slurm's SIGTERM ends srun, but not the tasks, which may still be saving.
         """
@@ -269,7 +269,7 @@ class StepRole(Role):
 
     @property
     def has_arrived(self) -> bool:
-        """Whether a stand-in has got its node."""
+        """True if a stand-in has got its node."""
         return self.stands_in and bool(self._hellos)
 
     def hear(self, message: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which processes a run consists of on one node: commands, devices, threads, deadlines.
+"""Processes of a run on one node: commands, devices, threads, deadlines.
 
 A pure function of the experiment and the node's facts; the supervisor starts what it returns.
 """
@@ -187,7 +187,7 @@ def trainer_spec(experiment: Experiment, run_dir: Path, gpus: list[str]) -> Role
 
 
 def orchestrator_spec(experiment: Experiment, run_dir: Path) -> RoleSpec:
-    """Who plays the episodes: it waits for the servers, so its deadline includes theirs."""
+    """Build the role that plays the episodes: it waits for the servers, so its deadline includes theirs."""
     role = experiment.orchestrating_role
     return RoleSpec(
         role,
@@ -198,7 +198,7 @@ def orchestrator_spec(experiment: Experiment, run_dir: Path) -> RoleSpec:
 
 
 def inference_command(python: str, run_dir: Path, role: EngineRole, replica: int, port: int) -> list[str]:
-    """What starts one vLLM server of a group."""
+    """Build the command of one vLLM server of a group."""
     command = [python, "-P", "-m", "prime_hpc.inference.main", str(run_dir)]
     command += [] if role == "inference" else ["--role", role]
     return [*command, "--replica", str(replica), "--port", str(port)]

@@ -26,7 +26,7 @@ def one_after_another(specs: Sequence[Spec]) -> list[Spec]:
 
 
 def may_start(role: Role, roles: Sequence[Role]) -> bool:
-    """Whether all servers that a waiting role starts after are ready, or are not to come."""
+    """Return whether all servers that a waiting role starts after are ready, or are not to come."""
     return all(other.state in ("ready", "done", "away") for other in roles if other.spec.label in role.spec.after)
 
 

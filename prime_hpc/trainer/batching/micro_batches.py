@@ -86,7 +86,8 @@ class MicroBatch:
 
 
 def objective_part(micro: MicroBatch) -> MicroBatch:
-    """What the objective sees of a micro-batch with `ce_weights`: the targets of its own, everything said of those.
+    """Return what the objective sees of a micro-batch with `ce_weights`: the targets of its own, everything said of
+    those.
 
     For objectives alone: it does not go through a model.
     """
@@ -225,7 +226,7 @@ def _truncation(
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """What metrics need to know of a rank batch; sums and maxima over this rank."""
+    """Facts of a rank batch for metrics; sums and maxima over this rank."""
 
     num_tokens: int
     num_sequences: int
@@ -304,8 +305,9 @@ def _rollout_tokens(batch: RankBatch) -> NDArray[np.int32]:
 
 
 def rows_fit(batch: RankBatch, budget: int) -> bool:
-    """Whether every micro-batch fits the budget with a row for each sequence, padded to the longest; a row that is
-    longer must be alone."""
+    """Return whether every micro-batch fits the budget with a row for each sequence, padded to the longest; a row that
+    is longer must be alone.
+    """
     lengths = np.diff(batch.seq_offsets)
     parts = [lengths[batch.sequences_of(i)] for i in range(batch.num_micro_batches)]
     return bool((lengths > 0).all()) and all(len(n) * n.max() <= max(budget, n.max()) for n in parts if len(n))

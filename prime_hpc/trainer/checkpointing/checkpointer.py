@@ -44,7 +44,7 @@ LAST_JOIN_S = 60.0
 
 @dataclass(frozen=True)
 class SaveFigures:
-    """What a save cost."""
+    """Cost of a save."""
 
     step: int
     size: int
@@ -151,7 +151,7 @@ class Checkpointer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a save in flight has come to its end on this rank: time to `settle`."""
+        """True if a save in flight has come to its end on this rank: time to `settle`."""
         return self._save is not None and self._save.thread is not None and not self._save.thread.is_alive()
 
     def save(self, step: int, *, progress: Mapping[str, int], batch_dir: Path | None) -> None:
@@ -222,7 +222,7 @@ class Checkpointer:
             self._side = None
 
     def take_figures(self) -> SaveFigures | None:
-        """What the save that ended last cost; None when that was told before."""
+        """Return the cost of the save that ended last; None when that was told before."""
         figures, self._figures = self._figures, None
         return figures
 

@@ -52,7 +52,7 @@ class PlainReader(dcp.FileSystemReader):
     """As DCP's reader of files, for checkpoints of tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds.
+        """Read what the checkpoint holds.
 
         Raises:
             ArtifactError: its metadata is something else, or it holds objects that are no tensors.

@@ -64,7 +64,7 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """Return what this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -99,7 +99,7 @@ class _SummedFiles(FileSystem):
 
 
 class ShardPlan:
-    """Who writes what. Made collectively by `plan_shards`; good as long as names and shapes stay."""
+    """The plan of which rank writes what. Made collectively by `plan_shards`; good as long as names and shapes stay."""
 
     def __init__(self, planner: _Planner, plan: SavePlan, metadata: Metadata | None) -> None:
         self._planner, self._plan, self._metadata = planner, plan, metadata
@@ -168,12 +168,12 @@ def plan_shards(state: dict[str, torch.Tensor]) -> ShardPlan:
 
 
 def signature(state: Mapping[str, torch.Tensor]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    """What a plan depends on."""
+    """Return what a plan depends on."""
     return tuple((name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in state.items())
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """What a checkpoint holds.
+    """Read what a checkpoint holds.
 
     Raises:
         ArtifactError: the file holds something else than a checkpoint's metadata, or names objects that are no tensors.

@@ -98,7 +98,7 @@ class Saver:
         self._is_prepared = True
 
     def is_due(self, step: int, agree: Agree) -> bool:
-        """Whether the config wants a checkpoint after `step`."""
+        """Return whether the config wants a checkpoint after `step`."""
         if self._config is None:
             return False
         if isinstance(self._config.interval, int):

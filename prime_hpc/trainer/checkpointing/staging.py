@@ -76,7 +76,7 @@ class HostStage:
         self._touched.set()
 
     def fits(self, parts: Mapping[str, torch.Tensor]) -> bool:
-        """Whether this room was made for such tensors."""
+        """Return whether this room was made for such tensors."""
         return parts.keys() == self.tensors.keys() and all(
             t.shape == self.tensors[n].shape and t.dtype == self.tensors[n].dtype for n, t in parts.items()
         )

@@ -54,7 +54,7 @@ def verify_parts(info: CheckpointInfo, paths: RunPaths, heed: Callable[[], None]
 
 
 def _verify_own(info: CheckpointInfo, paths: RunPaths, patience: Patience) -> str | None:
-    """What is wrong with this rank's share; None where nothing is."""
+    """Describe what is wrong with this rank's share; None where nothing is."""
     names = share_of(sorted(info.manifest.files), dist.get_rank(), dist.get_world_size())
     for name in names:
         path, entry = info.path / name, info.manifest.files[name]

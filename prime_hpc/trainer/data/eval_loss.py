@@ -64,7 +64,7 @@ class HeldOut:
             logger.info(f"held out: {num_rows:,} rows of {source.label}, every {self._interval} steps")
 
     def is_due(self, step: int) -> bool:
-        """Whether version `step` is evaluated."""
+        """Return whether version `step` is evaluated."""
         return step % self._interval == 0 or step == self._last
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What the ranks of a data stream tell each other, over a group of its own. Called by `stream.py` in its thread.
+"""Messages between the ranks of a data stream, over a group of its own, from the stream's thread.
 
 Beside the training's collectives: a group of its own, so that neither waits for the other.
 """
@@ -33,7 +33,7 @@ class Exchange:
         return values
 
     def all_agree(self, yes: bool) -> bool:
-        """Whether every rank says yes."""
+        """Return whether every rank says yes."""
         if self._group is None:
             return yes
         flag = torch.tensor([int(yes)])

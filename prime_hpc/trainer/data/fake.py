@@ -30,7 +30,7 @@ FakeSource = Callable[[int], RankBatch]
 
 @dataclass(frozen=True)
 class RankShape:
-    """What one rank's part of a batch looked like."""
+    """Shape of one rank's part of a batch."""
 
     lengths: list[int]
     """Tokens of each sequence."""
@@ -58,7 +58,7 @@ def default_fake(experiment: Experiment) -> FakeDataConfig:
 
 
 def fake_source(session: Session) -> FakeSource | None:
-    """Where fake batches come from; None where the orchestrator's are trained on. Collective.
+    """Build the source of fake batches; None where the orchestrator's are trained on. Collective.
 
     Raises:
         ArtifactTimeout: a bench of `rl`, and the orchestrator's bench did not end within `trainer.batch_timeout_s`.

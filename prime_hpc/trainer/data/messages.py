@@ -152,7 +152,7 @@ def _tools(value: Any) -> list[Any] | None:
 
 
 def _trained(messages: list[Message], first: int, config: SFTDataConfig) -> tuple[bool, ...]:
-    """Which messages are trained: their own flag, else their role; those before `first` never."""
+    """Mark the messages that are trained: by their own flag, else their role; those before `first` never."""
     flags = []
     for i, message in enumerate(messages):
         own = next((message[key] for key in _FLAGS if key in message), None)

@@ -23,7 +23,7 @@ class SFTSample:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """What became of rows, and of the samples in them."""
+    """Counts of what became of rows, and of the samples in them."""
 
     rows: int = 0
     overlong: int = 0
@@ -44,7 +44,7 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class RowResult:
-    """What one row gives."""
+    """Result of one row."""
 
     samples: list[SFTSample]
     counts: RowCounts

@@ -56,7 +56,7 @@ def fingerprint_of(*parts: Any) -> int:
 
 
 def _cached(cache: Path, path: Path, *also: Any) -> Path:
-    """Where what is made of a file lies, without a suffix."""
+    """Return the cache's path for a file, without a suffix."""
     try:
         stat = path.stat()
     except OSError as error:

@@ -32,7 +32,7 @@ Tokenise = Callable[[Sequence[int]], list[RowResult]]
 
 @dataclass(frozen=True)
 class Position:
-    """Where in the stream a step ends, and what was seen until there."""
+    """The place in the stream at which a step ends, and what was seen until there."""
 
     row: int = 0
     sub: int = 0
@@ -72,7 +72,7 @@ class BatchShape:
 
 @dataclass
 class _Row:
-    """What all ranks know of a row that waits to be used."""
+    """Facts that all ranks know of a row that waits to be used."""
 
     index: int
     lengths: list[int]
@@ -139,7 +139,7 @@ class SampleStream:
         self._barren = 0
 
     def agree(self, go_on: bool) -> bool:
-        """Whether every rank goes on."""
+        """Return whether every rank goes on."""
         return self._exchange.all_agree(go_on)
 
     def next(self) -> Batch | None:
@@ -159,7 +159,7 @@ class SampleStream:
         return replace(batch, position=self._position)
 
     def _is_read(self) -> bool:
-        """Whether the stream ends with what waits."""
+        """Return whether the stream ends with what waits."""
         return self._last_row is not None and self._next_row >= self._last_row
 
     def _needed(self) -> int:

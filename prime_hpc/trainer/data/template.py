@@ -45,7 +45,7 @@ class ChatTokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether conversations can be rendered at all."""
+        """True if conversations can be rendered at all."""
         return bool(self._template)
 
     @property
@@ -129,7 +129,7 @@ class ChatTokenizer:
         return next(ends, last - 1) + 1
 
     def _broken(self, ids: list[int], prefix: str, talk: Conversation, stop: int) -> str:
-        """What to say where a prefix is none: the first message that breaks it, and both sides of the break."""
+        """Word the error where a prefix is none: the first message that breaks it, and both sides of the break."""
         shorter, longer, message = self.encode(prefix), ids, stop
         before = self.encode(self.render(talk.messages[:stop], talk.tools))
         if before[: len(shorter)] == shorter:  # the turn itself is well formed, so a later message rewrites it

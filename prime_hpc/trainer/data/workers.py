@@ -67,7 +67,7 @@ class RowReader:
         self._skip = recipe.config.bad_rows == "skip"
 
     def __call__(self, indices: Sequence[int]) -> list[RowResult]:
-        """What each row gives."""
+        """Compute the result of each row."""
         return [self._one(index) for index in indices]
 
     def _one(self, index: int) -> RowResult:
@@ -94,7 +94,7 @@ class RowProcesses:
         )
 
     def __call__(self, indices: Sequence[int]) -> list[RowResult]:
-        """What each row gives."""
+        """Compute the result of each row."""
         size = max(1, min(64, -(-len(indices) // (2 * self._num_workers))))
         parts = [list(indices[i : i + size]) for i in range(0, len(indices), size)]
         return [result for part in self._pool.map(_read, parts) for result in part]

@@ -1,4 +1,4 @@
-"""Which of a checkpoint's tensors a model's are made of: transformers' weight conversions, followed without values.
+"""The checkpoint's tensors that a model's are made of: transformers' weight conversions, followed without values.
 
 transformers loads many models from other tensors than its modules hold: mixtures keep their experts apart (under three
 sets of names), some models fuse or split projections, others rename modules. How is stated as `WeightConverter`s and
@@ -66,7 +66,8 @@ class Piece:
         return values.reshape(sizes).permute([order.index(dim) for dim in range(len(order))]).contiguous()
 
     def keeps_rows(self, shape: Sequence[int]) -> bool:
-        """Whether rows of the model's tensor (for a stacked one: of its matrices) are whole rows of the stored one.
+        """Return whether rows of the model's tensor (for a stacked one: of its matrices) are whole rows of the stored
+        one.
 
         Args:
             shape: of the stored tensor.

@@ -19,7 +19,7 @@ COMPARED_ROWS = 4096
 
 
 def local_box(tensor: torch.Tensor) -> Box:
-    """Where what this rank holds of a tensor stands in the whole."""
+    """Return where this rank's part of a tensor stands in the whole."""
     offset: tuple[int, ...] = (0,) * tensor.ndim
     shape: tuple[int, ...] = tuple(tensor.shape)
     if isinstance(tensor, DTensor):

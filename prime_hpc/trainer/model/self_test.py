@@ -1,4 +1,4 @@
-"""Whether a loaded policy keeps samples apart: asked at every start, of the real model, kernel and layout.
+"""Return whether a loaded policy keeps samples apart: asked at every start, of the real model, kernel and layout.
 
 Three short samples, two of which begin alike, go through the forward pass alone, behind each other in one row, and with
 their common beginning computed once (or, for families that train one sample a row, as rows of one padded batch). A

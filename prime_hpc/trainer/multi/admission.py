@@ -1,4 +1,4 @@
-"""What a child must be to be trained, and where it goes on. Rank 0 only; called by `roster.py`."""
+"""Admission of a child run: its checks, and where it goes on. Rank 0 only."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ class Admission:
 
     @property
     def is_done(self) -> bool:
-        """Whether its last step was saved already."""
+        """True if its last step was saved already."""
         return self.resume is not None and self.resume.step >= self.experiment.max_steps
 
 
@@ -81,7 +81,7 @@ def prepare(parent: Experiment, path: Path, slot: int, doubts: Doubts, life: int
 
 
 def _is_whole(paths: RunPaths, version: int, incarnation: int) -> bool:
-    """Whether a weights version can be served; a broken one is set aside.
+    """Return whether a weights version can be served; a broken one is set aside.
 
     Raises:
         Unreadable: that cannot be told now.

@@ -58,12 +58,12 @@ class Child:
 
     @property
     def is_done(self) -> bool:
-        """Whether its last step is done."""
+        """True if its last step is done."""
         return self.step >= self.session.experiment.max_steps
 
     @property
     def progress(self) -> dict[str, int]:
-        """What its checkpoints hold besides tensors."""
+        """Progress that its checkpoints hold besides tensors."""
         return {"num_samples": self.num_samples, "num_tokens": self.num_tokens}
 
     def next_batch(self) -> ArtifactWatch:

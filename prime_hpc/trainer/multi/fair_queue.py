@@ -1,4 +1,4 @@
-"""Whose batch is trained next: start-time fair queueing (Goyal et al. 1996) over tokens, with a bound on the wait.
+"""The order of the runs' batches: start-time fair queueing (Goyal et al. 1996) over tokens, with a bound on the wait.
 
 Every run has a virtual time, the tokens that it was trained on. Of the runs whose batch is ready the one that is
 furthest behind goes first. Who had nothing to train for a while, or is new, begins at the virtual time of the

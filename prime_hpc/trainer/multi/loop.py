@@ -44,7 +44,7 @@ OF_A_RUN = (RunFailed, StepRefused, StoreError)
 
 
 class Kind(StrEnum):
-    """What a turn is."""
+    """Kind of a turn."""
 
     WAIT = "wait"
     ADMIT = "admit"

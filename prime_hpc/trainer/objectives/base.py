@@ -1,4 +1,4 @@
-"""What every objective takes and returns, and the registry by config name. Used by the files beside it."""
+"""Base of every objective, and the registry by config name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Terms:
-    """What an objective makes of its targets."""
+    """An objective's terms for its targets."""
 
     loss: torch.Tensor
     """[N], each target's loss before its weight in the batch, differentiable in `Targets.logprobs`."""

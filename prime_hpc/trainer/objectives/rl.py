@@ -21,7 +21,7 @@ def normalization(config: LossConfig) -> str:
 
 
 def requires_reference(config: LossConfig) -> bool:
-    """Whether micro-batches must carry the reference model's log-probabilities."""
+    """Return whether micro-batches must carry the reference model's log-probabilities."""
     return config.kl is not None and config.kl.target == "reference"
 
 

@@ -52,7 +52,7 @@ class Bucket:
 
 @dataclass
 class Packing:
-    """Where the sequences of a packed row lie, and how they are padded into buckets."""
+    """Positions of the sequences in a packed row, and how they are padded into buckets."""
 
     lengths: np.ndarray
     """int64[S], tokens of each sequence in row order."""
@@ -416,7 +416,7 @@ def _reach(module: torch.nn.Module, passed: int | _NotPassed | None) -> tuple[in
 
 
 def _special(module: torch.nn.Module, heads: int, ranks: DeviceMesh | None, wanted: dict[str, Any]) -> dict[str, Any]:
-    """What a layer asks of a kernel besides scale and window: `softcap`, and `sinks` of this rank's heads.
+    """Return what a layer asks of a kernel besides scale and window: `softcap`, and `sinks` of this rank's heads.
 
     Raises:
         ValueError: something that packed attention does not do.

@@ -22,7 +22,7 @@ _BLOCK_ROWS = 256
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Whether this machine's float32 products are faster through oneDNN: AVX-512, and not Intel's."""
+    """Return whether this machine's float32 products are faster through oneDNN: AVX-512, and not Intel's."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return False
     try:

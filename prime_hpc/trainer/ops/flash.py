@@ -1,4 +1,4 @@
-"""Which FlashAttention there is besides the one in torch: found by importing its kernels, not by a package's name.
+"""FlashAttention besides the one in torch: found by importing its kernels, not by a package's name.
 
 `flash-attn-4` and others bring a package of the name `flash_attn` without the varlen kernel of FlashAttention 2.
 """

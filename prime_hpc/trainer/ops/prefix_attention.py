@@ -22,7 +22,7 @@ LEAST_SHARE = 0.05
 def shared_rows(
     token_ids: NDArray[np.int64], lengths: NDArray[np.int64], groups: NDArray[np.int64]
 ) -> NDArray[np.int64] | None:
-    """Which row computes each token of a packed micro-batch.
+    """Return the row that computes each token of a packed micro-batch.
 
     Samples of one group share the longest prefix that all of them have in common.
 

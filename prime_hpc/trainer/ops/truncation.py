@@ -49,7 +49,7 @@ class Truncation:
 
 
 class Cut(NamedTuple):
-    """Which logits of each of n rows are kept."""
+    """The logits of each of n rows that are kept."""
 
     least: torch.Tensor
     """float32 [n], the smallest; -inf: all."""
@@ -58,7 +58,7 @@ class Cut(NamedTuple):
 
 
 class Ranks(Protocol):
-    """What is needed of `logprobs.VocabShard`."""
+    """The part of `logprobs.VocabShard` that is needed here."""
 
     def total(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -68,7 +68,7 @@ class Ranks(Protocol):
 def find_cut(
     logits: torch.Tensor, truncation: Truncation, shard: Ranks | None, *, keeps_ties: bool | None = None
 ) -> Cut:
-    """Where vLLM's sampler would cut each row.
+    """Find where vLLM's sampler would cut each row.
 
     Args:
         logits: float32 `[n, V]` at the temperature, or this rank's columns of them.

@@ -106,8 +106,9 @@ def reshard_all(policy: nn.Module) -> None:
 
 
 def gathers_from_itself(parallel: Parallel) -> bool:
-    """Whether the only rank is on a CPU: to free what it has copied from its own shards, and copy it again for every
-    micro-batch, costs more there than the memory is worth."""
+    """Return whether the only rank is on a CPU: to free what it has copied from its own shards, and copy it again for
+    every micro-batch, costs more there than the memory is worth.
+    """
     return parallel.fsdp.size() == 1 and parallel.fsdp.device_type == "cpu"
 
 

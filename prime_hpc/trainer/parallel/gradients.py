@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What this rank holds of every gradient."""
+    """Return what this rank holds of every gradient."""
     grads = [p.grad for p in parameters if p.grad is not None]
     return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
 

@@ -37,7 +37,7 @@ class Parallel:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the first of those that read its part of the batch."""
+        """True if this rank is the first of those that read its part of the batch."""
         return self.rank % self.layout.ranks_per_part == 0
 
     @property

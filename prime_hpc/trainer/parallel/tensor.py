@@ -154,7 +154,7 @@ def shard(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
 
 
 def _let_in(hf: Any, name: str, mesh: DeviceMesh) -> None:
-    """Where whole activations enter a module of split matrices their gradients are summed: once, for all of them.
+    """Sum the gradients of whole activations that enter a module of split matrices: once, for all of them.
 
     Raises:
         ValueError: the module has whole matrices, too, which would see those sums before they are due.

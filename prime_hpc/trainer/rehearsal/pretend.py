@@ -143,7 +143,7 @@ def pretended(tracker: MemoryTracker, fake: FakeTensorMode, *, on_gpu: bool, fol
 
 
 def _inside(fake: FakeTensorMode, tracker: MemoryTracker, function: Callable[..., Any]) -> Callable[..., Any]:
-    """What gives parameters their memory."""
+    """Wrap a function that gives parameters their memory."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with fake, tracker, tracker.kind("weights"):
@@ -185,7 +185,7 @@ def _spread_rows(change: Callable[..., None]) -> None:
 
 
 def _read_ones(change: Callable[..., None]) -> None:
-    """What the host reads from the device: counts and metrics, which change no size."""
+    """Replace what the host reads from the device by ones: counts and metrics, which change no size."""
     types = {torch.float64: np.float64, torch.float32: np.float32, torch.int64: np.int64, torch.int32: np.int32}
 
     def numpy(self: FakeTensor, **_: Any) -> Any:
@@ -197,7 +197,7 @@ def _read_ones(change: Callable[..., None]) -> None:
 
 
 def _tell_kinds(tracker: MemoryTracker, change: Callable[..., None]) -> None:
-    """What FSDP and the adapters allocate, by what it is for."""
+    """Tell what FSDP and the adapters allocate, by what it is for."""
 
     def of(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ CUDA_GRANULE = 512
 
 
 def is_on_gpu(experiment: Experiment) -> bool:
-    """Whether the config's trainer runs on GPUs."""
+    """Return whether the config's trainer runs on GPUs."""
     return experiment.device != "cpu" and experiment.trainer.backend != "gloo"
 
 

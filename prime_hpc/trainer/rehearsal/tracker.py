@@ -86,7 +86,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def kind(self, name: str) -> Iterator[None]:
-        """What is allocated inside is of this kind."""
+        """Count what is allocated inside as of this kind."""
         self._kinds.append(name)
         try:
             yield
@@ -94,7 +94,7 @@ class MemoryTracker(TorchDispatchMode):
             self._kinds.pop()
 
     def is_kind(self, tensor: Any, name: str) -> None:
-        """What the tensor lies in is of this kind from now on."""
+        """Count the tensor's storage as of this kind from now on."""
         for storage in _storages(tensor):
             known = self._known.get(id(storage))
             if known is not None and known[0]() is storage and known[2] != name:

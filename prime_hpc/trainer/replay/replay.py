@@ -75,7 +75,7 @@ def batches_of(session: Session, source: RunPaths, progress: dict[str, int]) -> 
 
 
 def objective_of(experiment: Experiment) -> Objective:
-    """What the run minimises."""
+    """Build the objective that the run minimises."""
     from prime_hpc.trainer.rl import rl_objective
     from prime_hpc.trainer.sft import sft_objective
 

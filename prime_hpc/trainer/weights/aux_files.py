@@ -1,4 +1,4 @@
-"""What stands beside the tensors of a weight version: config, index, tokenizer, code. The same in every version.
+"""Files beside the tensors of a weight version: config, index, tokenizer, code. The same in every version.
 
 Written and made durable once in a life; later versions get hard links to the files of the one before, which nobody
 changes any more. A tokenizer is some 10 MB in ten files: more than an adapter, and each file that is to be durable

@@ -33,7 +33,7 @@ _TOKENIZER = ("tokenizer", "special_tokens_map", "vocab", "merges", "chat_templa
 
 
 def adapter_identity(config: LoraConfig, source: Path) -> dict[str, Any]:
-    """What must be the same for an adapter's checkpoint to be of use, as plain JSON."""
+    """Return what must be the same for an adapter's checkpoint to be of use, as plain JSON."""
     return config.model_dump(mode="json") | {"base weights": weights_fingerprint(source)}
 
 

@@ -54,7 +54,8 @@ def build_publisher(
     model_name: str,
     slot: int = 0,
 ) -> VersionPublisher:
-    """What fits the policy; arguments as `Publisher`'s, and of a policy with adapters whose it is."""
+    """Build the publisher that fits the policy; arguments as `Publisher`'s, and of a policy with adapters whose it
+    is."""
     if policy.adapters is not None:
         return AdapterPublisher(policy, source, paths, incarnation=incarnation, model_name=model_name, slot=slot)
     return Publisher(policy, source, paths, dtype=dtype, incarnation=incarnation, model_name=model_name)
@@ -137,7 +138,8 @@ class Publisher:
             return self.seal(files)
 
     def own_blocks(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
-        """What this rank writes: (file, offset) and the values as they are published, on the device. Collective."""
+        """Return what this rank writes: (file, offset) and the values as they are published, on the
+        device. Collective."""
         tensors = dict(self._policy.named_weights())
         for file in self._plan.mine():
             for name in file.tensors:

@@ -62,7 +62,8 @@ class _Pending:
 def build_beside(
     publisher: VersionPublisher, wanted: bool | None, device: torch.device, announce: Announce
 ) -> "BesidePublisher | None":
-    """What writes a publisher's versions beside the training; None where it should not, or they are small (adapters).
+    """Build what writes a publisher's versions beside the training; None where it should not, or they are small
+    (adapters).
 
     Args:
         publisher: of the run.
@@ -94,7 +95,7 @@ class BesidePublisher:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the version under way has come to its end on this rank: time to `settle`."""
+        """True if the version under way has come to its end on this rank: time to `settle`."""
         return self._pending is not None and self._pending.thread is not None and not self._pending.thread.is_alive()
 
     def begin(self, version: int) -> None:

@@ -69,7 +69,7 @@ def header(specs: Sequence[TensorSpec]) -> bytes:
 
 
 class SafetensorsLayout:
-    """Where what stands in a file that holds these tensors in this order."""
+    """The layout of a file that holds these tensors in this order."""
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         """

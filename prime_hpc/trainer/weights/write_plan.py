@@ -1,4 +1,4 @@
-"""Which files a weight version has, and which rank writes which of their bytes. Used by `publish.py`.
+"""Plan of a weight version's files: which rank writes which of their bytes.
 
 A file per rank, which owns it: it writes the header and seals it. A tensor stands whole in one file. Where every rank
 that holds a part of it holds whole rows, and all of them are on one node, each writes its rows to their place
@@ -77,7 +77,7 @@ class VersionPlan:
         return [(file, name) for file in self.files for name in file.tensors if name not in self.in_place]
 
     def blocks(self, file: VersionFile, name: str, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """What this rank writes of a tensor: offsets in the file, and the values that belong there.
+        """Return what this rank writes of a tensor: offsets in the file, and the values that belong there.
 
         Args:
             file: that it stands in.
@@ -105,12 +105,12 @@ class VersionPlan:
 
     @property
     def has_unused(self) -> bool:
-        """Whether the source holds tensors that the model does not use."""
+        """True if the source holds tensors that the model does not use."""
         return bool(self._weights.unused)
 
     @property
     def is_indexed(self) -> bool:
-        """Whether there are several files."""
+        """True if there are several files."""
         return len(self.files) > 1 or self.has_unused
 
     def index(self) -> dict[str, object]:
@@ -235,7 +235,7 @@ def _specs(
 
 
 def _check_names(groups: Sequence[_Group], weights: WeightMap) -> None:
-    """What would be published has the names of the checkpoint, or no engine would take it."""
+    """Check that what would be published has the names of the checkpoint, or no engine would take it."""
     published = {spec.name for group in groups for spec in group.specs} | set(weights.unused)
     differing = sorted(published ^ (weights.stored.keys() - (weights.tied.keys() & {LM_HEAD})))
     if differing:
@@ -260,7 +260,7 @@ def _agreed_in_place(
 
 
 def has_whole_rows(tensor: torch.Tensor) -> bool:
-    """Whether what each rank holds is a block of whole rows; the same on all ranks."""
+    """Return whether what each rank holds is a block of whole rows; the same on all ranks."""
     if not isinstance(tensor, DTensor):
         return True
     return all(placement.is_replicate() or getattr(placement, "dim", None) == 0 for placement in tensor.placements)
