@@ -43,7 +43,7 @@ def free() -> int:
 
 def by_another(code: str) -> str:
     """Output of a python that knows `sockets`."""
-    words = [sys.executable, "-c", f"from prime_hpc.store import sockets; {code}"]
+    words = [sys.executable, "-c", f"from prime_hpc.store.messaging import sockets; {code}"]
     return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
 
@@ -105,12 +105,8 @@ def test_a_reservation_is_seen_by_others_and_ends_with_its_process(free: int) ->
 def test_agents_of_one_node_are_given_different_ports() -> None:
     base = ports.run_base(Path("/"), "4711")
     first = ports.choose(2, base, sockets.ALL)
-    assert (
-        by_another(
-            f"from prime_hpc.supervisor import ports; print(set(ports.choose(2, {base}, sockets.ALL)) & set({first}))"
-        )
-        == "set()"
-    )
+    code = f"print(set(ports.choose(2, {base}, sockets.ALL)) & set({first}))"
+    assert by_another(f"from prime_hpc.supervisor.roles import ports; {code}") == "set()"
 
 
 def test_a_full_range_names_itself_its_key_and_the_node(free: int) -> None:
@@ -255,10 +251,10 @@ def test_a_servers_health_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch,
 
 IPV6_ALONE = """
 from pathlib import Path
-from prime_hpc.store import sockets
+from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.bus import Doorbell, DoorbellHub
 from prime_hpc.store.messaging.file_transfer import HandoverServer
-from prime_hpc.supervisor import ports
+from prime_hpc.supervisor.roles import ports
 assert sockets.loopback() == "::1", sockets.loopback()
 (port,) = ports.choose(1, 20000, sockets.ALL)
 with sockets.bind(sockets.ALL, port) as server:
