@@ -136,12 +136,17 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _evaluates_on_engines(cls, values: Any) -> Any:
-        """An evaluation that attaches to nothing starts engines itself."""
-        if not isinstance(values, dict) or values.get("kind") != "eval" or values.get("inference") is not None:
+        """An evaluation that attaches to nothing starts engines itself, on a free port where none is stated."""
+        if not isinstance(values, dict) or values.get("kind") != "eval":
             return values
-        stated = values.get("eval")
+        stated, engines = values.get("eval"), values.get("inference")
         client = stated.get("client") if isinstance(stated, dict) else getattr(stated, "client", None)
-        return values if client is not None else {**values, "inference": {"server": {"port": 0}}}
+        if engines is None and client is None:
+            engines = {}
+        if not isinstance(engines, dict) or not isinstance(engines.get("server") or {}, dict):
+            return values
+        server = {"port": 0} | {key: value for key, value in (engines.get("server") or {}).items() if value is not None}
+        return {**values, "inference": {**engines, "server": server}}
 
     @model_validator(mode="after")
     def _consistent(self) -> "Experiment":

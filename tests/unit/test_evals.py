@@ -259,3 +259,7 @@ def test_engines_of_its_own_take_a_free_port() -> None:
     alone = experiment()
     assert alone.inference is not None and alone.inference.server.port == 0
     assert experiment("--client.port", "8001").inference is None
+    several = experiment("--inference.num-replicas", "2").inference
+    assert several is not None and several.server.port == 0 and several.num_replicas == 2
+    stated = experiment("--inference.server.port", "8001").inference
+    assert stated is not None and stated.server.port == 8001
