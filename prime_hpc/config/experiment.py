@@ -177,6 +177,7 @@ class Experiment(Section):
                 f"orchestrator.sampling.max_tokens ({o.sampling.max_tokens}) cannot fit "
                 f"inference.max_model_len ({self.max_model_len}) together with a prompt"
             )
+        self._sources_fit()
         self._can_evaluate()
         resume = self.ckpt.resume_step if self.ckpt is not None else None
         if isinstance(resume, int) and resume >= self.max_steps:
@@ -239,6 +240,40 @@ class Experiment(Section):
                 f"sft.data.batch_tokens ({data.batch_tokens}) is below sft.data.seq_len ({longest}): the longest "
                 "sample would not fit into a step"
             )
+
+    def _sources_fit(self) -> None:
+        """What single environments do otherwise than the others can be done."""
+        o = self.orchestrator
+        for i, env in enumerate(o.env if self.kind == "rl" else []):
+            key, advantage = f"orchestrator.env.{i}", o.advantage_of(i)
+            if env.algorithm is not None and {env.algorithm, o.advantage.type} & {"opd", "opsd", "sft"}:
+                raise ValueError(
+                    f"{key}.algorithm = {env.algorithm} beside orchestrator.advantage.type = {o.advantage.type}: an "
+                    "algorithm with a teacher is for all environments of a run"
+                )
+            if advantage.compares_rollouts and o.group_size(i) < 2:
+                raise ValueError(
+                    f"{key}: {advantage.type} compares rollouts of one prompt: rollouts_per_example must be at least 2"
+                )
+            sampling = env.sampling.over(o.sampling)
+            if sampling.max_tokens >= self.max_model_len:
+                raise ValueError(
+                    f"{key}.sampling.max_tokens ({sampling.max_tokens}) cannot fit inference.max_model_len "
+                    f"({self.max_model_len}) together with a prompt"
+                )
+            if advantage.distils and (sampling.temperature != 1 or sampling.truncates):
+                raise ValueError(
+                    f"{key}.sampling: {advantage.type} needs temperature 1, without top_p, top_k and min_p"
+                )
+            for name, why in sampling.untrainable().items() if o.advantage.type != "sft" else ():
+                raise ValueError(f"{key}.sampling.extra.{name} cannot be used in training: {why}; leave it out")
+        for i, held_out in enumerate(o.eval.env if o.eval is not None else []):
+            length = held_out.sampling.max_tokens
+            if length is not None and length >= self.max_model_len:
+                raise ValueError(
+                    f"orchestrator.eval.env.{i}.sampling.max_tokens ({length}) cannot fit inference.max_model_len "
+                    f"({self.max_model_len}) together with a prompt"
+                )
 
     def _can_evaluate(self) -> None:
         """Replies of an evaluation leave room for a prompt."""

@@ -57,7 +57,7 @@ class SourceEngine:
             vf.ModelContext(
                 model=target.model_name,
                 client=vf.TrainClientConfig(base_url=url, api_key_var=target.api_key_var),
-                sampling=target.sampling,
+                sampling=target.sampling if source.sampling is None else source.sampling,
             )
             for url in target.urls
         ]

@@ -38,15 +38,20 @@ def content(task: Any) -> str:
     return task.data.model_dump_json(exclude=set(TaskData.model_fields) - {"prompt"})
 
 
-def leave_out_trained(evaluated: Sequence["EnvSource"], trained: Sequence["EnvSource"], num_examples: int) -> None:
+def leave_out_trained(
+    evaluated: Sequence["EnvSource"], trained: Sequence["EnvSource"], num_examples: int | Sequence[int]
+) -> None:
     """Choose each evaluation environment's first `num_examples` tasks that no training environment has.
+
+    One number for all of `evaluated`, or one each.
 
     Raises:
         EnvError: fewer than half of them are left; names both environments and what to do.
     """
-    for source in evaluated:
-        wanted = min(num_examples, source.num_tasks or num_examples)
-        count = min(CANDIDATES * num_examples, source.num_tasks or CANDIDATES * num_examples)
+    numbers = [num_examples] * len(evaluated) if isinstance(num_examples, int) else num_examples
+    for source, number in zip(evaluated, numbers, strict=True):
+        wanted = min(number, source.num_tasks or number)
+        count = min(CANDIDATES * number, source.num_tasks or CANDIDATES * number)
         tasks = [source.task(index) for index in range(count)]
         found = {other.name: _common(tasks, other) for other in trained}
         common = set().union(*found.values())

@@ -68,6 +68,7 @@ class EnvPool:
         api_key_var: str = "VLLM_API_KEY",
         api_key: str | None = None,
         beside: Sequence[EnvConfig] = (),
+        samplings: Sequence[SamplingParameters] = (),
         chat: ChatOptions | None = None,
     ) -> None:
         """Describe a pool; `async with` starts it.
@@ -85,6 +86,7 @@ class EnvPool:
             enable_thinking: whether the chat template opens a think section.
             api_key_var: environment variable with the servers' key.
             api_key: the key itself, where that variable is not set.
+            samplings: of each environment's replies, in place of `sampling`.
             beside: the environments of the other split: no task is in both, see `EnvSource`.
             chat: the servers are no own ones, but an API: replies have no tokens, and no tokenizer is needed.
         """
@@ -102,6 +104,7 @@ class EnvPool:
         self._api_key_var = api_key_var
         self._api_key = api_key
         self._sampling = sampling
+        self._samplings = tuple(samplings)
         self._max_model_len = max_model_len
         self._chat = chat
         self._renderer_options = (tokenizer_path, renderer, enable_thinking)
@@ -272,6 +275,8 @@ class EnvPool:
             ) from error
         self._renderer = load_prompt_renderer(*self._renderer_options) if self._chat is None else None
         self.sources = [EnvSource(config, self._split, self._seed, beside=self._beside) for config in self._configs]
+        for source, own in zip(self.sources, self._samplings, strict=False):
+            source.sampling = VerifiersSampling(**own.parameters())
         self._target = PolicyTarget(
             model_name=self._model_name,
             urls=self._urls,

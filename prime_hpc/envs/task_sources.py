@@ -69,6 +69,8 @@ class EnvSource:
         self.name: str = config.name or config.id
         self.ratio: float = config.ratio
         self.split = split
+        self.sampling: Any = None
+        """verifiers `SamplingConfig` of its replies; None: the pool's."""
         self.env_config = build_env_config(config, split, seed)
         others = [build_env_config(other, "eval" if split == "train" else "train", seed) for other in beside]
         self._part: Split | None = split if any(is_one_list(self.env_config, other) for other in others) else None

@@ -1,7 +1,8 @@
 """Held-out evaluation, interleaved with training: its episodes go first, nothing stops for it.
 
-Due at version 0, every `eval.interval` versions and at the last one. A version may change while an evaluation runs
-(the trainer never waits for it), so each result carries the oldest and the newest version that sampled its tokens.
+Due at version 0, every `eval.interval` versions (or an environment's own) and at the last one. A version may change
+while an evaluation runs (the trainer never waits for it), so each result carries the oldest and the newest version
+that sampled its tokens.
 """
 
 import math
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from prime_hpc.config.sections.orchestrator import EvalConfig
+from prime_hpc.config.sections.orchestrator import EvalConfig, EvalEnvConfig
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, EpisodeRunner, Job, Lane
 
@@ -33,7 +34,8 @@ class EvalRun:
     version: int
     num_expected: int
     started: float
-    results: list[list[tuple[int, EpisodeResult]]] = field(default_factory=list)
+    results: dict[int, list[tuple[int, EpisodeResult]]] = field(default_factory=dict)
+    """By source; only those that are due."""
     num_ended: int = 0
 
 
@@ -45,6 +47,31 @@ def first_due(start_version: int, interval: int, last_version: int) -> int:
 def next_due(version: int, interval: int, last_version: int) -> int | None:
     """The next version to evaluate after `version`; None after the last one."""
     return None if version >= last_version else min((version // interval + 1) * interval, last_version)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often and how much one source is evaluated."""
+
+    interval: int
+    num_examples: int
+    rollouts_per_example: int
+
+
+def plans(config: EvalConfig, num_sources: int) -> list[Plan]:
+    """Of every source: its own settings, else the evaluation's. Sources without a config of their own share these."""
+    own: Sequence[EvalEnvConfig | None] = config.env or [None] * num_sources
+    common = Plan(config.interval, config.num_examples, config.rollouts_per_example)
+    return [
+        common
+        if env is None
+        else Plan(
+            env.interval or common.interval,
+            env.num_examples or common.num_examples,
+            env.rollouts_per_example or common.rollouts_per_example,
+        )
+        for env in own
+    ]
 
 
 class Evaluator:
@@ -68,28 +95,45 @@ class Evaluator:
         self._dispatcher = dispatcher
         self._last_version = last_version
         self._on_report = on_report
-        self._due: int | None = first_due(start_version, config.interval, last_version)
+        self._plans = plans(config, len(sources))
+        self._due: list[int | None] = [first_due(start_version, p.interval, last_version) for p in self._plans]
         self._run: EvalRun | None = None
 
     @property
     def pending(self) -> bool:
         """An evaluation runs, or one more is due at a version that was not served yet."""
-        return self._run is not None or self._due is not None
+        return self._run is not None or any(due is not None for due in self._due)
 
     def served(self, version: int) -> None:
         """Version `version` is served: start what is due, unless one still runs (it starts after that)."""
-        if self._run is not None or self._due is None or version < self._due:
+        chosen = [i for i, due in enumerate(self._due) if due is not None and version >= due]
+        if self._run is not None or not chosen:
             return
-        self._due = next_due(version, self._config.interval, self._last_version)
-        tasks = [min(self._config.num_examples, s.num_tasks or self._config.num_examples) for s in self._sources]
-        repeats = self._config.rollouts_per_example
-        self._run = EvalRun(version, sum(tasks) * repeats, time.monotonic(), [[] for _ in self._sources])
-        for source, num_tasks in enumerate(tasks):
-            for task in range(num_tasks):
+        for source in chosen:
+            self._due[source] = next_due(version, self._plans[source].interval, self._last_version)
+        self._begin(version, chosen)
+
+    def evaluate(self, version: int, chosen: Sequence[int]) -> None:
+        """Evaluate these sources now, whatever is due; nothing else runs, and nothing more is due."""
+        assert self._run is None, "one evaluation at a time"
+        self._due = [None] * len(self._sources)
+        self._begin(version, chosen)
+
+    def _begin(self, version: int, chosen: Sequence[int]) -> None:
+        self._run = run = EvalRun(version, 0, time.monotonic(), {source: [] for source in chosen})
+        jobs = []
+        prefers_train = self._config.prefer == "train"
+        for source in chosen:
+            plan = self._plans[source]
+            for task in range(min(plan.num_examples, self._sources[source].num_tasks or plan.num_examples)):
                 lane = Lane()
-                for _ in range(repeats):
-                    ended = partial(self._ended, self._run, source, task)
-                    self._dispatcher.add(Job(self._runner, source, task, lane, ended, priority=True))
+                for _ in range(plan.rollouts_per_example):
+                    ended = partial(self._ended, run, source, task)
+                    options = {"priority": not prefers_train, "background": prefers_train}
+                    jobs.append(Job(self._runner, source, task, lane, ended, **options))
+        run.num_expected = len(jobs)
+        for job in jobs:
+            self._dispatcher.add(job)
         self._dispatcher.pump()
 
     def _ended(self, run: EvalRun, source: int, task: int, result: EpisodeResult) -> None:
@@ -102,7 +146,7 @@ class Evaluator:
     def _metrics(self, run: EvalRun) -> dict[str, Any]:
         row: dict[str, Any] = {"eval/seconds": round(time.monotonic() - run.started, 3)}
         versions = [run.version]
-        for source, results in zip(self._sources, run.results, strict=True):
+        for source, results in ((self._sources[i], found) for i, found in run.results.items()):
             row |= {f"eval/{source.name}/{k}": v for k, v in summarize([r for _, r in results]).items()}
             sampled = [s.versions[s.loss_mask] for _, r in results for s in r.samples]
             versions += [int(v) for array in sampled for v in (array.min(), array.max())]
@@ -112,7 +156,7 @@ class Evaluator:
         """The lowest task of each environment first: the same prompts every time, so that evaluations compare."""
         return [
             {"kind": "eval", "env": source.name, "task": task, "reward": result.reward, **texts(result)}
-            for source, results in zip(self._sources, run.results, strict=True)
+            for source, results in ((self._sources[i], found) for i, found in run.results.items())
             for task, result in sorted(results, key=lambda entry: entry[0])
             if result.state is EpisodeState.COMPLETED
         ]

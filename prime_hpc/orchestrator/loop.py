@@ -23,9 +23,9 @@ from prime_hpc.config.engine_groups import sampling_role
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import RoleStatus
-from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.algorithms.echo import Echo
 from prime_hpc.orchestrator.algorithms.scorer import References
+from prime_hpc.orchestrator.algorithms.sources import load_scorers, make_scorers, scorers_state
 from prime_hpc.orchestrator.algorithms.teacher import Teacher
 from prime_hpc.orchestrator.batching.batch_builder import (
     ScoredGroup,
@@ -103,24 +103,21 @@ class Orchestrator:
         self.curriculum = Curriculum(config.curriculum, num_prompts=exp.num_prompts, env_names=self.env_names)
         self.stream = PromptStream(sources, exp.seed, self.curriculum.choose)
         self.totals = {"samples": 0, "tokens": 0}
-        self.scorer = Scorer(config.advantage, max_tokens=config.sampling.max_tokens)
+        self.scorers = make_scorers(config)
         self.echo = Echo(config.advantage.echo) if config.advantage.echo is not None else None
-        if self.scorer.min_group > config.rollouts_per_example:
-            raise OrchestratorError(
-                f"orchestrator.advantage.type = {config.advantage.type} needs {self.scorer.min_group} or more rollouts "
-                f"of a prompt, but orchestrator.rollouts_per_example = {config.rollouts_per_example}"
-            )
         if state is not None:
             self.stream.load_state_dict(state["prompts"])
             self.curriculum.load_state_dict(state.get("curriculum", {}))
             self.totals = dict(state["totals"])
-            self.scorer.load_state_dict(state.get("algorithm", {}))
+            load_scorers(self.scorers, state.get("algorithm", {}))
         self.book = GroupBook(
             group_size=config.rollouts_per_example,
             num_prompts=exp.num_prompts,
             async_level=UNLIMITED_ASYNC if config.bench else exp.async_level,
             last_batch=self.last_step,
-            min_usable=self.scorer.min_group,
+            min_usable=self.scorers[0].min_group,
+            sizes=[config.group_size(source) for source in range(len(config.env))],
+            minima=[scorer.min_group for scorer in self.scorers],
             next_batch=start_step + 1,
             gate=self.curriculum.judge,
         )
@@ -226,7 +223,7 @@ class Orchestrator:
             return False
         group = self.book.open(prompt, served)
         group.lane = lane = Lane()
-        for index in range(self.book.group_size):
+        for index in range(len(group.slots)):
             ended = partial(self._episode_ended, group, index)
             self.dispatcher.add(Job(self.parts.train_pool, prompt.source, prompt.task, lane, ended))
         return True
@@ -314,15 +311,15 @@ class Orchestrator:
     ) -> tuple[Manifest, list[ScoredGroup]]:
         config = self.exp.orchestrator
         scored = score_groups(
-            groups, self.scorer, zero=zero_groups(self.exp), env_names=self.env_names, references=references
+            groups, self.scorers, zero=zero_groups(self.exp), env_names=self.env_names, references=references
         )
-        if algorithm := self.scorer.state_dict():
+        if algorithm := scorers_state(self.scorers):
             state = state | {"algorithm": algorithm}
         ranks = build_ranks(
             train_samples(scored, self.echo),
             num_ranks=self.exp.trainer.layout.num_data_ranks,
             micro_batch_tokens=self.exp.micro_batch_tokens,
-            sampling=config.policy_sampling,
+            sampling=config.policy_samplings,
             share_prefixes=self.exp.trainer.shares_prefixes,
             own_rows=self.own_rows,
             totals=count_rollouts(scored),

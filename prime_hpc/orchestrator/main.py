@@ -28,6 +28,7 @@ from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.orchestrator.bench import bench_experiment, bench_paths, bench_report
 from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.evaluation import plans
 from prime_hpc.orchestrator.loop import Orchestrator, Parts
 from prime_hpc.orchestrator.metrics import SampleLog
 from prime_hpc.orchestrator.setup import (
@@ -158,9 +159,8 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
             pool = make_pool(exp, urls, envs, config.eval_sampling, "eval", served_as)
             eval_pool = await stack.enter_async_context(pool)
             if train_pool is not None:
-                await asyncio.to_thread(
-                    leave_out_trained, eval_pool.sources, train_pool.sources, config.eval.num_examples
-                )
+                asked = [plan.num_examples for plan in plans(config.eval, len(eval_pool.sources))]
+                await asyncio.to_thread(leave_out_trained, eval_pool.sources, train_pool.sources, asked)
         teacher = make_teacher(exp, context, clients, train_pool, served_as) if train_pool is not None else None
         if teacher is not None:
             stack.push_async_callback(teacher.close)

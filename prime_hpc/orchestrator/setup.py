@@ -15,7 +15,7 @@ from prime_hpc.client.keys import KEY_VARIABLES
 from prime_hpc.config import Experiment
 from prime_hpc.config.engine_groups import SECTIONS, EngineRole, sampling_role, servers_of
 from prime_hpc.config.secret import revealed
-from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.config.sections.orchestrator import EnvConfig, EvalEnvConfig, TrainEnvConfig
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.config.sections.teacher import TeacherConfig
 from prime_hpc.envs.pool import EnvPool
@@ -134,11 +134,18 @@ def _teacher_key(exp: Experiment) -> str | None:
 
 
 def make_pool(
-    exp: Experiment, urls: list[str], envs: list[EnvConfig], sampling: SamplingConfig, split: Split, name: str = POLICY
+    exp: Experiment,
+    urls: list[str],
+    envs: Sequence[EnvConfig],
+    sampling: SamplingConfig,
+    split: Split,
+    name: str = POLICY,
 ) -> EnvPool:
     """The environments of one split, with the run's model, renderer and seed; `name`: of the policy on the servers."""
     imitated = exp.orchestrator.teacher if sampling_role(exp) == "teacher" else None
     own_key = revealed(exp.inference.api_key) if exp.inference else None
+    kind = TrainEnvConfig if split == "train" else EvalEnvConfig  # a training environment's own is not for evaluations
+    samplings = [env.sampling.over(sampling) if isinstance(env, kind) else sampling for env in envs]
     return EnvPool(
         envs,
         model_name=imitated.served_name if imitated else name,
@@ -148,6 +155,7 @@ def make_pool(
         urls=urls,
         api_key_var=(imitated or exp.orchestrator.client).api_key_var,
         sampling=sampling,
+        samplings=samplings,
         split=split,
         seed=exp.seed,
         max_model_len=exp.max_model_len,
@@ -156,7 +164,7 @@ def make_pool(
     )
 
 
-def _environments_beside(exp: Experiment, split: Split) -> list[EnvConfig]:
+def _environments_beside(exp: Experiment, split: Split) -> Sequence[EnvConfig]:
     """The environments of the other split: those evaluated on, where these are trained on, and the reverse."""
     config = exp.orchestrator
     if config.eval is None or exp.kind != "rl":

@@ -16,7 +16,7 @@ from loguru import logger
 from prime_hpc.config import Experiment
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.orchestrator.evaluation import Evaluator, rewards_text
+from prime_hpc.orchestrator.evaluation import Evaluator, plans, rewards_text
 from prime_hpc.orchestrator.loop import Parts
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
@@ -31,18 +31,26 @@ ROLE = "orchestrator"
 LOOK_S = 2.0
 
 
-def due_versions(interval: int, last: int, start: int, on_disk: Sequence[int], done: set[int]) -> list[int]:
+def due_versions(
+    intervals: int | Sequence[int], last: int, start: int, on_disk: Sequence[int], done: set[int]
+) -> list[int]:
     """Versions to evaluate, in order, by a life that begins after step `start`.
 
     Args:
-        interval: every so many steps; the base model and the last version too.
+        intervals: every so many steps, of each source where they differ; the base model and the last version too.
         last: steps of the run.
         start: steps done.
         on_disk: versions that are there.
         done: versions that have been evaluated.
     """
-    due = sorted({*range(0, last, interval), last})
+    every = [intervals] if isinstance(intervals, int) else intervals
+    due = sorted({last, *(version for interval in every for version in range(0, last, interval))})
     return [v for v in due if v not in done and (v > start or v == 0 or v in on_disk)]
+
+
+def due_sources(intervals: Sequence[int], version: int, last: int) -> list[int]:
+    """Sources to evaluate at a version: the first and the last one concern all."""
+    return [source for source, interval in enumerate(intervals) if version == last or version % interval == 0]
 
 
 class EvalLoop:
@@ -53,7 +61,8 @@ class EvalLoop:
         self._exp, self._parts, self._config = exp, parts, exp.orchestrator.eval
         rows = read_metrics(parts.paths.metrics(ROLE))
         done = {int(row["step"]) for row in rows if "eval/seconds" in row}
-        self.versions = due_versions(self._config.interval, exp.max_steps, start_step, list_versions(parts.paths), done)
+        self._intervals = [plan.interval for plan in plans(self._config, len(parts.eval_pool.sources))]
+        self.versions = due_versions(self._intervals, exp.max_steps, start_step, list_versions(parts.paths), done)
         self._table = ServerTable(parts.urls, loop_time())
         self._changed = asyncio.Event()
         self._dispatcher = Dispatcher(
@@ -144,7 +153,7 @@ class EvalLoop:
         )
         keep = asyncio.create_task(self._weights.keep(), name="keep-servers")
         try:
-            evaluator.served(version)
+            evaluator.evaluate(version, due_sources(self._intervals, version, self._exp.max_steps))
             while not ended.is_set():
                 if keep.done():
                     keep.result()

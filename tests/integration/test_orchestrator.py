@@ -268,3 +268,26 @@ def test_a_bench_needs_no_trainer_and_leaves_nothing_behind(
         assert 0 < len(report["shape"][0]["lengths"]) <= exp.orchestrator.batch_size
         assert not world.paths.rollouts.exists()
         assert not list(world.paths.root.glob(".bench-*"))
+
+
+def test_environments_with_settings_of_their_own(tmp_path: Path, tokenizer_dir: Path, server: AdminServer) -> None:
+    own = {"rollouts_per_example": 2, "algorithm": "reinforce", "sampling": {"temperature": 0.5, "max_tokens": 9}}
+    reverse = {"id": "reverse-text", "args": {"num_tasks": 64}, "timeout_s": 20}
+    held_out = {"id": "reverse-text", "name": "held", "interval": 2, "num_examples": 3, "sampling": {"max_tokens": 7}}
+    exp = make_experiment(
+        tokenizer_dir,
+        tmp_path / "run",
+        env=[reverse | {"name": "whole"}, reverse | {"name": "short"} | own],
+        eval={"interval": 4, "num_examples": 5, "env": [held_out, held_out | {"name": "rare", "interval": 4}]},
+        top={"max_steps": 4},
+    )
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        rows = world.metrics()
+        assert {row["step"] for row in rows if "eval/held/mean_reward" in row} == {0, 2, 4}
+        assert {row["step"] for row in rows if "eval/rare/mean_reward" in row} == {0, 4}
+        assert {row["eval/held/num_episodes"] for row in rows if "eval/held/num_episodes" in row} == {3}
+    asked = [(p["temperature"], p["max_tokens"]) for p in (r["sampling_params"] for r in server.requests)]
+    assert set(asked) == {(1.0, 40), (0.5, 9), (0.0, 7)}
+    assert abs(asked.count((1.0, 40)) - 2 * asked.count((0.5, 9))) <= 8, "groups of 4 and of 2, prompts in turn"

@@ -8,7 +8,7 @@ from prime_hpc.config.secret import Arguments
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.curriculum import CurriculumConfig
 from prime_hpc.config.sections.names import known_or_import
-from prime_hpc.config.sections.sampling import EvalSamplingConfig, SamplingConfig
+from prime_hpc.config.sections.sampling import EvalSamplingConfig, SamplingConfig, SamplingOverride
 from prime_hpc.config.sections.teacher import EchoConfig, TeacherConfig
 
 
@@ -34,6 +34,36 @@ class EnvConfig(Section):
     """Deadline of one episode."""
 
 
+class TrainEnvConfig(EnvConfig):
+    """One environment that is trained on, with what it does otherwise than the others."""
+
+    rollouts_per_example: int | None = Field(None, ge=1)
+    """Rollouts of one of its prompts; default `orchestrator.rollouts_per_example`. A batch has as many prompts as ever,
+    so more of these make it larger."""
+    algorithm: str | None = None
+    """Its algorithm, named as in `orchestrator.advantage.type`, whose other settings it shares; none with a teacher."""
+    sampling: SamplingOverride = SamplingOverride()
+    """Its sampling; what is not stated is `orchestrator.sampling`'s."""
+
+    @field_validator("algorithm")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        return None if name is None else known_or_import(name, get_args(AdvantageName), "an algorithm")
+
+
+class EvalEnvConfig(EnvConfig):
+    """One environment that is evaluated, with what it does otherwise than the others."""
+
+    interval: int | None = Field(None, ge=1)
+    """Every so many steps; default `orchestrator.eval.interval`."""
+    num_examples: int | None = Field(None, ge=1)
+    """Tasks; default `orchestrator.eval.num_examples`."""
+    rollouts_per_example: int | None = Field(None, ge=1)
+    """Completions of each task; default `orchestrator.eval.rollouts_per_example`."""
+    sampling: SamplingOverride = SamplingOverride()
+    """Its sampling; what is not stated is `orchestrator.eval.sampling`'s."""
+
+
 class EvalConfig(Section):
     """Evaluation on held-out tasks, interleaved with training."""
 
@@ -45,7 +75,11 @@ class EvalConfig(Section):
     """Completions of each task."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     """Greedy and as long as in training, where it does not say otherwise."""
-    env: list[EnvConfig] = []
+    prefer: Literal["eval", "train"] = "eval"
+    """Whose episodes start first. `eval`: an evaluation is of one version and soon there, and rollouts wait for it;
+    `train`: it takes what room rollouts leave, at least a sixteenth of `orchestrator.max_concurrent`, and the last one
+    runs on after the last batch. Its tokens may be of several versions then: `eval/version_min` and `_max` say so."""
+    env: list[EvalEnvConfig] = []
     """Held-out environments; default: the training ones, on their `eval` split where they have one, else on a tenth of
     the tasks, which is then not trained on."""
 
@@ -219,7 +253,7 @@ class OrchestratorConfig(Section):
     """Episodes in flight at most."""
     sampling: SamplingConfig = SamplingConfig()
     """Training rollouts' sampling."""
-    env: list[EnvConfig] = []
+    env: list[TrainEnvConfig] = []
     """Training environments."""
     eval: EvalConfig | None = None
     """Evaluation; off when absent."""
@@ -250,6 +284,22 @@ class OrchestratorConfig(Section):
         assert self.eval is not None
         stated = self.eval.sampling.model_dump()
         return SamplingConfig(**stated | {"max_tokens": stated["max_tokens"] or self.sampling.max_tokens})
+
+    def group_size(self, source: int) -> int:
+        """Rollouts of one prompt of a training environment."""
+        return self.env[source].rollouts_per_example or self.rollouts_per_example
+
+    def advantage_of(self, source: int) -> AdvantageConfig:
+        """How a training environment's rewards become advantages."""
+        own = self.env[source].algorithm
+        return self.advantage if own is None else self.advantage.model_copy(update={"type": own})
+
+    @property
+    def policy_samplings(self) -> list[SamplingConfig]:
+        """`policy_sampling` of each training environment."""
+        if self.advantage.type == "sft":
+            return [SamplingConfig()] * len(self.env)
+        return [env.sampling.over(self.sampling) for env in self.env]
 
     @property
     def policy_sampling(self) -> SamplingConfig:

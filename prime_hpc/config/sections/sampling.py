@@ -130,6 +130,28 @@ class SamplingConfig(SamplingSection):
         return stated | self.extra
 
 
+class SamplingOverride(Section):
+    """What one environment samples otherwise than the others; what is not stated is theirs."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    """Softmax temperature."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest completion of one turn."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Sample from the most likely tokens that together have this probability."""
+    top_k: int | None = Field(None, ge=1)
+    """Sample from so many most likely tokens."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    """Sample from tokens at least this likely, relative to the likeliest."""
+    extra: dict[str, Any] | None = None
+    """Further sampling parameters, in place of the others'."""
+
+    def over(self, common: SamplingConfig) -> SamplingConfig:
+        """The common sampling with what is stated here."""
+        stated = {name: value for name, value in self.model_dump().items() if value is not None}
+        return SamplingConfig(**(common.model_dump() | stated))
+
+
 class EvalSamplingConfig(SamplingSection):
     """How evaluations are sampled: greedily and as long as in training, where nothing else is stated."""
 

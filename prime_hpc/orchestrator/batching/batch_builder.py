@@ -76,7 +76,7 @@ def sample_id(position: int, episode: int) -> int:
 
 def score_groups(
     groups: Sequence[Group],
-    scorer: Scorer,
+    scorer: Scorer | Sequence[Scorer],
     *,
     zero: str,
     env_names: Sequence[str] = (),
@@ -92,7 +92,7 @@ def score_groups(
         OrchestratorError: no group at all could be scored, or the algorithm failed.
     """
     scored = [
-        _score(group, scorer, zero, env_names, heard)
+        _score(group, scorer if isinstance(scorer, Scorer) else scorer[group.prompt.source], zero, env_names, heard)
         for group, heard in zip(groups, references or [()] * len(groups), strict=True)
     ]
     problems = [s.problem for s in scored if s.problem]
@@ -177,7 +177,7 @@ def build_ranks(
     *,
     num_ranks: int,
     micro_batch_tokens: int,
-    sampling: SamplingConfig,
+    sampling: SamplingConfig | Sequence[SamplingConfig],
     share_prefixes: bool = True,
     own_rows: bool = False,
     totals: NDArray[np.int64] | None = None,
@@ -188,7 +188,7 @@ def build_ranks(
         samples: all sequences of the batch.
         num_ranks: data-parallel ranks.
         micro_batch_tokens: token budget of a micro-batch.
-        sampling: how they were sampled.
+        sampling: how they were sampled, of all or of each environment.
         share_prefixes: the trainer computes what a group's samples begin with once in a micro-batch.
         own_rows: each sequence takes a row of its own, padded to the longest of its micro-batch.
         totals: `count_rollouts` of the step.
@@ -199,18 +199,22 @@ def build_ranks(
         sharing = find_sharing([s.sample.token_ids for s in samples], [s.group_id for s in samples])
     deal = pack_rows if own_rows else partial(pack, sharing=sharing)
     assignment = deal(lengths, num_ranks, micro_batch_tokens)
+    if isinstance(sampling, SamplingConfig):
+        sampling = [sampling] * (1 + max((s.env_id for s in samples), default=0))
     return [_rank_batch(samples, micro_batches, sampling, totals) for micro_batches in assignment]
 
 
 def _rank_batch(
     samples: Sequence[TrainSample],
     micro_batches: Sequence[NDArray[np.int64]],
-    sampling: SamplingConfig,
+    samplings: Sequence[SamplingConfig],
     totals: NDArray[np.int64] | None,
 ) -> RankBatch:
     in_pieces = any(np.count_nonzero(s.sample.loss_mask[1:]) != s.rollout_tokens for s in samples)  # of all ranks alike
     chosen = [samples[i] for micro_batch in micro_batches for i in micro_batch]
     lengths = [s.sample.num_tokens for s in chosen]
+    how = [samplings[s.env_id] for s in chosen]
+    truncates = any(samplings[s.env_id].truncates for s in samples)  # of all ranks alike
     with_echo = any(s.ce_weights is not None for s in samples)  # of all ranks alike
     return RankBatch(
         token_ids=_concat([s.sample.token_ids for s in chosen], np.int32),
@@ -220,15 +224,15 @@ def _rank_batch(
         advantages=_concat([s.advantages for s in chosen], np.float32),
         seq_offsets=_offsets(lengths),
         micro_offsets=_offsets([len(micro_batch) for micro_batch in micro_batches]),
-        temperatures=np.full(len(chosen), sampling.temperature, dtype=np.float32),
+        temperatures=np.array([s.temperature for s in how], dtype=np.float32),
         rewards=np.array([s.reward for s in chosen], dtype=np.float32),
         sample_ids=np.array([s.sample_id for s in chosen], dtype=np.int64),
         group_ids=np.array([s.group_id for s in chosen], dtype=np.int64),
         env_ids=np.array([s.env_id for s in chosen], dtype=np.int32),
         ce_weights=_concat([s.ce_weights for s in chosen], np.float32) if with_echo else None,
-        top_ps=np.full(len(chosen), sampling.top_p, dtype=np.float32) if sampling.truncates else None,
-        top_ks=np.full(len(chosen), sampling.top_k or 0, dtype=np.int32) if sampling.truncates else None,
-        min_ps=np.full(len(chosen), sampling.min_p, dtype=np.float32) if sampling.truncates else None,
+        top_ps=np.array([s.top_p for s in how], dtype=np.float32) if truncates else None,
+        top_ks=np.array([s.top_k or 0 for s in how], dtype=np.int32) if truncates else None,
+        min_ps=np.array([s.min_p for s in how], dtype=np.float32) if truncates else None,
         rollout_tokens=np.array([s.rollout_tokens for s in chosen], dtype=np.int32) if in_pieces else None,
         totals=totals,
     )

@@ -19,6 +19,8 @@ from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.runtime.event_loops import loop_time
 
 SERVER_RETRIES = 1
+BACKGROUND_SHARE = 16
+"""One in so many places is for jobs in the background, however many others wait."""
 CLOSE_TIMEOUT_S = 3.0
 TASK_PREFIX = "episode-"
 
@@ -53,6 +55,8 @@ class Job:
     on_end: Callable[[EpisodeResult], None]
     retries_left: int = SERVER_RETRIES
     priority: bool = False
+    background: bool = False
+    """It starts when no other job wants the room, but for the dispatcher's share."""
 
 
 class Dispatcher:
@@ -73,6 +77,8 @@ class Dispatcher:
         self._on_server_error = on_server_error
         self._first: deque[Job] = deque()
         self._queue: deque[Job] = deque()
+        self._background: deque[Job] = deque()
+        self._num_background = 0
         self._closed = False
         self._pumping = False
         self._running: dict[asyncio.Task[EpisodeResult], tuple[Job, int]] = {}
@@ -87,11 +93,12 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         """Jobs that wait for room or for a server."""
-        return len(self._first) + len(self._queue)
+        return len(self._first) + len(self._queue) + len(self._background)
 
     def add(self, job: Job) -> None:
         """Queue one job; `pump` starts it."""
-        (self._first if job.priority else self._queue).append(job)
+        queue = self._background if job.background else self._first if job.priority else self._queue
+        queue.append(job)
 
     def pump(self) -> None:
         """Start what can be started now. Cheap; call it whenever room, servers or versions may have changed.
@@ -132,6 +139,7 @@ class Dispatcher:
         self._closed = True
         self._first.clear()
         self._queue.clear()
+        self._background.clear()
         tasks = list(self._running)
         for task in tasks:
             task.cancel()
@@ -144,8 +152,12 @@ class Dispatcher:
         while True:
             if self._first:
                 job = self._first.popleft()
+            elif self._background and self._num_background < max(1, self._max_concurrent // BACKGROUND_SHARE):
+                job = self._background.popleft()
             elif self._queue or self._refill():
                 job = self._queue.popleft()
+            elif self._background:
+                job = self._background.popleft()
             else:
                 return None
             if not job.lane.cancelled:
@@ -162,6 +174,7 @@ class Dispatcher:
         if self.num_running == 0:
             self.last_end = loop_time()
         self.num_running += 1
+        self._num_background += job.background
         url = lane.url
         self._servers.servers[url].in_flight += 1
         episode = job.runner.run_episode(job.source, job.task, url)
@@ -177,6 +190,7 @@ class Dispatcher:
         self._dropped.discard(task)
         job.lane.tasks.discard(task)
         self.num_running -= 1
+        self._num_background -= job.background
         self._servers.servers[url].in_flight -= 1
         self.last_end = loop_time()
         if self._closed:

@@ -14,7 +14,7 @@ it stale again: long rollouts are late, never lost.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,10 @@ class GroupBook:
     last_batch: int
     min_usable: int
     next_batch: int = 1
+    sizes: Sequence[int] = ()
+    """Group size of each source, where they differ; empty: `group_size` of all."""
+    minima: Sequence[int] = ()
+    """`min_usable` of each source, likewise."""
     gate: Callable[[Group], str] = admit_all
     """Names what rejects a complete group that is not stale; empty: it is admitted. Called once a completion."""
     in_flight: dict[int, Group] = field(default_factory=dict)
@@ -129,9 +133,9 @@ class GroupBook:
         return served_version < self.floor
 
     def open(self, prompt: Prompt, served_version: int) -> Group:
-        """Start a group. The caller dispatches its `group_size` episodes."""
+        """Start a group. The caller dispatches an episode for each of its slots."""
         assert prompt.position not in self.in_flight, f"prompt {prompt.position} is already in flight"
-        group = Group(prompt, served_version, self._attempts.get(prompt.position, 0), [None] * self.group_size)
+        group = Group(prompt, served_version, self._attempts.get(prompt.position, 0), [None] * self._size(prompt))
         self.in_flight[prompt.position] = group
         self.counts.opened += 1
         return group
@@ -143,10 +147,11 @@ class GroupBook:
         assert group.slots[index] is None, f"episode {index} of prompt {group.prompt.position} ended twice"
         group.slots[index] = episode
         group.num_ended += 1
-        if group.num_ended < self.group_size:
+        if group.num_ended < len(group.slots):
             return
         del self.in_flight[group.prompt.position]
-        if len(group.usable) < self.min_usable or not group.has_tokens:
+        least = self.minima[group.prompt.source] if self.minima else self.min_usable
+        if len(group.usable) < least or not group.has_tokens:
             self.counts.dropped += 1
             self._consume(group)
         elif self._is_stale(group):
@@ -204,6 +209,9 @@ class GroupBook:
         """The counts since the last call."""
         counts, self.counts = self.counts, GroupCounts()
         return counts
+
+    def _size(self, prompt: Prompt) -> int:
+        return self.sizes[prompt.source] if self.sizes else self.group_size
 
     def _late_returners(self) -> bool:
         """A prompt that came back once is still in flight, and the batch after the next would find it stale again."""
