@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from prime_hpc.config import ConfigError, Experiment  # noqa: E402
 from prime_hpc.config.memory_keys import advice, remedies  # noqa: E402
 from prime_hpc.config.shapes import SHAPES, shape_config  # noqa: E402
-from prime_hpc.launch.estimate.memory import model_facts  # noqa: E402
+from prime_hpc.launch.estimate.memory import GIB, model_facts, trainer_gib  # noqa: E402
 from prime_hpc.launch.rehearse import rehearsal_text  # noqa: E402
 from prime_hpc.trainer.out_of_memory import explain, held_bytes  # noqa: E402
 from prime_hpc.trainer.rehearsal.pretend import find_shape, flash_workspace  # noqa: E402
@@ -47,8 +47,10 @@ def experiment(folder: Path, name: str = "Qwen3-0.6B", *, kind: str = "rl", **se
     config |= (
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if "num_experts" in config else {}
     )
+    config |= {key: sections[key] for key in ("vocab_size", "model_type") if key in sections}
     (folder / "config.json").write_text(json.dumps(config))
-    tree: dict[str, Any] = {"kind": kind, "seq_len": 64, "device": sections.get("device", "cuda")}
+    tree: dict[str, Any] = {"kind": kind, "seq_len": sections.get("seq_len", 64)}
+    tree["device"] = sections.get("device", "cuda")
     tree["orchestrator"] = {"env": [{"id": "reverse-text"}], "sampling": {"max_tokens": 16}}
     tree["model"] = {"name": str(folder)} | sections.get("model", {})
     tree["trainer"] = {"data": {"fake": {}}} | sections.get("trainer", {})
@@ -143,6 +145,42 @@ def test_what_saves_memory_does(tmp_path):
     assert recomputed["activations"] < plain["activations"] and recomputed["optimizer"] < plain["optimizer"]
     offloaded = of({"ac": {"offload": True}})
     assert offloaded["activations"] < recomputed["activations"]
+
+
+def estimated(run: Experiment, folder: Path) -> dict[str, float]:
+    """GiB of the plan's estimate, by what they are for."""
+    facts = model_facts(json.loads((folder / "config.json").read_text()))
+    assert facts is not None
+    parts = trainer_gib(run, facts)
+    assert parts is not None
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("model", "chunk"),
+    [
+        ({"dtype": "bfloat16"}, 256),
+        ({"dtype": "bfloat16", "lora": {}}, 256),
+        ({"dtype": "bfloat16"}, 2048),
+        exhaustive({"dtype": "float32"}, 256),
+    ],
+)
+def test_the_plan_counts_the_logits_as_the_rehearsal_does(tmp_path, model, chunk):
+    trainer = {"micro_batch_tokens": 1024, "logits_chunk_tokens": chunk, "no_sync": False}
+    run = experiment(tmp_path, model=model, trainer=trainer, vocab_size=65536)
+    planned, head = estimated(run, tmp_path)["logits"], rehearse(run, tmp_path)["by_kind"]["head"]
+    assert planned == pytest.approx(head / GIB, rel=0.1)
+
+
+def test_the_plan_counts_scores_that_no_kernel_does_without(tmp_path):
+    """Quadratic in a sample's length; recomputation keeps one layer's."""
+
+    for model in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "ac": {"freq": 1}}):
+        run = experiment(tmp_path, model=model, seq_len=2048, model_type="doge")
+        parts = estimated(run, tmp_path)
+        found = rehearse(run, tmp_path)["by_kind"]["activations"] / GIB - parts["activations"]
+        assert 0.6 * found < parts["scores"] < 1.6 * found, model
+    assert "scores" not in estimated(experiment(tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,8 @@ class MismatchConfig(Section):
 
 NO_SYNC_BYTES = 1 << 30
 """`trainer.no_sync` is on by default where whole gradients take no more than this on a rank."""
+SMALL_LOGITS = 1 << 24
+"""So many logits (64 MiB) are no reason to work in chunks: a small vocabulary's are kept for the backward pass."""
 
 ObjectiveName = Literal["aipo", "reinforce", "ppo_clip", "grpo", "dr_grpo", "gspo", "cispo", "dppo", "ipo", "nll"]
 _CLIPPED = ("ppo_clip", "grpo", "dr_grpo")

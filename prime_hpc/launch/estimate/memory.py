@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import Experiment
+from prime_hpc.config.families import family_of
 from prime_hpc.config.sections.lora import matches
+from prime_hpc.config.sections.trainer import SMALL_LOGITS
 from prime_hpc.store.model_config import find_config, read_config
 from prime_hpc.store.model_files import read_header
 
@@ -49,6 +51,8 @@ class ModelFacts:
     """Whether the output head is the embedding."""
     num_experts: int = 0
     """0: a dense model."""
+    own_attention: bool = False
+    """Whether it attends by its own code, which keeps all scores (`config.families`)."""
 
 
 def read_model(name: str, environ: Mapping[str, str] = os.environ) -> ModelFacts | None:
@@ -90,7 +94,7 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         num_params = layers * (attention + mlp + 2 * hidden) + hidden + vocab * hidden * (1 if tied else 2)
     return ModelFacts(
         num_params, hidden, width * active, layers, heads, kv_heads, head_dim, vocab,
-        context if isinstance(context, int) else None, kv_values, tied, experts,
+        context if isinstance(context, int) else None, kv_values, tied, experts, family_of(config).own_attention,
     )  # fmt: skip
 
 
@@ -150,8 +154,9 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     `state`: the rank's shard of master weights, gradients and optimizer state; with `model.lora` that of the frozen
     model in the compute type and of the adapter, of which every rank also holds a whole copy and its gradient.
     `gathered`: whole blocks in the compute type while they are used. `gradients`: whole ones before they are scattered,
-    of a block and of the token tables, or with `no_sync` of the model. `activations`: of one micro-batch. `logits`: one
-    chunk, a part of its exponentials, its gradient in the compute type. `context`: CUDA and NCCL.
+    of a block and of the token tables, or with `no_sync` of the model. `activations`: of one micro-batch. `logits`: of
+    one chunk, and the head's gradient while chunks add to it. `scores`: of attention, for families that keep all of
+    them. `context`: CUDA and NCCL.
     """
     if facts.num_params is None:
         return None
@@ -174,7 +179,6 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
         of_recomputed += tokens * _product_widths(facts) * width
     activations = (facts.num_layers - recomputed) * of_layer + recomputed * of_recomputed
     activations += of_layer if recomputed else 0  # of the block that is computed again just now
-    chunk = min(trainer.logits_chunk_tokens, tokens)
     bytes_per_param = 8 if trainer.optim.offload else state_bytes_per_param(experiment)
     shares = trainer.num_ranks // layout.dp_replicate
     state = facts.num_params * bytes_per_param / shares
@@ -188,9 +192,36 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
         "gathered": gathered,
         "gradients": 0.0 if adapter else _unscattered(experiment, facts, block, embeddings),
         "activations": activations,
-        "logits": chunk * facts.vocab_size * (4 + 1 + width) / layout.tp,
+        "logits": _head_bytes(experiment, facts, tokens, trained=not adapter),
     }
+    if facts.own_attention:
+        kept_layers = facts.num_layers - recomputed + (1 if recomputed else 0)
+        parts["scores"] = _score_bytes(experiment, facts, tokens, kept_layers)
     return {name: value / GIB for name, value in parts.items()} | {"context": CONTEXT_GIB}
+
+
+def _head_bytes(experiment: Experiment, facts: ModelFacts, tokens: int, *, trained: bool) -> float:
+    """Bytes beside the hidden states while log-probabilities, or their gradients, are computed.
+
+    One chunk's logits in float32 and, in a half-precision type, the product that they come of and the last chunk's
+    gradient. More chunks than one add up the head's own gradient in float32, each through a product of its size.
+    """
+    width, vocab = _WIDTH[experiment.model.dtype], facts.vocab_size / experiment.trainer.layout.tp
+    chunk = min(max(experiment.trainer.logits_chunk_tokens, int(SMALL_LOGITS / vocab)), tokens)
+    half, head = (0 if width == 4 else width), vocab * facts.hidden
+    if chunk == tokens:
+        return chunk * vocab * (4 + max(half, 0.5))
+    logits = chunk * vocab * (4 + max(2 * half, 0.5))  # 0.5: an eighth of the exponentials, for the entropy
+    return max(logits, chunk * vocab * (4 + half) + head * half) + 4 * head if trained else logits
+
+
+def _score_bytes(experiment: Experiment, facts: ModelFacts, tokens: int, kept_layers: int) -> float:
+    """Bytes of attention's scores where no kernel does without them: of every kept layer the probabilities in float32
+    and in the compute type, as most of transformers' own code has them (some keeps the latter only), and of one layer
+    scores and gradients besides."""
+    longest = (experiment.sft.data.seq_len if experiment.kind == "sft" else None) or experiment.seq_len
+    scores = max(tokens // longest, 1) * longest**2 * facts.num_heads
+    return scores * (kept_layers * (4 + _WIDTH[experiment.model.dtype]) + 6)
 
 
 def whole_gradient_bytes(experiment: Experiment, facts: ModelFacts) -> float | None:

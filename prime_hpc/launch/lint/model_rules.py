@@ -139,12 +139,13 @@ def trainer_memory(subject: Subject) -> Iterator[Finding]:
         "state": "more trainer.num_ranks",
         "activations": "--model.ac (recompute), or a smaller trainer.micro_batch_tokens",
         "logits": "a smaller trainer.logits_chunk_tokens",
+        "scores": "--model.ac (recompute), or a shorter seq_len: attention keeps seq_len squared scores a head",
         "gathered": "trainer.reshard_after_forward = true, or a smaller model",
         "gradients": "trainer.no_sync = false, or more of trainer.parallel.tp or ep",
     }
     # activations are the rough part of the estimate: they alone refuse a run only when they are far off
-    certain = total - parts["activations"] - parts["logits"]
-    worst = max(remedies, key=lambda name: parts[name])
+    certain = total - parts["activations"] - parts["logits"] - parts.get("scores", 0.0)
+    worst = max(remedies, key=lambda name: parts.get(name, 0.0))
     yield Finding(
         "PH105",
         "error" if certain > limit or total > 2 * limit else "warning",

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from prime_hpc.config.families import Family, family_of
 from prime_hpc.config.sections.common import ModelConfig
+from prime_hpc.config.sections.trainer import SMALL_LOGITS
 from prime_hpc.store.model_files import StoredTensor, other_vocabulary, quantised, stored_tensors
 from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.lora import Adapters, add_lora
@@ -36,8 +37,6 @@ from prime_hpc.trainer.parallel.tensor import local
 
 FP8_ROUNDING = 2.0**-4
 """Relative rounding error of float8_e4m3."""
-SMALL_LOGITS = 1 << 24
-"""So many logits (64 MiB) are no reason to work in chunks: a small vocabulary's are kept for the backward pass."""
 
 
 class Policy(nn.Module):
