@@ -12,6 +12,7 @@ from pathlib import Path
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.child_runs import is_parent
 from prime_hpc.config.engine_groups import MODELS, served_by
+from prime_hpc.envs.benchmarks.registry import BENCHMARKS
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.estimate.lora_shapes import adapter_problems
 from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
@@ -109,7 +110,7 @@ def taskset_module(identifier: str) -> str:
 
 
 def _installed(identifier: str) -> bool:
-    if identifier.replace("_", "-").lower() in BUNDLED:
+    if identifier.replace("_", "-").lower() in (*BUNDLED, *BENCHMARKS):
         return True
     verifiers = importlib.util.find_spec("verifiers")
     if verifiers is None or verifiers.origin is None:
@@ -174,12 +175,12 @@ def _environments(experiment: Experiment) -> list[Problem]:
     for key, envs in (("orchestrator.env", trained), ("orchestrator.eval.env", held_out), ("eval.env", alone)):
         for index, env in enumerate(envs):
             if not _installed(env.id):
-                near = get_close_matches(env.id, BUNDLED, n=1, cutoff=0.5)
+                near = get_close_matches(env.id, [*BUNDLED, *BENCHMARKS], n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]}? " if near else ""
                 problems.append(
                     Problem(
-                        f"taskset {env.id!r} is not installed; {hint}bundled are {', '.join(BUNDLED)}; others "
-                        f"are installed with pip and found as the module {taskset_module(env.id)!r}",
+                        f"taskset {env.id!r} is not installed; {hint}bundled are {', '.join([*BUNDLED, *BENCHMARKS])}; "
+                        f"others are installed with pip and found as the module {taskset_module(env.id)!r}",
                         f"{key}.{index}.id",
                     )
                 )

@@ -15,6 +15,7 @@ from prime_hpc.evals.episodes import COMPLETED, FAILED, TIMEOUT, EpisodeLog, Key
 from prime_hpc.evals.settings import record, refuse_others, settings_of
 from prime_hpc.evals.summary import draw, summarize, summarize_environment, table, too_many_failed
 from prime_hpc.evals.versions import Version, adapter_rank, find_versions
+from prime_hpc.launch.checks import check
 from prime_hpc.launch.evaluation import for_evaluation
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.plan.slurm_plan import slurm_plan, slurm_plan_text
@@ -263,3 +264,10 @@ def test_engines_of_its_own_take_a_free_port() -> None:
     assert several is not None and several.server.port == 0 and several.num_replicas == 2
     stated = experiment("--inference.server.port", "8001").inference
     assert stated is not None and stated.server.port == 8001
+
+
+def test_benchmarks_are_known_by_name_before_anything_starts(tmp_path: Path) -> None:
+    argv = ["--model.name", "owner/m", "--output-dir", str(tmp_path), "--client.port", "1", "--environment-ids"]
+    check(load_experiment([*argv, "math500,aime2025,humaneval"], "eval", {}))
+    with pytest.raises(ConfigError, match="did you mean math500"):
+        check(load_experiment([*argv, "math50"], "eval", {}))
