@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.run_files import SITE_YAML
 from prime_hpc.config.secret import OF_SITE, anchored, put_back, secrets_of, write_secrets
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.slurm import SiteConfig
@@ -24,7 +25,6 @@ from prime_hpc.config.sources.files import dump_yaml, parse_yaml
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-SITE_FILE = "site.yaml"
 GENERIC = SiteConfig(name="generic")
 """A cluster of which nothing is known."""
 
@@ -136,12 +136,12 @@ def write_site(site: SiteConfig, run_dir: Path) -> None:
     """Keep the profile with the run."""
     tree, texts = put_back(site.model_dump(mode="json", exclude_defaults=True), site, prefix=OF_SITE)
     write_secrets(run_dir, texts, only=OF_SITE)
-    (run_dir / SITE_FILE).write_text(dump_yaml(tree | {"name": site.name}), encoding="utf-8")
+    (run_dir / SITE_YAML).write_text(dump_yaml(tree | {"name": site.name}), encoding="utf-8")
 
 
 def read_site(run_dir: Path) -> SiteConfig:
     """The profile that the run was submitted with; a generic one where there is none."""
-    path = run_dir / SITE_FILE
+    path = run_dir / SITE_YAML
     return parse_site(path) if path.exists() else GENERIC
 
 

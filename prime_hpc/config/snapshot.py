@@ -19,17 +19,16 @@ from typing import Any
 from prime_hpc.config.absolute import from_the_root
 from prime_hpc.config.errors import ConfigError, Origin, Problem
 from prime_hpc.config.experiment import COMPONENTS, Experiment
+from prime_hpc.config.run_files import LOCK_JSON, RUN_YAML
 from prime_hpc.config.schema import Node, members, resolve
 from prime_hpc.config.secret import OF_SITE, anchored, masked_command, put_back, without_known, write_secrets
 from prime_hpc.config.sources.coerce import NULL
 from prime_hpc.config.sources.files import dump_yaml, parse_yaml
 from prime_hpc.config.validate import validate
 
-RUN_YAML = "run.yaml"
 RUN_YAML_VARIABLE = "PRIMEHPC_RUN_YAML"
 """Environment variable that names another file to read instead: that of a role which was started by hand, and
 shares the run directory with roles started from other files."""
-LOCK_JSON = "lock.json"
 CONFIGS = "configs"
 _GIT_TIMEOUT_S = 5
 _MAX_DIFF_BYTES = 1_000_000

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.plan.local_plan import launcher, plan_text
 from prime_hpc.launch.prepare import prepare_run, write
@@ -78,7 +79,7 @@ def _start(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-defi
         job = executor.submit(local_job, str(run_dir), changed_by_submitit())
     finally:
         signal.signal(signal.SIGINT, previous)
-    from prime_hpc.config.snapshot import LOCK_JSON
+    from prime_hpc.config.run_files import LOCK_JSON
 
     open_record(
         run_dir,
@@ -122,7 +123,7 @@ def end_local(run_dir: Path, controller: int) -> None:
     """Ask the run's supervisor to end; where it has not begun its attempt, submitit's controller ends the job."""
     from prime_hpc.store.attempts import is_held, read_attempts
 
-    held = [row["pid"] for row in read_attempts(run_dir / "attempts.jsonl") if is_held(row)]
+    held = [row["pid"] for row in read_attempts(run_dir / ATTEMPTS_JSONL) if is_held(row)]
     for pid in held:
         os.kill(pid, signal.SIGINT)
     if not held:
@@ -166,7 +167,7 @@ def run_role(loaded: Loaded, role: str) -> int:
         engines_port = ports.for_engines(within, base)
         spec = inference_spec(experiment, run_dir, 0, port, gpus, engines_port=engines_port)
     os.environ.update(node_caches(os.environ))
-    os.environ.update(spec.environment, **{RUN_YAML_VARIABLE: str(own / "run.yaml")})
+    os.environ.update(spec.environment, **{RUN_YAML_VARIABLE: str(own / RUN_YAML)})
     sys.stdout.flush()
     os.execv(spec.command[0], spec.command)
 

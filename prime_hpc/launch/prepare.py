@@ -7,6 +7,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, write_snapshot
 from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
 from prime_hpc.evals.episodes import RESULTS
 from prime_hpc.evals.settings import refuse_others
 from prime_hpc.launch.checks import check
@@ -17,7 +18,7 @@ from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.layout import refuse_other_owner
 
-_OF_A_RUN = ("rollouts", "weights", "checkpoints", "metrics", "attempts.jsonl")
+_OF_A_RUN = ("rollouts", "weights", "checkpoints", "metrics", ATTEMPTS_JSONL)
 
 
 def prepare_run(loaded: Loaded) -> Path:
@@ -65,7 +66,7 @@ def claim_directory(experiment: Experiment, run_dir: Path) -> None:
     """
     if not any((run_dir / name).exists() for name in _OF_A_RUN):
         return
-    attempts = read_attempts(run_dir / "attempts.jsonl")
+    attempts = read_attempts(run_dir / ATTEMPTS_JSONL)
     for row in attempts:
         if (signs := lives_elsewhere(run_dir, row)) is not None:
             raise ConfigError(Problem(f"{run_dir}: {signs}; or choose another --name", "name"))
@@ -105,7 +106,7 @@ def refuse_to_delete(run_dir: Path) -> None:
 
     if run_dir.is_symlink():
         raise refuse(f"is a link to {run_dir.resolve()}")
-    if not (run_dir / "run.yaml").is_file():
+    if not (run_dir / RUN_YAML).is_file():
         raise refuse("holds no run.yaml: it is no run of ours")
     if run_dir.stat().st_uid != os.geteuid():
         raise refuse(f"belongs to another user (uid {run_dir.stat().st_uid})")
@@ -126,7 +127,7 @@ def _holds_something(path: Path) -> bool:
 
 def _delete(run_dir: Path) -> None:
     """All that is in it, but the lock of the submit that deletes it; run.yaml last: killed half-way, it is a run's."""
-    for path in sorted(run_dir.iterdir(), key=lambda path: path.name == "run.yaml"):
+    for path in sorted(run_dir.iterdir(), key=lambda path: path.name == RUN_YAML):
         if path.name == LOCK:
             continue
         if path.is_dir() and not path.is_symlink():

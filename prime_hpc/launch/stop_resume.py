@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON
 from prime_hpc.runtime.backoff import Backoff
 from prime_hpc.slurm.client import SlurmError, on_cluster, run_slurm
 from prime_hpc.slurm.jobs import JobInfo
@@ -20,7 +21,7 @@ from prime_hpc.slurm.queue import ASK_TIMEOUT_S, jobs_of
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.script import command_tail
 from prime_hpc.slurm.submission_record import cluster_of, local_controller, read_record, write_record
-from prime_hpc.store.run_dirs import ATTEMPTS, read_json, read_rows
+from prime_hpc.store.run_dirs import read_json, read_rows
 
 if TYPE_CHECKING:
     from prime_hpc.store.layout import RunPaths
@@ -138,7 +139,7 @@ def _stop_and_wait(run_dir: Path, job_id: str | None, timeout_s: float, say: Say
                     return False
             if time.monotonic() - told >= _TELL_EVERY_S:
                 told = time.monotonic()
-                word = read_json(run_dir / "status.json") or {}
+                word = read_json(run_dir / STATUS_JSON) or {}
                 say(f"{run_dir}: {word.get('state', 'running')}, step {word.get('step', '?')}, {passed:.0f} s")
             time.sleep(pause.next())
         return False
@@ -169,7 +170,7 @@ def _wait_until_gone(run_dir: Path, job_id: str) -> bool:
 
 def _last_row(run_dir: Path, job_id: str | None) -> dict[str, Any] | None:
     """The newest attempt, if it is this job's."""
-    rows = read_rows(run_dir / ATTEMPTS)
+    rows = read_rows(run_dir / ATTEMPTS_JSONL)
     if not rows:
         return None
     theirs = rows[-1].get("job_id")
@@ -186,7 +187,7 @@ def _without_job(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> End
     from prime_hpc.launch.local import end_local
     from prime_hpc.store.attempts import is_held
 
-    rows = read_rows(run_dir / ATTEMPTS)
+    rows = read_rows(run_dir / ATTEMPTS_JSONL)
     open_row = rows[-1] if rows and rows[-1].get("ended") is None and rows[-1].get("job_id") is None else None
     here = open_row is not None and is_held(open_row)
     controller = local_controller(run_dir)
@@ -248,7 +249,8 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
         ConfigError: it holds no run, has no checkpoint, is done, or the overrides are wrong.
     """
     from prime_hpc.config import load_experiment
-    from prime_hpc.config.snapshot import LOCK_JSON, RUN_YAML, load_run
+    from prime_hpc.config.run_files import LOCK_JSON, RUN_YAML
+    from prime_hpc.config.snapshot import load_run
 
     run_dir = run_dir.resolve()
     tail = command_tail(overrides)

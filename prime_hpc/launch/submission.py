@@ -163,8 +163,8 @@ def _show(made: Draft, as_json: bool) -> int:
 
 def _queue(loaded: Loaded, made: Draft) -> tuple[Path, str, bool]:
     """Make the run directory and send the job; returns the directory, the job id, whether it was there already."""
+    from prime_hpc.config.run_files import LOCK_JSON
     from prime_hpc.config.site import write_site
-    from prime_hpc.config.snapshot import LOCK_JSON
     from prime_hpc.launch.job import local_job
     from prime_hpc.launch.prepare import claim_directory, write
     from prime_hpc.slurm.submission_record import submitting

@@ -14,8 +14,6 @@ from contextvars import ContextVar
 TIMEOUT_S = 30.0
 COMMENT_PREFIX = "prime-hpc:"
 """Begins the comment of every job that was submitted by us; the submission's token follows."""
-SCRIPT = "job.sbatch"
-"""Name of the batch script of every job that was submitted by us."""
 
 SEPARATOR = "\x1f"  # cannot be typed by accident into a job's name or comment
 _PR_SET_PDEATHSIG = 1

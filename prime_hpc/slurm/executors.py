@@ -20,11 +20,12 @@ from submitit.core import core, utils
 from submitit.slurm import slurm
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, JOB_SBATCH
 from prime_hpc.config.site import has_accounting
-from prime_hpc.slurm.client import SCRIPT, SlurmError, on_cluster, run_slurm, sbatch_answer
+from prime_hpc.slurm.client import SlurmError, on_cluster, run_slurm, sbatch_answer
 from prime_hpc.slurm.jobs import ENDED, history, jobs
 from prime_hpc.slurm.submission_record import cluster_of
-from prime_hpc.store.run_dirs import ATTEMPTS, read_rows
+from prime_hpc.store.run_dirs import read_rows
 
 SBATCH_TIMEOUT_S = 60.0
 SUBMITIT_FOLDER = Path("logs") / "submitit"
@@ -94,7 +95,7 @@ def state_of_forgotten(job_id: str, run_dir: Path | None) -> str:
     if lives:
         last = lives[-1].state
         return last if last in ENDED else LOST
-    rows = [row for row in read_rows(run_dir / ATTEMPTS) if str(row.get("job_id")) == job_id] if run_dir else []
+    rows = [row for row in read_rows(run_dir / ATTEMPTS_JSONL) if str(row.get("job_id")) == job_id] if run_dir else []
     if not rows:
         return LOST
     if rows[-1].get("ended") is None:
@@ -219,8 +220,8 @@ class _RunExecutor(slurm.SlurmExecutor):
 
     def _send(self) -> str:
         """Write the script and hand it to sbatch; returns the job id. Raises SlurmError."""
-        script = self._directory / SCRIPT
-        temporary = script.with_name(f".{SCRIPT}.{os.getpid()}")
+        script = self._directory / JOB_SBATCH
+        temporary = script.with_name(f".{JOB_SBATCH}.{os.getpid()}")
         temporary.unlink(missing_ok=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -10,7 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_hpc.slurm.client import COMMENT_PREFIX, SCRIPT, SEPARATOR, SlurmError, asked_cluster, run_slurm
+from prime_hpc.config.run_files import JOB_SBATCH
+from prime_hpc.slurm.client import COMMENT_PREFIX, SEPARATOR, SlurmError, asked_cluster, run_slurm
 
 if TYPE_CHECKING:
     from prime_hpc.slurm.jobs import JobInfo
@@ -31,7 +32,7 @@ def with_tokens(found: dict[str, "JobInfo"], which: list[str], timeout_s: float)
     result = dict(found)
     for info in silent:
         base = re.split(r"[_+]", info.job_id)[0]
-        if Path(scripts.get(base, "")).name != SCRIPT:
+        if Path(scripts.get(base, "")).name != JOB_SBATCH:
             continue
         try:
             token = _token_in_script(base, scripts[base], asked_cluster(), timeout_s)

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, JOB_SBATCH
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import cluster_name, has_accounting, load_site, other_cluster
-from prime_hpc.slurm.client import COMMENT_PREFIX, SCRIPT, SlurmError, on_cluster, run_slurm, sbatch_answer
+from prime_hpc.slurm.client import COMMENT_PREFIX, SlurmError, on_cluster, run_slurm, sbatch_answer
 from prime_hpc.slurm.jobs import JobInfo, find_by_token, find_in_history, jobs
 from prime_hpc.slurm.placement import Placement, place_slurm
 from prime_hpc.slurm.sbatch_errors import SlurmRefused, refusal
@@ -28,7 +29,7 @@ from prime_hpc.slurm.submission_record import (
     submission_environment,
     write_record,
 )
-from prime_hpc.store.run_dirs import ATTEMPTS, read_rows
+from prime_hpc.store.run_dirs import read_rows
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -125,7 +126,7 @@ def is_of_array(record: dict[str, Any]) -> bool:
 
 
 def _sent_by_hand(run_dir: Path) -> list[JobInfo]:
-    rows = [row for row in read_rows(run_dir / ATTEMPTS) if row.get("job_id")]
+    rows = [row for row in read_rows(run_dir / ATTEMPTS_JSONL) if row.get("job_id")]
     if not rows or rows[-1].get("outcome") in ("completed", "stopped"):
         return []
     info = jobs([str(rows[-1]["job_id"])], ASK_TIMEOUT_S).get(str(rows[-1]["job_id"]))
@@ -168,7 +169,7 @@ def refuse_if_queued(run_dir: Path) -> None:
 def _ask(run_dir: Path) -> list[JobInfo]:
     """`jobs_of`, where there is a doubt at all."""
     record = read_record(run_dir)
-    if record is None and not any(row.get("job_id") for row in read_rows(run_dir / ATTEMPTS)):
+    if record is None and not any(row.get("job_id") for row in read_rows(run_dir / ATTEMPTS_JSONL)):
         return []
     try:
         return jobs_of(run_dir)
@@ -185,7 +186,7 @@ def _ask(run_dir: Path) -> list[JobInfo]:
 
 
 def _is_at_rest(run_dir: Path, record: dict[str, Any]) -> bool:
-    rows = read_rows(run_dir / ATTEMPTS)
+    rows = read_rows(run_dir / ATTEMPTS_JSONL)
     if not rows or record.get("state") == "sending":
         return False
     last = rows[-1]
@@ -357,7 +358,7 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
             return waiting[-1].job_id
     options = [f"--dependency=afternotok:{job_id}", "--kill-on-invalid-dep=yes"]
     options += [] if has_own else [f"--comment={COMMENT_PREFIX}{token}"]
-    script = run_dir / SCRIPT
+    script = run_dir / JOB_SBATCH
     if not script.exists():
         run_slurm(["scontrol", "write", "batch_script", job_id, str(script)], ASK_TIMEOUT_S)
     answer = run_slurm(

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.run_files import SUBMIT_JOB_JSON, SUBMIT_JSON
 from prime_hpc.config.site import cluster_name
-from prime_hpc.store.run_dirs import STAMPS, SUBMIT_JOB_JSON, SUBMIT_JSON, read_json, read_submission
+from prime_hpc.store.run_dirs import STAMPS, read_json, read_submission
 
 SUBMISSION_VARIABLE = "PRIMEHPC_SUBMISSION"
 """In a job's environment: its token, a space, its run directory."""

@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.config.run_files import STATUS_JSON
 from prime_hpc.store.io import files
+from prime_hpc.store.run_dirs import parse_attempts
 
 ALIVE_S = 120.0
 """A life on another host that was silent for longer is over: twice what an NFS client may show of an older state."""
@@ -60,19 +62,12 @@ class Ended(Exception):
 
 
 def read_attempts(path: Path) -> list[dict[str, Any]]:
-    """The attempts so far, the last word about each; a torn last line is left out."""
-    return _parse(path.read_bytes()) if path.exists() else []
+    """The attempts so far, the last word about each; torn and foreign lines are left out.
 
-
-def _parse(content: bytes) -> list[dict[str, Any]]:
-    rows: dict[int, dict[str, Any]] = {}
-    for line in content.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        rows[row["attempt"]] = row
-    return [rows[key] for key in sorted(rows)]
+    Raises:
+        OSError: it is there and cannot be read (`run_dirs.read_rows` takes that for none).
+    """
+    return parse_attempts(path.read_bytes()) if path.exists() else []
 
 
 def write_attempt(path: Path, attempt: Attempt) -> None:
@@ -88,7 +83,7 @@ def rewrite_row(path: Path, row: dict[str, Any]) -> None:
     """Add or replace the line of `row["attempt"]`."""
 
     def add(content: bytes) -> bytes:
-        rows = {known["attempt"]: known for known in _parse(content)}
+        rows = {known["attempt"]: known for known in parse_attempts(content)}
         rows[row["attempt"]] = row
         return "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)).encode()
 
@@ -159,7 +154,7 @@ def lives_elsewhere(run_dir: Path, row: dict[str, Any]) -> str | None:
     if row["ended"] is not None or row.get("job_id") or row["host"] == socket.gethostname():
         return None
     try:
-        age_s = _clock_of(run_dir) - (run_dir / "status.json").stat().st_mtime
+        age_s = _clock_of(run_dir) - (run_dir / STATUS_JSON).stat().st_mtime
     except OSError:
         return None
     if age_s > ALIVE_S:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.io import files
 
@@ -36,17 +37,17 @@ class RunPaths:
     @property
     def run_yaml(self) -> Path:
         """The resolved experiment."""
-        return self.root / "run.yaml"
+        return self.root / RUN_YAML
 
     @property
     def lock_json(self) -> Path:
         """Code version, packages and command line of the run."""
-        return self.root / "lock.json"
+        return self.root / LOCK_JSON
 
     @property
     def attempts(self) -> Path:
         """One JSON line per attempt."""
-        return self.root / "attempts.jsonl"
+        return self.root / ATTEMPTS_JSONL
 
     @property
     def configs(self) -> Path:

@@ -12,18 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML, SUBMIT_JOB_JSON, SUBMIT_JSON
 
 OUTPUTS_VARIABLE = "PRIMEHPC_OUTPUTS"
-MARKS = ("run.yaml", "submit.json", "attempts.jsonl")
+MARKS = (RUN_YAML, SUBMIT_JSON, ATTEMPTS_JSONL)
 """A directory that holds one of these is a run."""
 POINTS = "points.jsonl"
 """Marks a sweep's directory; its points are runs below it."""
-SUBMIT_JSON = "submit.json"
-SUBMIT_JOB_JSON = "submit.job.json"
-"""What the job itself adds to the record: each of the two files has one writer, so that no word is lost."""
 STAMPS = "_at"
 """In `submit.json`: when its fields were changed, since the record was opened."""
-ATTEMPTS = "attempts.jsonl"
 _MAX_DEPTH = 3
 """Folders of folders: outputs/<sweep>/<point>."""
 _ROLES = ("trainer", "orchestrator", "inference")
@@ -47,7 +44,7 @@ def is_run(path: Path | str) -> bool:
 
 def by_hand(path: Path | str) -> list[str]:
     """Roles that were started by hand in this run directory, each with a config of its own there."""
-    return [role for role in _ROLES if os.path.lexists(f"{os.fspath(path)}/roles/{role}/run.yaml")]
+    return [role for role in _ROLES if os.path.lexists(f"{os.fspath(path)}/roles/{role}/{RUN_YAML}")]
 
 
 def list_runs(folder: Path, max_depth: int = _MAX_DEPTH) -> list[Path]:
@@ -95,11 +92,16 @@ def read_rows(path: Path | str) -> list[dict[str, Any]]:
     """The attempts of a run, the last word about each, in order; torn lines are left out."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - as above
-            lines = file.read().splitlines()
+            content = file.read()
     except OSError:
         return []
+    return parse_attempts(content)
+
+
+def parse_attempts(content: bytes) -> list[dict[str, Any]]:
+    """Read the lines of `attempts.jsonl`: the last of each attempt, in order; torn and foreign ones are left out."""
     rows: dict[int, dict[str, Any]] = {}
-    for line in lines:
+    for line in content.splitlines():
         try:
             row = json.loads(line)
         except ValueError:
@@ -126,7 +128,7 @@ def job_ids(path: Path) -> set[str]:
     """Every Slurm job that a run ever was."""
     record = read_submission(path) or {}
     ids = {record.get("job_id"), record.get("successor")} if record.get("state") != "local" else set()
-    ids |= {row.get("job_id") for row in read_rows(path / ATTEMPTS)}
+    ids |= {row.get("job_id") for row in read_rows(path / ATTEMPTS_JSONL)}
     return {str(number) for number in ids if number}
 
 

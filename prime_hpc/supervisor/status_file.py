@@ -9,10 +9,10 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.config.run_files import STATUS_JSON
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 
-STATUS_JSON = "status.json"
 INTERVAL_S = 2.0
 
 

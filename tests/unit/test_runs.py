@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.config import ConfigError
+import prime_hpc
+from prime_hpc.config import ConfigError, run_files
+from prime_hpc.store.attempts import read_attempts, rewrite_row
 from prime_hpc.store.run_dirs import (
     find_run,
     is_run,
@@ -130,3 +132,19 @@ def test_torn_and_strange_files(tmp_path: Path) -> None:
         assert read_json(path) is None
     path.write_text('{"attempt": 2, "a": 1}\nnull\n{"b": 1}\n{"attempt": 1}\n{"attempt": 2, "a": 3}\n{"attempt": 3, "a')
     assert read_rows(path) == [{"attempt": 1}, {"attempt": 2, "a": 3}]
+
+
+def test_lines_that_are_no_attempts_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / run_files.ATTEMPTS_JSONL
+    path.write_text('{}\n[1]\n{"attempt": "x"}\n{"attempt": 1, "job_id": "7"}\n{"attempt": 2, "jo')
+    assert read_attempts(path) == read_rows(path) == [{"attempt": 1, "job_id": "7"}]
+    rewrite_row(path, {"attempt": 2})
+    assert [row["attempt"] for row in read_rows(path)] == [1, 2]
+
+
+def test_names_of_a_run_s_files_are_stated_once() -> None:
+    names = [value for name, value in vars(run_files).items() if name.isupper() and value != run_files.STATUS_JSON]
+    package = Path(prime_hpc.__file__).parent
+    texts = {path: path.read_text() for path in package.rglob("*.py") if path.name != "run_files.py"}
+    assert len(names) == 7
+    assert not [(path.name, name) for path, text in texts.items() for name in names if f'"{name}"' in text]

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.secret import Secret, anchored, hide
 from prime_hpc.observe.bench import read_figures
-from prime_hpc.store.run_dirs import ATTEMPTS, read_json, read_rows
+from prime_hpc.store.run_dirs import read_json, read_rows
 
 _OF_THE_DIRECTORY = ("name", "output_dir")
 """Keys that say where a run is: the two directories are named anyway."""
@@ -29,8 +30,8 @@ def compare_runs(a: Path, b: Path) -> dict[str, Any]:
         `code`: sha, changed (files that differ from the commit) and same_changes; `command` [a, b];
         `figures`: name -> {a, b, ratio}; `missing`: files that one of them lacks.
     """
-    locks = [read_json(run / "lock.json") or {} for run in (a, b)]
-    missing = [str(run / name) for run in (a, b) for name in ("run.yaml", "lock.json") if not (run / name).exists()]
+    locks = [read_json(run / LOCK_JSON) or {} for run in (a, b)]
+    missing = [str(run / name) for run in (a, b) for name in (RUN_YAML, LOCK_JSON) if not (run / name).exists()]
     configs = [flatten(_config(run)) for run in (a, b)]
     config = {
         key: _hidden(key, pair)
@@ -112,7 +113,7 @@ def run_figures(run: Path) -> dict[str, float | None]:
     figures["tokens/s overall (median)"] = _median(trainer[1:] or trainer, "tokens_per_s_overall")
     figures["engine tokens/s (median)"] = _median(rollouts, "tokens/sampled_per_second")
     figures["lag, versions (mean)"] = _mean(_values(rollouts, "lag/mean"))
-    figures |= _times(read_rows(run / ATTEMPTS))
+    figures |= _times(read_rows(run / ATTEMPTS_JSONL))
     figures |= read_figures(run)
     return {key: value for key, value in figures.items() if value is not None}
 
@@ -177,7 +178,7 @@ def _config(run: Path) -> Any:
     import yaml
 
     try:
-        text = (run / "run.yaml").read_text(encoding="utf-8")
+        text = (run / RUN_YAML).read_text(encoding="utf-8")
         # secrets are compared by what they are, wherever each run keeps them
         return hide(anchored(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), run))
     except OSError:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.store.run_dirs import ATTEMPTS, read_rows
+from prime_hpc.config.run_files import ATTEMPTS_JSONL
+from prime_hpc.store.run_dirs import read_rows
 
 _SERVERS = ("inference", "teacher")
 ROLES = ("supervisor", "trainer", "orchestrator", *_SERVERS, "slurm")
@@ -125,7 +126,9 @@ def _job_output(run_dir: Path, attempt: int | None) -> Source | None:
     """Return what the batch script printed (a local job: what submitit kept of it)."""
     logs = run_dir / "logs"
     if attempt is not None:
-        job = next((row.get("job_id") for row in read_rows(run_dir / ATTEMPTS) if row["attempt"] == attempt), None)
+        job = next(
+            (row.get("job_id") for row in read_rows(run_dir / ATTEMPTS_JSONL) if row["attempt"] == attempt), None
+        )
         path = logs / f"slurm-{job}.out"
         return Source(path, "slurm", attempt) if job and path.exists() else None
     files = [*logs.glob("slurm-*.out"), *logs.glob("submitit/*_log.out")]

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_hpc.store.run_dirs import ATTEMPTS, read_json, read_rows, read_submission
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON
+from prime_hpc.store.run_dirs import read_json, read_rows, read_submission
 
 if TYPE_CHECKING:
     from prime_hpc.slurm.jobs import JobInfo
@@ -20,7 +21,6 @@ UNDER_WAY = ("submitting", "pending", "starting", "running", "saving", "ending",
 FINAL = ("completed", "failed", "stopped", "lost")
 """States in which nothing more happens by itself. Besides these there are `not started` and
 `by hand` (roles without a supervisor, of which nobody can tell more)."""
-STATUS_JSON = "status.json"
 
 
 @dataclass
@@ -125,7 +125,7 @@ def read_evidence(path: Path) -> Evidence:
     return Evidence(
         path,
         read_submission(base),
-        read_rows(f"{base}/{ATTEMPTS}"),
+        read_rows(f"{base}/{ATTEMPTS_JSONL}"),
         read_json(f"{base}/{STATUS_JSON}"),
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.launch.monitor.run_facts import Evidence, RunStatus, integer, number
 
 _TAIL_BYTES = 96_000
@@ -25,9 +26,9 @@ def add_figures(status: RunStatus, one: Evidence, *, brief: bool = False) -> Non
         brief: of a run that is over the supervisor's last word is enough, if it tells the reward.
     """
     if status.max_steps is None and not status.runs:  # a trainer of many runs has no last step
-        text = line_of(one.path / "run.yaml", "max_steps: ")
+        text = line_of(one.path / RUN_YAML, "max_steps: ")
         if text is None:
-            text = line_of(one.path / "roles" / "trainer" / "run.yaml", "max_steps: ")
+            text = line_of(one.path / "roles" / "trainer" / RUN_YAML, "max_steps: ")
         status.max_steps = int(text) if text and text.isdigit() else None
     reward = number((one.word or {}).get("reward"))
     if brief and status.is_final and status.step is not None and reward is not None:
@@ -76,7 +77,7 @@ def add_checkpoint(status: RunStatus, path: Path) -> None:
     """The newest checkpoint and when it was made."""
     from prime_hpc.store.layout import list_steps
 
-    elsewhere = line_of(path / "run.yaml", "  path: ", after="ckpt:")
+    elsewhere = line_of(path / RUN_YAML, "  path: ", after="ckpt:")
     parent = Path(elsewhere) if elsewhere and elsewhere != "null" else path / "checkpoints"
     try:
         steps = list_steps(parent, digits=0)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import Experiment
+from prime_hpc.config.run_files import ATTEMPTS_JSONL
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate.step_time import Pace
 from prime_hpc.slurm.times import format_time
@@ -22,7 +23,7 @@ from prime_hpc.store.checkpoint.optimal_interval import (
     mtbf_s,
     plan_interval,
 )
-from prime_hpc.store.run_dirs import ATTEMPTS, read_rows
+from prime_hpc.store.run_dirs import read_rows
 
 MOST_NEIGHBOURS = 200
 """Runs of the output directory that are looked at."""
@@ -37,7 +38,7 @@ def earlier_failures(run_dir: Path, num_nodes: int) -> tuple[Events, int]:
     Returns:
         the events, and how many attempts they are of.
     """
-    own = read_rows(run_dir / ATTEMPTS)
+    own = read_rows(run_dir / ATTEMPTS_JSONL)
     events = learn(own)
     failures, seconds, count = events.num_failures, events.seconds, len(own)
     try:
@@ -45,7 +46,7 @@ def earlier_failures(run_dir: Path, num_nodes: int) -> tuple[Events, int]:
     except OSError:
         neighbours = []
     for path in neighbours:
-        rows = [row for row in read_rows(path / ATTEMPTS) if row.get("job_id") and row.get("ended")]
+        rows = [row for row in read_rows(path / ATTEMPTS_JSONL) if row.get("job_id") and row.get("ended")]
         for row in rows:
             seconds += max(0.0, row["ended"] - row["began"]) * _num_nodes(row) / num_nodes
             failures += row.get("outcome") == "node_lost"

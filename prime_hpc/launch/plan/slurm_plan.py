@@ -10,6 +10,7 @@ from typing import Any
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_runs import is_parent
 from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, engine_roles, served_by, servers_of
+from prime_hpc.config.run_files import JOB_SBATCH
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, read_model, trainer_gib, whole_gradient_bytes
 from prime_hpc.launch.estimate.step_time import Pace, pace
@@ -75,7 +76,7 @@ def slurm_plan(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
         | {"stall_s": speed.stall_s, "save_from": speed.save_from, "startup_s": site.startup_s},
         "paths": {
             "run": str(run_dir),
-            "script": str(run_dir / "job.sbatch"),
+            "script": str(run_dir / JOB_SBATCH),
             "log": str(run_dir / "logs" / "slurm-<job id>.out"),
             "checkpoints": _checkpoint_folder(experiment, run_dir),
         },

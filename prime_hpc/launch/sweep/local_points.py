@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from prime_hpc.config.run_files import ATTEMPTS_JSONL
 from prime_hpc.config.secret import masked_command
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.local import changed_by_submitit, end_local
@@ -98,7 +99,7 @@ def _exit_code(job: Any) -> int:
 
 def _ending(sweep: Sweep, row: PointRow, code: int) -> str:
     """How a point ended, for people."""
-    rows = read_attempts(sweep.run_dir(row) / "attempts.jsonl")
+    rows = read_attempts(sweep.run_dir(row) / ATTEMPTS_JSONL)
     if rows and rows[-1].get("outcome"):
         return f"{rows[-1]['outcome']} ({rows[-1].get('cause')})"
     return f"exit code {code} before an attempt began; see {sweep.run_dir(row) / 'logs'}"

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, write_snapshot
+from prime_hpc.config.run_files import SITE_YAML
 from prime_hpc.config.secret import secrets_of
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.config.site import SITE_FILE, write_site
+from prime_hpc.config.site import write_site
 from prime_hpc.config.snapshot import Shared, share
 from prime_hpc.launch.checks import check
 from prime_hpc.launch.sweep.resolve import Point
@@ -112,5 +113,5 @@ def _write(sweep: Sweep, job: Job, shared: Shared, site: SiteConfig) -> None:
     if site_secrets:
         write_site(site, run_dir)
     else:
-        shutil.copyfile(sweep.dir / SITE_FILE, run_dir / SITE_FILE)
+        shutil.copyfile(sweep.dir / SITE_YAML, run_dir / SITE_YAML)
     write_snapshot(job.experiment, run_dir, [], shared)

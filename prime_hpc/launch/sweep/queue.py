@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prime_hpc.config import Experiment, Problem
+from prime_hpc.config.run_files import JOB_SBATCH
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import cluster_name, has_accounting
@@ -21,7 +22,7 @@ from prime_hpc.launch.job import local_job
 from prime_hpc.launch.sweep.prepare import Job
 from prime_hpc.launch.sweep.progress import View
 from prime_hpc.launch.sweep.state import SubmitRow, Sweep, log_name, new_submit, write_text
-from prime_hpc.slurm.client import SCRIPT, SlurmError, run_slurm
+from prime_hpc.slurm.client import SlurmError, run_slurm
 from prime_hpc.slurm.executors import PackedSlurmExecutor
 from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.jobs import JobInfo, find_by_token, find_in_history
@@ -336,7 +337,7 @@ def _keep_successors(sweep: Sweep, part: Part, site: SiteConfig) -> None:
         return
     for job in part.jobs:
         text = render_job(part.placement, job.experiment, site, python=interpreter(), command_tail=[])
-        write_text(sweep.run_dir(job.row) / SCRIPT, text)
+        write_text(sweep.run_dir(job.row) / JOB_SBATCH, text)
 
 
 def _write_point_records(sweep: Sweep, submit: SubmitRow) -> None:

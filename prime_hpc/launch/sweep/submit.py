@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.secret import OF_SITE, write_secrets
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import load_site, other_cluster
@@ -175,7 +176,7 @@ def _refuse_if_all_alike(points: Sequence[Point]) -> None:
 
 
 def _refuse_foreign(base: Base) -> None:
-    if (base.sweep_dir / "run.yaml").exists() and not (base.sweep_dir / POINTS).exists():
+    if (base.sweep_dir / RUN_YAML).exists() and not (base.sweep_dir / POINTS).exists():
         raise ConfigError(Problem(f"{base.sweep_dir} holds a run: choose another name for the sweep", "name"))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from loguru import logger
 
+from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.store.artifact import (
     ArtifactError,
     FileEntry,
@@ -46,7 +47,7 @@ def find_checkpoint(path: Path, *, deep: bool = True) -> CheckpointInfo:
         StoreError: there is none, or the one named is not whole; lists what is there.
     """
     step = parse_step(path.name, digits=0)
-    if step is not None and not (path / "run.yaml").exists():
+    if step is not None and not (path / RUN_YAML).exists():
         return resolve_resume(path.parent, step, deep=deep)
     if not path.is_dir():
         raise StoreError(f"{path}: no such directory")

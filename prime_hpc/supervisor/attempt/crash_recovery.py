@@ -11,6 +11,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config import ConfigError
+from prime_hpc.config.run_files import STATUS_JSON
 from prime_hpc.config.site import has_accounting
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError, run_slurm
@@ -97,7 +98,7 @@ def _refuse_if_running(run_dir: Path, row: dict[str, Any]) -> None:
 def _last_word(run_dir: Path, row: dict[str, Any]) -> float:
     """When the life was last seen alive."""
     times = [
-        path.stat().st_mtime for path in (run_dir / "status.json", run_dir / "logs" / "supervisor.log") if path.exists()
+        path.stat().st_mtime for path in (run_dir / STATUS_JSON, run_dir / "logs" / "supervisor.log") if path.exists()
     ]
     return max([row["began"], *(t for t in times if t <= time.time())])
 

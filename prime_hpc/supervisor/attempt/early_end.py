@@ -9,6 +9,7 @@ from typing import TypeVar
 from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment, load_run
+from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.sections.supervisor import SupervisorConfig
 from prime_hpc.store.attempts import begin, write_attempt
 from prime_hpc.store.errors import Unreadable
@@ -72,9 +73,9 @@ def await_run_dir(run_dir: Path, environ: Mapping[str, str]) -> bool:
 
     def look() -> bool:
         names = files.list_dir(run_dir)
-        if "run.yaml" not in names and int(environ.get("SLURM_RESTART_COUNT") or 0) > 0:
+        if RUN_YAML not in names and int(environ.get("SLURM_RESTART_COUNT") or 0) > 0:
             raise Unreadable(run_dir, "this job lived there before, and it holds no run.yaml: is it mounted here?")
-        return "run.yaml" in names
+        return RUN_YAML in names
 
     return Patience(LOAD_S)(look)
 

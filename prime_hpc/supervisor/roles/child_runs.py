@@ -20,7 +20,8 @@ from urllib.parse import quote
 from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.config.snapshot import RUN_YAML, read_experiment
+from prime_hpc.config.run_files import RUN_YAML
+from prime_hpc.config.snapshot import read_experiment
 from prime_hpc.runtime.role_context import role_environment
 from prime_hpc.store.attempts import Attempt, write_attempt
 from prime_hpc.store.child_runs import ChildState, list_children, read_state

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.child_runs import check_child
-from prime_hpc.config.snapshot import RUN_YAML, read_experiment
+from prime_hpc.config.run_files import RUN_YAML
+from prime_hpc.config.snapshot import read_experiment
 from prime_hpc.store.artifact import ArtifactError, set_aside, verify_artifact
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
 from prime_hpc.store.checkpoint.doubts import Doubts, settle_doubts

@@ -16,6 +16,7 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.store.checkpoint.doubts import Doubts
 from prime_hpc.store.child_runs import STOP as STOP_FILE
 from prime_hpc.store.child_runs import ChildState, Phase, list_children, read_state_strictly, write_state
@@ -25,7 +26,6 @@ from prime_hpc.store.io.retry_reads import as_unreadable
 from prime_hpc.store.layout import RunPaths, current_incarnation
 from prime_hpc.trainer.multi.admission import Admission, prepare, read_child
 
-RUN_YAML = "run.yaml"
 STOPPED = "the file STOP was found"
 DELETED = "its directory was deleted or replaced"
 OURS = frozenset({"weights", "checkpoints", "metrics", "failed", "leases", "doubts", "state.json", "saved.json"})
