@@ -26,7 +26,7 @@ from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.envs.samples import EpisodeResult, episode_result
 from prime_hpc.envs.target import PolicyTarget
 from prime_hpc.envs.task_sources import EnvSource
-from prime_hpc.envs.verifiers_patches import take_shortcuts
+from prime_hpc.envs.verifiers_patches import patch_verifiers
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Engine:
 
     def __init__(self, sources: Sequence[EnvSource], target: PolicyTarget, renderer: PromptRenderer | None) -> None:
         """`renderer` may be missing where an API is asked, which does that itself."""
-        take_shortcuts()
+        patch_verifiers()
         use_on_threads()
 
         def client(url: str) -> PolicyClient | ChatClient:

@@ -14,7 +14,7 @@ from verifiers.v1.runtimes.base import register
 _CONFIG = SubprocessConfig()
 
 
-class LazyBox(SubprocessRuntime):
+class LazyRuntime(SubprocessRuntime):
     """`SubprocessRuntime` whose directory appears with the first command or file."""
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class LazyBox(SubprocessRuntime):
 
 @asynccontextmanager
 async def lazy_box() -> AsyncIterator[Any]:
-    """A fresh `LazyBox` for one rollout (`agent.run(task, runtime=box)`), freed on exit."""
-    box = LazyBox()
+    """A fresh `LazyRuntime` for one rollout (`agent.run(task, runtime=box)`), freed on exit."""
+    box = LazyRuntime()
     try:
         yield box
     finally:

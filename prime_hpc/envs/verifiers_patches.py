@@ -19,7 +19,7 @@ _signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 _decorated: WeakKeyDictionary[type, dict[str, list[str] | None]] = WeakKeyDictionary()
 
 
-def take_shortcuts() -> None:
+def patch_verifiers() -> None:
     """Idempotent; belongs to this process."""
     _use_plain_defaults(MessageNode)
     # All that `decorators` asks of `inspect`: the parameters of hooks, rewards and metrics, at every call of one.

@@ -38,7 +38,7 @@ from prime_hpc.inference.gathering import Gathering
 from prime_hpc.inference.guard import KeyGuard, Visitors
 from prime_hpc.inference.vllm_env import end_hard_soon
 from prime_hpc.inference.weight_updates import PolicyService
-from prime_hpc.runtime.process_memory import settle_heap
+from prime_hpc.runtime.process_memory import freeze_gc
 
 logger = init_logger(__name__)
 
@@ -107,7 +107,7 @@ async def serve(
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
-        settle_heap()
+        freeze_gc()
         on_ready({"num_engines": args.data_parallel_size, "version": policy.version})
         await ended.wait(engine, serving)
         await _stop_http(engine, server, serving)

@@ -42,7 +42,7 @@ from prime_hpc.orchestrator.setup import (
 )
 from prime_hpc.orchestrator.sft_eval_loop import EvalLoop
 from prime_hpc.runtime.event_loops import new_event_loop
-from prime_hpc.runtime.process_memory import settle_heap
+from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import LED, RoleContext
 from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.layout import RunPaths
@@ -189,7 +189,7 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
             served_as=served_as,
             teacher=teacher,
         )
-        settle_heap()
+        freeze_gc()
         if exp.kind == "sft":
             await EvalLoop(exp, parts, start_step=start_step).run()
             return

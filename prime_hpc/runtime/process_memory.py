@@ -10,7 +10,7 @@ YOUNGEST = 20_000
 """New container objects between two collections of the youngest generation (Python's own default: 700)."""
 
 
-def settle_heap() -> None:
+def freeze_gc() -> None:
     """Everything alive now stays: never look at it again, and look for garbage among newer objects less often.
 
     Reference counts free nearly everything; what is left are cycles of a few kB an episode. With Python's defaults a

@@ -11,7 +11,7 @@ Gpu = TypeVar("Gpu", int, str)
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def share_out(
+def assign_gpus(
     available: Sequence[Gpu], need: Mapping[str, int], named: Mapping[str, Sequence[Gpu] | None]
 ) -> dict[str, list[Gpu]]:
     """Role -> its GPUs; a list that is shorter than `need` says that there are too few.

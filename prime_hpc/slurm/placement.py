@@ -10,7 +10,7 @@ from typing import Literal
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.slurm.gpu_split import share_out
+from prime_hpc.slurm.gpu_split import assign_gpus
 from prime_hpc.slurm.options import Options, RoleOptions, SlurmRole, merge, needs_het, resolve
 
 
@@ -419,7 +419,7 @@ def _needs(experiment: Experiment) -> dict[str, int]:
 def _shared_positions(experiment: Experiment, gpus: int) -> dict[str, list[int]]:
     """Positions of each role on a node that all share; some may come out too short."""
     needs = _needs(experiment)
-    return share_out(range(gpus), needs, {role: _named(experiment, role, n, gpus) for role, n in needs.items()})
+    return assign_gpus(range(gpus), needs, {role: _named(experiment, role, n, gpus) for role, n in needs.items()})
 
 
 def _fits_one_node(experiment: Experiment, gpus: int) -> bool:

@@ -49,7 +49,7 @@ from prime_hpc.store.layout import RunPaths, check_incarnation
 from prime_hpc.store.messaging.bus import Doorbell
 from prime_hpc.store.messaging.network import ENGINES_PORT, NUM_ENGINE_PORTS, Network, network_environment
 from prime_hpc.store.messaging.sockets import ALL
-from prime_hpc.supervisor.attempt.lost_batch_host import give_back
+from prime_hpc.supervisor.attempt.lost_batch_host import requeue_orphaned_job
 from prime_hpc.supervisor.roles import ports
 from prime_hpc.supervisor.roles.caches import node_caches
 from prime_hpc.supervisor.roles.process_tree import become_subreaper, die_with_parent, end_families, end_strays
@@ -62,7 +62,7 @@ PORTS = {"trainer": 1, "orchestrator": 0}
 SERVER_PORTS = 2
 FENCE = "PRIMEHPC_FENCE_S"
 HELLO_AGAIN_S = 5.0
-LAST_WORDS_S = 2.0
+FLUSH_TIMEOUT_S = 2.0
 EXIT_FENCED = 76
 """The agent ended its role because nobody led it any more."""
 
@@ -106,7 +106,7 @@ class Output:
     def close(self) -> None:
         """Give what was said a moment to be written."""
         self._words.put(None)
-        self._speaker.join(timeout=LAST_WORDS_S)
+        self._speaker.join(timeout=FLUSH_TIMEOUT_S)
 
     def _speak(self) -> None:
         while (words := self._words.get()) is not None:
@@ -207,7 +207,7 @@ class Agent:
             self._say("exited", code=code, problem=problem)
             if not self._is_wanted_no_more() and (self._is_led_by_nobody or self._is_not_heard()):
                 say, now = self._output.say, self._clock.now
-                give_back(self._paths.root, self._environ, self._host, self._pulses_again(), say, now)
+                requeue_orphaned_job(self._paths.root, self._environ, self._host, self._pulses_again(), say, now)
             self._over.set()
             self._bell.close()
             self._output.close()

@@ -37,7 +37,7 @@ from prime_hpc.store.messaging import network, sockets
 from prime_hpc.store.messaging.auth import new_secret
 from prime_hpc.store.messaging.network import Network
 from prime_hpc.store.messaging.sockets import PortRange
-from prime_hpc.supervisor.attempt.crash_recovery import cancel_stale_steps, close_lost_lives
+from prime_hpc.supervisor.attempt.crash_recovery import cancel_stale_steps, close_crashed_attempts
 from prime_hpc.supervisor.attempt.early_end import (
     EXIT_UNREADABLE,
     StartEnded,
@@ -48,9 +48,9 @@ from prime_hpc.supervisor.attempt.early_end import (
     write_early_end,
 )
 from prime_hpc.supervisor.attempt.lost_batch_host import Return
-from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, FINAL, come_back, decide, mode_of_run
+from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, FINAL, decide, mode_of_run, return_to_queue
 from prime_hpc.supervisor.attempt.start import begin_attempt, run_paths
-from prime_hpc.supervisor.preflight.phase import Checkup, nodes_to_avoid, remember
+from prime_hpc.supervisor.preflight.phase import Checkup, nodes_to_avoid, record_bad_nodes
 from prime_hpc.supervisor.roles import ports
 from prime_hpc.supervisor.roles.caches import NODE_LOCAL
 from prime_hpc.supervisor.roles.process_tree import raise_descriptor_limit
@@ -203,7 +203,7 @@ def _prepare(
     """
     site = patience(lambda: read_site(run_dir))
     paths = run_paths(experiment, run_dir)
-    patience(lambda: close_lost_lives(run_dir, paths, allocation))
+    patience(lambda: close_crashed_attempts(run_dir, paths, allocation))
     if allocation is None:
         specs, urls = place(experiment, run_dir, environment)
         on_gpus = any(spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs)
@@ -287,7 +287,7 @@ def _come_back(experiment: Experiment, run_dir: Path, allocation: Allocation, co
     mode = mode_of_run(run_dir)
     decision = decide(rows, experiment.slurm.survive, mode)
     last = rows[-1]
-    remember(experiment, dict.fromkeys(last["lost_nodes"], last["cause"]))
+    record_bad_nodes(experiment, dict.fromkeys(last["lost_nodes"], last["cause"]))
     if not decision.again:
         if last["outcome"] not in FINAL:
             logger.error(f"the job does not come back: {decision.why}")
@@ -299,7 +299,7 @@ def _come_back(experiment: Experiment, run_dir: Path, allocation: Allocation, co
     bad = nodes_to_avoid(experiment, last["lost_nodes"]) if _excludes(experiment, site) else []
     # of a het job no component can shrink, and each would need its own number
     num_nodes = 0 if allocation.is_het else place_slurm(experiment, site).num_nodes
-    if not come_back(allocation.job_id, mode, num_nodes, bad):
+    if not return_to_queue(allocation.job_id, mode, num_nodes, bad):
         _note(paths, {**last, "next": None})
         return code or 1
     return EXIT_AGAIN

@@ -97,7 +97,7 @@ class Controls:
         return None if self._limit is None else self._limit.ends_at
 
     @property
-    def insists(self) -> bool:
+    def force_requested(self) -> bool:
         """True if somebody asked a second time: no more patience."""
         return self._signals.count(signal.SIGINT) > 1 or (self._allocation is None and len(self._signals) > 1)
 

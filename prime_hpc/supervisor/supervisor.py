@@ -40,7 +40,7 @@ from prime_hpc.supervisor.stop_requests import Controls, StopRequest
 
 TICK_S = 0.2
 HEALTH_INTERVAL_S = 5.0
-LAST_WORD_S = 3 * BEAT_S
+NODE_SILENCE_GRACE_S = 3 * BEAT_S
 """When a role dies, its nodes that say nothing for so long are the reason."""
 UNWELL_LIMIT_S = 90.0
 """A server whose health route fails for so long is ended and started again."""
@@ -166,7 +166,7 @@ class Supervisor:
             return
         self._live.write(now=True, **{**self._facts(), "state": "preflight"})
         report = self._checkup.run(self._attempt.attempt, lambda: self._controls.poll() is not None, self._environment)
-        self._obey()
+        self._handle_requests()
         if not report.ok:
             blamed = self._checkup.to_blame(report)
             self._note_lost(list(blamed))
@@ -222,10 +222,10 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------ watch
 
     def _tick(self) -> None:
-        self._forgive_own_delay()
+        self._detect_own_stall()
         self._pulse.tick()
         self._end_if_fenced()
-        self._obey()
+        self._handle_requests()
         for role in self._roles:
             if role.state == "waiting" and may_start(role, self._roles):
                 self._begin(role)
@@ -265,7 +265,7 @@ class Supervisor:
             "cause": self._stop[0].reason if self._stop else None,
         } | ({"runs": self._children.facts(), "max_steps": None} if self._children is not None else {})
 
-    def _forgive_own_delay(self) -> None:
+    def _detect_own_stall(self) -> None:
         """Between two ticks the file system may have hung, or the job been suspended: that is no role's silence."""
         now, missed = self._clock.now(), self._clock.missed()
         gap, self._last_tick = now - self._last_tick - self._asking_s, now
@@ -273,9 +273,9 @@ class Supervisor:
         if gap > HELD_UP_S:
             logger.warning(f"the supervisor was held up for {gap:.0f} s (does the file system hang?)")
             for role in self._roles:
-                role.forgive(gap)
+                role.extend_deadlines(gap)
             if self._children is not None:
-                self._children.forgive(gap)
+                self._children.extend_deadlines(gap)
             if self._stop is not None:
                 self._stop = self._stop[0], self._stop[1] + gap
         stopped, self._missed = missed - self._missed, missed
@@ -310,9 +310,9 @@ class Supervisor:
             return fenced
         return ended
 
-    def _obey(self) -> None:
+    def _handle_requests(self) -> None:
         """Signals, the files SAVE and STOP, the time limit."""
-        if self._controls.insists:
+        if self._controls.force_requested:
             for role in self._roles:
                 role.kill()
         for role in self._roles:
@@ -347,7 +347,7 @@ class Supervisor:
                 role.state = "done"
                 logger.info(f"{role.spec.label} is done")
                 return
-            self._on_death(role, role.cause_of_death())
+            self._on_unexpected_exit(role, role.cause_of_death())
         elif missing := role.missing_hosts():
             self._on_lost_nodes(role, missing)
         elif role.state == "starting":
@@ -355,11 +355,11 @@ class Supervisor:
                 role.state, role.was_ready = "ready", True
                 logger.info(f"{role.spec.label} is ready after {self._clock.now() - role.started:.0f} s")
             elif self._clock.now() - role.started > role.start_timeout_s:
-                self._on_death(role, f"{role.spec.label} was not ready within {role.start_timeout_s:.0f} s")
+                self._on_unexpected_exit(role, f"{role.spec.label} was not ready within {role.start_timeout_s:.0f} s")
         elif role.is_server:
             self._check_health(role)
-        elif role.silent_s() > self._experiment.supervisor.heartbeat_timeout_s:
-            self._on_death(role, f"{role.spec.label} gave no sign of life for {role.silent_s():.0f} s")
+        elif role.heartbeat_age_s() > self._experiment.supervisor.heartbeat_timeout_s:
+            self._on_unexpected_exit(role, f"{role.spec.label} gave no sign of life for {role.heartbeat_age_s():.0f} s")
 
     def _known_urls(self) -> Urls:
         """Of the servers that were told where to listen, in order."""
@@ -379,8 +379,8 @@ class Supervisor:
         return well
 
     def _check_health(self, role: Role) -> None:
-        if self._due(role, HEALTH_INTERVAL_S) and not self._is_healthy(role) and role.unwell_s() > UNWELL_LIMIT_S:
-            self._on_death(role, f"{role.spec.label} failed its health check for {role.unwell_s():.0f} s")
+        if self._due(role, HEALTH_INTERVAL_S) and not self._is_healthy(role) and role.unhealthy_s() > UNWELL_LIMIT_S:
+            self._on_unexpected_exit(role, f"{role.spec.label} failed its health check for {role.unhealthy_s():.0f} s")
 
     def _due(self, role: Role, interval_s: float) -> bool:
         now = self._clock.now()
@@ -398,30 +398,30 @@ class Supervisor:
         can_go_on = self._steps is not None and self._steps.no_kill and role.is_server and role.was_ready
         others = any(r.state == "ready" for r in self._roles if r.spec.name == role.spec.name and r is not role)
         if not can_go_on or not others or not isinstance(role, StepRole):
-            self._bury(role, cause)
+            self._kill_and_log(role, cause)
             raise Ended(1, cause, "node_lost")
         self._hub.ring("server", role=role.spec.name, index=role.spec.index, state="lost", url=role.url)
         role.kill()
         self._reaper.forget(role.pid)
-        where = self._replicas.send_away(role, hosts)
+        where = self._replicas.mark_lost(role, hosts)
         logger.warning(f"{cause}; the run goes on without it: {where}")
 
     def _note_lost(self, hosts: Sequence[str]) -> None:
         self._attempt.lost_nodes = list(dict.fromkeys([*self._attempt.lost_nodes, *hosts]))
 
-    def _on_death(self, role: Role, cause: str) -> None:
+    def _on_unexpected_exit(self, role: Role, cause: str) -> None:
         """A role ended that should not have: start a server again in place, end the attempt for the others."""
         if self._stop is not None and (role.is_server or role.says("done")):
             role.state = "done"  # on the way out, nobody asks the servers any more
             return
         if isinstance(role, StepRole) and not role.is_server:
-            lost = role.hosts_without_a_word(LAST_WORD_S)
+            lost = role.hosts_without_a_word(NODE_SILENCE_GRACE_S)
             if lost:
                 self._on_lost_nodes(role, lost)
-        if isinstance(role, StepRole) and self._replicas.is_on_trial(role):
+        if isinstance(role, StepRole) and self._replicas.awaiting_recovery(role):
             role.kill()
             self._reaper.forget(role.pid)
-            logger.warning(f"{cause}; {self._replicas.send_away(role, role.hosts)}")
+            logger.warning(f"{cause}; {self._replicas.mark_lost(role, role.hosts)}")
             return
         # one that never served has a reason that a second start does not change
         if role.was_ready and role.restarts < role.spec.max_restarts:
@@ -432,13 +432,13 @@ class Supervisor:
             logger.warning(f"{cause}; it is started again ({role.restarts}/{role.spec.max_restarts}), the run goes on")
             self._begin(role)
             return
-        self._bury(role, cause)
+        self._kill_and_log(role, cause)
         if self._stop is not None:  # the true cause is what the end was asked for
             request = self._stop[0]
             raise Ended(request.code or 1, f"{request.reason}; nothing was saved: {cause}", request.outcome)
         raise Ended(1, cause)
 
-    def _bury(self, role: Role, cause: str) -> None:
+    def _kill_and_log(self, role: Role, cause: str) -> None:
         tail = log_tail(role.log_file)
         role.kill()
         role.reap()

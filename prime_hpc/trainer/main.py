@@ -31,7 +31,7 @@ from prime_hpc.config.child_runs import is_parent
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime.device import Device, describe_cpu, describe_gpus, planned_device, require_gpus
-from prime_hpc.runtime.process_memory import keep_freed_memory, settle_heap
+from prime_hpc.runtime.process_memory import freeze_gc, keep_freed_memory
 from prime_hpc.runtime.role_context import LED, RoleContext
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.messaging.bus import Doorbell
@@ -171,7 +171,7 @@ def train(experiment: Experiment, context: RoleContext, doorbell: Doorbell, stat
     if device.type == "cpu":  # NCCL may still need its listeners, for peers that it has not talked to yet
         dist.barrier()
         deafen_listeners()
-    settle_heap()
+    freeze_gc()
     try:
         (run_rl if experiment.kind == "rl" else run_sft)(session)
         dist.barrier()

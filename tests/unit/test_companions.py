@@ -8,7 +8,7 @@ import pytest
 
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
-from prime_hpc.trainer.weights.aux_files import Companions
+from prime_hpc.trainer.weights.aux_files import AuxFiles
 
 CONTENT = {"config.json": b"{}\n", "tokenizer.json": b"[1, 2]\n"}
 
@@ -19,7 +19,7 @@ class Versions:
     def __init__(self, root: Path) -> None:
         self.root = root
         (root / "tokenizer.json").write_bytes(CONTENT["tokenizer.json"])
-        self.companions = Companions({"config.json": CONTENT["config.json"], "tokenizer.json": root / "tokenizer.json"})
+        self.companions = AuxFiles({"config.json": CONTENT["config.json"], "tokenizer.json": root / "tokenizer.json"})
 
     def put(self, number: int) -> tuple[Path, list[str]]:
         """Makes a version; its folder and the operations that this took."""

@@ -10,7 +10,7 @@ from verifiers.v1.types import UserMessage
 from verifiers.v1.utils import decorators
 
 from prime_hpc.envs import verifiers_patches
-from prime_hpc.envs.verifiers_patches import take_shortcuts
+from prime_hpc.envs.verifiers_patches import patch_verifiers
 
 
 class Scores:
@@ -37,7 +37,7 @@ class Aliased(Scores):
 
 
 def test_decorated_methods_are_those_that_verifiers_finds_bound_to_the_object_at_hand() -> None:
-    take_shortcuts()
+    patch_verifiers()
     for kind, names in ((Scores, ["high", "low"]), (Overridden, ["high"]), (Aliased, ["high", "low", "low"])):
         for obj in (kind(), kind()):
             found = verifiers_patches._discover_decorated(obj, "reward")
@@ -48,7 +48,7 @@ def test_decorated_methods_are_those_that_verifiers_finds_bound_to_the_object_at
 
 
 def test_hooks_get_the_arguments_that_they_name() -> None:
-    take_shortcuts()
+    patch_verifiers()
     trace = SimpleNamespace(value=0.5)
     for obj in (Scores(), Scores()):
         assert asyncio.run(decorators.invoke(obj.low, {"trace": trace, "more": 1})) == 0.5
@@ -57,8 +57,8 @@ def test_hooks_get_the_arguments_that_they_name() -> None:
 
 
 def test_message_nodes_share_no_list() -> None:
-    take_shortcuts()
-    take_shortcuts()
+    patch_verifiers()
+    patch_verifiers()
     first, second = (MessageNode.model_construct(message=UserMessage(content="hi")) for _ in range(2))
     first.token_ids.append(1)
     assert second.token_ids == [] and MessageNode.model_construct(message=None).token_ids == []

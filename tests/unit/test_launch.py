@@ -16,7 +16,7 @@ from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.runtime.role_context import RESUME_STEP
 from prime_hpc.store.attempts import ALIVE_S, begin, read_attempts, rewrite_row
 from prime_hpc.store.layout import RunPaths
-from prime_hpc.supervisor.attempt.crash_recovery import close_lost_lives
+from prime_hpc.supervisor.attempt.crash_recovery import close_crashed_attempts
 from tests.support.checkpoints import make_checkpoint
 
 
@@ -230,13 +230,13 @@ def test_a_run_that_lives_on_another_login_node_is_not_started_twice(tmp_path: P
     rewrite_row(run_dir / "attempts.jsonl", row | {"host": "login2", "pid": 4711})
     status = run_dir / "status.json"
     status.write_text("{}")
-    for start in (lambda: prepare_run(one), lambda: close_lost_lives(run_dir, RunPaths(run_dir), None)):
+    for start in (lambda: prepare_run(one), lambda: close_crashed_attempts(run_dir, RunPaths(run_dir), None)):
         with pytest.raises(ConfigError, match=r"attempt 1 runs on login2 \(process 4711\), whose last sign of life is"):
             start()
     assert not list(run_dir.glob(".clock-*"))
     os.utime(status, (0, time.time() - ALIVE_S - 60))  # silent for longer: it is taken over, and said to have ended
     prepare_run(one)
-    close_lost_lives(run_dir, RunPaths(run_dir), None)
+    close_crashed_attempts(run_dir, RunPaths(run_dir), None)
     (row,) = read_attempts(run_dir / "attempts.jsonl")
     assert row["ended"] is not None and "4711 on login2" in row["cause"]
 

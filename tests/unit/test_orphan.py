@@ -18,7 +18,7 @@ from prime_hpc.supervisor.attempt.lost_batch_host import (
     Orphan,
     Return,
     fate,
-    give_back,
+    requeue_orphaned_job,
 )
 
 LINE = "JobId=7 JobState={state} Restarts={restarts} NodeList={nodes} BatchHost=n1 NumNodes=2"
@@ -137,7 +137,7 @@ class Slurm:
 
     def give_back(self, run_dir: Path, known: Return = JOB) -> list[str]:
         environ = {**known.to_env(), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
-        give_back(run_dir, environ, "n2", lambda: False, lambda words: None, self.clock)
+        requeue_orphaned_job(run_dir, environ, "n2", lambda: False, lambda words: None, self.clock)
         return self.done
 
 

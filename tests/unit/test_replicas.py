@@ -8,25 +8,25 @@ from prime_hpc.supervisor.roles.replicas import Replicas
 
 def server(*hosts: str) -> Any:
     spec = SimpleNamespace(label="inference[0]")
-    return SimpleNamespace(spec=spec, state="ready", hosts=list(hosts), stands_in=False, lives=False)
+    return SimpleNamespace(spec=spec, state="ready", hosts=list(hosts), is_substitute_job=False, lives=False)
 
 
 def test_a_spare_node_takes_the_place_of_a_lost_one_at_once() -> None:
     replicas = Replicas(retry_s=60.0, spares=["n8", "n9"], clock=lambda: 5.0)
     role = server("n1", "n2")
-    assert replicas.send_away(role, ["n2"]) == "its server is started on the spare node n8"
-    assert (role.hosts, role.state, role.stands_in) == (["n1", "n8"], "away", False)
-    assert replicas.is_on_trial(role)
+    assert replicas.mark_lost(role, ["n2"]) == "its server is started on the spare node n8"
+    assert (role.hosts, role.state, role.is_substitute_job) == (["n1", "n8"], "away", False)
+    assert replicas.awaiting_recovery(role)
     assert replicas._due["inference[0]"] == 0.0, "nothing is waited for"
     role.state = "ready"
-    assert not replicas.is_on_trial(role)
-    assert replicas.send_away(role, ["n1"]).endswith("spare node n9") and role.hosts == ["n9", "n8"]
+    assert not replicas.awaiting_recovery(role)
+    assert replicas.mark_lost(role, ["n1"]).endswith("spare node n9") and role.hosts == ["n9", "n8"]
 
 
 def test_without_enough_spares_its_node_is_tried_and_then_a_job_of_its_own() -> None:
     replicas = Replicas(retry_s=60.0, spares=["n8"], clock=lambda: 5.0)
     role = server("n1", "n2")
-    assert replicas.send_away(role, ["n1", "n2"]) == "its server is tried again on its node in 60 s"
-    assert role.hosts == ["n1", "n2"] and not role.stands_in
-    assert replicas.send_away(role, ["n1", "n2"]) == "its server is tried again as a job of its own in 60 s"
-    assert role.stands_in
+    assert replicas.mark_lost(role, ["n1", "n2"]) == "its server is tried again on its node in 60 s"
+    assert role.hosts == ["n1", "n2"] and not role.is_substitute_job
+    assert replicas.mark_lost(role, ["n1", "n2"]) == "its server is tried again as a job of its own in 60 s"
+    assert role.is_substitute_job

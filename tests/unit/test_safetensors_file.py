@@ -18,7 +18,7 @@ from prime_hpc.trainer.weights.safetensors_layout import (
     host_bytes,
     in_file_order,
 )
-from prime_hpc.trainer.weights.write_plan import share_out
+from prime_hpc.trainer.weights.write_plan import balance_writes
 
 
 def test_the_library_reads_it_back_and_the_sum_is_right(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_dtype_that_no_file_can_hold_is_named() -> None:
 
 
 def test_ranks_write_about_as_much_and_small_models_leave_some_out() -> None:
-    owners = share_out([1000, 10, 10, 990, 500, 500], 2)
+    owners = balance_writes([1000, 10, 10, 990, 500, 500], 2)
     load = [sum(s for s, o in zip([1000, 10, 10, 990, 500, 500], owners, strict=True) if o == r) for r in (0, 1)]
     assert abs(load[0] - load[1]) <= 20
-    assert share_out([5, 0], 4) == [0, 1] and share_out([0, 0, 0], 2) == [0, 1, 0]
+    assert balance_writes([5, 0], 4) == [0, 1] and balance_writes([0, 0, 0], 2) == [0, 1, 0]

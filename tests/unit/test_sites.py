@@ -139,7 +139,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 def test_a_requeue_keeps_the_nodes_that_were_excluded_before(fake: FakeSlurm) -> None:
     job = fake.add(state="RUNNING", num_nodes=2, shown={"ExcNodeList": "n[7-8]"})
-    assert restart_policy.come_back(job, "requeue", 2, ["n3"])
+    assert restart_policy.return_to_queue(job, "requeue", 2, ["n3"])
     (update,) = [call for call in fake.calls("scontrol") if call[1] == "update"]
     assert update[2:] == [f"JobId={job}", "ExcNodeList=n[3,7-8]"]
 
@@ -147,13 +147,13 @@ def test_a_requeue_keeps_the_nodes_that_were_excluded_before(fake: FakeSlurm) ->
 def test_a_node_that_the_job_must_have_is_not_excluded(fake: FakeSlurm) -> None:
     """Slurm would keep it for ever: BadConstraints."""
     job = fake.add(state="RUNNING", num_nodes=2, shown={"ReqNodeList": "n[3-4]"})
-    assert restart_policy.come_back(job, "requeue", 2, ["n3"])
+    assert restart_policy.return_to_queue(job, "requeue", 2, ["n3"])
     assert not [call for call in fake.calls("scontrol") if call[1] == "update"]
 
 
 def test_of_a_het_job_each_component_keeps_its_own(fake: FakeSlurm) -> None:
     job = fake.add(state="RUNNING", size=2, components={"0": {"ExcNodeList": "(null)"}, "1": {"ExcNodeList": "n5"}})
-    assert restart_policy.come_back(job, "requeue", 0, ["n3"])
+    assert restart_policy.return_to_queue(job, "requeue", 0, ["n3"])
     updates = [call[2:] for call in fake.calls("scontrol") if call[1] == "update"]
     assert updates == [[f"JobId={job}+0", "ExcNodeList=n3"], [f"JobId={job}+1", "ExcNodeList=n[3,5]"]]
 
@@ -167,14 +167,14 @@ def test_a_stand_in_is_ended_by_its_own_job_id(fake: FakeSlurm, tmp_path: Path) 
     run_dir = tmp_path / "100% done"
     fake.behave("sbatch", hang="after", say="")
     role = StepRole(spec, run_dir / "logs", dict(os.environ), {}, context(run_dir), lambda *_, **__: None, 1.0)
-    role.stands_in = True
+    role.is_substitute_job = True
     role.log_dir.mkdir(parents=True)
     role.log_file.write_text("41\n")  # an earlier life's
     role.start()
-    assert role.stand_in_job is None
+    assert role.substitute_job_id is None
     with role.log_file.open("a") as log:
         log.write("sbatch: a word of the site's\n4711;other\n99\n")
-    assert role.stand_in_job == "4711"
+    assert role.substitute_job_id == "4711"
     role.kill()
     assert fake.calls("scancel") == [["scancel", "4711"]]
     (command,) = [argv for argv in [role.command] if argv[0] == "sbatch"]

@@ -146,10 +146,10 @@ def test_a_roles_deadlines_wait_with_a_supervisor_that_was_held_up(tmp_path: Pat
     role.start()
     role.reap()
     raw.now += 500
-    assert role.silent_s() == 500
-    role.forgive(490)
-    assert role.silent_s() == 10
-    assert raw.now - role.started == 10 and role.unwell_s() == 10
+    assert role.heartbeat_age_s() == 500
+    role.extend_deadlines(490)
+    assert role.heartbeat_age_s() == 10
+    assert raw.now - role.started == 10 and role.unhealthy_s() == 10
 
 
 def test_the_time_limit_moves_with_a_suspended_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,12 +199,12 @@ def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatc
     def sleep(seconds: float) -> None:
         now.now += seconds
 
-    assert restart_policy.come_back("7", "requeue", 2, clock=now, sleep=sleep)
+    assert restart_policy.return_to_queue("7", "requeue", 2, clock=now, sleep=sleep)
     answers[:] = [SlurmError(["scontrol"], 1, "Requested operation is presently disabled"), ""]
-    assert not restart_policy.come_back("7", "requeue", 2, clock=now, sleep=sleep)
+    assert not restart_policy.return_to_queue("7", "requeue", 2, clock=now, sleep=sleep)
     assert len(answers) == 1, "a refusal is final"
     answers[:] = [away] * 1000
-    assert not restart_policy.come_back("7", "requeue", 2, clock=now, sleep=sleep)
+    assert not restart_policy.return_to_queue("7", "requeue", 2, clock=now, sleep=sleep)
 
 
 def test_an_event_loop_that_stood_still_has_no_late_timers() -> None:

@@ -72,7 +72,7 @@ def publish_on_request(rank: int, model: Path, root: Path, pipe: Connection) -> 
 
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.parallel import Layout
-    from prime_hpc.runtime.process_memory import settle_heap
+    from prime_hpc.runtime.process_memory import freeze_gc
     from prime_hpc.store.layout import RunPaths
     from prime_hpc.trainer.model.policy import load_policy
     from prime_hpc.trainer.parallel import build_parallel
@@ -89,7 +89,7 @@ def publish_on_request(rank: int, model: Path, root: Path, pipe: Connection) -> 
         chunk_tokens=2048,
     )
     publisher = Publisher(policy, model, RunPaths(root), dtype=torch.float32, incarnation=0, model_name=str(model))
-    settle_heap()  # as the trainer's own main does
+    freeze_gc()  # as the trainer's own main does
     while (version := pipe.recv()) is not None:
         dist.barrier()
         began, worked = time.perf_counter(), time.process_time()
@@ -219,7 +219,7 @@ async def measure(
     import numpy as np
 
     from prime_hpc.client.inference import InferenceClient
-    from prime_hpc.runtime.process_memory import settle_heap
+    from prime_hpc.runtime.process_memory import freeze_gc
     from prime_hpc.store.layout import RunPaths
     from prime_hpc.store.manifest import read_manifest
     from prime_hpc.store.weights import prune_weights
@@ -233,7 +233,7 @@ async def measure(
 
     async with InferenceClient(url, timeout_s=60) as client:
         await client.wait_ready(READY_S)
-        settle_heap()  # as the orchestrator, whose call this is, does
+        freeze_gc()  # as the orchestrator, whose call this is, does
 
         async def ours(version: int) -> None:
             settle(folder)

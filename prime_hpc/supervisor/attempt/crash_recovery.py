@@ -25,7 +25,7 @@ ASK_TIMEOUT_S = 10.0
 STALE_TRIES = 20
 
 
-def close_lost_lives(run_dir: Path, paths: RunPaths, allocation: Allocation | None) -> list[str]:
+def close_crashed_attempts(run_dir: Path, paths: RunPaths, allocation: Allocation | None) -> list[str]:
     """Write down the end of every earlier attempt that could not do it itself.
 
     Returns:

@@ -16,7 +16,7 @@ from prime_hpc.store.errors import Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import Patience
 from prime_hpc.store.layout import RunPaths, current_incarnation
-from prime_hpc.supervisor.attempt.restart_policy import come_back
+from prime_hpc.supervisor.attempt.restart_policy import return_to_queue
 from prime_hpc.supervisor.stop_requests import Controls, StopRequest
 
 EXIT_UNREADABLE = 74
@@ -108,4 +108,4 @@ def come_back_blindly(environ: Mapping[str, str]) -> bool:
     if job_id is None or restarts >= BLIND_LIVES:
         logger.error("the job does not come back by itself: it was started again often enough")
         return False
-    return come_back(job_id, "requeue", 0)
+    return return_to_queue(job_id, "requeue", 0)

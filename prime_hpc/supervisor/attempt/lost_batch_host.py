@@ -170,7 +170,7 @@ class Orphan:
             self._sleep(min(1.0, max(0.05, end - self._clock())))
 
 
-def give_back(
+def requeue_orphaned_job(
     run_dir: Path,
     environ: Mapping[str, str],
     host: str,

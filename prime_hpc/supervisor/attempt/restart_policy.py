@@ -1,7 +1,6 @@
 """How a job comes back: one policy for time limits, preemption, lost nodes and crashes.
 
-`decide` is pure; `come_back` asks Slurm. Called by `main` after an attempt has ended and is written down; `mode` says
-beforehand which way there is.
+`decide` is pure; `return_to_queue` asks Slurm, after an attempt has ended and is written down.
 """
 
 import time
@@ -90,7 +89,7 @@ def decide(rows: Sequence[dict[str, Any]], config: SurviveConfig, mode: Mode) ->
     return Decision(True, f"life {len(rows) + 1} follows" + (f", {idle} without progress so far" if idle else ""))
 
 
-def come_back(
+def return_to_queue(
     job_id: str,
     mode: Mode,
     num_nodes: int,

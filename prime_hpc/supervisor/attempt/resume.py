@@ -231,7 +231,7 @@ def _make_room(paths: RunPaths, own: Path, incarnation: int) -> None:
         set_aside(paths, own, incarnation)
 
 
-def remember(experiment: Experiment, paths: RunPaths, start: Start | None) -> None:
+def record_resume_choice(experiment: Experiment, paths: RunPaths, start: Start | None) -> None:
     """Note that what the config asks for was obeyed. After everything is in place."""
     if start is None or not start.was_asked or experiment.ckpt is None:
         return

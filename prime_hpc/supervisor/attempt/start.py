@@ -31,7 +31,7 @@ from prime_hpc.store.layout import (
     record_start,
     refuse_other_owner,
 )
-from prime_hpc.supervisor.attempt.resume import Reading, Start, choose_start, remember, take_over
+from prime_hpc.supervisor.attempt.resume import Reading, Start, choose_start, record_resume_choice, take_over
 
 
 def run_paths(experiment: Experiment, run_dir: Path) -> RunPaths:
@@ -158,7 +158,7 @@ def _bring_back(experiment: Experiment, paths: RunPaths, start: Start | None, in
     settle_doubts(paths)
     if start is not None:
         take_over(start, experiment, paths, incarnation)
-        remember(experiment, paths, start)
+        record_resume_choice(experiment, paths, start)
     if experiment.kind == "rl" and not is_parent(experiment):
         _make_places(paths)
 

@@ -104,7 +104,7 @@ class Checkup:
         return checks
 
 
-def remember(experiment: Experiment, bad: dict[str, str]) -> None:
+def record_bad_nodes(experiment: Experiment, bad: dict[str, str]) -> None:
     """Write bad nodes into the ledger that the runs of this output directory share."""
     path = ledger_path(experiment.output_dir)
     for node, cause in bad.items():

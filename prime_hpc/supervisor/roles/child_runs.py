@@ -33,9 +33,9 @@ from prime_hpc.supervisor.roles.spec import orchestrator_spec
 
 LOOK_S = 2.0
 FORGET_S = 30.0
-LAST_WISH_S = 2.0
+UNLOAD_TIMEOUT_S = 2.0
 """At the end so long for servers that live on."""
-LAST_WORDS_S = 600.0
+FINAL_EVAL_TIMEOUT_S = 600.0
 """So long an orchestrator may go on after its run's last step: it serves and evaluates the last version."""
 _OUTCOMES = {"done": "completed", "stopped": "stopped", "failed": "failed", "removed": "failed"}
 
@@ -85,10 +85,10 @@ class Children:
         elif topic == "run":
             self._next_look = 0.0
 
-    def forgive(self, seconds: float) -> None:
+    def extend_deadlines(self, seconds: float) -> None:
         """As for `Role`."""
         for role in self._roles.values():
-            role.forgive(seconds)
+            role.extend_deadlines(seconds)
 
     def forget_silence(self) -> None:
         """As for `Role`."""
@@ -191,8 +191,8 @@ class Children:
                 logger.info(f"the orchestrator of {name} is ready after {self._clock() - role.started:.0f} s")
             elif self._clock() - role.started > role.spec.start_timeout_s:
                 self._died(name, f"its orchestrator was not ready within {role.spec.start_timeout_s:.0f} s")
-        elif role.silent_s() > self._experiment.supervisor.heartbeat_timeout_s:
-            self._died(name, f"its orchestrator gave no sign of life for {role.silent_s():.0f} s")
+        elif role.heartbeat_age_s() > self._experiment.supervisor.heartbeat_timeout_s:
+            self._died(name, f"its orchestrator gave no sign of life for {role.heartbeat_age_s():.0f} s")
 
     def _follow(self, name: str, state: ChildState | None, before: ChildState | None) -> None:
         """A run whose orchestrator lives: is it over?"""
@@ -201,7 +201,7 @@ class Children:
             return
         if state is not None and state.incarnation == incarnation and state.phase == "done":
             since = self._over_at.setdefault(name, self._clock())
-            if self._clock() - since < LAST_WORDS_S:
+            if self._clock() - since < FINAL_EVAL_TIMEOUT_S:
                 return  # the last evaluation
         why = "its directory is gone" if state is None else f"the run is {state.phase}"
         logger.info(f"ending the orchestrator of {name}: {why}")
@@ -251,7 +251,7 @@ class Children:
         for name in list(self._roles):
             self._close(name, None if self._roles[name].says("done") else cause)
         for thread in self._forgetting:
-            thread.join(LAST_WISH_S)
+            thread.join(UNLOAD_TIMEOUT_S)
 
 
 def forget_adapter(urls: list[str], name: str, key: str | None) -> None:

@@ -148,7 +148,7 @@ class Role:
         """Nodes of the role that never spoke."""
         return []
 
-    def forgive(self, seconds: float) -> None:
+    def extend_deadlines(self, seconds: float) -> None:
         """The supervisor itself was held up for so long, maybe with the role: neither deadlines nor silence counted."""
         self.started += seconds
         self._healthy_at += seconds
@@ -218,7 +218,7 @@ class Role:
         rows = self.statuses()
         return len(rows) == self.spec.num_processes and all(row["state"] in wanted for row in rows)
 
-    def silent_s(self) -> float:
+    def heartbeat_age_s(self) -> float:
         """Seconds since the oldest last word of the role's processes (since its start where none came)."""
         self.statuses()
         return self._clock() - min((noticed for _, noticed in self._words.values()), default=self.started)
@@ -236,7 +236,7 @@ class Role:
             self._healthy_at = self._clock()
         return well
 
-    def unwell_s(self) -> float:
+    def unhealthy_s(self) -> float:
         """Seconds since the server last answered well."""
         return self._clock() - self._healthy_at
 

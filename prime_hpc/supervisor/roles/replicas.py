@@ -28,7 +28,7 @@ class Replicas:
         self._on_trial: set[str] = set()
         self._num_tries: dict[str, int] = {}
 
-    def is_on_trial(self, role: Role) -> bool:
+    def awaiting_recovery(self, role: Role) -> bool:
         """Return whether the server was lost with its node and has not served since."""
         return role.spec.label in self._on_trial and not self._served_since(role)
 
@@ -38,7 +38,7 @@ class Replicas:
             self._num_tries.pop(role.spec.label, None)
         return role.state == "ready"
 
-    def send_away(self, role: StepRole, lost: Sequence[str]) -> str:
+    def mark_lost(self, role: StepRole, lost: Sequence[str]) -> str:
         """Take a server out of the run; returns what will become of it, for people."""
         role.state = "away"
         self._on_trial.add(role.spec.label)
@@ -49,10 +49,10 @@ class Replicas:
             self._due[role.spec.label] = 0.0
             return f"its server is started on the spare node {', '.join(taken)}"
         if self.has_failed_again(role):
-            role.stands_in = True  # the job no longer holds the node
+            role.is_substitute_job = True  # the job no longer holds the node
         self._num_tries[role.spec.label] = self._num_tries.get(role.spec.label, 0) + 1
         self._due[role.spec.label] = self._clock() + self._retry_s
-        how = "as a job of its own" if role.stands_in else "on its node"
+        how = "as a job of its own" if role.is_substitute_job else "on its node"
         return f"its server is tried again {how} in {self._retry_s:.0f} s"
 
     def has_failed_again(self, role: Role) -> bool:
@@ -62,23 +62,23 @@ class Replicas:
     def bring_back(self, roles: Sequence[Role], restart: Callable[[Role], None]) -> None:
         """Start those whose time has come."""
         for role in roles:
-            if role.state == "away" and isinstance(role, StepRole) and role.stands_in and role.lives:
-                self._welcome(role)
+            if role.state == "away" and isinstance(role, StepRole) and role.is_substitute_job and role.lives:
+                self._on_substitute_started(role)
                 continue
             due = self._due.get(role.spec.label)
             if role.state == "away" and due is not None and self._clock() >= due:
                 del self._due[role.spec.label]
                 assert isinstance(role, StepRole)
-                where = "in a job of its own" if role.stands_in else f"on {', '.join(role.hosts)}"
+                where = "in a job of its own" if role.is_substitute_job else f"on {', '.join(role.hosts)}"
                 logger.info(f"{role.spec.label} is started again {where}")
                 restart(role)
-                if role.stands_in:
+                if role.is_substitute_job:
                     role.state = "away"  # until it has got a node, which may take as long as it takes
                     self._due[role.spec.label] = self._clock() + self._retry_s  # should its job fail
 
-    def _welcome(self, role: StepRole) -> None:
+    def _on_substitute_started(self, role: StepRole) -> None:
         """A stand-in has got its node: from now on it is held to the deadlines of a start."""
-        if role.has_arrived:
+        if role.has_node:
             role.state, role.started = "starting", self._clock()
             self._due.pop(role.spec.label, None)
             logger.info(f"{role.spec.label} has got node {', '.join(role.hosts)} as a job of its own")

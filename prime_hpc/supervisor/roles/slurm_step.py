@@ -173,7 +173,7 @@ class StepRole(Role):
         self._grace_s = grace_s
         self.hosts = list(spec.hosts)
         self.life = 0
-        self.stands_in = False
+        self.is_substitute_job = False
         """Whether it runs, or waits for a node, as a job of its own."""
         self.warned = False
         """Whether one of its nodes got SIGTERM and nobody has looked into it."""
@@ -236,7 +236,7 @@ class StepRole(Role):
         self._hellos, self._exits, self._beats, self._problems = {}, {}, {}, {}
         self._ordered = self._ending = False
         arguments = ["prime_hpc.supervisor.agent", str(self._context.run_dir), self.spec.label, str(self.life)]
-        if self.stands_in:
+        if self.is_substitute_job:
             self.hosts = []  # nobody knows yet
             command = self._context.stand_in(self.spec.options, self._stand_in_name, self.log_file, arguments)
             self._environment = clean_environment(self._environment)
@@ -253,7 +253,7 @@ class StepRole(Role):
         return f"{self._context.run_dir.name}-{self.spec.label}-{self._environment.get(ATTEMPT)}-{self.life}"
 
     @property
-    def stand_in_job(self) -> str | None:
+    def substitute_job_id(self) -> str | None:
         """Job id of the stand-in that was sent last, from sbatch's answer in the log; None: it has not answered.
 
         Jobs of this name may be another run's: two sweeps can have points of one name.
@@ -268,15 +268,15 @@ class StepRole(Role):
         return match[1] if match else None
 
     @property
-    def has_arrived(self) -> bool:
+    def has_node(self) -> bool:
         """True if a stand-in has got its node."""
-        return self.stands_in and bool(self._hellos)
+        return self.is_substitute_job and bool(self._hellos)
 
     def hear(self, message: dict[str, Any]) -> None:
         """A message of one of its agents. Called in the doorbell's thread."""
         if message.get("life") != self.life:
             return
-        if self.stands_in and not self.hosts:
+        if self.is_substitute_job and not self.hosts:
             self.hosts = [message["host"]]
         key, event = message["key"], message["event"]
         self._beats[key] = self._clock()
@@ -361,7 +361,7 @@ class StepRole(Role):
         if self._process is None or self._process.poll() is not None:
             return
         self.ask_to_end()
-        job = self.stand_in_job if self.stands_in else None
+        job = self.substitute_job_id if self.is_substitute_job else None
         if job is not None:
             with contextlib.suppress(SlurmError):
                 run_slurm(["scancel", job], timeout_s=SCANCEL_TIMEOUT_S)

@@ -12,7 +12,7 @@ from pathlib import Path
 from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, ready_timeout_s, servers_of
 from prime_hpc.runtime.gpus import driver_version, visible_gpus
-from prime_hpc.slurm.gpu_split import at_positions, gpu_environment, share_out
+from prime_hpc.slurm.gpu_split import assign_gpus, at_positions, gpu_environment
 from prime_hpc.store.messaging.network import ENGINES_PORT, GLOO, on_loopback
 from prime_hpc.store.messaging.sockets import http_url, reached_at
 
@@ -95,7 +95,7 @@ def split_gpus(experiment: Experiment, gpus: list[str]) -> tuple[dict[EngineRole
     on_cpu = not experiment.trains or experiment.trainer.backend == "gloo"
     training = 0 if on_cpu else experiment.trainer.num_ranks
     need = {role: counts[role] * sizes[role] for role in roles} | {"trainer": training}
-    shares = share_out(gpus, need, {role: _named(experiment, role, gpus) for role in need})
+    shares = assign_gpus(gpus, need, {role: _named(experiment, role, gpus) for role in need})
     for role, have in shares.items():
         if len(have) < need[role]:
             sections = [f"{SECTIONS[name]}.data_parallel_size" for name in roles]

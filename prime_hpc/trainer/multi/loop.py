@@ -18,7 +18,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.observe.metrics import MetricsWriter, last_step
-from prime_hpc.runtime.process_memory import settle_heap
+from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.child_runs import ChildState, write_state
 from prime_hpc.store.errors import StoreError
@@ -105,11 +105,11 @@ class MultiTrainer:
         self._status.ready(step=0, world_size=dist.get_world_size(), slots=self._experiment.trainer.max_concurrent_runs)
         try:
             while True:
-                order = self._tell(self._decide() if self._rank == 0 else None)
+                order = self._broadcast_command(self._decide() if self._rank == 0 else None)
                 if order.kind is Kind.END:
                     self._end(order)
                     return
-                self._obey(order)
+                self._execute(order)
         finally:
             if self._metrics is not None:
                 self._metrics.close()
@@ -117,7 +117,7 @@ class MultiTrainer:
     def _announce(self, name: str, state: ChildState) -> None:
         self._doorbell.ring("run", name=name, phase=state.phase, step=state.step, incarnation=state.incarnation)
 
-    def _tell(self, order: Order | None) -> Order:
+    def _broadcast_command(self, order: Order | None) -> Order:
         box: list[Any] = [order]
         device = self._device if self._base.control is None else None
         dist.broadcast_object_list(box, src=0, group=self._base.control, device=device)
@@ -129,14 +129,14 @@ class MultiTrainer:
         """The next order; waits a little where there is none."""
         end = time.monotonic() + TURN_S
         while True:
-            order = self._look()
+            order = self._next_command()
             if order is not None:
                 return order
             if time.monotonic() >= end:
                 return Order(Kind.WAIT)
             self._doorbell.wait_for_any(PAUSE_S)
 
-    def _look(self) -> Order | None:
+    def _next_command(self) -> Order | None:
         assert self._roster is not None
         stop = self._doorbell.latest("stop")
         if stop is not None:
@@ -192,7 +192,7 @@ class MultiTrainer:
 
     # ------------------------------------------------------------------------------------------------ all ranks obey
 
-    def _obey(self, order: Order) -> None:
+    def _execute(self, order: Order) -> None:
         """Do what rank 0 said. Errors of one run end that run; others are raised."""
         try:
             if order.kind is Kind.ADMIT:
@@ -313,5 +313,5 @@ def run_multi(
         ValueError: the model cannot be loaded.
     """
     trainer = MultiTrainer(experiment, context, device, doorbell, status)
-    settle_heap()
+    freeze_gc()
     trainer.run()

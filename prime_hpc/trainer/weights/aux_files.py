@@ -17,7 +17,7 @@ Content = Path | bytes | Callable[[], Iterable[bytes]]
 """The file to copy, or what stands in it: at once, or in parts for what is large."""
 
 
-class Companions:
+class AuxFiles:
     """The files of one publisher."""
 
     def __init__(self, sources: Mapping[str, Content]) -> None:

@@ -22,7 +22,7 @@ from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.model_fingerprint import weights_fingerprint
 from prime_hpc.trainer.lora.slots import slot_weights
-from prime_hpc.trainer.weights.aux_files import Companions
+from prime_hpc.trainer.weights.aux_files import AuxFiles
 
 if TYPE_CHECKING:
     from prime_hpc.trainer.model.policy import Policy
@@ -104,7 +104,7 @@ class AdapterPublisher:
         config = peft_config(adapters.config, adapters.modules, linears, base)
         content = (json.dumps(config, indent=2) + "\n").encode()
         self._rank_of_adapter = config["r"]
-        self._companions = Companions({CONFIG_FILE: content, **tokenizer_files(source)})
+        self._companions = AuxFiles({CONFIG_FILE: content, **tokenizer_files(source)})
 
     def publish(self, version: int) -> Manifest | None:
         """Write and commit `weights/step_<version>`.

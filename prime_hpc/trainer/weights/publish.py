@@ -26,7 +26,7 @@ from prime_hpc.store.io.shared_writer import RangeFile, open_ranges
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.model_files import INDEX
 from prime_hpc.trainer.model.policy import Policy
-from prime_hpc.trainer.weights.aux_files import Companions, Content
+from prime_hpc.trainer.weights.aux_files import AuxFiles, Content
 from prime_hpc.trainer.weights.lora_files import AdapterPublisher
 from prime_hpc.trainer.weights.safetensors_layout import host_bytes
 from prime_hpc.trainer.weights.write_plan import UNUSED_FILE, plan_version
@@ -81,7 +81,7 @@ class Publisher:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         assert policy.weights is not None, "a policy from `load_policy`"
         self._plan = plan_version(dict(policy.named_weights()), policy.weights, dtype)
-        self.companions = Companions(self._companion_files() if self._rank == 0 else {})
+        self.companions = AuxFiles(self._companion_files() if self._rank == 0 else {})
 
     def publish(self, version: int) -> Manifest | None:
         """Write and commit `weights/step_<version>`.

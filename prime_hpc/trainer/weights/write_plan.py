@@ -177,7 +177,7 @@ def plan_version(policy_tensors: Mapping[str, torch.Tensor], weights: WeightMap,
     groups = [_Group(names, _specs(names, policy_tensors, weights, dtype)) for names in _kept_together(weights)]
     _check_names(groups, weights)
     groups.sort(key=lambda group: -max(spec.dtype.itemsize for spec in group.specs))
-    owners = share_out([group.nbytes for group in groups], dist.get_world_size())
+    owners = balance_writes([group.nbytes for group in groups], dist.get_world_size())
     num_files = len(set(owners))
     files = []
     for rank in sorted(set(owners)):
@@ -279,7 +279,7 @@ def ranks_of_copy(tensor: torch.Tensor) -> list[int]:
     return tensor.device_mesh.mesh[place].flatten().tolist()
 
 
-def share_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
+def balance_writes(sizes: Sequence[int], num_ranks: int) -> list[int]:
     """The rank in whose file each tensor stands, so that all are about as large: each goes to the one with the least
     so far.
 
