@@ -46,6 +46,7 @@ from prime_hpc.orchestrator.rollouts.failures import FailureWindow
 from prime_hpc.orchestrator.rollouts.groups import UNLIMITED_ASYNC, Group, GroupBook
 from prime_hpc.orchestrator.rollouts.prompts import PromptStream, SourceInfo
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
+from prime_hpc.orchestrator.trace_log import TraceLog
 from prime_hpc.orchestrator.weight_sync import Client, WeightSync
 from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.artifact import Manifest
@@ -79,6 +80,7 @@ class Parts:
     ready_timeout_s: float
     served_as: str = POLICY
     """Name of the policy on the servers."""
+    traces: TraceLog | None = None
     teacher: Teacher | None = None
     """Who scores the policy's tokens, where the algorithm asks for it."""
 
@@ -181,6 +183,8 @@ class Orchestrator:
         while not self.book.batch_ready():
             await self._wait_for_change(f"batch {step}", version=self.book.floor)
         groups = self.book.take_batch()
+        for group in groups:
+            self._trace(step, group, "in_batch")
         self._send_back_stale()
         state = self._state(step, groups)
         self.dispatcher.pump()
@@ -241,15 +245,25 @@ class Orchestrator:
             prompt = group.prompt
             where = f"prompt {prompt.position} ({self.env_names[prompt.source]}, task {prompt.task}), rollout {index}"
             logger.warning(f"{where}: {episode.reason}; it counts as failed")
+        if self.parts.traces is not None:
+            self.parts.traces.rollout(self.book.next_batch, group, index, episode)
+        num_rejected = self.book.counts.rejected
         self.book.add(group, index, episode)
         for consumed in self.book.take_consumed():
+            fate = "rejected" if self.book.counts.rejected > num_rejected else "dropped"
+            self._trace(self.book.next_batch, consumed, fate)
             if self.parts.teacher is not None:
                 self.parts.teacher.discard(consumed)
         self._send_back_stale()
         self.changed.set()
 
+    def _trace(self, step: int, group: Group, fate: str) -> None:
+        if self.parts.traces is not None:
+            self.parts.traces.group(step, group, fate)
+
     def _send_back_stale(self) -> None:
         for group in sorted(self.book.take_stale(), key=lambda g: -g.prompt.position):
+            self._trace(self.book.next_batch, group, "stale")
             self.dispatcher.cancel(group.lane)
             if self.parts.teacher is not None:
                 self.parts.teacher.discard(group)

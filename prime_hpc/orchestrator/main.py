@@ -41,6 +41,7 @@ from prime_hpc.orchestrator.setup import (
     server_urls,
 )
 from prime_hpc.orchestrator.sft_eval_loop import EvalLoop
+from prime_hpc.orchestrator.trace_log import TraceLog
 from prime_hpc.runtime.event_loops import new_event_loop
 from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import LED, RoleContext
@@ -173,6 +174,11 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
         stack.callback(samples.close)
         handover = HandoverServer(bell, Network.from_env())
         stack.callback(handover.close)
+        traces = None
+        if config.traces is not None and train_pool is not None and not config.bench:
+            names = [source.name for source in train_pool.sources]
+            traces = TraceLog(config.traces, paths, names, context.incarnation)
+            stack.callback(traces.close)
         parts = Parts(
             paths=paths,
             train_pool=train_pool,
@@ -187,6 +193,7 @@ async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: Ro
             incarnation=0 if config.bench else context.incarnation,
             ready_timeout_s=ready_timeout(exp, sampling_role(exp)),
             served_as=served_as,
+            traces=traces,
             teacher=teacher,
         )
         freeze_gc()

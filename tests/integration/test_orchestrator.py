@@ -1,5 +1,6 @@
 """A real orchestrator process against scripted servers and a scripted trainer; they meet through store and doorbell."""
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -291,3 +292,23 @@ def test_environments_with_settings_of_their_own(tmp_path: Path, tokenizer_dir: 
     asked = [(p["temperature"], p["max_tokens"]) for p in (r["sampling_params"] for r in server.requests)]
     assert set(asked) == {(1.0, 40), (0.5, 9), (0.0, 7)}
     assert abs(asked.count((1.0, 40)) - 2 * asked.count((0.5, 9))) <= 8, "groups of 4 and of 2, prompts in turn"
+
+
+def test_every_rollout_leaves_a_trace(tmp_path: Path, tokenizer_dir: Path, server: AdminServer) -> None:
+    """Also those that failed; one file a step, bounded, the newest ones kept."""
+    env = [{"id": "tests.support.trouble_taskset", "name": "trouble", "args": {"raise_every": 3}, "timeout_s": 20}]
+    traces = {"keep_steps": 3, "tokens": True}
+    exp = make_experiment(tokenizer_dir, tmp_path / "run", env=env, traces=traces, top={"max_steps": 4})
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start()
+        assert world.wait() == 0, log_of(world)
+        files = sorted((tmp_path / "run" / "traces").iterdir())
+        assert 1 <= len(files) <= 3
+        rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        rollouts = [row for row in rows if row["kind"] == "rollout"]
+        failed = [row for row in rollouts if not row["usable"]]
+        assert failed and all(row["state"] == "failed" and "no answer key" in row["reason"] for row in failed)
+        good = next(row for row in rollouts if row["usable"])
+        assert good["prompt"] and good["completion"] and len(good["samples"][0]["token_ids"]) > 3
+        taken = [row for row in rows if row["kind"] == "group" and row["fate"] == "in_batch" and row["step"] == 4]
+        assert len(taken) == 4 and {row["env"] for row in rows} == {"trouble"}

@@ -242,6 +242,17 @@ class AdvantageConfig(Section):
         return self
 
 
+class TracesConfig(Section):
+    """Every rollout as a line of JSON in `<run>/traces`, one file a step."""
+
+    max_mib_per_step: float = Field(64, gt=0)
+    """Size of a step's file at most; further rollouts are counted, not written."""
+    keep_steps: int | None = Field(None, ge=1)
+    """Newest files kept; default: all."""
+    tokens: bool = False
+    """Token ids and masks too."""
+
+
 class OrchestratorConfig(Section):
     """Collects rollouts, scores them, packs batches, keeps the engines on the newest policy."""
 
@@ -271,6 +282,8 @@ class OrchestratorConfig(Section):
     """End the run when more than this share of the last 200 episodes failed."""
     log_samples: int = Field(2, ge=0)
     """Sample rollouts written to the metrics at each step."""
+    traces: TracesConfig | None = None
+    """Every rollout's text, scores and fate, also where it failed, grew stale or was rejected; off when absent."""
     keep_rollouts: int | None = Field(None, ge=1)
     """Newest batches kept on disk; default: all, which `replay` and `export` need."""
     compress_rollouts: bool = False

@@ -1,0 +1,53 @@
+"""Traces: bounded, rotated, and never the run's problem."""
+
+import json
+from pathlib import Path
+
+from prime_hpc.config.sections.orchestrator import TracesConfig
+from prime_hpc.orchestrator.rollouts.groups import Group
+from prime_hpc.orchestrator.rollouts.prompts import Prompt
+from prime_hpc.orchestrator.trace_log import TraceLog
+from prime_hpc.store.layout import RunPaths
+from tests.support.episodes import failed_episode, make_episode
+
+
+def make_group(position: int) -> Group:
+    return Group(Prompt(position, 0, position, position), 0, 0, [None, None])
+
+
+def rows_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_fates_are_told_and_files_rotated(tmp_path: Path) -> None:
+    log = TraceLog(TracesConfig(keep_steps=2), RunPaths(tmp_path), ["a"], 7)
+    for step in (1, 2, 3):
+        log.rollout(step, make_group(step), 0, make_episode([0, 1]))
+        log.rollout(step, make_group(step), 1, failed_episode())
+        log.group(step, make_group(step), "stale")
+    log.close()
+    files = sorted((tmp_path / "traces").iterdir())
+    assert [file.name for file in files] == ["step_000002.jsonl", "step_000003.jsonl"]
+    good, failed, group = rows_of(files[-1])
+    assert (good["usable"], failed["usable"], group["fate"]) == (True, False, "stale")
+    assert good["versions"] == [0, 1] and good["life"] == 7 and "samples" not in good
+
+
+def test_a_step_s_file_is_bounded_also_over_lives(tmp_path: Path) -> None:
+    config = TracesConfig(max_mib_per_step=0.002)
+    for life in (1, 2):
+        log = TraceLog(config, RunPaths(tmp_path), ["a"], life)
+        for number in range(40):
+            log.group(1, make_group(number), "dropped")
+        assert log.num_left_out >= 20
+        log.close()
+    assert (tmp_path / "traces" / "step_000001.jsonl").stat().st_size <= 2098
+
+
+def test_what_cannot_be_written_costs_traces_alone(tmp_path: Path) -> None:
+    (tmp_path / "traces").write_text("in the way")
+    log = TraceLog(TracesConfig(), RunPaths(tmp_path), ["a"], 1)
+    log.group(1, make_group(0), "dropped")
+    log.group(1, make_group(1), "dropped")
+    assert log.num_left_out == 2
+    log.close()
