@@ -257,6 +257,7 @@ async def _pool(
         api_key_var=stated.api_key_var if stated is not None else KEY_VARIABLES["inference"],
         api_key=key,
         sampling=config.sampling,
+        samplings=[config.sampling_of(env) for env in config.environments],
         split="eval",
         seed=experiment.seed,
         max_model_len=min(lengths, default=length),

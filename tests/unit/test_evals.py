@@ -271,3 +271,11 @@ def test_benchmarks_are_known_by_name_before_anything_starts(tmp_path: Path) -> 
     check(load_experiment([*argv, "math500,aime2025,humaneval"], "eval", {}))
     with pytest.raises(ConfigError, match="did you mean math500"):
         check(load_experiment([*argv, "math50"], "eval", {}))
+
+
+def test_an_environment_may_be_sampled_otherwise() -> None:
+    env = '[{"id": "calculator", "sampling": {"temperature": 0.5, "max_tokens": 9}, "num_examples": 3}]'
+    config = experiment("--env", env, "--sampling.top-p", "0.9").eval
+    plain, own = (config.sampling_of(env).parameters() for env in config.environments)
+    assert plain == {"temperature": 0.0, "top_p": 0.9}
+    assert own == {"temperature": 0.5, "top_p": 0.9, "max_tokens": 9}

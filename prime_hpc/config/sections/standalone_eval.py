@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.orchestrator import ClientConfig, EnvConfig
-from prime_hpc.config.sections.sampling import SamplingConfig, SamplingSection
+from prime_hpc.config.sections.sampling import SamplingConfig, SamplingOverride, SamplingSection
 
 
 class StandaloneClientConfig(ClientConfig):
@@ -48,6 +48,8 @@ class StandaloneEnvConfig(EnvConfig):
     """Tasks of this environment; default `eval.num_examples`."""
     rollouts_per_example: int | None = Field(None, ge=1)
     """Completions of each of its tasks; default `eval.rollouts_per_example`."""
+    sampling: SamplingOverride = SamplingOverride()
+    """Its sampling; what is not stated is `eval.sampling`'s."""
 
 
 class StandaloneEvalConfig(Section):
@@ -130,6 +132,11 @@ class StandaloneEvalConfig(Section):
     def num_rollouts(self, env: StandaloneEnvConfig) -> int:
         """Completions of each task of an environment."""
         return env.rollouts_per_example or self.rollouts_per_example
+
+    def sampling_of(self, env: StandaloneEnvConfig) -> StandaloneSamplingConfig:
+        """How an environment's replies are sampled."""
+        stated = {name: value for name, value in env.sampling.model_dump().items() if value is not None}
+        return StandaloneSamplingConfig(**(self.sampling.model_dump() | stated))
 
     def ks(self, num_rollouts: int) -> list[int]:
         """k of pass@k for an environment with so many completions of each task."""
