@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from prime_hpc.config.sections.sft import SFTDataConfig
 from prime_hpc.trainer.data.messages import Conversation, SFTDataError
@@ -153,6 +154,26 @@ def test_plain_text(tokenizer: Any, chat: ChatTokenizer) -> None:
     assert "needs a chat template" in refusal({"messages": CONVERSATION}, plain)
     tokenizer.chat_template = None
     assert not ChatTokenizer(tokenizer).has_template
+
+
+@pytest.mark.parametrize("in_template", [True, False])
+def test_a_text_begins_with_one_token_of_beginning(tmp_path: Path, in_template: bool) -> None:
+    """The tokenizer puts one before every text; so may the template, which then is what the engines are given."""
+    tokenizer = make_tokenizer(tmp_path)
+    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", bos)]
+    )
+    assert tokenizer("add")["input_ids"][0] == bos
+    tokenizer.chat_template = ("{{- bos_token -}}" if in_template else "") + CHATML
+    talk = sample({"messages": CONVERSATION}, ChatTokenizer(tokenizer)).token_ids.tolist()
+    assert talk == tokenizer.apply_chat_template(CONVERSATION, tokenize=True, return_dict=False)
+    assert [i for i, token in enumerate(talk) if token == bos] == ([0] if in_template else [])
+    for prompt in ("my ", "<|begin|>my "):
+        plain = sample({"prompt": prompt, "completion": "number"}, ChatTokenizer(tokenizer, chat_template="none"))
+        assert [i for i, token in enumerate(plain.token_ids.tolist()) if token == bos] == [0]
+        assert not plain.loss_mask[0]
 
 
 def test_template_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:

@@ -225,3 +225,30 @@ def test_where_float8_cannot_be_used(tree, words):
 
     with pytest.raises(ValueError, match=f"fp8.*{words}"):
         Experiment.model_validate(tree)
+
+
+class _IntoABuffer(torch.autograd.Function):  # type: ignore[name-defined]
+    """A product into a buffer that is used again, as compiled graphs have them."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        buffer = torch.empty(len(x), weight.shape[1])
+        torch.mm(x, weight, out=buffer)
+        return buffer.mul_(2).clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad @ ctx.saved_tensors[0].T, None
+
+
+def test_selective_recomputation_keeps_no_buffer_that_is_used_again():
+    class Block(nn.Module):
+        def forward(self, x):
+            return _IntoABuffer.apply(x.sin(), torch.eye(3)).cos()
+
+    x, block = torch.randn(4, 3, requires_grad=True), Block()
+    (plain,) = torch.autograd.grad(block(x).sum(), x)
+    recompute(block, ActivationCheckpointConfig(mode="selective"))
+    (again,) = torch.autograd.grad(block(x).sum(), x)
+    assert torch.equal(plain, again)

@@ -44,13 +44,15 @@ _KEPT = (
 
 @functools.cache
 def kept_operators() -> tuple[Any, ...]:
-    """The overloads of `_KEPT` that exist here."""
-    found = []
+    """The overloads of `_KEPT` that exist here, and make their results themselves: what one writes into a given buffer,
+    as compiled graphs do, would be overwritten when the graph uses the buffer again."""
+    found: list[Any] = []
     for library, names in _KEPT:
         for name in names:
             packet = getattr(getattr(torch.ops, library), name, None)
             if packet is not None:
-                found += [getattr(packet, overload) for overload in packet.overloads()]
+                overloads = [getattr(packet, overload) for overload in packet.overloads()]
+                found += [overload for overload in overloads if not overload._schema.is_mutable]
     return tuple(found)
 
 
