@@ -61,7 +61,7 @@ def print_json(value: Any) -> None:
 
 
 def load(argv: list[str], verb: str, program: str) -> "Loaded":
-    """The resolved experiment. Raises ConfigError."""
+    """Return the resolved experiment. Raises ConfigError."""
     # To look for plugins pydantic opens a file of every installed package: seconds on a cold shared file system.
     had_plugins = "PYDANTIC_DISABLE_PLUGINS" in os.environ
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")

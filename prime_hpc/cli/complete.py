@@ -95,7 +95,7 @@ def _verb(call: ast.expr) -> VerbDoc:
 
 
 def split_line(line: str) -> list[str]:
-    """The words of a line up to the cursor; the last one is under the cursor, empty after a space."""
+    """Return the words of a line up to the cursor; the last one is under the cursor, empty after a space."""
     if (len(line) - len(line.rstrip("\\"))) % 2:
         line = line[:-1]  # what the backslash is to quote has not been typed yet
     for closing in ("", '"', "'"):  # the word may be in quotes that are still open
@@ -254,7 +254,7 @@ def _keys(verb: str) -> tuple[tuple[str, tuple[str, str]], ...]:
 
 
 def _choices(annotation: str) -> list[str]:
-    """The values of a Literal, also behind an alias."""
+    """Return the values of a Literal, also behind an alias."""
     from prime_hpc.config.help import read_sections
 
     aliases = read_sections()[1]

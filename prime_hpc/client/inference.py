@@ -151,7 +151,7 @@ class InferenceClient:
         return {row["id"]: row.get("max_model_len") for row in (await self._call("GET", "/v1/models"))["data"]}
 
     async def policy_version(self, name: str = POLICY) -> int:
-        """The version that samples now under a model name (0: the base model).
+        """Return the version that samples now under a model name (0: the base model).
 
         Raises:
             InferenceError: status 404: no adapter has this name.
@@ -258,7 +258,7 @@ def _named(name: str) -> str:
 
 
 def _reason(response: httpx.Response) -> str:
-    """The server's own words: `{"error": "..."}` or `{"error": {"message": "..."}}`, else the raw text."""
+    """Return the server's own words: `{"error": "..."}` or `{"error": {"message": "..."}}`, else the raw text."""
     try:
         error = response.json()["error"]
     except (ValueError, KeyError, TypeError):

@@ -34,8 +34,8 @@ def key_file(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def own_key(stated: str | None, role: str, api_key_var: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The key of a server: the supervisor's for this attempt, else the config's; by hand the environment's, else one
-    that the user's own clients on this machine find by themselves.
+    """Return the key of a server: the supervisor's for this attempt, else the config's; by hand the environment's, else
+    one that the user's own clients on this machine find by themselves.
 
     Args:
         stated: in the config.
@@ -58,7 +58,7 @@ def own_key(stated: str | None, role: str, api_key_var: str, environ: Mapping[st
 
 
 def take_key(path: Path) -> str:
-    """The key of the user's servers on this machine, for a server: a new one where none of them lives.
+    """Return the key of the user's servers on this machine, for a server: a new one where none of them lives.
 
     The file is locked for as long as this process and those forked from it live.
 

@@ -9,7 +9,7 @@ from prime_hpc.config.experiment import Experiment
 
 
 def local_directory(name: str) -> Path | None:
-    """The directory that a model's name means here; None: it is a name of the hub."""
+    """Return the directory that a model's name means here; None: it is a name of the hub."""
     path = Path(name).expanduser()
     if path.is_absolute():
         return path
@@ -17,7 +17,7 @@ def local_directory(name: str) -> Path | None:
 
 
 def from_the_root(experiment: Experiment) -> Experiment:
-    """The same experiment, models in local directories named by their absolute paths."""
+    """Return the same experiment, models in local directories named by their absolute paths."""
     model = experiment.model.model_copy(update=_absolute(experiment.model.name, "name"))
     loss = experiment.trainer.loss
     if loss.kl is not None:

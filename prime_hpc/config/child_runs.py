@@ -28,7 +28,7 @@ def is_parent(experiment: Experiment) -> bool:
 
 
 def as_child(experiment: Experiment, parent_dir: Path, name: str) -> Experiment:
-    """The experiment as a child of the run in `parent_dir`: one run, in its directory there."""
+    """Return the experiment as a child of the run in `parent_dir`: one run, in its directory there."""
     trainer = experiment.trainer.model_copy(update={"max_concurrent_runs": 1})
     return experiment.model_copy(update={"output_dir": parent_dir, "name": name, "trainer": trainer, "clean": False})
 

@@ -22,7 +22,7 @@ MODELS: dict[EngineRole, str] = {"inference": "model.name", "teacher": "orchestr
 
 
 def engine_roles(experiment: Experiment) -> list[EngineRole]:
-    """The groups that the run starts."""
+    """Return the groups that the run starts."""
     starts = {
         "inference": experiment.samples and experiment.inference is not None,
         "teacher": experiment.teacher_inference is not None,
@@ -31,8 +31,9 @@ def engine_roles(experiment: Experiment) -> list[EngineRole]:
 
 
 def served_by(experiment: Experiment, role: EngineRole) -> Experiment:
-    """The experiment as a group of engines sees it: `model`, `inference`, `inference_gpu_ids` and `slurm.inference` are
-    the group's own. The teacher has no adapter and room for one token more than the longest sample."""
+    """Return the experiment as a group of engines sees it: `model`, `inference`, `inference_gpu_ids` and
+    `slurm.inference` are the group's own. The teacher has no adapter and room for one token more than the longest
+    sample."""
     servers, teacher = experiment.teacher_inference, experiment.orchestrator.teacher
     if role == "inference":
         return experiment
@@ -53,7 +54,7 @@ def served_by(experiment: Experiment, role: EngineRole) -> Experiment:
 
 
 def servers_of(experiment: Experiment, role: EngineRole) -> InferenceConfig:
-    """The section of a group that the run starts, with the group's own defaults."""
+    """Return the section of a group that the run starts, with the group's own defaults."""
     servers = served_by(experiment, role).inference
     assert servers is not None, f"the run starts no {role}"
     return servers
@@ -65,7 +66,7 @@ def ready_timeout_s(experiment: Experiment) -> float:
 
 
 def sampling_role(experiment: Experiment) -> EngineRole:
-    """The group that plays the training episodes: the teacher where it is imitated."""
+    """Return the group that plays the training episodes: the teacher where it is imitated."""
     return "teacher" if experiment.orchestrator.advantage.type == "sft" else "inference"
 
 

@@ -61,7 +61,7 @@ class ConfigError(ValueError):
 
 
 def nearest_path(path: str, candidates: Iterable[str]) -> str | None:
-    """The dotted path that was probably meant by `path`, or None when nothing is near.
+    """Return the dotted path that was probably meant by `path`, or None when nothing is near.
 
     Half of the score is the last name alone, so that `lr` finds `trainer.optim.lr`; a sibling wins a tie.
     """

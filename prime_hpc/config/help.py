@@ -116,7 +116,7 @@ def _names(annotation: str) -> list[str]:
 
 
 def value_form(annotation: str) -> str:
-    """The form of a key's value, as help pages show it: `INT|auto`; empty for a switch."""
+    """Return the form of a key's value, as help pages show it: `INT|auto`; empty for a switch."""
     _, aliases = read_sections()
     parts = []
     for raw in annotation.split(" | "):
@@ -133,7 +133,7 @@ def value_form(annotation: str) -> str:
 
 
 def field_notes(item: FieldDoc) -> list[str]:
-    """A key's bounds, and its default where it has one that says something."""
+    """Return a key's bounds, and its default where it has one that says something."""
     notes = [item.bounds] if item.bounds else []
     if item.default is None:
         notes.append("required")
@@ -185,7 +185,7 @@ def _first_line(section: SectionDoc) -> str:
 
 
 def help_text(entrypoint: str, usage: str, summary: str, extra: str = "") -> str:
-    """The whole help page of an entrypoint.
+    """Return the whole help page of an entrypoint.
 
     Args:
         entrypoint: its name (decides which keys need no prefix).

@@ -60,7 +60,7 @@ class Node:
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union, or the type itself."""
+    """Return the types of a union, or the type itself."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
@@ -70,7 +70,7 @@ def admits(annotation: Any, kind: Any) -> bool:
 
 
 def type_text(annotation: Any) -> str:
-    """A type in words for an error message: `an integer or null`, `one of grpo, none`."""
+    """Return a type in words for an error message: `an integer or null`, `one of grpo, none`."""
     texts = []
     for member in members(annotation):
         origin = get_origin(member)
@@ -112,7 +112,8 @@ def _kind(annotation: Any) -> Kind:
 
 
 def _child(annotation: Any, name: str) -> tuple[str, Any] | None:
-    """The key `name` of a value of this type, as (stored name, type); kebab and snake case are one in sections."""
+    """Return the key `name` of a value of this type, as (stored name, type); kebab and snake case are one in
+    sections."""
     if annotation is Any:
         return name, Any
     snake = name.replace("-", "_")
@@ -172,7 +173,7 @@ def _has(base: tuple[str, ...], name: str) -> bool:
 
 
 def resolve(path: tuple[str, ...]) -> Node | None:
-    """The key at a full path from the root, without any lifting."""
+    """Return the key at a full path from the root, without any lifting."""
     return _descend((), path, None)
 
 
@@ -182,7 +183,8 @@ def node_keys(node: Node) -> list[str]:
 
 
 def schema_path(location: tuple[int | str, ...]) -> tuple[str, ...]:
-    """The longest prefix of a pydantic error location that is a path of the tree (union branch names dropped)."""
+    """Return the longest prefix of a pydantic error location that is a path of the tree (union branch names
+    dropped)."""
     path: tuple[str, ...] = ()
     annotation: Any = Experiment
     for part in location:
@@ -209,7 +211,7 @@ def _walk(path: tuple[str, ...], annotation: Any) -> Iterator[tuple[str, ...]]:
 
 
 def fill_defaults(values: dict[str, Any], annotation: Any = Experiment) -> dict[str, Any]:
-    """A copy of a (partial) tree with the defaults of every key that it does not state, as plain values."""
+    """Return a copy of a (partial) tree with the defaults of every key that it does not state, as plain values."""
     filled = dict(values)
     for section in _section_types(annotation):
         for name, field in section.model_fields.items():

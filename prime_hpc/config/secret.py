@@ -56,7 +56,8 @@ class Secret:
 
     @classmethod
     def stated(cls, value: str) -> "Secret":
-        """The secret that a source states: its text, or `@FILE`. What is wrong with a file is told when it is used."""
+        """Return the secret that a source states: its text, or `@FILE`. What is wrong with a file is told when it is
+        used."""
         if value == MASK:
             problem = f"{MASK} stands for a secret that was left out: state it again, or as {FILE_MARK}FILE"
             return cls("", problem=problem)
@@ -74,7 +75,7 @@ class Secret:
         return self._problem
 
     def reveal(self) -> str:
-        """The text itself.
+        """Return the text itself.
 
         Raises:
             ConfigError: it could not be read.
@@ -121,7 +122,7 @@ _KNOWN: set[str] = set()
 
 
 def read_key_file(path: Path) -> str:
-    """The secret in a file: its text without the line break at its end.
+    """Return the secret in a file: its text without the line break at its end.
 
     Raises:
         ConfigError: it cannot be read, is empty, or somebody else can read or change it.
@@ -179,7 +180,7 @@ def is_secret(name: str, value: Any) -> bool:
 
 
 def hide(value: Any, name: str = "") -> Any:
-    """A plain value with its secrets as `Secret`s, those of mappings and lists in it too."""
+    """Return a plain value with its secrets as `Secret`s, those of mappings and lists in it too."""
     if isinstance(value, dict):
         return {key: hide(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list):
@@ -188,7 +189,7 @@ def hide(value: Any, name: str = "") -> Any:
 
 
 def revealed(value: Any) -> Any:
-    """A value with the texts of its secrets: for whoever must hand it on."""
+    """Return a value with the texts of its secrets: for whoever must hand it on."""
     if isinstance(value, Secret):
         return value.reveal()
     if isinstance(value, Mapping):
@@ -256,7 +257,7 @@ def anchored(tree: Any, folder: Path, name: str = "") -> Any:
 
 
 def taken_out(tree: Any, prefix: str = "", name: str = "") -> tuple[Any, dict[str, str]]:
-    """A plain tree with each secret that it holds replaced by `@secrets/PATH`, and those secrets by PATH.
+    """Return a plain tree with each secret that it holds replaced by `@secrets/PATH`, and those secrets by PATH.
 
     `@FILE`s and `${...}` stay as they are: they hold none.
     """
@@ -278,7 +279,7 @@ def taken_out(tree: Any, prefix: str = "", name: str = "") -> tuple[Any, dict[st
 def put_back(
     tree: dict[str, Any], section: Any, above: str = "", prefix: str = ""
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """A dump of a section with `@<above>secrets/PATH` in the place of each mask, and the texts by PATH.
+    """Return a dump of a section with `@<above>secrets/PATH` in the place of each mask, and the texts by PATH.
 
     Raises:
         ConfigError: the text of a secret is not known.
@@ -349,14 +350,14 @@ def write_secrets(folder: Path, texts: Mapping[str, str], keep: str = "", only: 
 
 
 def without_known(text: str) -> str:
-    """A text in which no secret of this process stands; all else is as it was."""
+    """Return a text in which no secret of this process stands; all else is as it was."""
     for known in sorted(_KNOWN, key=len, reverse=True):
         text = text.replace(known, MASK).replace(json.dumps(known)[1:-1], MASK)
     return text
 
 
 def masked(text: str) -> str:
-    """A text for others' eyes: no secret of this process, and no value that stands behind a secret's name."""
+    """Return a text for others' eyes: no secret of this process, and no value that stands behind a secret's name."""
     text = _URL_WITH_PASSWORD.sub(MASK, without_known(text))
 
     def without(found: re.Match[str]) -> str:
@@ -370,7 +371,7 @@ def masked(text: str) -> str:
 
 
 def masked_command(command: list[str]) -> list[str]:
-    """A command line for others' eyes."""
+    """Return a command line for others' eyes."""
     shown: list[str] = []
     hide_next = False
     for token in command:
@@ -387,7 +388,7 @@ def masked_command(command: list[str]) -> list[str]:
 
 
 def command_without_secrets(command: list[str]) -> tuple[list[str], list[str]]:
-    """A command line without the flags whose values hold secrets, and those flags' names."""
+    """Return a command line without the flags whose values hold secrets, and those flags' names."""
     kept: list[str] = []
     dropped: list[str] = []
     shown = masked_command(command)

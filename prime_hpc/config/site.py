@@ -48,7 +48,8 @@ def list_sites(environ: Mapping[str, str] = os.environ) -> dict[str, Path]:
 def load_site(
     name: str | None = None, environ: Mapping[str, str] = os.environ, cluster: str | None = None
 ) -> SiteConfig:
-    """The profile called `name` (or at that path), else $PRIMEHPC_SITE's, else this cluster's, else a generic one.
+    """Return the profile called `name` (or at that path), else $PRIMEHPC_SITE's, else this cluster's, else a generic
+    one.
 
     Args:
         name: of the profile, or its path.
@@ -125,7 +126,7 @@ def _problem(path: Path, detail: "ErrorDetails") -> Problem:
 
 
 def _section(annotation: Any) -> type[Section] | None:
-    """The section in `Section`, `Section | None` or `dict[str, Section]`; None where there is none."""
+    """Return the section in `Section`, `Section | None` or `dict[str, Section]`; None where there is none."""
     found = [
         kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Section)
     ]
@@ -140,7 +141,7 @@ def write_site(site: SiteConfig, run_dir: Path) -> None:
 
 
 def read_site(run_dir: Path) -> SiteConfig:
-    """The profile that the run was submitted with; a generic one where there is none."""
+    """Return the profile that the run was submitted with; a generic one where there is none."""
     path = run_dir / SITE_YAML
     return parse_site(path) if path.exists() else GENERIC
 
@@ -154,7 +155,7 @@ def has_accounting(run_dir: Path) -> bool:
 
 
 def other_cluster(stated: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The cluster that a job is to be sent to with `-M`: as stated, else $SLURM_CLUSTERS'; None: this one."""
+    """Return the cluster that a job is to be sent to with `-M`: as stated, else $SLURM_CLUSTERS'; None: this one."""
     chosen = stated or environ.get("SLURM_CLUSTERS") or None
     return None if chosen == cluster_name(environ) else chosen
 

@@ -82,7 +82,7 @@ def write_snapshot(exp: Experiment, run_dir: Path, command: list[str], shared: S
 
 
 def share(command: list[str], folder: Path | None = None) -> Shared:
-    """The lock, gathered once for all the snapshots that `command` writes.
+    """Return the lock, gathered once for all the snapshots that `command` writes.
 
     Args:
         command: the command line as it was typed.
@@ -177,7 +177,7 @@ def _is_table(value: Any) -> bool:
 
 
 def _without_null(value: Any, node: Node | None) -> Any:
-    """A value in TOML's terms, which has no null.
+    """Return a value in TOML's terms, which has no null.
 
     A null key is left out (None) where null is its default, else it is the text "none"; a free mapping that holds
     one travels as JSON text, which every source accepts for a mapping.
@@ -283,7 +283,7 @@ def _git_state(checkout: Path) -> dict[str, Any] | None:
 
 
 def _git(checkout: Path, *arguments: str) -> str | None:
-    """A git command's output, or None where git is missing, fails or is slow: the lock then says less."""
+    """Return a git command's output, or None where git is missing, fails or is slow: the lock then says less."""
     import subprocess
 
     environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}

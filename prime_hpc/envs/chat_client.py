@@ -154,7 +154,7 @@ class ChatClient(Client):
 
 
 def _seconds(text: str | None) -> float | None:
-    """A Retry-After header that gives seconds."""
+    """Return a Retry-After header that gives seconds."""
     try:
         return min(max(0.0, float(text)), 300.0) if text else None
     except ValueError:

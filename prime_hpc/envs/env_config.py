@@ -132,7 +132,7 @@ def _verifiers_tasksets() -> list[str]:
 
 
 def build_env_config(config: EnvConfig, split: str, seed: int) -> Any:
-    """The verifiers config of an environment, all its seats running here.
+    """Return the verifiers config of an environment, all its seats running here.
 
     The taskset gets `split` and `seed` where it has such arguments and `config.args` does not set them.
 
@@ -173,7 +173,7 @@ def build_env_config(config: EnvConfig, split: str, seed: int) -> Any:
 
 
 def _legacy_taskset(config: EnvConfig, module: ModuleType, split: str) -> tuple[EnvConfig, dict[str, Any]]:
-    """The config and the arguments of the taskset that plays a `load_environment` package.
+    """Return the config and the arguments of the taskset that plays a `load_environment` package.
 
     Without evaluation tasks both splits are the same list, so that a tenth of it is held out; see `sources`. Its own
     limit of turns holds where the config states none.

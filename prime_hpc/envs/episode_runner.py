@@ -131,7 +131,7 @@ class SourceEngine:
         )
 
     def _agent(self, seat: Any, context: Any, interception: PolicyInterception) -> Agent:
-        """The reusable agent of a plain environment for one server."""
+        """Return the reusable agent of a plain environment for one server."""
         (harness,) = self.source.env_config.agent_harnesses().values()
         resolved = resolve_agent(
             seat, model=context.model, client=context.client, sampling=context.sampling, harness=harness

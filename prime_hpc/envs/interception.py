@@ -35,7 +35,7 @@ class TurnRefused(Exception):
 
 
 def interception_of(endpoint: str) -> "PolicyInterception":
-    """The interception that a harness was pointed to by verifiers.
+    """Return the interception that a harness was pointed to by verifiers.
 
     Raises:
         HarnessError: the endpoint is not one of this process's.
@@ -76,7 +76,7 @@ class PolicyInterception(InterceptionServer):
         _LIVE[self.base_url] = self
 
     def _client(self, config: BaseClientConfig) -> Client:
-        """The pool's client of that server, or verifiers' own for another endpoint (a judge's, say)."""
+        """Return the pool's client of that server, or verifiers' own for another endpoint (a judge's, say)."""
         return self.policies.get(config.base_url) or super()._client(config)
 
     @asynccontextmanager
@@ -170,7 +170,7 @@ class PolicyInterception(InterceptionServer):
         return request
 
     async def _sample(self, session: RolloutSession, turn: graph.PendingTurn) -> Response:
-        """The reply of whichever model this rollout's seat plays."""
+        """Return the reply of whichever model this rollout's seat plays."""
         ctx, client = session.ctx, session.client
         assert client is not None  # given at registration
         if isinstance(client, PolicyClient):

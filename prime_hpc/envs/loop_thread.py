@@ -66,7 +66,7 @@ class LoopThread:
         return answered.is_set()
 
     def culprit(self) -> str:
-        """The episode that the loop is busy with and the innermost line of its own code, for messages."""
+        """Return the episode that the loop is busy with and the innermost line of its own code, for messages."""
         task = asyncio.tasks.current_task(self.loop)
         name = task.get_name() if task is not None else "an environment"
         frame = sys._current_frames().get(self._thread.ident or -1)

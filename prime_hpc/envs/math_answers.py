@@ -1,4 +1,4 @@
-"""Whether two answers are the same mathematics (math-verify), from any thread and within a deadline.
+"""Comparison of two answers as mathematics (math-verify), from any thread and within a deadline.
 
 math-verify bounds its work with SIGALRM, which Python delivers to the main thread alone: elsewhere it raises, and what
 calls it (verifiers' `verify_boxed_math_answer` does) scores every answer 0. Episodes run on a thread of their own, so
@@ -71,7 +71,10 @@ def use_on_threads() -> None:
 
 
 async def same_answer(gold: str, found: str) -> bool:
-    """Whether `found` is the number, expression or set that `gold` is; both without `\\boxed{}`. Waits on a thread."""
+    r"""Return whether `found` is the number, expression or set that `gold` is; both without `\boxed{}`.
+
+    Waits on a thread.
+    """
     if gold.strip() == found.strip():
         return True
     return await asyncio.to_thread(_same, gold, found)

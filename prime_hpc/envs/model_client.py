@@ -161,7 +161,7 @@ class PolicyClient(Client):
         return response_from_generate(result, model, turn if bridged else None)
 
     def take_turns(self, session_id: str) -> list[SampledTurn]:
-        """The turns sampled for a trace; forgotten afterwards."""
+        """Return the turns sampled for a trace; forgotten afterwards."""
         return self._turns.pop(session_id, [])
 
     async def close(self) -> None:
@@ -246,7 +246,7 @@ def parse_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], np.
 
 
 def _first_choice(raw: bytes) -> dict[str, Any]:
-    """The one choice of a generate answer.
+    """Return the one choice of a generate answer.
 
     Raises:
         ProviderError: not JSON, or without a choice.

@@ -322,7 +322,7 @@ class EnvPool:
 
 
 def _unfinished(state: EpisodeState, reason: str, error_type: str, started: float) -> EpisodeResult:
-    """A result without a trace."""
+    """Return a result without a trace."""
     return EpisodeResult(
         state=state, usable=False, reason=reason, error_type=error_type, duration_s=loop_time() - started
     )

@@ -134,7 +134,7 @@ def load_prompt_renderer(tokenizer_path: str, renderer: str, enable_thinking: bo
 
 
 def make_renderer(tokenizer: Any, name: str, enable_thinking: bool) -> Any:
-    """The `renderers` renderer of that name; `enable_thinking` and whole histories where it has such knobs.
+    """Return the `renderers` renderer of that name; `enable_thinking` and whole histories where it has such knobs.
 
     Raises:
         EnvError: an unknown name, or a tokenizer that does not fit.
@@ -200,7 +200,7 @@ def hub_name(tokenizer: Any) -> str:
 
 
 def _agreeing(tokenizer: Any, names: Sequence[str], enable_thinking: bool) -> Any:
-    """The first of the renderers that agrees with the chat template; without a template the first that fits."""
+    """Return the first of the renderers that agrees with the chat template; without a template the first that fits."""
     unfit: list[EnvError] = []
     # A ChatML template that knows no think section, or always closes one, is a renderer's with the other setting.
     for name in names:
@@ -247,5 +247,5 @@ def agrees_with_template(tokenizer: Any, renderer: Any, enable_thinking: bool) -
 
 
 def _past(tokenizer: Any, ids: list[int]) -> str:
-    """A conversation's text without empty think sections."""
+    """Return a conversation's text without empty think sections."""
     return EMPTY_THINK.sub("", tokenizer.decode(ids, skip_special_tokens=False))

@@ -311,7 +311,7 @@ def _texts(trace: Any) -> tuple[str, str]:
 
 
 def _content(message: Any) -> str:
-    """A message's text; tool calls as `name(arguments)`, other parts left out."""
+    """Return a message's text; tool calls as `name(arguments)`, other parts left out."""
     content = message.content
     if isinstance(content, list):
         content = " ".join(part.text for part in content if getattr(part, "text", None))

@@ -90,7 +90,7 @@ class EnvSource:
             raise EnvError(f"environment {self.name!r} has no tasks in its {split} split")
 
     def task(self, index: int) -> Any:
-        """The verifiers task number `index` of this split.
+        """Return the verifiers task number `index` of this split.
 
         Raises:
             IndexError: there is none.

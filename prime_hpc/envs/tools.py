@@ -38,7 +38,7 @@ class LocalTool:
 
 
 def local_tool(function: Callable[..., Any]) -> LocalTool:
-    """A tool from a function: its name, its docstring, its annotated parameters."""
+    """Return a tool from a function: its name, its docstring, its annotated parameters."""
     typed: Any = function
     schema = TypeAdapter(typed).json_schema()
     parameters = {

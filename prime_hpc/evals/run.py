@@ -170,7 +170,7 @@ def _greet(
 
 
 def _key(experiment: Experiment) -> str | None:
-    """The servers' key: the supervisor's for those of this run, else the one in the client's variable."""
+    """Return the servers' key: the supervisor's for those of this run, else the one in the client's variable."""
     if experiment.eval.client is not None:
         return os.environ.get(experiment.eval.client.api_key_var)
     return os.environ.get(KEY_VARIABLES["inference"]) or revealed(experiment.inference and experiment.inference.api_key)
@@ -235,7 +235,7 @@ async def _check_api(url: str, key: str | None, variable: str) -> None:
 async def _pool(
     experiment: Experiment, urls: list[str], key: str | None, clients: Sequence[InferenceClient | None]
 ) -> EnvPool:
-    """The environments, with the shortest context that a server has."""
+    """Return the environments, with the shortest context that a server has."""
     config, length = experiment.eval, experiment.max_model_len
     stated = config.client
     lengths = []

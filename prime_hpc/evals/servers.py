@@ -36,11 +36,10 @@ class Servers:
     """All servers, each on the version that is evaluated now."""
 
     def __init__(self, clients: Sequence[InferenceClient | None], urls: Sequence[str], patience_s: float) -> None:
-        """
-        Args:
-            clients: of own servers; None of an API.
-            urls: one a server.
-            patience_s: for so long no server may answer.
+        """Args:
+        clients: of own servers; None of an API.
+        urls: one a server.
+        patience_s: for so long no server may answer.
         """
         self._servers = [Server(url, client) for url, client in zip(urls, clients, strict=True)]
         self._patience_s = patience_s
@@ -59,7 +58,7 @@ class Servers:
         await asyncio.gather(*(self._bring(index) for index in range(len(self._servers))))
 
     async def pick(self) -> int:
-        """The ready server with the fewest episodes in flight; give it back with `release`.
+        """Return the ready server with the fewest episodes in flight; give it back with `release`.
 
         Raises:
             EvalError: none has been ready for too long.

@@ -92,7 +92,7 @@ def summarize(
     settings: Mapping[str, Any],
     model: str,
 ) -> dict[str, Any]:
-    """The whole summary.
+    """Return the whole summary.
 
     Args:
         versions: those done, each with the episodes that were asked of it.
@@ -161,7 +161,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 
 def draw(run_dir: Path, summary: Mapping[str, Any]) -> Path:
-    """The scores as PNG: over steps, or of one version as bars.
+    """Return the scores as PNG: over steps, or of one version as bars.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -206,7 +206,7 @@ def too_many_failed(summary: Mapping[str, Any], max_share: float) -> list[str]:
 
 
 def ended_badly(run_dir: Path) -> list[str]:
-    """What a finished evaluation says of episodes that failed too often; [] where it says nothing."""
+    """Return what a finished evaluation says of episodes that failed too often; [] where it says nothing."""
     path = run_dir / RESULTS / SUMMARY
     try:
         return list(json.loads(path.read_text(encoding="utf-8"))["too_many_failed"])

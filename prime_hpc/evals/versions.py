@@ -27,12 +27,12 @@ class Version:
 
 
 def weights_root(stated: Path) -> Path:
-    """The directory of versions: as stated, or `weights` in the run that is stated."""
+    """Return the directory of versions: as stated, or `weights` in the run that is stated."""
     return stated / "weights" if not list_steps(stated) and (stated / "weights").is_dir() else stated
 
 
 def find_versions(config: StandaloneEvalConfig) -> list[Version]:
-    """The versions that an evaluation asks for, in order.
+    """Return the versions that an evaluation asks for, in order.
 
     Raises:
         ConfigError: there is no such directory or step, or nothing to evaluate.

@@ -45,7 +45,7 @@ class _Loaded:
 
 
 def version_of(request: LoRARequest) -> int:
-    """The policy version that an inner name stands for."""
+    """Return the policy version that an inner name stands for."""
     return int(request.lora_name.rpartition("@")[2])
 
 
@@ -53,11 +53,10 @@ class AdapterService:
     """Names and versions. Updates are serialised by the caller."""
 
     def __init__(self, engine: AsyncLLM, models: Any, base: Callable[[], Signature | None]) -> None:
-        """
-        Args:
-            engine: vLLM's client of all engines behind this server.
-            models: vLLM's registry of served models (`OpenAIServingModels`), which resolves a request's model name.
-            base: names and shapes of the base model's tensors, None where unknown.
+        """Args:
+        engine: vLLM's client of all engines behind this server.
+        models: vLLM's registry of served models (`OpenAIServingModels`), which resolves a request's model name.
+        base: names and shapes of the base model's tensors, None where unknown.
         """
         self._engine, self._models, self._base = engine, models, base
         self._config = engine.vllm_config.lora_config

@@ -79,7 +79,7 @@ CPU_DEFAULTS: dict[str, Any] = {
 
 
 def section(experiment: Experiment) -> InferenceConfig:
-    """The tree's inference section, or its defaults where the tree has none."""
+    """Return the tree's inference section, or its defaults where the tree has none."""
     return experiment.inference or InferenceConfig.model_validate({})
 
 

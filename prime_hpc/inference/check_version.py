@@ -33,7 +33,7 @@ class BadVersionError(ValueError):
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face model folder, in the order of their names.
+    """Return the safetensors files of a Hugging Face model folder, in the order of their names.
 
     Raises:
         BadVersionError: no such folder, no weights in it, or a file that its index names is missing.
@@ -146,7 +146,7 @@ def _compare(found: Signature, expected: Signature, tied: bool, path: Path) -> N
 
 
 def _read_header(file: Path) -> dict:
-    """The JSON header of a safetensors file; checks that the file holds every byte that it promises."""
+    """Return the JSON header of a safetensors file; checks that the file holds every byte that it promises."""
     size = file.stat().st_size
     with file.open("rb") as handle:
         prefix = handle.read(8)

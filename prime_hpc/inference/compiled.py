@@ -49,7 +49,7 @@ def cache_key(argv: Sequence[str], machine: str, versions: str) -> str:
 
 
 def open_cache(shared: Path, argv: Sequence[str], environ: MutableMapping[str, str]) -> "CompileCache":
-    """The caches of the server that starts in this process; sets their variables, before vLLM is imported.
+    """Return the caches of the server that starts in this process; sets their variables, before vLLM is imported.
 
     Args:
         shared: `inference.compile_cache`.
@@ -86,17 +86,16 @@ class CompileCache:
     """The caches of one server, on its node and in the shared directory."""
 
     def __init__(self, shared: Path, local: Path, key: str) -> None:
-        """
-        Args:
-            shared: directory on a file system that all nodes see; the user's alone, since code comes out of it.
-            local: directory on this node, the user's alone.
-            key: from `cache_key`.
+        """Args:
+        shared: directory on a file system that all nodes see; the user's alone, since code comes out of it.
+        local: directory on this node, the user's alone.
+        key: from `cache_key`.
         """
         self._archive = shared / f"{key}.tar"
         self._local = local / f"compiled-{key}"
 
     def open(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The cache variables of this server, its directory filled from the archive where there is one.
+        """Return the cache variables of this server, its directory filled from the archive where there is one.
 
         Args:
             environ: of the server: a variable that somebody set to a place of his own stays.

@@ -85,7 +85,7 @@ def _matrix(weights: torch.Tensor, place: int, dtype: torch.dtype) -> torch.Tens
 
 
 def _by_sequence(function: Any) -> Any:
-    """The same with one place a sequence instead of one a token, as vLLM calls it during prefill."""
+    """Return the same with one place a sequence instead of one a token, as vLLM calls it during prefill."""
 
     def call(
         inputs: torch.Tensor,

@@ -121,7 +121,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _placed(experiment: Experiment, args: argparse.Namespace) -> Experiment:
-    """The experiment with this server's own place in the job instead of the config's general words."""
+    """Return the experiment with this server's own place in the job instead of the config's general words."""
     config = section(experiment)
     names = ("size", "size_local", "address", "rpc_port", "start_rank")
     stated = {f"data_parallel_{n}": getattr(args, f"data_parallel_{n}") for n in names}

@@ -65,7 +65,7 @@ async def serve_base(request: Request, name: str) -> JSONResponse:
 
 @router.get("/policy_version")
 async def policy_version(request: Request, name: str = POLICY) -> JSONResponse:
-    """The version that samples now under a model name, and all adapters' versions by name."""
+    """Return the version that samples now under a model name, and all adapters' versions by name."""
     policy = _policy(request)
     try:
         version, path = policy.served(name)

@@ -65,7 +65,8 @@ def name_vllm_cpu() -> None:
 
 
 def make_scratch() -> Path:
-    """A new short-named folder for this server's sockets and temporary files; leftovers of dead servers are removed.
+    """Return a new short-named folder for this server's sockets and temporary files; leftovers of dead servers are
+    removed.
 
     A folder is its owner's while a lock on the file `alive` in it is held: by the server and by the engines that it
     forked. So the folder of a killed server is recognised whatever process-id namespace it lived in.

@@ -188,7 +188,7 @@ def _environments(experiment: Experiment) -> list[Problem]:
 
 
 def _data(experiment: Experiment) -> list[Problem]:
-    """The files of training and held-out rows exist."""
+    """Return the files of training and held-out rows exist."""
     sft = experiment.sft
     problems = []
     for key, source in (("sft.data", sft.data), ("sft.eval", sft.eval_source)):

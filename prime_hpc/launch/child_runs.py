@@ -34,7 +34,7 @@ class Parent:
 
 
 def find_parent(word: str) -> Parent:
-    """The parent that a word means: a run (directory, name, job id), or an experiment file not submitted yet.
+    """Return the parent that a word means: a run (directory, name, job id), or an experiment file not submitted yet.
 
     Raises:
         ConfigError: there is none, or its trainer trains one run only.
@@ -53,7 +53,7 @@ def find_parent(word: str) -> Parent:
 
 
 def load_child(parent: Parent, arguments: list[str], identifier: str | None) -> Loaded:
-    """A child's experiment: its own file and flags over what the parent states.
+    """Return a child's experiment: its own file and flags over what the parent states.
 
     Args:
         parent: the parent.
@@ -125,7 +125,7 @@ def list_rows(parent_dir: Path) -> list[Row]:
 
 
 def find_child(parent_dir: Path, word: str) -> Path:
-    """A child's directory by its id.
+    """Return a child's directory by its id.
 
     Raises:
         ConfigError: there is none; names those that there are.

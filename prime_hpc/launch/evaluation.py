@@ -14,7 +14,7 @@ from prime_hpc.store.model_config import find_config
 
 
 def for_evaluation(loaded: Loaded) -> Loaded:
-    """The experiment with what follows from its files.
+    """Return the experiment with what follows from its files.
 
     `seq_len`, where nobody states it, is at most the model's own context; `model.lora` has the rank of the adapters in
     `eval.weights_dir`, so that the engines have room for them.

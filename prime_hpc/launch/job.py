@@ -32,7 +32,7 @@ def local_job(run_dir: str, environ: dict[str, str | None]) -> int:
 
 
 def slurm_job(arguments: list[str]) -> int:
-    """The batch process of a Slurm job; returns the job's exit code.
+    """Run the batch process of a Slurm job; returns the job's exit code.
 
     Raises:
         ConfigError: the arguments, the sweep or the experiment are wrong.

@@ -121,7 +121,7 @@ def refuse_to_delete(run_dir: Path) -> None:
 
 
 def _holds_something(path: Path) -> bool:
-    """A file, or a directory with anything in it: a life that ended right after it began leaves empty ones."""
+    """Return whether it is a file or a directory that is not empty: an attempt that ended at once leaves empty ones."""
     return any(path.iterdir()) if path.is_dir() else path.exists()
 
 

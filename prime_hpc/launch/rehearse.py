@@ -60,7 +60,7 @@ def rehearse(experiment: Experiment, gpu_gib: float | None) -> dict[str, Any]:
 
 
 def _run(folder: Path) -> dict[str, Any]:
-    """The process, to its end."""
+    """Return the process, to its end."""
     command = [sys.executable, "-m", "prime_hpc.trainer.rehearsal", str(folder)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     try:
@@ -76,7 +76,7 @@ def _run(folder: Path) -> dict[str, Any]:
 
 
 def rehearsal_text(experiment: Experiment, found: dict[str, Any]) -> str:
-    """The result for people."""
+    """Return the result for people."""
     lora = ", LoRA" if experiment.model.lora else ""
     what = f"{experiment.kind.upper()}{lora}, micro-batches of {experiment.micro_batch_tokens} tokens"
     device = "GPUs, pretended" if found["device"] == "cuda" else "this machine's CPU, pretended"

@@ -169,7 +169,7 @@ def _wait_until_gone(run_dir: Path, job_id: str) -> bool:
 
 
 def _last_row(run_dir: Path, job_id: str | None) -> dict[str, Any] | None:
-    """The newest attempt, if it is this job's."""
+    """Return the newest attempt, if it is this job's."""
     rows = read_rows(run_dir / ATTEMPTS_JSONL)
     if not rows:
         return None

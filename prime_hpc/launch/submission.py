@@ -238,7 +238,7 @@ def _after(run_dir: Path, job_id: str, made: Draft, *, adopted: bool, follow: bo
 
 
 def describe(run_dir: Path, log: Path, info: JobInfo | None, *, adopted: bool) -> dict[str, Any]:
-    """The submit record with what Slurm says, for JSON."""
+    """Return the submit record with what Slurm says, for JSON."""
     from prime_hpc.slurm.submission_record import read_record
 
     return {
@@ -298,7 +298,7 @@ def follow_job(job_id: str, log: Path) -> int:
 
 
 def _look(job_id: str, run_dir: Path) -> JobInfo | None:
-    """The job; one that the controller has forgotten has ended. None: Slurm does not answer now."""
+    """Return the job; one that the controller has forgotten has ended. None: Slurm does not answer now."""
     try:
         found = jobs([job_id], ASK_TIMEOUT_S).get(job_id)
     except SlurmError:

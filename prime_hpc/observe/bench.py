@@ -58,7 +58,7 @@ def build_report(
     rows: Sequence[Mapping[str, Any]],
     **more: Any,
 ) -> dict[str, Any]:
-    """The document of one role; see the module. `more` is added as it is."""
+    """Return the document of one role; see the module. `more` is added as it is."""
     return {
         "schema": SCHEMA,
         "role": role,
@@ -84,7 +84,7 @@ def write_report(run_dir: Path, report: Mapping[str, Any]) -> Path:
 
 
 def read_report(run_dir: Path, role: str) -> dict[str, Any] | None:
-    """A role's document; None where there is none that this version can read."""
+    """Return a role's document; None where there is none that this version can read."""
     try:
         report = json.loads(bench_path(run_dir, role).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -104,7 +104,7 @@ def read_figures(run_dir: Path) -> dict[str, float]:
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """A document for people: the setting, then one line a figure and one a phase with its share of the step."""
+    """Return a document for people: the setting, then one line a figure and one a phase with its share of the step."""
     setting = ", ".join(f"{key} {_text(value)}" for key, value in report["setting"].items())
     lines = [
         f"{report['role']} bench ({report['kind']}): mean of {report['num_steps']} steps after {report['num_warm']}",

@@ -18,7 +18,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float], width: int = 12) -> str:
-    """The last `width` values as block characters, scaled between their least and greatest."""
+    """Return the last `width` values as block characters, scaled between their least and greatest."""
     shown = values[-width:]
     if not shown:
         return ""
@@ -28,7 +28,7 @@ def sparkline(values: list[float], width: int = 12) -> str:
 
 
 def short(number: float) -> str:
-    """A count in three significant characters: 950, 3.1k, 2.4M."""
+    """Return a count in three significant characters: 950, 3.1k, 2.4M."""
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= limit:
             return f"{number / limit:.1f}{suffix}"
@@ -46,10 +46,9 @@ class Tail:
     """New whole lines of a JSON-lines file since the last look."""
 
     def __init__(self, path: Path, *, whole: bool = False) -> None:
-        """
-        Args:
-            path: the file, which may not exist yet.
-            whole: what is in it already counts as new.
+        """Args:
+        path: the file, which may not exist yet.
+        whole: what is in it already counts as new.
         """
         self._path = path
         self._offset = path.stat().st_size if path.exists() and not whole else 0
@@ -117,7 +116,7 @@ class Console:
         return dict(self._seconds)
 
     def progress(self) -> dict[str, Any]:
-        """The last step of this attempt, with its reward or loss; None before the first."""
+        """Return the last step of this attempt, with its reward or loss; None before the first."""
         name, values = ("reward", self._rewards.get("", [])) if self._kind != "sft" else ("loss", self._losses)
         return {"step": self._step, "max_steps": self._max_steps, name: values[-1] if values else None}
 

@@ -132,7 +132,7 @@ def parse_row(line: bytes | str) -> dict[str, Any] | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; torn lines are left out."""
+    """Return the rows of a metrics file; torn lines are left out."""
     if not path.exists():
         return []
     rows = map(parse_row, path.read_bytes().splitlines())

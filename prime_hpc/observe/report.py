@@ -55,7 +55,7 @@ def write_report(run_dir: Path, name: str, kind: Literal["rl", "sft", "eval"]) -
 
 
 def _evaluation(run_dir: Path, name: str) -> list[str]:
-    """The table that the evaluation wrote after its last whole version."""
+    """Return the table that the evaluation wrote after its last whole version."""
     results = run_dir / "results"
     if not (results / "table.txt").is_file():
         return [f"{name}: no version was evaluated to its end; logs are in {run_dir / 'logs' / 'latest'}"]

@@ -154,7 +154,7 @@ class RoleStatus:
 
 
 def read_status(log_dir: Path, index: int = 0) -> dict[str, Any] | None:
-    """The last report of a role's process, or None where it never wrote one."""
+    """Return the last report of a role's process, or None where it never wrote one."""
     try:
         return json.loads(status_path(log_dir, index).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):  # absent, half-visible on a network file system: no word yet

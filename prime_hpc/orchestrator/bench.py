@@ -18,7 +18,7 @@ NUM_BATCHES = 4
 
 
 def bench_experiment(exp: Experiment) -> Experiment:
-    """The same tree with only a few steps and no evaluation."""
+    """Return the same tree with only a few steps and no evaluation."""
     orchestrator = exp.orchestrator.model_copy(update={"eval": None})
     return exp.model_copy(update={"max_steps": min(exp.max_steps, NUM_BATCHES), "orchestrator": orchestrator})
 
@@ -49,7 +49,7 @@ def batch_shape(ranks: Sequence[RankBatch]) -> list[dict[str, list[int]]]:
 def bench_report(
     exp: Experiment, rows: Sequence[dict[str, Any]], shape: list[dict[str, list[int]]], incarnation: int
 ) -> dict[str, Any]:
-    """The results of a bench; see `observe.bench`. `shape` is the last batch's."""
+    """Return the results of a bench; see `observe.bench`. `shape` is the last batch's."""
     columns = {
         "s/step": "time/step",
         "rollouts/s": "episodes/per_second",

@@ -40,12 +40,13 @@ class EvalRun:
 
 
 def first_due(start_version: int, interval: int, last_version: int) -> int:
-    """The first version to evaluate in a life that starts at `start_version`: that one itself if it is a multiple."""
+    """Return the first version to evaluate in a life that starts at `start_version`: that one itself if it is a
+    multiple."""
     return min(-(-start_version // interval) * interval, last_version)
 
 
 def next_due(version: int, interval: int, last_version: int) -> int | None:
-    """The next version to evaluate after `version`; None after the last one."""
+    """Return the next version to evaluate after `version`; None after the last one."""
     return None if version >= last_version else min((version // interval + 1) * interval, last_version)
 
 
@@ -153,7 +154,8 @@ class Evaluator:
         return row | {"eval/version_min": min(versions), "eval/version_max": max(versions)}
 
     def _samples(self, run: EvalRun) -> list[dict[str, Any]]:
-        """The lowest task of each environment first: the same prompts every time, so that evaluations compare."""
+        """Return the lowest task of each environment first: the same prompts every time, so that evaluations
+        compare."""
         return [
             {"kind": "eval", "env": source.name, "task": task, "reward": result.reward, **texts(result)}
             for source, results in ((self._sources[i], found) for i, found in run.results.items())
@@ -163,7 +165,7 @@ class Evaluator:
 
 
 def texts(result: EpisodeResult) -> dict[str, Any]:
-    """The readable part of a sample row."""
+    """Return the readable part of a sample row."""
     return {"prompt": result.prompt_text, "completion": result.completion_text, "truncated": result.truncated}
 
 

@@ -179,7 +179,7 @@ class Orchestrator:
         await self._finish()
 
     async def _collect(self, step: int) -> tuple[list[Group], dict[str, Any]]:
-        """The groups of batch `step`, and the state that a life resuming after this batch needs."""
+        """Return the groups of batch `step`, and the state that a life resuming after this batch needs."""
         while not self.book.batch_ready():
             await self._wait_for_change(f"batch {step}", version=self.book.floor)
         groups = self.book.take_batch()
@@ -464,7 +464,7 @@ def _longest_wait(row: dict[str, Any]) -> str:
 
 
 def _troubles(row: dict[str, Any]) -> str:
-    """The counts that should be zero, where they are not."""
+    """Return the counts that should be zero, where they are not."""
     names = {"episodes/failed": "failed", "episodes/timeout": "timed out", "groups/dropped": "groups dropped"}
     names |= {"groups/rejected": "groups rejected", "groups/stale": "groups stale", "episodes/truncated": "truncated"}
     parts = [f"{row[key]:.0f} {label}" for key, label in names.items() if row[key]]

@@ -44,7 +44,7 @@ class StepStats:
         self._waited[reason] += seconds
 
     def drain(self, clock: float) -> dict[str, float]:
-        """The counters as metrics, per step and per second; then start anew."""
+        """Return the counters as metrics, per step and per second; then start anew."""
         seconds = max(clock - self._start, 1e-9)
         row: dict[str, float] = {f"episodes/{s.value}": self._states[s.value] for s in EpisodeState}
         row |= {

@@ -23,12 +23,11 @@ class TraceLog:
     """The file of the current step, and the removal of the oldest ones."""
 
     def __init__(self, config: TracesConfig, paths: RunPaths, env_names: list[str], incarnation: int) -> None:
-        """
-        Args:
-            config: `orchestrator.traces`.
-            paths: of the run.
-            env_names: labels of the training environments.
-            incarnation: of this life, which stands in every line: a life that resumes collects its first step again.
+        """Args:
+        config: `orchestrator.traces`.
+        paths: of the run.
+        env_names: labels of the training environments.
+        incarnation: of this life, which stands in every line: a life that resumes collects its first step again.
         """
         self._config, self._folder = config, paths.root / "traces"
         self._env_names, self._incarnation = env_names, incarnation

@@ -186,7 +186,7 @@ class WeightSync:
         self._table.mark_ready(index, version)
 
     async def _found(self, index: int) -> int:
-        """The version that a server has for this run; `NOTHING` where it does not know the run's name."""
+        """Return the version that a server has for this run; `NOTHING` where it does not know the run's name."""
         try:
             return await self._clients[index].policy_version(self._name)
         except InferenceError as error:
@@ -239,7 +239,7 @@ class WeightSync:
         )
 
     async def _next_version(self) -> int:
-        """The newest version above the current one, as soon as there is one."""
+        """Return the newest version above the current one, as soon as there is one."""
         pause = LISTING_PAUSE_S[0]
         while True:
             self._news.clear()

@@ -24,7 +24,7 @@ class Backoff:
         self._longest_s = longest_s
 
     def next(self) -> float:
-        """The length of the pause that comes now."""
+        """Return the length of the pause that comes now."""
         now_s = min(self._next_s, self._longest_s)
         self._next_s = now_s * GROWTH
         return now_s * random.uniform(1 - JITTER, 1 + JITTER)

@@ -112,7 +112,7 @@ def _reason(count: int, said: str) -> str:
 
 
 def describe_gpus(device: Device, count: int) -> str:
-    """The line that a role logs about its GPUs. Names them without touching them."""
+    """Return the line that a role logs about its GPUs. Names them without touching them."""
     import torch
 
     return f"device cuda: {count} GPU{'s' if count > 1 else ''} ({device.why}), driver {driver_version()}, " + (
@@ -121,5 +121,5 @@ def describe_gpus(device: Device, count: int) -> str:
 
 
 def describe_cpu(device: Device) -> str:
-    """The line that a role logs where it computes on the CPU: aloud, for a GPU may have been meant."""
+    """Return the line that a role logs where it computes on the CPU: aloud, for a GPU may have been meant."""
     return f"device cpu, no GPU is used: {device.why}"

@@ -56,7 +56,7 @@ def stated_devices(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ, run: Runner = run_command) -> list[str]:
-    """The GPUs that this process may use, each as CUDA_VISIBLE_DEVICES takes it.
+    """Return the GPUs that this process may use, each as CUDA_VISIBLE_DEVICES takes it.
 
     Slurm sets that variable where it gives GPUs out. Where it does not, nvidia-smi is asked, which lists what the
     job's cgroup or the container lets through; where there is none, the driver's device files are counted. Their

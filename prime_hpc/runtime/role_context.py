@@ -90,7 +90,7 @@ def role_environment(
     teacher_urls: Sequence[str] = (),
     run: str = "",
 ) -> dict[str, str]:
-    """The environment variables from which `RoleContext.from_env` reads the same facts."""
+    """Return the environment variables from which `RoleContext.from_env` reads the same facts."""
     env = {
         DOORBELL: doorbell_address,
         ATTEMPT: str(attempt),

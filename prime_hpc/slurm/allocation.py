@@ -49,7 +49,7 @@ class Allocation:
 
 
 def read_allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
-    """The allocation that this process is the batch step of; None outside a job.
+    """Return the allocation that this process is the batch step of; None outside a job.
 
     Raises:
         ConfigError: the variables contradict each other (a shell inside another job).

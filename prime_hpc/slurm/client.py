@@ -81,7 +81,7 @@ _UNREACHABLE = (
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what a surrounding job put there (SLURM_*, SRUN_*, SBATCH_*).
+    """Return the environment without what a surrounding job put there (SLURM_*, SRUN_*, SBATCH_*).
 
     How Slurm itself is found stays: SLURM_CONF, and SLURM_CONF_SERVER of a client without configuration files.
     """
@@ -157,7 +157,7 @@ def _die_with_parent() -> Callable[[], None]:
 
 
 def _shown(argv: Sequence[str]) -> str:
-    """The command as a person would type it; formats with separators are left out."""
+    """Return the command as a person would type it; formats with separators are left out."""
     return " ".join("..." if SEPARATOR in word else word for word in argv)
 
 
@@ -175,5 +175,5 @@ def on_cluster(name: str | None) -> Iterator[None]:
 
 
 def asked_cluster() -> str | None:
-    """The cluster that `on_cluster` has chosen."""
+    """Return the cluster that `on_cluster` has chosen."""
     return _CLUSTER.get()

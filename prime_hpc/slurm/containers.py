@@ -61,7 +61,7 @@ class Container:
 def container_of(
     experiment: Experiment, site: SiteConfig, run_dir: Path, job_id: str, environ: Mapping[str, str]
 ) -> Container | None:
-    """The container of a run's steps, as this node sees what is to be mounted; None where the site has none.
+    """Return the container of a run's steps, as this node sees what is to be mounted; None where the site has none.
 
     Raises:
         ConfigError: its environment definition cannot be written into the run directory.
@@ -110,13 +110,13 @@ def _caches(environ: Mapping[str, str]) -> list[Path]:
 
 
 def _there(path: Path) -> Path:
-    """The path, or the nearest directory above it that exists: what does not exist cannot be mounted, and would be made
-    inside the container, where it would be lost."""
+    """Return the path, or the nearest directory above it that exists: what does not exist cannot be mounted, and
+    would be made inside the container, where it would be lost."""
     return next(found for found in (path, *path.parents) if found.exists())
 
 
 def all_mounts(config: ContainerConfig, paths: Iterable[Path]) -> list[str]:
-    """The site's mounts, and each path that none of them, and none before it, shows at its own place."""
+    """Return the site's mounts, and each path that none of them, and none before it, shows at its own place."""
     mounts = list(config.mounts)
     seen = [Path(outside) for outside, inside in map(split_mount, mounts) if outside == inside]
     own = {Path("/tmp")} if config.runtime == "apptainer" else set()  # mounted by itself

@@ -150,7 +150,7 @@ class RunJob(slurm.SlurmJob[Any]):
         return str(outcome), int(code)
 
     def stdout(self) -> str | None:
-        """The job's log so far, None where it has none."""
+        """Return the job's log so far, None where it has none."""
         path = self.paths.stdout
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
 
@@ -212,7 +212,7 @@ class _RunExecutor(slurm.SlurmExecutor):
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        """The job id in sbatch's answer."""
+        """Return the job id in sbatch's answer."""
         return sbatch_answer(string if isinstance(string, str) else string.decode())[0]
 
     def _submit_command(self, command: str) -> core.Job[Any]:
@@ -277,5 +277,5 @@ class HetSlurmExecutor(_RunExecutor):
 
 
 def executor_class(layout: str) -> type[PackedSlurmExecutor] | type[HetSlurmExecutor]:
-    """The executor of a layout (`packed` or `het`)."""
+    """Return the executor of a layout (`packed` or `het`)."""
     return HetSlurmExecutor if layout == "het" else PackedSlurmExecutor

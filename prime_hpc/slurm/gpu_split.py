@@ -33,7 +33,7 @@ def assign_gpus(
 
 
 def at_positions(positions: Sequence[int], visible: Sequence[str], key: str) -> list[str]:
-    """The GPUs at some positions of the visible ones.
+    """Return the GPUs at some positions of the visible ones.
 
     Raises:
         ConfigError: there is none at one of them, or one is named twice.

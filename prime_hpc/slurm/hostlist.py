@@ -23,7 +23,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def compress_hosts(hosts: Iterable[str]) -> str:
-    """The shortest host list of names, sorted by name and number: the inverse of `expand_hosts` up to order."""
+    """Return the shortest host list of names, sorted by name and number: the inverse of `expand_hosts` up to order."""
     plain: list[str] = []
     groups: dict[tuple[str, int, str], list[int]] = {}
     for host in dict.fromkeys(hosts):

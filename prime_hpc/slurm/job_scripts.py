@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def with_tokens(found: dict[str, "JobInfo"], which: list[str], timeout_s: float) -> dict[str, "JobInfo"]:
-    """The same jobs, those whose comment a site has changed with the token of their batch script put before it.
+    """Return the same jobs, those whose comment a site has changed with the token of their batch script put before it.
 
     Args:
         found: jobs by id.
@@ -60,7 +60,7 @@ def _scripts(which: list[str], timeout_s: float) -> dict[str, str]:
 
 @lru_cache(maxsize=1024)
 def _token_in_script(job_id: str, script: str, cluster: str | None, timeout_s: float) -> str | None:
-    """The token that a job was submitted with, from the text that Slurm keeps of its script; asked for once."""
+    """Return the token that a job was submitted with, from the text that Slurm keeps of its script; asked for once."""
     text = run_slurm(["scontrol", "write", "batch_script", job_id, "-"], timeout_s)
     match = re.search(rf"^#SBATCH --comment=\"?{COMMENT_PREFIX}([^\s\"]+)", text, re.MULTILINE)
     return match[1] if match else None

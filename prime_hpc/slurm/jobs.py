@@ -97,7 +97,7 @@ class HistoryRow:
 
 
 def token_of(comment: str) -> str | None:
-    """The token in a job's comment."""
+    """Return the token in a job's comment."""
     match = re.match(rf"{COMMENT_PREFIX}(\S+)", comment)
     return match[1] if match else None
 
@@ -171,7 +171,7 @@ def find_by_token(token: str, timeout_s: float = TIMEOUT_S) -> list[JobInfo]:
 
 
 def find_in_history(token: str, since: float, timeout_s: float = TIMEOUT_S) -> list[HistoryRow]:
-    """The same from the accounting, where there is one: jobs that the controller may have forgotten.
+    """Return the same from the accounting, where there is one: jobs that the controller may have forgotten.
 
     Args:
         token: of the submission.
@@ -234,7 +234,8 @@ def fold(rows: Iterable[JobInfo]) -> dict[str, JobInfo]:
 
 
 def fold_states(states: Sequence[str]) -> str:
-    """The state of a job of several parts: it has not ended while one part has not; then the worst end counts."""
+    """Return the state of a job of several parts: it has not ended while one part has not; then the worst end
+    counts."""
     return next((state for state in (*ACTIVE, *ENDED) if state in states), states[0])
 
 

@@ -85,7 +85,7 @@ def split_names(text: str) -> tuple[str, ...]:
 
 
 def known_partitions(partitions: Iterable[str], site: SiteConfig) -> list[SitePartition]:
-    """The site's facts of those partitions that it knows."""
+    """Return the site's facts of those partitions that it knows."""
     return [site.partitions[name] for name in partitions if name in site.partitions]
 
 

@@ -176,7 +176,7 @@ def placed_roles(experiment: Experiment) -> list[SlurmRole]:
 
 
 def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["packed", "het"], str]:
-    """The layout, and why.
+    """Return the layout, and why.
 
     Raises:
         ConfigError: the layout that was asked for, or that the roles need, cannot be had.
@@ -372,7 +372,7 @@ def _inference(
     gpus: int,
     taken: tuple[int, ...] = (),
 ) -> list[RoleGroup]:
-    """A group's servers: positions are disjoint between the replicas of a node, and with `taken`."""
+    """Return a group's servers: positions are disjoint between the replicas of a node, and with `taken`."""
     split, part = servers.nodes_per_replica, servers.gpus_of_part
     need = part * (servers.replicas_per_node if split == 1 else 1)
     named = _named(experiment, role, need, gpus)
@@ -448,7 +448,8 @@ def _shared_node(experiment: Experiment, gpus: int) -> list[RoleGroup]:
 
 
 def _named(experiment: Experiment, role: str, need: int, gpus: int) -> tuple[int, ...] | None:
-    """The first `need` of the GPUs that were named for a role; None where none were, or the nodes have no GPU."""
+    """Return the first `need` of the GPUs that were named for a role; None where none were, or the nodes have no
+    GPU."""
     key = f"{role}_gpu_ids"
     ids: list[int] | None = getattr(experiment, key)
     if ids is None or gpus == 0:

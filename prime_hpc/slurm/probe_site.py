@@ -292,7 +292,7 @@ def _network_lines(cards: list[str]) -> list[str]:
 
 
 def _scalar(value: Any) -> str:
-    """A YAML scalar, quoted where it must be."""
+    """Return a YAML scalar, quoted where it must be."""
     import yaml
 
     return str(yaml.safe_dump(value, default_flow_style=True, width=10_000)).removesuffix("...\n").strip()

@@ -84,7 +84,8 @@ def silent_nodes(hosts: str) -> list[str]:
 
 
 def _nodes_before(job: str, job_id: str) -> list[tuple[str, list[str], list[str]]]:
-    """The nodes that each component's user, or an admin, had excluded (an update replaces the whole list) or asked for.
+    """Return the nodes that each component's user, or an admin, had excluded (an update replaces the whole list) or
+    asked for.
 
     Args:
         job: of `scontrol show job --oneliner`, a line a component.

@@ -64,7 +64,7 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
 
 
 def refusal(error: SlurmError, layout: str) -> SlurmRefused:
-    """A failed sbatch as an error about the config.
+    """Return a failed sbatch as an error about the config.
 
     Args:
         error: of sbatch.

@@ -51,7 +51,7 @@ def render_job(
     token: str | None = None,
     array: ArrayPart | None = None,
 ) -> str:
-    """The batch script.
+    """Return the batch script.
 
     Args:
         placement: of `place_slurm`.
@@ -121,7 +121,7 @@ def directive(name: str, value: str | bool) -> str:
 
 
 def escape_pattern(path: str) -> str:
-    """A path as a part of Slurm's file name patterns, in which `%` begins a symbol."""
+    """Return a path as a part of Slurm's file name patterns, in which `%` begins a symbol."""
     return path.replace("%", "%%")
 
 
@@ -169,7 +169,7 @@ def _job_options(component: Component, experiment: Experiment, array: ArrayPart 
 
 
 def _explicit(component: Component, carried: Options) -> Options:
-    """A component's options with those written out that Slurm would hand on to it from the components before.
+    """Return a component's options with those written out that Slurm would hand on to it from the components before.
 
     Args:
         component: the component.
@@ -271,7 +271,7 @@ def interpreter() -> str:
 
 
 def command_tail(argv: list[str]) -> list[str]:
-    """An experiment's command line (without the verb and its own flags) with its config files as absolute paths.
+    """Return an experiment's command line (without the verb and its own flags) with its config files as absolute paths.
 
     Values of keys stay as they are: the job starts in the directory in which sbatch was called. A secret is left out:
     the script, and the job's command line, are read by others (a run that `submit` sends has it in its run directory).

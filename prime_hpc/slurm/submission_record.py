@@ -29,17 +29,17 @@ _FOREIGN_LOCK_S = 300.0
 
 
 def new_token() -> str:
-    """The name of one submission."""
+    """Return the name of one submission."""
     return uuid.uuid4().hex
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
-    """The record of a run's newest submission, None where there is none."""
+    """Return the record of a run's newest submission, None where there is none."""
     return read_submission(run_dir)
 
 
 def cluster_of(run_dir: Path) -> str | None:
-    """The other cluster of the site that a run was sent to, for `observe.slurm.on_cluster`; None: this one."""
+    """Return the other cluster of the site that a run was sent to, for `observe.slurm.on_cluster`; None: this one."""
     other = (read_record(run_dir) or {}).get("other_cluster")
     return None if other is None or other == cluster_name() else str(other)
 
@@ -75,7 +75,7 @@ def write_record(run_dir: Path, *, by_job: bool | None = None, **fields: Any) ->
 def open_record(
     run_dir: Path, *, token: str, state: str, command: list[str], layout: str, cluster: str | None, **more: Any
 ) -> dict[str, Any]:
-    """The record of a new submission in place of an earlier one.
+    """Return the record of a new submission in place of an earlier one.
 
     Args:
         run_dir: the run directory, or a sweep's.

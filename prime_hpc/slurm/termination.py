@@ -64,7 +64,8 @@ class JobLog:
 
 
 def parse_words(added: str) -> str | None:
-    """The reason in what slurmstepd adds to `CANCELLED AT ...`; see `JobLog.words`. None: words of no known Slurm."""
+    """Return the reason in what slurmstepd adds to `CANCELLED AT ...`; see `JobLog.words`. None: words of no known
+    Slurm."""
     known = _DUE_TO.match(added)
     if known is None and added:
         logger.warning(
@@ -121,7 +122,7 @@ def parse_termination(
     past_limit: bool = False,
     words: str | None = None,
 ) -> Verdict:
-    """The verdict from what Slurm prints at the moment of SIGTERM.
+    """Return the verdict from what Slurm prints at the moment of SIGTERM.
 
     A job that Slurm puts back into the queue (preemption, a lost node, `scontrol requeue`) is COMPLETING with one
     restart more than the life that is being ended knows of; any other end leaves the count. A preemption and
@@ -191,6 +192,6 @@ def _is_lost(node: str, since: float, silent_end: bool) -> bool:
 
 
 def field(text: str, name: str) -> str:
-    """The value of `Name=value` in scontrol's output; empty where it is absent."""
+    """Return the value of `Name=value` in scontrol's output; empty where it is absent."""
     match = re.search(rf"(?:^|\s){name}=(\S*)", text)
     return match.group(1) if match else ""

@@ -71,7 +71,7 @@ def make_starter(directory: Path, *, name: str = "qwen3-tiny", seed: int = 0, ta
 
 
 def _read(record: Path) -> Any:
-    """The record's content; None where there is none or it is not JSON (then the starter is made again)."""
+    """Return the record's content; None where there is none or it is not JSON (then the starter is made again)."""
     try:
         return json.loads(record.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):

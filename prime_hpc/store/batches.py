@@ -336,7 +336,7 @@ def read_rank_batches(
     handover: Handover | None = None,
     deadline_s: float = files.VISIBLE_S,
 ) -> list[RankBatch]:
-    """The files of some ranks of a batch, their sums checked; the large arrays are read-only views of them.
+    """Return the files of some ranks of a batch, their sums checked; the large arrays are read-only views of them.
 
     Args:
         directory: the batch's artifact.
@@ -383,7 +383,7 @@ def _map(directory: Path, name: str, manifest: Manifest) -> RankBatch:
 
 
 def decode_rank(raw: npt.NDArray[np.uint8], path: Path) -> RankBatch:
-    """The arrays of one file's content, uint8[size]; `path` is for the error.
+    """Return the arrays of one file's content, uint8[size]; `path` is for the error.
 
     Raises:
         ArtifactError: it is none.

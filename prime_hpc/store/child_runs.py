@@ -76,7 +76,7 @@ def write_state(child: Path, state: ChildState) -> None:
 
 
 def read_state(child: Path) -> ChildState | None:
-    """The trainer's last word; None where it never said one, or where it cannot be read."""
+    """Return the trainer's last word; None where it never said one, or where it cannot be read."""
     try:
         return read_state_strictly(child)
     except OSError:
@@ -84,7 +84,7 @@ def read_state(child: Path) -> ChildState | None:
 
 
 def read_state_strictly(child: Path) -> ChildState | None:
-    """The trainer's last word; None where it never said one.
+    """Return the trainer's last word; None where it never said one.
 
     Raises:
         OSError: it cannot be read now.

@@ -27,7 +27,7 @@ class DataFiles:
 
 
 def find_data(source: SFTSourceConfig) -> DataFiles:
-    """The files, in the order of `path`, those of a pattern or a directory by name.
+    """Return the files, in the order of `path`, those of a pattern or a directory by name.
 
     Raises:
         ValueError: nothing is there, or the kind cannot be told; names the path and what to do.
@@ -94,7 +94,7 @@ def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
 
 
 def first_columns(found: DataFiles) -> list[str] | None:
-    """The keys of the first row, where that can be told by reading a little: plain JSON lines; else None."""
+    """Return the keys of the first row, where that can be told by reading a little: plain JSON lines; else None."""
     if found.kind != "jsonl" or is_packed(found.files[0]):
         return None
     with contextlib.suppress(OSError, ValueError), found.files[0].open("rb") as file:

@@ -63,7 +63,7 @@ class Exported:
 
 
 def require_pyarrow() -> Any:
-    """The pyarrow module.
+    """Return the pyarrow module.
 
     Raises:
         StoreError: it is not installed; says how to get it.

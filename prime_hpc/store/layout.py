@@ -114,7 +114,7 @@ class RunPaths:
 
 
 def parse_step(name: str, digits: int = 6) -> int | None:
-    """The number in a directory name `step_<n>` padded to `digits`; None for any other name (`step_7.bak`)."""
+    """Return the number in a directory name `step_<n>` padded to `digits`; None for any other name (`step_7.bak`)."""
     match = _STEP.fullmatch(name)
     if match is None:
         return None

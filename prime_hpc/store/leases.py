@@ -59,7 +59,7 @@ def _path(paths: RunPaths, reader: str) -> Path:
 
 
 def _read_floor(path: Path) -> int | None:
-    """The floor in one lease; None where it was dropped meanwhile; 0 (keep all) where it cannot be read."""
+    """Return the floor in one lease; None where it was dropped meanwhile; 0 (keep all) where it cannot be read."""
     try:
         return int(files.retry_read(lambda: json.loads(path.read_bytes())["floor"], deadline_s=_READ_DEADLINE_S))
     except FileNotFoundError:

@@ -68,7 +68,7 @@ class Manifest:
         }
 
     def to_bytes(self) -> bytes:
-        """The content of manifest.json, with a sum of its own.
+        """Return the content of manifest.json, with a sum of its own.
 
         Raises:
             ValueError: `meta` is not plain JSON.

@@ -16,7 +16,7 @@ def is_local_path(name: str) -> bool:
 
 
 def find_config(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The model's config.json: in its directory, else in the hub's cache; None where neither is there."""
+    """Return the model's config.json: in its directory, else in the hub's cache; None where neither is there."""
     local = Path(name).expanduser() / "config.json"
     if local.is_file():
         return local
@@ -29,7 +29,7 @@ def find_config(name: str, environ: Mapping[str, str] = os.environ) -> Path | No
 
 
 def read_config(name: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """The fields of a model's config.json; None where it cannot be found or read."""
+    """Return the fields of a model's config.json; None where it cannot be found or read."""
     path = find_config(name, environ)
     if path is None:
         return None

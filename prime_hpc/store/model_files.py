@@ -63,7 +63,7 @@ def _weight_map(folder: Path) -> dict[str, Path] | None:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file.
+    """Return the tensors of one safetensors file.
 
     Raises:
         ValueError: it cannot be read, or is no safetensors file.

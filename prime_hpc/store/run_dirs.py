@@ -79,7 +79,7 @@ def run_name(path: Path, folder: Path) -> str:
 
 
 def read_json(path: Path | str) -> dict[str, Any] | None:
-    """A small JSON object; None where it is absent, torn or not an object."""
+    """Return a small JSON object; None where it is absent, torn or not an object."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - thousands of them: no Path methods
             value = json.loads(file.read())
@@ -112,7 +112,7 @@ def parse_attempts(content: bytes) -> list[dict[str, Any]]:
 
 
 def read_submission(path: Path | str) -> dict[str, Any] | None:
-    """The record of a run's newest submission: the client's words and the job's, the later one of each field."""
+    """Return the record of a run's newest submission: the client's words and the job's, the later one of each field."""
     record = read_json(f"{path}/{SUBMIT_JSON}")
     if record is None:
         return None

@@ -236,7 +236,7 @@ class _Wait:
         return manifest
 
     def _handed_over(self) -> Manifest | None:
-        """The manifest from the writer's own socket, where an announcement says that there is one."""
+        """Return the manifest from the writer's own socket, where an announcement says that there is one."""
         if self.handover is None or self.announcement is None or not self.key:
             return None
         fetched = self.handover.fetch(self.directory, next(iter(self.key.values())), lambda _: ())

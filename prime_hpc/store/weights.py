@@ -22,12 +22,12 @@ def list_versions(paths: RunPaths) -> list[int]:
 
 
 def latest_version(paths: RunPaths) -> int | None:
-    """The newest version on disk, None where there is none."""
+    """Return the newest version on disk, None where there is none."""
     return max(list_versions(paths), default=None)
 
 
 def newest_of_life(paths: RunPaths, above: int, incarnation: int) -> int | None:
-    """The newest version above `above` that this life (or a newer one) has made; None where there is none.
+    """Return the newest version above `above` that this life (or a newer one) has made; None where there is none.
 
     A fenced life may have left a late one of a higher number, which nobody may wait for.
     """

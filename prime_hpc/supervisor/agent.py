@@ -409,7 +409,7 @@ def _fill(text: str, facts: dict[str, str]) -> str:
 
 
 def order_message(order: Order) -> dict[str, Any]:
-    """The payload of `go/<label>`."""
+    """Return the payload of `go/<label>`."""
     return asdict(order)
 
 

@@ -74,7 +74,7 @@ OF_THE_BATCH_HOST = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBL
 
 
 def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tuple[list[RoleSpec], Urls]:
-    """The roles of a one-node run, and the URLs of the servers of each group of engines.
+    """Return the roles of a one-node run, and the URLs of the servers of each group of engines.
 
     Raises:
         ConfigError: too few GPUs, or a port that is taken.
@@ -104,7 +104,7 @@ def place(experiment: Experiment, run_dir: Path, environ: dict[str, str]) -> tup
 def _server_ports(
     experiment: Experiment, role: EngineRole, base: int, taken: list[int], within: PortRange | None
 ) -> list[int]:
-    """A port for each server of a group on this machine; `taken` are the other groups'."""
+    """Return a port for each server of a group on this machine; `taken` are the other groups'."""
     servers = servers_of(experiment, role)
     first, count, key = first_port(experiment, servers), servers.num_replicas, f"{SECTIONS[role]}.server.port"
     if not first:
@@ -263,8 +263,8 @@ def _prepare(
 
 
 def _keys(experiment: Experiment) -> dict[str, str]:
-    """The keys of the engines that are started, where they themselves and the orchestrator look for them; the policy's
-    win. Where the config states none, all get one that is made for this attempt."""
+    """Return the keys of the engines that are started, where they themselves and the orchestrator look for them; the
+    policy's win. Where the config states none, all get one that is made for this attempt."""
     config, keys, made = experiment.orchestrator, {}, Secret(new_secret()).reveal()
     for role in reversed(engine_roles(experiment)):
         client = config.teacher if role == "teacher" else config.client

@@ -165,7 +165,7 @@ class Controls:
         return None
 
     def _of_grace(self, now: float) -> StopRequest | None:
-        """A preemption with grace moves the end of the job, and says nothing else."""
+        """Notice a preemption with grace: it moves the end of the job, and says nothing else."""
         end = granted_until(self._allocation.job_id) if self._allocation else None
         if end is None or (self._ends_at is not None and end > self._ends_at - LIMIT_MARGIN_S):
             return None

@@ -64,16 +64,15 @@ class Supervisor:
         checkup: Checkup | None = None,
         controls: Controls | None = None,
     ) -> None:
-        """
-        Args:
-            experiment, run_dir, attempt: what is run.
-            specs: its roles; with `steps` all of them are `StepSpec`s.
-            urls: of the servers, by group; with `steps` they are learnt from the agents.
-            environment: of the roles.
-            steps: the Slurm job; None: processes of this machine.
-            spares: nodes of a packed job that take over a lost server.
-            checkup: of the nodes, before any role starts.
-            controls: that listen since the life began; default: new ones.
+        """Args:
+        experiment, run_dir, attempt: what is run.
+        specs: its roles; with `steps` all of them are `StepSpec`s.
+        urls: of the servers, by group; with `steps` they are learnt from the agents.
+        environment: of the roles.
+        steps: the Slurm job; None: processes of this machine.
+        spares: nodes of a packed job that take over a lost server.
+        checkup: of the nodes, before any role starts.
+        controls: that listen since the life began; default: new ones.
         """
         self._experiment = experiment
         self._paths = run_paths(experiment, run_dir)
@@ -302,7 +301,7 @@ class Supervisor:
             logger.warning(f"{self._paths.incarnation} cannot be listed: {error}")
 
     def _or_fenced(self, ended: Ended) -> Ended:
-        """The end as it truly is: what fails after a newer life has begun fails because of it."""
+        """Return the end as it truly is: what fails after a newer life has begun fails because of it."""
         self._next_fence_look = 0.0
         try:
             self._end_if_fenced()

@@ -14,7 +14,7 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def parse_cpus(text: str) -> set[int]:
-    """The kernel's list of CPUs, `0-3,8`, as numbers.
+    """Return the kernel's list of CPUs, `0-3,8`, as numbers.
 
     Raises:
         ValueError: it is none.

@@ -37,7 +37,7 @@ def _bytes_on(device: torch.device, tensor: torch.Tensor | None) -> int:
 def explain(
     error: BaseException, experiment: Experiment, held: dict[str, float], peak: float, *, rank: int, step: int
 ) -> str:
-    """The error's first sentence, the largest kinds, and what helps.
+    """Return the error's first sentence, the largest kinds, and what helps.
 
     Args:
         error: from the allocator.

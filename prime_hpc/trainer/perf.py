@@ -138,10 +138,9 @@ class PhaseTimer:
     """
 
     def __init__(self, mark: Callable[[], Any] | None = None) -> None:
-        """
-        Args:
-            mark: records an event on the device's stream, with `synchronize` and `elapsed_time` (milliseconds) as
-                `torch.cuda.Event` has them; None: all phases are the host's.
+        """Args:
+        mark: records an event on the device's stream, with `synchronize` and `elapsed_time` (milliseconds) as
+            `torch.cuda.Event` has them; None: all phases are the host's.
         """
         self.seconds: dict[str, float] = {}
         self._mark = mark
@@ -150,7 +149,7 @@ class PhaseTimer:
 
     @classmethod
     def of(cls, device: torch.device) -> "PhaseTimer":
-        """A device's."""
+        """Return a device's."""
         if device.type != "cuda":
             return cls()
         return cls(lambda: torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True)))
@@ -172,7 +171,8 @@ class PhaseTimer:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """The seconds so far, as `time/<phase>`; starts anew. Waits until the device has done the measured phases."""
+        """Return the seconds so far, as `time/<phase>`; starts anew. Waits until the device has done the measured
+        phases."""
         for phase, first, last in self._marks:
             last.synchronize()
             self.seconds[phase] = self.seconds.get(phase, 0.0) + first.elapsed_time(last) / 1000

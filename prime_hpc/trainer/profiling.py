@@ -25,11 +25,10 @@ class StepProfiler:
     """torch's profiler over steps `first_step` to `last_step`: of all that a rank does in them, publishing included."""
 
     def __init__(self, config: ProfileConfig | None, folder: Path, rank: int) -> None:
-        """
-        Args:
-            config: None: nothing is traced.
-            folder: where traces go; made when there is one.
-            rank: this rank.
+        """Args:
+        config: None: nothing is traced.
+        folder: where traces go; made when there is one.
+        rank: this rank.
         """
         self._config = config if config is not None and rank in config.ranks else None
         self._folder, self._rank = folder, rank

@@ -8,7 +8,7 @@ import torch
 
 
 def rank_thread(target: Callable[..., None], *, name: str, args: Sequence[Any] = ()) -> threading.Thread:
-    """A daemon thread, not yet started, whose CUDA device is this rank's.
+    """Return a daemon thread, not yet started, whose CUDA device is this rank's.
 
     A new thread begins on GPU 0. What it pins, or copies without naming a device, would make a context of every rank
     there: half a GiB each, on the fullest GPU.

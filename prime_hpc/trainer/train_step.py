@@ -89,26 +89,25 @@ class Engine:
         no_sync: bool = False,
         row_tokens: int = 0,
     ) -> None:
-        """
-        Args:
-            policy: sharded model.
-            optimizer: over its parameters.
-            optim, scheduler: learning rate and clipping.
-            max_steps: length of the schedule.
-            normalize: `token`, `sequence` or `batch`, see `objectives.target_weights`.
-            reshard: free gathered parameters between a step's micro-batches.
-            device: this rank's device.
-            peak_flops: FLOP/s of one rank, for MFU.
-            with_entropy: measure the policy's entropy at the targets.
-            batch_tokens: constant of `normalize = batch`.
-            denominators: `all` or `trained`: count the step's rollouts, where the batch tells, or its sequences.
-            mismatch: alarm on the metric `kl`; None: none.
-            reference: frozen, sharded model whose log-probabilities the objective needs; the policy itself: its base
-                model, where it has adapters.
-            slot: adapter that is trained, where the policy has any.
-            share_prefixes: compute the prompt of a group's samples once, see `prefixes.py`.
-            no_sync: keep whole gradients until the last micro-batch, see `trainer.no_sync`.
-            row_tokens: rows times their length in one micro-batch, where each sample has a row of its own.
+        """Args:
+        policy: sharded model.
+        optimizer: over its parameters.
+        optim, scheduler: learning rate and clipping.
+        max_steps: length of the schedule.
+        normalize: `token`, `sequence` or `batch`, see `objectives.target_weights`.
+        reshard: free gathered parameters between a step's micro-batches.
+        device: this rank's device.
+        peak_flops: FLOP/s of one rank, for MFU.
+        with_entropy: measure the policy's entropy at the targets.
+        batch_tokens: constant of `normalize = batch`.
+        denominators: `all` or `trained`: count the step's rollouts, where the batch tells, or its sequences.
+        mismatch: alarm on the metric `kl`; None: none.
+        reference: frozen, sharded model whose log-probabilities the objective needs; the policy itself: its base
+            model, where it has adapters.
+        slot: adapter that is trained, where the policy has any.
+        share_prefixes: compute the prompt of a group's samples once, see `prefixes.py`.
+        no_sync: keep whole gradients until the last micro-batch, see `trainer.no_sync`.
+        row_tokens: rows times their length in one micro-batch, where each sample has a row of its own.
         """
         self.policy = policy
         self.optimizer = optimizer
@@ -162,8 +161,9 @@ class Engine:
         return metrics
 
     def lay_out(self, batch: RankBatch) -> RankBatch:
-        """The batch as the model takes it. With each sample in a row of its own, and where a batch was not dealt out
-        like that, micro-batches are made of samples of similar length, as many on every rank. Collective then."""
+        """Return the batch as the model takes it. With each sample in a row of its own, and where a batch was not
+        dealt out like that, micro-batches are made of samples of similar length, as many on every rank. Collective
+        then."""
         if not self.policy.own_rows:
             return batch
         groups = group_rows(np.diff(batch.seq_offsets), self._row_tokens)
@@ -173,7 +173,7 @@ class Engine:
         return with_own_rows(batch, groups, num_micro_batches) if misfits else batch
 
     def micro_batch(self, batch: RankBatch, index: int) -> MicroBatch:
-        """The `index`-th micro-batch of a batch of `lay_out`."""
+        """Return the `index`-th micro-batch of a batch of `lay_out`."""
         return make_micro_batch(
             batch,
             index,

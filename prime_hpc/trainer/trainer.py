@@ -219,7 +219,7 @@ class Session:
             prune_weights(self.paths, keep, self.context.incarnation, keep=self.saver.steps_in_flight)
 
     def train_step(self, step: int, batch: RankBatch, objective: Objective) -> dict[str, float]:
-        """The engine's step; a save in flight is not lost when it refuses. Collective.
+        """Return the engine's step; a save in flight is not lost when it refuses. Collective.
 
         Raises:
             StepRefused: on every rank.
@@ -427,7 +427,7 @@ def open_session(
 
 
 def build_engine(base: Base, experiment: Experiment, slot: int = 0) -> Engine:
-    """The train step of a loaded model. Collective where the objective needs another model.
+    """Return the train step of a loaded model. Collective where the objective needs another model.
 
     Args:
         base: from `load_base`.

@@ -37,7 +37,7 @@ def run(argv: list[str], program: str) -> int:
 
 
 def render(found: dict[str, Any]) -> str:
-    """The differences for people; a section without any is one line."""
+    """Return the differences for people; a section without any is one line."""
     lines = [f"a  {found['runs'][0]}", f"b  {found['runs'][1]}"]
     lines += [f"missing: {name}" for name in found.get("missing", [])]
     lines += _pairs("config", found["config"])

@@ -39,7 +39,7 @@ def run(argv: list[str], program: str) -> int:
 
 
 def _own_server(model: str) -> str | None:
-    """The server that this user has started here by hand (`inference`), where it serves this model."""
+    """Return the server that this user has started here by hand (`inference`), where it serves this model."""
     from urllib.error import URLError
     from urllib.request import ProxyHandler, Request, build_opener
 

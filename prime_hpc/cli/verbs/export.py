@@ -81,7 +81,7 @@ def _merge(experiment: "Experiment", paths: "RunPaths", values: dict[str, str]) 
 
 
 def _chosen(text: str | None, there: list[int], run_dir: Path) -> list[int]:
-    """The stored steps within `A:B`, `A:`, `:B` or `A`."""
+    """Return the stored steps within `A:B`, `A:`, `:B` or `A`."""
     if not there:
         raise ConfigError(f"{run_dir}: no rollouts are stored")
     if text is None:

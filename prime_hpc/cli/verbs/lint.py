@@ -24,7 +24,7 @@ def run(argv: list[str], program: str) -> int:
 
 
 def _split(rest: list[str]) -> tuple[list[str], list[str]]:
-    """The files that come first, and what follows for all of them."""
+    """Return the files that come first, and what follows for all of them."""
     count = next((i for i, token in enumerate(rest) if token.startswith(("-", "@"))), len(rest))
     return rest[:count], rest[count:]
 

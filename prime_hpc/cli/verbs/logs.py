@@ -60,7 +60,7 @@ def run(argv: list[str], program: str) -> int:
 
 
 def _count(values: dict[str, str], *flags: str) -> int | None:
-    """A flag's whole number; None where it was not given. Raises ConfigError."""
+    """Return a flag's whole number; None where it was not given. Raises ConfigError."""
     flag = next((flag for flag in flags if flag in values), None)
     if flag is None:
         return None
@@ -84,7 +84,7 @@ class _View:
         self._final_since: float | None = None
 
     def show(self, count: int) -> int:
-        """The last lines."""
+        """Return the last lines."""
         source = self._source()
         if source is None:
             self._say_why_nothing()
@@ -93,7 +93,7 @@ class _View:
         return 0
 
     def follow(self, count: int) -> int:
-        """The last lines and all that come until the run is over."""
+        """Return the last lines and all that come until the run is over."""
         source = self._source()
         first = None
         if source is None:

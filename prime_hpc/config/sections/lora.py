@@ -60,7 +60,7 @@ def matches(target: str, module: str) -> bool:
 
 
 def select_modules(config: LoraConfig, modules: Collection[str]) -> list[str]:
-    """The modules that get adapters, in the given order.
+    """Return the modules that get adapters, in the given order.
 
     Args:
         config: states the targets.

@@ -33,7 +33,7 @@ _MAX_NAME_BYTES = 200
 
 
 def directory_name(name: str) -> str:
-    """A name that becomes a directory beside others. Raises a ValueError for one that would be another place."""
+    """Return a name that becomes a directory beside others. Raises a ValueError for one that would be another place."""
     if not name or "/" in name or any(ord(c) < 32 or ord(c) == 127 for c in name):
         raise ValueError(f"{name!r} cannot name a directory: no slash, no line break or other control character")
     if name.startswith((".", "-", "~")):

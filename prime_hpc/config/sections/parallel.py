@@ -53,7 +53,7 @@ class Layout:
         return self.fsdp * self.tp // self.ep
 
     def data_rank(self, rank: int) -> int:
-        """The part of the batch that a rank reads."""
+        """Return the part of the batch that a rank reads."""
         return rank // self.ranks_per_part
 
     def describe(self) -> str:
@@ -83,7 +83,7 @@ class ParallelConfig(Section):
     """Expert parallel (mixture of experts): ranks that split the experts, out of those of one copy."""
 
     def layout(self, num_ranks: int) -> Layout:
-        """The sizes of all dimensions.
+        """Return the sizes of all dimensions.
 
         Raises:
             ValueError: they do not multiply to `num_ranks`, or `ep` does not divide one copy's ranks.

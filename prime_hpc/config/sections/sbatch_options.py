@@ -49,7 +49,7 @@ EXPORTS = ("ALL", "NONE", "NIL")
 
 
 def long_name(name: str) -> str:
-    """An option as Slurm spells it: `--cpus_per_gpu` -> `cpus-per-gpu`."""
+    """Return an option as Slurm spells it: `--cpus_per_gpu` -> `cpus-per-gpu`."""
     return name.removeprefix("--").replace("_", "-")
 
 

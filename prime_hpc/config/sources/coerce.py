@@ -20,7 +20,7 @@ class CoerceError(ValueError):
 
 
 def coerce(value: Any, node: Node, *, typed: bool) -> Any:
-    """The value of a leaf, free or list key from what was stated.
+    """Return the value of a leaf, free or list key from what was stated.
 
     Args:
         value: what the source holds.

@@ -62,7 +62,7 @@ class Entry:
         return self.literal or self.document is not None
 
     def child(self, name: str, value: Any) -> "Entry":
-        """The statement of one key of this statement's mapping, or of one item of its list."""
+        """Return the statement of one key of this statement's mapping, or of one item of its list."""
         origin, path = self.origin, (*self.path, name)
         if self.document is not None:
             origin = self.document.origin(path)
@@ -169,7 +169,7 @@ class _Parser:
             self.parsed.entries += [Entry(target, value, origin, self.scope) for target in targets]
 
     def _targets(self, name: str) -> tuple[tuple[Segments, ...], bool]:
-        """The keys that a flag sets, and whether it negates them."""
+        """Return the keys that a flag sets, and whether it negates them."""
         snake = name.replace("-", "_")
         segments = tuple(snake.split("."))
         if locate(segments, self.scope) is not None:

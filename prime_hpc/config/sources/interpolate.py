@@ -46,7 +46,7 @@ _HARD: Any = object()
 
 
 def _follow(tree: Any, text: str) -> Any:
-    """The value of a whole-text reference such as `${a.b}`, or `_HARD` where it is anything else."""
+    """Return the value of a whole-text reference such as `${a.b}`, or `_HARD` where it is anything else."""
     value: Any = text
     for _ in range(_MAX_CHAIN):
         if not is_reference(value):

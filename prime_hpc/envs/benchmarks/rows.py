@@ -43,7 +43,7 @@ def read_rows(name: str, data: str | None = None) -> list[Row]:
 
 
 def _hub_is_wanted(benchmark: Benchmark) -> bool:
-    """Whether the data may be fetched by the run itself."""
+    """Return whether the data may be fetched by the run itself."""
     offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true")
     return not offline and not benchmark.source.startswith("package:")
 
@@ -76,7 +76,7 @@ def _lines(path: Path) -> Iterator[Row]:
 
 
 def question_of(benchmark: Benchmark, row: Row) -> str:
-    """The question of a row.
+    """Return the question of a row.
 
     Raises:
         EnvError: it has none; names the fields that it has.
@@ -85,7 +85,7 @@ def question_of(benchmark: Benchmark, row: Row) -> str:
 
 
 def answer_of(benchmark: Benchmark, row: Row) -> str:
-    """The answer of a row: of worked solutions what follows `####`; no commas in whole numbers."""
+    """Return the answer of a row: of worked solutions what follows `####`; no commas in whole numbers."""
     answer = str(_field(benchmark, row, benchmark.answer)).rpartition("####")[2].strip()
     return re.sub(r"(?<=\d),(?=\d)", "", answer) if benchmark.integer else answer
 

@@ -106,7 +106,7 @@ class Environment:
         return source
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> Any:
-        """The training tasks, or the first n of them.
+        """Return the training tasks, or the first n of them.
 
         Raises:
             ValueError: there are none.
@@ -114,7 +114,7 @@ class Environment:
         return _first(self._made("train"), n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> Any:
-        """The evaluation tasks, or those for training where there are no others."""
+        """Return the evaluation tasks, or those for training where there are no others."""
         return _first(self._made("eval" if self.has("eval") else "train"), n, seed)
 
     def add_rubric(self, rubric: Rubric) -> None:
@@ -132,7 +132,7 @@ class Environment:
         return 0
 
     def example(self, row: dict[str, Any], number: int) -> dict[str, Any]:
-        """A row as the rollout's input: `prompt` as messages, `answer`, `task`, `info`."""
+        """Return a row as the rollout's input: `prompt` as messages, `answer`, `task`, `info`."""
         prompt = row.get("prompt")
         if prompt is None:
             if "question" not in row:
@@ -184,7 +184,7 @@ class MultiTurnEnv(Environment):
         raise NotImplementedError(f"{type(self).__name__} has no env_response")
 
     async def get_prompt_messages(self, state: State) -> Messages:
-        """The whole conversation that the model is shown next."""
+        """Return the whole conversation that the model is shown next."""
         if not state["trajectory"]:
             return chat_messages(state["prompt"])
         last = state["trajectory"][-1]
@@ -273,7 +273,7 @@ class ToolEnv(MultiTurnEnv):
 
     @stop
     async def no_tools_called(self, state: State) -> bool:
-        """The last reply calls nothing."""
+        """Return the last reply calls nothing."""
         return bool(state["trajectory"]) and not state["trajectory"][-1]["completion"][-1].get("tool_calls")
 
     async def call_tool(self, tool_name: str, tool_args: dict[str, Any], tool_call_id: str, **kwargs: Any) -> Any:
@@ -288,7 +288,7 @@ class ToolEnv(MultiTurnEnv):
         return ChatMessage(role="tool", content=content, tool_call_id=tool_call_id)
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
-        """The results of the last reply's calls."""
+        """Return the results of the last reply's calls."""
         results = []
         for call in messages[-1].get("tool_calls") or []:
             try:
@@ -306,7 +306,7 @@ class ToolEnv(MultiTurnEnv):
     def update_tool_args(
         self, tool_name: str, tool_args: dict[str, Any], messages: Messages, state: State, **kwargs: Any
     ) -> dict[str, Any]:
-        """The arguments of a call as the function gets them."""
+        """Return the arguments of a call as the function gets them."""
         return tool_args
 
 

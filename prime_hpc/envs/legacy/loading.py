@@ -29,7 +29,7 @@ def key_of(module_name: str, arguments: dict[str, Any]) -> str:
 
 
 def environment(module: ModuleType, name: str, arguments: dict[str, Any]) -> Environment:
-    """The environment that a package makes of these arguments; made once.
+    """Return the environment that a package makes of these arguments; made once.
 
     Raises:
         EnvError: the arguments do not fit, it cannot be made, or is of a kind that cannot be played here.
@@ -42,7 +42,7 @@ def environment(module: ModuleType, name: str, arguments: dict[str, Any]) -> Env
 
 
 def made(key: str) -> Environment:
-    """The environment of a key, which this process has made."""
+    """Return the environment of a key, which this process has made."""
     return _MADE[key]
 
 

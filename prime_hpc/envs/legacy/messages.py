@@ -48,7 +48,7 @@ def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str,
 
 
 def assistant_message(message: AssistantMessage) -> ChatMessage:
-    """A reply in OpenAI's chat shape; `tool_calls` is there only where the model called something."""
+    """Return a reply in OpenAI's chat shape; `tool_calls` is there only where the model called something."""
     found = ChatMessage(role="assistant", content=message.content or "")
     if message.reasoning_content:
         found["reasoning_content"] = message.reasoning_content
@@ -95,6 +95,6 @@ def tool_declaration(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def v1_tool(declaration: Any) -> Tool:
-    """A declaration in OpenAI's shape, or already flat, as verifiers v1 passes it to the model."""
+    """Return a declaration in OpenAI's shape, or already flat, as verifiers v1 passes it to the model."""
     flat = declaration.get("function", declaration) if isinstance(declaration, dict) else declaration.model_dump()
     return Tool(name=flat["name"], description=flat.get("description") or "", parameters=flat.get("parameters") or {})

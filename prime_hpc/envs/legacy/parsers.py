@@ -19,34 +19,34 @@ class Parser:
         self.extract_fn = extract_fn
 
     def parse(self, text: str) -> Any:
-        """The answer in one text."""
+        """Return the answer in one text."""
         return self.extract_fn(text)
 
     def parse_answer(self, completion: Any) -> Any:
-        """The answer in a completion: of its last reply; None without any."""
+        """Return the answer in a completion: of its last reply; None without any."""
         if isinstance(completion, str):
             return self.parse(completion)
         replies = self.get_assistant_messages(completion)
         return self.parse(text_of(replies[-1])) if replies else None
 
     def get_assistant_messages(self, completion: Messages) -> Messages:
-        """The model's messages."""
+        """Return the model's messages."""
         return _of_role(completion, "assistant")
 
     def get_user_messages(self, completion: Messages) -> Messages:
-        """The user's messages."""
+        """Return the user's messages."""
         return _of_role(completion, "user")
 
     def get_system_messages(self, completion: Messages) -> Messages:
-        """The system's messages."""
+        """Return the system's messages."""
         return _of_role(completion, "system")
 
     def get_tool_messages(self, completion: Messages) -> Messages:
-        """The tools' messages."""
+        """Return the tools' messages."""
         return _of_role(completion, "tool")
 
     def get_format_reward_func(self) -> Callable[..., float]:
-        """A reward function for the format: the mean over the replies of `format_score`, 0 without any."""
+        """Return a reward function for the format: the mean over the replies of `format_score`, 0 without any."""
 
         def format_reward_func(completion: Any, **kwargs: Any) -> float:
             if isinstance(completion, str):
@@ -101,11 +101,11 @@ class XMLParser(Parser):
         self.answer_field = answer_field
 
     def get_fields(self) -> list[str]:
-        """The fields' names."""
+        """Return the fields' names."""
         return [tags[0] for tags in self._fields if tags]
 
     def parse(self, text: str, strip: bool = True, last: bool = False) -> Any:
-        """An object with an attribute for every tag: the first (or last) section's text, None without one."""
+        """Return an object with an attribute for every tag: the first (or last) section's text, None without one."""
         found: dict[str, str | None] = {}
         for tags in self._fields:
             for tag in tags:
@@ -115,7 +115,7 @@ class XMLParser(Parser):
         return SimpleNamespace(**found)
 
     def parse_answer(self, completion: Any) -> Any:
-        """The answer field of the last reply that has it."""
+        """Return the answer field of the last reply that has it."""
         if isinstance(completion, str):
             return getattr(self.parse(completion, last=True), self.answer_field, None)
         for reply in reversed(self.get_assistant_messages(completion)):
@@ -125,12 +125,12 @@ class XMLParser(Parser):
         return None
 
     def get_format_str(self) -> str:
-        """The format, to be shown to the model."""
+        """Return the format, to be shown to the model."""
         tags = [names[0] if len(names) == 1 else f"[ {' | '.join(names)} ]" for names in self._fields]
         return "\n".join(f"<{tag}>\n...\n</{tag}>" for tag in tags)
 
     def format(self, **values: Any) -> str:
-        """The sections written out, each field under its first name.
+        """Return the sections written out, each field under its first name.
 
         Raises:
             ValueError: a field has no value.
@@ -157,7 +157,7 @@ class XMLParser(Parser):
 
 
 def text_of(message: Any) -> str:
-    """A message's text; text parts joined."""
+    """Return a message's text; text parts joined."""
     content = message.get("content") if isinstance(message, dict) else message.content
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content if isinstance(part, dict))

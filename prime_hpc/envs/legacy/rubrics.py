@@ -173,7 +173,7 @@ class JudgeRubric(Rubric):
         }
 
     async def judge(self, prompt: Any, completion: Any, answer: Any, state: State | None = None) -> str:
-        """The judge's reply; asked once for one question."""
+        """Return the judge's reply; asked once for one question."""
         question = prompt if isinstance(prompt, str) else text_of(prompt[-1]) if prompt else ""
         response = self.parser.parse_answer(completion)
         text = self.judge_prompt.format(question=question, answer=answer, response=response)
@@ -190,7 +190,7 @@ class JudgeRubric(Rubric):
 
 
 def name_of(func: RewardFunc) -> str:
-    """A function's name, also of a callable object."""
+    """Return a function's name, also of a callable object."""
     return str(getattr(func, "__name__", type(func).__name__))
 
 

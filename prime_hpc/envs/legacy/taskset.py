@@ -67,7 +67,7 @@ class LegacyTask(vf.Task[LegacyData]):
 
 
 def _free(name: str, taken: Iterable[str]) -> str:
-    """A name that is not taken: of two functions of one name the second is counted apart."""
+    """Return a name that is not taken: of two functions of one name the second is counted apart."""
     known, number, found = set(taken), 2, name
     while found in known:
         found, number = f"{name}_{number}", number + 1
@@ -136,7 +136,7 @@ class LegacySession(HarnessSession):
     """One rollout of the older interface."""
 
     async def _run(self, messages: list[Message] | None) -> ProgramResult:
-        """The whole conversation: this interface plays the user itself."""
+        """Return the whole conversation: this interface plays the user itself."""
         assert messages is None, "an environment of the older interface speaks for the user by itself"
         data: Any = self.data
         env = made(data.environment).member(data.example)
@@ -158,7 +158,7 @@ class LegacySession(HarnessSession):
         return DONE
 
     def _begin(self, env: MultiTurnEnv, data: Any) -> State:
-        """A fresh state: the example, and what the environment's methods may ask for."""
+        """Return a fresh state: the example, and what the environment's methods may ask for."""
         example = {**data.example, "prompt": chat_messages(data.example["prompt"])}
         example.setdefault("example_id", data.idx)
         return State(

@@ -25,7 +25,7 @@ class ChoiceData(vf.TaskData):
 
 
 def letter_in(reply: str) -> str:
-    """The letter that a reply chooses: boxed, or after its last `answer is`; empty without."""
+    """Return the letter that a reply chooses: boxed, or after its last `answer is`; empty without."""
     said = reply.rpartition("</think>")[2]
     boxed = re.sub(r"\\(?:text|mathrm|textbf)|[^A-Za-z]", "", vf.extract_boxed_answer(said, strict=True)).upper()
     if boxed in tuple(LETTERS):

@@ -23,7 +23,7 @@ class MathData(vf.TaskData):
 
 
 def answer_in(reply: str, *, integer: bool) -> str:
-    """What a reply answers: its last box; of whole numbers, where nothing is boxed, its last number; else nothing."""
+    """Return a reply's answer: its last box; of whole numbers, where nothing is boxed, the last number; else none."""
     said = reply.rpartition("</think>")[2]
     boxed = vf.extract_boxed_answer(said, strict=True).strip()
     if boxed or not integer:

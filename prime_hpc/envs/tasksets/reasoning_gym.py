@@ -31,7 +31,7 @@ class ReasoningGymData(vf.TaskData):
 
 
 def extract_answer(reply: str) -> str:
-    """The reply's final answer."""
+    """Return the reply's final answer."""
     found = _ANSWER.findall(reply)
     return (found[-1] if found else reply).strip()
 
@@ -41,7 +41,7 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):
 
     @vf.reward
     async def answer_score(self, trace: vf.Trace) -> float:
-        """The generator's score of the answer, in [0, 1]."""
+        """Return the generator's score of the answer, in [0, 1]."""
         import reasoning_gym
 
         scorer = reasoning_gym.get_score_answer_fn(self.data.generator)

@@ -78,12 +78,12 @@ def make_texts(
 
 
 def answer_of(text: str) -> str:
-    """The right reply: the text's characters in reverse order."""
+    """Return the right reply: the text's characters in reverse order."""
     return text[::-1]
 
 
 def build_prompt(text: str) -> list[dict[str, str]]:
-    """The chat messages that pose the task: the text alone, as the user's message."""
+    """Return the chat messages that pose the task: the text alone, as the user's message."""
     return [{"role": "user", "content": text}]
 
 

@@ -10,6 +10,6 @@ EVAL_SHARE = 5
 
 
 def split_of(text: str) -> Split:
-    """The split of a text, whatever the seed that drew it."""
+    """Return the split of a text, whatever the seed that drew it."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return "eval" if int.from_bytes(digest, "big") % EVAL_SHARE == 0 else "train"

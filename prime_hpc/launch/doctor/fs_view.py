@@ -54,7 +54,7 @@ class View:
             return -1
 
     def do_read(self, name: str, text: str) -> str:
-        """The file's content, opened anew."""
+        """Return the file's content, opened anew."""
         return (self.folder / name).read_text()
 
     def do_create(self, name: str, text: str) -> bool:

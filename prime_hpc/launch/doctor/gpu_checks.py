@@ -47,7 +47,7 @@ def check_builds(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _gpu_partition(environ: Mapping[str, str]) -> str | None:
-    """A partition with GPUs of the site whose profile is in force; None where none is known."""
+    """Return a partition with GPUs of the site whose profile is in force; None where none is known."""
     try:
         site = load_site(None, environ)
     except ConfigError:

@@ -115,7 +115,7 @@ def step_on(
 
 
 def newest_report(run_dir: Path) -> dict[str, Any]:
-    """The newest preflight report of a run, as plain data.
+    """Return the newest preflight report of a run, as plain data.
 
     Raises:
         ConfigError: there is none (preflight was off, or no attempt came so far).

@@ -56,7 +56,7 @@ def lint(experiment: Experiment, site: SiteConfig) -> list[Finding]:
 
 
 def lint_errors(experiment: Experiment, site: SiteConfig) -> list[Finding]:
-    """The findings for which `submit` refuses an experiment."""
+    """Return the findings for which `submit` refuses an experiment."""
     return [finding for finding in lint(experiment, site) if finding.severity == "error"]
 
 

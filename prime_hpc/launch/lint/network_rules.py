@@ -32,7 +32,7 @@ def network_facts(experiment: Experiment, site: SiteConfig, placement: Placement
 
 
 def network_line(facts: dict[str, Any]) -> str:
-    """The same for people."""
+    """Return the same for people."""
     ports = f"ports {facts['port_range']}" if facts["port_range"] else "ports below the ephemeral ones"
     if facts["server_ports"]:
         ports += f", HTTP from {facts['server_ports'][0]}"

@@ -82,7 +82,7 @@ def _against_partitions(subject: Subject, names: tuple[str, ...], seconds: int |
 
 
 def shortest_limit_s(subject: Subject) -> int | None:
-    """The job's time limit: the shortest of its roles'; None: none, or none that can be read."""
+    """Return the job's time limit: the shortest of its roles'; None: none, or none that can be read."""
     found = [_seconds(str(asked.options["time"])) for asked in subject.roles.values() if "time" in asked.options]
     return min((seconds for seconds in found if isinstance(seconds, int) and seconds > 0), default=None)
 

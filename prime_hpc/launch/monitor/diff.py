@@ -66,7 +66,8 @@ def compare_files(a: Path, b: Path) -> dict[str, Any]:
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as dotted keys; items of a list that holds mappings by their index, other lists as one value."""
+    """Return a nested mapping as dotted keys; items of a list that holds mappings by their index, other lists as one
+    value."""
     if isinstance(tree, Mapping) and tree:
         items: Iterable[tuple[Any, Any]] = tree.items()
     elif isinstance(tree, list) and any(isinstance(item, Mapping | list) for item in tree):

@@ -76,7 +76,7 @@ def attempts_with_logs(run_dir: Path) -> list[int]:
 
 
 def find_source(run_dir: Path, role: str, rank: int | None = None, attempt: int | None = None) -> Source | None:
-    """The file that holds a log; None where there is none (yet).
+    """Return the file that holds a log; None where there is none (yet).
 
     Args:
         run_dir: the run.
@@ -147,7 +147,7 @@ def what_there_is(run_dir: Path) -> str:
 
 
 def last_lines(source: Source, count: int) -> tuple[list[str], int]:
-    """The last lines of a log and the offset behind them, from which `Follower` goes on.
+    """Return the last lines of a log and the offset behind them, from which `Follower` goes on.
 
     Args:
         source: which log.

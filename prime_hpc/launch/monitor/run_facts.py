@@ -57,7 +57,7 @@ class Queue:
     """When, epoch seconds: what a run wrote later is newer than the answer."""
 
     def by_token(self, token: str | None) -> "JobInfo | None":
-        """The job that carries a submission's token."""
+        """Return the job that carries a submission's token."""
         return next((job for job in self.jobs.values() if token and job.token == token), None)
 
 
@@ -120,7 +120,7 @@ class RunStatus:
 
 
 def read_evidence(path: Path) -> Evidence:
-    """The three files of a run."""
+    """Return the three files of a run."""
     base = os.fspath(path)
     return Evidence(
         path,
@@ -139,7 +139,7 @@ def integer(value: Any) -> int | None:
 
 
 def span(seconds: float) -> str:
-    """A length of time in one unit: `42 s`, `7 min`, `3.5 h`, `2.1 d`."""
+    """Return a length of time in one unit: `42 s`, `7 min`, `3.5 h`, `2.1 d`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 7200:

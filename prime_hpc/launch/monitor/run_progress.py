@@ -51,7 +51,8 @@ def _from_metrics(status: RunStatus, path: Path) -> None:
 
 
 def tail_rows(path: Path, num_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
-    """The last rows of a metrics file, oldest first; those of an earlier life that were done again are left out."""
+    """Return the last rows of a metrics file, oldest first; those of an earlier life that were done again are left
+    out."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -92,7 +93,7 @@ def add_checkpoint(status: RunStatus, path: Path) -> None:
 
 
 def log_paths(path: Path, attempt: int | None) -> dict[str, str]:
-    """The log files worth opening, by role, that exist."""
+    """Return the log files worth opening, by role, that exist."""
     logs = path / "logs"
     found: dict[str, str] = {}
     if (logs / "supervisor.log").exists():
@@ -114,7 +115,7 @@ def last_row_time(path: Path) -> float | None:
 
 
 def line_of(path: Path, start: str, after: str = "") -> str | None:
-    """The rest of the first line that begins with `start` (below the root key `after`).
+    """Return the rest of the first line that begins with `start` (below the root key `after`).
 
     For one value a YAML parser would cost more than all the rest.
     """

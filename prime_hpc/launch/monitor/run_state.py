@@ -67,7 +67,8 @@ def _is_newer(one: Evidence) -> bool:
 
 
 def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
-    """The state of a run and why; besides these two, processes of this host and the trainer's rows are looked at."""
+    """Return the state of a run and why; besides these two, processes of this host and the trainer's rows are looked
+    at."""
     record, last, word = one.record or {}, one.last, one.word or {}
     status = RunStatus(one.path.name, str(one.path), "not started", since=one.since or None)
     if record.get("job_id") is not None and record.get("state") != "local":
@@ -127,7 +128,8 @@ def _judge_submission(status: RunStatus, one: Evidence, queue: Queue, now: float
 
 
 def _sent(record: dict[str, Any], queue: Queue) -> "JobInfo | None":
-    """The job of a submission whose answer was lost; of an array all tasks have the token, so that it names none."""
+    """Return the job of a submission whose answer was lost; of an array all tasks have the token, so that it names
+    none."""
     return None if record.get("array") else queue.by_token(record.get("token"))
 
 
@@ -267,7 +269,7 @@ def _is_to_come_back(last: dict[str, Any]) -> bool:
 
 
 def _find(queue: Queue, record: dict[str, Any], *job_ids: Any) -> "JobInfo | None":
-    """The first of these jobs that Slurm still knows and that is this run's.
+    """Return the first of these jobs that Slurm still knows and that is this run's.
 
     Slurm can use a job id again: the job must carry the token of the submission (one sent by hand has none).
     """
@@ -277,7 +279,7 @@ def _find(queue: Queue, record: dict[str, Any], *job_ids: Any) -> "JobInfo | Non
 
 
 def _coming_back(queue: Queue, last: dict[str, Any], record: dict[str, Any]) -> "JobInfo | None":
-    """The job that may bring a run back: one that waits before one that runs before one that ended."""
+    """Return the job that may bring a run back: one that waits before one that runs before one that ended."""
     ids = (last.get("job_id"), record.get("job_id"), record.get("successor"))
     found = [job for i in ids if (job := _find(queue, record, i)) is not None]
     return min(found, key=lambda job: (not job.is_pending, not job.is_active), default=None)

@@ -112,7 +112,7 @@ def status_of(path: Path, *, ask: Ask = ask_slurm, details: bool = True) -> RunS
 
 
 def _cluster(one: Evidence) -> str | None:
-    """The other cluster of the site that a run was sent to; None: this one."""
+    """Return the other cluster of the site that a run was sent to; None: this one."""
     other = (one.record or {}).get("other_cluster")
     return None if other is None else str(other)
 

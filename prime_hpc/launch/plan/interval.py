@@ -114,7 +114,7 @@ def interval_facts(
 
 
 def interval_lines(interval: int | str | None, facts: Mapping[str, Any], speed: Mapping[str, Any]) -> Sequence[str]:
-    """The same for people: what is set first."""
+    """Return the same for people: what is set first."""
     best = f"{facts['best_steps']} steps ({format_time(facts['best_interval_s'])})"
     if interval == "auto":
         lines = [f"expected loss {facts['set_loss_percent']:.2f} % with one every {best}; measured anew as it runs"]

@@ -21,7 +21,7 @@ from prime_hpc.supervisor.roles.spec import split_gpus, usable_gpus
 
 
 def plan_text(loaded: Loaded) -> str:
-    """The placement of an experiment, for people."""
+    """Return the placement of an experiment, for people."""
     experiment = loaded.experiment
     lines = [
         f"experiment  {experiment.name} ({experiment.kind})",
@@ -100,7 +100,7 @@ def orchestrator_line(experiment: Experiment) -> str:
 
 
 def evaluation_lines(experiment: Experiment) -> list[str]:
-    """The engines and the process that evaluate an SFT run in environments."""
+    """Return the engines and the process that evaluate an SFT run in environments."""
     evaluation = experiment.orchestrator.eval
     if evaluation is None:
         return []
@@ -114,7 +114,7 @@ def evaluation_lines(experiment: Experiment) -> list[str]:
 
 
 def data_line(experiment: Experiment) -> str:
-    """The training data of SFT, and what is held out."""
+    """Return the training data of SFT, and what is held out."""
     data, held_out = experiment.sft.data, experiment.sft.eval
     size = f"{data.batch_tokens} tokens" if data.batch_tokens else f"{data.batch_size} samples"
     evaluation = f", held-out loss every {held_out.interval} steps" if held_out else ""
@@ -160,7 +160,7 @@ def _gpus(own: list[str]) -> str:
 
 
 def _engines(experiment: Experiment, serving: Mapping[EngineRole, list[list[str]]]) -> list[str]:
-    """The groups of engines that are started, on the GPUs of each server."""
+    """Return the groups of engines that are started, on the GPUs of each server."""
     lines = []
     for role in engine_roles(experiment):
         view, servers = served_by(experiment, role), servers_of(experiment, role)

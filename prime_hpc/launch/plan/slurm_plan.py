@@ -167,7 +167,7 @@ def _memory(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
 
 
 def slurm_plan_text(experiment: Experiment, plan: dict[str, Any]) -> str:
-    """The plan for people."""
+    """Return the plan for people."""
     params = plan["model"]["num_params"]
     counted = f", {_count(params)} parameters" if params else ""
     many = is_parent(experiment)
@@ -227,7 +227,6 @@ def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
 
 def _engine_line(experiment: Experiment, role: EngineRole, plan: dict[str, Any]) -> str:
     """One group of engines."""
-
     view, width = served_by(experiment, role), servers_of(experiment, role).tensor_parallel_size
     servers = [one for one in plan["roles"] if one["role"].startswith(f"{role}[")]
     first = servers[0]

@@ -152,7 +152,7 @@ def _counted(sweep: Sweep, running: Sequence[View], *, waiting: int, left: Seque
 
 
 def _jobs_of(sweep: Sweep, views: Sequence[View]) -> list[JobInfo]:
-    """The jobs of these points and their successors, if they carry a token of theirs. Raises SlurmError."""
+    """Return the jobs of these points and their successors, if they carry a token of theirs. Raises SlurmError."""
     records = [read_record(sweep.run_dir(view.row)) or {} for view in views]
     ids = {str(i) for record in records for i in (record.get("job_id"), record.get("successor")) if i}
     tokens = {row.token for row in sweep.submits} | {record.get("successor_token") for record in records}

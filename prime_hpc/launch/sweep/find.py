@@ -17,7 +17,7 @@ def is_sweep(path: Path) -> bool:
 
 
 def find_file(word: str) -> Path | None:
-    """The sweep file that is meant, None where the word is a directory's or a sweep's name.
+    """Return the sweep file that is meant, None where the word is a directory's or a sweep's name.
 
     Raises:
         ConfigError: it is a config file, but of an experiment.
@@ -35,7 +35,7 @@ def find_file(word: str) -> Path | None:
 
 
 def find_sweep(word: str, argv: list[str] | None = None) -> Path:
-    """The directory of a sweep that was submitted.
+    """Return the directory of a sweep that was submitted.
 
     Args:
         word: what was typed.

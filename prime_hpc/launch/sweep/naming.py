@@ -39,14 +39,15 @@ def default_pattern(keys: Sequence[str], points: Sequence[dict[str, Any]]) -> st
 
 
 def _shortest(key: str, keys: Sequence[str]) -> str:
-    """The shortest end of a key's path that no other key has: `lr`, `eval.sampling.temperature`."""
+    """Return the shortest end of a key's path that no other key has: `lr`, `eval.sampling.temperature`."""
     parts = key.split(".")
     ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
     return next((end for end in ends if sum(f".{other}".endswith(f".{end}") for other in keys) == 1), key)
 
 
 def point_name(pattern: str, values: dict[str, Any], index: int) -> str:
-    """The name of one point: safe as a file name, at most MAX_LENGTH long, never one of the sweep's own files."""
+    """Return the name of one point: safe as a file name, at most MAX_LENGTH long, never one of the sweep's own
+    files."""
 
     def put(match: re.Match[str]) -> str:
         key = _key_of(match[1])
@@ -59,7 +60,7 @@ def point_name(pattern: str, values: dict[str, Any], index: int) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as a part of a name: `1e-05`, `true`, `none`, `a,b`."""
+    """Return a value as a part of a name: `1e-05`, `true`, `none`, `a,b`."""
     if value is None:
         return "none"
     if isinstance(value, bool):

@@ -35,7 +35,7 @@ class Job:
 
 
 def jobs_of(sweep: Sweep, pairs: Sequence[tuple[PointRow, Point]], wanted: set[int]) -> list[Job]:
-    """The wanted points that are valid, by index, with the experiments that their run directories get.
+    """Return the wanted points that are valid, by index, with the experiments that their run directories get.
 
     Args:
         sweep: whose directory they are in.

@@ -231,7 +231,7 @@ def send_parts(sweep: Sweep, parts: Sequence[Part], site: SiteConfig) -> list[di
 
 
 def _before(parts: Sequence[Part], part: Part, sent: Sequence[str | None]) -> str | None:
-    """The job that a part must wait for, those that were refused left out."""
+    """Return the job that a part must wait for, those that were refused left out."""
     number = part.after_part
     while number is not None and sent[number] is None:
         part.after = part.after or parts[number].after
@@ -384,7 +384,7 @@ def settle(sweep: Sweep) -> None:
 
 
 def _find(sweep: Sweep, submit: SubmitRow) -> str | None:
-    """The job of a submit without an answer; waits as long as one may still be on its way."""
+    """Return the job of a submit without an answer; waits as long as one may still be on its way."""
     try:
         found = find_by_token(submit.token, ASK_TIMEOUT_S)
         while not found and (wait_s := submit.time + SETTLE_S - time.time()) > 0:

@@ -102,7 +102,7 @@ def load_base(path: Path, argv: list[str], environ: Mapping[str, str] = os.envir
 
 
 def load_stored(sweep_yaml: Path, *, enter: bool = False) -> Base:
-    """The base that `Base.stored` described.
+    """Return the base that `Base.stored` described.
 
     Args:
         sweep_yaml: the file.

@@ -85,7 +85,7 @@ class SeedGroup:
 
 
 def choose_metric(file: SweepFile, kind: str, name: str | None = None) -> Metric:
-    """The metric asked for, else the sweep file's, else the kind's own.
+    """Return the metric asked for, else the sweep file's, else the kind's own.
 
     Args:
         file: the sweep file.

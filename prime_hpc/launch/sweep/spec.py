@@ -284,7 +284,7 @@ def _empty(key: str, path: tuple[str, ...], spec: Spec, problems: list[Problem])
 
 
 def full_key(entry: Entry) -> str:
-    """The one name of a statement's key, however it was spelled."""
+    """Return the one name of a statement's key, however it was spelled."""
     node = locate(entry.segments)
     return node.dotted if node is not None else ".".join(entry.segments)
 

@@ -137,7 +137,7 @@ def new_submit(kind: str, points: Sequence[int], **facts: Any) -> SubmitRow:
 
 
 def read_sweep(sweep_dir: Path) -> Sweep:
-    """The state of a sweep; an empty one where nothing was submitted yet.
+    """Return the state of a sweep; an empty one where nothing was submitted yet.
 
     Raises:
         ConfigError: a file is damaged.

@@ -209,7 +209,7 @@ def register(*names: str, min_group: int = 2, teacher: Literal["", "model", "sel
 
 
 def get_algorithm(name: str) -> Registered:
-    """The algorithm called `name`, or the user's own at `module:function` or `module:Class`.
+    """Return the algorithm called `name`, or the user's own at `module:function` or `module:Class`.
 
     Its own one may have an attribute `min_group`; without, it must score groups of any size from 1. With an attribute
     `teacher` (`model` or `self`) its groups come with `references`.

@@ -26,9 +26,8 @@ class Echo:
     """Weights of one sample's tokens."""
 
     def __init__(self, config: EchoConfig) -> None:
-        """
-        Raises:
-            ConfigError: the filter cannot be imported.
+        """Raises:
+        ConfigError: the filter cannot be imported.
         """
         self._weight, self._roles = config.weight, [ROLES[role] for role in config.roles]
         self._name = config.filter

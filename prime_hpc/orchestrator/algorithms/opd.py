@@ -39,12 +39,12 @@ class Distillation:
         self._per_trace: dict[tuple[int, int], float] = {}
 
     def score_group(self, group: RewardGroup) -> FloatArray:
-        """The rewards' part, the same for all tokens of a trace."""
+        """Return the rewards' part, the same for all tokens of a trace."""
         self._per_trace = score_by_role(group, lambda same: self._weight * centered(same.rewards))
         return episode_means(group, self._per_trace)
 
     def score_tokens(self, group: RewardGroup, advantages: FloatArray) -> list[list[FloatArray]]:
-        """The teacher's part on top, token by token."""
+        """Return the teacher's part on top, token by token."""
         return [
             [
                 self._per_trace[i, sample.trace]

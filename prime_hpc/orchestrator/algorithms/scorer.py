@@ -50,8 +50,7 @@ class Scorer:
     """One configured algorithm, with whatever it remembers."""
 
     def __init__(self, config: AdvantageConfig, *, max_tokens: int) -> None:
-        """
-        Args:
+        """Args:
             config: `orchestrator.advantage`.
             max_tokens: `orchestrator.sampling.max_tokens`, the default limit of the soft overlong penalty on a turn.
 

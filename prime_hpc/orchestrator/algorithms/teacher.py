@@ -53,13 +53,12 @@ class Teacher:
         max_concurrent: int,
         prefix: Prefix | None = None,
     ) -> None:
-        """
-        Args:
-            clients: of its servers.
-            name: under which these serve it.
-            deadline_s: for one sequence, all tries together.
-            max_concurrent: sequences asked for at once.
-            prefix: what it sees beforehand; None: nothing.
+        """Args:
+        clients: of its servers.
+        name: under which these serve it.
+        deadline_s: for one sequence, all tries together.
+        max_concurrent: sequences asked for at once.
+        prefix: what it sees beforehand; None: nothing.
         """
         self._clients, self._name, self._deadline_s = list(clients), name, deadline_s
         self._prefix, self._room, self._turn = prefix, asyncio.Semaphore(max_concurrent), 0
@@ -226,7 +225,7 @@ class Teacher:
 
 
 def _unusable(episode: Episode, reason: str) -> Episode:
-    """The same episode as one that failed."""
+    """Return the same episode as one that failed."""
     return replace(episode, usable=False, reason=reason)
 
 
@@ -248,7 +247,7 @@ class FrozenServer(InferenceClient):
     _version = 0
 
     async def policy_version(self, name: str = "") -> int:
-        """The version that it was last told of."""
+        """Return the version that it was last told of."""
         return self._version
 
     async def update_weights(self, path: Path | str, version: int, name: str = "") -> dict[str, Any]:

@@ -118,7 +118,8 @@ def fill(assignment: Sequence[Sequence[Indices]], lengths: npt.ArrayLike, micro_
 
 
 def fewest_micro_batches(lengths: npt.ArrayLike, num_ranks: int, micro_batch_tokens: int) -> int:
-    """A lower bound of M that no packing can beat: by tokens, and by how many long samples share a micro-batch."""
+    """Return a lower bound of M that no packing can beat: by tokens, and by how many long samples share a
+    micro-batch."""
     return _fewest_bins(np.asarray(lengths, np.int64), num_ranks, micro_batch_tokens)
 
 
@@ -218,7 +219,7 @@ class _Bins:
                 stuck[fullest] = True
 
     def _relieve(self, full: int) -> bool:
-        """The one move or swap that leaves the two micro-batches involved at the lowest maximum."""
+        """Return the one move or swap that leaves the two micro-batches involved at the lowest maximum."""
         members = np.flatnonzero(self.of_sample == full)
         load = self.loads[full]
         # Move: a member into the emptiest other micro-batch.

@@ -46,7 +46,7 @@ class TaskSampler(Protocol):
     """Chooses the task of every new position."""
 
     def choose(self, draw: Draw) -> int:
-        """A task of the draw's environment, 0 <= task < `draw.num_tasks`."""
+        """Return a task of the draw's environment, 0 <= task < `draw.num_tasks`."""
 
     def observe(self, group: CompletedGroup) -> None:
         """A group joined a batch or was rejected. Each position is heard of once over all lives of a run."""
@@ -73,7 +73,7 @@ def load_state(thing: Any, state: dict[str, Any]) -> None:
 
 
 def make_own(found: Any, args: dict[str, Any], method: str, key: str) -> Any:
-    """An object of a user's own class, which must have `method`.
+    """Return an object of a user's own class, which must have `method`.
 
     Raises:
         ConfigError: it has not, or does not take `args`; names the key.

@@ -25,8 +25,7 @@ class Curriculum:
     """The sampler behind the prompt stream and the gates before the batch."""
 
     def __init__(self, config: CurriculumConfig, *, num_prompts: int, env_names: Sequence[str]) -> None:
-        """
-        Args:
+        """Args:
             config: `orchestrator.curriculum`.
             num_prompts: groups of one batch.
             env_names: label of each source of the stream.

@@ -59,7 +59,7 @@ class _Function:
 
 
 def make_gate(config: GateConfig, key: str) -> Gate:
-    """The gate that one entry of the config describes; `key` is where it stands.
+    """Return the gate that one entry of the config describes; `key` is where it stands.
 
     Raises:
         ConfigError: your own cannot be imported or made.

@@ -45,7 +45,7 @@ class DifficultyPool:
         self._draws = self._skipped = self._forced = 0
 
     def choose(self, draw: Draw) -> int:
-        """The next task of the walk that is not passed over."""
+        """Return the next task of the walk that is not passed over."""
         self._draws += 1
         if draw.num_tasks is None:
             if draw.source not in self._endless:
@@ -111,7 +111,7 @@ class DifficultyPool:
 
 
 def make_sampler(config: SamplerConfig, env_names: Sequence[str]) -> TaskSampler | None:
-    """The sampler that the config describes; None for the stream's standard order.
+    """Return the sampler that the config describes; None for the stream's standard order.
 
     Raises:
         ConfigError: your own cannot be imported or made.
@@ -124,7 +124,8 @@ def make_sampler(config: SamplerConfig, env_names: Sequence[str]) -> TaskSampler
 
 
 def unit_hash(*words: int) -> float:
-    """A number in [0, 1) that depends on all words, the same on every machine (splitmix64, Steele et al. 2014)."""
+    """Return a number in [0, 1) that depends on all words, the same on every machine (splitmix64, Steele et al.
+    2014)."""
     key = 0x5EED
     for word in words:
         key = (key + (word & _WORD) + 0x9E3779B97F4A7C15) & _WORD

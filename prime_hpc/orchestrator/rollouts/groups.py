@@ -178,7 +178,7 @@ class GroupBook:
         return len(self.complete) >= self.num_prompts and not self._late_returners()
 
     def take_batch(self) -> list[Group]:
-        """The next batch's groups; those that are now too old for the batch after it are marked stale."""
+        """Return the next batch's groups; those that are now too old for the batch after it are marked stale."""
         assert self.batch_ready(), "take_batch before batch_ready"
         # In order of completion, but first those that the next batch would find stale, or that came back once.
         ordered = sorted(self.complete, key=lambda g: not (g.attempt > 0 or self._is_stale(g, self.next_batch + 1)))
@@ -214,7 +214,8 @@ class GroupBook:
         return self.sizes[prompt.source] if self.sizes else self.group_size
 
     def _late_returners(self) -> bool:
-        """A prompt that came back once is still in flight, and the batch after the next would find it stale again."""
+        """Return a prompt that came back once is still in flight, and the batch after the next would find it stale
+        again."""
         floor_after = version_floor(self.next_batch + 1, self.async_level)
         return any(g.attempt > 0 and g.start_version < floor_after for g in self.in_flight.values())
 

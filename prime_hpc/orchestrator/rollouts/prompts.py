@@ -102,7 +102,7 @@ class PromptStream:
         return len(self._pending)
 
     def next(self) -> Prompt:
-        """The next prompt: one that must be dispatched again, else the stream's next position."""
+        """Return the next prompt: one that must be dispatched again, else the stream's next position."""
         if self._pending:
             return self._pending.popleft()
         source = self._next_source()

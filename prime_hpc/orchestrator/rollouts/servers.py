@@ -43,7 +43,8 @@ class ServerTable:
         return self._served
 
     def pick(self) -> int | None:
-        """The ready server with the fewest episodes in flight, in turn where several have as few; None without any."""
+        """Return the ready server with the fewest episodes in flight, in turn where several have as few; None
+        without any."""
         ready = self.ready_indices
         if not ready:
             return None

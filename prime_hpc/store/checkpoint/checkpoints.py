@@ -142,7 +142,7 @@ def list_checkpoints(root: Path, *, deep: bool = False) -> list[CheckpointInfo]:
 
 
 def resolve_resume(root: Path, which: Literal["latest"] | int, *, deep: bool = True, small: int = 0) -> CheckpointInfo:
-    """The checkpoint to resume from.
+    """Return the checkpoint to resume from.
 
     Args:
         root: directory of checkpoints.

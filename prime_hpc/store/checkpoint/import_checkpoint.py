@@ -37,7 +37,8 @@ _CHUNK = 8 << 20
 
 
 def find_checkpoint(path: Path, *, deep: bool = True) -> CheckpointInfo:
-    """The checkpoint that a path means: a run directory's or a `checkpoints` directory's newest, or one `step_<n>`.
+    """Return the checkpoint that a path means: a run directory's or a `checkpoints` directory's newest, or one
+    `step_<n>`.
 
     Args:
         path: absolute.

@@ -35,7 +35,7 @@ class Choice:
 
 
 def expected_step(paths: RunPaths, claims: Iterable[tuple[int, int]] = (), life: int = 0) -> int:
-    """The step at or above which the run must have a checkpoint, by all that is written down; 0: none.
+    """Return the step at or above which the run must have a checkpoint, by all that is written down; 0: none.
 
     Args:
         paths: the run.
@@ -63,7 +63,7 @@ def choose_newest(
     life: int = 0,
     unfit: Callable[[CheckpointInfo], str | None] = lambda info: None,
 ) -> Choice:
-    """The newest whole checkpoint.
+    """Return the newest whole checkpoint.
 
     Args:
         paths: the run.

@@ -98,7 +98,7 @@ def learn(attempts: Sequence[Mapping[str, Any]]) -> Events:
 
 
 def best_interval_s(save_s: float, mtbf: float, restart_s: float = 0.0) -> float:
-    """The interval with the least loss, seconds (Saxena et al.); infinite where nothing ever fails."""
+    """Return the interval with the least loss, seconds (Saxena et al.); infinite where nothing ever fails."""
     if math.isinf(mtbf):
         return math.inf
     return save_s + math.sqrt(2 * (mtbf + restart_s) * save_s + save_s**2)
@@ -132,7 +132,7 @@ def plan_interval(
     notice_s: float | None = None,
     events: Events = NO_EVENTS,
 ) -> IntervalPlan:
-    """The interval to use.
+    """Return the interval to use.
 
     A time limit or a preemption costs nothing but the restart when its notice is long enough for one more step and a
     save; otherwise each counts as a failure. Never rarer than once an hour while that costs less than 0.5 %.

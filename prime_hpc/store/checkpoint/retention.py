@@ -12,7 +12,7 @@ from prime_hpc.store.layout import RunPaths, is_late, life_starts
 def oldest_of_newest_whole(
     paths: RunPaths, steps: Sequence[int], keep_last: int, path_of: Callable[[int], Path]
 ) -> int | None:
-    """The lowest of the newest `keep_last` steps whose artifact is whole; None where there are fewer.
+    """Return the lowest of the newest `keep_last` steps whose artifact is whole; None where there are fewer.
 
     What a fenced life left late, or does not fit its manifest, does not count: retention that counted it would delete
     what the run can still go on from.

@@ -75,7 +75,7 @@ class SummedFile:
         return size
 
     def _next_buffer(self) -> mmap.mmap:
-        """An empty one: new, or that of the oldest write once it is done."""
+        """Return an empty one: new, or that of the oldest write once it is done."""
         if len(self._pending) == NUM_WRITERS:
             self._wait_for_one()
         return self._free.pop() if self._free else mmap.mmap(-1, BUFFER_BYTES)  # page-aligned

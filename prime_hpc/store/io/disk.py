@@ -25,7 +25,7 @@ def free_bytes(path: Path) -> int:
 
 
 def disk_error(error: BaseException, path: Path) -> StoreError | None:
-    """The StoreError that a failed write under `path` means, or None where it was not the disk's fault.
+    """Return the StoreError that a failed write under `path` means, or None where it was not the disk's fault.
 
     Writers of others (safetensors, torch) lose the errno: their text and the free space decide.
     """

@@ -95,7 +95,7 @@ def _write_views(fd: int, views: Sequence[memoryview]) -> None:
 
 
 def _halves(views: Sequence[memoryview]) -> tuple[list[memoryview], list[memoryview]]:
-    """The first half of the bytes, and the others."""
+    """Return the first half of the bytes, and the others."""
     room = sum(map(len, views)) // 2
     first, second = [], []
     for view in views:

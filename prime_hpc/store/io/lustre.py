@@ -107,7 +107,7 @@ def set_stripes(directory: Path, file_bytes: int) -> None:
 
 
 def osts(path: Path) -> list[Ost]:
-    """The OSTs of the file system; [] where it is no Lustre, or does not answer."""
+    """Return the OSTs of the file system; [] where it is no Lustre, or does not answer."""
     if "df" in _given_up or not has_lfs(path):
         return []
     while not path.exists() and path != path.parent:
@@ -153,7 +153,7 @@ def lack_of_room(
 
 
 def full_osts(path: Path) -> str | None:
-    """A sentence about OSTs that are nearly full; None where there are none."""
+    """Return a sentence about OSTs that are nearly full; None where there are none."""
     found = osts(path)
     full = [ost for ost in found if ost.used_share > FULL_SHARE]
     if not full:

@@ -14,7 +14,8 @@ class NotPrivateError(OSError):
 
 @functools.cache
 def _trusted_owners() -> frozenset[int]:
-    """The user and root. Where a user namespace does not know the machine's root, its files are the overflow id's."""
+    """Return the user and root. Where a user namespace does not know the machine's root, its files are the overflow
+    id's."""
     trusted = {0, os.geteuid()}
     try:
         mapped = Path("/proc/self/uid_map").read_text(encoding="ascii").split()

@@ -31,11 +31,10 @@ class Patience:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """
-        Args:
-            limit_s: seconds.
-            heed: called all along while it waits; what it raises ends the wait.
-            clock, sleep: of this machine.
+        """Args:
+        limit_s: seconds.
+        heed: called all along while it waits; what it raises ends the wait.
+        clock, sleep: of this machine.
         """
         self.limit_s, self._left_s = limit_s, limit_s
         self._heed, self._clock, self._sleep = heed, clock, sleep
@@ -85,7 +84,7 @@ class Patience:
 
 
 def as_unreadable(error: BaseException | None) -> Unreadable | None:
-    """The same as an `Unreadable`; None where the file system answered, and the answer will not change."""
+    """Return the same as an `Unreadable`; None where the file system answered, and the answer will not change."""
     if isinstance(error, Unreadable):
         return error
     if isinstance(error, StoreError):

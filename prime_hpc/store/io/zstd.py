@@ -20,7 +20,7 @@ def compress(data: Any) -> memoryview:
 
 
 def decompress(data: Any, size: int) -> memoryview:
-    """The content of a frame.
+    """Return the content of a frame.
 
     Raises:
         StoreError: it is none, or holds another number of bytes.

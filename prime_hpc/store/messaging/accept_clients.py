@@ -46,8 +46,8 @@ class Admission:
         return sock is self._listener or sock in self._challenges
 
     def handle(self, selector: selectors.BaseSelector, sock: socket.socket) -> tuple[socket.socket, bytes] | None:
-        """A readable socket. Returns a connection whose client has given its proof, no longer in the selector, and the
-        server's own proof, which must be sent first."""
+        """Return a readable socket. Returns a connection whose client has given its proof, no longer in the
+        selector, and the server's own proof, which must be sent first."""
         if sock is self._listener:
             self._welcome(selector)
             return None

@@ -147,7 +147,7 @@ def _remaining(end: float) -> float:
 
 
 def _read_line(sock: socket.socket, end: float) -> bytes:
-    """A line, byte by byte: what follows it belongs to the protocol that comes after the proof."""
+    """Return a line, byte by byte: what follows it belongs to the protocol that comes after the proof."""
     line = b""
     while not line.endswith(b"\n"):
         sock.settimeout(_remaining(end))

@@ -126,7 +126,7 @@ class DoorbellHub:
         self._broadcast(topic, payload)
 
     def latest(self, topic: str) -> Payload | None:
-        """The last message of a topic."""
+        """Return the last message of a topic."""
         with self._lock:
             entry = self._latest.get(topic)
         return dict(entry[0]) if entry else None
@@ -308,7 +308,7 @@ class Doorbell:
         self._waker.wake()
 
     def latest(self, topic: str) -> Payload | None:
-        """The last message of a topic that this process has received (its own come back to it as well)."""
+        """Return the last message of a topic that this process has received (its own come back to it as well)."""
         with self._changed:
             message = self._latest.get(self._own(topic))
         return dict(message) if message is not None else None
@@ -317,7 +317,7 @@ class Doorbell:
         return scoped(self._prefix, topic)
 
     def of_run(self, run: str) -> RunBell:
-        """The same connection, as one of several runs sees it."""
+        """Return the same connection, as one of several runs sees it."""
         return RunBell(self, run)
 
     def wait_for_any(self, timeout_s: float) -> None:

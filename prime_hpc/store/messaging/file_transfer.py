@@ -106,7 +106,7 @@ class HandoverServer:
         return sockets.join(host, self._server.server_address[1])
 
     def find(self, request: dict[str, Any]) -> Path:
-        """The file that a request means.
+        """Return the file that a request means.
 
         Raises:
             LookupError: no such file on offer.
@@ -185,11 +185,10 @@ class Handover:
     """A reader's end. Every method answers None where the short way does not work; then the files are read."""
 
     def __init__(self, bell: Bell, topic: str, key: str) -> None:
-        """
-        Args:
-            bell: hears the announcements.
-            topic: of the announcements.
-            key: field of an announcement that numbers the artifacts, e.g. `step`.
+        """Args:
+        bell: hears the announcements.
+        topic: of the announcements.
+        key: field of an announcement that numbers the artifacts, e.g. `step`.
         """
         self._bell, self._topic, self._key = bell, topic, key
         self._avoid: dict[str, float] = {}

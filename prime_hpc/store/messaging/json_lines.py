@@ -64,7 +64,7 @@ class Peer:
             del self._unsent[:sent]
 
     def receive(self) -> list[dict[str, Any]]:
-        """The whole messages that arrived; lines that are no JSON object are counted and skipped.
+        """Return the whole messages that arrived; lines that are no JSON object are counted and skipped.
 
         Raises:
             PeerGone: closed, broken, or an endless line.

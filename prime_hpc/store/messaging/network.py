@@ -63,7 +63,7 @@ class Network:
         return cls(ports, stated.get("control"), stated.get("serving"), stated.get("collectives"))
 
     def to_env(self) -> dict[str, str]:
-        """The environment from which `from_env` reads the same."""
+        """Return the environment from which `from_env` reads the same."""
         facts = {name: getattr(self, name) for name in ("control", "serving", "collectives") if getattr(self, name)}
         if self.ports is not None:
             facts["port_range"] = str(self.ports)
@@ -133,7 +133,7 @@ def past_proxies(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def route_to(host: str) -> Place | None:
-    """The address of this machine that a packet to `host` would carry; None where it is not known."""
+    """Return the address of this machine that a packet to `host` would carry; None where it is not known."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe:
@@ -162,7 +162,7 @@ def own_places() -> list[Place]:
 
 
 def find_place(wanted: str, key: str, places: list[Place] | None = None) -> Place:
-    """The first of the named interfaces or networks that this node has.
+    """Return the first of the named interfaces or networks that this node has.
 
     Args:
         wanted: names of interfaces, addresses or networks in CIDR form, separated by commas.

@@ -11,7 +11,7 @@ SHARED = frozenset({"stop", "save", "server", "pulse", "run"})
 
 
 def scoped(prefix: str, topic: str) -> str:
-    """A topic's name on the wire."""
+    """Return a topic's name on the wire."""
     return topic if topic in SHARED else f"{prefix}{topic}"
 
 
@@ -54,7 +54,7 @@ class RunBell:
         self._bell.ring(self._own(topic), **payload)
 
     def latest(self, topic: str) -> "Payload | None":
-        """The last message of this run's topic."""
+        """Return the last message of this run's topic."""
         return self._bell.latest(self._own(topic))
 
     def wait(self, topic: str, predicate: "Callable[[Payload], bool]", timeout_s: float) -> "Payload | None":

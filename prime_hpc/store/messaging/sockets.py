@@ -65,7 +65,8 @@ class PortRange:
         return cls(low, high, key)
 
     def from_seed(self, seed: str, stride: int = 1) -> int:
-        """A port of the range that depends on the seed alone: different runs begin to search at different places."""
+        """Return a port of the range that depends on the seed alone: different runs begin to search at different
+        places."""
         return self.first + (zlib.crc32(seed.encode()) % max(1, len(self) // stride)) * stride
 
     def after(self, base: int) -> list[int]:
@@ -83,7 +84,7 @@ class PortRange:
 
 
 def join(host: str, port: int) -> str:
-    """ "host:port", an IPv6 address in brackets."""
+    """Write `host:port`, an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -125,7 +126,7 @@ def reached_at(host: str) -> str:
 def listen(
     host: str, port: int = 0, *, ports: PortRange | None = None, seed: str = "", backlog: int = 1024
 ) -> socket.socket:
-    """A listening socket.
+    """Return a listening socket.
 
     Args:
         host: address or name; "", "::": every address of both families.
@@ -156,7 +157,7 @@ def listen(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that holds the port and does not listen yet: connections to it are refused.
+    """Return a socket that holds the port and does not listen yet: connections to it are refused.
 
     Raises:
         OSError: the port is taken or the address is not this machine's.
@@ -233,7 +234,7 @@ def _is_promised(port: int) -> bool:
 
 
 def _bound(host: str, port: int, *, reuse: bool = False) -> socket.socket:
-    """A bound socket. Raises OSError."""
+    """Return a bound socket. Raises OSError."""
     if host in ("", ALL):
         try:
             return _bound_to(socket.AF_INET6, (ALL, port), reuse, both=True)

@@ -87,7 +87,7 @@ def bad_nodes(path: Path, days: float, now: float | None = None) -> dict[str, st
 
 
 def read_ledger(path: Path, days: float, now: float | None = None) -> dict[str, BadNode]:
-    """The same with times and counts, by node.
+    """Return the same with times and counts, by node.
 
     A line from the future (the clock was set back since) counts if it is not further ahead than `days`: its node is
     forgotten at the latest after twice that.

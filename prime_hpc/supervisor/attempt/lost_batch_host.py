@@ -68,7 +68,7 @@ class Return:
     """Whether the next life must not get nodes that are silent now."""
 
     def to_env(self) -> dict[str, str]:
-        """The variable from which `from_env` reads it."""
+        """Return the variable from which `from_env` reads it."""
         return {RETURN: json.dumps(asdict(self))}
 
     @classmethod

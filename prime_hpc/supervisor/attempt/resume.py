@@ -53,7 +53,7 @@ class Reading:
 
 
 def choose_start(experiment: Experiment, paths: RunPaths, reading: Reading, doubts: Doubts) -> Start | None:
-    """The checkpoint that this life goes on from; None: from the beginning.
+    """Return the checkpoint that this life goes on from; None: from the beginning.
 
     Args:
         experiment: the tree.
@@ -140,7 +140,7 @@ def _own(paths: RunPaths, step: int, doubts: Doubts) -> CheckpointInfo:
 
 
 def _latest(experiment: Experiment, paths: RunPaths, reading: Reading, doubts: Doubts) -> tuple[CheckpointInfo, bool]:
-    """The newest whole one, and whether there are newer ones that are not."""
+    """Return the newest whole one, and whether there are newer ones that are not."""
     choice = _newest(experiment, paths, reading, doubts)
     if choice.info is not None:
         return choice.info, bool(choice.passed_over)
@@ -245,7 +245,7 @@ def record_resume_choice(experiment: Experiment, paths: RunPaths, start: Start |
 
 
 def _obeyed_at(paths: RunPaths, asked: int | str | Path | None) -> int | None:
-    """The step that an earlier life of this submission began at on request.
+    """Return the step that an earlier life of this submission began at on request.
 
     Raises:
         OSError: that cannot be told now; obeyed again, the run would fall back to that step.

@@ -121,7 +121,7 @@ def begin_attempt(
 
 
 def _earlier(paths: RunPaths) -> list[dict[str, Any]]:
-    """The attempts so far, none of which may still run here."""
+    """Return the attempts so far, none of which may still run here."""
     earlier = read_attempts(paths.attempts)
     for row in earlier:
         if is_held(row):
@@ -133,7 +133,7 @@ def _earlier(paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def _claim(paths: RunPaths, earlier: list[dict[str, Any]]) -> int:
-    """A new life, of a run whose lives and checkpoints can be seen."""
+    """Return a new life, of a run whose lives and checkpoints can be seen."""
     newest = newest_life(files.list_dir(paths.incarnation))
     known = max((row["incarnation"] for row in earlier), default=0)
     if newest < known:

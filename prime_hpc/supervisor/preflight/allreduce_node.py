@@ -118,7 +118,7 @@ def own_addresses(place: Place | None = None) -> list[str]:
 
 
 def reachable(addresses: list[str], port: int) -> str | None:
-    """The first address at which something listens on `port`; loopback ones lead to this machine only."""
+    """Return the first address at which something listens on `port`; loopback ones lead to this machine only."""
     for address in addresses:
         with contextlib.suppress(OSError):
             for *_, (number, *_) in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
@@ -130,7 +130,7 @@ def reachable(addresses: list[str], port: int) -> str | None:
 
 
 def join(spec: Mapping[str, Any], folder: Path, rank: int, world: int, end: float) -> "torch.distributed.TCPStore":
-    """The store in which all ranks meet; rank 0 keeps it and publishes where it is.
+    """Return the store in which all ranks meet; rank 0 keeps it and publishes where it is.
 
     Raises:
         Fault: rank 0 published nothing in time, or none of its addresses can be reached.
@@ -193,7 +193,8 @@ def try_device(gpus: int | None) -> int:
 
 
 def fastest_port(root: Path = Path("/sys/class/infiniband")) -> tuple[str, float] | None:
-    """The InfiniBand or RoCE port in use with the highest rate, and that rate in GB/s; None where there is none."""
+    """Return the InfiniBand or RoCE port in use with the highest rate, and that rate in GB/s; None where there is
+    none."""
     best: tuple[str, float] | None = None
     for port in sorted(root.glob("*/ports/*")):
         try:
@@ -265,7 +266,8 @@ def try_allreduce(
 
 
 def transport(log: Path) -> str | None:
-    """The network that NCCL chose, from its own log: `IB`, `Socket`, a plugin's name; None where it does not say."""
+    """Return the network that NCCL chose, from its own log: `IB`, `Socket`, a plugin's name; None where it does not
+    say."""
     try:
         text = log.read_text(errors="replace")
     except OSError:

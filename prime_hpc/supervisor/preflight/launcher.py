@@ -147,7 +147,7 @@ def module_arguments(argv: list[str]) -> list[str]:
 
 
 def parse_line(line: str, arrived: float) -> Message | None:
-    """The message in a line, whatever label its launcher put before it; None where it is no message."""
+    """Return the message in a line, whatever label its launcher put before it; None where it is no message."""
     _, mark, text = line.partition(MARK)
     if not mark:
         return None

@@ -47,7 +47,7 @@ def own_names(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def pick_host(hosts: list[str], environ: Mapping[str, str] = os.environ) -> str | None:
-    """The plan's name of this node; None where it is not in the plan."""
+    """Return the plan's name of this node; None where it is not in the plan."""
     for name in own_names(environ):
         for host in hosts:
             if name == host or name == host.split(".")[0]:
@@ -56,7 +56,7 @@ def pick_host(hosts: list[str], environ: Mapping[str, str] = os.environ) -> str 
 
 
 def wait_for_json(path: Path, wait_s: float) -> dict[str, Any] | None:
-    """A JSON file by exact name once its directory lists it; None where it is not there in time.
+    """Return a JSON file by exact name once its directory lists it; None where it is not there in time.
 
     Listing asks the file server again, a look-up by name could be answered from a cached miss.
     """
@@ -74,7 +74,7 @@ def wait_for_json(path: Path, wait_s: float) -> dict[str, Any] | None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A whole JSON object; None where it is not (yet) there or whole."""
+    """Return a whole JSON object; None where it is not (yet) there or whole."""
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -170,7 +170,7 @@ def _free_gib(folder: str) -> float | None:
 
 
 def own_address() -> str | None:
-    """The address that this node's own name resolves to; gloo and others listen there."""
+    """Return the address that this node's own name resolves to; gloo and others listen there."""
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

@@ -27,12 +27,11 @@ class Checkup:
     """The checks of one attempt's nodes."""
 
     def __init__(self, experiment: Experiment, context: StepContext, specs: Sequence[StepSpec], log_dir: Path) -> None:
-        """
-        Args:
-            experiment: the run.
-            context: its job.
-            specs: its roles.
-            log_dir: of the attempt.
+        """Args:
+        experiment: the run.
+        context: its job.
+        specs: its roles.
+        log_dir: of the attempt.
         """
         self._experiment = experiment
         self._context = context

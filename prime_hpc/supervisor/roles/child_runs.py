@@ -53,15 +53,14 @@ class Children:
         reaper: Reaper,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            parent_dir: run directory of the parent.
-            experiment: the parent's.
-            parent: its attempt.
-            environment: of the orchestrators.
-            ring: the hub's.
-            reaper: ends what outlives this process.
-            clock: of the supervisor.
+        """Args:
+        parent_dir: run directory of the parent.
+        experiment: the parent's.
+        parent: its attempt.
+        environment: of the orchestrators.
+        ring: the hub's.
+        reaper: ends what outlives this process.
+        clock: of the supervisor.
         """
         self._clock = clock
         self._dir, self._experiment, self._parent = parent_dir, experiment, parent

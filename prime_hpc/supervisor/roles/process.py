@@ -37,7 +37,7 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def log_tail(path: Path, lines: int = 20) -> str:
-    """The last lines of a log, for the error that names its role."""
+    """Return the last lines of a log, for the error that names its role."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 64_000))
@@ -58,13 +58,12 @@ class Role:
         heard: dict[tuple[str, int], dict[str, Any]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            spec: what to start.
-            log_dir: where its log and status files are.
-            environment: of the process.
-            heard: the last "status" message of each role process by (role, index), which the doorbell fills.
-            clock: seconds during which the supervisor was running.
+        """Args:
+        spec: what to start.
+        log_dir: where its log and status files are.
+        environment: of the process.
+        heard: the last "status" message of each role process by (role, index), which the doorbell fills.
+        clock: seconds during which the supervisor was running.
         """
         self._clock = clock
         self.spec = spec

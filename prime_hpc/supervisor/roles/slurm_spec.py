@@ -30,7 +30,7 @@ _ORDER = (*ENGINE_ROLES, "trainer", "orchestrator")
 def slurm_specs(
     experiment: Experiment, site: SiteConfig, placement: Placement, allocation: Allocation, run_dir: Path
 ) -> list[StepSpec]:
-    """The steps of a job, in the order in which they are started.
+    """Return the steps of a job, in the order in which they are started.
 
     Raises:
         ConfigError: Slurm gave other nodes than the placement asks for.

@@ -97,7 +97,7 @@ class StepContext:
         quiet: bool = False,
         outside: bool = False,
     ) -> list[str]:
-        """The command that runs `python -m ARGUMENTS` on the hosts.
+        """Return the command that runs `python -m ARGUMENTS` on the hosts.
 
         Args:
             hosts: where.
@@ -128,7 +128,7 @@ class StepContext:
         return [*command, *self.container.srun_args(), *self.container.command(), "-P", "-m", *arguments]
 
     def stand_in(self, options: Mapping[str, str | bool], name: str, log: Path, arguments: list[str]) -> list[str]:
-        """The command that runs `python -m ARGUMENTS` on a node of another, one-node job, and waits for its end.
+        """Return the command that runs `python -m ARGUMENTS` on a node of another, one-node job, and waits for its end.
 
         A job that has lost a node cannot get it back; a job of its own can take its place.
         """
@@ -159,13 +159,12 @@ class StepRole(Role):
         grace_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            spec, log_dir, environment, heard: as for `Role`.
-            context: the job.
-            ring: the hub's `ring`.
-            grace_s: from the polite end of the role to its kill.
-            clock: as for `Role`.
+        """Args:
+        spec, log_dir, environment, heard: as for `Role`.
+        context: the job.
+        ring: the hub's `ring`.
+        grace_s: from the polite end of the role to its kill.
+        clock: as for `Role`.
         """
         super().__init__(spec, log_dir, environment, heard, clock)
         self._context = context

@@ -52,7 +52,7 @@ class RoleSpec:
 
 
 def usable_gpus(experiment: Experiment, environ: Mapping[str, str]) -> list[str]:
-    """The GPUs of this machine that the roles compute on; [] is the CPU, as `device` says or for want of any.
+    """Return the GPUs of this machine that the roles compute on; [] is the CPU, as `device` says or for want of any.
 
     Raises:
         ConfigError: GPUs are stated (`device`, `*_gpu_ids`) and there are none.

@@ -45,5 +45,5 @@ SET_BY_SBATCH = (
 
 
 def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without srun's input variables."""
+    """Return an environment without srun's input variables."""
     return {name: value for name, value in environ.items() if name not in SRUN_INPUTS}

@@ -132,7 +132,7 @@ def make_micro_batch(
     pads: bool = True,
     stream: Any = None,
 ) -> MicroBatch:
-    """The `index`-th micro-batch of a rank batch as tensors.
+    """Return the `index`-th micro-batch of a rank batch as tensors.
 
     An empty one (no tokens) becomes one dummy token without a target: it goes through every layer, and so takes part
     in FSDP's collectives, with a loss of exactly 0 and zero gradients. Where ranks split the tokens, a last sequence
@@ -270,7 +270,7 @@ _PER_SEQUENCE = ("temperatures", "rewards", "sample_ids", "group_ids", "env_ids"
 
 
 def select_micro_batches(source: list[tuple[RankBatch, int]], num_micro_batches: int) -> RankBatch:
-    """A rank batch of the given (batch, micro-batch index) pairs, padded with empty micro-batches."""
+    """Return a rank batch of the given (batch, micro-batch index) pairs, padded with empty micro-batches."""
     picked = [(b, b.sequences_of(i), b.tokens_of(i)) for b, i in source]
     empty = RankBatch.empty(0)
     arrays = {f: np.concatenate([getattr(empty, f), *(getattr(b, f)[t] for b, _, t in picked)]) for f in _PER_TOKEN}
@@ -434,7 +434,7 @@ def build_rank_batch(
     loss_masks: list[NDArray[np.bool_]],
     advantages: NDArray[np.float32] | None = None,
 ) -> RankBatch:
-    """A rank batch of tokenised samples.
+    """Return a rank batch of tokenised samples.
 
     Args:
         micro_batches: for each micro-batch the indices of its samples.

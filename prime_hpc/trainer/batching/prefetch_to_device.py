@@ -34,13 +34,12 @@ class MicroBatches:
         pads: bool = True,
         ahead: bool | None = None,
     ) -> None:
-        """
-        Args:
-            batch: this rank's.
-            device: of the micro-batches.
-            parallel: the layout.
-            share_prefixes, own_rows, pads: see `make_micro_batch`.
-            ahead: make them in a thread; default: on a GPU.
+        """Args:
+        batch: this rank's.
+        device: of the micro-batches.
+        parallel: the layout.
+        share_prefixes, own_rows, pads: see `make_micro_batch`.
+        ahead: make them in a thread; default: on a GPU.
         """
         self._batch, self._device, self._parallel = batch, device, parallel
         self._options = {"share_prefixes": share_prefixes, "own_rows": own_rows, "pads": pads}
@@ -73,7 +72,7 @@ class MicroBatches:
             yield self._arrived(*made)
 
     def _make(self, index: int) -> tuple[MicroBatch, Any]:
-        """The micro-batch, and the event after its copy to the device."""
+        """Return the micro-batch, and the event after its copy to the device."""
         if self._stream is not None:
             torch.cuda.set_device(self._device)  # a new thread's current device is the first one
         micro = make_micro_batch(self._batch, index, self._device, self._parallel, stream=self._stream, **self._options)

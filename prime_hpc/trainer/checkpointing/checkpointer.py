@@ -119,14 +119,13 @@ class Checkpointer:
         config: CkptConfig | None = None,
         slot: int = 0,
     ) -> None:
-        """
-        Args:
-            policy, optimizer: what is saved; of a policy with adapters, the one in `slot`.
-            paths: the run (its `checkpoints` may lie elsewhere).
-            incarnation: life of the run.
-            meta: plain JSON for the manifest; `identity` (see `store.identity`), `kind` and `adapter` are compared
-                by `load`.
-            config: None saves synchronously and keeps everything.
+        """Args:
+        policy, optimizer: what is saved; of a policy with adapters, the one in `slot`.
+        paths: the run (its `checkpoints` may lie elsewhere).
+        incarnation: life of the run.
+        meta: plain JSON for the manifest; `identity` (see `store.identity`), `kind` and `adapter` are compared
+            by `load`.
+        config: None saves synchronously and keeps everything.
         """
         self._policy, self._optimizer, self._paths, self._slot = policy, optimizer, paths, slot
         self._incarnation, self._meta = incarnation, dict(meta)
@@ -230,7 +229,8 @@ class Checkpointer:
         return dcp_state.named_state(self._policy, self._optimizer, self._slot) | random_state(self._rank)
 
     def _plan_for(self, state: dict[str, torch.Tensor]) -> dcp_state.ShardPlan:
-        """The plan of who writes what; made again when tensors came or went, which they do on all ranks alike."""
+        """Return the plan of who writes what; made again when tensors came or went, which they do on all ranks
+        alike."""
         now = dcp_state.signature(state)
         if self._plan is None or now != self._signature:
             self._plan, self._signature = dcp_state.plan_shards(state), now

@@ -91,7 +91,7 @@ class SaveSchedule:
 def build_schedule(
     experiment: Experiment, paths: RunPaths, num_bytes: int, clock: Callable[[], float], environ: Mapping[str, str]
 ) -> SaveSchedule:
-    """The schedule from the site profile, the attempts so far and Slurm's environment.
+    """Return the schedule from the site profile, the attempts so far and Slurm's environment.
 
     Args:
         experiment: the tree.

@@ -22,7 +22,7 @@ class Agree(Protocol):
     """Rank 0's yes or no on every rank. Collective."""
 
     def __call__(self, yes: bool, /) -> bool:
-        """The decision."""
+        """Return the decision."""
 
 
 class Saver:
@@ -40,15 +40,14 @@ class Saver:
         max_steps: int,
         schedule: SaveSchedule | None = None,
     ) -> None:
-        """
-        Args:
-            checkpointer: writes.
-            paths: the run.
-            doorbell: requests come and answers go over it.
-            rank, world_size: this process.
-            config: None: saves are on request only.
-            max_steps: the last step is always saved.
-            schedule: of `ckpt.interval = auto`, on rank 0.
+        """Args:
+        checkpointer: writes.
+        paths: the run.
+        doorbell: requests come and answers go over it.
+        rank, world_size: this process.
+        config: None: saves are on request only.
+        max_steps: the last step is always saved.
+        schedule: of `ckpt.interval = auto`, on rank 0.
         """
         self.checkpointer = checkpointer
         self.saved_step: int | None = None

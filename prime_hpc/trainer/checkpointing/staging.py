@@ -37,8 +37,7 @@ class HostStage:
         wanted_by: str = "ckpt.save_async",
         instead: str = "name a node-local directory with ckpt.staging_dir, or leave save_async out",
     ) -> None:
-        """
-        Args:
+        """Args:
             parts: tensors of the names, dtypes and shapes to make room for; their values do not matter.
             directory: where the room is a file that nobody else sees; None: host memory.
             ranks_per_node: how many processes of this node take as much.

@@ -70,7 +70,7 @@ class FakeData:
         return {"num_samples": self._position}
 
     def next(self) -> tuple[RankBatch, Progress]:
-        """The batch at the position."""
+        """Return the batch at the position."""
         session = self._session
         batch = fake_batch(
             self._shape,
@@ -148,7 +148,7 @@ class RealData:
         return self._progress(position)
 
     def next(self) -> tuple[RankBatch, Progress]:
-        """The next batch, usually made already.
+        """Return the next batch, usually made already.
 
         Raises:
             SFTDataError: a row in it cannot be trained on.
@@ -184,7 +184,7 @@ class RealData:
 
 
 def position_of(progress: Mapping[str, int]) -> Position:
-    """The stream position that a checkpoint holds; the beginning where it holds none."""
+    """Return the stream position that a checkpoint holds; the beginning where it holds none."""
     samples = progress.get("num_samples", 0)
     counts = RowCounts(*(progress.get(f"data_{name}", 0) for name in _COUNTS))
     return Position(progress.get("data_row", samples), progress.get("data_sub", 0), samples, counts)
@@ -224,7 +224,7 @@ def recipe_of(experiment: Experiment, source: SFTSourceConfig, model: Path) -> R
 
 
 def shape_of(experiment: Experiment, pad_id: int) -> BatchShape:
-    """The batch shape of the config."""
+    """Return the batch shape of the config."""
     config = experiment.sft.data
     return BatchShape(
         batch_size=config.batch_size,
@@ -265,7 +265,7 @@ def _try_open(recipe: Recipe) -> tuple[Rows | None, str | None]:
 
 
 def build_data(session: "Session") -> TrainingData:
-    """The data of the config. Collective.
+    """Return the data of the config. Collective.
 
     Raises:
         SFTDataError: see `RealData`.

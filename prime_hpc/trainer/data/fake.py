@@ -49,7 +49,8 @@ class RankShape:
 
 
 def default_fake(experiment: Experiment) -> FakeDataConfig:
-    """The batch shape of a bench whose config states none: the orchestrator's number of samples, all of `seq_len`."""
+    """Return the batch shape of a bench whose config states none: the orchestrator's number of samples, all of
+    `seq_len`."""
     return FakeDataConfig(
         batch_size=experiment.orchestrator.batch_size,
         seq_len=experiment.seq_len,
@@ -81,7 +82,7 @@ def fake_source(session: Session) -> FakeSource | None:
 
 
 def _await_shapes(session: Session) -> list[RankShape]:
-    """The shape of the last batch of the orchestrator's bench; [] after a stop. Collective: rank 0 looks."""
+    """Return the shape of the last batch of the orchestrator's bench; [] after a stop. Collective: rank 0 looks."""
     end = time.monotonic() + session.experiment.trainer.batch_timeout_s
     box: list[Any] = [None]
     while True:

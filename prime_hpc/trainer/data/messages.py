@@ -45,7 +45,7 @@ class PlainText:
 
 
 def parse_row(row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_template: bool) -> Conversation | PlainText:
-    """A row as what is tokenised.
+    """Return a row as what is tokenised.
 
     Args:
         row: the parsed JSON or Arrow row.
@@ -79,7 +79,7 @@ def parse_row(row: Any, source: SFTSourceConfig, config: SFTDataConfig, has_temp
 
 
 def _messages(value: Any, role: str) -> list[Message]:
-    """A column as messages; a string becomes one message of `role`, or is a list as JSON."""
+    """Return a column as messages; a string becomes one message of `role`, or is a list as JSON."""
     if isinstance(value, str):
         if value.startswith("[{"):
             try:
@@ -122,7 +122,7 @@ def _text(content: Any) -> str:
 
 
 def _call(call: Any) -> Any:
-    """A tool call as templates expect it: arguments as a mapping, as servers hand them over too."""
+    """Return a tool call as templates expect it: arguments as a mapping, as servers hand them over too."""
     if not isinstance(call, dict):
         raise SFTDataError(f"expected a tool call with a name and arguments, got {call!r:.120}")
     function = call.get("function", call)

@@ -22,11 +22,10 @@ class Prefetcher:
     """Runs a stream in a thread. `take` and `close` belong to the main thread of every rank alike."""
 
     def __init__(self, stream: SampleStream, depth: int, timeout_s: float) -> None:
-        """
-        Args:
-            stream: to run; nobody else may from now on.
-            depth: batches made ahead.
-            timeout_s: longest wait of `take`.
+        """Args:
+        stream: to run; nobody else may from now on.
+        depth: batches made ahead.
+        timeout_s: longest wait of `take`.
         """
         self._stream, self._timeout_s = stream, timeout_s
         self._made: queue.Queue[Batch | BaseException | None] = queue.Queue(depth)
@@ -35,7 +34,7 @@ class Prefetcher:
         self._thread.start()
 
     def take(self) -> Batch | None:
-        """The next batch; None after the last.
+        """Return the next batch; None after the last.
 
         Raises:
             SFTDataError: what the stream raised, or no batch within `timeout_s`.

@@ -56,12 +56,11 @@ class RowTokenizer:
     """Rows to samples, as the config has it."""
 
     def __init__(self, tokenizer: ChatTokenizer, source: SFTSourceConfig, config: SFTDataConfig, seq_len: int) -> None:
-        """
-        Args:
-            tokenizer: with its template.
-            source: column names.
-            config: what is trained and what happens to long samples.
-            seq_len: longest sample in tokens.
+        """Args:
+        tokenizer: with its template.
+        source: column names.
+        config: what is trained and what happens to long samples.
+        seq_len: longest sample in tokens.
         """
         self._tokenizer, self._source, self._config, self._seq_len = tokenizer, source, config, seq_len
 
@@ -99,7 +98,7 @@ class RowTokenizer:
         return RowResult(samples, counts)
 
     def _talks(self, parsed: Conversation | PlainText) -> list[Any]:
-        """The conversation itself, or with `split_turns` one for every trained message."""
+        """Return the conversation itself, or with `split_turns` one for every trained message."""
         if isinstance(parsed, PlainText) or not self._config.split_turns:
             return [parsed]
         ends = [i + 1 for i, trained in enumerate(parsed.trained) if trained]

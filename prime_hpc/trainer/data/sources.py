@@ -44,7 +44,7 @@ class Rows(Protocol):
     """Changes when rows come, go or change their lengths."""
 
     def row(self, index: int) -> Any:
-        """The parsed row. Raises SFTDataError."""
+        """Return the parsed row. Raises SFTDataError."""
 
     def where(self, index: int) -> str:
         """File and line of a row, for people."""
@@ -69,8 +69,7 @@ class JsonLines:
     """The non-empty lines of one file."""
 
     def __init__(self, path: Path, cache: Path) -> None:
-        """
-        Args:
+        """Args:
             path: the file, possibly compressed.
             cache: directory of indices; made here where it is missing.
 
@@ -88,7 +87,7 @@ class JsonLines:
         self._file: int | None = None
 
     def row(self, index: int) -> Any:
-        """The parsed line."""
+        """Return the parsed line."""
         if self._file is None:
             self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         begin, end = int(self._starts[index]), int(self._starts[index + 1])
@@ -154,7 +153,7 @@ def _write_array(target: Path, parts: list[NDArray[np.int64]]) -> None:
 def _without_blank(
     begins: NDArray[np.int64], ends: NDArray[np.int64], file: Any, offset: int, block: bytes
 ) -> NDArray[np.int64]:
-    """The beginnings of lines that hold more than white space; long ones do."""
+    """Return the beginnings of lines that hold more than white space; long ones do."""
     keep = np.ones(len(begins), bool)
     for i in np.flatnonzero(ends - begins < 16):
         begin, end = int(begins[i]) - offset, int(ends[i]) - offset
@@ -164,7 +163,7 @@ def _without_blank(
 
 
 def _unpacked(path: Path, cache: Path) -> Path:
-    """The file's content as a plain file in the cache."""
+    """Return the file's content as a plain file in the cache."""
     target = _cached(cache, path).with_suffix(".jsonl")
     if target.exists():
         return target
@@ -198,8 +197,7 @@ class ArrowRows:
     """The rows of one Parquet file, unpacked once into memory-mapped Arrow."""
 
     def __init__(self, path: Path, cache: Path, source: SFTSourceConfig) -> None:
-        """
-        Args:
+        """Args:
             path: the Parquet file.
             cache: directory of the Arrow files.
             source: column names.
@@ -230,7 +228,7 @@ class ArrowRows:
         self.fingerprint = fingerprint_of(self.num_rows, target.stat().st_size)
 
     def row(self, index: int) -> Any:
-        """The row as plain Python, without the nulls that Arrow fills in."""
+        """Return the row as plain Python, without the nulls that Arrow fills in."""
         number, place = divmod(index, _ARROW_ROWS)
         if self._batch[0] != number:
             self._batch = (number, self._reader.get_batch(number))
@@ -287,8 +285,7 @@ class HubRows:
     """A data set of the hub (or one that `datasets` saved to disk), memory-mapped by `datasets`."""
 
     def __init__(self, source: SFTSourceConfig, directory: Path | None) -> None:
-        """
-        Args:
+        """Args:
             source: name, subset, split, columns.
             directory: of `save_to_disk`, instead of the hub.
 
@@ -325,7 +322,7 @@ class HubRows:
         self.fingerprint = fingerprint_of(self.num_rows, self._name, source.subset, source.split)
 
     def row(self, index: int) -> Any:
-        """The row as plain Python."""
+        """Return the row as plain Python."""
         return _without_nulls(self._data[index])
 
     def where(self, index: int) -> str:
@@ -347,12 +344,12 @@ class Chain:
         return self._parts[part], index - (int(self._ends[part - 1]) if part else 0)
 
     def row(self, index: int) -> Any:
-        """The row of the part that holds it."""
+        """Return the row of the part that holds it."""
         part, own = self._find(index)
         return part.row(own)
 
     def where(self, index: int) -> str:
-        """The part's word."""
+        """Return the part's word."""
         part, own = self._find(index)
         return part.where(own)
 

@@ -90,7 +90,7 @@ class Order:
         self._epoch, self._rows = -1, np.zeros(0, np.int64)
 
     def row_at(self, place: int) -> int:
-        """The row at a place of the stream; places of one epoch are `num_rows` apart from the next one's."""
+        """Return the row at a place of the stream; places of one epoch are `num_rows` apart from the next one's."""
         epoch, within = divmod(place, self.num_rows)
         if not self._shuffle:
             return within
@@ -114,14 +114,13 @@ class SampleStream:
         num_shares: int,
         last_row: int | None = None,
     ) -> None:
-        """
-        Args:
-            tokenise: reads and tokenises rows.
-            order: of the rows.
-            shape: of a batch.
-            exchange: between the ranks.
-            share, num_shares: which data-parallel part this rank trains; ranks of one share get the same samples.
-            last_row: end after that many rows; None: never.
+        """Args:
+        tokenise: reads and tokenises rows.
+        order: of the rows.
+        shape: of a batch.
+        exchange: between the ranks.
+        share, num_shares: which data-parallel part this rank trains; ranks of one share get the same samples.
+        last_row: end after that many rows; None: never.
         """
         self._tokenise, self._order, self._shape, self._exchange = tokenise, order, shape, exchange
         self._num_shares = num_shares
@@ -143,7 +142,7 @@ class SampleStream:
         return self._exchange.all_agree(go_on)
 
     def next(self) -> Batch | None:
-        """The next step's batch; None after `last_row`.
+        """Return the next step's batch; None after `last_row`.
 
         Raises:
             SFTDataError: a row in it cannot be trained on, or a whole epoch gave no sample.
@@ -268,7 +267,7 @@ class SampleStream:
     def _swap(
         self, chosen: list[tuple[int, int]], lengths: NDArray[np.int64], share_of: dict[int, int]
     ) -> dict[int, SFTSample]:
-        """The samples of this rank's share, from the ranks that tokenised them."""
+        """Return the samples of this rank's share, from the ranks that tokenised them."""
         exchange, first = self._exchange, self._next_row - len(self._waiting)
         own_share = self._shares[exchange.rank]
         sent: list[list[NDArray[np.uint8]]] = [[np.zeros(0, np.uint8)] for _ in range(self._num_shares)]

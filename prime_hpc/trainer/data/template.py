@@ -26,8 +26,7 @@ class ChatTokenizer:
     """A Hugging Face tokenizer with its chat template, rendering conversation prefixes."""
 
     def __init__(self, tokenizer: Any, *, enable_thinking: bool = False, chat_template: str = "auto") -> None:
-        """
-        Args:
+        """Args:
             tokenizer: a `PreTrainedTokenizer`.
             enable_thinking: handed to the template, as the environments do.
             chat_template: `auto`, `none` or a Jinja file, see `sft.data.chat_template`.
@@ -108,7 +107,7 @@ class ChatTokenizer:
         return np.array(head + tail, dtype=np.int32), np.arange(len(head) + len(tail)) >= len(head)
 
     def _borders(self, talk: Conversation, start: int, stop: int) -> tuple[str, str]:
-        """The rendered text up to where a piece's content begins, and up to its end."""
+        """Return the rendered text up to where a piece's content begins, and up to its end."""
         messages, role = talk.messages, talk.messages[stop - 1]["role"]
         closed = self.render(messages[:stop], talk.tools)
         if role == "assistant" and stop > 1:  # no template opens a turn of an empty conversation
@@ -156,7 +155,7 @@ class ChatTokenizer:
 
 
 def _read_template(tokenizer: Any, chosen: str) -> tuple[str | None, str]:
-    """The template, and its name for people."""
+    """Return the template, and its name for people."""
     model = tokenizer.name_or_path or type(tokenizer).__name__
     if chosen == "none":
         return None, "no chat template"

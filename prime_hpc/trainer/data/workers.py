@@ -34,7 +34,7 @@ class Recipe:
     seq_len: int
 
     def open_rows(self) -> Rows:
-        """The rows; makes what is missing in the cache.
+        """Return the rows; makes what is missing in the cache.
 
         Raises:
             SFTDataError: names the file and what is wrong.

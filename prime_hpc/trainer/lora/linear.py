@@ -22,7 +22,7 @@ class LoraLinear(nn.Linear):
 
     @classmethod
     def adopt(cls, linear: nn.Linear) -> "LoraLinear":
-        """The same map with the same parameters, under the same names."""
+        """Return the same map with the same parameters, under the same names."""
         new = cls(linear.in_features, linear.out_features, bias=False, device="meta")
         new.weight, new.bias = linear.weight, linear.bias
         return new.train(linear.training)

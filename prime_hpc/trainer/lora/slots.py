@@ -52,13 +52,13 @@ class _Piece:
         flat[self.offset : self.offset + shard.numel()] = shard.movedim(self.dim, 0).reshape(-1)
 
     def take(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
-        """The shard of `rank` in its flat buffer; a copy."""
+        """Return the shard of `rank` in its flat buffer; a copy."""
         rows, other = self.local_shape(rank)[self.dim], self.shape[1 - self.dim]
         part = flat[self.offset : self.offset + rows * other].view(rows, other)
         return part.movedim(0, self.dim).contiguous().clone()
 
     def whole(self, table: torch.Tensor) -> torch.Tensor:
-        """The matrix from all ranks' flat buffers `[ranks, size]`."""
+        """Return the matrix from all ranks' flat buffers `[ranks, size]`."""
         parts = table[:, self.offset : self.offset + self.size].reshape(-1, self.shape[1 - self.dim])
         return parts[: self.shape[self.dim]].movedim(0, self.dim).contiguous()
 
@@ -173,7 +173,7 @@ class Adapters:
             yield
 
     def peft_name(self, name: str) -> str:
-        """A parameter's name in `adapter_model.safetensors`."""
+        """Return a parameter's name in `adapter_model.safetensors`."""
         module, _, kind = name.rpartition(".")
         return f"{PREFIX}{self.base_names.get(module, module)}.{kind}.weight"
 

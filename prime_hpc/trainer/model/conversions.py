@@ -43,7 +43,7 @@ class Piece:
         return cls(name, box, box, tuple(range(len(shape))))
 
     def within(self, box: Box) -> "Piece | None":
-        """The part of it that lies in a box of the model's tensor; None where there is none."""
+        """Return the part of it that lies in a box of the model's tensor; None where there is none."""
         stored, model = list(self.stored), []
         for (low, high), (begin, end), dim in zip(self.model, box, self.dims, strict=True):
             first, last = max(low, begin), min(high, end)
@@ -191,7 +191,7 @@ class WeightMap:
     """Stored name -> the other stored name of the same values."""
 
     def base_names(self, modules: Iterable[str]) -> dict[str, str]:
-        """The checkpoint's names of modules that are to be adapted.
+        """Return the checkpoint's names of modules that are to be adapted.
 
         Raises:
             ValueError: one whose weight is not stored as the model has it: an adapter of it would fit no engine.
@@ -246,7 +246,7 @@ def map_weights(hf: Any, stored: Mapping[str, StoredTensor]) -> WeightMap:
 def _convert(
     hf: Any, model: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> tuple[dict[str, Traced], list[str]]:
-    """The model's tensors that the stored ones make, and the stored ones that make none.
+    """Return the model's tensors that the stored ones make, and the stored ones that make none.
 
     The loop is that of `convert_and_load_state_dict_in_model`.
     """

@@ -28,7 +28,7 @@ def local_box(tensor: torch.Tensor) -> Box:
 
 
 def inside(part: Box, box: Box) -> tuple[slice, ...]:
-    """A part of a box, counted from the box's beginning."""
+    """Return a part of a box, counted from the box's beginning."""
     return tuple(slice(low - begin, high - begin) for (low, high), (begin, _) in zip(part, box, strict=True))
 
 

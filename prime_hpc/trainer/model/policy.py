@@ -119,7 +119,7 @@ def _truncation(batch: MicroBatch) -> Truncation | None:
 
 
 def resolve_source(name: str) -> Path:
-    """The local directory of a model: `name` itself, or the hub's snapshot of it (downloaded where missing).
+    """Return the local directory of a model: `name` itself, or the hub's snapshot of it (downloaded where missing).
 
     Raises:
         ValueError: neither exists.
@@ -154,7 +154,7 @@ def compute_dtype(config: ModelConfig) -> torch.dtype:
 
 
 def _stored_weights(source: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint; raises a ValueError for those that would load as noise, or not at all."""
+    """Return the tensors of a checkpoint; raises a ValueError for those that would load as noise, or not at all."""
     stored = stored_tensors(source)
     if not stored:
         raise ValueError(f"{source} holds no safetensors; `save_pretrained` of transformers writes them")
@@ -165,7 +165,8 @@ def _stored_weights(source: Path) -> dict[str, StoredTensor]:
 
 
 def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
-    """The model's modules without memory for parameters, buffers (rotary frequencies) are real; how it trains."""
+    """Return the model's modules without memory for parameters, buffers (rotary frequencies) are real; how it
+    trains."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 

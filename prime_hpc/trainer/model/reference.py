@@ -10,7 +10,7 @@ from prime_hpc.trainer.objectives import requires_reference
 
 
 def load_reference(experiment: Experiment, policy: Policy, device: torch.device) -> Policy | None:
-    """The sharded reference model, or None where the objective needs none. Collective.
+    """Return the sharded reference model, or None where the objective needs none. Collective.
 
     It costs the memory of one more set of sharded weights; it has no gradients and no optimizer. With adapters it is
     the policy itself: the engine switches the adapter off.

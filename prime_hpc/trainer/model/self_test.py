@@ -149,7 +149,7 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def measure(policy: "Policy", device: torch.device, unit: float) -> Found:
-    """The differences that the self-test judges. Collective.
+    """Return the differences that the self-test judges. Collective.
 
     Args:
         policy: loaded and sharded.

@@ -40,7 +40,7 @@ class Admission:
 
 
 def read_child(parent: Experiment, path: Path) -> Experiment:
-    """The experiment in a child's directory.
+    """Return the experiment in a child's directory.
 
     Raises:
         ConfigError: it is no experiment, one that cannot share this trainer, or a copy of another child.

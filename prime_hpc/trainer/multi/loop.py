@@ -126,7 +126,7 @@ class MultiTrainer:
     # ------------------------------------------------------------------------------------------------ rank 0 decides
 
     def _decide(self) -> Order:
-        """The next order; waits a little where there is none."""
+        """Return the next order; waits a little where there is none."""
         end = time.monotonic() + TURN_S
         while True:
             order = self._next_command()

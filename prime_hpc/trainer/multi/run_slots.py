@@ -85,13 +85,12 @@ class Roster:
         announce: Callable[[str, ChildState], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            parent: what all children share.
-            parent_dir: its run directory.
-            incarnation: this trainer's.
-            announce: told of every change of a child's state.
-            clock: seconds.
+        """Args:
+        parent: what all children share.
+        parent_dir: its run directory.
+        incarnation: this trainer's.
+        announce: told of every change of a child's state.
+        clock: seconds.
         """
         self._parent, self._dir, self._incarnation = parent, parent_dir, incarnation
         self._announce, self._clock = announce, clock
@@ -129,7 +128,7 @@ class Roster:
         )
 
     def state(self, name: str) -> ChildState:
-        """The last word on a run."""
+        """Return the last word on a run."""
         return self._states[name]
 
     def _phase(self, name: str) -> Phase | None:

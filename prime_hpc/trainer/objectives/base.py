@@ -96,7 +96,7 @@ class Registered:
     default_bounds: Callable[[LossConfig], Bounds]
 
     def bounds(self, config: LossConfig) -> Bounds:
-        """The configured bounds, with the objective's own where the config states none."""
+        """Return the configured bounds, with the objective's own where the config states none."""
         own = self.default_bounds(config)
         low = own.low if config.clip_low is None else config.clip_low
         return Bounds(low, own.high if config.clip_high is None else config.clip_high)
@@ -120,7 +120,7 @@ def register(
 
 
 def get_objective(name: str) -> Registered:
-    """The objective called `name`, or the user's own at `module:function` (normalised over tokens).
+    """Return the objective called `name`, or the user's own at `module:function` (normalised over tokens).
 
     Raises:
         ConfigError: unknown, or the import fails; says why.

@@ -16,7 +16,7 @@ from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO
 
 
 def kl_estimate(logprobs: torch.Tensor, other: torch.Tensor, estimator: str) -> torch.Tensor:
-    """The estimate of each target, [N], differentiable in `logprobs`.
+    """Return the estimate of each target, [N], differentiable in `logprobs`.
 
     Args:
         logprobs: float32 `[N]`, log pi.

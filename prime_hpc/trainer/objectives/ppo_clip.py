@@ -21,7 +21,7 @@ from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms, register
 
 
 def clipped_surrogate(targets: Targets, log_ratio: torch.Tensor, config: LossConfig, bounds: Bounds) -> Terms:
-    """The surrogate for ratios given as logarithms [N] (of tokens here, of sequences in `gspo.py`)."""
+    """Return the surrogate for ratios given as logarithms [N] (of tokens here, of sequences in `gspo.py`)."""
     advantages, ratio = targets.advantages, log_ratio.exp()
     free = ratio * advantages
     inside = ratio.clamp(1 - bounds.low, 1 + bounds.high) * advantages

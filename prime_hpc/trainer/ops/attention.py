@@ -73,8 +73,8 @@ class Packing:
     _derived: dict[int, "Packing"] = field(default_factory=dict)
 
     def chunked(self, size: int) -> "Packing":
-        """The packing of tokens that attend within chunks of their sequence alone (Llama 4's local layers): each chunk
-        is a sequence. Of the sequences' tokens; the same object for the same size."""
+        """Return the packing of tokens that attend within chunks of their sequence alone (Llama 4's local layers):
+        each chunk is a sequence. Of the sequences' tokens; the same object for the same size."""
         if size not in self._derived:
             pieces = [min(size, int(n) - at) for n in self.lengths for at in range(0, int(n), size)]
             self._derived[size] = self._again(np.array(pieces), pads=bool(self.buckets))
@@ -346,7 +346,7 @@ Kernel = Callable[..., torch.Tensor]
 
 @functools.cache
 def select_kernel(choice: str, device_type: str, dtype: torch.dtype) -> Kernel:
-    """The varlen kernel for `model.attn`.
+    """Return the varlen kernel for `model.attn`.
 
     Args:
         choice: `auto`, `flash` (the package flash-attn, 2 or 3) or `sdpa`.

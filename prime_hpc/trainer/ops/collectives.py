@@ -66,13 +66,13 @@ def exchange(
 
 @torch.compiler.disable
 def enter_parallel(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A tensor that all ranks hold, on its way to where each uses it in its own way: gradients are summed."""
+    """Return a tensor that all ranks hold, on its way to where each uses it in its own way: gradients are summed."""
     return _Moved.apply(x, mesh, _as_it_is, _sum)
 
 
 @torch.compiler.disable
 def leave_parallel(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of the ranks' tensors, on every rank."""
+    """Return the sum of the ranks' tensors, on every rank."""
     return _Moved.apply(x, mesh, _sum, _as_it_is)
 
 
@@ -84,7 +84,7 @@ def split_rows(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 @torch.compiler.disable
 def join_rows(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The inverse of `split_rows`: what follows is computed alike on all ranks."""
+    """Return the inverse of `split_rows`: what follows is computed alike on all ranks."""
     return _Moved.apply(x, mesh, _all_parts, _own_part)
 
 

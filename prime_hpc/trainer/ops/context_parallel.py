@@ -68,7 +68,7 @@ def scatter_heads(
 
 
 def own_targets(target_index: np.ndarray, first: int, stop: int) -> slice:
-    """The targets that the hidden states of tokens `first` .. `stop` predict; `target_index` never falls."""
+    """Return the targets that the hidden states of tokens `first` .. `stop` predict; `target_index` never falls."""
     return slice(*np.searchsorted(target_index, [first, stop]).tolist())
 
 

@@ -26,12 +26,12 @@ class VocabShard:
     """Token id of the first row."""
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in place."""
+        """Return the sum over ranks, in place."""
         dist.all_reduce(x, group=self.mesh.get_group())
         return x
 
     def maximum(self, x: torch.Tensor) -> torch.Tensor:
-        """The maximum over ranks, in place."""
+        """Return the maximum over ranks, in place."""
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
         return x
 
@@ -96,7 +96,7 @@ def _softmax_sums(
 
 
 def _columns(targets: torch.Tensor, width: int, shard: VocabShard | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits' column of each target (any, where another rank has it), and whether this rank has it."""
+    """Return the logits' column of each target (any, where another rank has it), and whether this rank has it."""
     if shard is None:
         return targets, targets.new_ones(0, dtype=torch.bool)
     column = targets - shard.first

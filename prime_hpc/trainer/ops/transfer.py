@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def map_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
-    """A dataclass with `change` applied to its tensors, also to those of dataclasses in its fields."""
+    """Return a dataclass with `change` applied to its tensors, also to those of dataclasses in its fields."""
     if isinstance(value, torch.Tensor):
         return change(value)  # type: ignore[return-value]
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
@@ -45,7 +45,7 @@ def unpack(buffer: torch.Tensor, starts: list[int], like: list[torch.Tensor]) ->
 
 
 def to_device(value: T, device: torch.device, stream: Any = None) -> T:
-    """A dataclass with its host tensors on `device`: one pinned buffer, one asynchronous copy.
+    """Return a dataclass with its host tensors on `device`: one pinned buffer, one asynchronous copy.
 
     Args:
         value: holds tensors in host memory.
@@ -81,7 +81,7 @@ class HostRead:
         self._event = torch.cuda.current_stream(matrix.device).record_event()
 
     def rows(self) -> list[list[int]]:
-        """The matrix's rows; waits for its copy, and for nothing that was launched after it."""
+        """Return the matrix's rows; waits for its copy, and for nothing that was launched after it."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()

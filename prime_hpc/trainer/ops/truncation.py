@@ -133,7 +133,7 @@ def _blocks(logits: torch.Tensor) -> Iterator[slice]:
 
 
 def _largest(logits: torch.Tensor, count: int, shard: Ranks | None) -> torch.Tensor:
-    """The largest logits of each row over all ranks, descending, `[n, min(count, V)]`."""
+    """Return the largest logits of each row over all ranks, descending, `[n, min(count, V)]`."""
     values = logits.topk(min(count, logits.shape[1]), dim=1).values
     if shard is None:
         return values

@@ -19,7 +19,7 @@ MUON_MOMENTUM = 0.95
 def build_optimizer(
     module: nn.Module, config: OptimConfig, parameters: Iterable[nn.Parameter] | None = None
 ) -> torch.optim.Optimizer:
-    """The configured optimizer; matrices decay, vectors (norms, biases) do not.
+    """Return the configured optimizer; matrices decay, vectors (norms, biases) do not.
 
     All of them keep their state per parameter under its name, so that a checkpoint loads under any number of ranks.
 

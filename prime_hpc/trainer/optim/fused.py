@@ -33,7 +33,7 @@ class Fused:
         return [part.flatten(-3, -2).movedim(-2, self.dim).contiguous() for part in parts]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The reverse of `split`."""
+        """Return the reverse of `split`."""
         rows = [part.movedim(self.dim, -2) for part in parts]
         blocks = [r.unflatten(-2, (self.groups, n)) for r, n in zip(rows, self.sizes, strict=True)]
         return torch.cat(blocks, dim=-2).flatten(-3, -2).movedim(-2, self.dim)

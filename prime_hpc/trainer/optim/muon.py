@@ -67,13 +67,12 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         fused: Mapping[int, Fused] | None = None,
     ) -> None:
-        """
-        Args:
-            groups: dictionaries with `params`, `algorithm`, `weight_decay`.
-            lr: of both halves.
-            momentum: of Muon.
-            betas, eps: of AdamW.
-            fused: id of a parameter that holds several matrices -> how (`find_fused`).
+        """Args:
+        groups: dictionaries with `params`, `algorithm`, `weight_decay`.
+        lr: of both halves.
+        momentum: of Muon.
+        betas, eps: of AdamW.
+        fused: id of a parameter that holds several matrices -> how (`find_fused`).
         """
         self._fused = dict(fused or {})
         super().__init__(groups, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": 0.0})

@@ -11,7 +11,7 @@ from prime_hpc.config.sections.trainer import SchedulerConfig
 
 
 def learning_rate_factor(config: SchedulerConfig, step: int, max_steps: int) -> float:
-    """The share of the peak learning rate that step `step` uses.
+    """Return the share of the peak learning rate that step `step` uses.
 
     Warm-up: step i of w uses i / w, so the first step already moves and step w has the peak. The decay falls from the
     peak, which its first step still has, towards `min_lr_ratio`, which the step after its last one would have (as in

@@ -17,12 +17,11 @@ class SignSGD(torch.optim.Optimizer):
     """Moves every weight by the learning rate against the sign of its (averaged) gradient."""
 
     def __init__(self, params: Any, *, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
-        """
-        Args:
-            params: parameters or groups of them.
-            lr: step of every weight.
-            momentum: of the gradient's average, in [0, 1); 0 keeps no average.
-            weight_decay: decoupled.
+        """Args:
+        params: parameters or groups of them.
+        lr: step of every weight.
+        momentum: of the gradient's average, in [0, 1); 0 keeps no average.
+        weight_decay: decoupled.
         """
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 

@@ -25,7 +25,7 @@ from prime_hpc.trainer.parallel.tensor import split_tensors
 
 
 def transformer_blocks(hf: Any) -> list[nn.Module]:
-    """The model's repeated blocks, each of which becomes one FSDP unit.
+    """Return the model's repeated blocks, each of which becomes one FSDP unit.
 
     Raises:
         ValueError: the model has no list of blocks.

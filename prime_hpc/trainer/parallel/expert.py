@@ -26,7 +26,7 @@ from prime_hpc.trainer.parallel.mesh import Parallel
 
 
 def expert_modules(hf: Any) -> list[nn.Module]:
-    """The modules that hold fused experts; none in a dense model."""
+    """Return the modules that hold fused experts; none in a dense model."""
     return [m for m in hf.modules() if hasattr(m, "_is_expert_parallel") and hasattr(m, "num_experts")]
 
 

@@ -57,7 +57,7 @@ class Parallel:
 
 
 def build_parallel(layout: Layout, device: torch.device | str) -> Parallel:
-    """The meshes of a layout. Collective over the default process group.
+    """Return the meshes of a layout. Collective over the default process group.
 
     Args:
         layout: of as many ranks as the process group has.
@@ -87,13 +87,13 @@ def build_parallel(layout: Layout, device: torch.device | str) -> Parallel:
 
 
 def _mesh(kind: str, sizes: dict[str, int], kept: str) -> DeviceMesh:
-    """A mesh of the dimensions that are longer than 1, and of `kept`."""
+    """Return a mesh of the dimensions that are longer than 1, and of `kept`."""
     used = {name: size for name, size in sizes.items() if size > 1 or name == kept}
     return init_device_mesh(kind, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
 def _part(mesh: DeviceMesh, *names: str) -> DeviceMesh:
-    """The dimensions of `mesh` among `names`."""
+    """Return the dimensions of `mesh` among `names`."""
     assert mesh.mesh_dim_names is not None
     used = tuple(name for name in names if name in mesh.mesh_dim_names)
     return mesh if used == mesh.mesh_dim_names else mesh[used]

@@ -48,7 +48,7 @@ class RowLinear(nn.Linear):
     """`[.., in / ranks] -> [.., out]`, summed over ranks; the bias is added once."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole outputs."""
+        """Return the whole outputs."""
         assert isinstance(self.weight, DTensor)
         y = leave_parallel(linear(x, local(self.weight)), self.weight.device_mesh)
         return y if self.bias is None else y + self.bias
@@ -146,7 +146,7 @@ def _split(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> nn.Param
 
 @torch.no_grad()
 def shard(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
-    """A DTensor of a tensor that every rank of a one-dimensional mesh holds, without communication."""
+    """Return a DTensor of a tensor that every rank of a one-dimensional mesh holds, without communication."""
     part = whole.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous().clone()
     return DTensor.from_local(
         part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.contiguous().stride()

@@ -48,7 +48,8 @@ def start_fake_process_group(world_size: int) -> None:
 
 
 def find_shape(name: str, folder: Path) -> Path:
-    """A directory with the model's config.json: its own, the hub's cache, or the published shape written to `folder`.
+    """Return a directory with the model's config.json: its own, the hub's cache, or the published shape written to
+    `folder`.
 
     Raises:
         ValueError: neither is there.
@@ -85,7 +86,7 @@ class _Unread(WeightMap):
     """Of a checkpoint that nobody has: nothing is read."""
 
     def base_names(self, modules: Iterable[str]) -> dict[str, str]:
-        """The model's own."""
+        """Return the model's own."""
         return {module: module for module in modules}
 
 

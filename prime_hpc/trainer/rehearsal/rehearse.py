@@ -117,7 +117,7 @@ def train(engine: Engine, experiment: Experiment, tracker: MemoryTracker, policy
 
 
 def objective_of(experiment: Experiment) -> Objective:
-    """The loss of the config's kind."""
+    """Return the loss of the config's kind."""
     return partial(rl_objective, experiment.trainer.loss) if experiment.kind == "rl" else sft_objective
 
 

@@ -48,11 +48,10 @@ class MemoryTracker(TorchDispatchMode):
         granule: int = 1,
         workspace: Callable[[Any, tuple[Any, ...]], int] | None = None,
     ) -> None:
-        """
-        Args:
-            vocab_sizes: a matrix with so many rows or columns is the output head's.
-            granule: sizes are rounded up to a multiple of this many bytes.
-            workspace: bytes that an operator with these arguments takes while it runs.
+        """Args:
+        vocab_sizes: a matrix with so many rows or columns is the output head's.
+        granule: sizes are rounded up to a multiple of this many bytes.
+        workspace: bytes that an operator with these arguments takes while it runs.
         """
         super().__init__()
         self.peak = Peak()

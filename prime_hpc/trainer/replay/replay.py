@@ -52,8 +52,8 @@ def opened(experiment: Experiment, scratch: Path) -> Iterator[Session]:
 
 
 def plain(experiment: Experiment, num_ranks: int) -> Experiment:
-    """The same training with everything off that would write, send or ask; on another number of ranks than the run's
-    own these share one copy of the model, whatever its layout was."""
+    """Return the same training with everything off that would write, send or ask; on another number of ranks than
+    the run's own these share one copy of the model, whatever its layout was."""
     trainer = experiment.trainer.model_copy(update={"bench": False, "profile": None})
     if num_ranks != trainer.num_ranks:
         trainer = trainer.model_copy(update={"num_ranks": num_ranks, "parallel": ParallelConfig()})
@@ -127,7 +127,8 @@ def run_steps(run_dir: Path, scratch: Path, start: int, stop: int) -> bool:
 
 
 def kept_step(kept: RunPaths, scratch: Path) -> bool:
-    """The step that `keep` kept, again: prints its metrics or what refuses it, then its worst sequences. Collective.
+    """Return the step that `keep` kept, again: prints its metrics or what refuses it, then its worst sequences.
+    Collective.
 
     Returns:
         Whether it passes now.

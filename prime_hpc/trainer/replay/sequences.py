@@ -14,7 +14,8 @@ SHOWN = 10
 
 @torch.no_grad()
 def sequence_lines(session: Session, batch: RankBatch) -> list[str]:
-    """A table of this rank's sequences: those with log-probabilities that are not finite first, then by mismatch."""
+    """Return a table of this rank's sequences: those with log-probabilities that are not finite first, then by
+    mismatch."""
     rows: list[tuple[float, str]] = []
     batch = session.engine.lay_out(replace(batch, ce_weights=None))
     for m in range(batch.num_micro_batches):

@@ -86,14 +86,13 @@ class AdapterPublisher:
     def __init__(
         self, policy: "Policy", source: Path, paths: RunPaths, *, incarnation: int, model_name: str, slot: int = 0
     ) -> None:
-        """
-        Args:
-            policy: with adapters.
-            source: directory of the base model (tokenizer).
-            paths: the run.
-            incarnation: life of the run.
-            model_name: the base model's, for the manifest and for PEFT.
-            slot: whose adapter.
+        """Args:
+        policy: with adapters.
+        source: directory of the base model (tokenizer).
+        paths: the run.
+        incarnation: life of the run.
+        model_name: the base model's, for the manifest and for PEFT.
+        slot: whose adapter.
         """
         assert policy.adapters is not None
         self._policy, self._paths, self._slot = policy, paths, slot

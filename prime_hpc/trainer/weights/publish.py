@@ -67,14 +67,13 @@ class Publisher:
     def __init__(
         self, policy: Policy, source: Path, paths: RunPaths, *, dtype: torch.dtype, incarnation: int, model_name: str
     ) -> None:
-        """
-        Args:
-            policy: sharded model.
-            source: directory of the model that training began with (config, tokenizer).
-            paths: the run.
-            dtype: floating-point dtype of the published weights.
-            incarnation: life of the run.
-            model_name: for the manifest.
+        """Args:
+        policy: sharded model.
+        source: directory of the model that training began with (config, tokenizer).
+        paths: the run.
+        dtype: floating-point dtype of the published weights.
+        incarnation: life of the run.
+        model_name: for the manifest.
         """
         self._policy, self._source, self.paths = policy, source, paths
         self._dtype, self.incarnation, self._model_name = dtype, incarnation, model_name
@@ -200,7 +199,7 @@ class Publisher:
 
 
 def gather(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The whole tensor in the published dtype; cast before communication, which it may halve. Collective."""
+    """Return the whole tensor in the published dtype; cast before communication, which it may halve. Collective."""
     tensor = tensor.detach().to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

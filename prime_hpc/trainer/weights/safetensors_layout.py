@@ -45,12 +45,12 @@ class TensorSpec:
 
 
 def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """The order in which tensors stand in a file."""
+    """Return the order in which tensors stand in a file."""
     return sorted(specs, key=lambda spec: -spec.dtype.itemsize)
 
 
 def header(specs: Sequence[TensorSpec]) -> bytes:
-    """The beginning of a file that holds these tensors in this order.
+    """Return the beginning of a file that holds these tensors in this order.
 
     Raises:
         ValueError: a dtype that the format does not know.
@@ -72,9 +72,8 @@ class SafetensorsLayout:
     """The layout of a file that holds these tensors in this order."""
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
-        """
-        Raises:
-            ValueError: a dtype that the format does not know.
+        """Raises:
+        ValueError: a dtype that the format does not know.
         """
         self.specs = {spec.name: spec for spec in specs}
         self.header = header(specs)
@@ -93,5 +92,5 @@ class SafetensorsLayout:
 
 
 def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """A tensor's values as a file holds them; its own memory where that is the host's and contiguous."""
+    """Return a tensor's values as a file holds them; its own memory where that is the host's and contiguous."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

@@ -204,7 +204,7 @@ class _Group:
 
 
 def _kept_together(weights: WeightMap) -> list[list[str]]:
-    """The model's names, those together of which the checkpoint stores parts in one tensor."""
+    """Return the model's names, those together of which the checkpoint stores parts in one tensor."""
     groups: list[list[str]] = []
     place: dict[str, list[str]] = {}  # of a stored tensor
     for name, pieces in weights.pieces.items():
@@ -224,7 +224,7 @@ def _kept_together(weights: WeightMap) -> list[list[str]]:
 def _specs(
     names: Sequence[str], tensors: Mapping[str, torch.Tensor], weights: WeightMap, dtype: torch.dtype
 ) -> list[TensorSpec]:
-    """The stored tensors of some of the model's, as they are published."""
+    """Return the stored tensors of some of the model's, as they are published."""
     found: dict[str, TensorSpec] = {}
     for name in names:
         for piece in weights.pieces[name]:
@@ -267,7 +267,7 @@ def has_whole_rows(tensor: torch.Tensor) -> bool:
 
 
 def ranks_of_copy(tensor: torch.Tensor) -> list[int]:
-    """The ranks that hold the parts of one copy of a tensor together: this rank's copy."""
+    """Return the ranks that hold the parts of one copy of a tensor together: this rank's copy."""
     if not isinstance(tensor, DTensor):
         return [dist.get_rank()]
     coordinate = tensor.device_mesh.get_coordinate()
@@ -280,8 +280,8 @@ def ranks_of_copy(tensor: torch.Tensor) -> list[int]:
 
 
 def balance_writes(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """The rank in whose file each tensor stands, so that all are about as large: each goes to the one with the least
-    so far.
+    """Return the rank in whose file each tensor stands, so that all are about as large: each goes to the one with the
+    least so far.
 
     Ranks that get something come first.
     """
