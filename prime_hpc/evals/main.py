@@ -23,6 +23,7 @@ from prime_hpc.evals.run import evaluate
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime.event_loops import new_event_loop
+from prime_hpc.runtime.open_files import raise_descriptor_limit
 from prime_hpc.runtime.role_context import LED, RoleContext
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.messaging.bus import Doorbell
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_dir = parser.parse_args(argv).run_dir.resolve()
     context = RoleContext.from_env(ROLE, run_dir)
     setup_logger(ROLE)
+    raise_descriptor_limit()
     bell = Doorbell(context.doorbell_address, ROLE, incarnation=context.doorbell_incarnation, run=context.doorbell_run)
     status = RoleStatus(context, bell)
     status.starting()

@@ -43,6 +43,7 @@ from prime_hpc.orchestrator.setup import (
 from prime_hpc.orchestrator.sft_eval_loop import EvalLoop
 from prime_hpc.orchestrator.trace_log import TraceLog
 from prime_hpc.runtime.event_loops import new_event_loop
+from prime_hpc.runtime.open_files import raise_descriptor_limit
 from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import LED, RoleContext
 from prime_hpc.store.artifact import StoreError
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_dir = parser.parse_args(argv).run_dir.resolve()
     context = RoleContext.from_env(ROLE, run_dir)
     setup_logger(ROLE)
+    raise_descriptor_limit()  # also where no supervisor did: an orchestrator that was started by hand
     bell = Doorbell(context.doorbell_address, ROLE, incarnation=context.doorbell_incarnation, run=context.doorbell_run)
     status = RoleStatus(context, bell)
     status.starting()

@@ -24,6 +24,7 @@ from prime_hpc.observe.bench import tables as bench_tables
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
 from prime_hpc.runtime.device import NONE_SEEN
+from prime_hpc.runtime.open_files import raise_descriptor_limit
 from prime_hpc.slurm.allocation import Allocation, read_allocation
 from prime_hpc.slurm.containers import container_of
 from prime_hpc.slurm.gpu_split import refuse_cpu_builds
@@ -53,7 +54,6 @@ from prime_hpc.supervisor.attempt.start import begin_attempt, run_paths
 from prime_hpc.supervisor.preflight.phase import Checkup, nodes_to_avoid, record_bad_nodes
 from prime_hpc.supervisor.roles import ports
 from prime_hpc.supervisor.roles.caches import NODE_LOCAL
-from prime_hpc.supervisor.roles.process_tree import raise_descriptor_limit
 from prime_hpc.supervisor.roles.slurm_spec import slurm_specs, spare_hosts
 from prime_hpc.supervisor.roles.slurm_step import StepContext, StepSpec
 from prime_hpc.supervisor.roles.spec import (

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from prime_hpc.runtime import open_files
 from prime_hpc.store.artifact import MANIFEST
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.layout import RunPaths
@@ -16,7 +17,6 @@ from prime_hpc.store.messaging.auth import MAX_UNPROVEN, Challenge, Newcomers, S
 from prime_hpc.store.messaging.bus import Doorbell, DoorbellHub
 from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.messaging.json_lines import parse_address
-from prime_hpc.supervisor.roles import process_tree
 from tests.unit.test_store_batches import make_rank
 
 WAIT_S = 20.0
@@ -236,11 +236,11 @@ def test_the_manifest_is_not_handed_to_strangers(handing, hub):
 
 def test_the_descriptor_limit_is_raised():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = process_tree.MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, process_tree.MAX_DESCRIPTORS)
+    most = open_files.MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, open_files.MAX_DESCRIPTORS)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        assert process_tree.raise_descriptor_limit() == most
+        assert open_files.raise_descriptor_limit() == most
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
-        assert process_tree.raise_descriptor_limit() == most
+        assert open_files.raise_descriptor_limit() == most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -6,7 +6,6 @@ own. Called by the supervisor, which is the subreaper of all of them, and by the
 
 import contextlib
 import ctypes
-import resource
 import signal
 import time
 from collections.abc import Iterable
@@ -34,24 +33,6 @@ def die_with_parent() -> None:
     """In a child between fork and exec: SIGKILL when the parent's thread ends. Linux; elsewhere it does nothing."""
     with contextlib.suppress(OSError, AttributeError):
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-MAX_DESCRIPTORS = 1 << 16
-"""More than any run has connections; a limit of millions makes old programs that close all descriptors slow."""
-
-
-def raise_descriptor_limit() -> int:
-    """Let this process and its children open as many files and connections as the hard limit allows, `MAX_DESCRIPTORS`
-    at most. The usual soft limit of 1024 is less than the ranks of a large run. Returns the limit that holds now."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return soft
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (OSError, ValueError):  # a sandbox that forbids it: what there is must do
-        return soft
-    return wanted
 
 
 def family(pid: int) -> list[psutil.Process]:
