@@ -1,7 +1,4 @@
-"""Async client of one prime-hpc inference server: generation by token ids, weight updates, health.
-
-Used by the orchestrator (updates), by evals and by tests. Every call has a deadline.
-"""
+"""Async client of one prime-hpc inference server: generation by token ids, weight updates, health."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

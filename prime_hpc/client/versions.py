@@ -1,7 +1,5 @@
 """Policy version of every sampled token, from the spans that vLLM reports with a completion.
 
-Used by the client and by the environments' sample builder. numpy only.
-
 vLLM 0.32 answers `weight_versions: [{"version": "3", "start": 0, "end": 7}, ...]`: half-open spans over
 the completion's tokens, in order, without gaps. A new span begins where the weights changed mid-request.
 """

@@ -1,7 +1,4 @@
-"""Models that are directories, named from the root: a role may start elsewhere, in a container for instance.
-
-Called by `snapshot` and by those who must know which paths a run needs.
-"""
+"""Models that are directories, named from the root: a role may start elsewhere, in a container for instance."""
 
 from pathlib import Path
 

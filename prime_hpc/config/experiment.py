@@ -242,7 +242,7 @@ class Experiment(Section):
             )
 
     def _sources_fit(self) -> None:
-        """What single environments do otherwise than the others can be done."""
+        """Check what single environments do otherwise than the others."""
         o = self.orchestrator
         for i, env in enumerate(o.env if self.kind == "rl" else []):
             key, advantage = f"orchestrator.env.{i}", o.advantage_of(i)

@@ -1,4 +1,4 @@
-"""A user's own code by import path. Called by `algorithms`, `curriculum` and `echo`."""
+"""A user's own code by import path."""
 
 from importlib import import_module
 from typing import Any

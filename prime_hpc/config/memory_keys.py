@@ -1,4 +1,4 @@
-"""Keys that make a trainer's memory smaller, by what it holds. Used by `plan --rehearse`, and where memory ran out."""
+"""Keys that make a trainer's memory smaller, by what it holds."""
 
 from prime_hpc.config.experiment import Experiment
 

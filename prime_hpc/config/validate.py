@@ -1,7 +1,4 @@
-"""The last word on a config: pydantic's errors in our own words, and what each entrypoint cannot do without.
-
-Called by `sources` and `snapshot`.
-"""
+"""The last word on a config: pydantic's errors in our own words, and what each entrypoint cannot do without."""
 
 import re
 from pathlib import Path

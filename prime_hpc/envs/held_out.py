@@ -1,4 +1,4 @@
-"""Evaluation tasks that are not trained on. Called by `sources.py` and the orchestrator's `main.py`.
+"""Evaluation tasks that are not trained on.
 
 Two steps, of which the second needs no trust in the first. Where a training and an evaluation environment load one and
 the same list of tasks, a tenth of it, by position, is evaluated on and not trained (`is_one_list`, `sources.HOLD_OUT`).

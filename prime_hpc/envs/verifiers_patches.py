@@ -1,7 +1,4 @@
-"""Patches of verifiers and pydantic: look up once what they look up for every episode. Same results.
-
-Called by `prime_hpc.envs.episode_runner` before the first episode.
-"""
+"""Patches of verifiers and pydantic: look up once what they look up for every episode. Same results."""
 
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""One life of an evaluation: servers, environments, one version after another, the summary after each.
-
-Called by `main`.
-"""
+"""One life of an evaluation: servers, environments, one version after another, the summary after each."""
 
 import asyncio
 import importlib

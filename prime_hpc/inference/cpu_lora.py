@@ -1,4 +1,4 @@
-"""Right LoRA products on CPU, in place of vLLM 0.32's. Called by `worker` in every engine before it serves.
+"""Right LoRA products on CPU, in place of vLLM 0.32's.
 
 vLLM's own pick each token's matrices with `weights[indices]`, where -1 means the base model and so picks the *last*
 adapter: once all places for adapters are taken, requests of the base model that run beside an adapter's are sampled

@@ -1,7 +1,4 @@
-"""The server process itself: vLLM's engines and HTTP application with our routes, run until told to stop.
-
-Called by `main`, after the environment is set. Importing this module imports vLLM (seconds).
-"""
+"""The server process itself: vLLM's engines and HTTP application with our routes, run until told to stop."""
 
 import argparse
 import asyncio

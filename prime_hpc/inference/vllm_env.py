@@ -1,7 +1,4 @@
-"""Preparations before vLLM is imported: package-name shim, scratch folder, environment.
-
-Called by `main` only. Nothing here imports vllm or torch.
-"""
+"""Preparations before vLLM is imported: package-name shim, scratch folder, environment."""
 
 import ctypes
 import fcntl

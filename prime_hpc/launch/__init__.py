@@ -1,4 +1,4 @@
-"""From a checked experiment to a running one: plan, prepare, run here or submit. Called by `cli` and the verbs.
+"""From a checked experiment to a running one: plan, prepare, run here or submit.
 
 Nothing in this room imports torch, transformers, vllm or verifiers: a login node has none of them to spare. Names are
 loaded on first use: a job imports this package too, and needs none of them.

@@ -1,7 +1,4 @@
-"""Checks before anything starts: the model, the environments, the data, the disk.
-
-Called by `prepare`. Every check names the key and the way out; all problems are reported at once.
-"""
+"""Checks before anything starts: the model, the environments, the data, the disk."""
 
 import importlib.util
 import json

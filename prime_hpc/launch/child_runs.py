@@ -1,4 +1,4 @@
-"""The runs below a run whose trainer trains many: made, listed, stopped and brought back. Called by the verb `runs`.
+"""The runs below a run whose trainer trains many: made, listed, stopped and brought back.
 
 A child appears by one rename with all that belongs to it; the trainer finds it at one of its next looks. A parent that
 was not submitted yet is named by its experiment file: its children wait in its directory.

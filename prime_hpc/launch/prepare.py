@@ -1,4 +1,4 @@
-"""The run directory before a run: refuse to overwrite, write the snapshot. Called by `local`, `submit` and `job`."""
+"""The run directory before a run: refuse to overwrite, write the snapshot."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""End a run in good order, and start one again from its newest checkpoint. Called by the verbs `cancel` and `resume`.
+"""End a run in good order, and start one again from its newest checkpoint.
 
 A running job is asked by the file STOP, which its supervisor obeys: it saves and ends. Slurm is told only where that
 does not help, or where nothing runs yet. No job is ended that does not carry the run's own token.

@@ -1,4 +1,4 @@
-"""`submit`: one experiment as one job, through Slurm where there is one, else on this machine. Called by the verbs."""
+"""`submit`: one experiment as one job, through Slurm where there is one, else on this machine."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""The end of a run for people: a summary, the reward curve as a picture, two sample rollouts before and after.
-
-Called by the supervisor; reads only what the roles wrote into `metrics/`.
-"""
+"""The end of a run for people: a summary, the reward curve as a picture, two sample rollouts before and after."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`orchestrator.bench`: a few batches without a trainer, then what rollouts cost. Used by `main` and `loop`."""
+"""`orchestrator.bench`: a few batches without a trainer, then what rollouts cost."""
 
 import tempfile
 from collections.abc import Iterator, Sequence

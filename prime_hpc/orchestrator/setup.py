@@ -1,7 +1,4 @@
-"""Parts of an orchestrator, built from the experiment tree: server urls and clients, the environments' pools.
-
-Called by `main` and by `loop`'s tests.
-"""
+"""Parts of an orchestrator, built from the experiment tree: server urls and clients, the environments' pools."""
 
 import json
 import os

@@ -68,7 +68,7 @@ class TraceLog:
         self._write(step, row)
 
     def group(self, step: int, group: Group, fate: str) -> None:
-        """What became of a group: `in_batch`, `stale`, `dropped` or `rejected`."""
+        """Note what became of a group: `in_batch`, `stale`, `dropped` or `rejected`."""
         self._write(step, {"kind": "group", **self._place(group), "fate": fate, "num_ended": group.num_ended})
 
     def close(self) -> None:

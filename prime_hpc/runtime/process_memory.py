@@ -1,7 +1,4 @@
-"""Memory of processes that live for hours: Python's garbage collector, and the C library's allocator.
-
-Called by the roles' main modules and by the engines' workers.
-"""
+"""Memory of processes that live for hours: Python's garbage collector, and the C library's allocator."""
 
 import ctypes
 import gc

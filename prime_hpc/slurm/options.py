@@ -1,7 +1,4 @@
-"""sbatch options of each role, resolved: `slurm.<role>.X` over `slurm.X` over the site profile's `options.X`.
-
-Called by `placement` (and through it by `launch`). Pure: nothing here asks the machine or the cluster anything.
-"""
+"""sbatch options of each role, resolved: `slurm.<role>.X` over `slurm.X` over the site profile's `options.X`."""
 
 import re
 from collections.abc import Iterable

@@ -1,7 +1,4 @@
-"""One run into Slurm's queue, exactly once: what was sent before is looked for first, what is sent is written first.
-
-Called by `submit`, `resume`, `cancel`, sweeps, and (`queue_successor`) by the job itself.
-"""
+"""One run into Slurm's queue, exactly once: what was sent before is looked for first, what is sent is written first."""
 
 import sys
 import time

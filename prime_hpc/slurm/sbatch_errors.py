@@ -1,7 +1,4 @@
-"""Slurm's refusals in terms of the config: its own words, the key to change, what there is.
-
-Called by `launch.slurm` and sweeps after a failed sbatch.
-"""
+"""Slurm's refusals in terms of the config: its own words, the key to change, what there is."""
 
 import re
 

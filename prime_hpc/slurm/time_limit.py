@@ -1,7 +1,4 @@
-"""The job's time limit, which its owner or an admin may change while it runs: `scontrol update TimeLimit=...`.
-
-Used by `controls`. Slurm is asked every few minutes, in a thread of its own: a controller that hangs holds up nobody.
-"""
+"""The job's time limit, which its owner or an admin may change while it runs: `scontrol update TimeLimit=...`."""
 
 import random
 import threading

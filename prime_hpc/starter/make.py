@@ -1,7 +1,4 @@
-"""Make a starter directory: `model/` (a Hugging Face folder), `sft.jsonl` (warm-up data), `starter.json` (what it is).
-
-Called by `tools/make-starter`. `starter.json` is written last: a directory without it is made again.
-"""
+"""Make a starter directory: `model/` (Hugging Face), `sft.jsonl` (warm-up data), `starter.json` (what it is)."""
 
 import json
 import shutil

@@ -1,7 +1,4 @@
-"""The tiny starter policy: a Qwen3 with random weights, small enough for two CPU cores.
-
-Called by `prime_hpc.starter.make`. It knows nothing: the supervised warm-up teaches it the task first.
-"""
+"""The tiny starter policy: a Qwen3 with random weights, small enough for two CPU cores."""
 
 from collections.abc import Iterable
 from pathlib import Path

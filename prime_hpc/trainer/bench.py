@@ -1,7 +1,4 @@
-"""The end of a trainer's `--bench`, RL or SFT: its figures, as a table and as `<run>/bench/trainer.json`.
-
-Called by `rl.py` and `sft.py` after the last step. The document's form is `observe.bench`'s.
-"""
+"""The end of a trainer's `--bench`, RL or SFT: its figures, as a table and as `<run>/bench/trainer.json`."""
 
 import torch
 import torch.distributed as dist

@@ -1,8 +1,6 @@
 """The RL loop: wait for batch n, turn version n - 1 into n, publish it, checkpoint, again.
 
-    orchestrator --rollouts/step_n--> [wait] -> [train] -> [publish] --weights/step_n--> orchestrator, engines
-
-Called by `main.py`. Rank 0 alone looks at the file system and decides; the others are told by a broadcast.
+orchestrator --rollouts/step_n--> [wait] -> [train] -> [publish] --weights/step_n--> orchestrator, engines
 """
 
 import time

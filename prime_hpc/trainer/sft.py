@@ -1,7 +1,4 @@
-"""The SFT loop: the next samples, one train step, held-out loss, checkpoints, and at the end the weights.
-
-Called by `main.py`. Engine, publishing and checkpoints are those of RL; the data room is `data/`.
-"""
+"""The SFT loop: the next samples, one train step, held-out loss, checkpoints, and at the end the weights."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""One module a verb of the command line, each with `run(argv, program) -> exit code`. Called by `prime_hpc.cli`.
+"""One module a verb of the command line, each with `run(argv, program) -> exit code`.
 
 A module is imported only when its verb is called, and imports what is heavy inside its functions. `common` holds what
 they share.

@@ -1,7 +1,4 @@
-"""Names in the tree that are either known ones or a user's own code.
-
-Used by the sections whose `type` may be `module:function`.
-"""
+"""Names in the tree that are either known ones or a user's own code."""
 
 import re
 from collections.abc import Sequence

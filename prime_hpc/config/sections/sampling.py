@@ -131,7 +131,7 @@ class SamplingConfig(SamplingSection):
 
 
 class SamplingOverride(Section):
-    """What one environment samples otherwise than the others; what is not stated is theirs."""
+    """Sampling of one environment where it differs from the others; what is not stated is theirs."""
 
     temperature: float | None = Field(None, ge=0, le=2)
     """Softmax temperature."""

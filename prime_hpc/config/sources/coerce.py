@@ -1,7 +1,4 @@
-"""Text from a flag or a variable (or a hand-written file) into the value that a key of the tree can take.
-
-Called by `sources`; pydantic does the rest (numbers, paths, enumerations) and has the last word.
-"""
+"""Text from a flag or a variable (or a hand-written file) into the value that a key of the tree can take."""
 
 import ast
 import json

@@ -1,7 +1,4 @@
-"""`${a.b}` in config values, through OmegaConf, on the merged tree: a flag that changes `a.b` changes them too.
-
-Called by `sources` after all sources are laid over each other.
-"""
+"""`${a.b}` in config values, through OmegaConf, on the merged tree: a flag that changes `a.b` changes them too."""
 
 import copy
 import re

@@ -1,7 +1,4 @@
-"""Many experiments that differ from one in a few keys: the sources are read and laid once, each variant adds to them.
-
-Called by `prime_hpc.launch.sweep`. A variant costs about a millisecond, whatever the number of files.
-"""
+"""Many experiments that differ from one in a few keys: the sources are read once, each variant adds to them."""
 
 import copy
 from collections.abc import Iterable

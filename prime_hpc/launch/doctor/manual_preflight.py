@@ -1,7 +1,4 @@
-"""Preflight by hand: of the allocation that this shell is in, or of this machine alone; and a run's newest report.
-
-Called by the verb `preflight`; the checks themselves are the supervisor's (`prime_hpc.supervisor.preflight`).
-"""
+"""Preflight by hand: of the allocation that this shell is in, or of this machine alone; and a run's newest report."""
 
 import importlib.util
 import os

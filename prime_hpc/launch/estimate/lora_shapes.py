@@ -1,4 +1,4 @@
-"""`model.lora` against the shapes of the model's stored weights. Called by `checks` and `lint_model`.
+"""`model.lora` against the shapes of the model's stored weights.
 
 Reads the headers of the safetensors alone: neither torch nor transformers is loaded.
 """

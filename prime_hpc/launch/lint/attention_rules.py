@@ -1,4 +1,4 @@
-"""Lint of the trainer's attention kernel and of its dtype against the device. Called by `lint`."""
+"""Lint of the trainer's attention kernel and of its dtype against the device."""
 
 from collections.abc import Iterator
 from importlib import metadata

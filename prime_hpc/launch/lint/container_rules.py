@@ -1,7 +1,4 @@
-"""Lint of the site's container: what the roles would not find inside, and images that many nodes make at once.
-
-Called by `lint`.
-"""
+"""Lint of the site's container: what the roles would not find inside, and images that many nodes make at once."""
 
 from collections.abc import Iterator
 from pathlib import Path

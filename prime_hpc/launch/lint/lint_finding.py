@@ -1,7 +1,4 @@
-"""Lint's finding and its subject: the finding with its stable code, and the subject that all checks look at.
-
-Called by `lint` and its `lint_*` parts.
-"""
+"""Lint's finding and its subject: the finding with its stable code, and the subject that all checks look at."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

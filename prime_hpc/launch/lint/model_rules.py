@@ -1,4 +1,4 @@
-"""Lint of the model against its parallelism, its lengths and the memory of the GPUs. Called by `lint`."""
+"""Lint of the model against its parallelism, its lengths and the memory of the GPUs."""
 
 from collections.abc import Iterator
 

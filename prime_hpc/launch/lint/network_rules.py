@@ -1,7 +1,4 @@
-"""Lint of ports and networks, and what a plan says of them.
-
-Called by `lint` and by `plan_slurm`. Whether a node is in a named network is seen on the node alone.
-"""
+"""Lint of ports and networks, and what a plan says of them."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Lint of the trainer's layout against the model and the nodes. Called by `lint`.
+"""Lint of the trainer's layout against the model and the nodes.
 
 What the sizes themselves must satisfy is refused by the config already (`config.sections.parallel`); the trainer
 refuses once more what is seen here, for models whose config.json the login node cannot read.

@@ -1,4 +1,4 @@
-"""Lint of the run itself: batch, groups, concurrency, curriculum, evaluation, data, checkpoints. Called by `lint`."""
+"""Lint of the run itself: batch, groups, concurrency, curriculum, evaluation, data, checkpoints."""
 
 from collections.abc import Iterator
 

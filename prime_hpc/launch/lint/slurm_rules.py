@@ -1,7 +1,4 @@
-"""Lint of what is asked of Slurm against the site profile: partitions, GPUs, nodes, CPUs, memory, options, paths.
-
-Called by `lint`. Times are `lint_time`'s.
-"""
+"""Lint of what is asked of Slurm against the site profile: partitions, GPUs, nodes, CPUs, memory, options, paths."""
 
 import re
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""Lint of times: limits that Slurm reads and grants, in which the job gets anywhere and Slurm's warning can be used.
-
-Called by `lint`.
-"""
+"""Lint of times: limits that Slurm reads and grants, in which the job gets anywhere and Slurm's warning can be used."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,4 @@
-"""Figures of a run from the ends of its files: step, reward, pace, checkpoint, logs.
-
-Called by `status` and `verdict`.
-"""
+"""Figures of a run from the ends of its files: step, reward, pace, checkpoint, logs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The state of a run, decided from its directory and Slurm's answer. Called by `status`.
+"""The state of a run, decided from its directory and Slurm's answer.
 
 The run itself is not asked: it may be dead. What it wrote last, whether its job (or, without Slurm, its process) still
 exists, and how long it has been silent decide.

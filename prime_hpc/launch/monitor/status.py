@@ -1,4 +1,4 @@
-"""How runs are: from what a run directory holds and what Slurm says. Called by the verbs `status` and `logs`.
+"""How runs are: from what a run directory holds and what Slurm says.
 
 Nothing is asked of the run itself. Of each directory three small files are read (`submit.json`, `attempts.jsonl`,
 `status.json`), of the runs that are shown also the ends of their metrics; Slurm is asked once for all of them, and

@@ -1,7 +1,4 @@
-"""The job's behaviour after failures in plain words: the policy of `slurm.survive` for one plan.
-
-Called by `plan_slurm`.
-"""
+"""The job's behaviour after failures in plain words: the policy of `slurm.survive` for one plan."""
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.child_runs import is_parent

@@ -1,7 +1,4 @@
-"""The plan of a Slurm job: one tree of plain values that `--json` prints and `slurm_plan_text` puts in words.
-
-Called by the `plan` verb and by `submit --dry-run`. Pure but for the model's config.json and an earlier life's metrics.
-"""
+"""The plan of a Slurm job: one tree of plain values that `--json` prints and `slurm_plan_text` puts in words."""
 
 from dataclasses import asdict
 from pathlib import Path

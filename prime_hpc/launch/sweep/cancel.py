@@ -1,4 +1,4 @@
-"""`sweep cancel`: what waits leaves the queue, what runs saves and ends. Called by the `sweep` verb.
+"""`sweep cancel`: what waits leaves the queue, what runs saves and ends.
 
 The points are asked together, by their STOP files, and Slurm about all of them at once: a sweep may have hundreds that
 run. No job is ended that does not carry a token of this sweep.

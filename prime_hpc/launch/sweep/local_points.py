@@ -1,4 +1,4 @@
-"""A sweep without Slurm: its points as local jobs, so many at a time, in the foreground. Called by `submit`."""
+"""A sweep without Slurm: its points as local jobs, so many at a time, in the foreground."""
 
 import signal
 import sys

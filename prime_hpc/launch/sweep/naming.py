@@ -1,7 +1,4 @@
-"""Names of points, from a pattern or from the keys that vary. They become run names and directories.
-
-Called by `resolve`.
-"""
+"""Names of points, from a pattern or from the keys that vary. They become run names and directories."""
 
 import re
 from collections.abc import Sequence

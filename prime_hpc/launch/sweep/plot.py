@@ -1,7 +1,4 @@
-"""The picture of a sweep's results: the metric over steps, a line a point, or bars where there are no curves.
-
-Called by the `sweep` verb.
-"""
+"""The picture of a sweep's results: the metric over steps, a line a point, or bars where there are no curves."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Run directories of points: checked, then written as `submit` writes those of single runs, thousands in seconds.
-
-Called by `submit`. What the snapshots share (packages, git state, unchanged sections) is made once.
-"""
+"""Run directories of points: checked, then written as `submit` writes those of single runs, thousands in seconds."""
 
 import dataclasses
 import shutil

@@ -1,4 +1,4 @@
-"""From a checked sweep file to the experiment of every point: resolved, named, hashed. Called by `submit`.
+"""From a checked sweep file to the experiment of every point: resolved, named, hashed.
 
 The experiment file, the overrides and the command line are read and laid once; a point costs about a millisecond.
 """

@@ -1,4 +1,4 @@
-"""The results of a sweep: one metric of every point, best first. Called by the `sweep` verb; `plot` draws them."""
+"""The results of a sweep: one metric of every point, best first."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A sweep file: read, checked, its axes expanded into points. Called by `resolve` and the `sweep` verb.
+"""A sweep file: read, checked, its axes expanded into points.
 
 name: lr-group
 experiment: ../configs/reverse_text/rl.yaml     # relative to the sweep file

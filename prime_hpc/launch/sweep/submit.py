@@ -1,7 +1,4 @@
-"""`sweep submit` and `sweep resume`: what is missing or failed, prepared and sent; everything else is left alone.
-
-Called by the `sweep` verb. With Slurm the points go through `queue` (arrays, or lanes), without through `here`.
-"""
+"""`sweep submit` and `sweep resume`: what is missing or failed, prepared and sent; everything else is left alone."""
 
 import sys
 from collections import Counter

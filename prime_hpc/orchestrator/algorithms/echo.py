@@ -1,4 +1,4 @@
-"""Echo: how much each of the environment's tokens counts in a cross-entropy beside the RL loss. Called by `assemble`.
+"""Echo: how much each of the environment's tokens counts in a cross-entropy beside the RL loss.
 
     loss = RL loss  +  1/M sum_t w_t ( - log pi(t) ),    over the batch's M tokens with w_t > 0
 

@@ -1,4 +1,4 @@
-"""From the rollouts of one group to advantages and to which of them train. Called by `assemble`.
+"""From the rollouts of one group to advantages and to which of them train.
 
 rewards - penalties -> overlong handling -> algorithm -> advantages of rollouts or tokens, finite or not at all
 """

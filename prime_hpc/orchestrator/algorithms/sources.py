@@ -33,7 +33,7 @@ def make_scorers(config: OrchestratorConfig) -> list[Scorer]:
 
 
 def scorers_state(scorers: Sequence[Scorer]) -> dict[str, Any]:
-    """What they remember: the first one's own state, and the others' by their number."""
+    """Return what they remember: the first one's own state, and the others' by their number."""
     state = dict(scorers[0].state_dict())
     others = {str(i): s.state_dict() for i, s in enumerate(scorers) if s is not scorers[0] and s.state_dict()}
     return state | ({OTHERS: others} if others else {})

@@ -1,4 +1,4 @@
-"""Checkpoints of other runs: found by a path, and made artifacts of this run. Called by the supervisor.
+"""Checkpoints of other runs: found by a path, and made artifacts of this run.
 
 A checkpoint that this run starts from becomes its own: `checkpoints/step_<n>` and, for RL, `weights/step_<n>` appear in
 this run's directories under its own incarnation. From then on nothing differs from a run that made them itself, and the

@@ -3,8 +3,6 @@
     plan = plan_interval(save_s=30, write_s=90, step_s=60, mtbf_s=mtbf_s(64, 6.5))
     plan.interval_s, plan.loss_percent, plan.why
 
-Used by trainer rank 0 (`ckpt.interval = auto`, with what it measured) and by `plan` (with estimates).
-
 With a save that delays training by d seconds every tau seconds, and a failure every M seconds on average that costs
 half an interval and the restart R, the share of time lost is
 

@@ -1,7 +1,4 @@
-"""A run directory brought back to the step from which a new life goes on.
-
-Called by who begins the life: the supervisor, or, for one of several runs of a trainer, trainer rank 0.
-"""
+"""A run directory brought back to the step from which a new life goes on."""
 
 from collections.abc import Sequence
 from pathlib import Path

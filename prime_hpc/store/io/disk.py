@@ -1,7 +1,4 @@
-"""Room on a file system, and what a failed write means: full, over quota, read-only, broken.
-
-Used by `files` around every write, and by those whose writers are not ours (safetensors, torch, Arrow).
-"""
+"""Room on a file system, and what a failed write means: full, over quota, read-only, broken."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""zstd frames through pyarrow's codec, for batches that were trained on (`store.packed`). Called by the store alone."""
+"""zstd frames through pyarrow's codec, for batches that were trained on (`store.packed`)."""
 
 import importlib.util
 from typing import Any

@@ -1,7 +1,4 @@
-"""How a server with a selector accepts connections: those who prove that they know its secret come in, few others wait.
-
-Used by the doorbell's hub; the handover, which has a thread for each connection, uses `auth` directly.
-"""
+"""Connections to a server with a selector: those who prove that they know its secret come in, few others wait."""
 
 import selectors
 import socket

@@ -1,4 +1,4 @@
-"""Line-JSON over one non-blocking TCP socket. Used by both ends of the doorbell (`prime_hpc.store.messaging.bus`)."""
+"""Line-JSON over one non-blocking TCP socket."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Topics of several runs on one doorbell: each run has its own, a few mean everybody. Used by `doorbell.py`."""
+"""Topics of several runs on one doorbell: each run has its own, a few mean everybody."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,4 @@
-"""The beginning of an attempt: a new incarnation, the step to resume from, and a run directory that agrees with it.
-
-Called by the supervisor before any role starts. It alone decides; roles are told.
-"""
+"""The beginning of an attempt: a new incarnation, the step to resume from, and a run directory that agrees with it."""
 
 from pathlib import Path
 from typing import Any

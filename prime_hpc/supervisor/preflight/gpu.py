@@ -1,7 +1,4 @@
-"""Facts of a node's GPUs, found without touching them: Slurm's list, the driver's list, ECC, the kernel's Xid lines.
-
-Called by `node` on each node, and by `doctor`. No torch: a context on a GPU costs seconds and memory.
-"""
+"""Facts of a node's GPUs, found without touching them: Slurm's list, the driver's list, ECC, the kernel's Xid lines."""
 
 import os
 import re

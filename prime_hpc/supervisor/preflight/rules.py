@@ -1,7 +1,5 @@
 """Preflight's conclusions from what the nodes wrote and saw: pure functions of times and names.
 
-Called by `preflight` (the supervisor's side) and, for `peers_of`, by `node` (what each node runs).
-
 How clocks and lateness are told apart. Nobody's clock is trusted but the supervisor's. Let `offset(h)` be the clock of
 host h minus the supervisor's. Whenever r saw at `seen` (r's clock) what w had written at `wrote` (w's clock), the one
 came after the other, hence

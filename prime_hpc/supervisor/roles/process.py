@@ -1,7 +1,4 @@
-"""One role's process: started in its own session with its own log, asked how it is, ended with all it started.
-
-Called by the supervisor only.
-"""
+"""One role's process: started in its own session with its own log, asked how it is, ended with all it started."""
 
 import os
 import re

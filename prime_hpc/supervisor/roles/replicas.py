@@ -1,7 +1,4 @@
-"""Servers whose node was lost in a packed job: on a spare node at once, or on their own later.
-
-Used by the supervisor.
-"""
+"""Servers whose node was lost in a packed job: on a spare node at once, or on their own later."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Checkpoints of the trainer: parameters, optimizer, progress and random states, written at once or in the background.
 
-Called by `session.py`. For RL, rank 0 joins the orchestrator's state of the same step to it (`store.checkpoints`).
-
     main thread    | step n | save(n) starts | step n+1: forward, backward | update | ... | settle |
     background                [copy to host] [write own file, fsync] [rank 0: manifest, rename, prune]
 

@@ -1,7 +1,4 @@
-"""A rank's copy of its state in host memory or on a node-local disk, from which a save is written in the background.
-
-Used by `checkpoint.py`. The memory is taken once, touched, and (CUDA) pinned; a copy then runs at memory speed.
-"""
+"""A rank's copy of its state in host memory or on a node-local disk, from which a save is written in the background."""
 
 import contextlib
 import math

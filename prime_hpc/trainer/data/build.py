@@ -1,4 +1,4 @@
-"""The training data of an SFT run, from its config. Called by `trainer/sft.py`, `held_out.py` and `replay/again.py`.
+"""The training data of an SFT run, from its config.
 
 data = build_data(session)
 data.start(progress)              # of the checkpoint; {} at the beginning

@@ -1,4 +1,4 @@
-"""Loss and perplexity on held-out rows during SFT. Called by `sft.py`.
+"""Loss and perplexity on held-out rows during SFT.
 
 The rows are tokenised once and stay in memory, each on the rank that computes it. The loss is the sum of all ranks'
 negative log-likelihoods in float64 over their number of targets, so it does not depend on packing or ranks.

@@ -1,4 +1,4 @@
-"""Batches made ahead in a thread, so that the device never waits for text. Called by `build.py`.
+"""Batches made ahead in a thread, so that the device never waits for text.
 
 The thread of every rank takes part in the stream's collectives; before each batch all agree to go on, so that `close`
 on every rank ends all of them at the same place.

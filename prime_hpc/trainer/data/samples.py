@@ -1,4 +1,4 @@
-"""One row to its token-exact samples: parse, render, tokenise, cut to length. Called by `workers.py`."""
+"""One row to its token-exact samples: parse, render, tokenise, cut to length."""
 
 from dataclasses import dataclass, replace
 from typing import Any

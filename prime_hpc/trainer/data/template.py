@@ -1,4 +1,4 @@
-"""Conversations to token ids and a loss mask through the tokenizer's chat template. Called by `samples.py`.
+"""Conversations to token ids and a loss mask through the tokenizer's chat template.
 
 Trained are a message's content and its end-of-turn token, never the header that the engine itself writes. This needs
 the *prefix property*: what the engine is shown at a turn (the messages before it and the header) and the conversation

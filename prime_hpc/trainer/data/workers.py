@@ -1,4 +1,4 @@
-"""Reading and tokenising rows, here or in processes of their own. Called by `build.py`.
+"""Reading and tokenising rows, here or in processes of their own.
 
 A worker process opens the files itself and gets row numbers only; it ends with the rank that started it.
 """

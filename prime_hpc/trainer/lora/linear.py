@@ -1,4 +1,4 @@
-"""A linear map with a place for an adapter, and how a model gets them. Called by `model.py` before sharding."""
+"""A linear map with a place for an adapter, and how a model gets them."""
 
 from typing import Any
 

@@ -8,8 +8,6 @@
 
 Adapters are small (rank x (in + out) a module), so a step moves them twice in one piece each, instead of block by block
 and micro-batch by micro-batch as FSDP does with the weights. Slots that are not in use are not touched at all.
-
-Called by `model.py`, `engine.py`, `publish.py`, `shards.py` and `replay.py` through the functions at the end.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The frozen model that a KL penalty keeps the policy close to (`trainer.loss.kl`). Called by `session.py`."""
+"""The frozen model that a KL penalty keeps the policy close to (`trainer.loss.kl`)."""
 
 import torch
 import torch.distributed as dist

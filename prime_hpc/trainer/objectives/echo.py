@@ -1,4 +1,4 @@
-"""Echo: cross-entropy on tokens that the environment said, beside any objective. Called by `engine.py`.
+"""Echo: cross-entropy on tokens that the environment said, beside any objective.
 
     loss += 1/M sum_t w_t ( - log pi(t) ),    M: tokens with w_t > 0 in the whole batch
 

@@ -1,8 +1,6 @@
 """One micro-batch's RL loss: the configured objective, its correction, its KL penalty, and what the log shows.
 
-    loss = sum_t w_t ( c_t l_t + coef KL_t )
-
-Called by `rl.py` through `engine.py` for every micro-batch; w are the weights of `normalize.py`.
+loss = sum_t w_t ( c_t l_t + coef KL_t )
 """
 
 import torch

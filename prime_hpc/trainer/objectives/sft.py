@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the targets' negative log-likelihood, l_t = - log pi(t). Called by `trainer/sft.py`."""
+"""Supervised fine-tuning: the targets' negative log-likelihood, l_t = - log pi(t)."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Communication that gradients flow through, on NCCL and gloo alike. Used by `tensor`, `context` and `expert`.
+"""Communication that gradients flow through, on NCCL and gloo alike.
 
 Every function comes with the one that undoes it in the backward pass:
 

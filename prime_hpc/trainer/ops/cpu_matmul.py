@@ -3,8 +3,6 @@
 torch multiplies float32 matrices with MKL, which keeps to AVX2 on other makers' processors: on an AMD EPYC with AVX-512
 oneDNN, which torch brings as well, takes less than half the time. Same precision (IEEE float32), another order of
 summation. Everywhere else, and for every other dtype, `linear` and `product` are torch's own.
-
-Called by `parallel/distribute.py` (linear layers), `parallel/tensor.py`, `lora/linear.py`, `logprobs.py` (output head).
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""Log-probabilities of the trained tokens through the LM head, in float32 and chunk by chunk.
-
-Called by `model.Policy`. All tensors here are flat over the N *targets* (trained tokens) of a micro-batch.
-"""
+"""Log-probabilities of the trained tokens through the LM head, in float32 and chunk by chunk."""
 
 from dataclasses import dataclass
 from typing import Any

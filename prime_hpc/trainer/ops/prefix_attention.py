@@ -4,8 +4,6 @@ The rollouts of a group begin with the same prompt. A causal model computes the 
 them, so the row keeps one copy: embeddings, projections, norms and feed-forward layers see it once, and attention
 reads it from there for every sample (technique: "Prefix Grouper", arXiv 2506.05433). Gradients of the one copy are the
 sums over the samples. Nothing is approximated; only the order of some sums differs.
-
-Called by `batches.make_micro_batch`; `attention.py` spreads queries, keys and values over the samples.
 """
 
 from dataclasses import dataclass

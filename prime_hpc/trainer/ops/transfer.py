@@ -1,7 +1,4 @@
-"""Between host memory and the device: micro-batches there in one copy that nobody waits for, a few integers back.
-
-Used by `batches.py` and `parallel/expert.py`.
-"""
+"""Between host memory and the device: micro-batches there in one copy that nobody waits for, a few integers back."""
 
 import dataclasses
 from collections.abc import Callable

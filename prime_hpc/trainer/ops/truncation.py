@@ -1,4 +1,4 @@
-"""Top-p, top-k and min-p of the sampler, reproduced on the trainer's own logits. Called by `logprobs.py`.
+"""Top-p, top-k and min-p of the sampler, reproduced on the trainer's own logits.
 
 The policy that is trained is the distribution that is sampled: the softmax at the temperature over the tokens that
 vLLM's sampler would keep, in its order:

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules. Called by `session.py` and `engine.py`."""
+"""Optimizers and learning-rate schedules."""
 
 from prime_hpc.trainer.optim.build import build_optimizer
 from prime_hpc.trainer.optim.muon import Muon, orthogonalize

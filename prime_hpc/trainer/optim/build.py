@@ -1,4 +1,4 @@
-"""From the config to an optimizer over a model's trainable parameters. Called by `session.py`."""
+"""From the config to an optimizer over a model's trainable parameters."""
 
 from collections.abc import Iterable
 from typing import Any

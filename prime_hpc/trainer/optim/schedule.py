@@ -1,7 +1,4 @@
-"""Learning-rate schedules. The rate is a pure function of the step: nothing of it needs saving.
-
-Called by `engine.py`.
-"""
+"""Learning-rate schedules. The rate is a pure function of the step: nothing of it needs saving."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A model built without memory becomes this rank's part of it. Called by `model.load_policy`, before weights are read.
+"""A model built without memory becomes this rank's part of it.
 
 Order: tensor and expert parallel put parameters onto their meshes; each block then gets compilation, recomputation and
 FSDP2; FSDP2 takes the rest. Losses carry the batch's global denominators: FSDP sums gradients and never averages.

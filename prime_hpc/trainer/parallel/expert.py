@@ -1,4 +1,4 @@
-"""Expert parallel: the experts of a mixture-of-experts model split over the ranks of `ep`. Called by `distribute`.
+"""Expert parallel: the experts of a mixture-of-experts model split over the ranks of `ep`.
 
 Each rank holds `num_experts / ep` experts and has tokens of its own. A token's hidden state goes to the ranks that hold
 its chosen experts (all-to-all), is computed there beside everybody else's, comes back, and is weighed and summed where

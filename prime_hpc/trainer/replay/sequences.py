@@ -1,4 +1,4 @@
-"""A rank's sequences by how far the trainer's log-probabilities are from the engine's. Called by `again.kept_step`."""
+"""A rank's sequences by how far the trainer's log-probabilities are from the engine's."""
 
 from dataclasses import replace
 

@@ -1,10 +1,8 @@
 """An adapter on disk in PEFT's format, which Hugging Face's peft and vLLM load as it is.
 
-    adapter_config.json          rank, alpha, targets, name of the base model
-    adapter_model.safetensors    float32, base_model.model.<module>.lora_{A,B}.weight
-    tokenizer files              of the base model
-
-Called by `publish.py` (a weight version of a run with `model.lora`), `session.py`, `replay.py` and `merge.py`.
+adapter_config.json          rank, alpha, targets, name of the base model
+adapter_model.safetensors    float32, base_model.model.<module>.lora_{A,B}.weight
+tokenizer files              of the base model
 """
 
 import json

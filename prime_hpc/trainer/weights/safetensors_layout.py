@@ -1,4 +1,4 @@
-"""The form of a safetensors file: header and places of the tensors. Used by `version_files.py` and `publish.py`.
+"""The form of a safetensors file: header and places of the tensors.
 
 The library's own `save_file` wants all tensors at once, in one process's memory. Here every rank writes what it holds
 of a tensor to its place.
