@@ -90,6 +90,6 @@ def test_cancel_from_another_shell_saves_and_starts_no_other(folder: Path) -> No
         done = command("prime-hpc", "sweep", "cancel", path)
         assert done.returncode == 0, done.stderr
         assert "1 saved and ended" in done.stdout
-        process.wait(timeout=30)
+        process.wait(timeout=120)
     assert list((run_dir / "checkpoints").glob("step_*/manifest.json"))
     assert states(path) == {"seed0": "stopped", "seed1": "stopped"}

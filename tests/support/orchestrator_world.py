@@ -181,7 +181,7 @@ class World:
         assert self.process is not None
         return self.process.wait(timeout_s)
 
-    def wait_for_batch(self, step: int, timeout_s: float = 60.0) -> None:
+    def wait_for_batch(self, step: int, timeout_s: float = 200.0) -> None:
         """Until batch `step` is there."""
         end = time.monotonic() + timeout_s
         while step not in list_batches(self.paths):
