@@ -270,3 +270,14 @@ def test_the_log_levels_variable_is_no_misspelt_key(tmp_path: Path) -> None:
     config.write_text("seed: 1\n")
     loaded = load_experiment(["@", str(config)], "trainer", {"PRIME_LOG_LEVEL": "DEBUG", "PRIME_ASYNC_LEVL": "1"})
     assert len(loaded.warnings) == 1 and "PRIME_ASYNC_LEVL" in loaded.warnings[0]
+
+
+def test_a_word_beside_a_list_is_read_back_from_the_snapshot(tmp_path: Path) -> None:
+    """`eval.steps` is a list or the word `all`; the snapshot of a run holds the default."""
+    path = tmp_path / "exp.yaml"
+    for text, expected in (("all", "all"), ("[10, 20]", [10, 20]), ('"10,20"', [10, 20])):
+        path.write_text(
+            f"kind: eval\nname: e\neval: {{environment_ids: [reverse-text], weights_dir: w, steps: {text}}}\n"
+        )
+        section = load(["@", str(path)], "submit").eval
+        assert section is not None and section.steps == expected

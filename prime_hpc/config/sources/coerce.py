@@ -2,7 +2,7 @@
 
 import ast
 import json
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from prime_hpc.config.schema import Node, admits, members, type_text
 from prime_hpc.config.secret import masked
@@ -51,9 +51,16 @@ def _from_text(text: str, node: Node, typed: bool) -> Any:
     if node.kind == "free":
         return mapping(text)
     is_list = node.kind == "sections" or admits(annotation, list) or admits(annotation, tuple)
+    if text in _words(annotation):
+        return text
     if is_list and (not admits(annotation, str) or "," in text or text.startswith("[")):
         return _list(text, node)
     return text
+
+
+def _words(annotation: Any) -> tuple[Any, ...]:
+    """Return the words that a value may be beside its other types: `all` or a list."""
+    return tuple(word for member in members(annotation) if get_origin(member) is Literal for word in get_args(member))
 
 
 def _list(text: str, node: Node) -> Any:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,7 @@ def run_program_here(program: str, limits: Limits, *, stdin: str = "", may_exit:
         order_path.write_text(json.dumps(order | {"verdict": verdict_write}), encoding="utf-8")
         out_path, in_path = Path(folder, "out"), Path(folder, "in")
         in_path.write_text(stdin, encoding="utf-8", errors="surrogatepass")
+        began = time.monotonic()
         try:
             with in_path.open("rb") as source, out_path.open("wb") as sink:
                 child = subprocess.Popen(
@@ -90,6 +92,9 @@ def run_program_here(program: str, limits: Limits, *, stdin: str = "", may_exit:
                 os.close(verdict_write)
                 timed_out = _wait(child, limits.seconds + GRACE_S)
             said = "" if timed_out else _read(verdict_read)
+            # the first process of a namespace ignores SIGXCPU: the limit of CPU time ends it with SIGKILL
+            was_killed = child.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+            timed_out |= was_killed and time.monotonic() - began >= limits.seconds
         finally:
             os.close(verdict_read)
         with out_path.open("rb") as file:
