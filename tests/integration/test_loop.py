@@ -47,11 +47,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(work: Path) -> Iterator[str]:
-    """Two data-parallel engines, started by hand with the `inference` entrypoint."""
+    """Started by hand with the `inference` entrypoint."""
     port = free_port()
     config = {
         "model": {"name": str(work / "starter" / "model"), "dtype": "float32"},
-        "data_parallel_size": 2,
         "cpu_kv_cache_gib": 0.25,
         "max_model_len": 128,
     }

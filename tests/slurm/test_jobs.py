@@ -37,7 +37,7 @@ def experiment(cluster: Cluster) -> Path:
         "model": {"name": str(folder / "model"), "dtype": "float32"},
         "ckpt": {"interval": 10},
         "trainer": {"num_ranks": 2, "threads_per_rank": 1, "optim": {"lr": 1e-4}},
-        "sft": {"data": {"type": "fake", "batch_size": 96}},
+        "sft": {"data": {"type": "fake", "batch_size": 48}},
         "slurm": {
             "site": "devcluster",
             "gpus_per_node": 1,

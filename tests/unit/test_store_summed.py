@@ -12,11 +12,20 @@ import torch
 from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.io import direct_writer, files
 from prime_hpc.store.io.direct_writer import BUFFER_BYTES, open_summed
+from tests.support.sampled import sampled
 
 
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 5, 3 * BUFFER_BYTES])
-@pytest.mark.parametrize("place", ["disk", "memory"])
-def test_bytes_and_sum(tmp_path: Path, size: int, place: str) -> None:
+SMALL = (0, 1, 4095, 4096, BUFFER_BYTES + 5)
+LARGE = (3 * BUFFER_BYTES, BUFFER_BYTES - 1, BUFFER_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("place", "size"),
+    [("disk", n) for n in SMALL]
+    + [("memory", n) for n in SMALL[:-1]]
+    + sampled([(place, n) for n in LARGE for place in ("disk", "memory")], 6),
+)
+def test_bytes_and_sum(tmp_path: Path, place: str, size: int) -> None:
     folder = tmp_path if place == "disk" or not Path("/dev/shm").is_dir() else Path("/dev/shm")  # no O_DIRECT there
     path = folder / f"prime-hpc-summed-{os.getpid()}"
     content = np.random.default_rng(size).bytes(size)
