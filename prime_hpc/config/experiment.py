@@ -261,7 +261,8 @@ class Experiment(Section):
                     f"{key}.sampling.max_tokens ({sampling.max_tokens}) cannot fit inference.max_model_len "
                     f"({self.max_model_len}) together with a prompt"
                 )
-            if advantage.distils and (sampling.temperature != 1 or sampling.truncates):
+            changed = (sampling.temperature, sampling.truncates) != (o.sampling.temperature, o.sampling.truncates)
+            if advantage.distils and changed and (sampling.temperature != 1 or sampling.truncates):
                 raise ValueError(
                     f"{key}.sampling: {advantage.type} needs temperature 1, without top_p, top_k and min_p"
                 )

@@ -184,10 +184,15 @@ def first_end(point: Point, life: Life, code: int) -> list[str]:
 def thin(points: Sequence[Point], count: int, seed: int) -> list[Point]:
     """A seeded sample in the points' own order: of each way to fail, and of each role in it, about as many."""
     rng = random.Random(seed)
-    kinds: dict[tuple[str, str], list[int]] = {}
+    ways: dict[str, dict[str, list[int]]] = {}
     for index, point in enumerate(points):
-        kinds.setdefault((point.how, point.role), []).append(index)
-    for indices in kinds.values():
-        rng.shuffle(indices)
-    turns = sorted((place, kind, index) for kind, indices in kinds.items() for place, index in enumerate(indices))
+        ways.setdefault(point.how, {}).setdefault(point.role, []).append(index)
+    turns = []
+    for how, roles in ways.items():
+        for indices in roles.values():
+            rng.shuffle(indices)
+        first = rng.sample(list(roles), len(roles))
+        of_how = sorted((place, first.index(role), i) for role, found in roles.items() for place, i in enumerate(found))
+        turns += [(place, how, index) for place, (_, _, index) in enumerate(of_how)]
+    turns.sort()
     return [points[index] for index in sorted(index for _, _, index in turns[:count])]

@@ -102,6 +102,7 @@ def test_the_same_model_teaches_nothing(work: Path, server: str) -> None:
     assert_probabilities_are_the_engines(run_dir, 10)
 
 
+@pytest.mark.exhaustive
 def test_two_lives_are_one_run(work: Path, server: str) -> None:
     code, output, run_dir = attached(work, server, "lives", "--max-steps", 2, "--ckpt", "--orchestrator.eval")
     assert code == 0, output

@@ -81,6 +81,7 @@ def test_interrupt_ends_what_runs_and_resume_takes_the_rest(folder: Path) -> Non
         assert json.loads(done.stdout)["sent"] == sent
 
 
+@pytest.mark.exhaustive
 def test_cancel_from_another_shell_saves_and_starts_no_other(folder: Path) -> None:
     path = folder / "stop.yaml"
     path.write_text("experiment: exp.yaml\nseeds: 2\noverrides: {max_steps: 1000000, ckpt.interval: 1000000}\n")

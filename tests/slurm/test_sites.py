@@ -79,6 +79,7 @@ def clears_comments(cluster: Cluster) -> Iterator[None]:
     cluster.drill("restart-controller")
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_found_again_where_comments_are_cleared(
     cluster: Cluster, experiment: Path, clears_comments: None
 ) -> None:

@@ -191,6 +191,7 @@ def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
 
 
 @pytest.mark.netns  # two servers of one port at once
+@pytest.mark.exhaustive
 def test_het_points_in_two_lanes(cluster: Cluster, folder: Path) -> None:
     """Orchestrator and trainer on nodes of different partitions; a scripted server beside the orchestrator."""
     server = f"{sys.executable} -m tests.support.scripted_server '{folder / 'model'}' {SERVER_PORT}"

@@ -172,6 +172,7 @@ def test_the_plan_counts_the_logits_as_the_rehearsal_does(tmp_path, model, chunk
     assert planned == pytest.approx(head / GIB, rel=0.1)
 
 
+@pytest.mark.exhaustive
 def test_the_plan_counts_scores_that_no_kernel_does_without(tmp_path):
     """Quadratic in a sample's length; recomputation keeps one layer's."""
 

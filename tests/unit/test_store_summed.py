@@ -14,7 +14,6 @@ from prime_hpc.store.io import direct_writer, files
 from prime_hpc.store.io.direct_writer import BUFFER_BYTES, open_summed
 from tests.support.sampled import sampled
 
-
 SMALL = (0, 1, 4095, 4096, BUFFER_BYTES + 5)
 LARGE = (3 * BUFFER_BYTES, BUFFER_BYTES - 1, BUFFER_BYTES)
 

@@ -101,7 +101,7 @@ class World:
         self.server = folder / "server"
         self.server.mkdir(parents=True)
         self.clients: dict[str, Client] = {}
-        self.now = 1000.0
+        self.now = self._settled = 1000.0
         self.on_sleep: Callable[[], None] | None = None
         """What else happens while somebody waits: another client's work."""
         self._real = SimpleNamespace(
@@ -123,6 +123,7 @@ class World:
 
     def settle(self) -> None:
         """Everybody sees everything."""
+        self._settled = self.now
         for name in self.clients:
             self.settle_one(name)
 
@@ -196,7 +197,7 @@ class World:
         self.now += seconds
         for _ in range(int(seconds) + (self.random.random() < seconds % 1)):
             self.show()
-        if self.random.random() < seconds / VISIBLE_AFTER_S:
+        if self.random.random() < seconds / VISIBLE_AFTER_S or self.now - self._settled >= VISIBLE_AFTER_S:
             self.settle()
         if self.on_sleep is not None:
             self.on_sleep()
