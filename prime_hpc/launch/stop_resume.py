@@ -15,9 +15,9 @@ from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.child_runs import is_parent
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON
 from prime_hpc.runtime.backoff import Backoff
-from prime_hpc.slurm.client import SlurmError, on_cluster, run_slurm
+from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, run_slurm
 from prime_hpc.slurm.jobs import JobInfo
-from prime_hpc.slurm.queue import ASK_TIMEOUT_S, jobs_of
+from prime_hpc.slurm.queue import jobs_of
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.script import command_tail
 from prime_hpc.slurm.submission_record import cluster_of, local_controller, read_record, write_record

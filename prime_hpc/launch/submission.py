@@ -12,12 +12,10 @@ from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.secret import masked_command
-from prime_hpc.config.site import cluster_name
 from prime_hpc.launch.evaluation import for_evaluation
-from prime_hpc.slurm.client import SlurmError, on_cluster, run_slurm
+from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, why_not_in_force
 from prime_hpc.slurm.jobs import ENDED, JobInfo, jobs
 from prime_hpc.slurm.queue import (
-    ASK_TIMEOUT_S,
     Draft,
     draft,
     queue_successor,
@@ -81,20 +79,13 @@ def uses_slurm(experiment: Experiment, environ: Mapping[str, str] = os.environ) 
     """
     if experiment.launch != "auto":
         return experiment.launch == "slurm"
-    if shutil.which("sbatch", path=environ.get("PATH")) is None:
-        _refuse_login_node(experiment, environ, "there is no sbatch on PATH (is Slurm's module loaded?)")
-        return False
-    if cluster_name(environ) is not None or Path("/run/slurm/conf/slurm.conf").exists():
+    why = why_not_in_force(environ)
+    if why is None:
         return True
-    try:  # no slurm.conf that can be read: the commands may find one by DNS, or be installed for nothing
-        run_slurm(["sinfo", "-h", "-o", "%R"], ASK_TIMEOUT_S)
-    except SlurmError as error:
-        if "configuration source" not in error.stderr:
-            return True
-        _refuse_login_node(experiment, environ, f"Slurm's commands find no configuration ({error})")
+    _refuse_login_node(experiment, environ, why)
+    if shutil.which("sbatch", path=environ.get("PATH")) is not None:
         print("note: there is an sbatch, but no slurm.conf is in force: starting on this machine", file=sys.stderr)
-        return False
-    return True
+    return False
 
 
 def _refuse_login_node(experiment: Experiment, environ: Mapping[str, str], why: str) -> None:

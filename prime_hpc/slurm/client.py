@@ -5,13 +5,19 @@ Works on the login node and inside a job alike. `on_cluster` sends the calls to 
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
+
+from prime_hpc.config.site import cluster_name
 
 TIMEOUT_S = 30.0
+ASK_TIMEOUT_S = 20.0
+"""Of a question that somebody waits for at the terminal."""
 COMMENT_PREFIX = "prime-hpc:"
 """Begins the comment of every job that was submitted by us; the submission's token follows."""
 
@@ -86,6 +92,23 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     How Slurm itself is found stays: SLURM_CONF, and SLURM_CONF_SERVER of a client without configuration files.
     """
     return {k: v for k, v in environ.items() if k in _KEPT or not k.startswith(_LEAKS)}
+
+
+def why_not_in_force(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return why jobs cannot be sent to a Slurm from here, or None where one is in force.
+
+    Debian's packages bring the commands without a cluster; and a cluster's nodes may find their configuration by DNS.
+    """
+    if shutil.which("sbatch", path=environ.get("PATH")) is None:
+        return "there is no sbatch on PATH (is Slurm's module loaded?)"
+    if cluster_name(environ) is not None or Path("/run/slurm/conf/slurm.conf").exists():
+        return None
+    try:
+        run_slurm(["sinfo", "-h", "-o", "%R"], ASK_TIMEOUT_S)
+    except SlurmError as error:
+        if "configuration source" in error.stderr:
+            return f"Slurm's commands find no configuration ({error})"
+    return None
 
 
 def sbatch_answer(text: str) -> tuple[str, str | None]:

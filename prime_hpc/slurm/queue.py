@@ -12,7 +12,7 @@ from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, JOB_SBATCH
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import cluster_name, has_accounting, load_site, other_cluster
-from prime_hpc.slurm.client import COMMENT_PREFIX, SlurmError, on_cluster, run_slurm, sbatch_answer
+from prime_hpc.slurm.client import ASK_TIMEOUT_S, COMMENT_PREFIX, SlurmError, on_cluster, run_slurm, sbatch_answer
 from prime_hpc.slurm.jobs import JobInfo, find_by_token, find_in_history, jobs
 from prime_hpc.slurm.placement import Placement, place_slurm
 from prime_hpc.slurm.sbatch_errors import SlurmRefused, refusal
@@ -31,7 +31,6 @@ from prime_hpc.store.run_dirs import read_rows
 P = ParamSpec("P")
 R = TypeVar("R")
 SBATCH_TIMEOUT_S = 60.0
-ASK_TIMEOUT_S = 20.0
 SETTLE_S = 15.0
 """A request that was on its way when its client died arrives within this, or never: sbatch dies with the client, and
 Slurm's own MessageTimeout is 10 s."""

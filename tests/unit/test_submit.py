@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config.site import GENERIC
 from prime_hpc.launch import submission
+from prime_hpc.launch.lint.lint import is_for_slurm
 from prime_hpc.launch.submission import submit, unseen_by_others, uses_slurm
-from prime_hpc.slurm import queue, submission_record
+from prime_hpc.slurm import client, queue, submission_record
 from prime_hpc.slurm.queue import refuse_if_queued
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from tests.support.fake_slurm import FakeSlurm
@@ -149,9 +151,9 @@ def test_without_a_configuration_auto_stays_here_where_slurm_was_not_meant(
     auto = load(config, "--launch", "auto").experiment
     assert uses_slurm(auto)
     monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
-    monkeypatch.setattr(submission, "cluster_name", lambda environ: None)
+    monkeypatch.setattr(client, "cluster_name", lambda environ: None)
     fake.behave("sinfo", code=1, stderr="sinfo: fatal: Could not establish a configuration source")
-    assert not uses_slurm(Experiment())
+    assert not uses_slurm(Experiment()) and not is_for_slurm(Experiment(), GENERIC)
     with pytest.raises(SlurmRefused, match="find no configuration .*nothing was started"):
         uses_slurm(auto)
     fake.behave("sinfo")  # configless, found by DNS

@@ -5,8 +5,6 @@ Called by the `lint` verb, and by `submit`, which refuses an experiment with err
 generator of findings over one `Subject`.
 """
 
-import shutil
-
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.engine_groups import engine_roles, served_by
 from prime_hpc.config.sections.slurm import SiteConfig, SlurmConfig
@@ -24,6 +22,7 @@ from prime_hpc.launch.lint import (
     time_rules,
 )
 from prime_hpc.launch.lint.lint_finding import CODES, Check, Engines, Finding, Subject
+from prime_hpc.slurm.client import why_not_in_force
 from prime_hpc.slurm.options import RoleOptions, SlurmRole, resolve
 from prime_hpc.slurm.placement import Placement, place_slurm, placed_roles
 from prime_hpc.slurm.script import render_job
@@ -65,7 +64,7 @@ def is_for_slurm(experiment: Experiment, site: SiteConfig) -> bool:
     has."""
     if experiment.launch != "auto":
         return experiment.launch == "slurm"
-    return experiment.slurm != SlurmConfig() or site.name != GENERIC.name or shutil.which("sbatch") is not None
+    return experiment.slurm != SlurmConfig() or site.name != GENERIC.name or why_not_in_force() is None
 
 
 def examine(experiment: Experiment, site: SiteConfig) -> Subject:

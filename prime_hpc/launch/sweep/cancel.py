@@ -15,10 +15,9 @@ from prime_hpc.launch.stop_resume import GONE_TIMEOUT_S, STOP
 from prime_hpc.launch.sweep.progress import View, ask_strictly, look
 from prime_hpc.launch.sweep.state import Sweep, new_submit, read_sweep
 from prime_hpc.runtime.backoff import Backoff
-from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
 from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.jobs import JobInfo, jobs
-from prime_hpc.slurm.queue import ASK_TIMEOUT_S
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.submission_record import LOCK, read_record, submitting, write_record
 

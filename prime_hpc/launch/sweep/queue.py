@@ -22,12 +22,12 @@ from prime_hpc.launch.job import local_job
 from prime_hpc.launch.sweep.prepare import Job
 from prime_hpc.launch.sweep.progress import View
 from prime_hpc.launch.sweep.state import SubmitRow, Sweep, log_name, new_submit, write_text
-from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
 from prime_hpc.slurm.executors import PackedSlurmExecutor
 from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.jobs import JobInfo, find_by_token, find_in_history
 from prime_hpc.slurm.placement import Placement, place_slurm
-from prime_hpc.slurm.queue import ASK_TIMEOUT_S, SETTLE_S, send
+from prime_hpc.slurm.queue import SETTLE_S, send
 from prime_hpc.slurm.sbatch_errors import SlurmRefused, refusal
 from prime_hpc.slurm.script import ArrayPart, escape_pattern, interpreter, render_job, survive_how
 from prime_hpc.slurm.submission_record import open_record, read_record, submission_environment, write_record
