@@ -97,3 +97,9 @@ def test_a_file_that_is_no_python_is_named(tmp_path: Path) -> None:
     (tmp_path / "prime_hpc" / "broken.py").write_text("def f(:\n")
     done = measure(tmp_path)
     assert done.returncode == 2 and "prime_hpc/broken.py" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_docstring_of_the_product_begins_with_a_clause() -> None:
+    figures = json.loads(measure(TOOL.parents[1], "--json").stdout)
+    assert figures["noun_clause_docstrings"] == []
+    assert figures["full_folders"] == []

@@ -16,6 +16,7 @@ from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.store.batches import NOT_SAMPLED, NOT_TRUNCATED, TRUNCATION, RankBatch, read_rank_batches
 from prime_hpc.store.io import files
 from prime_hpc.store.messaging.file_transfer import Handover
+from prime_hpc.trainer.batching.columns import columns_of
 from prime_hpc.trainer.batching.rows import lay_out
 from prime_hpc.trainer.ops.attention import Packing, plan_packing
 from prime_hpc.trainer.ops.transfer import to_device
@@ -150,20 +151,10 @@ def make_micro_batch(
         stream: CUDA stream of the copy to the device; None: the current one.
     """
     sequences, tokens = batch.sequences_of(index), batch.tokens_of(index)
-    lengths = np.diff(batch.seq_offsets[sequences.start : sequences.stop + 1])
-    kept = lengths > 0
-    lengths, temperatures, groups = lengths[kept], batch.temperatures[sequences][kept], batch.group_ids[sequences][kept]
-    rollouts = None if batch.rollout_tokens is None else batch.rollout_tokens[sequences][kept].astype(np.int64)
-    num_tokens = int(lengths.sum())
-    if num_tokens == 0:
-        lengths, temperatures, groups = np.ones(1, np.int64), np.ones(1, np.float32), np.zeros(1, np.int64)
-        rollouts = None if rollouts is None else np.ones(1, np.int64)
-        ids, mask = np.zeros(1, np.int64), np.zeros(1, bool)
-        logprobs = advantages = ce = np.zeros(1, np.float32)
-    else:
-        ids, mask = batch.token_ids[tokens].astype(np.int64), batch.loss_mask[tokens]
-        logprobs, advantages = batch.logprobs[tokens], batch.advantages[tokens]
-        ce = batch.ce_weights[tokens] if batch.ce_weights is not None else np.zeros(1, np.float32)
+    kept = np.diff(batch.seq_offsets[sequences.start : sequences.stop + 1]) > 0
+    columns = columns_of(batch, sequences, tokens, kept)
+    lengths, ids, mask, ce = columns.lengths, columns.ids, columns.mask, columns.ce_weights
+    num_tokens = 0 if not kept.any() else len(ids)
     starts = np.cumsum(lengths) - lengths
     sequence_of = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.arange(len(ids)) - starts[sequence_of]
@@ -171,7 +162,9 @@ def make_micro_batch(
     sequence = sequence_of[at]
     targets, num_sequences = ids[at], len(lengths)
     truncation = _truncation(batch, sequences, kept, sequence, mask[at])
-    rows = lay_out(ids, positions, at - 1, lengths, groups, parallel, share_prefixes=share_prefixes, own_rows=own_rows)
+    rows = lay_out(
+        *(ids, positions, at - 1, lengths, columns.groups, parallel), share_prefixes=share_prefixes, own_rows=own_rows
+    )
 
     def tensor(array: NDArray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array))
@@ -185,12 +178,12 @@ def make_micro_batch(
         targets=tensor(targets),
         sequence=tensor(sequence),
         targets_of_sequence=tensor(np.bincount(sequence, minlength=num_sequences)),
-        temperatures=tensor(np.where(mask[at], temperatures[sequence], np.float32(1))),
-        behaviour_logprobs=tensor(logprobs[at]),
-        advantages=tensor(advantages[at]),
+        temperatures=tensor(np.where(mask[at], columns.temperatures[sequence], np.float32(1))),
+        behaviour_logprobs=tensor(columns.logprobs[at]),
+        advantages=tensor(columns.advantages[at]),
         num_tokens=num_tokens,
         num_shared=0 if rows.shared is None else len(rows.shared) - len(rows.ids),
-        targets_of_rollout=None if rollouts is None else tensor(rollouts),
+        targets_of_rollout=None if columns.rollouts is None else tensor(columns.rollouts),
         own=rows.own,
         ce_weights=tensor(ce[at]) if batch.ce_weights is not None else None,
         trained=tensor(np.flatnonzero(mask[at])) if batch.ce_weights is not None else None,
