@@ -126,12 +126,12 @@ def test_faults_that_pass_cost_nothing_and_those_that_stay_are_counted_apart(tmp
     ]
 
     def fault(conversation: str, number: int) -> Fault | None:
-        if zlib.crc32(conversation.encode()) % 6 == 0:
+        if zlib.crc32(conversation.encode()) % 3 == 0:
             return Fault(503)
         return passing[sum(conversation.encode()) % len(passing)] if number == 0 else None
 
     with ScriptedApi(key=KEY, fault=fault) as api:
-        args = ("--environment-ids", "reverse-text", "--client.max-retries", "2")
+        args = ("--environment-ids", "reverse-text", "--client.max-retries", "2", "--max-failed-share", "0.05")
         code, said = run(command(api.url, tmp_path, *args))
     rows = episodes(tmp_path / "eval")
     failed = [row for row in rows if row["state"] == "failed"]
