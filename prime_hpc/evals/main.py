@@ -7,12 +7,9 @@ disk); with status failed, one line of reason and exit code 1 otherwise.
 import argparse
 import asyncio
 import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
 
@@ -24,13 +21,13 @@ from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime.event_loops import new_event_loop
 from prime_hpc.runtime.open_files import raise_descriptor_limit
-from prime_hpc.runtime.role_context import LED, RoleContext
+from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.runtime.until_stopped import until_stopped
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.messaging.bus import Doorbell
 
 ROLE = "eval"
-STOP_GRACE_S = 4.0
-"""From being told to stop to the end of the process, at most; the supervisor kills after its own grace."""
+ADVICE = "; started again, the evaluation goes on with the episodes that are missing"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         experiment = load_run(run_dir)
         setup_logger(ROLE, level=experiment.log.level, json_lines=experiment.log.json_lines)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(_until_stopped(lambda: evaluate(experiment, context, bell, status), bell, status))
+            work = evaluate(experiment, context, bell, status)
+            runner.run(until_stopped(work, bell.subscribe, status.done, ROLE, ADVICE))
     except (ConfigError, EnvError, EvalError, StoreError) as error:
         logger.error(str(error))
         status.failed(str(error))
@@ -63,51 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     finally:
         bell.close()
-
-
-async def _until_stopped(begin: Any, bell: Doorbell, status: RoleStatus) -> None:
-    """Run until the work is done or somebody says stop."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    reason: list[str] = []
-
-    def request_stop(why: str) -> None:
-        reason.append(why)
-        stop.set()
-
-    def on_doorbell(message: dict[str, Any]) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(request_stop, str(message.get("reason", "stop on the doorbell")))
-
-    if os.environ.get(LED):  # there SIGTERM is Slurm's warning to the whole job; the supervisor decides
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
-    numbers = (signal.SIGINT,) if os.environ.get(LED) else (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, request_stop, signal.Signals(number).name)
-    bell.subscribe("stop", on_doorbell)
-    work = asyncio.create_task(begin(), name="evaluation")
-    stopped = asyncio.create_task(stop.wait(), name="stop")
-    await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if work.done():
-        work.result()
-        return
-    logger.info(f"stopping: {reason[0]}; started again, the evaluation goes on with the episodes that are missing")
-    _end_in_time(status)
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)
-
-
-def _end_in_time(status: RoleStatus) -> None:
-    """A thread that cannot be interrupted (tasks being loaded) must not hold up the end."""
-
-    def end() -> None:
-        status.done()
-        os._exit(0)
-
-    timer = threading.Timer(STOP_GRACE_S, end)
-    timer.daemon = True
-    timer.start()
 
 
 if __name__ == "__main__":

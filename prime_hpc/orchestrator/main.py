@@ -7,9 +7,7 @@ SIGINT); with status failed, one line of reason and exit code 1 otherwise.
 import argparse
 import asyncio
 import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
@@ -45,7 +43,8 @@ from prime_hpc.orchestrator.trace_log import TraceLog
 from prime_hpc.runtime.event_loops import new_event_loop
 from prime_hpc.runtime.open_files import raise_descriptor_limit
 from prime_hpc.runtime.process_memory import freeze_gc
-from prime_hpc.runtime.role_context import LED, RoleContext
+from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.runtime.until_stopped import until_stopped
 from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.messaging.bus import Doorbell
@@ -53,8 +52,6 @@ from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.messaging.network import Network
 
 ROLE = "orchestrator"
-STOP_GRACE_S = 4.0
-"""From being told to stop to the end of the process, at most; the supervisor kills after its own grace."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         exp = load_run(run_dir)
         setup_logger(ROLE, level=exp.log.level, json_lines=exp.log.json_lines)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(_until_stopped(exp, context, bell, status))
+            runner.run(until_stopped(_run(exp, context, bell, status), bell.subscribe, status.done, ROLE))
     except (ConfigError, EnvError, OrchestratorError, StoreError) as error:
         logger.error(str(error))
         status.failed(str(error))
@@ -87,52 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     finally:
         bell.close()
-
-
-async def _until_stopped(exp: Experiment, context: RoleContext, bell: Doorbell, status: RoleStatus) -> None:
-    """Run until the work is done or somebody says stop."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    reason: list[str] = []
-
-    def request_stop(why: str) -> None:
-        reason.append(why)
-        stop.set()
-
-    def on_doorbell(message: dict[str, Any]) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(request_stop, str(message.get("reason", "stop on the doorbell")))
-
-    if os.environ.get(LED):  # there SIGTERM is Slurm's warning to the whole job; the supervisor decides
-        signal.signal(signal.SIGTERM, lambda number, frame: None)  # not SIG_IGN: tools' processes would inherit that
-    numbers = (signal.SIGINT,) if os.environ.get(LED) else (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, request_stop, signal.Signals(number).name)
-    bell.subscribe("stop", on_doorbell)
-    work = asyncio.create_task(_run(exp, context, bell, status), name="orchestrator")
-    stopped = asyncio.create_task(stop.wait(), name="stop")
-    await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if work.done():
-        work.result()
-        return
-    logger.info(f"stopping: {reason[0]}")
-    _end_in_time(status)
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)
-
-
-def _end_in_time(status: RoleStatus) -> None:
-    """A thread that cannot be interrupted (tasks being loaded, a batch being written) must not hold up the end."""
-
-    def end() -> None:
-        logger.warning(f"not everything let go within {STOP_GRACE_S:g} s; ending all the same")
-        status.done()
-        os._exit(0)
-
-    timer = threading.Timer(STOP_GRACE_S, end)
-    timer.daemon = True
-    timer.start()
 
 
 async def _run(exp: Experiment, context: RoleContext, bell: Doorbell, status: RoleStatus) -> None:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,10 @@ class Cluster:
         self.shared = folder / "shared"
         self.shared.mkdir()
         self._guard = subprocess.Popen(
-            ["sh", "-c", 'cat >/dev/null; "$0" --dir "$1" down --clean; rm -rf "$2"', DEVCLUSTER, self.state, folder],
+            ["sh", "-c", 'cat >/dev/null; "$0" --dir "$1" down --clean && rm -rf "$2"', DEVCLUSTER, self.state, folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=(folder / "down.log").open("wb"),
             start_new_session=True,
         )
         try:
@@ -75,7 +76,11 @@ class Cluster:
         """End all of it and remove its folder. Again: nothing."""
         if self._guard.stdin is not None:
             self._guard.stdin.close()
-        self._guard.wait(timeout=600)  # a root of another suite has many files
+        code = self._guard.wait(timeout=600)  # a root of another suite has many files
+        if code:  # what still runs is found by its folder alone
+            said = (self._folder / "down.log").read_text(errors="replace")
+            warnings.warn(f"{self._folder} is left: `down` ended with code {code}: {said[-500:]}", stacklevel=2)
+            return
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # ---- commands

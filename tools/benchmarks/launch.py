@@ -1,4 +1,4 @@
-"""What the login node costs: planning, looking, submitting. Run by `tools/bench launch`.
+"""Costs on the login node: planning, looking, submitting. Run by `tools/bench launch`.
 
 - A job of 1,000 nodes (8,000 GPUs; packed, and as two components) is placed and its batch script rendered; and
   `prime-hpc plan` of it as a process.

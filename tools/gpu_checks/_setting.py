@@ -1,4 +1,4 @@
-"""What every check is given and gives back, and the product's own commands as checks run them."""
+"""The input and the outcome of every check, and the product's own commands as checks run them."""
 
 import json
 import os
@@ -14,7 +14,7 @@ Verdict = Literal["pass", "fail", "skipped"]
 
 @dataclass
 class Outcome:
-    """What a check found."""
+    """The findings of a check."""
 
     verdict: Verdict
     summary: str
@@ -36,7 +36,7 @@ class Setting:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the figures are a GPU's."""
+        """Return whether the figures are a GPU's."""
         return self.device == "cuda"
 
     def folder(self, name: str) -> Path:
@@ -46,7 +46,7 @@ class Setting:
         return path
 
     def earlier(self, name: str) -> Outcome | None:
-        """What a check before this one found; None: it did not come to an end."""
+        """Return the findings of a check before this one; None: it did not come to an end."""
         path = Path(self.work) / f"{name}.json"
         return Outcome(**json.loads(path.read_text())) if path.exists() else None
 
