@@ -1,6 +1,8 @@
 """Ranks of one node meet without a port that others can reach; checkpoints are read without running what they say."""
 
 import contextlib
+import enum
+import io
 import json
 import os
 import pickle
@@ -131,6 +133,34 @@ def test_a_checkpoint_of_tensors_is_read(tmp_path: Path) -> None:
     again = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     load_state(tmp_path, again)
     assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
+
+
+class PicklerOf3112(pickle.Pickler):
+    """As Python 3.11.2 (Debian 12's own) pickles members of enumerations, or what looks like one."""
+
+    def __init__(self, file: io.BytesIO, attribute: str | None = None) -> None:
+        super().__init__(file)
+        self.attribute = attribute
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, enum.Enum):
+            return getattr, (type(value), self.attribute or value.name)
+        return NotImplemented
+
+
+def test_a_checkpoint_of_a_python_that_names_getattr_is_read(tmp_path: Path) -> None:
+    save(tmp_path)
+    expected = dcp.FileSystemReader(tmp_path).read_metadata()
+    file = io.BytesIO()
+    PicklerOf3112(file).dump(expected)
+    assert b"getattr" in file.getvalue()
+    (tmp_path / ".metadata").write_bytes(file.getvalue())
+    assert read_metadata(tmp_path).state_dict_metadata == expected.state_dict_metadata
+    file = io.BytesIO()
+    PicklerOf3112(file, "__subclasses__").dump(expected)
+    (tmp_path / ".metadata").write_bytes(file.getvalue())
+    with pytest.raises(ArtifactError, match="something else than an enumeration's member"):
+        read_metadata(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["code", "nested code", "other", "damaged", "objects"])

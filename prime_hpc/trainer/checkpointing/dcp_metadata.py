@@ -4,6 +4,7 @@ DCP pickles its metadata. Here only the few classes that describe tensors may be
 holds anything but tensors is refused: torch reads tensors alone without pickle's freedom (`weights_only`).
 """
 
+import enum
 import io
 import pickle
 from pathlib import Path
@@ -38,6 +39,13 @@ _DESCRIPTIONS = {
 _DTYPES = ("float", "bfloat", "int", "uint", "bool", "complex", "quint", "qint", "half", "double", "long", "short")
 
 
+def _member(owner: Any, name: Any) -> Any:
+    """Return a member of an enumeration: Python 3.11.0 to 3.11.3 pickle it as `getattr(enumeration, name)`."""
+    if isinstance(owner, enum.EnumMeta) and isinstance(name, str) and name in owner.__members__:
+        return owner.__members__[name]
+    raise pickle.UnpicklingError("it names builtins.getattr of something else than an enumeration's member")
+
+
 class _Unpickler(pickle.Unpickler):
     """Knows the classes of a tensor's description and no other name."""
 
@@ -45,6 +53,8 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and name.startswith(_DTYPES)
         if name in _DESCRIPTIONS.get(module, ()) or is_dtype:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
