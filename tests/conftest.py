@@ -3,17 +3,28 @@ how `tools/test` deals them out to several processes. Most of the slow ones wait
 """
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
-# No test fails for being slow: several run at once, on machines of any load.
-settings.register_profile("tests", deadline=None)
+# No test fails for being slow (several run at once, on machines of any load), nor by luck: the draws are the same each
+# time, unless PRIME_HPC_TEST_DRAWS=new looks for more.
+settings.register_profile("tests", deadline=None, derandomize=os.environ.get("PRIME_HPC_TEST_DRAWS") != "new")
 settings.load_profile("tests")
 
 OWN_CLUSTERS = ("tests/slurm/test_stalls.py", "tests/slurm/test_suites.py")
+WORKER_SERVER = "PRIME_HPC_TEST_WORKER_SERVER"
+"""Names the socket of the process whose forks pytest's workers are (see `tests/support/worker_server.py`)."""
+EXHAUSTIVE_TIMEOUT_S = 900
+"""They are long, and are run beside others; what hangs is still found."""
 LONGEST_FIRST = ("gpu", "slurm", "integration", "faults", "proofs", "unit")
 
 
@@ -26,6 +37,37 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if len(config.getoption("tx", None) or ()) > 1 and set(config.option.tx) == {"popen"}:
+        config.option.tx = [_forked_worker(config)] * len(config.option.tx)
+
+
+def _forked_worker(config: pytest.Config) -> str:
+    """Start the server of which the workers are forks; how pytest-xdist starts one."""
+    folder = Path(tempfile.mkdtemp(prefix="workers-", dir="/tmp"))  # socket paths must stay short
+    path = folder / "s"
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.worker_server", str(path), *config.args],
+            cwd=config.rootpath,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+        )
+
+    def end() -> None:
+        assert server.stdin is not None
+        server.stdin.close()
+        server.wait()
+        shutil.rmtree(folder)
+
+    config.add_cleanup(end)
+    while not path.exists():
+        if server.poll() is not None:
+            said = (folder / "log").read_text()[-3000:]
+            raise pytest.UsageError(f"the process of which the workers are to be forks has ended:\n{said}")
+        time.sleep(0.1)
+    os.environ[WORKER_SERVER] = str(path)
+    return f"popen//python={sys.executable} {config.rootpath / 'tests/support/worker_start.py'} {path}"
 
 
 def _is_for_gpus(config: pytest.Config) -> bool:
@@ -53,6 +95,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
+    for item in items:
+        if item.get_closest_marker("exhaustive") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(EXHAUSTIVE_TIMEOUT_S))
     items.sort(key=lambda item: LONGEST_FIRST.index(_room(item.nodeid)))
 
 

@@ -1,58 +1,107 @@
-"""Shared by the verbs: own flags taken from a command line, and JSON on standard output."""
+"""Shared by the verbs: a command line taken apart, and JSON on standard output."""
 
 import json
+import math
 import os
 import sys
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from prime_hpc.cli.verb_table import VERBS
 from prime_hpc.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from prime_hpc.config import Loaded
 
 
-def take_flags(
-    argv: list[str], switches: tuple[str, ...] = (), valued: tuple[str, ...] = ()
-) -> tuple[list[str], set[str], dict[str, str]]:
-    """Split a verb's own flags from the rest of its command line.
+@dataclass(frozen=True)
+class Given:
+    """A verb's command line, taken apart by the verb's row of `VERBS`."""
+
+    words: list[str]
+    """All but the verb's own flags, in order: arguments, and for some verbs keys of the experiment."""
+    flags: dict[str, str]
+    """The verb's own flags by their long names, with their values; the last one wins."""
+    usage: str
+    repeated: dict[str, list[str]] = field(default_factory=dict)
+    """All values of each flag, in order."""
+
+    def __contains__(self, flag: str) -> bool:
+        return flag in self.flags
+
+    def get(self, flag: str) -> str | None:
+        """Return a flag's value; None where it was not given."""
+        return self.flags.get(flag)
+
+    def every(self, flag: str) -> list[str]:
+        """Return all values of a flag that may be given several times."""
+        return self.repeated.get(flag, [])
+
+    def arguments(self, most: int, *, least: int = 0) -> list[str]:
+        """Return the arguments. Raises a ConfigError for other flags, and where there are too many or too few."""
+        unknown = [word for word in self.words if word.startswith("-") and word != "-"]
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]}; usage: {self.usage}")
+        if len(self.words) > most:
+            raise ConfigError(f"too many arguments: {' '.join(self.words)}; usage: {self.usage}")
+        if len(self.words) < least:
+            raise ConfigError(f"an argument is missing; usage: {self.usage}")
+        return self.words
+
+    def whole(self, flag: str, least: int = 0) -> int | None:
+        """Return a flag's whole number; None where it was not given. Raises a ConfigError for anything else."""
+        text = self.get(flag)
+        if text is not None and (not text.isdigit() or int(text) < least):
+            raise ConfigError(f"{flag} {text}: must be a whole number of at least {least}")
+        return None if text is None else int(text)
+
+    def positive(self, flag: str, what: str = "seconds") -> float | None:
+        """Return a flag's positive number of `what`; None where it was not given.
+
+        Raises a ConfigError for anything else.
+        """
+        text = self.get(flag)
+        try:
+            number = float(text or 1)
+        except ValueError:
+            number = 0.0
+        if not 0 < number < math.inf:
+            raise ConfigError(f"{flag} {text}: must be a number of {what} above 0")
+        return None if text is None else number
+
+
+def parse(verb: str, argv: list[str], action: str = "") -> Given:
+    """Take a verb's own flags from the rest of its command line, as its row of `VERBS` states them.
 
     Args:
-        argv: after the verb.
-        switches: flags without a value, e.g. `--json`.
-        valued: flags with one, given as `--flag value` or `--flag=value`; the last wins.
-
-    Returns:
-        what is left in order, the switches that were given, the values by flag.
+        verb: its name.
+        argv: after the verb (and its action).
+        action: its first word, where it has such; flags of other actions are not taken.
 
     Raises:
         ConfigError: a flag without its value.
     """
-    rest: list[str] = []
-    given: set[str] = set()
-    values: dict[str, str] = {}
+    spec = VERBS[verb]
+    known = [flag for flag in spec.flags if not action or flag.names[-1] in spec.actions[action]]
+    shown = [f"[{'|'.join(flag.names)}{flag.metavar and ' '}{flag.metavar}]" for flag in spec.flags if flag.text]
+    by_name = {name: flag for flag in known for name in flag.names}
+    words: list[str] = []
+    flags: dict[str, str] = {}
+    repeated: dict[str, list[str]] = {}
     tokens = iter(argv)
     for token in tokens:
         name, equals, value = token.partition("=")
-        if token in switches:
-            given.add(token)
-        elif name in valued:
-            if not equals:
-                value = next(tokens, "")
-                if not value:
-                    raise ConfigError(f"{name} needs a value")
-            values[name] = value
-        else:
-            rest.append(token)
-    return rest, given, values
-
-
-def refuse_unknown(rest: list[str], allowed: int, usage: str) -> None:
-    """Raise a ConfigError for flags that the verb does not know, or for too many arguments."""
-    unknown = [token for token in rest if token.startswith("-") and token != "-"]
-    if unknown:
-        raise ConfigError(f"unknown option {unknown[0]}; usage: {usage}")
-    if len(rest) > allowed:
-        raise ConfigError(f"too many arguments: {' '.join(rest)}; usage: {usage}")
+        flag = by_name.get(name)
+        if flag is None or (equals and not flag.takes_value):
+            words.append(token)
+            continue
+        if flag.takes_value and not equals:
+            value = next(tokens, "")
+            if not value:
+                raise ConfigError(f"{name} needs a value")
+        flags[flag.names[-1]] = value
+        repeated.setdefault(flag.names[-1], []).append(value)
+    return Given(words, flags, " ".join(["prime-hpc", verb, spec.usage, *shown]), repeated)
 
 
 def print_json(value: Any) -> None:

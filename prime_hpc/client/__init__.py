@@ -6,7 +6,7 @@ __all__ = ["InferenceClient", "InferenceError", "versions_from_spans"]
 
 
 def __getattr__(name: str) -> object:
-    # httpx is only needed by who talks to a server, not by who reads versions.
+    # aiohttp is only needed by who talks to a server, not by who reads versions.
     if name in ("InferenceClient", "InferenceError"):
         from prime_hpc.client import inference
 

@@ -1,16 +1,16 @@
 """Async client of one prime-hpc inference server: generation by token ids, weight updates, health."""
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import httpx
 import numpy as np
 
-from prime_hpc.client.keys import find_key
+from prime_hpc.client.http import Answer, HttpClient, NoAnswerError
 from prime_hpc.client.versions import versions_from_spans
 from prime_hpc.runtime.event_loops import loop_time
 
@@ -95,15 +95,13 @@ class InferenceClient:
             timeout_s: deadline of one generation or small call.
             update_timeout_s: deadline of one weight update (reading the weights included).
         """
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self._update_timeout_s = update_timeout_s
-        self._stated_key, self._key = api_key, api_key
-        self._http = httpx.AsyncClient(
-            base_url=self.base_url,
-            timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=False,  # a proxy variable must not catch calls between a job's own nodes
-        )
+        self._timeout_s, self._update_timeout_s = timeout_s, update_timeout_s
+        self._http = HttpClient(base_url.rstrip("/").removesuffix("/v1"), api_key)
+
+    @property
+    def base_url(self) -> str:
+        """`http://host:port` of the server."""
+        return self._http.base_url
 
     async def __aenter__(self) -> "InferenceClient":
         return self
@@ -113,18 +111,17 @@ class InferenceClient:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        await self._http.close()
 
     def move(self, base_url: str) -> None:
-        """The server was started again elsewhere: ask there from now on."""
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self._http.base_url = self.base_url
+        """Ask at another address from now on: the server was started again there."""
+        self._http.base_url = base_url.rstrip("/").removesuffix("/v1")
 
     async def health(self) -> bool:
         """Return whether the server answers and its engines live. Never raises."""
         try:
-            return (await self._http.get("/health", timeout=5.0)).status_code == 200
-        except httpx.HTTPError:
+            return (await self._http.request("GET", "/health", timeout_s=5.0)).status == 200
+        except NoAnswerError:
             return False
 
     async def wait_ready(self, deadline_s: float) -> None:
@@ -237,39 +234,24 @@ class InferenceClient:
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> dict[str, Any]:
         what = f"{method} {self.base_url}{path}"
+        data = None if body is None else json.dumps(body).encode()
         try:
-            response = await self._request(method, path, body, timeout)
-            if response.status_code == 401 and not self._stated_key:
-                self._key = find_key(self.base_url)  # a server that was started by hand, perhaps again
-                response = await self._request(method, path, body, timeout)
-        except httpx.TimeoutException as error:
-            raise InferenceError(f"{what}: no answer in time ({type(error).__name__})") from error
-        except httpx.HTTPError as error:
-            raise InferenceError(f"{what}: {type(error).__name__} {error}") from error
-        if response.status_code >= 400:
-            raise InferenceError(f"{what}: {response.status_code} {_reason(response)}", response.status_code)
-        return response.json()
-
-    async def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
-    ) -> httpx.Response:
-        return await self._http.request(
-            method,
-            path,
-            json=body,
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            timeout=httpx.USE_CLIENT_DEFAULT if timeout is None else timeout,
-        )
+            answer = await self._http.request(method, path, data, timeout_s=timeout or self._timeout_s)
+        except NoAnswerError as error:
+            raise InferenceError(f"{what}: {error}") from error
+        if answer.status >= 400:
+            raise InferenceError(f"{what}: {answer.status} {_reason(answer)}", answer.status)
+        return answer.json()
 
 
 def _named(name: str) -> str:
     return "" if name == POLICY else f"?name={quote(name)}"
 
 
-def _reason(response: httpx.Response) -> str:
+def _reason(answer: Answer) -> str:
     """Return the server's own words: `{"error": "..."}` or `{"error": {"message": "..."}}`, else the raw text."""
     try:
-        error = response.json()["error"]
+        error = answer.json()["error"]
     except (ValueError, KeyError, TypeError):
-        return response.text[:500]
+        return answer.body[:500].decode(errors="replace")
     return error["message"] if isinstance(error, dict) and "message" in error else str(error)

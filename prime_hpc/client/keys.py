@@ -33,7 +33,7 @@ def key_file(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(cache) / "prime-hpc" / "keys" / f"{socket.gethostname()}.key"
 
 
-def own_key(stated: str | None, role: str, api_key_var: str, environ: Mapping[str, str] = os.environ) -> str:
+def server_key(stated: str | None, role: str, api_key_var: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the key of a server: the supervisor's for this attempt, else the config's; by hand the environment's, else
     one that the user's own clients on this machine find by themselves.
 
@@ -91,7 +91,7 @@ def find_key(url: str, environ: Mapping[str, str] = os.environ) -> str | None:
     path = key_file(environ)
     if parts.hostname not in (*LOOPBACK, socket.gethostname()) or not path.is_file():
         return None
-    if not _is_own_listener(parts.port or 80):
+    if not _is_user_listener(parts.port or 80):
         logger.warning(f"{url}: another user listens there; the key in {path} is not sent")
         return None
     try:
@@ -105,7 +105,7 @@ def find_key(url: str, environ: Mapping[str, str] = os.environ) -> str | None:
         os.close(descriptor)
 
 
-def _is_own_listener(port: int) -> bool:
+def _is_user_listener(port: int) -> bool:
     """Return whether all who listen on a port of this machine are this user's; True where the kernel does not say."""
     owners = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):

@@ -2,8 +2,7 @@
 
 A group is described by the same tree as the policy's engines are: `served_by` is the experiment as one group sees it,
 with its model, its servers, its GPUs and its nodes in the places of the policy's. Whoever places, plans, checks or
-starts engines takes that view, and does it for any group. Called by `launch`, the supervisor, the servers themselves
-and the orchestrator.
+starts engines takes that view, and does it for any group.
 """
 
 from typing import Literal
@@ -67,7 +66,7 @@ def ready_timeout_s(experiment: Experiment) -> float:
 
 def sampling_role(experiment: Experiment) -> EngineRole:
     """Return the group that plays the training episodes: the teacher where it is imitated."""
-    return "teacher" if experiment.orchestrator.advantage.type == "sft" else "inference"
+    return "teacher" if experiment.orchestrator.advantage.imitates else "inference"
 
 
 def first_port(experiment: Experiment, servers: InferenceConfig) -> int:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.secret import secrets_of
 from prime_hpc.config.sections.base import Section
-from prime_hpc.config.sections.common import CkptConfig, LogConfig, ModelConfig, WandbConfig
+from prime_hpc.config.sections.common import CkptConfig, LogConfig, MlflowConfig, ModelConfig, WandbConfig
 from prime_hpc.config.sections.inference import InferenceConfig, TeacherInferenceConfig
 from prime_hpc.config.sections.names import directory_name
 from prime_hpc.config.sections.network import NetworkConfig
@@ -18,9 +18,10 @@ from prime_hpc.config.sections.orchestrator import OrchestratorConfig
 from prime_hpc.config.sections.sft import SFTConfig
 from prime_hpc.config.sections.slurm import SlurmConfig
 from prime_hpc.config.sections.standalone_eval import EpisodesConfig, StandaloneEvalConfig
-from prime_hpc.config.sections.supervisor import SupervisorConfig
+from prime_hpc.config.sections.supervisor import AlarmsConfig, KubernetesConfig, SupervisorConfig
 from prime_hpc.config.sections.synthesize import SynthesizeConfig
 from prime_hpc.config.sections.trainer import TrainerConfig
+from prime_hpc.config.sections.weights import WeightsConfig
 
 COMPONENTS = ("trainer", "orchestrator", "inference", "sft", "eval", "synthesize")
 ALONE = ("eval", "synthesize")
@@ -50,10 +51,14 @@ class Experiment(Section):
     """Checkpoints; off when absent."""
     wandb: WandbConfig | None = None
     """Weights & Biases; off when absent."""
+    mlflow: MlflowConfig | None = None
+    """Send the numbers to MLflow too."""
     tensorboard: bool = False
     """Write the numbers as TensorBoard's event files too: `<run>/tensorboard/<role>` (pip install tensorboard)."""
     log: LogConfig = LogConfig()
     """Logging."""
+    weights: WeightsConfig = WeightsConfig()
+    """Weight versions between trainer and engines."""
     trainer: TrainerConfig = TrainerConfig()
     """FSDP2 trainer."""
     orchestrator: OrchestratorConfig = OrchestratorConfig()
@@ -70,10 +75,14 @@ class Experiment(Section):
     """Synthetic data, or replies to prompts, as a job of its own (`kind: synthesize`)."""
     supervisor: SupervisorConfig = SupervisorConfig()
     """Deadlines of the process that watches the roles."""
+    alarms: AlarmsConfig = AlarmsConfig()
+    """Rules over the run's figures that warn, save, stop, or tell somebody."""
     launch: Literal["auto", "slurm", "local"] = "auto"
     """The place at which `submit` starts the job: `auto` takes Slurm where there is an sbatch, else this machine."""
     slurm: SlurmConfig = SlurmConfig()
     """The Slurm job."""
+    kubernetes: KubernetesConfig | None = None
+    """The pods of `render --target kubernetes`."""
     network: NetworkConfig = NetworkConfig()
     """Ports and networks."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -148,7 +157,7 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _evaluates_on_engines(cls, values: Any) -> Any:
-        """A run without a trainer that attaches to nothing starts engines, on a free port where none is stated."""
+        """Have a run without a trainer that attaches to nothing start engines, on a free port where none is stated."""
         if not isinstance(values, dict) or values.get("kind") not in ALONE:
             return values
         stated, engines = values.get(values["kind"]), values.get("inference")
@@ -278,7 +287,7 @@ class Experiment(Section):
         o = self.orchestrator
         for i, env in enumerate(o.env if self.kind == "rl" else []):
             key, advantage = f"orchestrator.env.{i}", o.advantage_of(i)
-            if env.algorithm is not None and {env.algorithm, o.advantage.type} & {"opd", "opsd", "sft"}:
+            if env.algorithm is not None and any(a.distils or a.imitates for a in (advantage, o.advantage)):
                 raise ValueError(
                     f"{key}.algorithm = {env.algorithm} beside orchestrator.advantage.type = {o.advantage.type}: an "
                     "algorithm with a teacher is for all environments of a run"
@@ -298,7 +307,7 @@ class Experiment(Section):
                 raise ValueError(
                     f"{key}.sampling: {advantage.type} needs temperature 1, without top_p, top_k and min_p"
                 )
-            for name, why in sampling.untrainable().items() if o.advantage.type != "sft" else ():
+            for name, why in sampling.untrainable().items() if not o.advantage.imitates else ():
                 raise ValueError(f"{key}.sampling.extra.{name} cannot be used in training: {why}; leave it out")
         for i, held_out in enumerate(o.eval.env if o.eval is not None else []):
             length = held_out.sampling.max_tokens
@@ -309,7 +318,7 @@ class Experiment(Section):
                 )
 
     def _can_evaluate(self) -> None:
-        """Replies of an evaluation leave room for a prompt."""
+        """Refuse evaluations whose replies leave no room for a prompt."""
         o = self.orchestrator
         if o.eval is None or not (o.eval.env or o.env):
             return
@@ -349,7 +358,7 @@ class Experiment(Section):
             )
 
     def _can_be_taught(self) -> None:
-        """The teacher has servers, of one kind, for which the run has a use."""
+        """Refuse a teacher without servers, with those of two kinds, or for which the run has no use."""
         o, started = self.orchestrator, self.teacher_inference
         urls = o.teacher.urls if o.teacher is not None else []
         if started is None:
@@ -366,7 +375,7 @@ class Experiment(Section):
             )
         if self.kind != "rl":
             raise ValueError(f"teacher_inference is for RL with a teacher, this is {self.kind}: leave it out")
-        if o.advantage.type not in ("opd", "sft") and ":" not in o.advantage.type:
+        if not (o.advantage.asks_teacher or ":" in o.advantage.type):
             raise ValueError(
                 f"teacher_inference is not used by orchestrator.advantage.type = {o.advantage.type}: leave it out, or "
                 "set opd or sft"
@@ -378,7 +387,7 @@ class Experiment(Section):
                 "teacher_inference cannot be shared by the runs of trainer.max_concurrent_runs > 1: start `inference` "
                 "with the teacher's model, and state its url in each run's orchestrator.teacher.base_url"
             )
-        need = self.seq_len + (o.advantage.type != "sft")  # a score samples one token that is not used
+        need = self.seq_len + (not o.advantage.imitates)  # a score samples one token that is not used
         if started.max_model_len is not None and started.max_model_len < need:
             raise ValueError(
                 f"teacher_inference.max_model_len ({started.max_model_len}) is too short for samples of seq_len "
@@ -387,13 +396,13 @@ class Experiment(Section):
 
     def _can_distil(self) -> None:
         o, key = self.orchestrator, f"orchestrator.advantage.type = {self.orchestrator.advantage.type}"
-        imitates = o.advantage.type == "sft"
-        if (imitates or o.advantage.type == "opd") and o.teacher is None:
+        imitates = o.advantage.imitates
+        if o.advantage.asks_teacher and o.teacher is None:
             raise ValueError(
                 f"{key} needs a teacher: set orchestrator.teacher.base_url to a server of its model, or "
                 "orchestrator.teacher.model and teacher_inference to start one"
             )
-        if o.teacher is not None and o.advantage.type not in ("opd", "sft") and ":" not in o.advantage.type:
+        if o.teacher is not None and not (o.advantage.asks_teacher or ":" in o.advantage.type):
             raise ValueError(f"orchestrator.teacher is not used by {key}: leave it out, or set opd or sft")
         if o.advantage.distils and o.sampling.temperature != 1:
             raise ValueError(
@@ -405,7 +414,7 @@ class Experiment(Section):
                 f"{key} compares log-probabilities over the whole vocabulary (so the teacher's are): leave "
                 "orchestrator.sampling.top_p, top_k and min_p out"
             )
-        if imitates and self.trainer.loss.type != "nll":
+        if imitates and not self.trainer.loss.objective.imitates:
             raise ValueError(
                 f"{key} and trainer.loss.type = {self.trainer.loss.type} do not fit: no policy sampled the tokens, so "
                 "there is no importance ratio; set trainer.loss.type = nll"
@@ -421,7 +430,7 @@ class Experiment(Section):
             raise ValueError(f"model.fp8 multiplies bfloat16 in float8; model.dtype is {self.model.dtype}")
         for key, used in (
             ("model.lora", self.model.lora is not None),
-            ("trainer.parallel.tp", self.trainer.layout.tp > 1),
+            ("trainer.parallel.tp", self.trainer.parallel_dims.tp > 1),
         ):
             if used:
                 raise ValueError(f"model.fp8 does not go together with {key}: leave one of them out")

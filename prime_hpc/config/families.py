@@ -88,7 +88,7 @@ class Family:
     rows: Rows
     reason: str = ""
     """Why not packed."""
-    own_attention: bool = False
+    custom_attention: bool = False
     """True if it attends by its own code, with all scores in memory, rather than by the trainer's kernels."""
 
     @property

@@ -1,8 +1,8 @@
 """Help text of an entrypoint, straight from the source of the schema: flag, type, default, docstring.
 
-Called by `prime_hpc.cli` for `--help`. It reads the section modules as syntax trees instead of importing them: a
-help page then costs none of pydantic's start-up (0.15 s), and fields need no second copy of their docstrings.
-A test holds its list of flags against the pydantic models.
+It reads the section modules as syntax trees instead of importing them: a help page then costs none of pydantic's
+start-up (0.15 s), and fields need no second copy of their docstrings. A test holds its list of flags against the
+pydantic models.
 """
 
 import ast
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from prime_hpc.config.named_code import NAMES
 
 ROOT = "Experiment"
 _HERE = Path(__file__).parent
@@ -118,12 +120,10 @@ def _names(annotation: str) -> list[str]:
 
 def value_form(annotation: str) -> str:
     """Return the form of a key's value, as help pages show it: `INT|auto`; empty for a switch."""
-    _, aliases = read_sections()
     parts = []
-    for raw in annotation.split(" | "):
-        part = aliases.get(raw, raw)
-        if part.startswith("Literal["):
-            parts += [str(value) for value in ast.literal_eval(f"[{part[8:-1]}]")]
+    for part in annotation.split(" | "):
+        if names := choices(part):
+            parts += [*names, "TEXT"] if part in NAMES else names
         elif part.startswith(("list[", "tuple[")):
             parts.append("A,B,...")
         elif part.startswith("dict["):
@@ -131,6 +131,18 @@ def value_form(annotation: str) -> str:
         elif part != "None":
             parts.append(_TYPE_NAMES.get(part, part))
     return "|".join(dict.fromkeys(parts))
+
+
+def choices(annotation: str) -> list[str]:
+    """Return the values of a Literal, also behind an alias, and the names of a table that a key takes."""
+    aliases, found = read_sections()[1], []
+    for part in annotation.split(" | "):
+        literal = aliases.get(part, part)
+        if part in NAMES:
+            found += list(NAMES[part])
+        elif literal.startswith("Literal["):
+            found += [str(value) for value in ast.literal_eval(f"[{literal[8:-1]}]")]
+    return found
 
 
 def field_notes(item: FieldDoc) -> list[str]:

@@ -6,8 +6,8 @@ from typing import Any
 from prime_hpc.config.errors import ConfigError, Problem
 
 
-def import_own(name: str, key: str) -> Any:
-    """A user's own function or class at `module:attribute`.
+def import_object(name: str, key: str) -> Any:
+    """Import the function or class at `module:attribute`.
 
     Raises:
         ConfigError: the import fails, or what is there cannot be called; names the key.

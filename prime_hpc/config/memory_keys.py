@@ -12,7 +12,9 @@ def remedies(experiment: Experiment, kind: str) -> list[str]:
     """
     trainer, model = experiment.trainer, experiment.model
     more_ranks = (
-        "more trainer.num_ranks" if trainer.layout.dp_replicate == 1 else "a smaller trainer.parallel.dp_replicate"
+        "more trainer.num_ranks"
+        if trainer.parallel_dims.dp_replicate == 1
+        else "a smaller trainer.parallel.dp_replicate"
     )
     split = "more of trainer.parallel.tp (or ep)"
     found: list[str | None] = []

@@ -1,6 +1,9 @@
-"""The metrics writer of a role, as the experiment asks for it: its file, W&B, TensorBoard."""
+"""The metrics writer of a role, as the experiment asks for it: its file, W&B, TensorBoard, MLflow."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.observe.metrics import MetricsWriter, wandb_arguments
@@ -31,4 +34,33 @@ def open_metrics(
         )
         if beside:  # W&B's own default is one run a process
             wandb["reinit"] = "create_new"
-    return MetricsWriter(path, wandb, run_dir / "tensorboard" / role if experiment.tensorboard else None)
+    tensorboard = run_dir / "tensorboard" / role if experiment.tensorboard else None
+    return MetricsWriter(path, wandb, tensorboard, _mlflow(experiment, role, run_dir))
+
+
+def _mlflow(experiment: Experiment, role: str, run_dir: Path) -> dict[str, Any] | None:
+    """Return the arguments of the role's MLflow run; None: it is not asked for."""
+    stated = experiment.mlflow
+    if stated is None:
+        return None
+    folder = run_dir / "mlflow"
+    uri = stated.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"file:{folder / 'store'}"
+    return {
+        "tracking_uri": uri,
+        "experiment": stated.experiment,
+        "name": f"{experiment.name}-{role}",
+        "parameters": dict(_flat(experiment.model_dump(mode="json", exclude_defaults=True))),
+        "id_file": folder / f"{role}.id",
+    }
+
+
+def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the leaves of a tree with their dotted paths; secrets are masked in the dump already."""
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, list) and tree and isinstance(tree[0], dict):
+        for index, value in enumerate(tree):
+            yield from _flat(value, f"{path}.{index}")
+    else:
+        yield path, str(tree)

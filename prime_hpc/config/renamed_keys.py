@@ -1,6 +1,6 @@
 """Keys of the experiment that had another name: the one table of old names, which go on working for one release.
 
-`schema.locate` finds a key under its old name too, so files, variables, flags and sweeps take it; `sources.load` says
+`schema.locate` finds a key under its old name too, so files, variables, flags and sweeps take it; `sources.tree` says
 the new name once for each source. Snapshots (`run.yaml`) of the version before are read silently.
 """
 

@@ -193,11 +193,6 @@ def resolve(path: tuple[str, ...]) -> Node | None:
     return _descend((), path, None)
 
 
-def node_keys(node: Node) -> list[str]:
-    """Names of a section's keys."""
-    return [name for section in _section_types(node.annotation) for name in section.model_fields]
-
-
 def schema_path(location: tuple[int | str, ...]) -> tuple[str, ...]:
     """Return the longest prefix of a pydantic error location that is a path of the tree (union branch names
     dropped)."""

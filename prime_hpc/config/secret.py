@@ -31,7 +31,7 @@ _OF_VARIABLES = re.compile(
 )
 _OF_KEYS = re.compile(
     r"(^|_)((api|access|private|secret|auth|signing|encryption|hf|hub|wandb)_?(keys?|token)|bearer|secrets?|password|"
-    r"passwd|passphrase|credentials?)(_|$)"
+    r"passwd|passphrase|credentials?|webhook)(_|$)"
 )
 """Narrower: `answer_key`, `eos_token` are names of columns and tokens."""
 _ABOUT = re.compile(r"_(file|path|dir|var|name|url)$", re.I)
@@ -246,7 +246,7 @@ def secrets_of(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def anchored(tree: Any, folder: Path, name: str = "") -> Any:
-    """A plain tree whose `@FILE`s are absolute; they were meant from `folder`."""
+    """Return a plain tree whose `@FILE`s are absolute; they were meant from `folder`."""
     if isinstance(tree, dict):
         return {key: anchored(inner, folder, str(key)) for key, inner in tree.items()}
     if isinstance(tree, list):

@@ -135,6 +135,11 @@ def read_experiment(path: Path) -> Experiment:
     return experiment
 
 
+def stated_text(exp: Experiment) -> str:
+    """Return the experiment as a file that states what differs from the defaults; its secrets are masked."""
+    return dump_yaml({"kind": exp.kind, **exp.model_dump(mode="json", exclude_defaults=True)})
+
+
 def _view(tree: dict[str, Any], component: str) -> dict[str, Any] | None:
     """Return what one role sees: the shared keys and its own section's (SFT: and the trainer's), None if it is off."""
     own = tree[component]

@@ -9,7 +9,6 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
 from pydantic import ValidationError
 from pydantic_core import from_json, to_json
 from verifiers.v1.clients import Client
@@ -19,7 +18,7 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Response, SamplingConfig
 
-from prime_hpc.client.keys import find_key
+from prime_hpc.client.http import HttpClient, NoAnswerError
 from prime_hpc.envs.model_client import ContextFullError, RequestRefusedError, SampledTurn
 from prime_hpc.envs.target import ChatOptions
 from prime_hpc.runtime.event_loops import loop_time
@@ -48,17 +47,20 @@ class ChatClient(Client):
             patience_s: for how long a request may be sent again: less than an episode's deadline, so that an API that
                 fails is not taken for a model that rambles.
         """
-        self.base_url = base_url.rstrip("/")
+        self._http = HttpClient(base_url.rstrip("/"), api_key, proxied=True)
         self.options = options
         self.patience_s = patience_s
-        self._key = api_key or find_key(self.base_url)
-        self._session: aiohttp.ClientSession | None = None
         self._renamed: dict[str, str] = {}
         self.num_retries = 0
 
+    @property
+    def base_url(self) -> str:
+        """Up to and with `/v1`."""
+        return self._http.base_url
+
     def move(self, base_url: str) -> None:
-        """The server was started again elsewhere: ask there from now on."""
-        self.base_url = base_url.rstrip("/")
+        """Ask at another address from now on: the server was started again there."""
+        self._http.base_url = base_url.rstrip("/")
 
     def take_turns(self, session_id: str) -> list[SampledTurn]:
         """None: an API does not say what its tokens were."""
@@ -66,9 +68,7 @@ class ChatClient(Client):
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
     async def get_response(
         self,
@@ -119,22 +119,14 @@ class ChatClient(Client):
 
     async def _post(self, body: dict[str, Any], session_id: str | None) -> tuple[int, bytes, float | None]:
         """Status, body, and the pause that the server asks for; 503 where there is no whole answer."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-                timeout=aiohttp.ClientTimeout(total=self.options.timeout_s, connect=30),
-                headers={"Content-Type": "application/json"},
-                trust_env=True,  # an API on the internet is reached through the site's proxy
-            )
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        if session_id:
-            headers[SESSION_ID_HEADER] = session_id
+        headers = {SESSION_ID_HEADER: session_id} if session_id else {}
         try:
-            data = to_json(body)
-            async with self._session.post(f"{self.base_url}/chat/completions", data=data, headers=headers) as answer:
-                return answer.status, await answer.read(), _seconds(answer.headers.get("Retry-After"))
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return 503, f"{type(error).__name__}: {error}".encode(), None
+            answer = await self._http.request(
+                "POST", "/chat/completions", to_json(body), timeout_s=self.options.timeout_s, headers=headers
+            )
+        except NoAnswerError as error:
+            return 503, str(error).encode(), None
+        return answer.status, answer.body, _seconds(answer.headers.get("Retry-After"))
 
     def _heeds(self, status: int, raw: bytes, sent: Mapping[str, Any]) -> bool:
         """Newer models want the limit under another name, and say so: ask again that way, from now on."""

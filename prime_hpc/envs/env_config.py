@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from prime_hpc.config.secret import revealed
-from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.config.sections.orchestrator import EnvConfig, SandboxConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS
 from prime_hpc.envs.errors import EnvError
 
@@ -31,6 +31,7 @@ BUNDLED: dict[str, str] = {
     "simple-math": "prime_hpc.envs.tasksets.simple_math",
     "wordle": "prime_hpc.envs.tasksets.wordle",
     "tic-tac-toe": "prime_hpc.envs.tasksets.tic_tac_toe",
+    "python-tool": "prime_hpc.envs.tasksets.python_tool",
 }
 """Short names of the tasksets in `prime_hpc.envs.tasksets`; they win over an installed package of the same name."""
 BENCHMARK_TASKSETS = {
@@ -162,6 +163,9 @@ def build_env_config(config: EnvConfig, split: str, seed: int) -> Any:
         for name, value in (("split", split), ("seed", seed)):
             if name in arguments:
                 taskset.setdefault(name, value)
+    sandboxed = sandbox_of(config) is not None
+    if sandboxed and "in_sandbox" in arguments:
+        taskset["in_sandbox"] = True
     try:
         env_type = env_config_type(ident, config.env_args.get("id", ""))
     except (ImportError, TypeError, AttributeError, ValueError) as error:
@@ -170,6 +174,8 @@ def build_env_config(config: EnvConfig, split: str, seed: int) -> Any:
     for role, role_field in env_type.model_fields.items():
         if isinstance(role_field.default, AgentConfig):
             raw[role] = _seat(config, ident, role_field.default, raw.get(role) or {})
+            if sandboxed:
+                raw[role]["runtime"] = _sandbox_seat(label, split, raw[role])
     try:
         return resolve_env_config(raw)
     except ValidationError as error:
@@ -177,6 +183,58 @@ def build_env_config(config: EnvConfig, split: str, seed: int) -> Any:
         raise EnvError(f"environment {label!r}: {problems}") from error
     except (ImportError, TypeError, AttributeError) as error:
         raise EnvError(f"environment {label!r}: {error}") from error
+
+
+def sandbox_of(config: EnvConfig) -> SandboxConfig | None:
+    """Return the sandboxes of an environment's episodes: those that it states, or, where its harness runs what a model
+    writes, the usual ones.
+
+    Raises:
+        EnvError: what the environment runs would not run in them.
+    """
+    from verifiers.v1.utils.loaders import default_harness_id, harness_class
+
+    found = resolve_taskset(config.id)
+    if found.legacy is not None:
+        if config.sandbox is not None:
+            raise EnvError(
+                f"environment {config.name or config.id!r}: sandbox: a `load_environment` package runs what it runs "
+                "by itself, in the process that plays it: a sandbox would protect nothing; leave it out"
+            )
+        return None
+    name = _harness_of(config, found.ident) or default_harness_id(found.ident)
+    try:
+        own = harness_class(name)
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return config.sandbox  # whoever makes the harness says what is wrong with it
+    if config.sandbox is not None and not config.sandbox.network and not harness_is_in_process(own):
+        raise EnvError(
+            f"environment {config.name or config.id!r}: harness {name!r} is a program that runs in the sandbox and "
+            "asks the model over the network, which is shut: sandbox.network = true, or a harness of this process"
+        )
+    needed = getattr(own, "needs_sandbox", False)
+    return SandboxConfig() if needed and config.sandbox is None else config.sandbox
+
+
+def _harness_of(config: EnvConfig, taskset_id: str) -> str | None:
+    """Return the id of the harness of an environment's seats, None for the seats' or the taskset's own."""
+    from verifiers.v1.utils.loaders import default_harness_id
+
+    if config.harness is not None:
+        return flat_id(HARNESS_MODULE) if config.harness == IN_PROCESS else config.harness
+    return flat_id(HARNESS_MODULE) if default_harness_id(taskset_id) == "bash" else None
+
+
+def _sandbox_seat(label: str, split: str, seat: dict[str, Any]) -> Any:
+    """Return the runtime of a seat whose episodes have sandboxes."""
+    from prime_hpc.envs.sandbox.sandbox_runtime import SandboxSeat
+
+    stated = seat.get("runtime") or {}
+    if stated != {"type": "subprocess"}:
+        raise EnvError(
+            f"environment {label!r}: it has a sandbox and a runtime of its own ({stated}): state one of them"
+        )
+    return SandboxSeat(pool=f"{label}/{split}")
 
 
 def _legacy_taskset(config: EnvConfig, module: ModuleType, split: str) -> tuple[EnvConfig, dict[str, Any]]:
@@ -208,13 +266,10 @@ def _legacy_taskset(config: EnvConfig, module: ModuleType, split: str) -> tuple[
 
 def _seat(config: EnvConfig, taskset_id: str, default: Any, given: dict[str, Any]) -> dict[str, Any]:
     """One agent's settings: on this machine, in this process unless the taskset or the user says otherwise."""
-    from verifiers.v1.utils.loaders import default_harness_id
-
     seat: dict[str, Any] = {"runtime": {"type": "subprocess"}}
-    if config.harness is not None:
-        seat["harness"] = {"id": flat_id(HARNESS_MODULE) if config.harness == IN_PROCESS else config.harness}
-    elif default.harness is None and default_harness_id(taskset_id) == "bash":  # the taskset brings none of its own
-        seat["harness"] = {"id": flat_id(HARNESS_MODULE)}
+    harness = _harness_of(config, taskset_id)
+    if harness is not None and (config.harness is not None or default.harness is None):
+        seat["harness"] = {"id": harness}
     if config.max_turns is not None and default.max_turns is None:
         seat["max_turns"] = config.max_turns
     return _merge(seat, given)

@@ -24,6 +24,8 @@ from prime_hpc.envs.math_answers import use_on_threads
 from prime_hpc.envs.model_client import PolicyClient
 from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, conversations_of, episode_result
+from prime_hpc.envs.sandbox.sandbox_runtime import open_pool, sandbox_box
+from prime_hpc.envs.sandbox.warm_pool import WarmPool
 from prime_hpc.envs.target import PolicyTarget
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.verifiers_patches import patch_verifiers
@@ -64,10 +66,15 @@ class SourceRunner:
         self._stack = AsyncExitStack()
         self._shared: dict[str, Any] = {}
         self._agents: list[Agent] = []
+        self._sandboxes = ""
+        """Name of the open pool; empty: none."""
 
     async def open(self) -> None:
         """Start tool servers and the interception, as `Env.serving()` does, but with our interception in its place."""
         env, stack = self.env, self._stack
+        if self.source.sandbox is not None:
+            (self._sandboxes,) = {seat.runtime.pool for seat in agent_config_fields(self.source.env_config).values()}
+            await stack.enter_async_context(open_pool(self._sandboxes, WarmPool(self.source.sandbox)))
         harnesses = [harness_class(config.id) for config in self.source.env_config.agent_harnesses().values()]
         self._shared = await stack.enter_async_context(env.shared_tools())
         tools = [*self._shared, *type(env.taskset).task_type().toolsets(env.taskset.config.task)]
@@ -96,7 +103,7 @@ class SourceRunner:
         try:
             if self._agents:
                 # One seat and a box that costs nothing: skip what `Env.run_episode` would build for every episode.
-                async with lazy_box() as box:
+                async with sandbox_box(self._sandboxes) if self._sandboxes else lazy_box() as box:
                     trace = await self._agents[url_index].run(
                         task, runtime=box, tools=self._shared, on_trace=lambda trace: traces.append(trace.id)
                     )
@@ -142,10 +149,15 @@ class SourceRunner:
 
 
 class EpisodeRunner:
-    """All environments of a pool on the running event loop."""
+    """Environments of a pool on the running event loop."""
 
-    def __init__(self, sources: Sequence[EnvSource], target: PolicyTarget, renderer: PromptRenderer | None) -> None:
-        """`renderer` may be missing where an API is asked, which does that itself."""
+    def __init__(
+        self, sources: Sequence[EnvSource], target: PolicyTarget, renderer: PromptRenderer | None, own: Sequence[int]
+    ) -> None:
+        """Make the runners of the environments with the indices `own`.
+
+        `renderer` may be missing where an API is asked, which does that itself.
+        """
         patch_verifiers()
         use_on_threads()
 
@@ -156,7 +168,7 @@ class EpisodeRunner:
             return PolicyClient(url, target.api_key, renderer, target.max_model_len, target.patience_s)
 
         self._policies = {url: client(url) for url in target.urls}
-        self._sources = [SourceRunner(source, target, self._policies) for source in sources]
+        self._sources = {index: SourceRunner(sources[index], target, self._policies) for index in own}
         self._opened: list[SourceRunner] = []
 
     def move_server(self, index: int, url: str) -> None:
@@ -165,7 +177,7 @@ class EpisodeRunner:
 
     async def open(self) -> None:
         """Start every environment."""
-        for source in self._sources:
+        for source in self._sources.values():
             self._opened.append(source)
             await source.open()
 

@@ -42,6 +42,12 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
 
     local_tools: tuple[LocalTool, ...] = ()
     """Tools run in this process; a taskset's own harness overrides them."""
+    needs_sandbox = False
+    """Its tools run what a model writes: its episodes have a sandbox, stated or not."""
+
+    def tools_of(self, runtime: Any) -> tuple[LocalTool, ...]:
+        """Return the tools of one episode; those that work in its runtime are made here."""
+        return self.local_tools
 
     async def session(self, *args: Any, **kwargs: Any) -> "InProcessSession":
         """One rollout's handle; keeps the conversation between user turns."""
@@ -62,7 +68,7 @@ class InProcessSession(HarnessSession):
         self._stack = AsyncExitStack()
         self._messages: list[Message] | None = None
         self._tools: list[Tool] = []
-        self._local = {tool.declaration.name: tool for tool in self.harness.local_tools}
+        self._local = {tool.declaration.name: tool for tool in self.harness.tools_of(self.runtime)}
         self._dispatch: dict[str, tuple[str, str]] = {}
         self._servers: dict[str, Any] = {}
 

@@ -62,7 +62,7 @@ class LazyRuntime(SubprocessRuntime):
 
 @asynccontextmanager
 async def lazy_box() -> AsyncIterator[Any]:
-    """A fresh `LazyRuntime` for one rollout (`agent.run(task, runtime=box)`), freed on exit."""
+    """Yield a fresh `LazyRuntime` for one rollout (`agent.run(task, runtime=box)`), freed on exit."""
     box = LazyRuntime()
     try:
         yield box

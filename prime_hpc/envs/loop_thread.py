@@ -1,7 +1,7 @@
 """A thread with an event loop that environments may block without blocking anybody else.
 
-Used by `prime_hpc.envs.pool`. Environments are other people's code: a reward that never returns, in Python or in C,
-must not stop the orchestrator's own loop, so their coroutines run on this one.
+Environments are other people's code: a reward that never returns, in Python or in C, must not stop the orchestrator's
+own loop, so their coroutines run on this one.
 """
 
 import asyncio
@@ -43,8 +43,9 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         while not self._stopping:
-            # asyncio catches an interrupt that hits a task; one that hits the loop itself just starts it again.
-            with contextlib.suppress(LoopInterrupt):
+            # asyncio catches an interrupt that hits a task; one that hits the loop itself just starts it again. A task
+            # that raises SystemExit has failed with it, as with any other error; asyncio stops the loop all the same.
+            with contextlib.suppress(LoopInterrupt, SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
         with contextlib.suppress(LoopInterrupt):
             self.loop.close()
@@ -65,7 +66,7 @@ class LoopThread:
             await asyncio.sleep(POLL_S)
         return answered.is_set()
 
-    def culprit(self) -> str:
+    def busy_with(self) -> str:
         """Return the episode that the loop is busy with and the innermost line of its own code, for messages."""
         task = asyncio.tasks.current_task(self.loop)
         name = task.get_name() if task is not None else "an environment"

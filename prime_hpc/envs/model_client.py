@@ -1,8 +1,8 @@
 """The policy as verifiers' model client: token prompts to `/inference/v1/generate`, versions of every sampled token.
 
-Used by `prime_hpc.envs.interception`. It stands where verifiers' own `TrainClient` would: that one drops vLLM's
-`weight_versions`, cannot read vLLM 0.32's log-probability entries, and spends most of its time in layers that a
-one-process orchestrator does not need (OpenAI SDK, a thread per render).
+It stands where verifiers' own `TrainClient` would: that one drops vLLM's `weight_versions`, cannot read vLLM 0.32's
+log-probability entries, and spends most of its time in layers that a one-process orchestrator does not need (OpenAI
+SDK, a thread per render).
 """
 
 import asyncio
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import numpy as np
 from pydantic_core import from_json, to_json
 from verifiers.v1.clients import Client
@@ -23,7 +22,7 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Message, Response, SamplingConfig, Tool
 
-from prime_hpc.client.keys import find_key
+from prime_hpc.client.http import HttpClient, NoAnswerError
 from prime_hpc.client.versions import VersionSpanError, versions_from_spans
 from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.runtime.event_loops import loop_time
@@ -75,17 +74,20 @@ class PolicyClient(Client):
             max_model_len: prompt and completion tokens together, at most.
             patience_s: how long an unreachable server (being restarted) is asked again before a turn fails.
         """
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._http = HttpClient(base_url.rstrip("/").removesuffix("/v1"), api_key)
         self.renderer = renderer
         self.max_model_len = max_model_len
         self.patience_s = patience_s
-        self._stated_key, self._key = api_key, api_key
-        self._session: aiohttp.ClientSession | None = None
         self._turns: dict[str, list[SampledTurn]] = {}
 
+    @property
+    def base_url(self) -> str:
+        """`http://host:port` of the server."""
+        return self._http.base_url
+
     def move(self, base_url: str) -> None:
-        """The server was started again elsewhere: ask there from now on. May be called from another thread."""
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        """Ask at another address from now on: the server was started again there. May be called from another thread."""
+        self._http.base_url = base_url.rstrip("/").removesuffix("/v1")
 
     async def get_response(
         self,
@@ -166,9 +168,7 @@ class PolicyClient(Client):
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
     async def _prompt(self, messages: list[Message], tools: list[Tool], turn: PendingTurn | None) -> tuple[Any, bool]:
         """Prompt tokens with their attribution, and whether they extend the conversation's stored tokens."""
@@ -183,32 +183,20 @@ class PolicyClient(Client):
 
     async def _generate(self, body: dict[str, Any], session_id: str | None) -> dict[str, Any]:
         """POST one generation and return its choice; asks again while the server cannot be reached."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-                timeout=aiohttp.ClientTimeout(total=None, connect=30),  # the episode's deadline bounds the answer
-                headers={"Content-Type": "application/json"},
-            )
         data = to_json(body)
         headers = {SESSION_ID_HEADER: session_id} if session_id else {}
         give_up = loop_time() + self.patience_s
         attempt = 0
         while True:
-            if self._key:
-                headers["Authorization"] = f"Bearer {self._key}"
-            try:
-                async with self._session.post(
-                    f"{self.base_url}/inference/v1/generate", data=data, headers=headers
-                ) as r:
-                    raw = await r.read()
-                    status = r.status
-            except (aiohttp.ClientError, OSError) as error:
-                raw, status = f"{type(error).__name__}: {error}".encode(), 503
+            try:  # the episode's deadline bounds the answer
+                answer = await self._http.request(
+                    "POST", "/inference/v1/generate", data, timeout_s=None, headers=headers
+                )
+                raw, status = answer.body, answer.status
+            except NoAnswerError as error:
+                raw, status = str(error).encode(), 503
             if status == 200:
                 return _first_choice(raw)
-            if status == 401 and not self._stated_key and self._key != (found := find_key(self.base_url)):
-                self._key = found  # a server that was started by hand, perhaps again
-                continue
             if status not in UNAVAILABLE or loop_time() >= give_up:
                 kind = RequestRefusedError if status in REFUSED else ProviderError
                 text = raw[:500].decode(errors="replace")

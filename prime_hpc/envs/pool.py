@@ -5,25 +5,31 @@ The orchestrator's and the evals' door to environments:
     async with EnvPool(config.env, model_name="policy", ..., split="train", seed=0) as pool:
         result = await pool.run_episode(source_index=0, task_index=17, url_index=0)   # never raises but when cancelled
 
-Episodes share one event loop, on a thread of their own (`envs.loop_thread`): an environment that blocks can delay
-its neighbours, never the caller. Who waits for whom: the caller waits for its episode at most `timeout_s`; a loop that
+Episodes of environments without workers share one event loop, on a thread of their own (`envs.loop_thread`): an
+environment that blocks can delay its neighbours, never the caller. Those of the others are played in processes of their
+own (`envs.workers`). Who waits for whom: the caller waits for its episode at most `timeout_s`; a loop that
 does not answer after that is interrupted, and replaced if that does not help.
 """
 
 import asyncio
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from loguru import logger
 
-from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.loop_thread import LoopThread
 from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.envs.target import ChatOptions, PolicyTarget
 from prime_hpc.envs.task_sources import EnvSource, Split
+from prime_hpc.envs.workers.fingerprint import fingerprint
+from prime_hpc.envs.workers.fleet import Fleet
+from prime_hpc.envs.workers.host_link import LocalHost, RemoteHost, remote_hosts
+from prime_hpc.envs.workers.settings import plain_options
 from prime_hpc.runtime.event_loops import loop_time
 
 
@@ -72,6 +78,8 @@ class EnvPool:
         samplings: Sequence[SamplingParameters] = (),
         chat: ChatOptions | None = None,
         keep_messages: bool = False,
+        servers: EnvServersConfig | None = None,
+        log_dir: Path | None = None,
     ) -> None:
         """Describe a pool; `async with` starts it.
 
@@ -93,6 +101,8 @@ class EnvPool:
             beside: the environments of the other split: no task is in both, see `EnvSource`.
             chat: the servers are no own ones, but an API: replies have no tokens, and no tokenizer is needed.
             keep_messages: results bring their conversations (`EpisodeResult.conversations`).
+            servers: of workers, where environments have some; None: none has.
+            log_dir: of the workers' logs.
         """
         if not envs:
             raise EnvError("no environment is configured: set orchestrator.env to a list with at least one `id`")
@@ -105,14 +115,16 @@ class EnvPool:
         self._model_name = model_name
         self._urls = tuple(urls)
         self._moved: dict[int, str] = {}
-        self._api_key_var = api_key_var
-        self._api_key = api_key
-        self._sampling = sampling
-        self._samplings = tuple(samplings)
+        self._api_key_var, self._api_key = api_key_var, api_key
+        self._sampling, self._samplings = sampling, tuple(samplings)
         self._max_model_len = max_model_len
         self._chat = chat
         self._keep_messages = keep_messages
         self._renderer_options = (tokenizer_path, renderer, enable_thinking, trust_remote_code)
+        self._servers = EnvServersConfig() if servers is None else servers
+        self._host = LocalHost(log_dir)
+        self._remote_hosts: list[RemoteHost] = []
+        self._fleets: dict[int, Fleet] = {}
         self._target: Any = None
         self._worker: LoopThread | None = None
         self._runner: Any = None
@@ -131,9 +143,9 @@ class EnvPool:
         await asyncio.to_thread(self._load)
         self._closed = asyncio.get_running_loop().create_future()
         try:
-            await self._start_worker()
+            await asyncio.gather(self._start_worker(), self._start_fleets())
         except BaseException:
-            await self._stop_worker()
+            await self._stop_all()
             raise
         return self
 
@@ -144,13 +156,30 @@ class EnvPool:
         if self._replacing is not None:
             self._replacing.cancel()
             await asyncio.wait([self._replacing], timeout=CLOSE_TIMEOUT_S)
-        await self._stop_worker()
+        await self._stop_all()
+
+    async def _stop_all(self) -> None:
+        await asyncio.gather(self._stop_worker(), *(fleet.close() for fleet in self._fleets.values()))
+        for host in (self._host, *self._remote_hosts):
+            await host.close()
 
     def move_server(self, index: int, url: str) -> None:
         """Server `index` was started again at another address."""
         self._moved[index] = url
         if self._worker is not None:
             self._runner.move_server(index, url)
+        for fleet in self._fleets.values():
+            fleet.move_server(index, url)
+
+    def worker_metrics(self) -> dict[str, float]:
+        """Return figures of the environments' processes: `env_workers/<environment>/<figure>`, of evaluated ones
+        `env_workers/eval/...`."""
+        where = "env_workers/eval" if self._split == "eval" else "env_workers"
+        return {
+            f"{where}/{fleet.name}/{key}": value
+            for fleet in self._fleets.values()
+            for key, value in fleet.metrics().items()
+        }
 
     def demonstration(self, source_index: int, task_index: int, field: str, text: str) -> list[int]:
         """Tokens of a system message that shows a field of a task's data; `text` holds `{demonstration}`.
@@ -191,6 +220,8 @@ class EnvPool:
         if not 0 <= url_index < len(self._urls):
             raise IndexError(f"url_index is {url_index}; there are {len(self._urls)} servers")
         assert self._closed is not None, "enter the pool first"
+        if source_index in self._fleets:
+            return await self._fleets[source_index].run(source.number(task_index), url_index)
         started = loop_time()
         timeout_s = source.config.timeout_s
         label = f"{source.name} task {task_index}"
@@ -242,7 +273,7 @@ class EnvPool:
         return inner.result()
 
     def _look_after(self, worker: LoopThread) -> None:
-        """An episode is overdue: see whether the loop lives, unless somebody already does."""
+        """See whether the loop of an overdue episode lives, unless somebody already does."""
         if self._replacing is None:
             self._replacing = asyncio.get_running_loop().create_task(self._check(worker))
 
@@ -251,22 +282,26 @@ class EnvPool:
         try:
             if await worker.responds(BLOCKED_AFTER_S):
                 return
-            culprit = worker.culprit()
+            culprit = worker.busy_with()
             worker.interrupt()
             if await worker.responds(INTERRUPT_GRACE_S):
                 logger.warning("{} blocked the event loop of all episodes past its deadline: interrupted", culprit)
                 return
             reason = f"{culprit} blocked the event loop of all episodes and could not be interrupted"
-            logger.error("{}: its thread is left behind, the environments start on a new one", reason)
-            assert self._lost is not None
-            self._lost.set_result(reason)
-            self._worker = None
-            worker.abandon()
-            await self._start_worker()
+            await self._replace(worker, reason)
         except EnvError as error:
             logger.error("the environments could not be started again: {}", error)
         finally:
             self._replacing = None
+
+    async def _replace(self, worker: LoopThread, reason: str) -> None:
+        """Leave a blocked loop behind and go on with a new one."""
+        logger.error("{}: its thread is left behind, the environments start on a new one", reason)
+        assert self._lost is not None
+        self._lost.set_result(reason)
+        self._worker = None
+        worker.abandon()
+        await self._start_worker()
 
     def _load(self) -> None:
         """Import verifiers, load tokenizer, tasksets and tasks. Runs on a thread."""
@@ -294,12 +329,64 @@ class EnvPool:
             keep_messages=self._keep_messages,
         )
 
+    def _num_workers(self, config: EnvConfig) -> Any:
+        return self._servers.workers if config.workers is None else config.workers
+
+    async def _start_fleets(self) -> None:
+        """Start the processes of the environments that have some, all at once."""
+        chosen = [(i, self._num_workers(config)) for i, config in enumerate(self._configs) if self._num_workers(config)]
+        if not chosen:
+            return
+        self._remote_hosts = remote_hosts(self._servers, self._urls)
+        for index, number in chosen:
+            source = self.sources[index]
+            self._fleets[index] = Fleet(
+                source.name,
+                number,
+                self._servers,
+                self._remote_hosts or [self._host],
+                options=self._options_of(index),
+                moved=lambda: list(self._moved.items()),
+                expected=await asyncio.to_thread(fingerprint, source),
+                timeout_s=source.config.timeout_s,
+            )
+        await asyncio.gather(*(fleet.start() for fleet in self._fleets.values()))
+
+    def _options_of(self, index: int) -> dict[str, Any]:
+        """Return what a worker must know to play one environment as this process would."""
+        sampling = self._samplings[index] if index < len(self._samplings) else self._sampling
+        tokenizer_path, renderer, enable_thinking, trust_remote_code = self._renderer_options
+        return plain_options(
+            self._configs[index],
+            self._beside,
+            self._chat,
+            model_name=self._model_name,
+            tokenizer_path=tokenizer_path,
+            renderer=renderer,
+            enable_thinking=enable_thinking,
+            trust_remote_code=trust_remote_code,
+            urls=list(self._urls),
+            sampling=sampling.parameters(),
+            split=self._split,
+            seed=self._seed,
+            max_model_len=self._max_model_len,
+            api_key_var=self._api_key_var,
+            api_key=self._target.api_key,
+            keep_messages=self._keep_messages,
+        )
+
+    def _make_thread(self) -> LoopThread:
+        return LoopThread("prime-hpc-envs")
+
     async def _start_worker(self) -> None:
-        """A fresh loop with the environments open on it."""
+        """Start a fresh loop with those environments open on it that have no processes of their own."""
         from prime_hpc.envs.episode_runner import EpisodeRunner
 
-        worker = LoopThread("prime-hpc-envs")
-        runner = EpisodeRunner(self.sources, self._target, self._renderer)
+        own = [index for index, config in enumerate(self._configs) if not self._num_workers(config)]
+        if not own:
+            return
+        worker = self._make_thread()
+        runner = EpisodeRunner(self.sources, self._target, self._renderer, own)
         opening = asyncio.wrap_future(worker.submit(runner.open()))
         self._worker, self._runner = worker, runner
         for index, url in self._moved.items():
@@ -309,6 +396,8 @@ class EnvPool:
             await asyncio.wait_for(opening, OPEN_TIMEOUT_S)
         except TimeoutError as error:
             raise EnvError(f"the environments did not start within {OPEN_TIMEOUT_S:g} s") from error
+        except EnvError:
+            raise
         except (RuntimeError, ValueError, OSError, TypeError) as error:
             raise EnvError(f"the environments cannot be started: {type(error).__name__}: {error}") from error
 
@@ -324,7 +413,7 @@ class EnvPool:
         elif not closing.cancelled() and closing.exception() is not None:
             logger.warning("closing the environments: {}", closing.exception())
         if not await worker.stop(CLOSE_TIMEOUT_S):
-            logger.warning("{} does not end: its thread is left behind", worker.culprit())
+            logger.warning("{} does not end: its thread is left behind", worker.busy_with())
 
 
 def _unfinished(state: EpisodeState, reason: str, error_type: str, started: float) -> EpisodeResult:

@@ -1,7 +1,7 @@
 """Messages to prompt tokens: one renderer per tokenizer, chosen by looking at the model, with a prompt cache.
 
-Used by `prime_hpc.envs.model_client`. Rendering is the only place where text becomes tokens, and only for text that the
-model did not sample: what it did sample is kept as the ids that the engine returned.
+Rendering is the only place where text becomes tokens, and only for text that the model did not sample: what it did
+sample is kept as the ids that the engine returned.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class PromptRenderer:
     """Renders and extends prompts, parses replies. Safe to share by all episodes of one event loop."""
 
     def __init__(self, tokenizer: Any, renderer: Any) -> None:
-        remember_short_texts(tokenizer)
+        cache_short_texts(tokenizer)
         self.tokenizer = tokenizer
         self.renderer = renderer
         self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
@@ -115,7 +115,7 @@ class PromptRenderer:
             return call()
 
 
-def remember_short_texts(tokenizer: Any) -> None:
+def cache_short_texts(tokenizer: Any) -> None:
     """Have a tokenizer keep the tokens of short texts: renderers encode the same headers for every reply. Idempotent.
 
     Args:
@@ -188,6 +188,7 @@ def make_renderer(tokenizer: Any, name: str, enable_thinking: bool) -> Any:
             # A new user message must extend the tokens so far, or every turn becomes a training sample of its own.
             options["thinking_retention"] = "all"
         elif name == "default":
+            _require_shown(tokenizer, enable_thinking)
             options["enable_thinking"] = enable_thinking  # passed on to the template
             if "<tool_call>" in tokenizer.get_vocab():
                 options["tool_parser"] = "qwen3"
@@ -274,14 +275,40 @@ def agrees_with_template(tokenizer: Any, renderer: Any, enable_thinking: bool) -
     if "tools" in str(template):
         probes += [(PROBE, PROBE_TOOLS), ([*PROBE, *PROBE_CALL], PROBE_TOOLS)]
     for messages, tools in probes:
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
-        )
+        text = _by_template(tokenizer, messages, tools, enable_thinking)
         expected = tokenizer.encode(text, add_special_tokens=False)
         found = list(renderer.render(messages, tools=tools, add_generation_prompt=True).token_ids)
         if found != expected and (messages is PROBE or _past(tokenizer, found) != _past(tokenizer, expected)):
             return False
     return True
+
+
+def _by_template(tokenizer: Any, messages: Sequence[Any], tools: Sequence[Any] | None, enable_thinking: bool) -> str:
+    """Return a prompt as the tokenizer's chat template writes it. Raises EnvError: the template cannot."""
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
+        )
+    except (TemplateError, TypeError) as error:
+        raise EnvError(
+            f"the chat template of {hub_name(tokenizer)} cannot write a prompt ({type(error).__name__}: {error}): mend "
+            "it (chat_template.jinja or tokenizer_config.json beside the model), or set model.renderer to one of the "
+            "`renderers` package that fits the model"
+        ) from error
+
+
+def _require_shown(tokenizer: Any, enable_thinking: bool) -> None:
+    """Raise EnvError where the chat template writes prompts without what the user said: nothing could be answered."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return
+    said = PROBE[-1]["content"]
+    if said not in _by_template(tokenizer, PROBE[-1:], None, enable_thinking):
+        raise EnvError(
+            f"the chat template of {hub_name(tokenizer)} leaves out what the user says: it is not this model's, or "
+            "damaged (chat_template.jinja or tokenizer_config.json beside the model)"
+        )
 
 
 def _past(tokenizer: Any, ids: list[int]) -> str:

@@ -1,7 +1,7 @@
 """From a finished verifiers episode to training samples and a verdict, without ever re-tokenising.
 
-Called by `prime_hpc.envs.pool`; the orchestrator reads the dataclasses. Episodes and traces are read by attribute
-(verifiers 0.4 `Episode`, `Trace`, `Branch`, `MessageNode`), so nothing here imports verifiers.
+Episodes and traces are read by attribute (verifiers 0.4 `Episode`, `Trace`, `Branch`, `MessageNode`), so nothing here
+imports verifiers.
 
 A trace is a graph of messages; each root-to-leaf path (branch) is one training sample: the exact tokens that the
 engine saw, in order. A sampled message that several branches share is trained only in the first of them.
@@ -123,7 +123,7 @@ class Problem:
 
 
 def find_problem(episode: Any) -> Problem | None:
-    """The first reason why a finished verifiers episode must not train; None when it may.
+    """Return the first reason why a finished verifiers episode must not train; None when it may.
 
     `episode.ok` is not enough: deadlines, unscored rewards and generations that the engine aborted all leave it true.
     Errors of earlier, retried attempts stay listed on a good episode and do not count.

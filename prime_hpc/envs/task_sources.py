@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
-from prime_hpc.envs.env_config import build_env_config
+from prime_hpc.envs.env_config import build_env_config, sandbox_of
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import is_one_list
 
@@ -20,6 +20,8 @@ HOLD_OUT = 10
 
 WINDOW = 4096
 """Tasks of an endless taskset that are kept, the newest ones."""
+FAR = 256
+"""So many tasks may take long to make."""
 
 
 class EndlessTasks:
@@ -33,6 +35,11 @@ class EndlessTasks:
         self._more: Iterator[Any] = iter(self._taskset)
         self._made = 0
         self._kept: deque[Any] = deque(maxlen=WINDOW)
+
+    def is_far(self, number: int) -> bool:
+        """Return whether many others must be made before this one."""
+        made = self._made if number >= self._made - len(self._kept) else 0
+        return number - made > FAR
 
     def __getitem__(self, number: int) -> Any:
         if number < self._made - len(self._kept):
@@ -72,6 +79,8 @@ class EnvSource:
         self.sampling: Any = None
         """verifiers `SamplingConfig` of its replies; None: the pool's."""
         self.env_config = build_env_config(config, split, seed)
+        self.sandbox = sandbox_of(config)
+        """Of its episodes; None: what they run, they run as this process does."""
         others = [build_env_config(other, "eval" if split == "train" else "train", seed) for other in beside]
         self._part: Split | None = split if any(is_one_list(self.env_config, other) for other in others) else None
         self._chosen: list[int] | None = None
@@ -86,6 +95,8 @@ class EnvSource:
             raise EnvError(f"environment {self.name!r} cannot be loaded: {type(error).__name__}: {error}") from error
         tasks = self._tasks
         self.num_tasks: int | None = None if isinstance(tasks, EndlessTasks) else self._count(len(tasks))
+        self.total_tasks = self.num_tasks
+        """Of the whole split."""
         if self.num_tasks == 0:
             raise EnvError(f"environment {self.name!r} has no tasks in its {split} split")
 
@@ -95,9 +106,25 @@ class EnvSource:
         Raises:
             IndexError: there is none.
         """
+        return self.task_number(self.number(index))
+
+    def number(self, index: int) -> int:
+        """Return the number of a task in the whole split, of which `choose` may have kept a part.
+
+        Raises:
+            IndexError: there is none.
+        """
         if index < 0 or (self.num_tasks is not None and index >= self.num_tasks):
             raise IndexError(f"environment {self.name!r} has tasks 0..{(self.num_tasks or 0) - 1}, not {index}")
-        return self._tasks[self._position(index if self._chosen is None else self._chosen[index])]
+        return index if self._chosen is None else self._chosen[index]
+
+    def task_number(self, number: int) -> Any:
+        """Return a task by its number in the whole split."""
+        return self._tasks[self._position(number)]
+
+    def is_far(self, number: int) -> bool:
+        """Return whether `task_number(number)` may take long: an endless taskset must make many others first."""
+        return isinstance(self._tasks, EndlessTasks) and self._tasks.is_far(self._position(number))
 
     def choose(self, indices: Sequence[int]) -> None:
         """Keep these tasks of the split alone, numbered in this order."""

@@ -36,7 +36,7 @@ def patch_verifiers() -> None:
 
 
 def _get_offset_tokenizer(tokenizer: Any) -> Any:
-    """renderers' `_get_offset_tokenizer`; the answer is a matter of the tokenizer."""
+    """Cache renderers' `_get_offset_tokenizer`; the answer is a matter of the tokenizer."""
     try:
         known = _with_offsets.get(tokenizer)
     except TypeError:  # one that cannot be remembered
@@ -69,7 +69,8 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _discover_decorated(obj: object, attr: str) -> list[Callable[..., Any]]:
-    """verifiers' `discover_decorated`; what it finds is a matter of the object's class, which it searches each time."""
+    """Cache verifiers' `discover_decorated`; what it finds is a matter of the object's class, which it searches each
+    time."""
     known = _decorated.setdefault(type(obj), {})
     if attr not in known:
         found = _discover(obj, attr)

@@ -16,6 +16,7 @@ from prime_hpc.config import ConfigError
 from prime_hpc.evals.episodes import Record, read_records, results_file
 from prime_hpc.evals.settings import recorded
 from prime_hpc.evals.statistics import bootstrap_interval, sign_flip_test
+from prime_hpc.observe.table import align
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def read_side(text: str) -> Side:
 
 
 def _identity(record: Record) -> str:
-    """A task is the same where its data are; tasks of equal data are told apart by their number."""
+    """Identify a task by its data; tasks of equal data are told apart by their number."""
     return f"{record.task_id} {record.task}"
 
 
@@ -110,10 +111,8 @@ def lines(comparison: Mapping[str, Any]) -> list[str]:
         low, high = row["interval"]
         scores = [f"{row['a']:.4f}", f"{row['b']:.4f}", f"{row['difference']:+.4f}", f"[{low:+.4f}, {high:+.4f}]"]
         rows.append([env, str(row["num_tasks"]), *scores, f"{row['p']:.4g}", f"{row['num_better']}/{row['num_worse']}"])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     notes = [f"{env}: {row['num_unpaired']} tasks are in one of the two only, and left out"
              for env, row in comparison["environments"].items() if row["num_unpaired"]]  # fmt: skip
     if comparison["settings_that_differ"]:
         notes.append(f"settings that differ: {', '.join(comparison['settings_that_differ'])}")
-    return [f"A = {a['name']} (step {a['step']}), B = {b['name']} (step {b['step']})", *text, *notes]
+    return [f"A = {a['name']} (step {a['step']}), B = {b['name']} (step {b['step']})", *align(rows), *notes]

@@ -6,11 +6,12 @@ import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import httpx
 from loguru import logger
 
+from prime_hpc.client.http import HttpClient, NoAnswerError
 from prime_hpc.client.inference import POLICY, InferenceClient, InferenceError
 from prime_hpc.client.keys import KEY_VARIABLES
 from prime_hpc.config import Experiment
@@ -78,10 +79,10 @@ async def connect(
     # verifiers takes seconds to import: meanwhile the servers start
     warm = asyncio.to_thread(importlib.import_module, "prime_hpc.envs.episode_runner")
     await asyncio.gather(servers.load(versions[0]), warm)
-    made = await _make_pool(experiment, urls, key, clients, split, keep_messages)
+    made = await _make_pool(experiment, urls, key, clients, split, keep_messages, context.log_dir)
     pool = await stack.enter_async_context(made)
     servers.on_move = pool.move_server
-    _hear_of_servers(bus, servers)
+    _subscribe_to_servers(bus, servers)
     return Connected(pool, servers, urls, is_api)
 
 
@@ -128,23 +129,22 @@ async def _is_api(config: StandaloneClientConfig, urls: Sequence[str], key: str 
 
 
 async def _check_api(url: str, key: str | None, variable: str, kind: str) -> None:
-    """A wrong key or an address where nobody listens ends the run before its first episode."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    """End the run before its first episode at a wrong key or an address where nobody listens."""
+    http = HttpClient(url.rstrip("/"), key, proxied=True)
     for attempt in range(4):
         try:
-            async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S) as http:
-                answer = await http.get(f"{url.rstrip('/')}/models", headers=headers)
-        except httpx.HTTPError as error:
+            answer = await http.request("GET", "/models", timeout_s=PROBE_TIMEOUT_S)
+        except NoAnswerError as error:
             if attempt == 3:
-                raise EvalError(
-                    f"{url} does not answer ({type(error).__name__} {error}): check {kind}.client"
-                ) from error
+                raise EvalError(f"{url} does not answer ({error}): check {kind}.client") from error
             await asyncio.sleep(2.0**attempt)
             continue
-        if answer.status_code in (401, 403):
+        finally:
+            await http.close()
+        if answer.status in (401, 403):
             found = "is not valid there" if key else "is not set"
             raise EvalError(
-                f"{url} answered {answer.status_code}: the key in the environment variable {variable} "
+                f"{url} answered {answer.status}: the key in the environment variable {variable} "
                 f"({kind}.client.api_key_var) {found}"
             )
         return
@@ -157,6 +157,7 @@ async def _make_pool(
     clients: Sequence[InferenceClient | None],
     split: Split,
     keep_messages: bool,
+    log_dir: Path,
 ) -> EnvPool:
     """Return the environments, with the shortest context that a server has."""
     config, length = experiment.episodes, experiment.max_model_len
@@ -187,11 +188,13 @@ async def _make_pool(
         max_model_len=min(lengths, default=length),
         chat=ChatOptions(stated.timeout_s, stated.max_retries) if is_api and stated is not None else None,
         keep_messages=keep_messages,
+        servers=config.env_servers,
+        log_dir=log_dir,
     )
 
 
-def _hear_of_servers(bus: BusClient, servers: Servers) -> None:
-    """The supervisor says when a server's node is lost, or the server is started at another address."""
+def _subscribe_to_servers(bus: BusClient, servers: Servers) -> None:
+    """Follow what the supervisor says of servers: a node is lost, or one is started at another address."""
     loop = asyncio.get_running_loop()
 
     def act(news: dict[str, Any]) -> None:
@@ -202,8 +205,8 @@ def _hear_of_servers(bus: BusClient, servers: Servers) -> None:
         elif news.get("url"):
             servers.move(news["index"], news["url"])
 
-    def hear(news: dict[str, Any]) -> None:
+    def on_message(news: dict[str, Any]) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(act, news)
 
-    bus.subscribe("server", hear)
+    bus.subscribe("server", on_message)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from loguru import logger
 
 from prime_hpc.store.io.disk import disk_errors
-from prime_hpc.store.layout import RunPaths, check_incarnation
+from prime_hpc.store.run_paths import RunPaths, check_incarnation
 
 RESULTS = "results"
 FILE = "episodes.jsonl"
@@ -102,12 +102,12 @@ def read_records(path: Path) -> tuple[dict[Key, Record], int]:
     end = 0
     for record, start, length in read_lines(path, Record):
         end = start + length
-        if record is not None and wins(record, records.get(record.key)):
+        if record is not None and replaces(record, records.get(record.key)):
             records[record.key] = record
     return records, end
 
 
-def wins(record: Record, earlier: Record | None) -> bool:
+def replaces(record: Record, earlier: Record | None) -> bool:
     """Return whether an episode counts beside an earlier one of its key."""
     return earlier is None or (record.is_scored and not earlier.is_scored)
 
@@ -169,8 +169,8 @@ class EpisodeLog:
         whole = 0
         for record, start, length in read_lines(self.path, self.record_type):
             whole = start + length
-            if record is not None and wins(record, self.records.get(record.key)):
-                self._remember(record, start)
+            if record is not None and replaces(record, self.records.get(record.key)):
+                self._index(record, start)
         size = self.path.stat().st_size if self.path.exists() else 0
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         if size > whole:
@@ -185,7 +185,7 @@ class EpisodeLog:
         Raises:
             StoreError: the disk is full (half a line is cut off again), or a newer attempt has begun (FencedError).
         """
-        if not wins(record, self.records.get(record.key)):
+        if not replaces(record, self.records.get(record.key)):
             return
         line = json.dumps(as_row(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with disk_errors(self.path):
@@ -196,12 +196,12 @@ class EpisodeLog:
             except OSError:
                 os.ftruncate(self._descriptor, self._size)
                 raise
-        self._remember(record, self._size)
+        self._index(record, self._size)
         self._size += len(line)
         if time.monotonic() >= self._next_sync:
             self.sync()
 
-    def _remember(self, record: Record, start: int) -> None:
+    def _index(self, record: Record, start: int) -> None:
         """Keep what is needed of an episode whose line begins at byte `start`."""
         self.records[record.key] = record
 

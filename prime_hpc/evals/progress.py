@@ -24,7 +24,7 @@ class Progress:
         """Further ones to show."""
 
     def begin(self, label: str, records: Sequence[Record]) -> None:
-        """A version's turn; `records` are those it has already."""
+        """Begin a version's turn; `records` are those it has already."""
         self.label = label
         self._rewards.clear()
         for record in records:
@@ -39,7 +39,7 @@ class Progress:
             self._say()
 
     def ended_all(self) -> None:
-        """The last episode has ended."""
+        """Note that the last episode has ended."""
         self._say()
 
     def _count(self, record: Record) -> None:

@@ -19,8 +19,8 @@ from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.messaging.bus import BusClient
+from prime_hpc.store.run_paths import RunPaths
 
 
 async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient, status: RoleStatus) -> None:
@@ -47,7 +47,7 @@ async def evaluate(experiment: Experiment, context: RoleContext, bus: BusClient,
         keys = {version: wanted_keys(version.step, pool.sources, config) for version in versions}
         todo = {v: log.missing(wanted, retry_failed=config.retry_failed) for v, wanted in keys.items()}
         freeze_gc()  # environments and their packages are alive now, and stay
-        _greet(versions, keys, todo, urls, is_api)
+        _log_start(versions, keys, todo, urls, is_api)
         total = sum(map(len, keys.values()))
         progress = Progress(metrics, total, total - sum(map(len, todo.values())))
         player = Player(
@@ -85,7 +85,7 @@ def _conclude(context: RoleContext, summary: dict[str, Any]) -> None:
         logger.error(f"too many episodes failed (eval.max_failed_share): {what}; --retry-failed plays them again")
 
 
-def _greet(
+def _log_start(
     versions: Sequence[Version],
     keys: dict[Version, list[Key]],
     todo: dict[Version, list[Key]],

@@ -55,7 +55,7 @@ class Servers:
             EvalError: one does not in time, or refuses it.
         """
         self._version = version
-        await asyncio.gather(*(self._bring(index) for index in range(len(self._servers))))
+        await asyncio.gather(*(self._restore(index) for index in range(len(self._servers))))
 
     async def pick(self) -> int:
         """Return the ready server with the fewest episodes in flight; give it back with `release`.
@@ -84,20 +84,20 @@ class Servers:
                     continue
 
     def release(self, index: int) -> None:
-        """An episode has ended there."""
+        """Note that an episode has ended there."""
         self._servers[index].in_flight -= 1
 
     def report(self, index: int) -> None:
-        """An episode failed because of this server: it gets no other before it serves the version again."""
+        """Give a server for which an episode failed no other one before it serves the version again."""
         server = self._servers[index]
         if server.client is None or not server.ready:
             return
         logger.warning(f"inference server {server.url} failed; looking at it")
         server.ready, server.since = False, loop_time()
-        server.restoring = asyncio.create_task(self._bring(index), name=f"restore-{index}")
+        server.restoring = asyncio.create_task(self._restore(index), name=f"restore-{index}")
 
     def move(self, index: int, url: str) -> None:
-        """It was started again at another address."""
+        """Use another address: it was started again there."""
         server = self._servers[index]
         if server.url == url:
             return
@@ -114,7 +114,7 @@ class Servers:
             if server.client is not None:
                 await server.client.aclose()
 
-    async def _bring(self, index: int) -> None:
+    async def _restore(self, index: int) -> None:
         """Have one server serve the version, however long it takes to come back."""
         server, version = self._servers[index], self._version
         end = loop_time() + self._patience_s

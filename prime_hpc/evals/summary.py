@@ -17,6 +17,7 @@ from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
 from prime_hpc.evals.episodes import FAILED, RESULTS, TIMEOUT, Key, Record
 from prime_hpc.evals.statistics import bootstrap_interval, estimate, pass_at_k
 from prime_hpc.evals.versions import Version
+from prime_hpc.observe.table import align
 from prime_hpc.store.io.files import write_atomic
 
 SUMMARY, TABLE, PICTURE = "summary.json", "table.txt", "scores.png"
@@ -134,8 +135,7 @@ def table(summary: Mapping[str, Any]) -> list[str]:
     for version in summary["versions"]:
         for name, env in version["environments"].items():
             rows.append([version["label"], name, str(env["num_tasks"]), *_scores(env), str(env["num_failed"])])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return align(rows)
 
 
 def _scores(env: Mapping[str, Any]) -> list[str]:

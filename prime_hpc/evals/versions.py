@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prime_hpc.config import ConfigError, Problem
 from prime_hpc.config.sections.standalone_eval import StandaloneEvalConfig
-from prime_hpc.store.layout import list_steps, parse_step
+from prime_hpc.store.run_paths import list_steps, parse_step
 
 ADAPTER_CONFIG = "adapter_config.json"
 

@@ -1,1 +1,1 @@
-"""vLLM server, weight-update endpoints, data-parallel placement. Started as `python -m prime_hpc.inference.main`."""
+"""Inference servers: what the servers of all backends share, and the backends (`vllm`, `transformers`)."""

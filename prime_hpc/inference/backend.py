@@ -19,7 +19,7 @@ or SIGINT has ended it, within 5 s, requests in flight answered with `abort`.
 
 **Its memory**: `Backend.overhead_gib`, beside weights and key-value cache.
 
-The table is `config.sections.inference.BACKENDS`, one line a backend. Imports here are light: lint asks on a login
+The table is `config.named_code.BACKENDS`, one line a backend. Imports here are light: lint asks on a login
 node.
 """
 
@@ -33,9 +33,15 @@ from typing import Any, Protocol
 from prime_hpc.config.engine_groups import EngineRole
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.config.sections.inference import BACKENDS, InferenceConfig
-from prime_hpc.inference.args import section
+from prime_hpc.config.named_code import BACKENDS
+from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.runtime.device import Device
+
+POLICY = "policy"
+"""Name under which every server serves the policy, beside the model's own."""
+
+REPLICA_SEED_STRIDE = 10_007
+"""Replicas must not draw the same noise: two of them sampling one prompt would return one completion twice."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,11 @@ class Backend(Protocol):
             ValueError: the config cannot be served; the message names the key.
             RuntimeError: the engines died, or a weight update left them undefined.
         """
+
+
+def section(experiment: Experiment) -> InferenceConfig:
+    """Return the tree's inference section, or its defaults where the tree has none."""
+    return experiment.inference or InferenceConfig.model_validate({})
 
 
 def load_backend(name: str, key: str = "inference.backend") -> Backend:

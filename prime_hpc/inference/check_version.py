@@ -1,18 +1,21 @@
-"""Checks of a weight version on disk, before an engine touches it.
+"""Checks of a weight version, before an engine touches it, and its way onto this node (`receive_version`).
 
-Reads headers only (a few kilobytes a file), so a version of any size is checked in milliseconds.
+Checks read headers only (a few kilobytes a file), so a version of any size is checked in milliseconds.
 """
 
 import contextlib
 import json
+import os
 import re
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 from loguru import logger
 
-from prime_hpc.store.artifact import ArtifactError, Unreadable, verify_artifact
+from prime_hpc.store.artifact import ArtifactError, Manifest, StoreError, Unreadable, verify_artifact
 from prime_hpc.store.io.files import await_name
+from prime_hpc.weight_transport.transport import VersionReader, transport_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -81,24 +84,51 @@ def base_weights(model: str) -> Path | None:
     return folder.absolute()
 
 
-def check_version(path: Path, version: int, expected: Signature | None, tied: bool) -> None:
-    """Refuse a version that is incomplete or belongs to another model.
+def server_scratch() -> Path:
+    """Return where a server's processes on this node keep what they fetch: its temporary directory, deleted with it."""
+    # not `tempfile`: what it found first, before the server had a directory of its own, it says for ever
+    return Path(os.environ.get("TMPDIR", "/tmp")) / "weights"
+
+
+@dataclass(frozen=True)
+class Received:
+    """A version that every process of a server can open."""
+
+    published: Path
+    """Its folder in the run directory."""
+    transport: str
+    folder: Path
+    """The whole of it on this node."""
+
+
+def receive_version(
+    reader: VersionReader, path: Path, version: int, expected: Signature | None, tied: bool
+) -> Received:
+    """Bring a version onto this node while the engines sample.
 
     Args:
+        reader: of this server.
         path: its folder.
         version: number that the caller gives it; the manifest must agree where it names one.
         expected: the base model's signature; None skips the comparison (base not in safetensors).
         tied: input and output embeddings are one tensor, so `lm_head.weight` may be there or not.
 
     Raises:
-        BadVersionError: what is wrong, and with which file or tensor.
+        BadVersionError: it is incomplete or belongs to another model; says what is wrong, and with which file or
+            tensor.
     """
-    _verify(path, version)
-    if (path / ADAPTER).is_file():
+    manifest = _verify(path, version)
+    if ADAPTER in manifest.files:
         raise BadVersionError(f"{path} is an adapter, and this server serves none (model.lora is not set)")
-    found = read_signature(path)
+    transport = transport_of(manifest)
+    try:
+        folder = reader.fetch(path, transport)
+    except (StoreError, OSError) as error:
+        raise BadVersionError(f"{path} cannot be had on this node: {error}") from error
+    found = read_signature(folder)
     if expected is not None:
         _compare(found, expected, tied, path)
+    return Received(path, transport, folder)
 
 
 def check_adapter(path: Path, version: int, expected: Signature | None, max_rank: int) -> None:
@@ -134,7 +164,7 @@ def check_adapter(path: Path, version: int, expected: Signature | None, max_rank
             raise BadVersionError(f"{path}: {name} has shape {list(shape)}, the model's {matched[1]} is {list(base)}")
 
 
-def _verify(path: Path, version: int) -> None:
+def _verify(path: Path, version: int) -> Manifest:
     try:
         if path.parent.is_dir():  # by a listing: a look-up that comes too early would be remembered as a miss
             with contextlib.suppress(ArtifactError, Unreadable):  # what is wrong is said below
@@ -144,6 +174,7 @@ def _verify(path: Path, version: int) -> None:
         raise BadVersionError(f"{path} is not a complete weight version: {error}") from error
     if manifest.version is not None and manifest.version != version:
         raise BadVersionError(f"{path} holds version {manifest.version}, not {version}")
+    return manifest
 
 
 def _compare(found: Signature, expected: Signature, tied: bool, path: Path) -> None:

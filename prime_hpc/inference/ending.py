@@ -4,7 +4,7 @@ import asyncio
 import signal
 from collections.abc import Callable
 
-from prime_hpc.inference.vllm_env import end_hard_soon
+from prime_hpc.inference.server_process import end_hard_soon
 
 DRAIN_S = 2
 """Time for requests in flight to be answered with `abort` and for their connections to close."""

@@ -23,7 +23,7 @@ _NO = b'{"error": "this server needs its key: Authorization: Bearer KEY"}'
 Address = tuple[str, int]
 
 
-class Visitors:
+class PendingConnections:
     """The connections of one server that have sent no request with its key yet. Belongs to the event loop."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Visitors:
         self._unknown[address] = transport, timer
 
     def forget(self, client: Any) -> None:
-        """It sent the key, or is gone."""
+        """Forget one that sent the key, or is gone."""
         entry = self._unknown.pop(tuple(client), None) if client else None
         if entry is not None:
             entry[1].cancel()
@@ -81,7 +81,7 @@ class Visitors:
 class KeyGuard:
     """ASGI middleware, outermost: nothing but `OPEN` is reached without the key."""
 
-    def __init__(self, app: ASGIApp, key: str, visitors: Visitors) -> None:
+    def __init__(self, app: ASGIApp, key: str, visitors: PendingConnections) -> None:
         self._app = app
         self._expected = f"Bearer {key}".encode()
         self._visitors = visitors

@@ -17,15 +17,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from prime_hpc.client.keys import own_key
+from prime_hpc.client.figures import server_figures
+from prime_hpc.client.keys import server_key
 from prime_hpc.config import load_run
 from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, first_port, served_by
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.secret import revealed
-from prime_hpc.inference import vllm_env
-from prime_hpc.inference.args import section
-from prime_hpc.inference.backend import Start, check_backend
+from prime_hpc.inference import server_process
+from prime_hpc.inference.backend import Start, check_backend, section
+from prime_hpc.runtime import activity
 from prime_hpc.runtime.device import planned_device
+from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.messaging import sockets
 
 STATUS_VARIABLES = ("PRIMEHPC_BUS", "PRIMEHPC_ATTEMPT")
@@ -39,15 +41,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run one server to its end; returns the exit code."""
     args = _parse(argv)
     stopping = _end_on_signal()
+    activity.introduce(args.role, args.replica, args.run_dir.absolute())
     # the engines of a further node speak through their head
     status = _NoStatus() if args.headless else _status(args.run_dir, args.role, args.replica)
-    scratch = vllm_env.make_scratch()
+    scratch = server_process.make_scratch()
     code = 1
     try:
         status.starting()
         status.start_heartbeat()
         experiment = _placed(served_by(load_run(args.run_dir), args.role), args)
-        port = args.port if args.port is not None else _own_port(experiment, args.replica)
+        port = args.port if args.port is not None else _default_port(experiment, args.replica)
         _run(experiment, args, port, scratch, status)
         code = 0
         status.done()
@@ -69,7 +72,7 @@ def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: P
     config, section_key = section(experiment), SECTIONS[args.role]
     backend = check_backend(experiment, section_key)
     sock = None if config.headless else _bind(config.server.host, port, f"{section_key}.server.port")
-    key = own_key(revealed(config.api_key), args.role, experiment.orchestrator.client.api_key_var)
+    key = server_key(revealed(config.api_key), args.role, experiment.orchestrator.client.api_key_var)
 
     def on_ready(facts: dict[str, Any]) -> None:
         assert sock is not None
@@ -77,6 +80,9 @@ def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: P
         url = sockets.http_url(host, sock.getsockname()[1])
         print(f"{args.role} server {args.replica} is ready at {url}: {backend.title}, {facts}", flush=True)
         status.ready(url=url, **facts)
+        activity.doing("serving", url=url)
+        here = sockets.http_url(sockets.reached_at(config.server.host), sock.getsockname()[1])
+        activity.explain("figures", lambda: server_figures(here, key))
 
     device = planned_device(experiment.device)
     backend.serve(Start(experiment, args.role, args.replica, device, scratch, sock, key, on_ready))
@@ -110,7 +116,7 @@ def _placed(experiment: Experiment, args: argparse.Namespace) -> Experiment:
     return experiment.model_copy(update={"inference": config.model_copy(update=changes)}) if changes else experiment
 
 
-def _own_port(experiment: Experiment, replica: int) -> int:
+def _default_port(experiment: Experiment, replica: int) -> int:
     """Of a server that was told none: the config's, 0 for a free one."""
     first = first_port(experiment, section(experiment))
     return first + replica if first else 0
@@ -137,7 +143,7 @@ def _end_on_signal() -> threading.Event:
 
     def handle(number: int, frame: FrameType | None) -> None:
         stopping.set()
-        vllm_env.end_hard_soon()
+        server_process.end_hard_soon()
         raise Stopped(signal.Signals(number).name)
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -150,7 +156,6 @@ def _status(run_dir: Path, role: str, replica: int) -> Any:
     if not any(name in os.environ for name in STATUS_VARIABLES):
         return _NoStatus()
     from prime_hpc.observe.role_status import RoleStatus
-    from prime_hpc.runtime.role_context import RoleContext
     from prime_hpc.store.messaging.bus import BusClient
 
     context = RoleContext.from_env(role, run_dir, index=replica)
@@ -172,7 +177,7 @@ class _NoStatus:
 
 
 if __name__ == "__mp_main__":  # so Python calls this module in what it spawns, before that does anything else
-    vllm_env.die_with_spawner()
+    server_process.die_with_spawner()
 
 if __name__ == "__main__":
     exit_code = main()

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from prime_hpc.inference.args import POLICY
+from prime_hpc.inference.backend import POLICY
 from prime_hpc.inference.check_version import BadVersionError
 from prime_hpc.inference.policy import Policy, PolicyFailedError
 

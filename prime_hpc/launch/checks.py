@@ -3,18 +3,23 @@
 import importlib.util
 import json
 import shutil
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
-from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import MODELS, served_by
+from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS
 from prime_hpc.envs.env_config import BUNDLED
 from prime_hpc.launch.estimate.lora_shapes import adapter_problems
 from prime_hpc.store.datafiles import find_data, first_columns, has_columns, missing_columns
+from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model_config import find_config, is_local_path
 from prime_hpc.store.model_files import other_vocabulary, quantised, stored_tensors
+from prime_hpc.store.run_paths import parse_step
+from prime_hpc.store.weights import holds_changes
 
 MIN_FREE_BYTES = 64 * 2**20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
@@ -82,6 +87,9 @@ def _folder(name: str, key: str) -> list[Problem]:
     folder = Path(name)
     if not folder.is_dir():
         return [Problem(f"{name!r} is not a directory (a hub name looks like owner/model)", key)]
+    if not (folder / "config.json").exists() and holds_changes(folder):
+        cure = f"prime-hpc export RUN --merged {parse_step(folder.name)} --output DIR makes a model of it"
+        return [Problem(f"{name} holds only what changed since the version before it ({cure})", key)]
     if not (folder / "config.json").exists():
         return [Problem(f"{name} holds no config.json: not a Hugging Face model directory", key)]
     if not any(p.suffix in _WEIGHT_SUFFIXES for p in folder.iterdir()):
@@ -90,7 +98,7 @@ def _folder(name: str, key: str) -> list[Problem]:
 
 
 def _context(folder: Path, wanted: int, key: str) -> list[Problem]:
-    """The model's own context length holds what the run asks of it; `key` names the model."""
+    """Check that the model's own context length holds what the run asks of it; `key` names the model."""
     try:
         limit = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
     except (ValueError, AttributeError):
@@ -106,7 +114,8 @@ def taskset_module(identifier: str) -> str:
     return identifier.split("/")[-1].split("@")[0].replace("-", "_").lower()
 
 
-def _installed(identifier: str) -> bool:
+def is_installed(identifier: str) -> bool:
+    """Return whether an environment is there, as far as a login node can tell without importing it."""
     if identifier.replace("_", "-").lower() in (*BUNDLED, *BENCHMARKS):
         return True
     verifiers = importlib.util.find_spec("verifiers")
@@ -121,7 +130,7 @@ def _installed(identifier: str) -> bool:
 
 
 def _teacher(experiment: Experiment) -> list[Problem]:
-    """A teacher scores and samples token ids: it must mean the same by them."""
+    """Check that the teacher means the same by token ids, which it scores and samples."""
     teacher = experiment.orchestrator.teacher
     if experiment.kind != "rl" or teacher is None or teacher.model is None:
         return []
@@ -161,30 +170,37 @@ def _vocabulary(name: str) -> dict[str, int] | None:
     return vocabulary | {token["content"]: token["id"] for token in tree.get("added_tokens", [])}
 
 
-def _environments(experiment: Experiment) -> list[Problem]:
+def stated_environments(experiment: Experiment) -> Iterator[tuple[str, EnvConfig]]:
+    """Yield what the run trains on, holds out or plays, each with its key."""
     orchestrator = experiment.orchestrator
-    problems = []
-    if experiment.kind == "rl" and not orchestrator.env:
-        problems.append(Problem("no environment is named; add one, e.g. `- id: reverse-text`", "orchestrator.env"))
     held_out = orchestrator.eval.env if orchestrator.eval else []
     trained = orchestrator.env if experiment.kind == "rl" else []
     alone = [] if experiment.trains else experiment.episodes.environments
-    for key, envs in (
+    named: list[tuple[str, Sequence[EnvConfig]]] = [
         ("orchestrator.env", trained),
         ("orchestrator.eval.env", held_out),
         (f"{experiment.kind}.env", alone),
-    ):
+    ]
+    for key, envs in named:
         for index, env in enumerate(envs):
-            if not _installed(env.id):
-                near = get_close_matches(env.id, [*BUNDLED, *BENCHMARKS], n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]}? " if near else ""
-                problems.append(
-                    Problem(
-                        f"taskset {env.id!r} is not installed; {hint}bundled are {', '.join([*BUNDLED, *BENCHMARKS])}; "
-                        f"others are installed with pip and found as the module {taskset_module(env.id)!r}",
-                        f"{key}.{index}.id",
-                    )
+            yield f"{key}.{index}", env
+
+
+def _environments(experiment: Experiment) -> list[Problem]:
+    problems = []
+    if experiment.kind == "rl" and not experiment.orchestrator.env:
+        problems.append(Problem("no environment is named; add one, e.g. `- id: reverse-text`", "orchestrator.env"))
+    for key, env in stated_environments(experiment):
+        if not is_installed(env.id):
+            near = get_close_matches(env.id, [*BUNDLED, *BENCHMARKS], n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            problems.append(
+                Problem(
+                    f"taskset {env.id!r} is not installed; {hint}bundled are {', '.join([*BUNDLED, *BENCHMARKS])}; "
+                    f"others are installed with pip and found as the module {taskset_module(env.id)!r}",
+                    f"{key}.id",
                 )
+            )
     return problems
 
 
@@ -216,7 +232,7 @@ def _compression(experiment: Experiment) -> list[Problem]:
 
 
 def _space(experiment: Experiment) -> list[Problem]:
-    """The output directory is writable and has room for what a run keeps at once."""
+    """Check that the output directory is writable and has room for what a run keeps at once."""
     root = experiment.output_dir
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -225,13 +241,14 @@ def _space(experiment: Experiment) -> list[Problem]:
         probe.unlink()
     except OSError as error:
         return [Problem(f"{root} cannot be written: {error.strerror}", "output_dir")]
-    need = max(MIN_FREE_BYTES, _bytes_kept(experiment))
-    free = shutil.disk_usage(root).free
-    if free < need:
+    kept, free = _bytes_kept(experiment), shutil.disk_usage(root).free
+    if free < max(MIN_FREE_BYTES, kept):
+        wants = f"the run keeps about {kept / 2**30:.2f} GiB of weights and checkpoints at once"
+        if kept < MIN_FREE_BYTES:
+            wants = f"logs and results want {MIN_FREE_BYTES >> 20} MiB"
         return [
             Problem(
-                f"{root} has {free / 2**30:.2f} GiB free, but the run keeps about {need / 2**30:.2f} GiB of weights "
-                "and checkpoints at once; free some space or choose another output_dir",
+                f"{root} has {free / 2**30:.2f} GiB free, but {wants}; free some space or choose another output_dir",
                 "output_dir",
             )
         ]
@@ -241,8 +258,6 @@ def _space(experiment: Experiment) -> list[Problem]:
 
 def _lack_on_osts(experiment: Experiment) -> str | None:
     """On Lustre: whether one checkpoint's files find room on the single OSTs."""
-    from prime_hpc.store.io.lustre import lack_of_room
-
     ckpt = experiment.ckpt
     if ckpt is None:
         return None

@@ -42,7 +42,7 @@ def slurm_job(arguments: list[str]) -> int:
     """
     from prime_hpc.config.errors import ConfigError
     from prime_hpc.store.io.retry_reads import Patience
-    from prime_hpc.supervisor.attempt.early_end import LOAD_S, await_run_dir, told_apart
+    from prime_hpc.supervisor.attempt.early_end import LOAD_S, await_run_dir, tell_unreadable_apart
 
     patience = Patience(LOAD_S)
     if len(arguments) == 3 and arguments[0] == "--point":
@@ -66,7 +66,7 @@ def slurm_job(arguments: list[str]) -> int:
     from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, mode_of_run
     from prime_hpc.supervisor.main import supervise
 
-    mode = patience(lambda: told_apart(lambda: mode_of_run(run_dir)))
+    mode = patience(lambda: tell_unreadable_apart(lambda: mode_of_run(run_dir)))
     if mode == "successor":
         _successor(run_dir, wanted=True)
     code = supervise(run_dir, in_job=True)
@@ -133,14 +133,14 @@ def main() -> None:
     """Entry point of the batch script."""
     from prime_hpc.config.errors import ConfigError
     from prime_hpc.store.errors import Unreadable
-    from prime_hpc.supervisor.attempt.early_end import EXIT_UNREADABLE, come_back_blindly
+    from prime_hpc.supervisor.attempt.early_end import EXIT_UNREADABLE, requeue_blindly
     from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN
 
     try:
         sys.exit(slurm_job(sys.argv[1:]))
     except Unreadable as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_AGAIN if come_back_blindly(os.environ) else EXIT_UNREADABLE)
+        sys.exit(EXIT_AGAIN if requeue_blindly(os.environ) else EXIT_UNREADABLE)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

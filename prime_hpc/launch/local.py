@@ -8,14 +8,18 @@ import time
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
-from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
+from prime_hpc.config.engine_groups import first_port
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
+from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.plan.local_plan import launcher, plan_text
 from prime_hpc.launch.prepare import prepare_run, write
 from prime_hpc.runtime.role_context import RESUME_STEP
 from prime_hpc.slurm.submission_record import new_token, open_record, read_record, submitting
+from prime_hpc.store.attempts import is_held, read_attempts
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.messaging.network import Network
 from prime_hpc.store.run_dirs import read_json
 from prime_hpc.supervisor.attempt.start import run_paths
 
@@ -79,7 +83,6 @@ def _start(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-defi
         job = executor.submit(local_job, str(run_dir), changed_by_submitit())
     finally:
         signal.signal(signal.SIGINT, previous)
-    from prime_hpc.config.run_files import LOCK_JSON
 
     open_record(
         run_dir,
@@ -121,8 +124,6 @@ def _follow(log: Path, job: "submitit.LocalJob[int]", from_end: bool = False, ti
 
 def end_local(run_dir: Path, controller: int) -> None:
     """Ask the run's supervisor to end; where it has not begun its attempt, submitit's controller ends the job."""
-    from prime_hpc.store.attempts import is_held, read_attempts
-
     held = [row["pid"] for row in read_attempts(run_dir / ATTEMPTS_JSONL) if is_held(row)]
     for pid in held:
         os.kill(pid, signal.SIGINT)
@@ -136,20 +137,17 @@ def run_role(loaded: Loaded, role: str) -> int:
     The role keeps its own config in `<run>/roles/<role>/`, so that roles started from different files
     share a run directory without overwriting each other's.
     """
-    from prime_hpc.config.engine_groups import first_port
-    from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
     from prime_hpc.launch.checks import check
-    from prime_hpc.store.messaging.network import Network
     from prime_hpc.supervisor.roles import ports
     from prime_hpc.supervisor.roles.caches import node_caches
-    from prime_hpc.supervisor.roles.spec import inference_spec, orchestrator_spec, own_gpus, trainer_spec, usable_gpus
+    from prime_hpc.supervisor.roles.spec import inference_spec, orchestrator_spec, role_gpus, trainer_spec, usable_gpus
 
     experiment = loaded.experiment
     check(loaded, role)
     run_dir = experiment.run_dir.resolve()
     own = run_dir / "roles" / role
     write(loaded, own)
-    gpus = [] if role == "orchestrator" else own_gpus(experiment, role, usable_gpus(experiment, os.environ))
+    gpus = [] if role == "orchestrator" else role_gpus(experiment, role, usable_gpus(experiment, os.environ))
     within = Network.of(experiment.network.model_dump()).ports
     base = ports.run_base(run_dir, within=within or ports.BUILT_IN)
     if role == "trainer":

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, write_snapshot
-from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.evals.episodes import RESULTS
@@ -20,7 +20,7 @@ from prime_hpc.slurm.submission_record import LOCK
 from prime_hpc.store.attempts import is_held, read_attempts, runs_elsewhere
 from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.layout import refuse_other_owner
+from prime_hpc.store.run_paths import refuse_other_owner
 
 _OF_A_RUN = ("rollouts", "weights", "checkpoints", "metrics", ATTEMPTS_JSONL)
 
@@ -54,7 +54,7 @@ def prepare_run(loaded: Loaded, site: SiteConfig | None = None) -> Path:
 
 
 def write(loaded: Loaded, run_dir: Path) -> None:
-    """The snapshot and lockfile.
+    """Write the snapshot and lockfile.
 
     Raises:
         ConfigError: the disk is full or not writable.
@@ -67,7 +67,7 @@ def write(loaded: Loaded, run_dir: Path) -> None:
 
 
 def claim_directory(experiment: Experiment, run_dir: Path) -> None:
-    """A directory that already holds a run is only used to resume it, or to start over where that was asked for.
+    """Use a directory that already holds a run only to resume it, or to start over where that was asked for.
 
     The caller has made sure that no Slurm job of it waits or runs (`slurm.queue`).
 

@@ -84,7 +84,7 @@ def rehearsal_text(experiment: Experiment, found: dict[str, Any]) -> str:
     size = f"{found['num_params'] / 1e9:.3g} B parameters"
     lines = [
         f"rehearsal    {experiment.model.name}, {size}, {found['world_size']} ranks "
-        f"({experiment.trainer.layout.describe()}) on {device}",
+        f"({experiment.trainer.parallel_dims.describe()}) on {device}",
         f"             {what}{'' if lora else f'; gradients {sync}'}; took {found['seconds']:.0f} s",
         f"  peak         {found['peak_gib']:.2f} GiB a rank, in {found['phase']}",
         *(f"    {kind:<13}{gib:.2f}" for kind, gib in found["by_kind_gib"].items()),

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
-from prime_hpc.config.child_runs import is_parent
-from prime_hpc.config.run_files import ATTEMPTS_JSONL, STATUS_JSON
+from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, load_experiment
+from prime_hpc.config.child_config import is_parent
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML, STATUS_JSON
 from prime_hpc.runtime.backoff import Backoff
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, run_slurm
 from prime_hpc.slurm.jobs import JobInfo
@@ -21,10 +21,12 @@ from prime_hpc.slurm.queue import jobs_of
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.script import command_tail
 from prime_hpc.slurm.submission_record import cluster_of, local_controller, read_record, write_record
+from prime_hpc.store.attempts import is_held, read_attempts
+from prime_hpc.store.errors import StoreError
 from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_json, read_rows
 
 if TYPE_CHECKING:
-    from prime_hpc.store.layout import RunPaths
+    from prime_hpc.store.run_paths import RunPaths
 
 STOP = "STOP"
 POLL_S, LONGEST_POLL_S = 1.0, 10.0
@@ -185,7 +187,6 @@ def _note_cancel(run_dir: Path) -> None:
 def _without_job(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> Ended:
     """No job of it is in Slurm: a process of this host, of another one, or nothing at all."""
     from prime_hpc.launch.local import end_local
-    from prime_hpc.store.attempts import is_held
 
     rows = read_rows(run_dir / ATTEMPTS_JSONL)
     open_row = rows[-1] if rows and rows[-1].get("ended") is None and rows[-1].get("job_id") is None else None
@@ -226,8 +227,6 @@ def _how_it_ended(run_dir: Path, rows: list[AttemptRow]) -> str:
 
 def _wait_for_process(run_dir: Path, row: AttemptRow, timeout_s: float = 60.0) -> bool:
     """Wait for the supervisor, and for submitit's process that watches it."""
-    from prime_hpc.store.attempts import is_held
-
     began = time.monotonic()
     while is_held(row | {"ended": None}) or local_controller(run_dir) is not None:
         if time.monotonic() - began > timeout_s:
@@ -237,7 +236,8 @@ def _wait_for_process(run_dir: Path, row: AttemptRow, timeout_s: float = 60.0) -
 
 
 def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
-    """The run's experiment as it was, with overrides, set to go on from its newest (or the named) whole checkpoint.
+    """Return the run's experiment as it was, with overrides, set to go on from its newest (or the named) whole
+    checkpoint.
 
     Relative paths count from the directory in which the run was first submitted: this process goes there.
 
@@ -248,8 +248,6 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
     Raises:
         ConfigError: it holds no run, has no checkpoint, is done, or the overrides are wrong.
     """
-    from prime_hpc.config import load_experiment
-    from prime_hpc.config.run_files import LOCK_JSON, RUN_YAML
     from prime_hpc.config.snapshot import load_run
 
     run_dir = run_dir.resolve()
@@ -276,7 +274,6 @@ def load_to_resume(run_dir: Path, overrides: list[str]) -> Loaded:
 def _check_checkpoint(experiment: Experiment, run_dir: Path) -> None:
     """Raise a ConfigError where there is nothing to go on from."""
     from prime_hpc.store.checkpoint.checkpoints import newest_first, resolve_resume
-    from prime_hpc.store.errors import StoreError
     from prime_hpc.supervisor.attempt.start import run_paths
 
     if is_parent(experiment) or not experiment.trains:  # its runs have their own; an evaluation has its episodes
@@ -308,9 +305,7 @@ def _check_checkpoint(experiment: Experiment, run_dir: Path) -> None:
 
 def _refuse_unmounted(paths: "RunPaths") -> None:
     """Raise a ConfigError where checkpoints are missing that were saved."""
-    from prime_hpc.store.attempts import read_attempts
     from prime_hpc.store.checkpoint.newest import expected_step, read_pointer
-    from prime_hpc.store.errors import StoreError
 
     try:
         rows = read_attempts(paths.attempts)

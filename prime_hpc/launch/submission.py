@@ -35,7 +35,14 @@ _NEVER = (
 _LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay", "squashfs")
 
 
-def submit(loaded: Loaded, *, follow: bool | None = None, dry_run: bool = False, as_json: bool = False) -> int:
+def submit(
+    loaded: Loaded,
+    *,
+    follow: bool | None = None,
+    dry_run: bool = False,
+    as_json: bool = False,
+    ranking: dict[str, Any] | None = None,
+) -> int:
     """Start an experiment as a job.
 
     Args:
@@ -43,6 +50,7 @@ def submit(loaded: Loaded, *, follow: bool | None = None, dry_run: bool = False,
         follow: show the job's log until it ends; None: only for a job on this machine.
         dry_run: say what would be submitted; nothing is written and Slurm is not asked.
         as_json: print the submit record as JSON.
+        ranking: of the shapes among which this one was chosen; kept with the run.
 
     Returns:
         exit code: 0 submitted (followed: of the run), 130 interrupted while following.
@@ -67,7 +75,7 @@ def submit(loaded: Loaded, *, follow: bool | None = None, dry_run: bool = False,
     check(loaded)
     # without a container the job runs in this very environment
     refuse_cpu_builds(made.site.container is None and any(g.device == "cuda" for g in made.placement.groups))
-    run_dir, job, adopted = _queue(loaded, made)
+    run_dir, job, adopted = _queue(loaded, made, ranking)
     with on_cluster(cluster_of(run_dir)):
         return _after(run_dir, job, made, adopted=adopted, follow=bool(follow), as_json=as_json)
 
@@ -153,14 +161,15 @@ def _show(made: Submission, as_json: bool) -> int:
     return 0
 
 
-def _queue(loaded: Loaded, made: Submission) -> tuple[Path, str, bool]:
+def _queue(loaded: Loaded, made: Submission, ranking: dict[str, Any] | None) -> tuple[Path, str, bool]:
     """Make the run directory and send the job; returns the directory, the job id, whether it was there already."""
-    from prime_hpc.config.run_files import LOCK_JSON
+    from prime_hpc.config.run_files import LOCK_JSON, SHAPES_JSON
     from prime_hpc.config.site import write_site
     from prime_hpc.launch.estimate.micro_batch import with_micro_batch
     from prime_hpc.launch.job import local_job
     from prime_hpc.launch.prepare import claim_directory, write
-    from prime_hpc.slurm.submission_record import submitting
+    from prime_hpc.runtime.atomic_write import write_atomic
+    from prime_hpc.slurm.submission_record import submitting, write_record
     from prime_hpc.store.run_dirs import read_json
 
     run_dir = made.experiment.run_dir.resolve()
@@ -172,6 +181,8 @@ def _queue(loaded: Loaded, made: Submission) -> tuple[Path, str, bool]:
         claim_directory(made.experiment, run_dir)
         write(replace(loaded, experiment=with_micro_batch(made.experiment, made.site)[0]), run_dir)
         write_site(made.site, run_dir)
+        if ranking is not None:
+            write_atomic(run_dir / SHAPES_JSON, json.dumps(ranking, indent=1) + "\n")
         _warn_of_variables()
         job_id = send(
             run_dir,
@@ -182,6 +193,8 @@ def _queue(loaded: Loaded, made: Submission) -> tuple[Path, str, bool]:
             function=local_job,
             other=made.other,
         )
+        if (shape := made.experiment.slurm.shape) is not None:
+            write_record(run_dir, shape=shape)
         if made.how == "successor":
             try:
                 queue_successor(run_dir, job_id, is_first=True)
@@ -213,7 +226,9 @@ def _after(run_dir: Path, job_id: str, made: Submission, *, adopted: bool, follo
         print(json.dumps(describe(run_dir, log, info, adopted=adopted), indent=2, ensure_ascii=False))
     else:
         verb = "the earlier submit had reached Slurm, its answer was lost: found" if adopted else "submitted as"
-        print(f"{verb} job {job_id} ({made.placement.layout}, {_nodes(made.placement.num_nodes)}): {_state(info)}")
+        shape = f", shape {made.experiment.slurm.shape}" if made.experiment.slurm.shape and not adopted else ""
+        kind = f"{made.placement.layout}, {_nodes(made.placement.num_nodes)}{shape}"
+        print(f"{verb} job {job_id} ({kind}): {_state(info)}")
         if adopted:
             print("nothing new was sent; the job runs the experiment as it was then")
         print(f"run directory {run_dir}; log {log}")

@@ -91,14 +91,14 @@ class _PatientSink:
 
 
 def _file_sink(path: Path) -> _PatientSink:
-    """Appends to a file, unbuffered. On a full disk the terminal has the lines, and the run's own error says why."""
+    """Append to a file, unbuffered. On a full disk the terminal has the lines, and the run's own error says why."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     return _PatientSink(lambda message: os.write(descriptor, message.encode()), lambda: os.close(descriptor))
 
 
 def _console_sink() -> _PatientSink:
-    """Writes to standard output, which in a job is a file of the shared file system too."""
+    """Write to standard output, which in a job is a file of the shared file system too."""
 
     def write(message: str) -> None:
         sys.stdout.write(message)
@@ -141,3 +141,22 @@ def setup_logger(
             _file_sink(file), level=file_level, format=pattern, serialize=json_lines, colorize=False, diagnose=False
         )
     return logger
+
+
+def separate_native_stderr(path: Path) -> None:
+    """Send what libraries write to this process's standard error (NCCL, CUDA, glibc's last words) into a file of its
+    own; Python's own messages, tracebacks among them, go where they went.
+
+    Of many ranks that share a log, a line of NCCL says no rank, and lines of several are torn into each other. A file
+    that cannot be made is no reason to end: then all stays as it was.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        logger.warning(f"{path} cannot be written ({error.strerror}): libraries' messages stay in the role's log")
+        return
+    sys.stderr.flush()
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+    os.dup2(own, 2)
+    os.close(own)

@@ -1,4 +1,5 @@
-"""Metrics of a role: `metrics/<role>.jsonl` is the truth, W&B and TensorBoard guests that can never stop a run."""
+"""Metrics of a role: `metrics/<role>.jsonl` is the truth; W&B, TensorBoard and MLflow are guests that can never stop a
+run."""
 
 import json
 import math
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
+
+from prime_hpc.observe.mlflow_run import MlflowRun
 
 _TAIL_BYTES = 16_384
 """More than any row is long."""
@@ -36,15 +39,22 @@ def last_step(path: Path) -> int:
 
 
 class MetricsWriter:
-    """Appends one JSON object a step and forwards the numbers to W&B and TensorBoard where asked."""
+    """Appends one JSON object a step and forwards the numbers to W&B, TensorBoard and MLflow where asked."""
 
-    def __init__(self, path: Path, wandb: dict[str, Any] | None = None, tensorboard: Path | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        wandb: dict[str, Any] | None = None,
+        tensorboard: Path | None = None,
+        mlflow: dict[str, Any] | None = None,
+    ) -> None:
         """Open `path` for appending.
 
         Args:
             path: the JSON-lines file.
             wandb: `wandb_arguments`, or None.
             tensorboard: folder of event files, or None.
+            mlflow: arguments of `MlflowRun`, or None.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
@@ -57,6 +67,7 @@ class MetricsWriter:
         self._tensorboard: Any = None
         if tensorboard is not None:
             self._start_tensorboard(tensorboard)
+        self._mlflow = MlflowRun(**mlflow) if mlflow is not None else None
 
     def _start_wandb(self, arguments: dict[str, Any]) -> None:
         try:
@@ -100,6 +111,9 @@ class MetricsWriter:
             except Exception as error:  # noqa: BLE001 - see _start_wandb
                 logger.warning(f"TensorBoard stopped accepting metrics: {error}")
                 self._tensorboard = None
+        if self._mlflow is not None:
+            own = {name: float(value) for name, value in numbers.items() if name not in ("step", "time")}
+            self._mlflow.log(step, row["time"], own)
         if self._wandb is not None:
             try:
                 self._wandb.log(numbers)
@@ -135,6 +149,9 @@ class MetricsWriter:
         """Flush and close; W&B gets the chance to finish."""
         with self._lock:
             self._file.close()
+        if self._mlflow is not None:
+            self._mlflow.close()
+            self._mlflow = None
         if self._tensorboard is not None:
             try:
                 self._tensorboard.close()
@@ -215,7 +232,7 @@ def parse_row(line: bytes | str) -> dict[str, Any] | None:
     """One line of a metrics file; None for a torn one (a killed writer)."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 

@@ -12,7 +12,7 @@ PICTURE = {"rl": "reward.png", "sft": "loss.png"}
 
 
 def _series(rows: Iterable[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a metric; a later attempt's row for the same step replaces the earlier one."""
+    """Return steps and values of a metric; a later attempt's row for the same step replaces the earlier one."""
     values = {row["step"]: row[key] for row in rows if isinstance(row.get(key), int | float)}
     steps = sorted(values)
     return steps, [values[s] for s in steps]
@@ -75,7 +75,7 @@ def _rl_summary(run_dir: Path, orchestrator: list[dict[str, Any]], trainer: list
 
 
 def _eval_lines(run_dir: Path) -> list[str]:
-    """The first and the last held-out reward of every environment."""
+    """Return the first and the last held-out reward of every environment."""
     return [
         f"held-out mean reward of {env}: {values[0]:.3f} (version {versions[0]}) -> "
         f"{values[-1]:.3f} (version {versions[-1]}), gain {values[-1] - values[0]:+.3f}"

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from loguru import logger
 
+from prime_hpc.runtime.activity import now_doing
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.runtime.role_context import RoleContext
 
@@ -65,7 +66,7 @@ class RoleStatus:
         }
 
     def starting(self) -> None:
-        """The process lives and prepares."""
+        """Report that the process lives and prepares."""
         self._report(state="starting")
 
     def ready(self, **info: Any) -> None:
@@ -80,12 +81,12 @@ class RoleStatus:
         self._report(**changes)
 
     def done(self) -> None:
-        """The role's work is complete."""
+        """Report that the role's work is complete."""
         self._stopped.set()
         self._report(state="done")
 
     def failed(self, error: BaseException | str) -> None:
-        """The role ends for this reason. The first one stands: what follows (a SIGTERM) is its consequence."""
+        """Report that the role ends for this reason. The first one stands: a SIGTERM that follows is a consequence."""
         self._stopped.set()
         if self._row["state"] == "failed":
             return
@@ -129,7 +130,7 @@ class RoleStatus:
         with self._lock:
             self._row.update(changes)
             self._row["count"] += 1  # tells which word is newer also where the clock is set back
-            row = {**self._row, "time": time.time()}
+            row = {**self._row, "doing": now_doing(), "time": time.time()}
             if self._bus is not None:
                 self._bus.publish("status", **row)
             return row

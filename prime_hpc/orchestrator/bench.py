@@ -10,8 +10,8 @@ import numpy as np
 
 from prime_hpc.config import Experiment
 from prime_hpc.observe.bench import build_report, mean_of, peak_rss_gib, phases_of
-from prime_hpc.store.batches import RankBatch
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.run_paths import RunPaths
 
 NUM_BATCHES = 4
 """The first one warms up and is not in the means."""
@@ -25,7 +25,7 @@ def bench_experiment(exp: Experiment) -> Experiment:
 
 @contextmanager
 def bench_paths(run_dir: Path) -> Iterator[RunPaths]:
-    """A throw-away run directory on the run's own file system, so that writing batches costs what it will cost."""
+    """Yield a temporary run directory on the run's own file system, so that writing batches costs what it will cost."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=run_dir) as folder:
         yield RunPaths(Path(folder))

@@ -6,7 +6,9 @@ that sampled its tokens.
 """
 
 import math
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,6 +158,7 @@ class Evaluator:
         versions = [run.version]
         for source, results in ((self._sources[i], found) for i, found in run.results.items()):
             row |= {f"eval/{source.name}/{k}": v for k, v in summarize([r for _, r in results]).items()}
+            row |= {f"eval/{source.name}/{k}": v for k, v in standard_error(results).items()}
             sampled = [s.versions[s.loss_mask] for _, r in results for s in r.samples]
             versions += [int(v) for array in sampled for v in (array.min(), array.max())]
         return row | {"eval/version_min": min(versions), "eval/version_max": max(versions)}
@@ -199,6 +202,19 @@ def summarize(results: Sequence[EpisodeResult]) -> dict[str, float]:
         values = [r.metrics[name] for r in good if name in r.metrics]
         row[name] = sum(values) / len(values)
     return row
+
+
+def standard_error(results: Sequence[tuple[int, EpisodeResult]]) -> dict[str, float]:
+    """Return the standard error of the mean reward, over tasks: rollouts of one task are not independent of each other.
+
+    s / sqrt(n) of the n tasks' means, with s their sample standard deviation; nothing of a single task.
+    """
+    by_task: defaultdict[int, list[float]] = defaultdict(list)
+    for task, result in results:
+        is_good = result.state is EpisodeState.COMPLETED and math.isfinite(result.reward)
+        by_task[task].append(result.reward if is_good else 0.0)
+    means = [statistics.fmean(rewards) for rewards in by_task.values()]
+    return {"mean_reward_se": statistics.stdev(means) / math.sqrt(len(means))} if len(means) > 1 else {}
 
 
 def rewards_text(row: Mapping[str, Any]) -> str:

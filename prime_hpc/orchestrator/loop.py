@@ -27,6 +27,7 @@ from prime_hpc.orchestrator.algorithms.echo import Echo
 from prime_hpc.orchestrator.algorithms.scorer import References
 from prime_hpc.orchestrator.algorithms.sources import load_scorers, make_scorers, scorers_state
 from prime_hpc.orchestrator.algorithms.teacher import Teacher
+from prime_hpc.orchestrator.awaited import explain
 from prime_hpc.orchestrator.batching.batch_builder import (
     ScoredGroup,
     build_ranks,
@@ -48,13 +49,14 @@ from prime_hpc.orchestrator.rollouts.prompts import PromptStream, SourceInfo
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.orchestrator.trace_log import TraceLog
 from prime_hpc.orchestrator.weight_sync import Client, WeightSync
+from prime_hpc.runtime import activity
 from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.batches import write_batch
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.model_config import rows_of
+from prime_hpc.store.run_paths import RunPaths
 
 TICK_S = 1.0
 """Longest sleep between two looks at the deadlines."""
@@ -95,7 +97,7 @@ class Orchestrator:
         config = exp.orchestrator
         self.exp, self.parts, self.start_step = exp, parts, start_step
         self.last_step = exp.max_steps
-        self.own_rows = rows_of(exp) == "single"
+        self.single_rows = rows_of(exp) == "single"
         self.rows: list[dict[str, Any]] = []
         """Of a bench: the metrics of its batches."""
         self.shape: list[dict[str, list[int]]] = []
@@ -151,10 +153,11 @@ class Orchestrator:
     async def run(self) -> None:
         """From ready servers to the last batch and its evaluation. Raises OrchestratorError where it cannot go on."""
         loop = asyncio.get_running_loop()
-        self.parts.bus.subscribe("server", lambda news: _from_thread(loop, self._hear_server_news, news))
+        self.parts.bus.subscribe("server", lambda news: _from_thread(loop, self._on_server_news, news))
         await self.weights.prepare(self.start_step)
         if self.parts.teacher is not None and not self.parts.teacher.is_other:
             await self.parts.teacher.check_room(self.exp.seq_len, [s.num_tasks for s in self.stream.sources])
+        activity.explain("orchestrator", partial(explain, self.dispatcher, self.weights, self.env_names))
         self.parts.status.ready(version=self.start_step, step=self.start_step, servers=list(self.parts.urls))
         follow = asyncio.create_task(self.weights.run(), name="weights")
         work = asyncio.create_task(self._work(), name="work")
@@ -193,6 +196,7 @@ class Orchestrator:
     async def _write(self, step: int, groups: list[Group], state: dict[str, Any]) -> tuple[list[ScoredGroup], Manifest]:
         """Score, pack and commit batch `step` (in a thread: dispatch goes on), then announce it."""
         references = None
+        activity.doing(f"write batch {step}", step=step)
         if self.parts.teacher is not None:
             references = await self.parts.teacher.collect(groups)
             groups = [g for g in groups if g.has_tokens]
@@ -219,7 +223,7 @@ class Orchestrator:
     # ------------------------------------------------------------------------------------------------ episodes
 
     def _open_group(self) -> bool:
-        """The dispatcher has room: start the next group if the gate allows it."""
+        """Start the next group if the gate allows it: the dispatcher has room."""
         served = self.table.served_version
         if not self.book.may_open(served):
             return False
@@ -239,7 +243,7 @@ class Orchestrator:
     def _episode_ended(self, group: Group, index: int, result: EpisodeResult) -> None:
         advantage = self.exp.orchestrator.advantage
         timeout_reward = advantage.timeout_reward if advantage.timeout == "penalize" else None
-        episode = to_episode(result, self.exp.seq_len, is_policy=advantage.type != "sft", timeout_reward=timeout_reward)
+        episode = to_episode(result, self.exp.seq_len, is_policy=not advantage.imitates, timeout_reward=timeout_reward)
         if self.parts.teacher is not None and episode.usable and not group.abandoned:
             episode = self.parts.teacher.begin(group, index, episode)
         self.stats.add_episode(episode)
@@ -273,7 +277,7 @@ class Orchestrator:
                 self.parts.teacher.discard(group)
             self.stream.put_back(group.prompt)
 
-    def _hear_server_news(self, news: dict[str, Any]) -> None:
+    def _on_server_news(self, news: dict[str, Any]) -> None:
         """In the event loop, which would only log what this raises."""
         try:
             self._server_news(news)
@@ -282,7 +286,7 @@ class Orchestrator:
             self.changed.set()
 
     def _server_news(self, news: dict[str, Any]) -> None:
-        """The supervisor's word on a server's node: lost, or the server is being started at another address."""
+        """Act on a server's node that is lost, or on a server that is being started at another address."""
         index = news["index"]
         if news["role"] != sampling_role(self.exp):
             if news["state"] != "lost" and self.parts.teacher is not None and self.parts.teacher.is_other:
@@ -335,11 +339,11 @@ class Orchestrator:
             state = state | {"algorithm": algorithm}
         ranks = build_ranks(
             train_samples(scored, self.echo),
-            num_ranks=self.exp.trainer.layout.num_data_ranks,
+            num_ranks=self.exp.trainer.parallel_dims.num_data_ranks,
             micro_batch_tokens=self.exp.micro_batch_tokens,
             sampling=config.policy_samplings,
             share_prefixes=self.exp.trainer.shares_prefixes,
-            own_rows=self.own_rows,
+            single_rows=self.single_rows,
             totals=count_rollouts(scored),
         )
         if config.bench:
@@ -353,8 +357,9 @@ class Orchestrator:
 
     def _report(self, step: int, scored: list[ScoredGroup], manifest: Manifest) -> None:
         """One metrics row, one status beat, one console line, the sample rollouts."""
-        row = self.stats.drain(loop_time()) | batch_metrics(scored, self.env_names, step)
+        row = self.stats.drain(loop_time(), self.weights.drain_updates()) | batch_metrics(scored, self.env_names, step)
         row |= group_metrics(self.book.drain_counts()) | self.curriculum.drain_metrics()
+        row |= self.dispatcher.load.drain(loop_time())
         row |= {
             "batch/tokens": manifest.meta["num_tokens"],
             "batch/loss_tokens": manifest.meta["num_loss_tokens"],
@@ -371,6 +376,8 @@ class Orchestrator:
             "total/samples": self.totals["samples"],
             "total/tokens": self.totals["tokens"],
         }
+        for pool in (self.parts.train_pool, self.parts.eval_pool):
+            row |= pool.worker_metrics() if pool is not None else {}
         if self.exp.orchestrator.bench:
             self.rows.append(row)
         self.parts.metrics.log(step, **row)
@@ -392,6 +399,7 @@ class Orchestrator:
     async def _wait_for_change(self, what: str, version: int) -> None:
         """Sleep until an episode ends or a version is served; every deadline of the loop is looked at here."""
         reason = self._wait_reason(version)
+        activity.doing(f"collect {what}", awaits=reason)
         start = loop_time()
         try:
             async with asyncio.timeout(TICK_S):
@@ -402,7 +410,7 @@ class Orchestrator:
         if self.broken is not None:
             raise self.broken
         now = loop_time()
-        self.stats.add_wait(reason, now - start)
+        self.stats.add_wait(reason, start, now)
         self.dispatcher.pump()
         self.failures.check()
         self._check_deadlines(what, version, reason, now)

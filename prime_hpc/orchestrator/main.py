@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, nullcontext
+from typing import Any
 
 from loguru import logger
 
@@ -12,6 +13,7 @@ from prime_hpc.config.engine_groups import sampling_role
 from prime_hpc.config.monitors import open_metrics
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import leave_out_trained
+from prime_hpc.envs.pool import EnvPool
 from prime_hpc.observe.bench import table, write_report
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.orchestrator.bench import bench_experiment, bench_paths, bench_report
@@ -32,11 +34,11 @@ from prime_hpc.orchestrator.sft_eval_loop import EvalLoop
 from prime_hpc.orchestrator.trace_log import TraceLog
 from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.messaging.network import Network
 from prime_hpc.store.role_process import leave, run_role
+from prime_hpc.store.run_paths import RunPaths
 
 ROLE = "orchestrator"
 
@@ -61,28 +63,17 @@ async def _run(exp: Experiment, context: RoleContext, bus: BusClient, status: Ro
         clients = make_clients(exp, urls)
         for client in clients:
             stack.push_async_callback(client.aclose)
-        train_pool = None
-        if exp.kind == "rl":
-            pool = make_pool(exp, urls, config.env, config.sampling, "train", served_as)
-            train_pool = await stack.enter_async_context(pool)
-            if state is not None:
-                await asyncio.to_thread(make_endless_tasks, train_pool, state)
-        eval_pool = None
-        if config.eval is not None:
-            envs = config.eval.env or config.env
-            pool = make_pool(exp, urls, envs, config.eval_sampling, "eval", served_as)
-            eval_pool = await stack.enter_async_context(pool)
-            if train_pool is not None:
-                asked = [plan.num_examples for plan in plans(config.eval, len(eval_pool.sources))]
-                await asyncio.to_thread(leave_out_trained, eval_pool.sources, train_pool.sources, asked)
+        train_pool, eval_pool = await _open_pools(exp, context, urls, state, stack)
         teacher = make_teacher(exp, context, clients, train_pool, served_as) if train_pool is not None else None
         if teacher is not None:
             stack.push_async_callback(teacher.close)
             if teacher.is_other:  # the policy's own servers may still be starting
                 started = exp.teacher_inference
                 await teacher.check(exp.seq_len, started.ready_timeout_s if started else None)
-        quiet = exp.model_copy(update={"wandb": None, "tensorboard": False})  # a benchmark's figures are its own
-        metrics = open_metrics(quiet if config.bench else exp, ROLE, paths.metrics(ROLE), context.run_dir)
+        reported = exp
+        if config.bench:  # its figures are its own
+            reported = exp.model_copy(update={"wandb": None, "mlflow": None, "tensorboard": False})
+        metrics = open_metrics(reported, ROLE, paths.metrics(ROLE), context.run_dir)
         stack.callback(metrics.close)
         samples = SampleLog(paths.metrics("samples"), config.log_samples)
         stack.callback(samples.close)
@@ -115,7 +106,7 @@ async def _run(exp: Experiment, context: RoleContext, bus: BusClient, status: Ro
             await EvalLoop(exp, parts, start_step=start_step).run()
             return
         orchestrator = Orchestrator(exp, parts, start_step=start_step, state=state)
-        logger.info(_greeting(exp, urls, start_step, orchestrator))
+        logger.info(_start_line(exp, urls, start_step, orchestrator))
         await orchestrator.run()
         if config.bench:
             report = bench_report(exp, orchestrator.rows, orchestrator.shape, context.incarnation)
@@ -123,7 +114,31 @@ async def _run(exp: Experiment, context: RoleContext, bus: BusClient, status: Ro
             logger.info("\n" + table(report))
 
 
-def _greeting(exp: Experiment, urls: list[str], start_step: int, orchestrator: Orchestrator) -> str:
+async def _open_pools(
+    exp: Experiment, context: RoleContext, urls: list[str], state: dict[str, Any] | None, stack: AsyncExitStack
+) -> tuple[EnvPool | None, EnvPool | None]:
+    """Open the environments of training (none for SFT) and of held-out evaluation (none where nothing is evaluated).
+
+    The two share no task.
+    """
+    config, served_as = exp.orchestrator, context.run or POLICY
+    train_pool = eval_pool = None
+    if exp.kind == "rl":
+        pool = make_pool(exp, urls, config.env, config.sampling, "train", served_as, context.log_dir)
+        train_pool = await stack.enter_async_context(pool)
+        if state is not None:
+            await asyncio.to_thread(make_endless_tasks, train_pool, state)
+    if config.eval is not None:
+        envs = config.eval.env or config.env
+        pool = make_pool(exp, urls, envs, config.eval_sampling, "eval", served_as, context.log_dir)
+        eval_pool = await stack.enter_async_context(pool)
+        if train_pool is not None:
+            asked = [plan.num_examples for plan in plans(config.eval, len(eval_pool.sources))]
+            await asyncio.to_thread(leave_out_trained, eval_pool.sources, train_pool.sources, asked)
+    return train_pool, eval_pool
+
+
+def _start_line(exp: Experiment, urls: list[str], start_step: int, orchestrator: Orchestrator) -> str:
     config = exp.orchestrator
     pending = orchestrator.stream.num_pending
     resumed = f", resumed after step {start_step} with {pending} prompts to dispatch again" if start_step else ""

@@ -17,6 +17,29 @@ from prime_hpc.orchestrator.evaluation import texts
 from prime_hpc.orchestrator.rollouts.episodes import Episode
 from prime_hpc.orchestrator.rollouts.groups import GroupCounts
 
+MOST_SPANS = 64
+"""Waits and loads of one step, each with its place; above that neighbours become one."""
+Span = tuple[str, float, float]
+"""A name, its begin and its end on the loop's clock."""
+
+
+def joined(spans: Sequence[Span], most: int = MOST_SPANS) -> list[Span]:
+    """Return spans in order, those of one name that lie near each other as one, so that at most `most` are left."""
+    ordered, gap = sorted(spans, key=lambda span: span[1]), 0.02
+    while True:
+        found: list[Span] = []
+        last: dict[str, int] = {}
+        for name, begin, end in ordered:
+            index = last.get(name)
+            if index is not None and begin - found[index][2] <= gap:
+                found[index] = (name, found[index][1], max(end, found[index][2]))
+            else:
+                last[name] = len(found)
+                found.append((name, begin, end))
+        if len(found) <= most:
+            return found
+        ordered, gap = found, gap * 4
+
 
 class StepStats:
     """Counters since the last batch. Every ended training episode is added exactly once."""
@@ -30,6 +53,7 @@ class StepStats:
         self._prompt_tokens = 0
         self._sampled_tokens = 0
         self._waited: defaultdict[str, float] = defaultdict(float)
+        self._spans: list[Span] = []
 
     def add_episode(self, episode: Episode) -> None:
         """One training episode ended."""
@@ -39,14 +63,24 @@ class StepStats:
         self._prompt_tokens += episode.num_prompt_tokens
         self._sampled_tokens += episode.num_sampled_tokens
 
-    def add_wait(self, reason: str, seconds: float) -> None:
-        """The loop had nothing to do but wait, for `weights`, `servers` or `rollouts`."""
-        self._waited[reason] += seconds
+    def add_wait(self, reason: str, begin: float, end: float) -> None:
+        """Add time in which the loop could only wait, for `weights`, `servers` or `rollouts`."""
+        self._waited[reason] += end - begin
+        name, last = f"wait_{reason}", self._spans[-1] if self._spans else None
+        if last is not None and last[0] == name and begin - last[2] < 0.02:
+            self._spans[-1] = (name, last[1], end)
+        else:
+            self._spans.append((name, begin, end))
+            if len(self._spans) > 16 * MOST_SPANS:
+                self._spans = joined(self._spans)
 
-    def drain(self, clock: float) -> dict[str, float]:
-        """Return the counters as metrics, per step and per second; then start anew."""
+    def drain(self, clock: float, others: Sequence[Span] = ()) -> dict[str, Any]:
+        """Return the counters as metrics, per step and per second; then start anew.
+
+        `spans` are the waits and `others`, each as [name, seconds before now, seconds long].
+        """
         seconds = max(clock - self._start, 1e-9)
-        row: dict[str, float] = {f"episodes/{s.value}": self._states[s.value] for s in EpisodeState}
+        row: dict[str, Any] = {f"episodes/{s.value}": self._states[s.value] for s in EpisodeState}
         row |= {
             "episodes/usable": self._usable,
             "episodes/truncated": self._truncated,
@@ -57,6 +91,8 @@ class StepStats:
             "time/step": seconds,
         }
         row |= {f"time/wait_{reason}": self._waited[reason] for reason in ("weights", "rollouts", "servers")}
+        spans = joined([*self._spans, *others])
+        row["spans"] = [[name, round(clock - begin, 3), round(end - begin, 3)] for name, begin, end in spans]
         StepStats.__init__(self, clock)
         return row
 
@@ -144,7 +180,7 @@ class SampleLog:
 
     def __init__(self, path: Path, per_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8", errors="replace")  # half a surrogate pair is no UTF-8
         self._per_step = per_step
 
     def write(self, step: int, rows: Sequence[dict[str, Any]]) -> None:

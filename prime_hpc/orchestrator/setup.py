@@ -25,7 +25,7 @@ from prime_hpc.store.artifact import check_file, read_manifest
 from prime_hpc.store.batches import find_batch, read_state
 from prime_hpc.store.checkpoint.checkpoints import ORCHESTRATOR_STATE
 from prime_hpc.store.io.files import retry_read
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 
 DEFAULT_READY_TIMEOUT_S = 900.0
 
@@ -66,10 +66,17 @@ def ready_timeout(exp: Experiment, role: EngineRole) -> float:
 def make_clients(exp: Experiment, urls: list[str]) -> list[InferenceClient]:
     """One client per server, for weight updates and health."""
     config = exp.orchestrator.client
-    key = os.environ.get(config.api_key_var) or revealed(exp.inference.api_key if exp.inference else None)
+    key = os.environ.get(_key_variable("inference", config.api_key_var)) or revealed(
+        exp.inference.api_key if exp.inference else None
+    )
     if sampling_role(exp) == "teacher":
         return [_teacher_client(FrozenServer, url, exp) for url in urls]
     return [InferenceClient(url, key, config.timeout_s, exp.orchestrator.weights_timeout_s) for url in urls]
+
+
+def _key_variable(role: EngineRole, stated: str) -> str:
+    """Name the variable with the key of a group of servers: the supervisor's where it has started them."""
+    return KEY_VARIABLES[role] if KEY_VARIABLES[role] in os.environ else stated
 
 
 def make_teacher(
@@ -137,10 +144,12 @@ def make_pool(
     sampling: SamplingConfig,
     split: Split,
     name: str = POLICY,
+    log_dir: Path | None = None,
 ) -> EnvPool:
-    """The environments of one split, with the run's model, renderer and seed; `name`: of the policy on the servers."""
+    """Return the environments of one split, with the run's model, renderer and seed; `name`: of the policy on the
+    servers; `log_dir`: of environments' processes."""
     imitated = exp.orchestrator.teacher if sampling_role(exp) == "teacher" else None
-    own_key = revealed(exp.inference.api_key) if exp.inference else None
+    server_key = revealed(exp.inference.api_key) if exp.inference else None
     kind = TrainEnvConfig if split == "train" else EvalEnvConfig  # a training environment's own is not for evaluations
     samplings = [env.sampling.over(sampling) if isinstance(env, kind) else sampling for env in envs]
     return EnvPool(
@@ -151,19 +160,23 @@ def make_pool(
         enable_thinking=exp.model.enable_thinking,
         trust_remote_code=exp.model.trust_remote_code,
         urls=urls,
-        api_key_var=(imitated or exp.orchestrator.client).api_key_var,
+        api_key_var=_key_variable(
+            "teacher" if imitated else "inference", (imitated or exp.orchestrator.client).api_key_var
+        ),
         sampling=sampling,
         samplings=samplings,
         split=split,
         seed=exp.seed,
         max_model_len=exp.max_model_len,
-        api_key=_teacher_key(exp) if imitated else own_key,
+        api_key=_teacher_key(exp) if imitated else server_key,
         beside=_environments_beside(exp, split),
+        servers=exp.orchestrator.env_servers,
+        log_dir=log_dir / split if log_dir is not None else None,
     )
 
 
 def _environments_beside(exp: Experiment, split: Split) -> Sequence[EnvConfig]:
-    """The environments of the other split: those evaluated on, where these are trained on, and the reverse."""
+    """Return the environments of the other split: those evaluated on, where these are trained on, and the reverse."""
     config = exp.orchestrator
     if config.eval is None or exp.kind != "rl":
         return []
@@ -183,7 +196,7 @@ def make_endless_tasks(pool: EnvPool, state: dict[str, Any]) -> None:
 
 
 def load_resume_state(paths: RunPaths, step: int) -> dict[str, Any]:
-    """The orchestrator's state after batch `step`: the checkpoint's half, else the batch's own.
+    """Return the orchestrator's state after batch `step`: the checkpoint's half, else the batch's own.
 
     Raises ArtifactError where neither is whole.
     """

@@ -49,7 +49,7 @@ def due_versions(
 
 
 def due_sources(intervals: Sequence[int], version: int, last: int) -> list[int]:
-    """Sources to evaluate at a version: the first and the last one concern all."""
+    """Return sources to evaluate at a version: the first and the last one concern all."""
     return [source for source, interval in enumerate(intervals) if version == last or version % interval == 0]
 
 

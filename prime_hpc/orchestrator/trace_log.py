@@ -14,7 +14,7 @@ from loguru import logger
 from prime_hpc.config.sections.orchestrator import TracesConfig
 from prime_hpc.orchestrator.rollouts.episodes import Episode
 from prime_hpc.orchestrator.rollouts.groups import Group
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 
 MIB = 1 << 20
 

@@ -18,9 +18,9 @@ from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.runtime.event_loops import loop_time
 from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, StoreError, wait_for_artifact
 from prime_hpc.store.errors import FencedError
-from prime_hpc.store.layout import RunPaths, check_incarnation
 from prime_hpc.store.leases import set_floor
 from prime_hpc.store.messaging.bus import BusClient
+from prime_hpc.store.run_paths import RunPaths, check_incarnation
 from prime_hpc.store.weights import newest_of_attempt
 
 READER = "orchestrator"
@@ -101,6 +101,21 @@ class WeightSync:
         """Time the last update took, over all servers."""
         self.paused_seconds = 0.0
         """For which of that the engines sampled nothing: the longest pause of a server."""
+        self._updates: list[tuple[str, float, float]] = []
+
+    def facts(self) -> dict[str, Any]:
+        """Describe the servers: `wanted`, the version that all should serve, and who has which. Any thread."""
+        servers = [
+            {
+                "url": s.url,
+                "ready": s.ready,
+                "version": s.version,
+                "in_flight": s.in_flight,
+                "loads": i in self._loading,
+            }
+            for i, s in enumerate(self._table.servers)
+        ]
+        return {"wanted": self.current, "servers": servers}
 
     async def prepare(self, version: int) -> None:
         """Start-up: every server answers and serves `version` (0: the base model), whatever it served before.
@@ -117,6 +132,11 @@ class WeightSync:
         await asyncio.gather(*(self._prepare_one(i, version) for i in range(len(self._clients))))
         await self._announce()
 
+    def drain_updates(self) -> list[tuple[str, float, float]]:
+        """Return the updates since the last call, and of each the engines' pause at its end, on the loop's clock."""
+        found, self._updates = self._updates, []
+        return found
+
     async def run(self) -> None:
         """Follow versions and watch servers until cancelled. Raises OrchestratorError when a server refuses one,
         FencedError when a newer attempt publishes them."""
@@ -130,7 +150,7 @@ class WeightSync:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow(), name="follow-weights")
-                tasks.create_task(self._bring_back_forever(), name="bring-back-servers")
+                tasks.create_task(self._restore_servers_forever(), name="restore-servers")
                 tasks.create_task(self._check_forever(), name="check-servers")
         except* (OrchestratorError, StoreError) as group:
             raise group.exceptions[0] from None
@@ -141,7 +161,7 @@ class WeightSync:
         """Watch servers until cancelled, at the version that `prepare` gave them. Raises as `run`."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._bring_back_forever(), name="bring-back-servers")
+                tasks.create_task(self._restore_servers_forever(), name="restore-servers")
                 tasks.create_task(self._check_forever(), name="check-servers")
         except* (OrchestratorError, StoreError) as group:
             raise group.exceptions[0] from None
@@ -169,13 +189,13 @@ class WeightSync:
                 self.report_error(index)
 
     def report_error(self, index: int) -> None:
-        """An episode failed because of this server: nothing is sent to it until it was looked at."""
+        """Send nothing to a server for which an episode failed, until it was looked at."""
         if self._table.mark_suspect(index, loop_time()):
             logger.warning(f"inference server {self._table.servers[index].url} failed; looking at it")
         self._trouble.set()
 
     def drop(self, index: int) -> None:
-        """The server's node is gone: nothing of it is waited for until it is back."""
+        """Wait for nothing of a server whose node is gone, until it is back."""
         if self._table.mark_suspect(index, loop_time()):
             logger.warning(f"inference server {self._table.servers[index].url} is gone with its node")
         loading = self._loading.get(index)
@@ -250,7 +270,9 @@ class WeightSync:
             start = loop_time()
             self.current, self.paused_seconds, self._asleep = version, 0.0, False
             await asyncio.gather(*(self._load_unless_dropped(i) for i in self._table.ready_indices))
-            self.update_seconds = loop_time() - start
+            end = loop_time()
+            self.update_seconds = end - start
+            self._updates += [("load", start, end), ("pause", max(start, end - self.paused_seconds), end)]
             await self._announce()
 
     def _wait_for(self, version: int) -> None:
@@ -321,7 +343,7 @@ class WeightSync:
             logger.debug(f"version {served} is served")
         self._on_change()
 
-    async def _bring_back_forever(self) -> None:
+    async def _restore_servers_forever(self) -> None:
         warned = loop_time()
         while True:
             await _wait_for_event(self._trouble, PROBE_PAUSE_S)
@@ -330,7 +352,7 @@ class WeightSync:
             if not down:
                 warned = loop_time()
                 continue
-            results = await asyncio.gather(*(self._bring_back(i) for i in down))
+            results = await asyncio.gather(*(self._restore_server(i) for i in down))
             if any(results):
                 await self._announce()
             if loop_time() - warned > DOWN_WARNING_S:
@@ -339,7 +361,7 @@ class WeightSync:
                 logger.warning(f"still waiting for {urls}")
             await asyncio.sleep(0 if all(results) else PROBE_PAUSE_S)
 
-    async def _bring_back(self, index: int) -> bool:
+    async def _restore_server(self, index: int) -> bool:
         """Look at a server that is not ready. Returns whether it is ready now."""
         client, server = self._clients[index], self._table.servers[index]
         if not await client.health():
@@ -367,7 +389,7 @@ class WeightSync:
             await asyncio.gather(*(self._check(i) for i in self._table.ready_indices))
 
     async def _check(self, index: int) -> None:
-        """A server that restarted unnoticed serves another version than the one it was given."""
+        """Find a server that restarted unnoticed: it serves another version than the one it was given."""
         if self._locks[index].locked():
             return
         before = self._table.servers[index].version

@@ -19,7 +19,7 @@ class Backoff:
     """Lengths of the next pauses, seconds."""
 
     def __init__(self, first_s: float, longest_s: float) -> None:
-        """The first pause, and the longest (each give or take a fifth)."""
+        """Take the first pause, and the longest (each give or take a fifth)."""
         self._next_s = first_s
         self._longest_s = longest_s
 

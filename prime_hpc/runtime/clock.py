@@ -2,7 +2,7 @@
 
 A process that was stopped (SIGSTOP, `scontrol suspend`, a machine that slept) heard nobody, and that is nobody's fault.
 `time.monotonic` runs on under SIGSTOP; here a gap between two readings counts for `MAX_GAP_S` at most, so somebody must
-read it more often than that: a thread that touches no file, or an event loop (`loops`).
+read it more often than that: a thread that touches no file, or an event loop (`event_loops`).
 """
 
 import threading

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import weakref
 from collections.abc import Callable
 
 from prime_hpc.runtime.clock import AwakeClock
@@ -9,13 +10,16 @@ from prime_hpc.runtime.clock import AwakeClock
 LOOP_GAP_S = 5.0
 LOOP_READ_S = 1.0
 
+_LOOPS: "weakref.WeakSet[asyncio.AbstractEventLoop]" = weakref.WeakSet()
+
 
 def new_event_loop(raw: Callable[[], float] = time.monotonic) -> asyncio.AbstractEventLoop:
-    """An event loop whose timers stand still while it does: stopped with its process, or in a file that hangs.
+    """Make an event loop whose timers stand still while it does: stopped with its process, or in a file that hangs.
 
     Else all requests that were in flight would be late at once when it goes on, with answers that nobody has read yet.
     """
     loop = asyncio.new_event_loop()
+    _LOOPS.add(loop)
     clock = AwakeClock(raw, LOOP_GAP_S)
     loop.time = clock.now  # type: ignore[method-assign]
 
@@ -24,6 +28,11 @@ def new_event_loop(raw: Callable[[], float] = time.monotonic) -> asyncio.Abstrac
 
     wake()
     return loop
+
+
+def living_loops() -> list[asyncio.AbstractEventLoop]:
+    """Return the loops of this process that were made here and are not closed."""
+    return [loop for loop in list(_LOOPS) if not loop.is_closed()]
 
 
 def loop_time() -> float:

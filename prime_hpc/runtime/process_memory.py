@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import os
 
 YOUNGEST = 20_000
 """New container objects between two collections of the youngest generation (Python's own default: 700)."""
@@ -38,3 +39,12 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_MMAP_THRESHOLD, _KEPT)) and bool(mallopt(_TRIM_THRESHOLD, _KEPT))
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process holds, shared pages included; 0 where it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:  # noqa: PTH123 - asked several times a second
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0

@@ -19,6 +19,11 @@ RUN = "PRIMEHPC_RUN"
 """Set for a role of one of several runs that share a message bus: the run's id."""
 LED = "PRIMEHPC_LED"
 """Set by an agent: SIGTERM is Slurm's warning to the whole job and no order; the agent ends its role by SIGINT."""
+NODE = "PRIMEHPC_NODE"
+"""Name by which this node is known to the run and reached by its other nodes, where that is not the host's own: a pod's
+in its headless service."""
+LOCAL_TASK = "PRIMEHPC_LOCAL_TASK"
+"""Number of an agent among those that a pod runs for one step."""
 RANKS_FILE = "PRIMEHPC_RANKS_FILE"
 """Meeting point of a trainer's ranks on one node; absent: as torch's own variables say."""
 

@@ -66,7 +66,7 @@ async def until_stopped(
 
 
 def _end_in_time(done: Callable[[], None]) -> None:
-    """A thread that cannot be interrupted (tasks being loaded, a batch being written) must not hold up the end."""
+    """End although a thread that cannot be interrupted (tasks being loaded, a batch being written) holds it up."""
 
     def end() -> None:
         logger.warning(f"not everything let go within {STOP_GRACE_S:g} s; ending all the same")

@@ -18,6 +18,7 @@ from prime_hpc.slurm.client import SlurmError, run_slurm
 from prime_hpc.slurm.hostlist import expand_hosts
 
 _END = re.compile(r"\bEndTime=(\S+)")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 END_TIMEOUT_S = 10.0
 
 
@@ -36,6 +37,10 @@ class Allocation:
     """Job id of each component of a het job, under which Slurm knows its steps."""
     ends_at: float | None = None
     """Epoch seconds of the time limit; None: unknown or unlimited."""
+    by_slurm: bool = True
+    """False: its nodes are Kubernetes pods, and there is no Slurm to ask."""
+    notice_s: float | None = None
+    """Of pods: seconds from the notice that one goes to its end."""
 
     @property
     def is_het(self) -> bool:
@@ -76,6 +81,35 @@ def read_allocation(environ: Mapping[str, str] = os.environ) -> Allocation | Non
         component_ids=tuple(environ.get(f"SLURM_JOB_ID_HET_GROUP_{i}", job_id) for i in range(size)),
         ends_at=_end_time(job_id, environ),
     )
+
+
+def held_devices(environ: Mapping[str, str], allocation: Allocation) -> dict[str, float]:
+    """Count the nodes, CPUs and GPUs that the job holds, as Slurm accounts for them; what it does not say is absent.
+
+    Slurm tells the GPUs of the batch host alone: those of a homogeneous job are as many on every node.
+    """
+    if not allocation.by_slurm:
+        return {}
+    held: dict[str, float] = {"nodes": len(allocation.all_hosts)}
+    names = [f"_HET_GROUP_{i}" for i in range(len(allocation.hosts))] if allocation.is_het else [""]
+    counts = [_sum_of_counts(environ.get(f"SLURM_JOB_CPUS_PER_NODE{name}", "")) for name in names]
+    if all(counts):
+        held["cpus"] = sum(counts)
+    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+    if gpus.isdigit() and not allocation.is_het:
+        held["gpus"] = int(gpus) * len(allocation.all_hosts)
+    return held
+
+
+def _sum_of_counts(text: str) -> int:
+    """Return the sum of `4(x2),2`, Slurm's short form of 4,4,2; 0 for anything else."""
+    total = 0
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part)
+        if match is None:
+            return 0
+        total += int(match.group(1)) * int(match.group(2) or 1)
+    return total
 
 
 def _end_time(job_id: str, environ: Mapping[str, str]) -> float | None:

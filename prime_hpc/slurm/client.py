@@ -39,13 +39,16 @@ class SlurmError(RuntimeError):
 
         Args:
             argv: the command.
-            code: its exit status; None: it did not start, or did not answer in time.
+            code: its exit status, the negative number of the signal that ended it; None: it did not start, or did not
+                answer in time.
             stderr: what it said, or why it could not be asked.
         """
         self.argv = list(argv)
         self.code = code
         self.stderr = stderr.strip()
         failed = "" if code is None else f" failed with exit status {code}"
+        if self._killed_by:
+            failed = f" was ended by signal {self._killed_by}"
         advice = f"; {self.advice}" if self.advice else ""
         super().__init__(f"`{_shown(argv)}`{failed}: {self.stderr or 'it said nothing'}{advice}")
 
@@ -56,8 +59,21 @@ class SlurmError(RuntimeError):
 
     @property
     def is_unreachable(self) -> bool:
-        """True if nobody can tell what Slurm would have said: no command, no answer, no controller."""
-        return self.code is None or any(re.search(pattern, self.stderr, re.I) for pattern, _ in _UNREACHABLE)
+        """True if nobody can tell what Slurm would have said: no command, no answer, no controller.
+
+        Slurm's commands die by SIGPIPE when the controller closes the connection that they are writing into.
+        """
+        return (
+            self.code is None
+            or bool(self._killed_by)
+            or any(re.search(pattern, self.stderr, re.I) for pattern, _ in _UNREACHABLE)
+        )
+
+    @property
+    def _killed_by(self) -> int:
+        """The signal that ended the command; 0: none did. A site's wrapper in shell says 128 and the signal."""
+        code = self.code or 0
+        return -code if code < 0 else code - 128 if code in range(129, 193) else 0
 
     @property
     def is_unknown_job(self) -> bool:
@@ -71,6 +87,8 @@ class SlurmError(RuntimeError):
             return "load the site's Slurm module, or start the run on this machine with --launch local"
         if self.code is None:
             return "the controller may be overloaded or down; try again later (`scontrol ping` asks it)"
+        if self._killed_by:
+            return _CONTROLLER
         return next((advice for pattern, advice in _UNREACHABLE if re.search(pattern, self.stderr, re.I)), "")
 
 
@@ -131,8 +149,9 @@ def run_slurm(
     stdin: str | None = None,
     extra: Mapping[str, str] | None = None,
     dies_with_us: bool = False,
+    with_stderr: bool = False,
 ) -> str:
-    """Standard output of a Slurm command.
+    """Run a Slurm command; return its standard output.
 
     Args:
         argv: the command; found on PATH.
@@ -140,6 +159,7 @@ def run_slurm(
         stdin: text to feed it; None: nothing.
         extra: variables added to its environment (sbatch hands them on to the job).
         dies_with_us: it is killed when this process is: an sbatch that lives on could make a job of which nobody knows.
+        with_stderr: standard error follows it: the answer of some is there.
 
     Raises:
         SlurmError: it is missing, hangs, or its exit status is not 0.
@@ -168,7 +188,7 @@ def run_slurm(
         raise SlurmError(argv, None, f"timed out: no answer within {timeout_s:g} s") from error
     if done.returncode != 0:
         raise SlurmError(argv, done.returncode, done.stderr or done.stdout)
-    return str(done.stdout)
+    return str(done.stdout) + (str(done.stderr) if with_stderr else "")
 
 
 def _die_with_parent() -> Callable[[], None]:

@@ -151,7 +151,7 @@ def _fixed(path: Path) -> Path:
 
 
 def _environment(config: ContainerConfig, run_dir: Path, mounts: Iterable[str]) -> str:
-    """An environment definition upon the site's: lists of mounts are added to those that it has."""
+    """Write an environment definition upon the site's: lists of mounts are added to those that it has."""
     import tomlkit
 
     document = tomlkit.document()

@@ -1,4 +1,4 @@
-"""submitit executors whose script is ours: packed jobs, their arrays, het jobs.
+"""submitit executors whose script is ours: homogeneous jobs, their arrays, het jobs.
 
 submitit's own SlurmExecutor writes a script for one homogeneous srun and asks sacct for states. Ours sends the text of
 `render`, and asks squeue, then sacct, then the run directory. What submitit offers on a job works: `state`, `done()`,

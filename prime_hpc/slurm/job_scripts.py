@@ -48,8 +48,8 @@ def with_tokens(found: dict[str, "JobInfo"], which: list[str], timeout_s: float)
 def _scripts(which: list[str], timeout_s: float) -> dict[str, str]:
     """Path of each job's batch script by the id that the job, the array or the het job's leader has."""
     fields = ("JobArrayID", "HetJobID", "Command")
-    layout = ",".join(f"{field}:0{SEPARATOR}" for field in fields)
-    text = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", *which, "-O", layout], timeout_s)
+    columns = ",".join(f"{field}:0{SEPARATOR}" for field in fields)
+    text = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", *which, "-O", columns], timeout_s)
     scripts: dict[str, str] = {}
     for record in re.findall(rf"(?:[^{SEPARATOR}]*{SEPARATOR}){{{len(fields)}}}", text):
         array_id, leader, command = (value.strip() for value in record.split(SEPARATOR)[: len(fields)])

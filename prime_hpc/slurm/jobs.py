@@ -161,7 +161,7 @@ def job(job_id: str, timeout_s: float = TIMEOUT_S) -> JobInfo | None:
 
 
 def find_by_token(token: str, timeout_s: float = TIMEOUT_S) -> list[JobInfo]:
-    """This user's jobs whose comment carries the token, oldest first; of an array all its tasks.
+    """Return this user's jobs whose comment carries the token, oldest first; of an array all its tasks.
 
     Raises:
         SlurmError: Slurm cannot be asked.

@@ -16,15 +16,52 @@ SlurmRole = Literal["trainer", "inference", "teacher", "orchestrator"]
 Mode = Literal["requeue", "successor", "off"]
 """How a job comes back: the same job again, another that waits for it, or not at all."""
 
-_PLAIN = (
-    *("partition", "account", "qos", "reservation", "constraint", "mem", "cpus_per_task", "time", "time_min"),
-    *("exclude", "nodelist", "switches", "exclusive", "licenses", "dependency", "mail_user", "mail_type", "comment"),
-)
-"""Fields that become the option of the same name."""
-JOB_WIDE = ("licenses", "dependency", "mail-user", "mail-type", "comment")
-"""Options of the job as a whole: of a het job only its leader states them."""
-_LARGEST = ("mem", "cpus-per-task", "time", "time-min")
-"""Options of which, where the roles of a packed job differ, the larger holds for the job."""
+
+@dataclass(frozen=True)
+class Traits:
+    """Properties of an sbatch option that has a key of its own."""
+
+    of_node: bool = False
+    """True if a stand-in asks for it too, since it decides what kind of node the job gets."""
+    larger_wins: bool = False
+    """True if, where the roles of a homogeneous job differ, the larger value holds for the job."""
+    of_job: bool = False
+    """True if it is of the job as a whole: of a het job only its leader states it."""
+    handed_on: bool = False
+    """True if sbatch hands it on from one component of a het job to the next."""
+
+
+KEYED: dict[str, Traits] = {
+    "partition": Traits(of_node=True),
+    "account": Traits(of_node=True, handed_on=True),
+    "qos": Traits(of_node=True, handed_on=True),
+    "reservation": Traits(of_node=True, handed_on=True),
+    "constraint": Traits(of_node=True),
+    "mem": Traits(of_node=True, larger_wins=True, handed_on=True),
+    "cpus_per_task": Traits(of_node=True, larger_wins=True),
+    "time": Traits(of_node=True, larger_wins=True, handed_on=True),
+    "time_min": Traits(larger_wins=True, handed_on=True),
+    "exclude": Traits(of_node=True, handed_on=True),
+    "nodelist": Traits(),
+    "switches": Traits(),
+    "exclusive": Traits(of_node=True),
+    "licenses": Traits(of_job=True),
+    "dependency": Traits(of_job=True),
+    "mail_user": Traits(of_job=True),
+    "mail_type": Traits(of_job=True),
+    "comment": Traits(of_job=True),
+}
+"""Field of `SlurmOptions` -> properties of the option of the same name."""
+
+
+def options_with(**traits: bool) -> tuple[str, ...]:
+    """Long names of the options that have these properties: `options_with(of_job=True)`."""
+    chosen = (name for name, row in KEYED.items() if all(getattr(row, key) is value for key, value in traits.items()))
+    return tuple(name.replace("_", "-") for name in chosen)
+
+
+JOB_WIDE = options_with(of_job=True)
+_LARGEST = options_with(larger_wins=True)
 _GRES_GPU = re.compile(r"^gpu(?::(?P<type>[^:=(]+))??(?:[:=](?P<count>\d+))?(?:\(.*\))?$")
 _MEM = re.compile(r"^(\d+)([KMGT]?)B?$", re.IGNORECASE)
 
@@ -49,7 +86,7 @@ def resolve(role: SlurmRole, experiment: Experiment, site: SiteConfig) -> RoleOp
     """
     levels = _levels(role, experiment, site)
     options: Options = {}
-    for name in _PLAIN:
+    for name in KEYED:
         value = next((v for v in (getattr(level, name) for _, level in levels) if v is not None), None)
         if value is not None and value is not False:
             options[name.replace("_", "-")] = value if value is True else str(value)
@@ -77,7 +114,7 @@ def _levels(role: SlurmRole, experiment: Experiment, site: SiteConfig) -> list[t
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """`a, b` -> ("a", "b")."""
+    """Split `a, b` into ("a", "b")."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 

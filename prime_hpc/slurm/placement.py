@@ -44,7 +44,7 @@ LAYOUTS: dict[str, LayoutRow] = {
 
 @dataclass(frozen=True)
 class Component:
-    """One component of the job (a packed job has exactly one): what is asked of Slurm."""
+    """One component of the job (a homogeneous job has exactly one): what is asked of Slurm."""
 
     index: int
     name: str
@@ -83,7 +83,7 @@ class Placement:
     components: tuple[Component, ...]
     groups: tuple[RoleGroup, ...]
     spares: tuple[int, ...] = ()
-    """Packed: node offsets that no role uses at first."""
+    """Homogeneous jobs: node offsets that no role uses at first."""
 
     @property
     def abilities(self) -> LayoutRow:
@@ -126,9 +126,9 @@ class _Servers:
 
 
 def place_slurm(experiment: Experiment, site: SiteConfig) -> Placement:
-    """The job's components and where each role runs in them.
+    """Place each role in the job's components.
 
-    Component 0 holds the batch script (supervisor and orchestrator) on its first node. A packed job's nodes are in
+    Component 0 holds the batch script (supervisor and orchestrator) on its first node. A homogeneous job's nodes are in
     the order trainer, inference, teacher, spares.
 
     Raises:
@@ -246,8 +246,8 @@ def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["pa
     if slurm.spare_nodes:
         raise ConfigError(
             Problem(
-                f"spare nodes exist in packed jobs alone (Slurm ends a het job that loses a node), and this one is het "
-                f"({why}); set slurm.spare_nodes = 0, or slurm.layout = packed",
+                "spare nodes exist in homogeneous jobs alone (Slurm ends a het job that loses a node), and this one is "
+                f"het ({why}); set slurm.spare_nodes = 0, or slurm.layout = packed",
                 "slurm.spare_nodes",
             )
         )
@@ -267,7 +267,7 @@ def _place_evaluation(experiment: Experiment, site: SiteConfig) -> Placement:
     return Placement("packed", (Component(0, "all", total, options),), tuple(groups), tuple(range(max(1, used), total)))
 
 
-def _place_packed(experiment: Experiment, site: SiteConfig) -> Placement:
+def _place_homogeneous(experiment: Experiment, site: SiteConfig) -> Placement:
     if not experiment.trains:
         return _place_evaluation(experiment, site)
     slurm = experiment.slurm
@@ -314,7 +314,7 @@ def _place_het(experiment: Experiment, site: SiteConfig) -> Placement:
     return Placement("het", tuple(components), tuple(groups))
 
 
-_PLACED_BY = {"packed": _place_packed, "het": _place_het}
+_PLACED_BY = {"packed": _place_homogeneous, "het": _place_het}
 
 
 def _orchestrator() -> RoleGroup:

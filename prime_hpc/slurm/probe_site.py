@@ -174,7 +174,7 @@ def network_cards() -> list[str]:
 
 
 def draft_site(answers: Answers, cards: list[str]) -> SiteDraft:
-    """The profile's text and what it parses to."""
+    """Return the profile's text and what it parses to."""
     import yaml
 
     config = answers.config

@@ -1,6 +1,5 @@
 """One run into Slurm's queue, exactly once: what was sent before is looked for first, what is sent is written first."""
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,16 @@ from prime_hpc.config.run_files import ATTEMPTS_JSONL, JOB_SBATCH
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import cluster_name, has_accounting, load_site, other_cluster
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, COMMENT_PREFIX, SlurmError, on_cluster, run_slurm, sbatch_answer
-from prime_hpc.slurm.jobs import JobInfo, find_by_token, find_in_history, jobs
+from prime_hpc.slurm.jobs import JobInfo, find_by_token, jobs
 from prime_hpc.slurm.placement import Placement, place_slurm
-from prime_hpc.slurm.sbatch_errors import SlurmRefused, refusal
+from prime_hpc.slurm.sbatch_errors import (
+    NothingQueued,
+    SlurmRefused,
+    forgotten_job_of,
+    job_without_answer,
+    jobs_of_cut_off_submit,
+    note,
+)
 from prime_hpc.slurm.script import command_tail, escape_pattern, interpreter, render_job, restart_mode
 from prime_hpc.slurm.submission_record import (
     cluster_of,
@@ -31,10 +37,6 @@ from prime_hpc.store.run_dirs import SubmissionRecord, read_rows
 P = ParamSpec("P")
 R = TypeVar("R")
 SBATCH_TIMEOUT_S = 60.0
-QUEUE_ANSWER_S = 15.0
-"""A request that was on its way when its client died arrives within this, or never: sbatch dies with the client, and
-Slurm's own MessageTimeout is 10 s."""
-_QUEUE_POLL_S = 2.0
 _AT_REST = ("completed", "failed", "stopped", "interrupted")
 """Outcomes after which a run does not come back by itself (as far as its own directory knows)."""
 
@@ -206,30 +208,16 @@ def resolve_pending_submission(run_dir: Path) -> JobInfo | None:
         refuse_if_queued(run_dir)
         return None
     token, sent = str(record["token"]), float(record["time"])
-    try:
-        found = find_by_token(token, ASK_TIMEOUT_S)
-        while not found and (wait_s := sent + QUEUE_ANSWER_S - time.time()) > 0:
-            _note(f"an earlier submit of this run was cut off; looking for its job for {wait_s:.0f} s more")
-            time.sleep(min(_QUEUE_POLL_S, wait_s))
-            found = find_by_token(token, ASK_TIMEOUT_S)
-    except SlurmError as error:
-        raise SlurmRefused(
-            Problem(
-                f"{run_dir}: an earlier submit was cut off, and whether its job reached Slurm cannot be asked; "
-                f"nothing was changed. {error}",
-                "name",
-            )
-        ) from error
+    found = jobs_of_cut_off_submit(token, sent, str(run_dir), "name")
     if found:
         successor = found[1].job_id if len(found) > 1 else None
         write_record(run_dir, state="sent", job_id=found[0].job_id, successor=successor)
         return next((info for info in found if info.is_active), None)
-    ended = find_in_history(token, sent - 60, ASK_TIMEOUT_S) if has_accounting(run_dir) else []
-    if ended:
-        write_record(run_dir, state="sent", job_id=ended[0].job_id.partition("+")[0])
+    if has_accounting(run_dir) and (ended := forgotten_job_of(token, sent, str(run_dir), "name")):
+        write_record(run_dir, state="sent", job_id=ended)
         return None
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(sent))
-    _note(f"the submit of {when} never reached Slurm; submitting now")
+    note(f"the submit of {when} never reached Slurm; submitting now")
     return None
 
 
@@ -262,7 +250,8 @@ def send(
         the job id.
 
     Raises:
-        SlurmRefused: sbatch refused, is missing, or did not answer; the record says which.
+        NothingQueued: sbatch refused, or is missing; the record says so.
+        SlurmRefused: it did not answer.
         ConfigError: the run directory cannot be written.
     """
     from prime_hpc.slurm.executors import executor_class
@@ -282,10 +271,14 @@ def send(
         if executor.cluster is not None:
             write_record(directory, other_cluster=executor.cluster)
     except SlurmError as error:
-        with on_cluster(other):
-            job_id = _without_answer(directory, token, error, layout)
+        try:
+            with on_cluster(other):
+                job_id = job_without_answer(token, error, layout).job_id
+        except NothingQueued as refused:
+            write_record(directory, state="failed", error=str(refused))
+            raise
     except KeyboardInterrupt:
-        _note(
+        note(
             "interrupted while sbatch was asked; whether the job was queued is not known: `prime-hpc cancel "
             f"{directory}` takes it out, the same command again finds it"
         )
@@ -294,28 +287,6 @@ def send(
         raise ConfigError(Problem(f"{directory} cannot be written: {error.strerror}", "output_dir")) from error
     write_record(directory, state="sent", job_id=job_id)
     return job_id
-
-
-def _without_answer(directory: Path, token: str, error: SlurmError, layout: str) -> str:
-    """After an sbatch that gave no job id: refused, or perhaps accepted all the same?"""
-    if error.is_missing or (error.code not in (None, 0) and not error.is_unreachable):
-        refused = refusal(error, layout)
-        write_record(directory, state="failed", error=str(refused))
-        raise refused from error
-    try:
-        found = find_by_token(token, ASK_TIMEOUT_S)
-    except SlurmError:
-        found = []
-    if found:
-        _note(f"sbatch's answer was lost ({error.stderr}), but the job is there")
-        return found[0].job_id
-    raise SlurmRefused(
-        Problem(
-            f"{error}. Whether the job was queued is not known: give the same command again, it looks for the job "
-            "first and never makes a second one",
-            "launch",
-        )
-    ) from error
 
 
 @_where_it_was_sent
@@ -391,7 +362,3 @@ def drop_successor(run_dir: Path) -> str | None:
 
 def _is_ours(info: JobInfo, record: SubmissionRecord) -> bool:
     return info.token is not None and info.token in (record.get("token"), record.get("successor_token"))
-
-
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ def requeue(job_id: str, num_nodes: int) -> str:
 
     Args:
         job_id: its leader.
-        num_nodes: that it needs; a packed job that lost a node (--no-kill) would come back smaller. 0: leave it.
+        num_nodes: that it needs; a homogeneous job that lost a node (--no-kill) would come back smaller. 0: leave it.
 
     Returns:
         what `scontrol show job --oneliner` said of it before.

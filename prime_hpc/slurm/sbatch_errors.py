@@ -1,13 +1,21 @@
-"""Slurm's refusals in terms of the config: its own words, the key to change, what there is."""
+"""After an sbatch that gave no job id: refused (in terms of the config: Slurm's own words, the key to change, what
+there is), on its way, or queued all the same? The token in its comment tells."""
 
 import re
+import sys
+import time
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.sections.slurm import SlurmConfig
-from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
+from prime_hpc.slurm.jobs import JobInfo, find_by_token, find_in_history
 from prime_hpc.slurm.placement import LAYOUTS
 
 LOOK_TIMEOUT_S = 10.0
+QUEUE_ANSWER_S = 15.0
+"""A request that was on its way when its client died arrives within this, or never: sbatch dies with the client, and
+Slurm's own MessageTimeout is 10 s."""
+_POLL_S = 2.0
 
 
 class SlurmRefused(ConfigError):
@@ -16,7 +24,23 @@ class SlurmRefused(ConfigError):
     exit_code = 3
 
 
+class NothingQueued(SlurmRefused):
+    """Slurm said no, or there is none: nothing was queued. Of a plain SlurmRefused that is not known."""
+
+
 _REFUSALS: tuple[tuple[str, str, str], ...] = (
+    # first: the words of every refusal for a policy speak of time limits, too
+    (
+        r"(assoc|qos)(max|grp)submitjob",
+        "slurm",
+        "you have as many jobs in the queue as you may: let some end, or cancel them; a sweep's points are sent as "
+        "slots come free with `prime-hpc sweep submit SWEEP --feed`",
+    ),
+    (
+        r"assocgrp|assocmax|qosmax|qosgrp|accounting/qos policy",
+        "slurm",
+        "the limits of your account do not allow it: ask for less, or name another slurm.account or slurm.qos",
+    ),
     (r"invalid partition|partition .*(not|in)valid", "slurm.partition", ""),
     (
         r"invalid account",
@@ -26,11 +50,6 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
     (r"invalid qos|qos .*not permitted", "slurm.qos", "`sacctmgr show qos` lists what there is"),
     (r"time-min", "slurm.time_min", "it must be below slurm.time"),
     (r"time limit|--time", "slurm.time", "`sinfo -o '%P %l'` shows the partitions' limits"),
-    (
-        r"assocgrp|assocmax|qosmax|qosgrp|accounting/qos policy",
-        "slurm",
-        "the limits of your account do not allow it: ask for less, or name another slurm.account or slurm.qos",
-    ),
     (r"invalid feature", "slurm.constraint", "`sinfo -o '%N %f'` shows the nodes' features"),
     (
         r"generic resource|\bgres\b|gpus",
@@ -70,7 +89,7 @@ def refusal(error: SlurmError, layout: str) -> SlurmRefused:
     """
     if error.is_unreachable:
         return SlurmRefused(Problem(str(error), "launch"))
-    words = _own_words(error.stderr)
+    words = _error_lines(error.stderr)
     low = words.lower()
     if (advice := LAYOUTS[layout].if_refused) and "not supported" in low:
         return SlurmRefused(Problem(f"Slurm refused the job: {words}; {advice}", "slurm.layout"))
@@ -84,9 +103,11 @@ def refusal(error: SlurmError, layout: str) -> SlurmRefused:
     return SlurmRefused(Problem(f"Slurm refused the job: {words}", "slurm"))
 
 
-def _own_words(stderr: str) -> str:
+def _error_lines(stderr: str) -> str:
     """sbatch's lines without its prefixes, the summary first."""
-    lines = [re.sub(r"^sbatch: (error: |fatal: )?", "", line).strip() for line in stderr.splitlines()]
+    lines = [
+        re.sub(r"^(sbatch: (error: |fatal: )?|allocation failure: )", "", line).strip() for line in stderr.splitlines()
+    ]
     lines = [line for line in dict.fromkeys(lines) if line and not line.startswith("Try ")]
     lines.sort(key=lambda line: not line.startswith("Batch job submission failed"))
     return "; ".join(re.sub(r"^Batch job submission failed: ", "", line) for line in lines) or "it did not say why"
@@ -98,3 +119,86 @@ def _partitions() -> str:
     except SlurmError:
         return ""  # the refusal itself is what matters
     return f"there are {', '.join(names)}" if names else "sinfo shows you none"
+
+
+def job_without_answer(token: str, error: SlurmError, layout: str) -> JobInfo:
+    """Return the job that an sbatch without an answer made all the same; of a het job the first component.
+
+    Args:
+        token: of the submission.
+        error: sbatch's end.
+        layout: of the job, for the explanation.
+
+    Raises:
+        NothingQueued: sbatch refused, or there is none.
+        SlurmRefused: it cannot be known now.
+    """
+    if error.is_missing or (error.code not in (None, 0) and not error.is_unreachable):
+        raise NothingQueued(refusal(error, layout).problems) from error
+    try:
+        found = find_by_token(token, ASK_TIMEOUT_S)
+    except SlurmError:
+        found = []
+    if found:
+        note(f"sbatch's answer was lost ({error.stderr}), but the job is there")
+        return found[0]
+    raise SlurmRefused(
+        Problem(
+            f"{error}. Whether the job was queued is not known: give the same command again, it looks for the job "
+            "first and never makes a second one",
+            "launch",
+        )
+    ) from error
+
+
+def jobs_of_cut_off_submit(token: str, sent: float, subject: str, key: str) -> list[JobInfo]:
+    """Return the jobs, which Slurm's controller knows, of a submit that ended before the answer was written down.
+
+    Waits as long as a request may still be on its way.
+
+    Args:
+        token: of the submission.
+        sent: when, in seconds since the epoch.
+        subject: of messages: the run's or sweep's directory.
+        key: of the config, that an error names.
+
+    Raises:
+        SlurmRefused: Slurm cannot be asked.
+    """
+    try:
+        found = find_by_token(token, ASK_TIMEOUT_S)
+        while not found and (wait_s := sent + QUEUE_ANSWER_S - time.time()) > 0:
+            note(f"an earlier submit was cut off; looking for its job for {wait_s:.0f} s more")
+            time.sleep(min(_POLL_S, wait_s))
+            found = find_by_token(token, ASK_TIMEOUT_S)
+        return found
+    except SlurmError as error:
+        raise _cannot_be_asked(subject, key, error) from error
+
+
+def forgotten_job_of(token: str, sent: float, subject: str, key: str) -> str | None:
+    """Return the id, from the accounting, of a job that the controller has forgotten; arguments as above.
+
+    Raises:
+        SlurmRefused: the accounting cannot be asked.
+    """
+    try:
+        rows = find_in_history(token, sent - 60, ASK_TIMEOUT_S)
+    except SlurmError as error:
+        raise _cannot_be_asked(subject, key, error) from error
+    return rows[0].job_id.partition("+")[0] if rows else None
+
+
+def _cannot_be_asked(subject: str, key: str, error: SlurmError) -> SlurmRefused:
+    return SlurmRefused(
+        Problem(
+            f"{subject}: an earlier submit was cut off, and whether its job reached Slurm cannot be asked; nothing "
+            f"was changed. {error}",
+            key,
+        )
+    )
+
+
+def note(text: str) -> None:
+    """Tell the user, on standard error."""
+    print(f"note: {text}", file=sys.stderr, flush=True)

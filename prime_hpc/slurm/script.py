@@ -1,8 +1,8 @@
 """placement -> the text of the batch script: the same for `submit`, for `render` and for sbatch by hand.
 
-Called by `submit` and by the `render` verb. Byte for byte reproducible: nothing here asks the machine, the cluster or
-the clock. Quoting: `#SBATCH` lines by sbatch's own rules (`directive`), file names by its patterns (`escape_pattern`),
-the body by the shell's (`shlex.quote`).
+Byte for byte reproducible: nothing here asks the machine, the cluster or the clock. Quoting: `#SBATCH` lines by
+sbatch's own rules (`directive`), file names by its patterns (`escape_pattern`), the body by the shell's
+(`shlex.quote`).
 """
 
 import re
@@ -17,14 +17,13 @@ from prime_hpc.config.secret import Secret, command_without_secrets
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sources.flags import parse_flags
 from prime_hpc.slurm.hostlist import index_ranges
-from prime_hpc.slurm.options import JOB_WIDE, Mode, Options, resolve_mode, split_names
+from prime_hpc.slurm.options import JOB_WIDE, Mode, Options, options_with, resolve_mode, split_names
 from prime_hpc.slurm.placement import Component, Placement
 from prime_hpc.slurm.submission_record import submission_environment
 
-_HANDED_ON = ("account", "qos", "reservation", "exclude", "mem", "time", "time-min")
-"""Options that sbatch hands on from one component of a het job to the next."""
 _TAKEN_BACK = ("reservation", "exclude")
-"""Of those, what an empty value takes back; sbatch refuses it for `mem` and the times, and an account of no name."""
+"""Of what sbatch hands on to the next component, what an empty value takes back; sbatch refuses it for `mem` and the
+times, and an account of no name."""
 _MAX_DIRECTIVE = 8000  # sbatch reads an argument into a buffer of 8192 bytes
 
 
@@ -180,7 +179,7 @@ def _explicit(component: Component, carried: Options) -> Options:
         for name in JOB_WIDE:
             asked.pop(name, None)  # the leader's
         asked["dependency"] = ""  # it would be handed on: a component that waits for its own leader never starts
-    for name in _HANDED_ON:
+    for name in options_with(handed_on=True):
         if name not in asked and name in carried:
             asked[name] = "" if name in _TAKEN_BACK else carried[name]
         if name in asked:
@@ -266,7 +265,7 @@ def _check_path(run_dir: Path) -> None:
 
 
 def interpreter() -> str:
-    """This Python, not resolved: the one in a virtual environment is a link that must be called by its own name."""
+    """Return this Python, not resolved: that of a virtual environment is a link that must be called by its own name."""
     return sys.executable
 
 

@@ -29,6 +29,10 @@ _FOREIGN_LOCK_S = 300.0
 """A submit on another host, whose process cannot be looked at, counts as dead after so long."""
 
 
+class SubmissionUnderWay(ConfigError):
+    """Another command submits (or cancels) the same run or sweep right now. The command line exits with 2."""
+
+
 def new_token() -> str:
     """Return the name of one submission."""
     return uuid.uuid4().hex
@@ -106,7 +110,8 @@ def submitting(run_dir: Path) -> Iterator[None]:
     A lock that a killed submit left behind is taken over.
 
     Raises:
-        ConfigError: another submit is under way, or the directory cannot be written.
+        SubmissionUnderWay: another submit is.
+        ConfigError: the directory cannot be written.
     """
     lock = run_dir / LOCK
     mine = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "id": new_token()})
@@ -115,8 +120,10 @@ def submitting(run_dir: Path) -> Iterator[None]:
         while not _take(lock, mine):
             found = lock.read_text(encoding="utf-8") if lock.exists() else ""
             if _is_held(lock, found):
-                raise ConfigError(Problem(f"{run_dir}: another submit of this run is under way ({found})", "name"))
-            _set_aside(lock, found)
+                raise SubmissionUnderWay(
+                    Problem(f"{run_dir}: another submit of this run is under way ({found})", "name")
+                )
+            _move_aside(lock, found)
     except OSError as error:
         raise ConfigError(Problem(f"{run_dir} cannot be written: {error.strerror}", "output_dir")) from error
     try:
@@ -157,7 +164,7 @@ def _is_held(lock: Path, text: str) -> bool:
         return False
 
 
-def _set_aside(lock: Path, text: str) -> None:
+def _move_aside(lock: Path, text: str) -> None:
     """Remove a dead client's lock: of several that try, a rename has one winner."""
     aside = lock.with_name(f"{LOCK}.{new_token()}")
     try:

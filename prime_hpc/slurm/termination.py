@@ -1,7 +1,7 @@
 """Causes of a job's end as Slurm knows them: which nodes are lost, and what a SIGTERM inside a job means.
 
-`controls` asks while the job is being ended, `postmortem` in the next attempt. Every question has a short deadline;
-where Slurm does not answer, the answer is that the reason is unknown.
+`supervisor.attempt` asks while the job is being ended, the next attempt asks again. Every question has a short
+deadline; where Slurm does not answer, the answer is that the reason is unknown.
 """
 
 import re

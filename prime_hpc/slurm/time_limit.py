@@ -54,9 +54,9 @@ class TimeLimit:
         except SlurmError as error:
             logger.debug(f"whether the time limit has changed is unknown: {error}")
             return
-        self.hear(text)
+        self.update(text)
 
-    def hear(self, text: str) -> None:
+    def update(self, text: str) -> None:
         """Take what `scontrol show job --oneliner` says.
 
         A preemption with grace moves the end to before the limit and leaves the limit: that is not for here. The time

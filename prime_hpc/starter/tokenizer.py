@@ -1,9 +1,9 @@
 """The tiny starter's tokenizer: bytes, ChatML tokens and a chat template with the prefix property.
 
-Called by `prime_hpc.starter.make`. Tokens are single bytes (no merges: reversing a text is a task about characters)
-plus Qwen3's control tokens under Qwen3's names, so that the `qwen3` renderer of the `renderers` package (which the
-environments use) and this template (which supervised fine-tuning uses) give the same ids. Where declarations of tools
-come before every question, the phrases that the demonstrations repeat are tokens too.
+Tokens are single bytes (no merges: reversing a text is a task about characters) plus Qwen3's control tokens under
+Qwen3's names, so that the `qwen3` renderer of the `renderers` package (which the environments use) and this template
+(which supervised fine-tuning uses) give the same ids. Where declarations of tools come before every question, the
+phrases that the demonstrations repeat are tokens too.
 """
 
 import re

@@ -30,8 +30,8 @@ from prime_hpc.store.errors import (
 from prime_hpc.store.io import files, lustre
 from prime_hpc.store.io.disk import disk_error
 from prime_hpc.store.io.files import FileEntry
-from prime_hpc.store.layout import RunPaths, check_incarnation
 from prime_hpc.store.manifest import MANIFEST, Manifest, check_file, read_manifest, verify_artifact
+from prime_hpc.store.run_paths import RunPaths, check_incarnation
 from prime_hpc.store.waiting import wait_for_artifact
 
 __all__ = [
@@ -67,7 +67,7 @@ _STAGE_INCARNATION = re.compile(r"\.stage-.*?-i(\d+)(?:-|$)")
 
 
 def stage_dir(final: Path, incarnation: int = 0) -> Path:
-    """The hidden sibling where all ranks of one attempt write what will become `final`. A name only: nothing is
+    """Return the hidden sibling where all ranks of one attempt write what will become `final`. A name only: nothing is
     made."""
     return final.with_name(f".stage-{final.name}-i{incarnation:04d}")
 
@@ -111,7 +111,7 @@ def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """
     # The stage was made with 0777 & ~umask: that tells the umask without touching the process's own.
     mode = files.FILE_MODE & directory.stat().st_mode
-    return {name: files.seal_file(directory / name, mode) for name in sorted(names)}
+    return {name: files.finalize_file(directory / name, mode) for name in sorted(names)}
 
 
 def commit_stage(
@@ -138,7 +138,7 @@ def commit_stage(
         StoreError: disk full, I/O error; files in the stage that the manifest does not name.
     """
     run = run or RunPaths(final.parent.parent)
-    with own_stage(stage, run, manifest.incarnation):
+    with fenced_stage(stage, run, manifest.incarnation):
         strays = set(_walk(stage)) - set(manifest.files) - {MANIFEST}
         if strays:
             raise StoreError(f"{stage}: files that the manifest does not name: {', '.join(sorted(strays)[:5])}")
@@ -149,7 +149,7 @@ def commit_stage(
 
 
 @contextlib.contextmanager
-def own_stage(stage: Path, run: RunPaths, incarnation: int) -> Iterator[None]:
+def fenced_stage(stage: Path, run: RunPaths, incarnation: int) -> Iterator[None]:
     """While this attempt writes into its stage: a newer attempt cleans up after it, and then names are missing.
 
     Raises:
@@ -170,7 +170,7 @@ def _publish(stage: Path, final: Path, manifest: Manifest, run: RunPaths) -> Man
         # As late as can be: a file system has no compare-and-rename, so readers check incarnations as well.
         check_incarnation(run, manifest.incarnation)
         try:
-            with own_stage(stage, run, manifest.incarnation):
+            with fenced_stage(stage, run, manifest.incarnation):
                 files.rename(stage, final)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -209,7 +209,7 @@ def discard(run: RunPaths, path: Path, incarnation: int) -> None:
     """
     check_incarnation(run, incarnation)
     try:
-        trash = files.set_aside(path)
+        trash = files.move_aside(path)
     except FileNotFoundError:  # this node still saw it
         return
     _unless_newer(run, path, trash, incarnation)
@@ -247,12 +247,12 @@ def clear_name(run: RunPaths, path: Path, incarnation: int) -> None:
     if is_artifact(path):
         discard(run, path, incarnation)
         return
-    aside = set_aside(run, path, incarnation)
+    aside = move_aside(run, path, incarnation)
     if aside is not None:
         logger.warning(f"{path} holds no manifest: no artifact of ours; set aside as {aside.name}")
 
 
-def set_aside(run: RunPaths, path: Path, incarnation: int) -> Path | None:
+def move_aside(run: RunPaths, path: Path, incarnation: int) -> Path | None:
     """Give what bears an artifact's name one that nobody lists, in one rename; its content stays, until its owner
     deletes it. Returns the new name; None where there was nothing.
 
@@ -334,7 +334,7 @@ class ArtifactWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            with own_stage(self.path, self._run, self._incarnation):
+            with fenced_stage(self.path, self._run, self._incarnation):
                 if error is None:
                     self.manifest = self._commit()
                     return

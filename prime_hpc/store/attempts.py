@@ -48,6 +48,8 @@ class Attempt:
     """Newest whole checkpoint when the attempt ended."""
     lost_nodes: list[str] = field(default_factory=list)
     """Nodes that fell silent."""
+    allocated: dict[str, float] = field(default_factory=dict)
+    """Of a Slurm job: its `nodes`, `cpus` and, where they are known, `gpus`."""
     next: str | None = None
     """How the run comes back: requeue, successor, or None."""
 

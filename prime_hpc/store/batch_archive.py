@@ -1,8 +1,8 @@
 """Batches that were trained on, compressed: `rollouts_packed/step_<n>` takes the place of `rollouts/step_<n>`.
 
-Trainer rank 0 packs them beside the training (`RolloutPacker`); `replay` and `export` read both places. The packed one
-is a whole artifact before the plain one is taken away, so that at every moment one of them is there; where both are, a
-crash came between, and the next packing ends what was begun.
+Trainer rank 0 archives them beside the training (`RolloutArchiver`); `replay` and `export` read both places. The
+archived one is a whole artifact before the plain one is taken away, so that at every moment one of them is there; where
+both are, a crash came between, and the next archiving ends what was begun.
 """
 
 import os
@@ -16,7 +16,7 @@ from prime_hpc.store.artifact import ArtifactError, ArtifactWriter, discard, ver
 from prime_hpc.store.batches import RAW, STATE
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.io import files, zstd
-from prime_hpc.store.layout import RunPaths, list_steps
+from prime_hpc.store.run_paths import RunPaths, list_steps
 
 LEFT_PLAIN = 2
 """The newest batches stay as they are: one may be read again, or belong to a checkpoint that is being written."""
@@ -24,7 +24,7 @@ NICE = 19
 JOIN_S = 600.0
 
 
-def pack_batch(paths: RunPaths, step: int, incarnation: int = 0) -> tuple[int, int]:
+def archive_batch(paths: RunPaths, step: int, incarnation: int = 0) -> tuple[int, int]:
     """Compress one batch.
 
     Returns:
@@ -34,7 +34,7 @@ def pack_batch(paths: RunPaths, step: int, incarnation: int = 0) -> tuple[int, i
         ArtifactError: the batch is not what its manifest says; it stays as it is.
         StoreError: disk full, fenced, no pyarrow.
     """
-    source, final = paths.rollouts_step(step), paths.packed_step(step)
+    source, final = paths.rollouts_step(step), paths.archived_step(step)
     manifest = verify_artifact(source)
     if not _is_whole(final, step):
         writing = ArtifactWriter(
@@ -64,7 +64,7 @@ def pack_batch(paths: RunPaths, step: int, incarnation: int = 0) -> tuple[int, i
 
 
 def _is_whole(final: Path, step: int) -> bool:
-    """A crash came after this was committed. What is broken is taken away."""
+    """Return whether it was committed before a crash came. What is broken is taken away."""
     if not final.exists():
         return False
     try:
@@ -74,7 +74,7 @@ def _is_whole(final: Path, step: int) -> bool:
         return False
 
 
-class RolloutPacker:
+class RolloutArchiver:
     """Packs in a thread of its own, with the least priority. One process has it: trainer rank 0."""
 
     def __init__(self, paths: RunPaths, incarnation: int) -> None:
@@ -83,11 +83,11 @@ class RolloutPacker:
         self._closing = False
         self._failed = False
         self.num_bytes = [0, 0]
-        """Before and after, of all batches packed so far."""
+        """Before and after, of all batches archived so far."""
 
     def up_to(self, trained: int, keep: Collection[int] = ()) -> None:
-        """All ranks have taken step `trained`: what is old enough is packed, unless that still goes on. Never raises:
-        a batch that could not be packed stays as it is.
+        """All ranks have taken step `trained`: what is old enough is archived, unless that still goes on. Never raises:
+        a batch that could not be archived stays as it is.
 
         Args:
             trained: the step that was taken last.
@@ -100,7 +100,7 @@ class RolloutPacker:
         self._thread.start()
 
     def close(self) -> None:
-        """Let the batch that is being packed come to its end."""
+        """Let the batch that is being archived come to its end."""
         self._closing = True
         if self._thread is not None:
             self._thread.join(JOIN_S)
@@ -111,7 +111,7 @@ class RolloutPacker:
             if step > last or self._closing:
                 return
             try:
-                before, after = pack_batch(self._paths, step, self._incarnation)
+                before, after = archive_batch(self._paths, step, self._incarnation)
             except FencedError:
                 return  # the training itself will say so
             except (StoreError, OSError) as error:

@@ -14,7 +14,7 @@ from prime_hpc.store.manifest import MANIFEST
 
 Kind = Literal["jsonl", "parquet", "hub", "fake"]
 _JSONL, _PARQUET = (".jsonl", ".json", ".ndjson"), (".parquet", ".pq")
-_PACKED = (".gz", ".zst")
+_COMPRESSED = (".gz", ".zst")
 SAVED_BY_DATASETS = "state.json"
 """Marks a directory that `datasets.Dataset.save_to_disk` wrote."""
 
@@ -69,12 +69,12 @@ def _holds_rows(path: Path) -> bool:
 
 def plain_suffix(path: Path) -> str:
     """`.jsonl` of `a.jsonl.gz`."""
-    return Path(path.stem).suffix if path.suffix in _PACKED else path.suffix
+    return Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
 
 
-def is_packed(path: Path) -> bool:
+def is_compressed(path: Path) -> bool:
     """Return whether a file is compressed as a whole."""
-    return path.suffix in _PACKED
+    return path.suffix in _COMPRESSED
 
 
 def _kind(files: list[Path]) -> Kind:
@@ -102,7 +102,7 @@ def missing_columns(names: Sequence[str], source: SFTSourceConfig) -> str:
 
 def first_columns(found: DataFiles) -> list[str] | None:
     """Return the keys of the first row, where that can be told by reading a little: plain JSON lines; else None."""
-    if found.kind != "jsonl" or is_packed(found.files[0]):
+    if found.kind != "jsonl" or is_compressed(found.files[0]):
         return None
     with contextlib.suppress(OSError, ValueError), found.files[0].open("rb") as file:
         row = json.loads(next((line for line in itertools.islice(file, 100) if line.strip()), b"null"))

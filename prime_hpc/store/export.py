@@ -1,7 +1,7 @@
 """Rollouts as Parquet, one row a sequence, for analysis with pandas, DuckDB, Polars and the like.
 
-Called by `prime-hpc export`. Batches are read as they are stored, one after another, and written as one row group each:
-memory is that of a single batch. Needs pyarrow (the `export` extra).
+Batches are read as they are stored, one after another, and written as one row group each: memory is that of a single
+batch. Needs pyarrow (the `export` extra).
 """
 
 import contextlib
@@ -15,40 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_hpc.store.artifact import read_manifest
-from prime_hpc.store.batches import NOT_SAMPLED, NOT_TRUNCATED, RankBatch, find_batch, read_rank_batch
+from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, SPECS, RankBatch
+from prime_hpc.store.batches import find_batch, read_rank_batch
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 
 COMPRESSIONS = ("zstd", "snappy", "gzip", "none")
 READ_DEADLINE_S = 2.0
-_PER_TOKEN = {
-    "token_ids": "int32",
-    "loss_mask": "bool",
-    "logprobs": "float32",
-    "versions": "int32",
-    "advantages": "float32",
-}
-_ECHO = "ce_weights"
-"""Per token too, but not of every batch."""
-_SCALARS = {
-    "step": "int32",
-    "policy_version": "int32",
-    "rank": "int32",
-    "micro_batch": "int32",
-    "sample_id": "int64",
-    "group_id": "int64",
-    "env": "string",
-    "reward": "float32",
-    "temperature": "float32",
-    "top_p": "float32",
-    "top_k": "int32",
-    "min_p": "float32",
-    "num_tokens": "int32",
-    "num_loss_tokens": "int32",
-    "lag_max": "int32",
-}
+_ARROW = {np.bool_: "bool_", np.int32: "int32", np.int64: "int64", np.float32: "float32"}
+_BEFORE = {"step": "int32", "policy_version": "int32", "rank": "int32", "micro_batch": "int32", "env": "string"}
+_AFTER = {"num_tokens": "int32", "num_loss_tokens": "int32", "lag_max": "int32"}
+_PER_SEQUENCE = {spec.column: name for name, spec in SPECS.items() if spec.column}
+"""Column -> field of the batch."""
+_PER_TOKEN = [name for name, spec in SPECS.items() if spec.per == "token"]
 
 
 @dataclass(frozen=True)
@@ -81,10 +62,11 @@ def export_batches(
 ) -> Exported:
     """Write the sequences of some batches into one Parquet file, which appears whole or not at all.
 
-    Columns: step, policy_version (that the batch trains), rank, micro_batch, sample_id, group_id, env, reward,
-    temperature, top_p (1: off), top_k and min_p (0: off), num_tokens, num_loss_tokens, lag_max (versions between the
-    oldest sampled token and policy_version; 0 where nothing was sampled), and the lists token_ids, loss_mask, logprobs,
-    versions (-1: not sampled), advantages, ce_weights (echo's; null where the batch has none).
+    Columns: step, policy_version (that the batch trains), rank, micro_batch, env, every column of the table
+    `rank_batch.SPECS` (temperature, reward, sample_id, group_id, top_p (1: off), top_k and min_p (0: off), ...),
+    num_tokens, num_loss_tokens, lag_max (versions between the oldest sampled token and policy_version; 0 where nothing
+    was sampled), and as a list each field of that table with a value a token (token_ids, loss_mask, logprobs, versions
+    (-1: not sampled), advantages, ...; null where the batch does not have it).
 
     Args:
         paths: the run.
@@ -98,12 +80,13 @@ def export_batches(
         StoreError: no pyarrow, disk full.
     """
     arrow = require_pyarrow()
-    kinds = {name: getattr(arrow, "bool_" if kind == "bool" else kind)() for name, kind in _PER_TOKEN.items()}
+    kinds = {name: getattr(arrow, _ARROW[spec.dtype])() for name, spec in SPECS.items()}
     schema = arrow.schema(
         [
-            *((name, getattr(arrow, kind)()) for name, kind in _SCALARS.items()),
-            *((name, arrow.list_(kind)) for name, kind in kinds.items()),
-            (_ECHO, arrow.list_(arrow.float32())),
+            *((name, getattr(arrow, kind)()) for name, kind in _BEFORE.items()),
+            *((column, kinds[name]) for column, name in _PER_SEQUENCE.items()),
+            *((name, getattr(arrow, kind)()) for name, kind in _AFTER.items()),
+            *((name, arrow.list_(kinds[name])) for name in _PER_TOKEN),
         ]
     )
     num_sequences = num_tokens = 0
@@ -112,7 +95,7 @@ def export_batches(
         with arrow.parquet.ParquetWriter(temporary, schema, compression=codec) as writer:
             for step in steps:
                 for rank, batch, version in _parts(paths, step):
-                    table = _table(arrow, schema, kinds, step, version, rank, batch, env_names)
+                    table = _table(arrow, schema, step, version, rank, batch, env_names)
                     writer.write_table(table, row_group_size=max(table.num_rows, 1))
                     num_sequences += batch.num_sequences
                     num_tokens += batch.num_tokens
@@ -121,7 +104,7 @@ def export_batches(
 
 @contextlib.contextmanager
 def _appearing(output: Path) -> Iterator[Path]:
-    """A temporary sibling that takes the name in one rename, or is removed."""
+    """Yield a temporary sibling that takes the name in one rename, or is removed."""
     files.make_dir(output.parent)
     temporary = output.with_name(f".tmp-{output.name}-{files.unique_suffix()}")
     try:
@@ -146,7 +129,6 @@ def _parts(paths: RunPaths, step: int) -> Iterator[tuple[int, RankBatch, int]]:
 def _table(
     arrow: Any,
     schema: Any,
-    kinds: dict[str, Any],
     step: int,
     version: int,
     rank: int,
@@ -163,25 +145,20 @@ def _table(
         "policy_version": np.full(count, version, np.int32),
         "rank": np.full(count, rank, np.int32),
         "micro_batch": np.repeat(np.arange(batch.num_micro_batches, dtype=np.int32), np.diff(batch.micro_offsets)),
-        "sample_id": batch.sample_ids,
-        "group_id": batch.group_ids,
         "env": [env_names[i] if 0 <= i < len(env_names) else str(i) for i in batch.env_ids],
-        "reward": batch.rewards,
-        "temperature": batch.temperatures,
-        **{k[:-1]: np.full(count, v) if batch.top_ps is None else getattr(batch, k) for k, v in NOT_TRUNCATED.items()},
+        **{column: batch.values(name) for column, name in _PER_SEQUENCE.items()},
         "num_tokens": lengths.astype(np.int32),
         "num_loss_tokens": _per_sequence(np.add, batch.loss_mask.astype(np.int32), offsets, 0),
         "lag_max": (version - oldest).astype(np.int32),
     }
     bounds = arrow.array(offsets.astype(np.int32))
-    arrays = [arrow.array(columns[name], schema.field(name).type) for name in _SCALARS]
-    arrays += [
-        arrow.ListArray.from_arrays(bounds, arrow.array(getattr(batch, name), kinds[name])) for name in _PER_TOKEN
-    ]
-    if batch.ce_weights is None:
-        arrays.append(arrow.nulls(count, schema.field(_ECHO).type))
-    else:
-        arrays.append(arrow.ListArray.from_arrays(bounds, arrow.array(batch.ce_weights, arrow.float32())))
+    arrays = [arrow.array(column, schema.field(name).type) for name, column in columns.items()]
+    for name in _PER_TOKEN:
+        kind, values = schema.field(name).type, getattr(batch, name)
+        if values is None:
+            arrays.append(arrow.nulls(count, kind))
+        else:
+            arrays.append(arrow.ListArray.from_arrays(bounds, arrow.array(values, kind.value_type)))
     return arrow.Table.from_arrays(arrays, schema=schema)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 
 _READER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _READ_DEADLINE_S = 2.0
@@ -36,7 +36,7 @@ def set_floor(paths: RunPaths, reader: str, floor: int) -> None:
 
 
 def drop_lease(paths: RunPaths, reader: str) -> None:
-    """The reader needs nothing any more. A lease that is not there is fine."""
+    """Drop the lease of a reader that needs nothing any more. One that is not there is fine."""
     files.remove_file(_path(paths, reader))
 
 

@@ -181,7 +181,7 @@ def check_file(path: Path, entry: FileEntry, *, deep: bool) -> None:
 
 
 def _said(error: OSError, path: Path, expected: str) -> ArtifactError | Unreadable:
-    """A failed read proves something only where the file system answered."""
+    """Tell what a failed read proves: something only where the file system answered."""
     if error.errno in PROOFS:
         return ArtifactError(path, expected, error.strerror or str(error))
     return Unreadable.of(error, path)

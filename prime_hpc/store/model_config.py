@@ -1,4 +1,4 @@
-"""A model's config.json by the model's name, without downloading anything: in its directory, or in the hub's cache."""
+"""Models by their names, without downloading anything: in their directories, or in the hub's cache."""
 
 import json
 import os
@@ -15,6 +15,23 @@ def is_local_path(name: str) -> bool:
     return Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
+def hub_home(environ: Mapping[str, str]) -> Path:
+    """Return the directory of all that the hub's clients keep (HF_HOME)."""
+    default = Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(environ.get("HF_HOME") or default).expanduser()
+
+
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """Return the directory of downloaded models (HF_HUB_CACHE)."""
+    stated = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
+    return Path(stated).expanduser() if stated else hub_home(environ) / "hub"
+
+
+def hub_folder(name: str, cache: Path) -> Path:
+    """Return where the hub's cache keeps a model: its versions below `snapshots`, files of all of them in `blobs`."""
+    return cache / f"models--{name.replace('/', '--')}"
+
+
 def find_config(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the model's config.json: in its directory, else in the hub's cache; None where neither is there."""
     local = Path(name).expanduser() / "config.json"
@@ -22,9 +39,7 @@ def find_config(name: str, environ: Mapping[str, str] = os.environ) -> Path | No
         return local
     if is_local_path(name):
         return None
-    home = environ.get("HF_HOME") or "~/.cache/huggingface"
-    hub = Path(environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
-    found = sorted((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    found = sorted((hub_folder(name, hub_cache(environ)) / "snapshots").glob("*/config.json"))
     return max(found, key=lambda path: path.stat().st_mtime) if found else None
 
 

@@ -143,7 +143,7 @@ def _quantised_tensor(tensors: Mapping[str, StoredTensor]) -> str | None:
 
 
 def other_vocabulary(folder: Path, tensors: Mapping[str, StoredTensor]) -> str | None:
-    """A sentence where config.json says another number of tokens than the stored embedding has rows; else None."""
+    """Say where config.json names another number of tokens than the stored embedding has rows; else None."""
     config = read_config(folder)
     text = config.get("text_config")
     wanted = (text if isinstance(text, dict) and "vocab_size" in text else config).get("vocab_size")

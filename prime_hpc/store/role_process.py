@@ -17,6 +17,7 @@ from loguru import logger
 from prime_hpc.config import ConfigError, Experiment, load_run
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.role_status import RoleStatus
+from prime_hpc.runtime import activity
 from prime_hpc.runtime.event_loops import new_event_loop
 from prime_hpc.runtime.open_files import raise_descriptor_limit
 from prime_hpc.runtime.role_context import RoleContext
@@ -43,6 +44,7 @@ def run_role(
     parser.add_argument("run_dir", type=Path, help="directory that holds run.yaml")
     run_dir = parser.parse_args(argv).run_dir.resolve()
     context = RoleContext.from_env(role, run_dir)
+    activity.introduce(role, context.index, run_dir)
     setup_logger(role)
     raise_descriptor_limit()  # also where no supervisor did: a role that was started by hand
     bus = BusClient(context.bus_address, role, incarnation=context.bus_incarnation, run=context.bus_run)

@@ -1,5 +1,4 @@
-"""Runs on disk: found, named and listed. Called by `status`, `logs`, `diff`, shell completion and every verb that
-takes a RUN.
+"""Runs on disk: found, named and listed.
 
 A RUN is a directory, a name under the outputs folder ($PRIMEHPC_OUTPUTS, else ./outputs), or a Slurm job id.
 """
@@ -49,6 +48,7 @@ class AttemptRow(TypedDict, total=False):
     saved_before: int | None
     saved_step: int | None
     lost_nodes: list[str]
+    allocated: dict[str, float]
     next: str | None
 
 
@@ -65,6 +65,8 @@ class SubmissionRecord(TypedDict, total=False):
     """As it was typed, without secrets."""
     layout: str
     """`packed`, `het` or `local`."""
+    shape: str
+    """Name of the shape in force (`slurm.shape`), where there is one."""
     cluster: str | None
     """Slurm's name for the cluster, where it is known."""
     other_cluster: str | None
@@ -106,7 +108,7 @@ def by_hand(path: Path | str) -> list[str]:
 
 
 def list_runs(folder: Path, max_depth: int = _MAX_DEPTH) -> list[Path]:
-    """Runs under a folder in no order, those in folders of it too; [] where it does not exist.
+    """Return runs under a folder in no order, those in folders of it too; [] where it does not exist.
 
     A run's own directory is not searched, hidden ones neither.
     """
@@ -147,7 +149,7 @@ def read_json(path: Path | str) -> dict[str, Any] | None:
 
 
 def read_rows(path: Path | str) -> list[AttemptRow]:
-    """The attempts of a run, the last word about each, in order; torn lines are left out."""
+    """Return the attempts of a run, the last word about each, in order; torn lines are left out."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - as above
             content = file.read()
@@ -192,7 +194,7 @@ def job_ids(path: Path) -> set[str]:
 
 
 def find_run(word: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """The run directory that a RUN argument means.
+    """Return the run directory that a RUN argument means.
 
     Raises:
         ConfigError: there is none, or the word fits several; it names what is near.
@@ -217,7 +219,8 @@ def find_run(word: str, environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _by_job(word: str, runs: list[Path]) -> list[Path]:
-    """The run of a job id (a het component's id counts as its leader's); Slurm may re-use ids: the newest is meant."""
+    """Return the run of a job id (a het component's id counts as its leader's); Slurm may re-use ids: the newest is
+    meant."""
     wanted = {word, word.partition("+")[0]}
     found = [path for path in runs if wanted & job_ids(path)]
     return [max(found, key=lambda path: path.stat().st_mtime)] if found else []

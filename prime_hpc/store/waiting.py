@@ -34,7 +34,7 @@ class ListingPace:
         return self.last + min(self.pause, longest) - now
 
     def listed(self, now: float) -> None:
-        """It was listed."""
+        """Note that it was listed."""
         self.last, self.pause = now, min(self.pause * 1.5, _CONNECTED_LISTING_PAUSE_S)
 
 
@@ -127,7 +127,7 @@ class ArtifactWatch:
         return self._wait.error
 
     def poll(self) -> Manifest | None:
-        """The manifest once the artifact is whole and visible here; None until then."""
+        """Return the manifest once the artifact is whole and visible here; None until then."""
         if self._manifest is not None:
             return self._manifest
         now = time.monotonic()

@@ -3,17 +3,118 @@
 A version is an artifact `weights/step_<v>` that Hugging Face loads as it is (config.json, tokenizer files,
 model.safetensors or shards with an index) plus manifest.json. The trainer publishes versions through
 `prime_hpc.store.artifact` (rank-parallel stage) and calls `prune_weights`; engines and orchestrator read them.
+
+Or it holds only what changed (`weights.transport: delta`). Its manifest says in `meta` under `delta` against which
+version it stands (`base`, with the digest of that one's manifest), and at which whole version this chain begins
+(`whole`). The digest of a version covers its base's, so it names the whole content: a version of the same number from
+another attempt is not mistaken for it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence, Set
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from loguru import logger
 
-from prime_hpc.store.artifact import ArtifactError, Unreadable, clear_name, discard, is_artifact, read_manifest
+from prime_hpc.store.artifact import (
+    ArtifactError,
+    Manifest,
+    Unreadable,
+    clear_name,
+    discard,
+    is_artifact,
+    read_manifest,
+    verify_artifact,
+)
 from prime_hpc.store.checkpoint.retention import oldest_of_newest_whole
 from prime_hpc.store.checkpoint.saved import read_saved
-from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
 from prime_hpc.store.leases import min_floor
+from prime_hpc.store.run_paths import RunPaths, check_incarnation, list_steps
+
+KEY = "delta"
+
+
+@dataclass(frozen=True)
+class Link:
+    """The place of a version that holds changes in its chain."""
+
+    base: int
+    """Version against which it stands."""
+    digest: str
+    """Of that version's manifest."""
+    whole: int
+    """Version at which the chain begins."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For the manifest's `meta`."""
+        return {"base": self.base, "digest": self.digest, "whole": self.whole}
+
+
+def link_of(manifest: Manifest) -> Link | None:
+    """Return a version's link; None for a version that is whole.
+
+    Raises:
+        ValueError: the manifest says something else there.
+    """
+    said = manifest.meta.get(KEY)
+    if said is None:
+        return None
+    try:
+        return Link(int(said["base"]), str(said["digest"]), int(said["whole"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"version {manifest.version} does not say what it is a change of ({error})") from error
+
+
+def holds_changes(folder: Path) -> bool:
+    """Return whether a directory is a version that holds only what changed; False where that cannot be told."""
+    try:
+        return link_of(read_manifest(folder)) is not None
+    except (ArtifactError, Unreadable, ValueError):
+        return False
+
+
+def read_chain(folder: Path, *, deadline_s: float = 0.0) -> list[tuple[Path, Manifest]]:
+    """Return the versions that make up one: a whole version first, then the changes, itself last.
+
+    Args:
+        folder: of the version; the others lie beside it.
+        deadline_s: keep trying this many seconds for each.
+
+    Raises:
+        ArtifactError: one is gone, damaged, or of another content.
+        Unreadable: one cannot be read now.
+    """
+    manifest = verify_artifact(folder, deadline_s=deadline_s)
+    chain = [(folder, manifest)]
+    while (link := _link(folder, manifest)) is not None:
+        base_folder = folder.with_name(f"step_{link.base:06d}")
+        try:
+            found = verify_artifact(base_folder, deadline_s=deadline_s)
+        except ArtifactError as error:
+            raise ArtifactError(
+                error.file, f"{error.expected} ({folder.name} holds only what changed since)", error.found
+            ) from error
+        if found.digest != link.digest:
+            raise ArtifactError(
+                base_folder,
+                f"the version that {folder.name} is a change of ({link.digest})",
+                f"another ({found.digest})",
+            )
+        folder, manifest = base_folder, found
+        chain.insert(0, (folder, manifest))
+    return chain
+
+
+def _link(folder: Path, manifest: Manifest) -> Link | None:
+    try:
+        link = link_of(manifest)
+    except ValueError as error:
+        raise ArtifactError(folder, "a version with its base", str(error)) from error
+    if link is not None and manifest.version is not None and link.base >= manifest.version:
+        raise ArtifactError(folder, f"a base older than version {manifest.version}", f"version {link.base}")
+    return link
 
 
 def list_versions(paths: RunPaths) -> list[int]:
@@ -44,7 +145,8 @@ def prune_weights(paths: RunPaths, keep_last: int, incarnation: int = 0, *, keep
     """Delete the versions that nobody needs. One process calls it: trainer rank 0, after it published a version.
 
     Kept are the newest `keep_last` whole versions and everything newer than the oldest of them, versions at or above
-    the lowest lease floor, version n of every checkpoint n, and `keep`.
+    the lowest lease floor, version n of every checkpoint n, and `keep`; and of each that holds only what changed, its
+    chain.
 
     Args:
         paths: the run.
@@ -76,12 +178,33 @@ def prune_weights(paths: RunPaths, keep_last: int, incarnation: int = 0, *, keep
     protected = set(checkpoints) | set(keep)
     limit = newest_kept if floor is None else min(newest_kept, floor)
     candidates = [v for v in versions if v < limit and v not in protected]
-    to_delete = [v for v in candidates if is_artifact(paths.weights_step(v))]
+    needed = _in_chains(paths, versions, set(candidates))
+    to_delete = [v for v in candidates if v not in needed and is_artifact(paths.weights_step(v))]
     for version in to_delete:
         discard(paths, paths.weights_step(version), incarnation)
     if to_delete:
         logger.debug(f"removed weight versions {to_delete}")
     return to_delete
+
+
+def _in_chains(paths: RunPaths, versions: Sequence[int], candidates: Set[int]) -> set[int]:
+    """Return the candidates that belong to the chain of a version that is kept.
+
+    Only a version right above a candidate can need it, so few manifests are read: none where all versions are whole
+    and nothing is left to delete. One that cannot be read protects everything below it.
+    """
+    needed: set[int] = set()
+    for below, version in pairwise(versions):
+        if version in candidates or below not in candidates:
+            continue
+        try:
+            link = link_of(read_manifest(paths.weights_step(version)))
+            first = version if link is None else link.whole
+        except (ArtifactError, Unreadable, ValueError) as error:
+            logger.warning(f"weights version {version} may need older ones, which stay: {error}")
+            first = 0
+        needed |= {v for v in candidates if first <= v < version}
+    return needed
 
 
 def remove_versions_after(paths: RunPaths, version: int, incarnation: int = 0) -> list[int]:

@@ -1,4 +1,4 @@
-"""The agent: one small process on each node of a step, between srun and a role's own processes.
+"""The agent: one small process on each node of a step, between srun (or a pod) and a role's own processes.
 
     srun ... python -m prime_hpc.supervisor.agent RUN_DIR LABEL START_NUMBER
 
@@ -17,9 +17,10 @@ supervisor, who is told of it, may still want a save.
 Started by `steps.StepRole`; imports nothing heavy.
 
 Messages, all on the bus:
-    agent -> hub   "agent"       {label, start_number, key, event: hello|beat|exited, ...}
+    agent -> hub   "agent"       {label, start_number, key, event: hello|beat|exited|looked, ...}
     hub -> agents  "launch/<label>"  an LaunchOrder as JSON
-    hub -> agents  "end/<label>" {start_number, grace_s};  "pulse" every few seconds
+    hub -> agents  "end/<label>" {start_number, grace_s};  "pulse" every few seconds;
+                   "look" {asked}: why does the step stand still?
 """
 
 import contextlib
@@ -32,7 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,19 +41,21 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
 from prime_hpc.runtime.gpus import visible_gpus
-from prime_hpc.runtime.role_context import LED, RoleContext
+from prime_hpc.runtime.process_tree import become_subreaper, die_with_parent, end_families, end_strays
+from prime_hpc.runtime.role_context import LED, LOCAL_TASK, NODE, RoleContext
 from prime_hpc.slurm.gpu_split import gpu_environment
 from prime_hpc.store.errors import FencedError, StoreError
-from prime_hpc.store.layout import RunPaths, check_incarnation
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.network import ENGINES_PORT, NUM_ENGINE_PORTS, Network, network_environment
 from prime_hpc.store.messaging.sockets import ALL
+from prime_hpc.store.run_paths import RunPaths, check_incarnation
 from prime_hpc.supervisor.attempt.lost_batch_host import requeue_orphaned_job
 from prime_hpc.supervisor.roles import ports
 from prime_hpc.supervisor.roles.caches import node_caches
-from prime_hpc.supervisor.roles.process_tree import become_subreaper, die_with_parent, end_families, end_strays
+from prime_hpc.supervisor.stalls.collect import LOOK_TOPIC, look_here, shortened
 
 BEAT_S = 2.0
 FENCE_LOOK_S = 10.0
@@ -99,7 +102,7 @@ class Output:
         self._speaker = threading.Thread(target=self._speak, name="say", daemon=True)
         self._speaker.start()
 
-    def say(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         """One line of the agent's own. Never blocks: srun may wait for the file system."""
         self._words.put((text + "\n").encode())
 
@@ -147,14 +150,15 @@ class Agent:
         self._context = RoleContext.from_env("agent", run_dir, environ=environ)
         self._paths = RunPaths(run_dir)
         self._fence_s = float(environ.get(FENCE, "60"))
-        self._host = environ.get("SLURMD_NODENAME") or socket.gethostname()
-        self._local = int(environ.get("SLURM_LOCALID", "0"))
+        self._reached_at = environ.get(NODE) or socket.gethostname()
+        self._host = environ.get("SLURMD_NODENAME") or self._reached_at
+        self._local = int(environ.get(LOCAL_TASK) or environ.get("SLURM_LOCALID", "0"))
         self._inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self._orders: queue.SimpleQueue[LaunchOrder] = queue.SimpleQueue()
         self._told_to_end = False
         self._warned = False
         self._has_newer_start = False
-        self._is_led_by_nobody = False
+        self._has_lost_supervisor = False
         self._fenced: str | None = None
         self._has_order = False
         self._child: subprocess.Popen[bytes] | None = None
@@ -168,27 +172,28 @@ class Agent:
             self._num_ports += NUM_ENGINE_PORTS
         self._output = Output(log_dir / f"{label}_{self._host}_{self._local}.log")
         self._clock = AwakeClock()
-        self._heard_at = self._clock.now()
+        self._last_message_at = self._clock.now()
         self._num_pulses = 0
         self._next_beat = self._next_hello = 0.0
         self._grace_s = 5.0
         self._over = threading.Event()
         self._bus = BusClient(self._context.bus_address, f"agent-{label}", incarnation=self._context.incarnation)
-        for topic in (f"launch/{label}", f"end/{label}", "pulse"):
+        for topic in (f"launch/{label}", f"end/{label}", "pulse", LOOK_TOPIC):
             self._bus.subscribe(topic, lambda message, topic=topic: self._inbox.put((topic, message)))  # type: ignore[misc]
 
     def run(self) -> int:
         """Live until the role's process ends or must end; returns the agent's exit code."""
         become_subreaper()
+        activity.introduce("agent", self._local, self._paths.root, label=self._label)
         signal.signal(signal.SIGTERM, self._on_warning)
         signal.signal(signal.SIGINT, self._on_signal)
-        for name, target in (("voice", self._speak_and_hear), ("fence", self._look_for_newer_attempt)):
+        for name, target in (("voice", self._exchange_messages), ("fence", self._look_for_newer_attempt)):
             threading.Thread(target=target, name=name, daemon=True).start()
         code, problem = 1, None
         try:
             self._reach = self._find_reach()
             while True:
-                ending = self._why_end()
+                ending = self._end_reason()
                 if ending is not None:
                     code = self._end(*ending)
                     break
@@ -199,15 +204,15 @@ class Agent:
                     self._start(self._orders.get(timeout=TICK_S))
         except ConfigError as error:  # no free port, not in a network that the config names, too few GPUs
             code, problem = 2, str(error)
-            self._output.say(f"[{self._host}] agent of {self._label}: {error}")
+            self._output.write_line(f"[{self._host}] agent of {self._label}: {error}")
         finally:
             end_strays(os.getpid(), [], grace_s=1.0)
             if self._forwarding is not None:
                 self._forwarding.join(timeout=2.0)
             self._say("exited", code=code, problem=problem)
-            if not self._is_wanted_no_more() and (self._is_led_by_nobody or self._is_not_heard()):
-                say, now = self._output.say, self._clock.now
-                requeue_orphaned_job(self._paths.root, self._environ, self._host, self._pulses_again(), say, now)
+            if not self._is_superseded() and (self._has_lost_supervisor or self._is_orphaned()):
+                say, now = self._output.write_line, self._clock.now
+                requeue_orphaned_job(self._paths.root, self._environ, self._host, self._supervision_check(), say, now)
             self._over.set()
             self._bus.close()
             self._output.close()
@@ -223,8 +228,8 @@ class Agent:
         within = self._network.ports or ports.BUILT_IN
         base = ports.run_base(self._paths.root, self._environ.get("SLURM_JOB_ID"), within)
         return {
-            "address": serving.address if serving is not None else socket.gethostname(),
-            "collectives": collectives.address if collectives is not None else socket.gethostname(),
+            "address": serving.address if serving is not None else self._reached_at,
+            "collectives": collectives.address if collectives is not None else self._reached_at,
             "ports": ports.choose(self._num_ports, base, ALL, within),
         }
 
@@ -242,16 +247,16 @@ class Agent:
 
     # ---- the thread "voice": nothing here may touch a file
 
-    def _speak_and_hear(self) -> None:
+    def _exchange_messages(self) -> None:
         missed = self._clock.missed()
         while not self._over.is_set():
             self._talk()
             self._read()
             stopped, missed = self._clock.missed() - missed, self._clock.missed()
             if stopped > STOPPED_S:  # as the supervisor may be still: its silence begins anew
-                self._heard_at = self._clock.now()
-            if self._clock.now() - self._heard_at > self._fence_s:
-                self._is_led_by_nobody = True
+                self._last_message_at = self._clock.now()
+            if self._clock.now() - self._last_message_at > self._fence_s:
+                self._has_lost_supervisor = True
 
     def _talk(self) -> None:
         """Hello until there is an order, then a beat now and then."""
@@ -280,9 +285,11 @@ class Agent:
             topic, message = self._inbox.get(timeout=TICK_S)
         except queue.Empty:
             return
-        self._heard_at = self._clock.now()
+        self._last_message_at = self._clock.now()
         if topic == "pulse":
             self._num_pulses += 1
+        elif topic == LOOK_TOPIC:
+            threading.Thread(target=self._look, args=(message.get("asked"),), name="look", daemon=True).start()
         elif topic.startswith("launch/") and message["start_number"] > self._start_number:
             self._has_newer_start = True
         elif topic.startswith("launch/") and message["start_number"] == self._start_number and not self._has_order:
@@ -291,6 +298,11 @@ class Agent:
         elif topic.startswith("end/") and message.get("start_number") == self._start_number:
             self._grace_s = float(message.get("grace_s", self._grace_s))
             self._told_to_end = True
+
+    def _look(self, asked: Any) -> None:
+        """Say what is seen of this node's part: the supervisor asks why a step stands still."""
+        seen = shortened(look_here(self._paths.root, pids=[os.getpid()]))
+        self._say("looked", asked=asked, seen=seen)
 
     # ---- the thread "fence"
 
@@ -302,7 +314,7 @@ class Agent:
             except FencedError as error:
                 self._fenced = str(error)
             except (StoreError, OSError) as error:  # the file system does not answer: the pulse still decides
-                self._output.say(f"[{self._host}] agent: {error}")
+                self._output.write_line(f"[{self._host}] agent: {error}")
 
     # ---- the main thread
 
@@ -320,8 +332,8 @@ class Agent:
             environment[ENGINES_PORT] = str(own[SERVER_PORTS])
         environment[LED] = "1"
         trains = self._label.split("[")[0] == "trainer"
-        environment |= gpu_environment(self._own_gpus(order), environment, trains=trains)
-        self._output.say(f"[{self._host}] $ {' '.join(command)}")
+        environment |= gpu_environment(self._task_gpus(order), environment, trains=trains)
+        self._output.write_line(f"[{self._host}] $ {' '.join(command)}")
         reader, writer = os.pipe()
         self._child = subprocess.Popen(
             command,
@@ -334,9 +346,10 @@ class Agent:
         )
         os.close(writer)
         self._forwarding = self._output.forward(reader)
+        activity.doing("leading its role")
         self._say("started", child=self._child.pid)
 
-    def _own_gpus(self, order: LaunchOrder) -> list[str]:
+    def _task_gpus(self, order: LaunchOrder) -> list[str]:
         """GPUs of this task, as CUDA_VISIBLE_DEVICES takes them; [] on the CPU.
 
         Raises:
@@ -357,43 +370,43 @@ class Agent:
         share = len(own) // order.tasks_per_node
         return own if order.tasks_per_node == 1 else own[self._local * share : (self._local + 1) * share]
 
-    def _why_end(self) -> tuple[str, int] | None:
+    def _end_reason(self) -> tuple[str, int] | None:
         """Reason and exit code, once the role must end."""
         if self._told_to_end:
             return "told to end", 0
         if self._has_newer_start:
             return "this step was started again elsewhere", EXIT_FENCED
-        if self._is_led_by_nobody:
+        if self._has_lost_supervisor:
             return f"no sign of the supervisor for {self._fence_s:.0f} s", EXIT_FENCED
         return None if self._fenced is None else (self._fenced, EXIT_FENCED)
 
-    def _is_wanted_no_more(self) -> bool:
+    def _is_superseded(self) -> bool:
         """Return whether somebody leads: the supervisor, or a newer attempt, whose job this one must not
         come back beside."""
         return self._told_to_end or self._has_newer_start or self._fenced is not None
 
-    def _is_not_heard(self) -> bool:
+    def _is_orphaned(self) -> bool:
         """After its role's end: whether there is no supervisor to hear of it, as when the batch host died."""
         if "SLURM_JOB_ID" not in self._environ:
             return False
-        is_led, began = self._pulses_again(), self._clock.now()  # what was heard before counts no longer
-        while not is_led():
-            if self._clock.now() - max(began, self._heard_at) > self._fence_s:
+        is_supervised, began = self._supervision_check(), self._clock.now()  # what was heard before counts no longer
+        while not is_supervised():
+            if self._clock.now() - max(began, self._last_message_at) > self._fence_s:
                 return True
             time.sleep(TICK_S)
         return False
 
-    def _pulses_again(self) -> Callable[[], bool]:
+    def _supervision_check(self) -> Callable[[], bool]:
         """Return whether, from now on, there is a supervisor after all, or somebody ends this agent."""
         before = self._num_pulses
-        return lambda: self._is_wanted_no_more() or self._num_pulses > before
+        return lambda: self._is_superseded() or self._num_pulses > before
 
     def _end(self, why: str, code: int) -> int:
-        self._output.say(f"[{self._host}] agent of {self._label}: {why}")
+        self._output.write_line(f"[{self._host}] agent of {self._label}: {why}")
         if self._child is not None and self._child.poll() is None:
             killed = end_families([self._child.pid], self._grace_s, signal.SIGINT)
             if killed:
-                self._output.say(f"[{self._host}] agent of {self._label}: had to kill {len(killed)} processes")
+                self._output.write_line(f"[{self._host}] agent of {self._label}: had to kill {len(killed)} processes")
             self._child.wait(timeout=10)
         return code
 
@@ -408,11 +421,6 @@ def _fill(text: str, facts: dict[str, str]) -> str:
     for name, value in facts.items():
         text = text.replace("{" + name + "}", value)
     return text
-
-
-def order_message(order: LaunchOrder) -> dict[str, Any]:
-    """Return the payload of `launch/<label>`."""
-    return asdict(order)
 
 
 def main() -> None:

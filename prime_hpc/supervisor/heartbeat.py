@@ -31,7 +31,7 @@ class Pulse:
         self._thread.start()
 
     def tick(self) -> None:
-        """The supervisor's loop is at work."""
+        """Note that the supervisor's loop is at work."""
         self._ticked = self._clock.now()
 
     def close(self) -> None:

@@ -1,6 +1,5 @@
 """The job's process: `python -m prime_hpc.supervisor.main RUN_DIR`, and the same as a function.
 
-Called by `launch` (in the foreground, through submitit, or as the batch process of a Slurm job).
 Exit codes: 0 done, 1 a role failed, 2 the config cannot run here, 74 something cannot be read now, 75 the job comes
 back, 130 interrupted.
 """
@@ -13,40 +12,42 @@ from loguru import logger
 
 from prime_hpc.client.keys import KEY_VARIABLES
 from prime_hpc.config import ConfigError, Experiment, Problem, load_run
-from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, first_port, servers_of
 from prime_hpc.config.secret import Secret, revealed
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import read_site
 from prime_hpc.evals.summary import ended_badly
 from prime_hpc.inference.backend import engines_title
+from prime_hpc.kubernetes.placement import read_nodes
 from prime_hpc.observe.bench import tables as bench_tables
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.report import write_report
 from prime_hpc.runtime.device import NONE_SEEN
 from prime_hpc.runtime.open_files import raise_descriptor_limit
-from prime_hpc.slurm.allocation import Allocation, read_allocation
+from prime_hpc.slurm.allocation import Allocation, held_devices
 from prime_hpc.slurm.containers import container_of
 from prime_hpc.slurm.gpu_split import refuse_cpu_builds
 from prime_hpc.slurm.hostlist import compress_hosts
+from prime_hpc.slurm.options import Mode
 from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.store.attempts import read_attempts, rewrite_row
 from prime_hpc.store.errors import PROOFS, StoreError, Unreadable
 from prime_hpc.store.io.retry_reads import Patience
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.messaging import network, sockets
 from prime_hpc.store.messaging.auth import new_secret
 from prime_hpc.store.messaging.network import Network
 from prime_hpc.store.messaging.sockets import PortRange
 from prime_hpc.store.run_dirs import AttemptRow
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.crash_recovery import cancel_stale_steps, close_crashed_attempts
 from prime_hpc.supervisor.attempt.early_end import (
     EXIT_UNREADABLE,
     StartEnded,
-    come_back_blindly,
-    heed,
+    check_stop_request,
     load_patiently,
-    told_apart,
+    requeue_blindly,
+    tell_unreadable_apart,
     write_early_end,
 )
 from prime_hpc.supervisor.attempt.lost_batch_host import Return
@@ -126,8 +127,8 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
     Args:
         run_dir: holds `run.yaml`.
         environ: environment of the roles; default this process's.
-        in_job: this process is the batch step of a Slurm job: roles are steps on its nodes, and the job comes back by
-            itself as `slurm.restart` says.
+        in_job: this process is the batch step of a Slurm job: roles are steps on its nodes, or pods, and the job comes
+            back by itself as `slurm.restart` says.
     """
     run_dir = Path(run_dir).resolve()
     raise_descriptor_limit()
@@ -138,10 +139,10 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         experiment = load_patiently(run_dir)
         log = experiment.log
         setup_logger("supervisor", level=log.level, file=run_dir / "logs" / "supervisor.log", json_lines=log.json_lines)
-        allocation = read_allocation(environment) if in_job else None
+        allocation = read_nodes(environment) if in_job else None
         controls = Controls(run_dir, allocation, experiment.slurm.restart.signal_lead_s)
         controls.install()  # before anything long is read
-        patience = Patience(experiment.supervisor.read_timeout_s, heed=lambda: heed(controls))
+        patience = Patience(experiment.supervisor.read_timeout_s, on_wait=lambda: check_stop_request(controls))
         supervisor = _prepare(experiment, run_dir, environment, allocation, controls, patience)
     except (Unreadable, OSError) as error:
         if isinstance(error, OSError) and error.errno in PROOFS:
@@ -167,21 +168,23 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         # not the run's own failure, after which a job would come back: it is complete, and says little
         logger.error("; ".join(failed))
         code = 1
-    return code if allocation is None else _come_back(experiment, run_dir, allocation, code)
+    return code if allocation is None else _apply_restart_policy(experiment, run_dir, allocation, code)
 
 
 def _end_early(run_dir: Path, environment: dict[str, str], in_job: bool, request: StopRequest) -> int:
-    """The attempt ends before any role was started: say why, and have the job come back where it is one."""
+    """End the attempt before any role was started: say why, and have the job come back where it is one."""
     print(f"error: {request.reason}", file=sys.stderr, flush=True)
     logger.error(request.reason)
     try:
         experiment = load_run(run_dir)
         write_early_end(run_paths(experiment, run_dir), request, environment.get("SLURM_JOB_ID") if in_job else None)
-        allocation = read_allocation(environment) if in_job else None
-        return request.code if allocation is None else _come_back(experiment, run_dir, allocation, request.code)
+        allocation = read_nodes(environment) if in_job else None
+        return (
+            request.code if allocation is None else _apply_restart_policy(experiment, run_dir, allocation, request.code)
+        )
     except (ConfigError, StoreError, OSError) as error:
         logger.error(f"that could not be written down: {error}")
-    if in_job and request.code == EXIT_UNREADABLE and come_back_blindly(environment):
+    if in_job and request.code == EXIT_UNREADABLE and requeue_blindly(environment):
         return EXIT_AGAIN
     return request.code
 
@@ -214,7 +217,7 @@ def _prepare(
         steps, spares, checkup = None, [], None
         attempt = begin_attempt(experiment, run_dir, patience=patience)
     else:
-        placement = place_slurm(experiment, site)
+        placement, held = place_slurm(experiment, site), held_devices(environment, allocation)
         refuse_cpu_builds(site.container is None and any(group.device == "cuda" for group in placement.groups))
         specs, urls = list(slurm_specs(experiment, site, placement, allocation, run_dir)), {}
         spares = spare_hosts(placement, allocation)
@@ -226,29 +229,24 @@ def _prepare(
         steps = StepContext(
             allocation=allocation,
             run_dir=run_dir,
-            no_kill=placement.abilities.survives_lost_node,
+            no_kill=placement.abilities.survives_lost_node or not allocation.by_slurm,
             srun_args=(*site.srun_args, *experiment.slurm.srun_args),
             container=container_of(experiment, site, run_dir, allocation.job_id, environment),
         )
-        raw_job = environment.get("SLURM_JOB_ID", allocation.job_id)
-        environment |= Return(
-            job=raw_job,
-            parts=[raw_job, *allocation.component_ids],
-            hosts=compress_hosts(allocation.all_hosts),
-            batch_host=allocation.batch_host,
-            mode=patience(lambda: told_apart(lambda: mode_of_run(run_dir))),
-            num_nodes=0 if allocation.is_het else placement.num_nodes,
-            exclude=_excludes(experiment, site),
-        ).to_env()
+        if allocation.by_slurm:
+            mode = patience(lambda: tell_unreadable_apart(lambda: mode_of_run(run_dir)))
+            num_nodes = 0 if allocation.is_het else placement.num_nodes
+            environment |= _how_agents_return(allocation, environment, mode, num_nodes, _excludes(experiment, site))
         attempt = begin_attempt(
             experiment, run_dir, job_id=allocation.job_id, restarts=allocation.restarts, patience=patience
         )
+        attempt.allocated = held
         if allocation.restarts:
             cancel_stale_steps(allocation)
         logger.info(f"job {allocation.job_id} ({placement.layout}): " + _where(specs))
         log_dir = run_dir / "logs" / f"attempt_{attempt.attempt}"
         own = [spec for spec in specs if isinstance(spec, StepSpec)]
-        wanted = experiment.slurm.preflight.enabled or site.container is not None
+        wanted = allocation.by_slurm and (experiment.slurm.preflight.enabled or site.container is not None)
         checkup = Checkup(experiment, steps, own, log_dir) if wanted else None
     environment |= _keys(experiment)
     stated = experiment.network if allocation is None else experiment.network.over(site.network)
@@ -263,24 +261,35 @@ def _prepare(
     return Supervisor(experiment, run_dir, attempt, specs, urls, environment, steps, spares, checkup, controls)
 
 
+def _how_agents_return(
+    allocation: Allocation, environment: dict[str, str], mode: Mode, num_nodes: int, exclude: bool
+) -> dict[str, str]:
+    """Return what the agents of a Slurm job need to know to give it back should their supervisor be lost."""
+    raw_job = environment.get("SLURM_JOB_ID", allocation.job_id)
+    return Return(
+        job=raw_job,
+        parts=[raw_job, *allocation.component_ids],
+        hosts=compress_hosts(allocation.all_hosts),
+        batch_host=allocation.batch_host,
+        mode=mode,
+        num_nodes=num_nodes,
+        exclude=exclude,
+    ).to_env()
+
+
 def _keys(experiment: Experiment) -> dict[str, str]:
-    """Return the keys of the engines that are started, where they themselves and the orchestrator look for them; the
-    policy's win. Where the config states none, all get one that is made for this attempt."""
-    config, keys, made = experiment.orchestrator, {}, Secret(new_secret()).reveal()
-    for role in reversed(engine_roles(experiment)):
-        client = config.teacher if role == "teacher" else config.client
-        key = revealed(servers_of(experiment, role).api_key) or made
-        keys[KEY_VARIABLES[role]] = key
-        if client is not None:
-            keys[client.api_key_var] = key
-    return keys
+    """Return the keys of the engines that are started, in variables of their own: the user's (`api_key_var`) hold those
+    of servers that others have started. Where the config states none, all get one that is made for this attempt."""
+    made = Secret(new_secret()).reveal()
+    roles = engine_roles(experiment)
+    return {KEY_VARIABLES[role]: revealed(servers_of(experiment, role).api_key) or made for role in roles}
 
 
 def _where(specs: list[RoleSpec]) -> str:
     return "; ".join(f"{spec.label} on {', '.join(spec.hosts)}" for spec in specs if isinstance(spec, StepSpec))
 
 
-def _come_back(experiment: Experiment, run_dir: Path, allocation: Allocation, code: int) -> int:
+def _apply_restart_policy(experiment: Experiment, run_dir: Path, allocation: Allocation, code: int) -> int:
     """After the attempt's end: have the job start again where the policy says so. Returns the job's exit code."""
     paths = run_paths(experiment, run_dir)
     rows = read_attempts(paths.attempts)
@@ -297,6 +306,8 @@ def _come_back(experiment: Experiment, run_dir: Path, allocation: Allocation, co
         return EXIT_AGAIN  # it is in the queue again already
     logger.info(f"the job comes back ({mode}): {decision.why}")
     _note(paths, {**last, "next": mode})
+    if not allocation.by_slurm:
+        return EXIT_AGAIN  # upon which the Job starts its pod again
     bad = nodes_to_avoid(experiment, last["lost_nodes"]) if _excludes(experiment, site) else []
     # of a het job no component can shrink, and each would need its own number
     num_nodes = 0 if allocation.is_het else place_slurm(experiment, site).num_nodes

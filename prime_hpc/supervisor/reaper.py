@@ -13,7 +13,7 @@ import sys
 
 import psutil
 
-from prime_hpc.supervisor.roles.process_tree import end_families
+from prime_hpc.runtime.process_tree import end_families
 
 FAREWELL = "bye"
 
@@ -41,11 +41,11 @@ class Reaper:
         self._say(f"+{pid}")
 
     def forget(self, pid: int) -> None:
-        """The process ended in good order."""
+        """Forget a process that ended in good order."""
         self._say(f"-{pid}")
 
     def close(self) -> None:
-        """The supervisor ends in good order: nothing to reap."""
+        """End it: the supervisor ends in good order, and there is nothing to reap."""
         self._say(FAREWELL)
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it was killed: it had nothing left to do

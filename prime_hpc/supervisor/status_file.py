@@ -1,4 +1,7 @@
-"""`status.json`: how the run is right now, for `prime-hpc status`. Rewritten by the supervisor every few seconds."""
+"""`status.json`: how the run is right now, for `prime-hpc status`. Rewritten by the supervisor every few seconds.
+
+Beside it `metrics/roles.jsonl`, for the timeline of `prime-hpc report`: a line for every change of a role's state.
+"""
 
 import json
 import os
@@ -24,9 +27,12 @@ class LiveStatus:
         self._constant = {**constant, "host": socket.gethostname(), "pid": os.getpid()}
         self._next = 0.0
         self._warned = False
+        self._changes = run_dir / "metrics" / "roles.jsonl"
+        self._states: dict[str, str] = {}
 
     def write(self, *, now: bool = False, **values: Any) -> None:
         """Replace the file, unless it is fresh and `now` is false. A full disk is no reason to end a run."""
+        self._note_changes(values.get("roles") or {})
         if not now and time.monotonic() < self._next:
             return
         self._next = time.monotonic() + INTERVAL_S
@@ -36,4 +42,21 @@ class LiveStatus:
         except (OSError, StoreError) as error:
             if not self._warned:
                 logger.warning(f"{self._path} could not be written: {error}")
+            self._warned = True
+
+    def _note_changes(self, states: dict[str, str]) -> None:
+        """Append the roles whose state is another one than the last time."""
+        changed = {label: state for label, state in states.items() if self._states.get(label) != state}
+        if not changed:
+            return
+        self._states |= changed
+        facts = {"time": round(time.time(), 3), "attempt": self._constant.get("attempt")}
+        rows = (json.dumps({**facts, "role": label, "state": state}) + "\n" for label, state in changed.items())
+        try:
+            self._changes.parent.mkdir(parents=True, exist_ok=True)
+            with self._changes.open("a", encoding="utf-8") as file:
+                file.write("".join(rows))
+        except OSError as error:
+            if not self._warned:
+                logger.warning(f"{self._changes} could not be written: {error}")
             self._warned = True

@@ -16,6 +16,7 @@ from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.termination import JobLog, granted_until, why_terminated
 from prime_hpc.slurm.time_limit import TimeLimit
 from prime_hpc.store.io import files
+from prime_hpc.supervisor.stalls.collect import WHY
 
 SAVE, STOP = "SAVE", "STOP"
 LOOK_S = 2.0
@@ -46,7 +47,7 @@ class Controls:
 
     Args:
         run_dir: where people put SAVE and STOP.
-        allocation: Slurm's; None on one machine.
+        allocation: Slurm's, or the run's pods; None on one machine.
         lead_s: how long before it the attempt has to be saving (`slurm.restart.signal_lead_s`).
 
     `needs_s` tells what one more step and a save take, as measured so far, seconds.
@@ -61,7 +62,8 @@ class Controls:
     ) -> None:
         self._run_dir = run_dir
         self._allocation = allocation
-        self._limit = TimeLimit(allocation.job_id, allocation.ends_at) if allocation else None
+        by_slurm = allocation is not None and allocation.by_slurm
+        self._limit = TimeLimit(allocation.job_id, allocation.ends_at) if allocation and by_slurm else None
         self._began = time.time()
         self._of_slurm: StopRequest | None = None
         self._log = JobLog()
@@ -71,8 +73,11 @@ class Controls:
         self._signals: list[int] = []
         self._previous: dict[int, object] = {}
         self._next_look = 0.0
+        self._asked_to_stop: str | None = None
         self.num_saves = 0
         """How often SAVE was found."""
+        self.is_asked_why = False
+        """WHY was found, and nobody has taken note."""
 
     def install(self) -> None:
         """Listen to signals, and to changes of the limit; what came since an earlier `install` is not forgotten."""
@@ -105,11 +110,20 @@ class Controls:
         self._signals.append(number)
 
     def note_warning(self) -> None:
-        """A step got SIGTERM: with a grace time Slurm tells the steps of a preemption, and not the batch process."""
+        """Note a step's SIGTERM: with a grace time Slurm tells the steps of a preemption, the batch process not."""
         self._warned = True
 
+    def ask_to_stop(self, reason: str) -> None:
+        """Somebody of this process wants the run to save and end. Any thread."""
+        self._asked_to_stop = self._asked_to_stop or reason
+
+    @property
+    def time_left_s(self) -> float | None:
+        """Seconds to the time limit; None: unknown or unlimited."""
+        return self._left()
+
     def was_stopped(self, seconds: float) -> None:
-        """The job was suspended for so long: Slurm has moved its end, for the time did not count."""
+        """Move the end by the time that the job was suspended, as Slurm has: it did not count."""
         if self._allocation is not None and self._limit is not None and self._limit.ends_at is not None:
             end = granted_until(self._allocation.job_id)
             self._limit.ends_at = end if end is not None else self._limit.ends_at + seconds
@@ -119,6 +133,8 @@ class Controls:
         """Return what was asked for since the start, if anything."""
         if self._signals:
             return self._of_signal(self._signals[0])
+        if self._asked_to_stop is not None:
+            return StopRequest(self._asked_to_stop, "stopped", 0, True, self._budget())
         now = time.time()
         if now < self._next_look:
             return None
@@ -141,6 +157,9 @@ class Controls:
         if number == signal.SIGINT or self._allocation is None:
             code = 130 if number == signal.SIGINT else 128 + number
             return StopRequest(f"interrupted by {name}", "interrupted", code, False, 0.0)
+        if not self._allocation.by_slurm:
+            reason = f"told to end by {name} (eviction, a drained node, or the Job was deleted)"
+            return StopRequest(reason, "preempted", 128 + number, True, self._budget())
         if self._of_slurm is None:  # asked once: the answer is about the moment of the signal
             job = self._allocation
             end = why_terminated(job.job_id, job.restarts, self._began, self._ends_at, job.all_hosts, self._log.words())
@@ -159,6 +178,9 @@ class Controls:
         if SAVE in names:
             files.remove_file(self._run_dir / SAVE)
             self.num_saves += 1
+        if WHY in names:
+            files.remove_file(self._run_dir / WHY)
+            self.is_asked_why = True
         if STOP in names:
             files.remove_file(self._run_dir / STOP)
             return StopRequest("the file STOP was found", "stopped", 0, True, self._budget())
@@ -166,6 +188,8 @@ class Controls:
 
     def _of_grace(self, now: float) -> StopRequest | None:
         """Notice a preemption with grace: it moves the end of the job, and says nothing else."""
+        if self._allocation is not None and not self._allocation.by_slurm:
+            return StopRequest("a pod of the run is told to end", "preempted", 0, True, self._budget())
         end = granted_until(self._allocation.job_id) if self._allocation else None
         if end is None or (self._ends_at is not None and end > self._ends_at - LIMIT_MARGIN_S):
             return None
@@ -173,7 +197,7 @@ class Controls:
         return StopRequest(reason, "preempted", 0, True, max(5.0, end - now))
 
     def _of_limit(self, now: float) -> StopRequest | None:
-        """The signal comes up to a minute early or late, and its lead is a guess: this is measured."""
+        """Ask for the end by the measured time: the signal comes a minute early or late, and its lead is a guess."""
         if self._ends_at is None:
             return None
         left = self._ends_at - now
@@ -187,4 +211,6 @@ class Controls:
 
     def _budget(self) -> float:
         left = self._left()
+        if self._allocation is not None and self._allocation.notice_s is not None:
+            return max(5.0, min(SAVE_BUDGET_S, self._allocation.notice_s - LIMIT_MARGIN_S))
         return SAVE_BUDGET_S if left is None else max(5.0, min(SAVE_BUDGET_S, left - LIMIT_MARGIN_S))

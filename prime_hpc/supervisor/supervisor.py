@@ -12,29 +12,29 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.child_config import is_parent
 from prime_hpc.observe.console import Console
+from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
+from prime_hpc.runtime.process_tree import become_subreaper, end_families, end_strays, family
 from prime_hpc.runtime.role_context import role_environment
 from prime_hpc.store.attempts import Attempt, Ended, write_attempt
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import check_incarnation
-from prime_hpc.store.messaging import sockets
-from prime_hpc.store.messaging.bus import BusServer
-from prime_hpc.store.messaging.network import Network
+from prime_hpc.store.run_paths import check_incarnation
 from prime_hpc.supervisor.agent import BEAT_S, FENCE, FENCE_LOOK_S
 from prime_hpc.supervisor.attempt.start import run_paths, saved_step_if_known
 from prime_hpc.supervisor.heartbeat import Pulse
+from prime_hpc.supervisor.hub import open_hub
 from prime_hpc.supervisor.preflight.phase import Checkup
 from prime_hpc.supervisor.reaper import Reaper
-from prime_hpc.supervisor.roles.child_runs import Children
-from prime_hpc.supervisor.roles.process import Role, log_tail
-from prime_hpc.supervisor.roles.process_tree import become_subreaper, end_families, end_strays
+from prime_hpc.supervisor.roles.child_orchestrators import ChildOrchestrators
+from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.roles.replicas import Replicas
 from prime_hpc.supervisor.roles.slurm_step import StepContext, StepRole, StepSpec
 from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
 from prime_hpc.supervisor.roles.start_order import may_start
+from prime_hpc.supervisor.run_watch import RunWatch
 from prime_hpc.supervisor.status_file import LiveStatus
 from prime_hpc.supervisor.stop_requests import Controls, StopRequest
 
@@ -70,7 +70,7 @@ class Supervisor:
         urls: of the servers, by group; with `steps` they are learnt from the agents.
         environment: of the roles.
         steps: the Slurm job; None: processes of this machine.
-        spares: nodes of a packed job that take over a lost server.
+        spares: nodes of a homogeneous job that take over a lost server.
         checkup: of the nodes, before any role starts.
         controls: that listen since the attempt began; default: new ones.
         """
@@ -85,7 +85,7 @@ class Supervisor:
         self._roles: list[Role] = []
         self._clock = AwakeClock()
         self._replicas = Replicas(experiment.slurm.restart.replica_retry_s, spares or [], self._clock.now)
-        self._heard: dict[tuple[str, int], dict[str, Any]] = {}
+        self._bus_statuses: dict[tuple[str, int], dict[str, Any]] = {}
         self._stop: tuple[StopRequest, float] | None = None
         self._next_health: dict[str, float] = {}
         self._next_fence_look = 0.0
@@ -94,7 +94,7 @@ class Supervisor:
         self._asking_s = 0.0
         self._ready_at: float | None = None
         self._saves_asked = 0
-        self._children: Children | None = None
+        self._children: ChildOrchestrators | None = None
         self._console = Console(run_dir, experiment.max_steps, kind=experiment.kind, clock=self._clock)
         lead_s = experiment.slurm.restart.signal_lead_s
         self._controls = controls or Controls(run_dir, steps.allocation if steps else None, lead_s)
@@ -104,9 +104,13 @@ class Supervisor:
     def run(self) -> int:
         """Live the attempt to its end; everything started is gone when this returns."""
         become_subreaper()
+        self._others = [process.pid for process in family(os.getpid())[1:]]  # here before: none of the run's
+        activity.introduce("supervisor", 0, self._paths.root)
         self._controls.install()
         try:
-            hub = self._open_hub()
+            hub = open_hub(
+                self._environment, self._attempt.incarnation, self._on_message, on_nodes=self._steps is not None
+            )
         except (ConfigError, StoreError) as error:  # no port that it may use, no such network on this node
             self._controls.restore()
             logger.error(str(error))
@@ -115,10 +119,13 @@ class Supervisor:
         self._hub, self._reaper = hub, Reaper()
         stall_s = self._experiment.slurm.restart.stall_s
         self._pulse = Pulse(lambda: hub.publish("pulse", time=time.time()), self._clock, stall_s)
+        run = self._experiment, self._paths.root, self._attempt.attempt, self._clock
+        self._run_watch = RunWatch(*run, self._bus_statuses, self._roles, hub.publish, self._controls)
         ended = Ended(1, "the supervisor itself failed")
         try:
             self._check_nodes()
             self._start()
+            activity.doing("supervising")
             self._last_tick, self._missed = self._clock.now(), self._clock.missed()
             while True:
                 self._tick()
@@ -131,31 +138,22 @@ class Supervisor:
             ended = self._or_fenced(ended)
             self._end(ended)
             self._pulse.close()
+            self._run_watch.close()
             hub.close()
             self._reaper.close()
             self._controls.restore()
         return ended.code
 
-    def _open_hub(self) -> BusServer:
-        """Open the hub at which all roles meet: on this machine alone, or on the network that the config names for
-        it."""
-        network = Network.from_env(self._environment)
-        host = sockets.loopback()
-        if self._steps is not None:
-            place = network.place("control")
-            host = sockets.ALL if place is None else place.address
-        incarnation = self._attempt.incarnation
-        return BusServer(host, on_message=self._on_message, incarnation=incarnation, ports=network.ports)
-
     def _on_message(self, topic: str, payload: dict[str, Any]) -> None:
         if topic == "status" and {"role", "index", "time", "state"} <= payload.keys():
-            self._heard[payload["role"], payload["index"]] = payload
+            self._bus_statuses[payload["role"], payload["index"]] = payload
         elif self._children is not None and (topic == "run" or "/" in topic):
-            self._children.hear(topic, payload)
+            self._children.on_message(topic, payload)
         elif topic == "agent":
+            self._run_watch.on_message(payload)
             for role in self._roles:
                 if isinstance(role, StepRole) and role.spec.label == payload.get("label"):
-                    role.hear(payload)
+                    role.on_message(payload)
 
     # ------------------------------------------------------------------------------------------------ start
 
@@ -167,7 +165,7 @@ class Supervisor:
         report = self._checkup.run(self._attempt.attempt, lambda: self._controls.poll() is not None, self._environment)
         self._handle_requests()
         if not report.ok:
-            blamed = self._checkup.to_blame(report)
+            blamed = self._checkup.nodes_at_fault(report)
             self._note_lost(list(blamed))
             causes = [f"{node}: {why}" for node, why in report.bad.items()] + report.problems
             raise Ended(1, f"preflight: {'; '.join(causes)}", "node_lost" if blamed else "failed")
@@ -185,7 +183,7 @@ class Supervisor:
         environment[FENCE] = str(self._experiment.slurm.restart.fence_s)
         if is_parent(self._experiment):
             run, hub = (self._paths.root, self._experiment, self._attempt, self._environment), self._hub
-            self._children = Children(*run, hub.publish, self._reaper, clock=self._clock.now)
+            self._children = ChildOrchestrators(*run, hub.publish, self._reaper, clock=self._clock.now)
         latest = self._paths.root / "logs" / "latest"
         files.make_dir(latest.parent)
         files.replace_link(latest, f"attempt_{self._attempt.attempt}")
@@ -214,9 +212,9 @@ class Supervisor:
             self._attempt.nodes[spec.label] = list(spec.hosts)
             grace = self._experiment.supervisor.grace_s
             return StepRole(
-                spec, log_dir, environment, self._heard, self._steps, self._hub.publish, grace, self._clock.now
+                spec, log_dir, environment, self._bus_statuses, self._steps, self._hub.publish, grace, self._clock.now
             )
-        return Role(spec, log_dir, environment, self._heard, self._clock.now)
+        return Role(spec, log_dir, environment, self._bus_statuses, self._clock.now)
 
     # ------------------------------------------------------------------------------------------------ watch
 
@@ -230,7 +228,7 @@ class Supervisor:
                 self._begin(role)
             elif role.state not in ("waiting", "done", "away"):
                 self._look_at(role)
-        self._replicas.bring_back(self._roles, self._begin)
+        self._replicas.restart_lost(self._roles, self._begin)
         if self._children is not None:
             num_servers = sum(role.is_server for role in self._roles)
             self._children.tick(self._known_urls().get("inference", []), num_servers, self._hub.address)
@@ -262,6 +260,7 @@ class Supervisor:
             "roles": {r.spec.label: r.state for r in self._roles},
             "nodes": self._attempt.nodes,
             "cause": self._stop[0].reason if self._stop else None,
+            **self._run_watch.facts(),
         } | ({"runs": self._children.facts(), "max_steps": None} if self._children is not None else {})
 
     def _detect_own_stall(self) -> None:
@@ -287,7 +286,7 @@ class Supervisor:
             self._controls.was_stopped(stopped)
 
     def _end_if_fenced(self) -> None:
-        """A newer attempt of the run has begun elsewhere: this one may change nothing any more, and must not go on."""
+        """End where a newer attempt of the run has begun elsewhere: this one may change nothing any more."""
         now = self._clock.now()
         if now < self._next_fence_look:
             return
@@ -319,9 +318,12 @@ class Supervisor:
                 role.warned = False
                 self._controls.note_warning()
         request = self._controls.poll()
+        if self._controls.is_asked_why:
+            self._controls.is_asked_why = False
+            self._run_watch.ask_why()
         if self._controls.num_saves > self._saves_asked:
             self._saves_asked = self._controls.num_saves
-            logger.info("the file SAVE was found: saving at the next step boundary")
+            logger.info("a save was asked for (the file SAVE, or an alarm): saving at the next step boundary")
             self._hub.publish("save", id=self._attempt.attempt * 10_000 + self._saves_asked)
         if self._stop is not None:
             request, deadline = self._stop
@@ -337,12 +339,12 @@ class Supervisor:
             self._hub.publish("stop", reason=request.reason, save=True)
 
     def _look_at(self, role: Role) -> None:
-        role.lead(self._known_urls())
+        role.send_launch_order(self._known_urls())
         lost = role.lost_hosts(self._experiment.slurm.restart.node_timeout_s)
         if lost:
             self._on_lost_nodes(role, lost)
         elif not role.running:
-            if role.says("done") and role.exit_code == 0 and not role.is_server:
+            if role.has_reported("done") and role.exit_code == 0 and not role.is_server:
                 role.state = "done"
                 logger.info(f"{role.spec.label} is done")
                 return
@@ -369,7 +371,7 @@ class Supervisor:
         return urls
 
     def _is_ready(self, role: Role) -> bool:
-        return self._due(role, 0.5) and self._is_healthy(role) if role.is_server else role.says("ready")
+        return self._due(role, 0.5) and self._is_healthy(role) if role.is_server else role.has_reported("ready")
 
     def _is_healthy(self, role: Role) -> bool:
         began = self._clock.now()
@@ -391,7 +393,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------ deaths
 
     def _on_lost_nodes(self, role: Role, hosts: list[str]) -> None:
-        """A packed job goes on without a server's node; anything else is started again as a whole."""
+        """Let a homogeneous job go on without a server's node; anything else is started again as a whole."""
         cause = f"node {', '.join(hosts)} of {role.spec.label} was lost (no sign of life)"
         self._note_lost(hosts)
         can_go_on = self._steps is not None and self._steps.no_kill and role.is_server and role.was_ready
@@ -409,12 +411,12 @@ class Supervisor:
         self._attempt.lost_nodes = list(dict.fromkeys([*self._attempt.lost_nodes, *hosts]))
 
     def _on_unexpected_exit(self, role: Role, cause: str) -> None:
-        """A role ended that should not have: start a server again in place, end the attempt for the others."""
-        if self._stop is not None and (role.is_server or role.says("done")):
+        """Start a server again in place that ended and should not have; for other roles end the attempt."""
+        if self._stop is not None and (role.is_server or role.has_reported("done")):
             role.state = "done"  # on the way out, nobody asks the servers any more
             return
         if isinstance(role, StepRole) and not role.is_server:
-            lost = role.hosts_without_a_word(NODE_SILENCE_GRACE_S)
+            lost = role.silent_hosts(NODE_SILENCE_GRACE_S)
             if lost:
                 self._on_lost_nodes(role, lost)
         if isinstance(role, StepRole) and self._replicas.awaiting_recovery(role):
@@ -438,7 +440,7 @@ class Supervisor:
         raise Ended(1, cause)
 
     def _kill_and_log(self, role: Role, cause: str) -> None:
-        tail = log_tail(role.log_file)
+        tail = role.log_excerpt()
         role.kill()
         role.reap()
         self._reaper.forget(role.pid)
@@ -464,7 +466,7 @@ class Supervisor:
             self._children.end(ended.cause)
         for role in self._roles:
             role.reap()
-        killed += end_strays(os.getpid(), [self._reaper.pid], grace_s=1.0)
+        killed += end_strays(os.getpid(), [*self._others, self._reaper.pid], grace_s=1.0)
         if killed:
             logger.debug(f"processes that had to be killed: {killed}")
         self._console.close()

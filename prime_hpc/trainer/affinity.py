@@ -34,7 +34,7 @@ def pci_address(device: torch.device) -> str:
 
 
 def near_cpus(address: str, allowed: set[int], ranks: int, devices: Path = PCI_DEVICES) -> set[int] | None:
-    """The CPUs near a PCI device among those that this process may use.
+    """Return the CPUs near a PCI device among those that this process may use.
 
     Returns:
         None where the kernel does not say, where nothing would change, or where the ranks of this node would be left

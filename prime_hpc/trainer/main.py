@@ -27,19 +27,20 @@ import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.config import Experiment, load_run
-from prime_hpc.config.child_runs import is_parent
-from prime_hpc.observe.logs import setup_logger
+from prime_hpc.config.child_config import is_parent
+from prime_hpc.observe.logs import separate_native_stderr, setup_logger
 from prime_hpc.observe.role_status import RoleStatus
+from prime_hpc.runtime import activity
 from prime_hpc.runtime.device import Device, describe_cpu, describe_gpus, planned_device, require_gpus
 from prime_hpc.runtime.open_files import raise_descriptor_limit
 from prime_hpc.runtime.process_memory import freeze_gc, keep_freed_memory
 from prime_hpc.runtime.role_context import LED, RoleContext
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.messaging.bus import BusClient
-from prime_hpc.store.messaging.listeners import deafen_listeners
+from prime_hpc.store.messaging.listeners import shut_listeners
 from prime_hpc.trainer.affinity import bind_to_gpu
 from prime_hpc.trainer.determinism import make_deterministic
-from prime_hpc.trainer.profiling import record_collectives, snapshot_when_out_of_memory
+from prime_hpc.trainer.profiling import last_collectives, record_collectives, snapshot_when_out_of_memory
 from prime_hpc.trainer.ranks import file_store
 
 TERM_GRACE_S = 3.5
@@ -87,7 +88,7 @@ def watch_sigterm(status: RoleStatus) -> None:
 
 
 def select_device(experiment: Experiment) -> tuple[torch.device, str]:
-    """This rank's device and the backend of its process group, as the plan has them; nothing is decided here.
+    """Return this rank's device and the backend of its process group, as the plan has them; nothing is decided here.
 
     Raises:
         ValueError: GPUs were planned and are not there, `trainer.backend = nccl` was planned on the CPU, or there are
@@ -149,7 +150,7 @@ def seed_everything(seed: int, rank: int) -> None:
 
 def train(experiment: Experiment, context: RoleContext, bus: BusClient, status: RoleStatus) -> None:
     """One rank's whole life between start-up and status `done`."""
-    from prime_hpc.trainer.replay.dump_failed_step import keep_for_replay
+    from prime_hpc.trainer.replay.dump_failed_step import dump_for_replay
     from prime_hpc.trainer.rl import run_rl
     from prime_hpc.trainer.sft import run_sft
     from prime_hpc.trainer.train_step import StepRefused
@@ -160,6 +161,7 @@ def train(experiment: Experiment, context: RoleContext, bus: BusClient, status: 
     if device.type == "cuda":
         profile = experiment.trainer.profile
         snapshot_when_out_of_memory(context.log_dir, dist.get_rank(), with_stacks=bool(profile and profile.stacks))
+    activity.explain("collectives", last_collectives)
     seed_everything(experiment.seed, dist.get_rank())
     if is_parent(experiment):
         from prime_hpc.trainer.multi.loop import run_multi
@@ -171,14 +173,14 @@ def train(experiment: Experiment, context: RoleContext, bus: BusClient, status: 
     trainer = build_trainer(experiment, context, device, bus, status)
     if device.type == "cpu":  # NCCL may still need its listeners, for peers that it has not talked to yet
         dist.barrier()
-        deafen_listeners()
+        shut_listeners()
     freeze_gc()
     try:
         (run_rl if experiment.kind == "rl" else run_sft)(trainer)
         dist.barrier()
     except StepRefused as error:
         try:
-            keep_for_replay(trainer, error)
+            dump_for_replay(trainer, error)
         except StoreError as failure:
             logger.error(f"step {error.step} could not be kept for a replay: {failure}")
         # The first rank to leave makes torchrun end the others: by then each has said why.
@@ -198,11 +200,13 @@ def main(arguments: list[str] | None = None) -> int:
     raise_descriptor_limit()  # also where no supervisor did: a trainer that was started by hand
     rank = int(os.environ.get("RANK", "0"))
     context = RoleContext.from_env("trainer", run_dir, index=rank)
+    activity.introduce("trainer", rank, run_dir.absolute())
     bus = BusClient(context.bus_address, f"trainer[{rank}]", incarnation=context.incarnation)
     status = RoleStatus(context, bus)
     watch_sigterm(status)
     try:
         status.starting()
+        separate_native_stderr(context.log_dir / f"rank_{rank}.stderr.log")
         experiment = load_run(run_dir)
         level = experiment.log.level if rank == 0 else "WARNING"
         setup_logger(

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from prime_hpc.runtime import activity
+
 PEAK_BF16_FLOPS = {
     # Dense tensor-core peaks of the makers' data sheets, by the words of torch's device name; first match wins.
     "GB300": 2500e12,
@@ -156,6 +158,7 @@ class PhaseTimer:
 
     def __call__(self, phase: str, *, on_device: bool = False) -> "PhaseTimer":
         """Name the phase that the coming `with` block measures."""
+        activity.doing(phase)
         mark = self._mark() if on_device and self._mark is not None else None
         self._started.append((phase, time.perf_counter(), mark))
         return self
@@ -165,6 +168,7 @@ class PhaseTimer:
 
     def __exit__(self, *_: object) -> None:
         phase, start, mark = self._started.pop()
+        activity.doing(self._started[-1][0] if self._started else "between phases")
         if mark is not None and self._mark is not None:
             self._marks.append((phase, mark, self._mark()))
             return

@@ -5,6 +5,7 @@ a hung collective -> <logs of the attempt>/trainer/nccl_trace_rank_<r>    (torch
 out of memory     -> <logs of the attempt>/trainer/memory_rank_<r>.pickle (pytorch.org/memory_viz)
 """
 
+import json
 import os
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
@@ -55,7 +56,7 @@ class StepProfiler:
             self._write(step)
 
     def close(self, step: int | None = None) -> None:
-        """The loop ends: write what there is."""
+        """Write what there is when the loop ends."""
         if self._profiler is not None:
             self._write(step)
 
@@ -112,3 +113,28 @@ def snapshot_when_out_of_memory(log_dir: Path, rank: int, *, with_stacks: bool =
             torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
         torch._C._cuda_attach_out_of_memory_observer(observe)  # type: ignore[attr-defined]  # of CUDA builds
     return observe
+
+
+def last_collectives(most: int = 4) -> list[dict[str, Any]]:
+    """Return the collectives that this rank began last, newest first, from torch's flight recorder (NCCL and gloo).
+
+    Returns:
+        `group`, `number` in it, `name`, `sizes`, `is_over`; [] where this torch has no recorder.
+    """
+    from torch._C import _distributed_c10d
+
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace_json" if torch.cuda.is_available() else "", None)
+    dump = dump or getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return []
+    entries = json.loads(dump(True, False)).get("entries", [])
+    return [
+        {
+            "group": "/".join(filter(None, entry.get("process_group", []))),
+            "number": entry.get("collective_seq_id"),
+            "name": entry.get("profiling_name"),
+            "sizes": entry.get("input_sizes"),
+            "is_over": bool(entry.get("retired")),
+        }
+        for entry in reversed(entries[-most:])
+    ]

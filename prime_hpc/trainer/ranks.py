@@ -26,7 +26,7 @@ _NODE_LOCAL = "/tmp"
 
 @contextlib.contextmanager
 def meeting_file() -> Iterator[Path]:
-    """A file in a new directory of its own, for this process's ranks; removed at the end."""
+    """Yield a file in a new directory of its own, for this process's ranks; removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="prime-hpc-ranks-", dir=_NODE_LOCAL))
     try:
         yield folder / "store"
@@ -41,7 +41,8 @@ def stay_on_loopback() -> None:
 
 
 def file_store(world_size: int) -> FileStore | None:
-    """The store over which this rank meets the others of its node; None where they meet as torch's variables say.
+    """Return the store over which this rank meets the others of its node; None where they meet as torch's variables
+    say.
 
     Raises:
         NotPrivateError: another user has made the directory first.
@@ -55,7 +56,7 @@ def file_store(world_size: int) -> FileStore | None:
 
 
 def control_group(device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:
-    """The group over which rank 0 tells the others what to do, between steps. Collective.
+    """Return the group over which rank 0 tells the others what to do, between steps. Collective.
 
     Args:
         device: this rank's. On CUDA it is a gloo group, in which a rank that waits sleeps: NCCL's broadcast is a kernel

@@ -4,32 +4,24 @@ orchestrator --rollouts/step_n--> [wait] -> [train] -> [publish] --weights/step_
 """
 
 import time
-from functools import partial
 
 import torch
 from loguru import logger
 
-from prime_hpc.config.sections.trainer import LossConfig
+from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.store.artifact import wait_for_artifact
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.errors import ArtifactTimeout, WaitCancelled
 from prime_hpc.store.waiting import ListingPace
-from prime_hpc.trainer.batching.micro_batches import MicroBatch, read_own_batch
+from prime_hpc.trainer.batching.micro_batches import read_local_batch
 from prime_hpc.trainer.bench import finish_bench
 from prime_hpc.trainer.data.fake import fake_source
-from prime_hpc.trainer.objectives import LossStats, rl_loss
+from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.trainer import Signal, Trainer
 
 LOOK_S = 5.0
 """How long rank 0 waits for a batch before it tells the others that it is still waiting."""
-
-
-def rl_objective(
-    config: LossConfig, micro: MicroBatch, logprobs: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, LossStats]:
-    """The configured RL objective over one micro-batch (see `objectives`)."""
-    return rl_loss(config, micro, logprobs, weights)
 
 
 def run_rl(trainer: Trainer) -> None:
@@ -42,7 +34,7 @@ def run_rl(trainer: Trainer) -> None:
     experiment = trainer.experiment
     start, progress = trainer.resume()
     num_samples = progress.get("num_samples", 0)
-    objective = partial(rl_objective, experiment.trainer.loss)
+    objective = loss_of(experiment)
     trainer.status.ready(step=start, world_size=trainer.world_size)
     fake = fake_source(trainer)
     for step in range(start + 1, trainer.last_step + 1):
@@ -75,8 +67,8 @@ def _give_memory_back(trainer: Trainer) -> None:
 
 
 def _read_batch(trainer: Trainer, step: int) -> RankBatch:
-    """This rank's part of batch `step`."""
-    return read_own_batch(trainer.paths.rollouts_step(step), *trainer.part, trainer.handover)
+    """Return this rank's part of batch `step`."""
+    return read_local_batch(trainer.paths.rollouts_step(step), *trainer.part, trainer.handover)
 
 
 def _next_signal(trainer: Trainer, step: int, num_samples: int, *, is_fake: bool) -> Signal:
@@ -92,6 +84,8 @@ def _next_signal(trainer: Trainer, step: int, num_samples: int, *, is_fake: bool
     clock = AwakeClock(max_gap_s=2 * LOOK_S)  # neither a save nor time in which the job is suspended counts
     end = clock.now() + trainer.experiment.trainer.batch_timeout_s
     while True:
+        awaited = f"batch {step} from the orchestrator" if trainer.rank == 0 else "rank 0"
+        activity.doing("wait", awaits=awaited, step=step)
         signal = _look(trainer, step, end - clock.now(), pace, is_fake=is_fake) if trainer.rank == 0 else Signal.WAIT
         signal = trainer.agree(signal)
         if signal is Signal.SAVE:

@@ -2,24 +2,17 @@
 
 import time
 
-import torch
 from loguru import logger
 
 from prime_hpc.store.leases import min_floor
 from prime_hpc.store.weights import list_versions
-from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.bench import finish_bench
 from prime_hpc.trainer.data.build import Progress, build_data, without_padding
 from prime_hpc.trainer.data.eval_loss import HeldOut
-from prime_hpc.trainer.objectives import LossStats, sft_loss
+from prime_hpc.trainer.objectives import sft_loss
 from prime_hpc.trainer.trainer import Signal, Trainer
 
 _RL_ONLY = ("reward", "lag_mean", "lag_max")
-
-
-def sft_objective(micro: MicroBatch, logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-    """Mean negative log-likelihood over the batch's trained tokens."""
-    return sft_loss(logprobs, weights)
 
 
 def run_sft(trainer: Trainer) -> None:
@@ -42,7 +35,7 @@ def run_sft(trainer: Trainer) -> None:
             return
         with trainer.train_step.timer("data"):
             batch, progress = data.next()
-        metrics = trainer.train(step, batch, sft_objective) | data.figures
+        metrics = trainer.train(step, batch, sft_loss) | data.figures
         without_padding(metrics)
         if held_out is not None and held_out.is_due(step):
             with trainer.train_step.timer("eval"):
@@ -78,7 +71,7 @@ def _held_out(trainer: Trainer) -> HeldOut | None:
 
 
 def _report_untrained(trainer: Trainer, held_out: HeldOut) -> None:
-    """The held-out loss of version 0."""
+    """Report the held-out loss of version 0."""
     figures = held_out.evaluate()
     if trainer.metrics is not None:
         trainer.metrics.log(0, **figures)

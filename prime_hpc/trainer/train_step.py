@@ -9,7 +9,6 @@ packed into micro-batches or spread over ranks.
 """
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.config.sections.trainer import MismatchConfig, OptimConfig, SchedulerConfig
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import (
     BatchFacts,
     MicroBatch,
@@ -27,24 +26,22 @@ from prime_hpc.trainer.batching.micro_batches import (
     make_micro_batch,
     objective_part,
     rows_fit,
-    with_own_rows,
+    with_single_rows,
 )
 from prime_hpc.trainer.batching.prefetch_to_device import MicroBatches
 from prime_hpc.trainer.batching.rows import group_rows
 from prime_hpc.trainer.lora import use_slot, without_adapter
 from prime_hpc.trainer.model.policy import Policy
-from prime_hpc.trainer.objectives import LossStats, echo_loss, target_weights
+from prime_hpc.trainer.objectives import LossStats, MicroBatchLoss, echo_loss, target_weights
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
 from prime_hpc.trainer.parallel.distribute import gathers_from_itself, reshard_all
 from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm, sum_over
 from prime_hpc.trainer.perf import FlopsModel, PhaseTimer
 
-Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, LossStats]]
-"""(micro-batch, log-probabilities float32[N], weights float32[N]) -> loss (0-dim), statistics."""
-
 _SUMS = ("num_tokens", "num_sequences", "num_targets", "squared_lengths", "reward_sum", "lag_sum", "num_sampled")
 
-_NO_MEANS = ("loss", "echo_loss", "squared_grad_norm", "shared_tokens")
+_TOTALS = ("loss", "echo_loss")
+"""Sums of an objective that the log shows as they are; it shows others as means over the targets."""
 
 
 class StepRefused(RuntimeError):
@@ -105,7 +102,7 @@ class TrainStep:
         reference: frozen, sharded model whose log-probabilities the objective needs; the policy itself: its base
             model, where it has adapters.
         slot: adapter that is trained, where the policy has any.
-        share_prefixes: compute the prompt of a group's samples once, see `prefixes.py`.
+        share_prefixes: compute the prompt of a group's samples once, see `prefix_attention.py`.
         no_sync: keep whole gradients until the last micro-batch, see `trainer.no_sync`.
         row_tokens: rows times their length in one micro-batch, where each sample has a row of its own.
         """
@@ -126,7 +123,7 @@ class TrainStep:
         if policy.adapters is not None:
             self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def run(self, step: int, batch: RankBatch, objective: Objective) -> dict[str, float]:
+    def run(self, step: int, batch: RankBatch, objective: MicroBatchLoss) -> dict[str, float]:
         """Turn version step - 1 into version `step`. Collective.
 
         Args:
@@ -164,13 +161,13 @@ class TrainStep:
         """Return the batch as the model takes it. With each sample in a row of its own, and where a batch was not
         dealt out like that, micro-batches are made of samples of similar length, as many on every rank. Collective
         then."""
-        if not self.policy.own_rows:
+        if not self.policy.single_rows:
             return batch
         groups = group_rows(np.diff(batch.seq_offsets), self._row_tokens)
         most = torch.tensor([max(len(groups), 1), not rows_fit(batch, self._row_tokens)], device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        num_micro_batches, misfits = most.tolist()
-        return with_own_rows(batch, groups, num_micro_batches) if misfits else batch
+        num_micro_batches, mismatches = most.tolist()
+        return with_single_rows(batch, groups, num_micro_batches) if mismatches else batch
 
     def micro_batch(self, batch: RankBatch, index: int) -> MicroBatch:
         """Return the `index`-th micro-batch of a batch of `lay_out`."""
@@ -180,7 +177,7 @@ class TrainStep:
             self._device,
             self._parallel,
             share_prefixes=self._share_prefixes,
-            own_rows=self.policy.own_rows,
+            single_rows=self.policy.single_rows,
             pads=self.policy.pads_rows,
         )
 
@@ -199,7 +196,9 @@ class TrainStep:
             num_targets, num_sequences = batch.totals.tolist()
         return num_targets, num_sequences, num_echo
 
-    def _forward_backward(self, batch: RankBatch, objective: Objective, facts: BatchFacts) -> tuple[LossStats, int]:
+    def _forward_backward(
+        self, batch: RankBatch, objective: MicroBatchLoss, facts: BatchFacts
+    ) -> tuple[LossStats, int]:
         """Accumulate gradients over the micro-batches.
 
         Between the batch's denominators and the last backward pass the host waits for the device in no micro-batch:
@@ -214,7 +213,7 @@ class TrainStep:
             self._device,
             self._parallel,
             share_prefixes=self._share_prefixes,
-            own_rows=self.policy.own_rows,
+            single_rows=self.policy.single_rows,
             pads=self.policy.pads_rows,
         )
         with micros:
@@ -230,7 +229,7 @@ class TrainStep:
         return total, num_shared
 
     def _micro_batch(
-        self, micro: MicroBatch, objective: Objective, num_targets: int, num_sequences: int, num_echo: int
+        self, micro: MicroBatch, objective: MicroBatchLoss, num_targets: int, num_sequences: int, num_echo: int
     ) -> LossStats:
         """Forward and backward pass of one micro-batch; its statistics."""
         if self._reference is not None:
@@ -296,7 +295,7 @@ class TrainStep:
         table = torch.empty((dist.get_world_size(), len(names)), dtype=torch.float64, device=self._device)
         dist.all_gather_single(table, row[None])
         everyone = table.cpu().numpy()
-        columns = dict(zip(names, everyone[:: self._parallel.layout.ranks_per_part].T, strict=True))
+        columns = dict(zip(names, everyone[:: self._parallel.dims.ranks_per_part].T, strict=True))
         top = {k: float(np.max(columns[k])) for k in (*maxima, "lag_max")}
         total = {k: float(np.sum(v)) for k, v in columns.items() if k not in top}
         total["squared_grad_norm"] = float(np.sum(everyone[:, -1]))
@@ -307,9 +306,10 @@ class TrainStep:
         targets = max(total["num_targets"], 1.0)
         counts = {k: total[k] for k in ("num_tokens", "num_sequences", "num_targets", "shared_tokens")}
         computed = total["num_tokens"] - total["shared_tokens"]
-        means = {k: v / targets for k, v in total.items() if k not in _SUMS and k not in _NO_MEANS}
+        no_means = (*_SUMS, *_TOTALS, "squared_grad_norm", "shared_tokens")
+        means = {k: v / targets for k, v in total.items() if k not in no_means}
         return {
-            **{k: total[k] for k in ("loss", "echo_loss") if k in total},
+            **{k: total[k] for k in _TOTALS if k in total},
             "grad_norm": math.sqrt(total["squared_grad_norm"]) if total["squared_grad_norm"] >= 0 else math.nan,
             "lr": self._optim.lr * learning_rate_factor(self._scheduler, step, self._max_steps),
             "reward": total["reward_sum"] / max(total["num_sequences"], 1.0),

@@ -19,15 +19,16 @@ from prime_hpc.config.monitors import open_metrics
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.artifact import Manifest
-from prime_hpc.store.batch_archive import RolloutPacker
-from prime_hpc.store.batches import RankBatch, prune_batches
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batch_archive import RolloutArchiver
+from prime_hpc.store.batches import prune_batches
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
 from prime_hpc.store.checkpoint.import_checkpoint import find_checkpoint
 from prime_hpc.store.io.retry_reads import Patience
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.messaging.bus import Bus
 from prime_hpc.store.messaging.file_transfer import Handover
 from prime_hpc.store.model_fingerprint import model_identity
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import list_versions, prune_weights
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.checkpointing.save_interval import SaveSchedule, build_schedule
@@ -36,7 +37,7 @@ from prime_hpc.trainer.checkpointing.verify import READ_S
 from prime_hpc.trainer.lora import reset_slot, slot_parameters
 from prime_hpc.trainer.model.policy import Policy, compute_dtype, load_policy, resolve_source
 from prime_hpc.trainer.model.reference import load_reference
-from prime_hpc.trainer.objectives import normalization
+from prime_hpc.trainer.objectives import MicroBatchLoss, normalization
 from prime_hpc.trainer.optim import build_optimizer, learning_rate_factor
 from prime_hpc.trainer.out_of_memory import explain, held_bytes, peak_bytes
 from prime_hpc.trainer.parallel import Parallel, build_parallel
@@ -44,7 +45,7 @@ from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
 from prime_hpc.trainer.perf import peak_flops
 from prime_hpc.trainer.profiling import StepProfiler
 from prime_hpc.trainer.ranks import control_group
-from prime_hpc.trainer.train_step import Objective, StepRefused, TrainStep
+from prime_hpc.trainer.train_step import StepRefused, TrainStep
 from prime_hpc.trainer.weights.lora_files import adapter_identity
 from prime_hpc.trainer.weights.publish import VersionPublisher, build_publisher
 from prime_hpc.trainer.weights.publish_async import BesidePublisher, build_beside
@@ -71,7 +72,7 @@ class Status(Protocol):
         """Start-up is over."""
 
     def beat(self, step: int | None = None, **info: Any) -> None:
-        """A step is done."""
+        """Report that a step is done."""
 
 
 @dataclass
@@ -102,7 +103,7 @@ class Trainer:
     """Of `trainer.profile`."""
     control: dist.ProcessGroup | None = None
     """Of `agree`, see `ranks.control_group`."""
-    packer: RolloutPacker | None = None
+    packer: RolloutArchiver | None = None
     """Rank 0 only, with `orchestrator.compress_rollouts`."""
     bench_rows: list[dict[str, float]] = field(default_factory=list)
     """Of a `bench` run: every step's figures."""
@@ -114,7 +115,7 @@ class Trainer:
     @property
     def part(self) -> tuple[int, int]:
         """The part of the batch that this rank reads, and how many there are."""
-        return self.parallel.data_rank, self.parallel.layout.num_data_ranks
+        return self.parallel.data_rank, self.parallel.dims.num_data_ranks
 
     @property
     def last_step(self) -> int:
@@ -219,7 +220,7 @@ class Trainer:
             keep = self.experiment.trainer.keep_weights
             prune_weights(self.paths, keep, self.context.incarnation, keep=self.saver.steps_in_flight)
 
-    def train(self, step: int, batch: RankBatch, objective: Objective) -> dict[str, float]:
+    def train(self, step: int, batch: RankBatch, objective: MicroBatchLoss) -> dict[str, float]:
         """Do one train step; a save in flight is not lost when it refuses. Collective.
 
         Raises:
@@ -245,7 +246,7 @@ class Trainer:
         if config.keep_rollouts is not None:
             prune_batches(self.paths, config.keep_rollouts, step, self.context.incarnation, keep=keep)
         if config.compress_rollouts and self.packer is None:
-            self.packer = RolloutPacker(self.paths, self.context.incarnation)
+            self.packer = RolloutArchiver(self.paths, self.context.incarnation)
         if self.packer is not None:
             self.packer.up_to(step, keep)
 
@@ -335,7 +336,7 @@ def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) 
     source = resolve_source(name) if dist.get_rank() == 0 else None  # one download, then everyone finds the files
     dist.barrier()
     source = source or resolve_source(name)
-    parallel = build_parallel(config.parallel.layout(dist.get_world_size()), device)
+    parallel = build_parallel(config.parallel.dims(dist.get_world_size()), device)
     policy = load_policy(
         experiment.model,
         source,
@@ -387,7 +388,14 @@ def open_trainer(
     train_step = build_train_step(base, experiment, slot)
     name, incarnation, dtype = experiment.model.name, context.incarnation, compute_dtype(experiment.model)
     publisher = build_publisher(
-        policy, base.source, paths, dtype=dtype, incarnation=incarnation, model_name=name, slot=slot
+        policy,
+        base.source,
+        paths,
+        dtype=dtype,
+        incarnation=incarnation,
+        model_name=name,
+        slot=slot,
+        weights=experiment.weights,
     )
     return Trainer(
         experiment=experiment,
@@ -445,7 +453,7 @@ def build_train_step(base: Base, experiment: Experiment, slot: int = 0) -> Train
         with_entropy=is_rl,
         batch_tokens=config.loss.batch_tokens or experiment.seq_len,
         denominators=config.loss.denominators,
-        mismatch=config.loss.mismatch if is_rl and not is_random and config.loss.type != "nll" else None,
+        mismatch=config.loss.mismatch if is_rl and not is_random and not config.loss.objective.imitates else None,
         reference=load_reference(experiment, policy, base.device),
         slot=slot,
         share_prefixes=config.share_prefixes,

@@ -17,7 +17,7 @@ parse_up() { # up's arguments -> settings
         if [[ $1 == --*=* ]]; then set -- "${1%%=*}" "${1#*=}" "${@:2}"; fi
         case $1 in
         --accounting) ACCOUNTING=yes ;;
-        --cgroup) CGROUP=$(cgroup_version) ;;
+        --cgroup) CGROUP=$(cgroup_version) || exit ;;
         --loopback) MODE=loopback ;;
         --*)
             [[ $# -ge 2 ]] || die 2 "$1 needs a value"
@@ -193,7 +193,12 @@ write_conf() {
     [[ $ACCOUNTING == no ]] || dbd_conf "$host" "$addr" "$me"
 }
 cgroup_version() { # v1 or v2, as this machine has it; Slurm takes no mixture for v2
-    if grep -qvE '^0::' /proc/self/cgroup; then echo v1; else echo v2; fi
+    local version=v2 folder=/sys/fs/cgroup
+    if grep -qvE '^0::' /proc/self/cgroup; then version=v1 folder=/sys/fs/cgroup/devices; fi
+    # a container's /sys may have no cgroups mounted, or nobody may write there
+    mkdir "$folder/devcluster.$$" 2>/dev/null || die "--cgroup needs control groups, which cannot be made here ($folder)"
+    rmdir "$folder/devcluster.$$"
+    echo "$version"
 }
 slurm_conf() { # HOST ADDRESS USER
     local proctrack=linuxproc task=none

@@ -10,6 +10,7 @@ Used by the fault harness (`tools/faults`) and `tests.support.fork_server`, neve
 
 import contextlib
 import gc
+import itertools
 import os
 import runpy
 import signal
@@ -81,13 +82,13 @@ class ForkingPopen(subprocess.Popen):
         if command is None:
             super()._execute_child(args, executable, preexec_fn, *rest)  # type: ignore[misc]
             return
-        _close_fds, _pass_fds, cwd, env, _info, _flags, _shell, p2cread, p2cwrite, c2pread, c2pwrite = rest[:11]
+        _close_fds, pass_fds, cwd, env, _info, _flags, _shell, p2cread, p2cwrite, c2pread, c2pwrite = rest[:11]
         errread, errwrite, _signals, _gid, _gids, _uid, _umask, new_session, _group = rest[11:]
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _become(command, env, cwd, new_session, preexec_fn, (p2cread, c2pwrite, errwrite))
+            _become(command, env, cwd, new_session, preexec_fn, (p2cread, c2pwrite, errwrite), pass_fds)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
@@ -107,7 +108,13 @@ def install() -> None:
 
 
 def _become(
-    command: list[str], env: Any, cwd: Any, new_session: bool, preexec_fn: Any, ends: tuple[int, int, int]
+    command: list[str],
+    env: Any,
+    cwd: Any,
+    new_session: bool,
+    preexec_fn: Any,
+    ends: tuple[int, int, int],
+    passed: Sequence[int],
 ) -> None:
     """In the child: what exec would have made new, then the module as `__main__`. Never returns."""
     code = 1
@@ -115,7 +122,7 @@ def _become(
         if new_session:
             os.setsid()
         logger.remove()  # the parent's sinks, before their descriptors get other owners
-        _replace_descriptors(ends)
+        replace_descriptors(ends, passed)
         signal.set_wakeup_fd(-1)
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
@@ -150,13 +157,15 @@ _KEPT: list[Any] = []
 """The parent's streams: collected, they would close descriptors that are others' by now."""
 
 
-def _replace_descriptors(ends: tuple[int, int, int]) -> None:
-    """Standard input, output and error as the parent wants them; everything else is closed."""
+def replace_descriptors(ends: Sequence[int], passed: Sequence[int] = ()) -> None:
+    """Standard input, output and error as the parent wants them; all but those `passed` is closed."""
     copies = [os.dup(end) if end != -1 else -1 for end in ends]
     for number, copy in enumerate(copies):
         if copy != -1:
             os.dup2(copy, number)
-    os.closerange(3, 1024)
+    bounds = [2, *sorted(passed), 1024]
+    for below, above in itertools.pairwise(bounds):
+        os.closerange(below + 1, above)
     _KEPT.extend([sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__])
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # type: ignore[misc]  # noqa: SIM115

@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 
 from prime_hpc.store.attempts import read_attempts
-from prime_hpc.store.layout import RunPaths, current_incarnation, list_steps
+from prime_hpc.store.run_paths import RunPaths, current_incarnation, list_steps
 from tests.faults import inject
 from tests.faults.sweep import Point, Result, Sweep
 from tests.faults.verdict import Verdict, judge

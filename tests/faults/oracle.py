@@ -70,7 +70,8 @@ class Rank:
         from prime_hpc.trainer.checkpointing import dcp_state
         from prime_hpc.trainer.checkpointing.random_state import random_state
         from prime_hpc.trainer.main import seed_everything
-        from prime_hpc.trainer.replay.replay import objective_of, plain
+        from prime_hpc.trainer.objectives import loss_of
+        from prime_hpc.trainer.replay.replay import plain
         from prime_hpc.trainer.trainer import build_trainer
 
         torch.set_num_threads(1)
@@ -80,7 +81,7 @@ class Rank:
         context = RoleContext("trainer", scratch, index=rank)
         bus = BusClient(None, "oracle")
         self.trainer = build_trainer(experiment, context, torch.device("cpu"), bus, RoleStatus(context, bus))
-        self.objective = objective_of(experiment)
+        self.objective = loss_of(experiment)
         self._base = {name: dcp_state.local_part(t).detach().clone() for name, t in self._weights()}
         self._random = {name: state.clone() for name, state in random_state(rank).items()}
 
@@ -92,8 +93,8 @@ class Rank:
         import torch
 
         from prime_hpc.store.checkpoint.checkpoints import resolve_resume
-        from prime_hpc.store.layout import RunPaths
-        from prime_hpc.trainer.batching.micro_batches import read_own_batch
+        from prime_hpc.store.run_paths import RunPaths
+        from prime_hpc.trainer.batching.micro_batches import read_local_batch
         from prime_hpc.trainer.checkpointing import dcp_state
         from prime_hpc.trainer.checkpointing.random_state import random_state, set_random_state
 
@@ -105,7 +106,7 @@ class Rank:
         optimizer.state.clear()
         set_random_state(self._random)
         for number in range(1, step + 1):
-            batch = read_own_batch(RunPaths(run_dir).rollouts_step(number), rank, trainer.world_size)
+            batch = read_local_batch(RunPaths(run_dir).rollouts_step(number), rank, trainer.world_size)
             trainer.train_step.run(number, batch, self.objective)
         live = dcp_state.named_state(trainer.train_step.policy, optimizer)
         state = live | random_state(rank)

@@ -19,12 +19,12 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config import Experiment, write_snapshot
-from prime_hpc.config.child_runs import as_child
+from prime_hpc.config.child_config import as_child
 from prime_hpc.config.snapshot import share
 from prime_hpc.store.artifact import ArtifactError, StoreError, read_manifest
 from prime_hpc.store.attempts import Attempt, read_attempts
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import RunPaths, list_steps
+from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.supervisor import main
 from prime_hpc.supervisor.attempt import early_end, resume
 from prime_hpc.trainer.multi import admission as admit
@@ -160,7 +160,8 @@ SHARED = share(["test"])
 
 
 def _make_batch(paths: RunPaths, step: int) -> None:
-    from prime_hpc.store.batches import RankBatch, write_batch
+    from prime_hpc.store.batch.rank_batch import RankBatch
+    from prime_hpc.store.batches import write_batch
 
     write_batch(paths, step, [RankBatch.empty(1)], state={"step": step}, incarnation=1)
 
@@ -250,7 +251,7 @@ def _admit_all(run_dir: Path) -> dict[str, int | None]:
     """What trainer rank 0 does with the runs below a parent. One that waits, for something of it cannot be read, is not
     in the answer: the others train."""
     parent = early_end.load_patiently(run_dir)
-    own = run_slots.Roster(parent, run_dir, 1, lambda *_: None)
+    own = run_slots.RunSlots(parent, run_dir, 1, lambda *_: None)
     steps: dict[str, int | None] = {}
     end = time.monotonic() + ADMIT_S
     while len(steps) < len(CHILDREN) and time.monotonic() < end:

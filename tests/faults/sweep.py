@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 from tests.faults.inject import ROLES, Plan
 from tests.faults.oracle import Oracle
 from tests.faults.verdict import Verdict, judge, rollouts_of

@@ -31,14 +31,14 @@ from prime_hpc.store.artifact import (
 from prime_hpc.store.batches import prune_batches, read_rank_batch, remove_batches_after, write_batch
 from prime_hpc.store.checkpoint.checkpoints import (
     commit_checkpoint,
+    move_checkpoints_aside,
     newest_first,
     prune_checkpoints,
-    set_checkpoints_aside,
 )
-from prime_hpc.store.io.files import make_dir
-from prime_hpc.store.layout import RunPaths, claim_incarnation, list_steps
+from prime_hpc.store.io.files import make_dir, write_file
 from prime_hpc.store.leases import set_floor
 from prime_hpc.store.manifest import read_manifest
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation, list_steps
 from prime_hpc.store.weights import prune_weights, remove_versions_after
 from tests.support.hostile.layer import Client, Killed, World
 from tests.unit.test_store_batches import assert_equal, make_rank
@@ -182,7 +182,7 @@ class HostileStore(RuleBasedStateMachine):
             final = life.paths.checkpoint_step(life.step)
             stage = prepare_stage(final, life.incarnation, run=life.paths)
             make_dir(stage / "trainer")
-            (stage / "trainer" / "shard").write_bytes(f"{life.incarnation} {life.step}".encode() * 30)
+            write_file(stage / "trainer" / "shard", [f"{life.incarnation} {life.step}".encode() * 30])
             commit_checkpoint(
                 stage,
                 final,
@@ -269,7 +269,7 @@ class HostileStore(RuleBasedStateMachine):
             self.floor = None
             self.whole = {}
             life.step = next((info.step for info in newest_first(paths.checkpoints, deep=True)), 0)
-            set_checkpoints_aside(paths, life.step, life.incarnation)
+            move_checkpoints_aside(paths, life.step, life.incarnation)
             remove_batches_after(paths, life.step, life.incarnation)
             remove_versions_after(paths, life.step, life.incarnation)
             for parent in (paths.checkpoints, paths.rollouts, paths.weights):

@@ -8,7 +8,7 @@ import pytest
 
 from prime_hpc.store.artifact import ArtifactWriter, FencedError, verify_artifact
 from prime_hpc.store.io.files import make_dir
-from prime_hpc.store.layout import RunPaths, claim_incarnation, current_incarnation
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation, current_incarnation
 from prime_hpc.store.weights import list_versions, prune_weights, remove_versions_after
 from tests.support.hostile.layer import World
 

@@ -16,10 +16,10 @@ from prime_hpc.store.artifact import ArtifactWriter, StoreError, verify_artifact
 from prime_hpc.store.batches import read_rank_batches, read_state, write_batch
 from prime_hpc.store.errors import ArtifactTimeout
 from prime_hpc.store.io.files import make_dir
-from prime_hpc.store.layout import RunPaths, claim_incarnation
 from prime_hpc.store.leases import min_floor, set_floor
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.store.weights import list_versions, prune_weights
 from tests.support.hostile.mount import Node, hostile_mounts, why_not
 from tests.unit.test_store_batches import assert_equal, make_rank

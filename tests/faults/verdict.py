@@ -7,9 +7,10 @@ from typing import Any
 from prime_hpc.orchestrator.batching.batch_builder import EPISODE_BITS
 from prime_hpc.store.artifact import MANIFEST, read_manifest, verify_artifact
 from prime_hpc.store.attempts import read_attempts
-from prime_hpc.store.batches import RankBatch, read_rank_batch, read_state
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batches import read_rank_batch, read_state
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.layout import RunPaths, list_steps
+from prime_hpc.store.run_paths import RunPaths, list_steps
 from tests.faults.oracle import WORLD_SIZE, Oracle
 from tests.faults.world import GROUP, PROMPTS, STEPS
 

@@ -20,7 +20,7 @@ import yaml
 
 from prime_hpc.store.attempts import read_attempts
 from prime_hpc.store.checkpoint.checkpoints import list_checkpoints
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 from tests.faults import inject
 from tests.faults.inject import Plan
 

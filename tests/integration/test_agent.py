@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
+from prime_hpc.runtime.process_tree import family, send
 from prime_hpc.runtime.role_context import role_environment
-from prime_hpc.store.layout import RunPaths, claim_incarnation
 from prime_hpc.store.messaging.bus import BusServer
 from prime_hpc.store.messaging.network import Network
-from prime_hpc.supervisor.agent import EXIT_FENCED, FENCE, LaunchOrder, order_message
-from prime_hpc.supervisor.roles.process_tree import family, send
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation
+from prime_hpc.supervisor.agent import EXIT_FENCED, FENCE, LaunchOrder
 
 LABEL = "trainer"
 WAIT_S = 120.0
@@ -58,9 +58,7 @@ class Lead:
         raise AssertionError(f"the agent never said {event}")
 
     def order(self, *command: str, **more: Any) -> None:
-        self.hub.publish(
-            f"launch/{LABEL}", **order_message(LaunchOrder(1, ["n0", "n1"], [list(command)], grace_s=1.0, **more))
-        )
+        self.hub.publish(f"launch/{LABEL}", **vars(LaunchOrder(1, ["n0", "n1"], [list(command)], grace_s=1.0, **more)))
 
     def close(self) -> None:
         if self.agent.poll() is None:
@@ -152,7 +150,7 @@ def test_a_newer_life_ends_it_though_the_old_supervisor_still_pulses(lead: Lead,
 
 def test_an_order_for_a_newer_start_of_the_step_ends_it(lead: Lead) -> None:
     lead.hear("hello")
-    lead.hub.publish(f"launch/{LABEL}", **order_message(LaunchOrder(2, ["n2"], [["true"]])))
+    lead.hub.publish(f"launch/{LABEL}", **vars(LaunchOrder(2, ["n2"], [["true"]])))
     assert lead.agent.wait(WAIT_S) == EXIT_FENCED
 
 

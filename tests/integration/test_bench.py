@@ -10,8 +10,8 @@ from prime_hpc.config.experiment import Experiment
 from prime_hpc.launch.monitor.diff import run_figures
 from prime_hpc.observe.bench import build_report, mean_of, read_report, write_report
 from prime_hpc.orchestrator.bench import batch_shape, bench_report
-from prime_hpc.store.batches import RankBatch
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch
 from prime_hpc.trainer.data.fake import RankShape
 from tests.integration.test_trainer import assert_done, run_trainer, write_run

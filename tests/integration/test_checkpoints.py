@@ -17,8 +17,8 @@ from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.observe.role_status import read_status
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
-from prime_hpc.store.layout import RunPaths, list_steps
 from prime_hpc.store.messaging.bus import BusServer
+from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.store.weights import list_versions
 from prime_hpc.supervisor.attempt.start import begin_attempt
 from prime_hpc.trainer.batching.micro_batches import redistribute
@@ -252,6 +252,7 @@ def test_killed_while_a_save_is_in_flight(tmp_path: Path, model: Path) -> None:
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
+@pytest.mark.exhaustive  # as an RL run's, above
 def test_sft_saves_on_request_and_stops_with_a_save(tmp_path: Path, model: Path) -> None:
     sft = {"data": {"type": "fake", "batch_size": 4, "seq_len": 32}}
     ckpt = {"interval": "auto", "save_async": True}

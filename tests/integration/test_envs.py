@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +17,10 @@ from prime_hpc.envs.held_out import content, leave_out_trained
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
 from tests.support.env_world import World
 from tests.support.scripted_server import Reply, ScriptedServer, logprob_of, reverse_last_user
-from tests.support.tiny_tokenizer import make_tokenizer
 
 pytestmark = pytest.mark.slow
 
 MISBEHAVING = "tests.support.misbehaving"
-
-
-@pytest.fixture(scope="session")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tokenizer_dir: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
-
-
-@pytest.fixture
-def world(tokenizer: Any, tokenizer_dir: Path) -> Iterator[World]:
-    made = World(tokenizer, tokenizer_dir)
-    with made.server:
-        yield made
 
 
 def check_against_requests(sample: Sample, requests: list[dict[str, Any]]) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.tasksets import tic_tac_toe, wordle
-from tests.integration.test_envs import tokenizer, tokenizer_dir, world  # noqa: F401 - fixtures
 from tests.support.env_world import World
 
 pytestmark = pytest.mark.slow
@@ -34,7 +33,7 @@ def perfect_player(prompt: str, number: int) -> str:
     return str(tic_tac_toe.best_moves(board)[0] + 1)
 
 
-def test_lists_grow_turn_by_turn_and_stay_one_sample(world: World) -> None:  # noqa: F811
+def test_lists_grow_turn_by_turn_and_stay_one_sample(world: World) -> None:
     world.script = sorter
     for result in world.play(EnvConfig(id="alphabet-sort"), 4):
         assert result.usable and result.reward == 1.0 and result.metrics["num_turns"] == 3, result
@@ -46,7 +45,7 @@ def test_lists_grow_turn_by_turn_and_stay_one_sample(world: World) -> None:  # n
     assert [r.reward for r in world.play(EnvConfig(id="word-sorting"), 2)] == [1.0, 1.0]
 
 
-def test_wordle_is_found_by_its_answers(world: World) -> None:  # noqa: F811
+def test_wordle_is_found_by_its_answers(world: World) -> None:
     world.script = wordle_player
     results = world.play(EnvConfig(id="wordle", args={"max_guesses": 12}), 6)
     assert all(result.metrics["solved"] == 1.0 and result.reward >= 0.5 for result in results)
@@ -55,7 +54,7 @@ def test_wordle_is_found_by_its_answers(world: World) -> None:  # noqa: F811
     assert result.usable and result.reward == 0.0 and result.metrics["num_turns"] == 6
 
 
-def test_two_perfect_players_draw_and_both_are_trained(world: World) -> None:  # noqa: F811
+def test_two_perfect_players_draw_and_both_are_trained(world: World) -> None:
     world.script = perfect_player
     for result in world.play(EnvConfig(id="tic-tac-toe", args={"max_opening": 1}), 4):
         assert result.usable and [sample.reward for sample in result.samples] == [0.5, 0.5]
@@ -66,7 +65,7 @@ def test_two_perfect_players_draw_and_both_are_trained(world: World) -> None:  #
         assert rewards["o"] == 0.0 and rewards.get("x", 1.0) == 1.0
 
 
-def test_against_one_that_moves_anywhere_perfect_play_does_not_lose(world: World) -> None:  # noqa: F811
+def test_against_one_that_moves_anywhere_perfect_play_does_not_lose(world: World) -> None:
     world.script = perfect_player
     env = EnvConfig(id="tic-tac-toe", args={"opponent": "random", "max_opening": 1})
     results = world.play(env, 12)

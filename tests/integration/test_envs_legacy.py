@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,16 @@ from prime_hpc.envs.env_config import build_env_config
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from tests.support.env_world import World
-from tests.support.tiny_tokenizer import make_tokenizer
 
 pytestmark = pytest.mark.slow
 
 HUB = Path(__file__).resolve().parents[1] / "support" / "hub"
 
 
-@pytest.fixture(scope="module")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture
-def world(tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    from transformers import PreTrainedTokenizerFast
-
+@pytest.fixture(autouse=True)
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("legacy_sums", "legacy_shop"):
         monkeypatch.syspath_prepend(HUB / package)
-    made = World(PreTrainedTokenizerFast.from_pretrained(tokenizer_dir), tokenizer_dir)
-    with made.server:
-        yield made
 
 
 def add(prompt: str, number: int) -> str:

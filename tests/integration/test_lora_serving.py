@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from prime_hpc.client.inference import Generation, InferenceClient, InferenceError
 from prime_hpc.config.sections.lora import LoraConfig
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.weights.lora_files import AdapterPublisher
 from tests.support.inference_server import ServerProcess, hf_logprobs, publish, save_model

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from prime_hpc.store.child_runs import ChildState, read_state
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 from tests.support import forked
 from tests.support.many_runs import (
     Feeder,

@@ -3,7 +3,6 @@
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,8 @@ from prime_hpc.store.leases import min_floor
 from tests.support.orchestrator_world import World, make_experiment, read_samples, varied_reply
 from tests.support.sampled import sampled
 from tests.support.scripted_server import AdminServer, SleepingServer
-from tests.support.tiny_tokenizer import make_tokenizer
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_dir: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
-
-
-@pytest.fixture
-def server(tokenizer: Any) -> Iterator[AdminServer]:
-    with AdminServer(tokenizer, varied_reply(1)) as running:
-        yield running
 
 
 def log_of(world: World) -> str:

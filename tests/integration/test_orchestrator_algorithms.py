@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from prime_hpc.orchestrator.algorithms import RewardGroup
-from prime_hpc.store.batches import RankBatch
-from tests.integration.test_orchestrator import log_of, server, tokenizer, tokenizer_dir  # noqa: F401 (fixtures)
+from prime_hpc.store.batch.rank_batch import RankBatch
+from tests.integration.test_orchestrator import log_of
 from tests.support.orchestrator_world import World, make_experiment
 from tests.support.scripted_server import AdminServer
 
@@ -27,8 +27,8 @@ def half(group: RewardGroup, factor: float) -> np.ndarray:
 
 def test_moving_baselines_are_stored_with_each_batch_and_go_on(
     tmp_path: Path,
-    tokenizer_dir: Path,  # noqa: F811
-    server: AdminServer,  # noqa: F811
+    tokenizer_dir: Path,
+    server: AdminServer,
 ) -> None:
     env = [{"id": "tests.support.trouble_taskset", "name": "trouble", "args": {"nan_every": 5}, "timeout_s": 20}]
     advantage = {"type": "rae", "decay": 0.5}
@@ -66,8 +66,8 @@ def _first_advantages(rank: RankBatch) -> np.ndarray:
 
 def test_own_algorithm_scores_every_group(
     tmp_path: Path,
-    tokenizer_dir: Path,  # noqa: F811
-    server: AdminServer,  # noqa: F811
+    tokenizer_dir: Path,
+    server: AdminServer,
 ) -> None:
     name = f"{__name__}:half"
     exp = make_experiment(
@@ -85,8 +85,8 @@ def test_own_algorithm_scores_every_group(
 
 def test_own_algorithm_that_fails_ends_the_run_with_its_name(
     tmp_path: Path,
-    tokenizer_dir: Path,  # noqa: F811
-    server: AdminServer,  # noqa: F811
+    tokenizer_dir: Path,
+    server: AdminServer,
 ) -> None:
     name = f"{__name__}:half"  # its argument is missing
     exp = make_experiment(tokenizer_dir, tmp_path / "run", advantage={"type": name}, top={"max_steps": 2})

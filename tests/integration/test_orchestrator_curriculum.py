@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from prime_hpc.orchestrator.curriculum import CompletedGroup
-from tests.integration.test_orchestrator import log_of, server, tokenizer, tokenizer_dir  # noqa: F401 (fixtures)
+from tests.integration.test_orchestrator import log_of
 from tests.support.orchestrator_world import World, make_experiment
 from tests.support.scripted_server import AdminServer
 
@@ -33,8 +33,8 @@ def group_rewards(world: World, step: int) -> dict[int, np.ndarray]:
 
 def test_batches_are_full_of_admitted_groups_over_two_lives(
     tmp_path: Path,
-    tokenizer_dir: Path,  # noqa: F811
-    server: AdminServer,  # noqa: F811
+    tokenizer_dir: Path,
+    server: AdminServer,
 ) -> None:
     curriculum: dict[str, Any] = {
         "sampler": {"type": "difficulty_pool", "easy_above": 0.7, "hard_below": 0.65, "easy_probability": 0.2},
@@ -74,8 +74,8 @@ def test_batches_are_full_of_admitted_groups_over_two_lives(
 
 def test_a_gate_that_admits_nothing_does_not_hold_up_the_run(
     tmp_path: Path,
-    tokenizer_dir: Path,  # noqa: F811
-    server: AdminServer,  # noqa: F811
+    tokenizer_dir: Path,
+    server: AdminServer,
 ) -> None:
     curriculum = {"gates": [{"type": "reward_range", "low": 2.0}], "max_rejected": 0.5}
     exp = make_experiment(tokenizer_dir, tmp_path / "run", env=ENV, curriculum=curriculum, top={"max_steps": 3})
@@ -93,8 +93,8 @@ def test_a_gate_that_admits_nothing_does_not_hold_up_the_run(
 
 def test_own_gate_that_fails_ends_the_run_with_its_name(
     tmp_path: Path,
-    tokenizer_dir: Path,  # noqa: F811
-    server: AdminServer,  # noqa: F811
+    tokenizer_dir: Path,
+    server: AdminServer,
 ) -> None:
     gates = [{"type": f"{__name__}:broken"}]
     exp = make_experiment(tokenizer_dir, tmp_path / "run", env=ENV, curriculum={"gates": gates}, top={"max_steps": 2})

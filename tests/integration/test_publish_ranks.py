@@ -19,15 +19,16 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from prime_hpc.inference.check_version import check_version, read_signature
+from prime_hpc.inference.check_version import read_signature, receive_version
 from prime_hpc.store.artifact import stage_dir, verify_artifact
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.model_files import stored_tensors
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.conversions import Piece, WeightMap, map_weights
 from prime_hpc.trainer.model.hf_checkpoint import read_tensors
 from prime_hpc.trainer.weights.publish import Publisher
 from prime_hpc.trainer.weights.publish_async import BesidePublisher
+from prime_hpc.weight_transport.transport import VersionReader
 from tests.support.ranks import spawn
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -177,7 +178,7 @@ def test_two_ranks_publish_a_checkpoint_as_it_came(tmp_path: Path) -> None:
     spawn(load_and_publish, (str(tmp_path / "store"), tmp_path), 2)
     for family in FAMILIES:
         version = RunPaths(tmp_path / f"{family}-run").weights_step(1)
-        check_version(version, 1, read_signature(tmp_path / family), tied=False)
+        receive_version(VersionReader(tmp_path), version, 1, read_signature(tmp_path / family), tied=False)
         before, after = (
             {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
             for folder in (tmp_path / family, version)
@@ -209,17 +210,18 @@ def publish_beside(rank: int, store: str, root: Path) -> None:
     beside.finish()
     assert told == ([1, 2, 3] if rank == 0 else []) and not beside.has_ended
     if rank == 1:
-        publisher.open_files = refuse  # type: ignore[method-assign, assignment]
+        publisher.sender.open = refuse  # type: ignore[method-assign, assignment]
     beside.begin(4)
     with pytest.raises(StoreError, match="rank 1: no space left"):
         beside.finish()
     assert not run.weights_step(4).exists()
     if rank == 0:
         assert not stage_dir(run.weights_step(4), 0).exists()
-    publisher.open_files = Publisher.open_files.__get__(publisher)  # type: ignore[method-assign]
+    else:
+        del publisher.sender.open
     beside.begin(5)
     beside.finish()
-    publisher.aux_files.put = refuse  # type: ignore[method-assign, assignment]
+    publisher.put_aux_files = refuse  # type: ignore[method-assign, assignment]
     beside.begin(6)
     with pytest.raises(StoreError, match="no space left"):  # rank 0 alone met it
         beside.finish()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 from tests.support.rl_layouts import LAYOUTS, STEPS_A_LIFE
 from tests.support.runs import ENVIRONMENT, ROOT, rows
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.observe.role_status import read_status
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import list_versions
 from tests.integration.test_trainer import assert_done, run_trainer, weights, write_run
 from tests.support.tiny_model import make_tiny_model

@@ -1,6 +1,5 @@
 """Environment evaluations of an SFT run: a real orchestrator process, scripted servers, versions as the trainer's."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +8,11 @@ import pytest
 from prime_hpc.orchestrator.sft_eval_loop import due_versions
 from prime_hpc.store.leases import min_floor
 from prime_hpc.store.weights import list_versions
-from tests.support.orchestrator_world import World, make_experiment, varied_reply
+from tests.support.orchestrator_world import World, make_experiment
 from tests.support.runs import wait_until
 from tests.support.scripted_server import AdminServer
-from tests.support.tiny_tokenizer import make_tokenizer
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def server(tokenizer: Any) -> Iterator[AdminServer]:
-    with AdminServer(tokenizer, varied_reply(1)) as running:
-        yield running
 
 
 def test_every_due_version_is_evaluated_by_itself_and_kept_until_then(

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from prime_hpc.runtime.process_tree import family, send
 from prime_hpc.store.attempts import read_attempts
-from prime_hpc.supervisor.roles.process_tree import family, send
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 90.0

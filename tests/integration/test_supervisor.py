@@ -229,3 +229,13 @@ def test_a_role_that_cannot_write_its_status_is_heard_over_the_bus(run_dir: Path
     code, attempt = supervise(run_dir, [role("trainer", run_dir, "ready", "fail:disk full", "sleep:0.5", "exit:1")])
     assert code == 1
     assert attempt["cause"] == "trainer: disk full"
+
+
+def test_what_ran_beside_it_before_is_none_of_the_run(run_dir: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        code, _ = supervise(run_dir, [role("trainer", run_dir, "ready", "done")])
+        assert code == 0 and other.poll() is None
+    finally:
+        other.kill()
+        other.wait()

@@ -18,11 +18,13 @@ from transformers import AutoModelForCausalLM
 from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.observe.role_status import read_status
-from prime_hpc.store.batches import RankBatch, write_batch
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batches import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
-from prime_hpc.store.layout import RunPaths
-from prime_hpc.store.weights import list_versions
+from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.store.weights import holds_changes, list_versions
 from prime_hpc.trainer.batching.micro_batches import redistribute
+from prime_hpc.weight_transport.delta_image import restore
 from tests.support import forked
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
@@ -45,7 +47,7 @@ def write_run(run_dir: Path, model: Path, **changes: object) -> RunPaths:
         "output_dir": str(run_dir.parent),
         "max_steps": 3,
         "seq_len": 64,
-        "model": {"name": str(model), "dtype": "float32"},
+        "model": {"name": str(model), "dtype": changes.pop("dtype", "float32")},
         "orchestrator": {"sampling": {"max_tokens": 16}},
         "trainer": {"optim": {"lr": 1e-3}, "threads_per_rank": 1, "batch_timeout_s": 20},
     } | changes
@@ -104,6 +106,10 @@ def test_two_ranks_equal_one_and_versions_load(tmp_path: Path, model: Path, one:
     two = write_run(tmp_path / "two", model, trainer=KEEP_ALL | {"publish_beside": True})
     write_batches(two, range(1, 4), 2)
     assert_done(run_trainer(two, 2), two)
+    for rank in (0, 1):  # each rank has a log of its own, and a file for what libraries write to standard error
+        (log,) = two.root.glob(f"logs/attempt_1/trainer/rank_{rank}.log")
+        assert f"trainer[{rank}]" in log.read_text()
+        assert log.with_name(f"rank_{rank}.stderr.log").exists()
     base = load_file(model / "model.safetensors")
     assert list_versions(one) == [1, 2, 3, 4, 5, 6] and list_versions(two) == [1, 2, 3]
     for version in list_versions(two):
@@ -146,6 +152,31 @@ def assert_first_step(model: Path, batch: RankBatch, row: dict[str, float]) -> N
     assert row["loss"] == pytest.approx(loss.item() / count, rel=1e-4)
     assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert row["num_targets"] == count
+
+
+@pytest.mark.exhaustive
+def test_versions_as_changes_are_those_of_whole_ones_also_after_a_resume(tmp_path: Path, model: Path) -> None:
+    """In bfloat16 at a small learning rate; a checkpoint at a version that holds changes, and little retention."""
+    trainer = {"optim": {"lr": 1e-6}, "threads_per_rank": 1, "batch_timeout_s": 20, "keep_weights": 1}
+    small: dict[str, Any] = {"dtype": "bfloat16", "ckpt": {"interval": 4}}
+    whole = write_run(tmp_path / "whole", model, **small, max_steps=8, trainer=trainer | {"keep_weights": 9})
+    write_batches(whole, range(1, 9), 2)
+    assert_done(run_trainer(whole, 2), whole)
+    delta = tmp_path / "delta"
+    for steps, beside in ((4, True), (8, False)):
+        more = {"max_steps": steps, "weights": {"transport": "delta"}, "trainer": trainer | {"publish_beside": beside}}
+        paths = write_run(delta, model, **small, **more)
+        if steps == 4:
+            write_batches(paths, range(1, 9), 2)
+            assert_done(run_trainer(paths, 2), paths)
+        else:
+            assert_done(run_trainer(paths, 2, PRIMEHPC_RESUME_STEP="4"), paths)
+        assert holds_changes(paths.weights_step(steps))
+        restore(paths.weights_step(steps), tmp_path / f"restored{steps}")
+        for file in whole.weights_step(steps).iterdir():
+            if file.name != "manifest.json":
+                assert (tmp_path / f"restored{steps}" / file.name).read_bytes() == file.read_bytes(), (steps, file)
+    assert list_versions(paths) == [2, 3, 4, 6, 7, 8]  # the checkpoints' versions and the newest, each with its chain
 
 
 def test_resume_is_exact_also_with_other_ranks(tmp_path: Path, model: Path, one: RunPaths) -> None:
@@ -196,7 +227,7 @@ def test_missing_batch_and_sigterm_end_the_process(tmp_path: Path, model: Path) 
     try:
         wait_for_state(paths, "ready")
         child.send_signal(signal.SIGTERM)
-        child.wait(timeout=60)
+        child.wait(timeout=280)
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)

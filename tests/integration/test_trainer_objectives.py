@@ -11,8 +11,9 @@ import torch
 
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.observe.role_status import read_status
-from prime_hpc.store.batches import RankBatch, write_batch
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batches import write_batch
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import list_versions
 from prime_hpc.trainer.batching.micro_batches import redistribute
 from tests.integration.test_trainer import assert_done, environment, full_batch, run_trainer, weights, write_run

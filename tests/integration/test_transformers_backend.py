@@ -59,7 +59,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     )
     assert model.self_test() < CLOSE
     engine = Engine(model, seed=0)
-    policy = BatchPolicy(engine, str(base), base)
+    policy = BatchPolicy(engine, str(base), base, tmp_path_factory.mktemp("scratch"))
     app = build_app(engine, policy, Reader(tokenizer, ["policy", str(base)], VOCAB, MAX_LEN), MAX_LEN)
     engine.start()
     yield World(base, v1, v2, engine, policy, app)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from prime_hpc.config.sections.trainer import CorrectionConfig, KLConfig, LossConfig
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import batch_facts, make_micro_batch, objective_part
 from prime_hpc.trainer.objectives import echo_loss, normalization, rl_loss, sft_loss, target_weights
 from tests.proofs.reference import Sequence, Setting, kink_distance
@@ -207,7 +207,7 @@ def ours(
                 case.config.batch_tokens or 1,
             )
             if case.setting.objective == "sft":
-                loss, stats = sft_loss(logprobs, weights)
+                loss, stats = sft_loss(None, logprobs, weights)
             else:
                 loss, stats = rl_loss(case.config, micro, logprobs, weights)
             total = total + loss

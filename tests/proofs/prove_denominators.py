@@ -29,7 +29,7 @@ from prime_hpc.orchestrator.batching.batch_builder import (
 from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
-from prime_hpc.store.batches import RankBatch, decode_rank, encode_rank
+from prime_hpc.store.batch.rank_batch import RankBatch, decode_rank, encode_rank
 from prime_hpc.trainer.batching.micro_batches import redistribute
 from tests.proofs import Proof
 from tests.proofs import reference_algorithms as algorithms

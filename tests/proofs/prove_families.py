@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from prime_hpc.config.families import family_of
 from prime_hpc.config.sections.common import ModelConfig
-from prime_hpc.config.sections.parallel import Layout
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.config.sections.parallel import ParallelDims
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch, make_micro_batch
 from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.parallel import build_parallel
@@ -113,11 +113,11 @@ def judge(family: str, folder: Path, **changes: object) -> Verdict:
 def _worst(folder: Path, batch: RankBatch, expected: torch.Tensor) -> float:
     """Largest difference over the ways in which the trainer lays out the samples; gradients must be finite."""
     config, cpu = ModelConfig(name=str(folder), dtype="float32", attn="sdpa"), torch.device("cpu")
-    parallel = build_parallel(Layout(), "cpu")
+    parallel = build_parallel(ParallelDims(), "cpu")
     policy = load_policy(config, folder, parallel, cpu, reshard_after_forward=True, chunk_tokens=512)
     worst = 0.0
-    for share in (False,) if policy.own_rows else (False, True):
-        micro = make_micro_batch(batch, 0, share_prefixes=share, own_rows=policy.own_rows)
+    for share in (False,) if policy.single_rows else (False, True):
+        micro = make_micro_batch(batch, 0, share_prefixes=share, single_rows=policy.single_rows)
         with policy.packing(micro):
             logprobs, _ = policy(micro)
             logprobs.sum().backward()

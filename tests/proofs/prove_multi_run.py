@@ -30,12 +30,12 @@ from prime_hpc.config.snapshot import read_experiment
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.child_runs import STATE, read_state
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.messaging.bus import BusClient
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.multi.admission import Admission
 from prime_hpc.trainer.multi.fair_queue import FairQueue
 from prime_hpc.trainer.multi.loop import Command, Kind, MultiTrainer
-from prime_hpc.trainer.multi.run_slots import Roster
+from prime_hpc.trainer.multi.run_slots import RunSlots
 from prime_hpc.trainer.rl import run_rl
 from prime_hpc.trainer.trainer import build_trainer
 from tests.proofs import Proof
@@ -156,7 +156,7 @@ def _after(trainer: MultiTrainer, num_turns: int, action: Callable[[], object]) 
     """On rank 0: do something once so many training turns were ordered; directories are looked at every turn."""
     if dist.get_rank() != 0:
         return
-    inner, roster, turns = trainer._decide, trainer._roster, [0]
+    inner, roster, turns = trainer._decide, trainer._run_slots, [0]
     assert roster is not None
 
     def decide() -> Command:
@@ -217,8 +217,8 @@ def resumed(stage: Stage, trial: int) -> float:
     trainer.run()
     dist.barrier()
     second = stage.trainer(directory, parent, queue_seed=trial + 1, life=2)
-    if second._roster is not None:
-        _swap_and_feed(second._roster, directory)
+    if second._run_slots is not None:
+        _swap_and_feed(second._run_slots, directory)
     second.run()
     dist.barrier()
     states = [read_state(directory / name) for name in ("run_a", "run_b")]
@@ -226,7 +226,7 @@ def resumed(stage: Stage, trial: int) -> float:
     return stage.error(directory, ("run_a", "run_b"))
 
 
-def _swap_and_feed(roster: Roster, directory: Path) -> None:
+def _swap_and_feed(roster: RunSlots, directory: Path) -> None:
     """The last by name comes first; each gets the batches that a new attempt has to make again, under its number."""
     roster.look()
     for i, name in enumerate(sorted(roster._seen, reverse=True)):

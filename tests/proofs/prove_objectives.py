@@ -15,8 +15,9 @@ from tests.proofs.objective_cases import Case, cases, ours, pack, random_batch
 from tests.proofs.reference import Sequence, gradient, loss, size
 
 BOUND = 1e-6
-FLOAT32_BOUND = 1e-5
-"""Float32 arithmetic over up to a hundred terms, through an exponential of up to e^4."""
+FLOAT32_BOUND = 5e-5
+"""Float32 arithmetic over up to a hundred terms, through an exponential of up to e^4: 5e-6 in the worst of 7,000 draws,
+1.1e-5 of many more. A wrong term shows in the first digits."""
 
 Result = tuple[float, np.ndarray]
 

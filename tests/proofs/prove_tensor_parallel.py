@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from prime_hpc.config.families import SPLIT, family_of
 from prime_hpc.config.sections.common import ModelConfig
-from prime_hpc.config.sections.parallel import Layout
+from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch
 from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.parallel import build_parallel
@@ -35,15 +35,15 @@ _LEAST = 1e-3
 """Of the largest gradient: smaller ones are rounding."""
 
 
-def answers(folder: Path, layout: Layout) -> dict[str, Any]:
+def answers(folder: Path, layout: ParallelDims) -> dict[str, Any]:
     """Log-probabilities of the samples and every gradient's norm. Collective."""
     parallel = build_parallel(layout, "cpu")
     config = ModelConfig(name=str(folder), dtype="float32", attn="sdpa")
     policy = load_policy(config, folder, parallel, CPU, reshard_after_forward=True, chunk_tokens=512)
-    micro = make_micro_batch(samples()[0], 0, CPU, parallel, own_rows=policy.own_rows)
+    micro = make_micro_batch(samples()[0], 0, CPU, parallel, single_rows=policy.single_rows)
     with policy.packing(micro):
         logprobs, _ = policy(micro)
-        logprobs.sum().backward()
+        (logprobs.sum() / parallel.dims.num_data_ranks).backward()  # gradients are summed over copies of the samples
     if parallel.tp is not None:
         sum_over([p for module in policy.partly_used for p in module.parameters()], parallel.tp)
     grads = {name: p.grad for name, p in policy.hf.named_parameters() if p.grad is not None}
@@ -68,12 +68,12 @@ def run_rank(rank: int, folder: str, names: Sequence[str]) -> None:
     for name in names:
         source = Path(folder) / name
         try:
-            split = answers(source, Layout(tp=2))
+            split = answers(source, ParallelDims(tp=2))
         except ValueError as error:
             found[name] = str(error)
             continue
         # a copy of the whole model on each rank
-        found[name] = difference(answers(source, Layout(dp_replicate=2)), split)
+        found[name] = difference(answers(source, ParallelDims(dp_replicate=2)), split)
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()

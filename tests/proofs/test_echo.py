@@ -11,8 +11,9 @@ from prime_hpc.config.sections.teacher import EchoConfig
 from prime_hpc.envs.samples import TOOL, USER, Sample, trace_samples
 from prime_hpc.orchestrator.algorithms.echo import Echo
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.store.batches import RankBatch, encode_rank, read_rank_batch, write_batch
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.batch.rank_batch import RankBatch, encode_rank
+from prime_hpc.store.batches import read_rank_batch, write_batch
+from prime_hpc.store.run_paths import RunPaths
 from tests.proofs import objective_cases, prove_echo
 from tests.support.tiny_model import random_rank_batch
 
@@ -49,7 +50,7 @@ def test_a_batch_without_echo_costs_nothing_and_one_with_it_survives_the_store(t
     write_batch(paths, 2, [heard], state={})
     assert read_rank_batch(paths.rollouts_step(1), 0).ce_weights is None
     np.testing.assert_array_equal(read_rank_batch(paths.rollouts_step(2), 0).ce_weights, heard.ce_weights)
-    with pytest.raises(ValueError, match="ce_weights: holds values that are negative"):
+    with pytest.raises(ValueError, match="ce_weights: holds values below 0"):
         replace(heard, ce_weights=-heard.ce_weights).check()
 
 

@@ -5,16 +5,14 @@ A mutation is a change of one place of the source; the changed module runs in th
 
 import importlib
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from prime_hpc.orchestrator.algorithms import base as algorithms
+from prime_hpc.config.sections import trainer as trainer_section
 from prime_hpc.orchestrator.algorithms import scorer
-from prime_hpc.trainer.objectives import base, rl
+from prime_hpc.trainer.objectives import rl
 from tests.proofs import objective_cases, prove_algorithms
 from tests.proofs.objective_cases import cases
 from tests.proofs.prove_objectives import PROPERTIES
@@ -24,6 +22,7 @@ TRIALS = 40
 """A mutation that shifts one threshold a little needs a token in between; the first few batches notice the others."""
 OBJECTIVES = "prime_hpc.trainer.objectives."
 ALGORITHMS = "prime_hpc.orchestrator.algorithms."
+TABLE = "prime_hpc.config.named_code"
 
 MUTATIONS = [
     # module, place, change, case that must notice, claim that must notice
@@ -40,14 +39,14 @@ MUTATIONS = [
     ("ppo_clip", "(advantages < 0) &", "(advantages > 0) &", "ppo_clip dual", "value"),
     ("ppo_clip", "torch.where(bounded, floor, gain)", "gain", "ppo_clip dual", "value"),
     ("grpo", "targets.log_ratio()", "-targets.log_ratio()", "grpo", "value"),
-    ("grpo", 'normalize="sequence"', 'normalize="token"', "grpo", "value"),
-    ("dr_grpo", 'normalize="batch"', 'normalize="sequence"', "dr_grpo", "value"),
+    (TABLE, '.grpo:grpo", "sequence"', '.grpo:grpo", "token"', "grpo", "value"),
+    (TABLE, 'dr_grpo", "batch"', 'dr_grpo", "sequence"', "dr_grpo", "value"),
     ("dr_grpo", "targets.log_ratio()", "targets.log_ratio().detach()", "dr_grpo", "gradient"),
     ("gspo", "sequence_mean", "sequence_sum", "gspo", "value"),
-    ("gspo", "Bounds(3e-4, 4e-4)", "Bounds(4e-4, 3e-4)", "gspo", "value"),
+    (TABLE, "Bounds(3e-4, 4e-4)", "Bounds(4e-4, 3e-4)", "gspo", "value"),
     ("gspo", " + (targets.logprobs - targets.logprobs.detach())", "", "gspo", "gradient"),
     ("gspo", "targets.logprobs - targets.anchor)[", "targets.anchor - targets.logprobs)[", "gspo wide", "value"),
-    ("cispo", "Bounds(1.0, 4.0)", "Bounds(0.5, 4.0)", "cispo", "value"),
+    (TABLE, "Bounds(1.0, 4.0)", "Bounds(0.5, 4.0)", "cispo", "value"),
     ("cispo", "math.log(1 + bounds.high)", "math.log(bounds.high)", "cispo", "gradient"),
     ("cispo", "difference.clamp(low, ", "difference.clamp(-99, ", "cispo both", "value"),
     ("cispo", "-weight *", "weight *", "cispo", "value"),
@@ -57,12 +56,12 @@ MUTATIONS = [
     ("dppo", "zeros_like(gain), -gain", "zeros_like(gain), gain", "dppo tv", "value"),
     ("dppo", "_binary_kl(log_mu, log_pi)", "_binary_kl(log_pi, log_mu)", "dppo kl", "value"),
     ("dppo", "this + rest_mu", "this - rest_mu", "dppo kl", "value"),
-    ("dppo", "Bounds(0.05, 0.05)", "Bounds(0.2, 0.2)", "dppo kl", "value"),
+    (TABLE, "Bounds(0.05, 0.05)", "Bounds(0.2, 0.2)", "dppo kl", "value"),
     ("ipo", "moved < -bounds.low", "moved < -bounds.high", "ipo uneven", "value"),
     ("ipo", "(moved > bounds.high) | ", "", "ipo", "value"),
     ("ipo", "zeros_like(gain), -gain", "zeros_like(gain), gain", "ipo", "value"),
     ("nll", "-targets.logprobs", "-targets.logprobs * targets.advantages", "nll", "value"),
-    ("sft", "-(weights", "(weights", "sft", "value"),
+    ("nll", "-(weights", "(weights", "sft", "value"),
     ("kl", "logprobs - other", "other - logprobs", "grpo + k1 reference", "value"),
     ("kl", "square() / 2", "square()", "grpo + k2 behaviour", "gradient"),
     ("kl", "expm1(-difference) + difference", "expm1(difference) - difference", "grpo + k3 reference", "value"),
@@ -96,7 +95,7 @@ ALGORITHM_MUTATIONS = [
     ("rae", "self._decay * old +", "old +", "rae", ""),
     ("rae", "baselines[trace.agent] = new", "baselines[_ANY] = new", "rae", ""),
     ("rae", "float(b) for role, b in", "0.0 for role, b in", "rae", ""),
-    ("sft", "np.ones_like", "np.zeros_like", "sft", "value"),
+    ("sft_distill", "np.ones_like", "np.zeros_like", "sft", "value"),
     ("opd", "scores.astype(np.float64) - sample.logprobs", "sample.logprobs - scores", "opd", ""),
     ("opd", "-self._max_gap, self._max_gap", "-self._max_gap, np.inf", "opd", ""),
     ("opd", "self._weight * centered", "centered", "opd", ""),
@@ -110,35 +109,24 @@ ALGORITHM_MUTATIONS = [
 ]
 
 
-@contextmanager
-def mutated(name: str, place: str, change: str) -> Iterator[types.ModuleType]:
-    """A module made from the changed source, registries as they were afterwards."""
+def mutated(name: str, place: str, change: str) -> types.ModuleType:
+    """Make a module from the changed source."""
     original = importlib.import_module(name)
     assert original.__file__ is not None
     source = Path(original.__file__).read_text(encoding="utf-8")
     assert source.count(place) >= 1, f"{name} does not hold {place!r} any more: mend the mutation"
-    registries: list[dict] = [base._REGISTRY, algorithms._REGISTRY]
-    saved = [dict(r) for r in registries]
     module = types.ModuleType(name)
     module.__file__ = original.__file__
-    for registry in registries:
-        registry.clear()
-    try:
-        exec(compile(source.replace(place, change), name, "exec"), module.__dict__)
-        for registry, before in zip(registries, saved, strict=True):
-            for key in before.keys() - registry.keys():
-                registry[key] = before[key]
-        yield module
-    finally:
-        for registry, before in zip(registries, saved, strict=True):
-            registry.clear()
-            registry.update(before)
+    exec(compile(source.replace(place, change), name, "exec"), module.__dict__)
+    return module
 
 
 def stands_in(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType) -> None:
-    """What other modules imported by name from the real module comes from the changed one."""
+    """Put the changed module's names in the place of the real one's, there and where others imported them."""
     changed = {k: v for k, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
-    users = [rl, objective_cases, scorer, prove_algorithms]
+    if module.__name__ == TABLE:
+        changed["OBJECTIVES"] = module.OBJECTIVES
+    users = [importlib.import_module(module.__name__), trainer_section, rl, objective_cases, scorer, prove_algorithms]
     users += [importlib.import_module(OBJECTIVES + n) for n in ("grpo", "dr_grpo", "gspo")]
     for user in users:
         for key in changed.keys() & vars(user).keys():
@@ -151,9 +139,8 @@ def test_a_broken_objective_is_noticed(
 ) -> None:
     [subject] = [c for c in cases() if c.name == case]
     check, bound = PROPERTIES[claim]
-    with mutated(OBJECTIVES + module, place, change) as broken:
-        stands_in(monkeypatch, broken)
-        assert any(not check(subject, seed) < bound for seed in range(TRIALS))
+    stands_in(monkeypatch, mutated(module if module == TABLE else OBJECTIVES + module, place, change))
+    assert any(not check(subject, seed) < bound for seed in range(TRIALS))
     monkeypatch.undo()
     assert max(check(subject, seed) for seed in range(2)) < bound
 
@@ -168,8 +155,7 @@ def test_a_broken_algorithm_is_noticed(
         error = check(subject, rng) if check else prove_algorithms.OTHERS[subject](rng)
         return error < (prove_algorithms.BOUND if claim != "equal" else prove_algorithms.EXACT)
 
-    with mutated(ALGORITHMS + module, place, change) as broken:
-        stands_in(monkeypatch, broken)
-        assert not all(holds(seed) for seed in range(TRIALS))
+    stands_in(monkeypatch, mutated(ALGORITHMS + module, place, change))
+    assert not all(holds(seed) for seed in range(TRIALS))
     monkeypatch.undo()
     assert all(holds(seed) for seed in range(3))

@@ -8,7 +8,9 @@ SAMPLE = {"qwen3": "exact_split", "gpt_neox": "exact_split", "gemma2": "refused"
 
 
 def test_a_family_is_split_as_the_table_says() -> None:
-    assert {proof.subject: proof.verdict for proof in judge(SAMPLE)} == SAMPLE
+    proofs = judge(SAMPLE)
+    assert {proof.subject: proof.verdict for proof in proofs} == SAMPLE
+    assert [proof for proof in proofs if not proof.holds] == []
 
 
 @pytest.mark.exhaustive

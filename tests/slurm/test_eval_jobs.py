@@ -10,7 +10,7 @@ import yaml
 
 from prime_hpc.evals.episodes import num_episodes, results_file
 from prime_hpc.store.attempts import read_attempts
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 from tests.support.checkpoints import make_weights
 from tests.support.runs import BIN, ROOT, wait_until
 from tests.support.slurm import DONE, Cluster

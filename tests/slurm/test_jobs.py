@@ -52,6 +52,13 @@ def experiment(cluster: Cluster) -> Path:
     return path
 
 
+BROKEN_TRAINER = """
+import sys
+if "prime_hpc.trainer.main" in sys.orig_argv and "prime_hpc.trainer.torchrun" not in sys.orig_argv:
+    raise SystemExit("RuntimeError: the trainer is broken")
+"""
+
+
 def submit(cluster: Cluster, experiment: Path, name: str, *flags: object) -> tuple[str, Path]:
     """`prime-hpc submit`; returns the job's id and the run directory."""
     done = prime_hpc(cluster, "submit", experiment, "--name", name, "--json", *flags)
@@ -208,13 +215,16 @@ def test_stop_saves_and_ends_and_resume_goes_on(cluster: Cluster, experiment: Pa
 
 @pytest.mark.exhaustive
 def test_a_crash_is_tried_again_but_not_for_ever(cluster: Cluster, experiment: Path) -> None:
-    # `attn = flash` cannot work on CPU: every attempt fails, and none saves anything
-    job, run_dir = submit(cluster, experiment, "crashes", "--model.attn", "flash")
+    # every attempt fails, and none saves anything
+    broken = experiment.parent / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text(BROKEN_TRAINER)
+    job, run_dir = submit(cluster, experiment, "crashes", "--slurm.env.PYTHONPATH", broken)
     cluster.wait_state(job, "FAILED", timeout=400)
     lives = attempts(run_dir)
     assert [life["outcome"] for life in lives] == ["failed", "failed"], "max_crashes = 1: one more try"
     assert [life["next"] for life in lives] == ["requeue", None]
-    assert "flash" in lives[0]["cause"]
+    assert "trainer ended with exit code 1" in lives[0]["cause"]
 
 
 @pytest.mark.exhaustive

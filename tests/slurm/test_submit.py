@@ -217,3 +217,41 @@ def test_from_inside_a_job(cluster: Any, config: Path, folder: Path) -> None:
     shown = cluster.x(["scontrol", "show", "job", "-o", job_id]).stdout
     assert "MinMemoryNode=100M" in shown, "of this config, not of the job around it"
     prime(cluster, "cancel", str(config.parent / "out" / "r"))
+
+
+@pytest.mark.exhaustive  # Slurm 22.05 calls idle nodes "Resources" where the tests before it were fewer: not explained
+def test_the_shape_that_starts_first_wins(cluster: Any, config: Path) -> None:
+    """The GPU nodes are taken for half an hour, and another job waits for them; the CPU-only ones are free."""
+    tree = json.loads(config.read_text())
+    del tree["slurm"]["extra"]
+    tree |= {"kind": "rl", "inference": {}, "orchestrator": {"env": [{"id": "reverse-text"}]}}
+    wide = {"slurm.partition": "gpu", "slurm.trainer.nodes": 2, "trainer.num_ranks": 2}
+    never = {"slurm.partition": "gpu", "slurm.inference.nodes": 9, "inference.data_parallel_size": 9}
+    tree["slurm"] |= {
+        "setup": ["exec sleep 60"],
+        "shapes": [
+            {"name": "het", "overrides": {"slurm.partition": "gpu", "slurm.layout": "het"}},
+            {"name": "wide", "overrides": wide},
+            {"name": "narrow", "overrides": {"slurm.partition": "cpu"}},
+            {"name": "never", "overrides": never},
+        ],
+    }
+    config.write_text(json.dumps(tree))
+    cluster.wait_idle()  # a node that is still completing puts the job off until the scheduler's next whole round
+    taken = cluster.sbatch("sleep 1800", "-p", "gpu", "-N4", "--exclusive", "--time=30")
+    cluster.wait_state(taken, "RUNNING", timeout=120)
+    cluster.sbatch("sleep 1800", "-p", "gpu", "-N4", "--exclusive", "--time=60")
+    cluster.wait_until(lambda: "PENDING" in cluster.ask("squeue", "-h", "-o", "%T"), "a job that waits")
+
+    said = json.loads(prime(cluster, "plan", str(config), "--when", "--json").stdout)
+    found = {shape["name"]: shape for shape in said["shapes"]}
+    assert said["best"] == "narrow" and [shape["name"] for shape in said["shapes"]][-1] == "never"
+    assert found["narrow"]["start"] - said["asked"] < 300
+    for name in ("wide", "het"):
+        assert found[name]["word"] == "starts" and found[name]["start"] - said["asked"] > 1200, found[name]
+    assert found["het"]["layout"] == "het" and found["never"]["word"] == "refused" and found["never"]["start"] is None
+
+    done = prime(cluster, "submit", str(config), "--best")
+    assert "shape narrow: the first of 4 by start" in done.stdout and "shape narrow)" in done.stdout
+    assert cluster.wait_state(record(config)["job_id"], "RUNNING") and record(config)["shape"] == "narrow"
+    prime(cluster, "cancel", str(config.parent / "out" / "r"), "--now")

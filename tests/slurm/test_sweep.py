@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -235,3 +236,47 @@ def test_het_points_in_two_lanes(cluster: Cluster, folder: Path) -> None:
     assert spans[0]["began"] < spans[1]["ended"] and spans[1]["began"] < spans[0]["ended"], "two lanes at once"
     assert spans[0]["ended"] < spans[2]["began"], "one after the other in a lane"
     assert [row["value"] for row in sweep(cluster, "results", path)["results"]] == [1.0, 1.0, 1.0]
+
+
+def test_more_points_than_a_limit_of_three(cluster: Cluster, folder: Path) -> None:
+    """Jobs that sleep, in the place of whole runs; a job of the user's own counts too."""
+    (folder / "narrow.yaml").write_text("name: narrow\nscratch: /\nsacct: false\nmax_submit_jobs: 3\n")
+    fake = {"type": "fake", "batch_size": 2, "micro_batch_size": 2}
+    ran = folder / "ran"
+    nap = {"partition": "all", "site": str(folder / "narrow.yaml"), "setup": [f"echo ran >> '{ran}'", "exec sleep 1"]}
+    experiment(folder, "nap", kind="sft", seq_len=64, sft={"data": fake}, slurm=nap)
+    path = write(folder / "fed.yaml", {"experiment": "nap.yaml", "seeds": 7})
+    other = cluster.sbatch("sleep 600", "-p", "cpu")
+    most = feed(cluster, path)
+    assert 1 < most <= 3, "with the other job as many as the limit, and never more"
+    cluster.x(["scancel", other])
+    cluster.wait_idle(60)
+    assert ran.read_text() == "ran\n" * 7, "each point once"
+    assert sweep(cluster, "status", path)["points"][6]["job_id"] is not None
+
+
+@pytest.mark.exhaustive
+def test_whole_runs_are_fed_under_a_limit_of_three(cluster: Cluster, folder: Path) -> None:
+    (folder / "narrow.yaml").write_text("name: narrow\nscratch: /\nsacct: false\nmax_submit_jobs: 3\n")
+    fake = {"type": "fake", "batch_size": 2, "micro_batch_size": 2}
+    slurm = {"partition": "all", "site": str(folder / "narrow.yaml")}
+    experiment(folder, "fed-sft", kind="sft", seq_len=64, sft={"data": fake}, slurm=slurm)
+    path = write(folder / "fed-runs.yaml", {"experiment": "fed-sft.yaml", "seeds": 6})
+    assert 1 < feed(cluster, path) <= 3
+    assert set(wait(cluster, path, 600).values()) == {"completed"}
+    assert {len(attempts(folder / "out" / "fed-runs" / f"seed{seed}")) for seed in range(6)} == {1}
+
+
+def feed(cluster: Cluster, path: Path) -> int:
+    """`sweep submit --feed` to its end; returns the most jobs that were in the queue at once."""
+    argv = cluster.command([*CLI, "submit", str(path), "--feed", "--every", "1"])
+    most, deadline = 0, time.monotonic() + 600
+    with (path.parent / "feed.log").open("w") as log:
+        process = subprocess.Popen(argv, env=cluster.env, cwd=cluster.shared, stdout=log, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            assert time.monotonic() < deadline, (path.parent / "feed.log").read_text()
+            queued = cluster.x(["squeue", "-h", "-r", "-t", "pending,configuring,running"]).stdout
+            most = max(most, len(queued.splitlines()))
+            time.sleep(0.2)
+    assert process.returncode == 0, (path.parent / "feed.log").read_text()
+    return most

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "sinfo", "sacct", "srun")
+COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "sinfo", "sacct", "sacctmgr", "srun")
 HANG_S = 600.0
 
 
@@ -87,6 +87,22 @@ class FakeSlurm:
                 if job["id"] == job_id:
                     job.update(fields)
 
+    def expect(self, text: str, **how: Any) -> None:
+        """Answer `sbatch --test-only` about scripts with this text in them, the first that fits.
+
+        Args:
+            text: e.g. `--nodes=2`.
+            how: `after`: it would start in so many seconds, `nodes`: on these; `say`: other words; `code`: refused with
+                them; `hang`: no answer.
+        """
+        with _state(self.folder) as state:
+            state["expected"].append([text, how])
+
+    def limit(self, most: int | None) -> None:
+        """Let a user have so many jobs in the queue from now on; None: any number."""
+        with _state(self.folder) as state:
+            state["limit"] = most
+
     def set_comments(self, text: str | None) -> None:
         """As a site's job_submit plugin, give every job this comment from now on; None: leave them."""
         with _state(self.folder) as state:
@@ -119,6 +135,7 @@ def _state(folder: Path) -> Iterator[dict[str, Any]]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         state = json.loads(path.read_text()) if path.exists() else {}
         state = {"next": 100, "jobs": [], "behaviour": {}, "calls": [], "comment": None} | state
+        state = {"expected": [], "limit": None} | state
         yield state
         path.write_text(json.dumps(state))
 
@@ -154,14 +171,43 @@ def _program(command: str, folder: Path, argv: list[str]) -> int:
         time.sleep(HANG_S)
     if "FAKE_CLUSTER" in os.environ:
         argv = argv[1:]
-    answer = _DO[command](folder, argv)
+    try:
+        answer = _DO[command](folder, argv)
+    except _RefusedError as error:
+        print(error, file=sys.stderr)
+        return 1
     if how.get("hang") == "after":
         time.sleep(HANG_S)
     print(how.get("say", answer))
     return 0
 
 
+class _RefusedError(Exception):
+    """The command ends with exit code 1 and these words."""
+
+
+def _test_only(folder: Path) -> str:
+    script = sys.stdin.read()
+    with _state(folder) as state:
+        how = next((how for text, how in state["expected"] if text in script), {"after": 0})
+    if how.get("hang"):
+        time.sleep(HANG_S)
+    if "code" in how:
+        raise _RefusedError(how.get("say", ""))
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + how.get("after", 0)))
+    nodes = how.get("nodes") or f"n[1-{sum(map(int, re.findall(r'--nodes=([0-9]+)', script)))}]"
+    said = f"sbatch: Job 9 to start at {start} using 1 processors on nodes {nodes} in partition gpu"
+    print(how.get("say", said), file=sys.stderr)
+    return ""
+
+
+def _active(state: dict[str, Any]) -> int:
+    return sum(len(_parts(job)) for job in state["jobs"] if job["state"] in ("PENDING", "RUNNING"))
+
+
 def _sbatch(folder: Path, argv: list[str]) -> str:
+    if "--test-only" in argv:
+        return _test_only(folder)
     script = Path(argv[-1]).read_text()
     header = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
     options: dict[str, str] = {}
@@ -187,6 +233,9 @@ def _sbatch(folder: Path, argv: list[str]) -> str:
                 "environ": {k: v for k, v in os.environ.items() if k.startswith(("SLURM", "SBATCH", "PRIMEHPC"))},
             },
         )
+        if state["limit"] is not None and _active(state) > state["limit"]:  # raised here, the job is not kept
+            words = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+            raise _RefusedError(f"sbatch: error: AssocMaxSubmitJobLimit\nBatch job submission failed: {words}")
     return f"{job_id};{os.environ['FAKE_CLUSTER']}" if "FAKE_CLUSTER" in os.environ else job_id
 
 
@@ -223,6 +272,8 @@ def _parts(job: dict[str, Any]) -> list[dict[str, Any]]:
         "Name": job["name"],
         "Comment": job["comment"] or "(null)",
         "Command": job.get("script") or "(null)",
+        "Account": job.get("account", "mine"),
+        "QOS": job.get("qos", "normal"),
         "JobID": job["id"],
         "JobArrayID": job["id"],
     }
@@ -237,9 +288,10 @@ def _parts(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _scancel(folder: Path, argv: list[str]) -> str:
+    named = {word.partition("_")[0] for word in argv}  # the tasks of an array have one state here
     with _state(folder) as state:
         for job in _here(state):
-            if job["id"] in argv and job["state"] in ("PENDING", "RUNNING"):
+            if job["id"] in named and job["state"] in ("PENDING", "RUNNING"):
                 job["state"] = "CANCELLED"
     return ""
 
@@ -277,6 +329,7 @@ _DO = {
     "scontrol": _scontrol,
     "sinfo": _sinfo,
     "sacct": _nothing,
+    "sacctmgr": _nothing,
     "srun": _nothing,
 }
 

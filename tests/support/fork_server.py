@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from prime_hpc.supervisor.roles.process_tree import family, send
+from prime_hpc.runtime.process_tree import family, send
 from tests.faults import fork
 
 TICK_S = 0.02
@@ -42,10 +42,11 @@ class Child:
         return True
 
 
-def receive(client: socket.socket) -> tuple[dict, list[int]]:
-    """A request: one line of JSON, the descriptors of its output and errors with the first bytes."""
+def receive(client: socket.socket, num_streams: int = 2) -> tuple[dict, list[int]]:
+    """Read a request: one line of JSON; with its first bytes the descriptors of its streams, the last are output and
+    errors."""
     fds = array.array("i")
-    data, ancillary, _, _ = client.recvmsg(MAX_REQUEST, socket.CMSG_SPACE(2 * fds.itemsize))
+    data, ancillary, _, _ = client.recvmsg(MAX_REQUEST, socket.CMSG_SPACE(num_streams * fds.itemsize))
     for _, _, content in ancillary:
         fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     while not data.endswith(b"\n"):

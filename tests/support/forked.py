@@ -39,8 +39,10 @@ def _server() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="fork-", dir="/tmp"))  # socket paths must stay short
     path = folder / "s"
     log = (folder / "log").open("wb")
+    ready = os.environ.get("PRIME_HPC_TEST_WORKER_SERVER")  # has imported everything: a fork of it begins at once
+    start = [str(ROOT / "tests/support/worker_start.py"), ready] if ready else []
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.fork_server", str(path)],
+        [sys.executable, *start, "-m", "tests.support.fork_server", str(path)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,

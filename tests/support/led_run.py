@@ -15,7 +15,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.observe.logs import setup_logger
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.store.attempts import begin
-from prime_hpc.store.layout import RunPaths, claim_incarnation
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.supervisor.agent import LaunchOrder
 from prime_hpc.supervisor.roles.slurm_step import Hellos, StepContext, StepSpec
 from prime_hpc.supervisor.supervisor import Supervisor

@@ -11,20 +11,20 @@ from transformers import AutoModelForCausalLM
 
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.lora import LoraConfig
-from prime_hpc.config.sections.parallel import Layout
+from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
 from prime_hpc.trainer.lora import load_slot, slot_parameters
 from prime_hpc.trainer.lora.slots import PREFIX
 from prime_hpc.trainer.model.policy import Policy, load_policy
+from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
-from prime_hpc.trainer.rl import rl_objective
 from prime_hpc.trainer.train_step import TrainStep
 
 
 def lora_policy(source: Path, num_slots: int = 1, lora: LoraConfig | None = None, **model: Any) -> Policy:
     """Sharded over the default process group."""
-    parallel = build_parallel(Layout(dp_shard=dist.get_world_size()), "cpu")
+    parallel = build_parallel(ParallelDims(dp_shard=dist.get_world_size()), "cpu")
     config = ModelConfig(name=str(source), lora=lora or LoraConfig(rank=4, alpha=8), **({"dtype": "float32"} | model))
     return load_policy(
         config, source, parallel, torch.device("cpu"), reshard_after_forward=True, chunk_tokens=512, num_slots=num_slots
@@ -76,4 +76,4 @@ def lora_train_step(policy: Policy, slot: int = 0, kind: str = "adamw", **more: 
     )
 
 
-objective = partial(rl_objective, LossConfig())
+objective = partial(rl_loss, LossConfig())

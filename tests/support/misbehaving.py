@@ -1,9 +1,11 @@
 """A taskset whose reward function does what reward functions must not do. `kind` chooses what, `every` how often.
 
-Used by `tests/integration/test_envs.py` through its dotted name, as a user's own taskset would be.
+Used by `tests/integration/test_envs.py` and `tests/integration/test_env_workers.py` through its dotted name, as a
+user's own taskset would be.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Iterable
 from typing import Literal
@@ -12,7 +14,23 @@ import verifiers.v1 as vf
 
 __all__ = ["MisbehavingTaskset"]
 
-Kind = Literal["raises", "sleeps", "ignores_cancellation", "blocks_in_python", "blocks_in_c", "nan", "none"]
+Kind = Literal[
+    "raises",
+    "sleeps",
+    "ignores_cancellation",
+    "blocks_in_python",
+    "blocks_in_c",
+    "nan",
+    "none",
+    "exits",
+    "exits_on_a_thread",
+    "system_exit",
+    "leaks",
+    "swallows",
+]
+_LEAKED: list[bytes] = []
+LEAK = 256 << 20
+"""Bytes that one scoring leaks."""
 
 
 class MisbehavingData(vf.TaskData):
@@ -45,7 +63,24 @@ class MisbehavingTask(vf.Task[MisbehavingData]):
                 time.sleep(25)
             case "nan":
                 return float("nan")
+            case "exits":
+                os._exit(3)
+            case "exits_on_a_thread":
+                await asyncio.to_thread(_exit_later)
+            case "system_exit":
+                raise SystemExit(5)
+            case "leaks":
+                _LEAKED.append(os.urandom(1 << 20) * (LEAK >> 20))
+            case "swallows":
+                _LEAKED.append(b"x" * (8 * LEAK))
+                time.sleep(25)
         return 1.0
+
+
+def _exit_later() -> None:
+    """End the process when its event loop has nothing to do."""
+    time.sleep(0.5)
+    os._exit(4)
 
 
 async def _stay(seconds: float) -> None:

@@ -24,9 +24,10 @@ from prime_hpc.observe.role_status import read_status
 from prime_hpc.orchestrator.batching.batch_builder import EPISODE_BITS
 from prime_hpc.runtime.role_context import role_environment
 from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, ArtifactWriter, wait_for_artifact
-from prime_hpc.store.batches import RankBatch, list_batches, read_rank_batch, read_state, remove_batches_after
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batches import list_batches, read_rank_batch, read_state, remove_batches_after
 from prime_hpc.store.messaging.bus import BusClient, BusServer
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.weights import prune_weights
 from tests.support.forked import ForkedProcess
 from tests.support.scripted_server import AdminServer, Reply

@@ -4,7 +4,8 @@ usage: python -m tests.support.scripted_role ROLE RUN_DIR ACTION [ACTION ...]
 actions: ready, done, fail:REASON, sleep:SECONDS, exit:CODE, child (starts a child in a session of its own),
 once:FILE:ACTION (only the first time, remembered by FILE), serve:PORT (a health route), kill (SIGKILL itself),
 beat:SECONDS (a heartbeat from now on), touch:FILE, await:FILE (until it is there), require:FILE (fail without),
-write:FILE:COUNT (so many lines, one every 0.1 s, each by opening it)
+write:FILE:COUNT (so many lines, one every 0.1 s, each by opening it), step:N (a beat at that step),
+doing:PHASE:WHOM (its word: what it does, and for whom it waits), stop (SIGSTOP itself)
 """
 
 import http.server
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 
 from prime_hpc.observe.role_status import RoleStatus
+from prime_hpc.runtime import activity
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.messaging.bus import BusClient
 
@@ -64,6 +66,13 @@ def act(action: str, status: RoleStatus) -> None:
             with Path(path).open("a") as file:
                 file.write(f"{number}\n")
             time.sleep(0.1)
+    elif name == "step":
+        status.beat(step=int(value))
+    elif name == "doing":
+        phase, _, awaits = value.partition(":")
+        activity.doing(phase, awaits=awaits)
+    elif name == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif name == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif name == "child":
@@ -81,6 +90,7 @@ def main() -> None:
     role, run_dir, *actions = sys.argv[1:]
     context = RoleContext.from_env(role, run_dir)
     status = RoleStatus(context, BusClient(context.bus_address, role, incarnation=context.incarnation))
+    activity.introduce(role, context.index, run_dir)
     status.starting()
     for action in actions:
         print(f"{role}: {action}", flush=True)

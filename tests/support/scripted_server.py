@@ -22,7 +22,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from prime_hpc.store.batches import list_batches
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 
 
 @dataclass

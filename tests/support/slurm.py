@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -150,7 +151,14 @@ class Cluster:
 
     def job(self, job_id: str) -> dict[str, str]:
         """Fields of `scontrol show job`: JobState, Reason, Restarts, NodeList, ..."""
-        words = self.ask("scontrol", "--oneliner", "show", "job", job_id).splitlines()[0].split()
+        question = ("scontrol", "--oneliner", "show", "job", job_id)
+        try:
+            answer = self.ask(*question)
+        except ClusterError as error:
+            if error.code != -signal.SIGPIPE:  # the controller closed the connection while scontrol wrote into it
+                raise
+            answer = self.ask(*question)
+        words = answer.splitlines()[0].split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def output(self, job_id: str) -> str:

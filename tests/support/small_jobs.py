@@ -69,7 +69,7 @@ def wait_for_step(cluster: Cluster, run_dir: Path, step: int) -> None:
 
 
 def rl(cluster: Cluster, folder: Path, name: str, steps: int, layout: str = "het") -> tuple[str, Path]:
-    """RL of two nodes, as a het job or a packed one: orchestrator and beside it a scripted server, and the trainer."""
+    """RL of two nodes, as a het or a homogeneous job: orchestrator and beside it a scripted server, and the trainer."""
     script = f"{sys.executable} -m tests.support.scripted_server '{folder / 'model'}' {SERVER_PORT}"
     root = DEVCLUSTER.parents[1]
     het = {"layout": "het", "orchestrator": {"partition": "cpu"}, "trainer": {"partition": "gpu"}}

@@ -5,7 +5,7 @@ import os
 import time
 from multiprocessing.connection import Connection
 
-from prime_hpc.inference import vllm_env
+from prime_hpc.inference import server_process
 
 
 def worker(pipe: Connection) -> None:
@@ -22,10 +22,10 @@ def engine(pipe: Connection) -> None:
 
 
 if __name__ == "__mp_main__":
-    vllm_env.die_with_spawner()
+    server_process.die_with_spawner()
 
 if __name__ == "__main__":
-    vllm_env.die_with_parent()
+    server_process.die_with_parent()
     spawn = multiprocessing.get_context("spawn")
     mine, its = spawn.Pipe()
     spawn.Process(target=engine, args=(its,)).start()

@@ -13,7 +13,7 @@ import pytest
 from prime_hpc.config import Loaded, load_experiment
 from prime_hpc.launch import stop_resume
 from prime_hpc.launch.stop_resume import Ended, cancel_run
-from prime_hpc.slurm import queue
+from prime_hpc.slurm import sbatch_errors
 from prime_hpc.store.attempts import Attempt, write_attempt
 from tests.support.fake_slurm import FakeSlurm
 
@@ -22,7 +22,7 @@ def use_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm
     """A Slurm that fails as it is told to, and no patience with it."""
     fake = FakeSlurm(tmp_path)
     fake.use(monkeypatch)
-    monkeypatch.setattr(queue, "QUEUE_ANSWER_S", 0.0)
+    monkeypatch.setattr(sbatch_errors, "QUEUE_ANSWER_S", 0.0)
     monkeypatch.setattr(stop_resume, "POLL_S", 0.05)
     monkeypatch.setattr(stop_resume, "ASK_EVERY_S", 0.2)
     monkeypatch.chdir(tmp_path)

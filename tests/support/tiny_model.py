@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.rank_batch import RankBatch
 from tests.support.tiny_tokenizer import make_tokenizer
 
 CHATML = """

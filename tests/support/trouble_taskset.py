@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable
+from pathlib import Path
 
 import verifiers.v1 as vf
 
@@ -24,6 +25,8 @@ class TroubleTask(vf.Task[TroubleData]):
         TroubleTaskset.num_scored += 1
         if config.hang_every and TroubleTaskset.num_scored % config.hang_every == 0:
             await asyncio.Event().wait()
+        while config.hang_while and Path(config.hang_while).exists():
+            await asyncio.sleep(0.05)
         if config.raise_every and TroubleTaskset.num_scored % config.raise_every == 0:
             raise KeyError(f"no answer key for task {self.data.number}")
         if config.nan_every and TroubleTaskset.num_scored % config.nan_every == 0:
@@ -42,6 +45,8 @@ class TroubleConfig(vf.TasksetConfig):
     """Every so many-th reward is NaN; 0: none."""
     hang_every: int = 0
     """Every so many-th reward never returns; 0: none."""
+    hang_while: str = ""
+    """No reward returns while this file is there."""
 
 
 class TroubleTaskset(vf.Taskset[TroubleTask, TroubleConfig]):

@@ -17,7 +17,7 @@ from prime_hpc.slurm.allocation import parse_end_time, read_allocation
 from prime_hpc.slurm.executors import PackedSlurmExecutor
 from prime_hpc.slurm.termination import JobLog, field, parse_termination, parse_words
 from prime_hpc.slurm.times import parse_time
-from prime_hpc.supervisor.attempt.lost_batch_host import fate
+from prime_hpc.supervisor.attempt.lost_batch_host import batch_host_state
 from prime_hpc.supervisor.preflight.phase import NO_STEP
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "slurm"
@@ -186,8 +186,12 @@ def test_scontrol_show_job(answers: dict[str, dict[str, Any]]) -> None:
     )
     assert parse_end_time(answers["job waiting"]["stdout"]) is None
     # what an agent without a supervisor looks at
-    assert (fate(plain, "0"), fate(plain, "1"), fate(answers["job ended"]["stdout"], "0")) == ("kept", "over", "over")
-    assert fate(second.replace("BatchHost=n1", "BatchHost=n9"), "0") == "dropped"
+    assert (
+        batch_host_state(plain, "0"),
+        batch_host_state(plain, "1"),
+        batch_host_state(answers["job ended"]["stdout"], "0"),
+    ) == ("kept", "over", "over")
+    assert batch_host_state(second.replace("BatchHost=n1", "BatchHost=n9"), "0") == "dropped"
 
 
 def test_the_batch_steps_variables(answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,9 @@ from prime_hpc.orchestrator.metrics import batch_metrics
 from prime_hpc.orchestrator.rollouts.episodes import Episode, is_retryable, is_server_error, to_episode
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
-from prime_hpc.store.batches import RankBatch, read_rank_batch, write_batch
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batches import read_rank_batch, write_batch
+from prime_hpc.store.run_paths import RunPaths
 from tests.support.episodes import failed_episode, failed_result, make_episode, make_result, make_sample
 
 SAMPLING, WARM = SamplingConfig(), SamplingConfig(temperature=0.7, top_p=0.9, top_k=20)
@@ -175,7 +176,7 @@ def test_rows_of_their_own_hold_the_same_samples() -> None:
     ]
     samples = train_samples(score([make_group(0, results)], AdvantageConfig()))
     packed = build_ranks(samples, num_ranks=2, micro_batch_tokens=64, sampling=SAMPLING)
-    single = build_ranks(samples, num_ranks=2, micro_batch_tokens=64, sampling=SAMPLING, own_rows=True)
+    single = build_ranks(samples, num_ranks=2, micro_batch_tokens=64, sampling=SAMPLING, single_rows=True)
     assert sequences(single).keys() == sequences(packed).keys()
     lengths = [np.diff(rank.seq_offsets) for rank in single]
     longest_together = [n.max() - n.min() for n in lengths]

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from prime_hpc.config.sections.parallel import Layout
+from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.ops import attention, flash
 from prime_hpc.trainer.parallel import Parallel
 from tests.support.tiny_model import random_rank_batch
 
-ALONE = Parallel(Layout(), 0, None, None, None, None, None)  # type: ignore[arg-type]
+ALONE = Parallel(ParallelDims(), 0, None, None, None, None, None)  # type: ignore[arg-type]
 """The layout of one rank, without meshes."""
 
 

@@ -91,3 +91,15 @@ def test_the_commands_of_mfu_are_valid(
         assert experiment.trainer.bench and experiment.micro_batch_tokens == shape.row_tokens
         data = experiment.trainer.data.fake if kind == "rl" else experiment.sft.data
         assert data is not None and data.batch_size * (data.seq_len or 0) == shape.rows * shape.row_tokens
+
+
+@pytest.mark.parametrize("stretched", [True, False])
+def test_the_runs_of_simulate_are_valid(stretched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate = benchmark("simulate", monkeypatch)
+    for name, changes in simulate.CASES.items():
+        experiment = Experiment.model_validate(
+            simulate.experiment(name, changes, tmp_path / "model", tmp_path, stretched=stretched)
+        )
+        assert experiment.max_steps > experiment.async_level + 6
+        assert (experiment.inference is not None) and (experiment.inference.backend != "transformers") == stretched
+    assert {name for names in simulate.CALIBRATIONS for name in names} <= set(simulate.CASES)

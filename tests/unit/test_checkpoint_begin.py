@@ -11,7 +11,7 @@ from prime_hpc.store.artifact import verify_artifact
 from prime_hpc.store.checkpoint import import_checkpoint
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import RunPaths, list_steps
+from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.supervisor.attempt.start import begin_attempt
 from tests.support.checkpoints import SHARD, damage, make_checkpoint, make_weights
 

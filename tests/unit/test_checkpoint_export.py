@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prime_hpc.cli.verbs import export
+from prime_hpc.cli.verbs.run import export
 from prime_hpc.config import ConfigError, Experiment, write_snapshot
-from prime_hpc.store.batches import RankBatch, write_batch
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batches import write_batch
+from prime_hpc.store.run_paths import RunPaths
 from tests.support.tiny_model import random_rank_batch
 
 pq = pytest.importorskip("pyarrow.parquet")

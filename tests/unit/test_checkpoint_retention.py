@@ -7,10 +7,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prime_hpc.store.artifact import FencedError, StoreError
-from prime_hpc.store.batches import RankBatch, list_batches, prune_batches, write_batch
-from prime_hpc.store.checkpoint.checkpoints import prune_checkpoints, resolve_resume, set_checkpoints_aside
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batches import list_batches, prune_batches, write_batch
+from prime_hpc.store.checkpoint.checkpoints import move_checkpoints_aside, prune_checkpoints, resolve_resume
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import RunPaths, claim_incarnation, list_steps
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation, list_steps
 from prime_hpc.store.weights import list_versions, prune_weights
 from tests.support.checkpoints import damage, make_checkpoint, make_weights
 
@@ -74,7 +75,7 @@ def test_foreign_directories_are_never_deleted(paths: RunPaths) -> None:
     assert (foreign / "trainer.pt").exists()
     later = paths.checkpoint_step(9)
     foreign.rename(later)
-    assert [path.name.split("-")[2] for path in set_checkpoints_aside(paths, 4)] == ["step_9", "step_6"]
+    assert [path.name.split("-")[2] for path in move_checkpoints_aside(paths, 4)] == ["step_9", "step_6"]
     (aside,) = paths.checkpoints.glob("set-aside-step_9-*")
     assert (aside / "trainer.pt").read_text() == "somebody's"
     assert there(paths) == []

@@ -8,7 +8,7 @@ import pytest
 
 from prime_hpc.config import Experiment
 from prime_hpc.store.checkpoint.optimal_interval import DAY_S, HOUR_S
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing.checkpointer import SaveFigures
 from prime_hpc.trainer.checkpointing.save_interval import FIRST_SAVE_S, SaveSchedule, build_schedule
 

@@ -16,15 +16,15 @@ from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import RunPaths, claim_incarnation, list_steps
 from prime_hpc.store.model_fingerprint import model_identity
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation, list_steps
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.checkpointing.staging import HostStage
 from prime_hpc.trainer.model.policy import load_policy
+from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
-from prime_hpc.trainer.rl import rl_objective
 from prime_hpc.trainer.train_step import TrainStep
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
@@ -40,7 +40,7 @@ class Trainer:
     """A policy, its engine and its checkpointer."""
 
     def __init__(self, model: Path, root: Path, trainer: TrainerConfig = CONFIG, **ckpt: Any) -> None:
-        parallel = build_parallel(trainer.layout, "cpu")
+        parallel = build_parallel(trainer.parallel_dims, "cpu")
         config = ModelConfig(name=str(model), dtype="float32")
         self.policy = load_policy(
             config, model, parallel, torch.device("cpu"), reshard_after_forward=True, chunk_tokens=512
@@ -65,7 +65,7 @@ class Trainer:
 
     def step(self, n: int) -> None:
         batch = random_rank_batch([[20, 9], [15]], seed=n, step=n)
-        self.train_step.run(n, batch, partial(rl_objective, CONFIG.loss))
+        self.train_step.run(n, batch, partial(rl_loss, CONFIG.loss))
         if not self.paths.rollouts_step(n).exists():
             write_batch(self.paths, n, [batch], state={"step": n})
 

@@ -14,7 +14,7 @@ from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store import attempts
 from prime_hpc.store.attempts import begin, is_held, read_attempts
 from prime_hpc.store.checkpoint.checkpoints import newest_first, prune_checkpoints
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.roles.spec import RoleSpec
 from tests.support.checkpoints import make_checkpoint
@@ -53,18 +53,18 @@ def test_a_role_is_ready_and_heard_though_its_clock_is_set(tmp_path: Path, wall:
     RoleStatus(context).ready()  # a former attempt's word in the same place
     role.start()
     try:
-        assert not role.says("ready")
+        assert not role.has_reported("ready")
         words = RoleStatus(context)
         words.starting()
         assert [row["state"] for row in role.statuses()] == ["starting"]
         wall.offset = set_by
         words.ready()
-        assert role.says("ready")
+        assert role.has_reported("ready")
         quiet = role.heartbeat_age_s()
         time.sleep(0.05)
         assert role.heartbeat_age_s() > quiet >= 0.0
         words.beat(step=1)
-        assert role.says("ready") and role.statuses()[0]["step"] == 1
+        assert role.has_reported("ready") and role.statuses()[0]["step"] == 1
         assert role.heartbeat_age_s() < 60.0  # not hours, either way
         words.failed("no memory")
         assert "no memory" in role.cause_of_death()
@@ -76,7 +76,7 @@ def test_a_role_is_ready_and_heard_though_its_clock_is_set(tmp_path: Path, wall:
 def test_the_newer_of_two_words_is_the_later_one_said(tmp_path: Path, wall: Wall) -> None:
     heard: dict = {}
     role, context = make_role(tmp_path)
-    role._heard = heard
+    role._bus_statuses = heard
     role.start()
     try:
         words = RoleStatus(context)
@@ -89,7 +89,7 @@ def test_the_newer_of_two_words_is_the_later_one_said(tmp_path: Path, wall: Wall
         heard["trainer", 0] = newest
         row = dict(newest, state="starting", time=newest["time"] + HOURS, count=newest["count"] - 1)
         words_path.write_text(json.dumps(row))  # the file, as another node still sees it
-        assert role.says("ready")
+        assert role.has_reported("ready")
     finally:
         role.kill()
         role.reap()

@@ -10,13 +10,13 @@ import torch
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.common import ModelConfig
-from prime_hpc.config.sections.parallel import Layout
+from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
 from prime_hpc.trainer.lora import reset_slot, slot_parameters
 from prime_hpc.trainer.model.policy import load_policy
+from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
-from prime_hpc.trainer.rl import rl_objective
 from prime_hpc.trainer.train_step import TrainStep
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
@@ -47,7 +47,7 @@ def train(folder: Path, model: dict[str, Any]) -> dict[str, float]:
     """Two RL steps' last metrics."""
     config = ModelConfig.model_validate({"name": str(folder), "dtype": "float32", **model})
     policy = load_policy(
-        config, folder, build_parallel(Layout(), "cpu"), CPU, reshard_after_forward=True, chunk_tokens=64
+        config, folder, build_parallel(ParallelDims(), "cpu"), CPU, reshard_after_forward=True, chunk_tokens=64
     )
     adapter, section = None, OptimConfig(lr=1e-2)
     if policy.adapters is not None:
@@ -59,7 +59,7 @@ def train(folder: Path, model: dict[str, Any]) -> dict[str, float]:
     )  # fmt: skip
     for step in (1, 2):
         batch = random_rank_batch([[20, 9], [15]], seed=step, step=step)
-        metrics = train_step.run(step, batch, partial(rl_objective, LossConfig()))
+        metrics = train_step.run(step, batch, partial(rl_loss, LossConfig()))
     return metrics
 
 

@@ -55,7 +55,9 @@ def test_commands_of_a_container_site(runtime: str) -> None:
     commands = {
         "a role": steps.srun(["n1", "n2"], 0, 1, "trainer", agent),
         "preflight of the node": steps.srun(["n3"], 1, 1, "preflight", ["module"], quiet=True, outside=True),
-        "a stand-in": steps.stand_in({"partition": "gpu", "gres": "gpu:8"}, "x-inference", run_dir / "x.log", agent),
+        "a stand-in": steps.substitute_command(
+            {"partition": "gpu", "gres": "gpu:8"}, "x-inference", run_dir / "x.log", agent
+        ),
     }
     text = "".join(f"# {name}\n{shlex.join(command)}\n" for name, command in commands.items())
     text = text.replace(sys.executable, "/opt/prime-hpc/.venv/bin/python")
@@ -69,7 +71,7 @@ def test_a_stand_in_is_a_script_that_a_shell_can_run(tmp_path: Path) -> None:
     """What is wrapped is given to sh: the container's options are srun's, never sbatch's or exec's."""
     for runtime, values in RUNTIMES.items():
         box = Container(site(**values).container, tmp_path, ("/a b:/a b",), "prime-hpc-7")  # type: ignore[arg-type]
-        command = context(box, tmp_path).stand_in({}, "x", tmp_path / "log", ["module", "it's"])
+        command = context(box, tmp_path).substitute_command({}, "x", tmp_path / "log", ["module", "it's"])
         (wrapped,) = [word.removeprefix("--wrap=") for word in command if word.startswith("--wrap=")]
         fake = tmp_path / "srun"
         fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')

@@ -240,7 +240,7 @@ def test_cancel_of_a_run_on_this_machine(
     reaper.start()
     wait_for((run_dir(config) / "attempts.jsonl").exists)
     result = cancel(config, now=now, timeout_s=0.5 if not obeys else 20.0)
-    reaper.join(timeout=30)
+    reaper.join(timeout=280)
     assert (result.ended, result.outcome) == (True, outcome)
     assert read_rows(run_dir(config) / "attempts.jsonl")[-1]["outcome"] == row
     assert not (run_dir(config) / "STOP").exists()
@@ -267,7 +267,7 @@ def test_resume_without_checkpoints(fake: FakeSlurm, config: Path) -> None:
 
 
 def test_resume_finds_what_a_signal_saved_though_checkpoints_are_off(fake: FakeSlurm, config: Path) -> None:
-    from prime_hpc.store.layout import RunPaths
+    from prime_hpc.store.run_paths import RunPaths
     from tests.support.checkpoints import make_checkpoint
 
     submit(load(config, "--no-ckpt"))

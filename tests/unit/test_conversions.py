@@ -11,9 +11,9 @@ from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from prime_hpc.inference.check_version import check_adapter, check_version, read_signature
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.inference.check_version import check_adapter, read_signature, receive_version
 from prime_hpc.store.model_files import StoredTensor, stored_tensors
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.lora import load_slot
 from prime_hpc.trainer.model.conversions import Piece, Traced, WeightMap, map_weights
 from prime_hpc.trainer.model.hf_checkpoint import check_tied, read_tensors
@@ -22,6 +22,7 @@ from prime_hpc.trainer.weights.lora_files import read_adapter
 from prime_hpc.trainer.weights.merge_lora import merge
 from prime_hpc.trainer.weights.publish import Publisher, build_publisher
 from prime_hpc.trainer.weights.write_plan import runs
+from prime_hpc.weight_transport.transport import VersionReader
 from tests.support.lora import fill_randomly, lora_policy, merged_model
 from tests.support.tiny_checkpoints import make_checkpoint
 
@@ -69,7 +70,7 @@ def comes_and_goes(model_type: str, root: Path) -> None:
     for name, tensor in policy.named_weights():
         assert torch.equal(tensor, expected[name].float()), name
     published = publish(policy, source, root / "run")
-    check_version(published, 1, read_signature(source), tied=True)
+    receive_version(VersionReader(root), published, 1, read_signature(source), tied=True)
     before, after = contents(source), contents(published)
     assert before.keys() - {"lm_head.weight"} == after.keys() - {"lm_head.weight"}
     for name, tensor in after.items():
@@ -108,7 +109,7 @@ def test_what_the_model_does_not_use_goes_along(group: None, tmp_path: Path) -> 
     policy, weights = load(source)
     assert set(weights.unused) == extra.keys()
     published = publish(policy, source, tmp_path / "run")
-    check_version(published, 1, read_signature(source), tied=False)
+    receive_version(VersionReader(tmp_path), published, 1, read_signature(source), tied=False)
     after = contents(published)
     assert all(torch.equal(after[name], tensor) and after[name].dtype == tensor.dtype for name, tensor in extra.items())
     index = json.loads((published / "model.safetensors.index.json").read_text())["weight_map"]
@@ -157,7 +158,7 @@ def test_tied_tensors(group: None, tmp_path: Path) -> None:
     check_tied(weights)
     published = publish(policy, source, tmp_path / "run", torch.float32)
     assert "lm_head.weight" not in contents(published)
-    check_version(published, 1, read_signature(source), tied=True)
+    receive_version(VersionReader(tmp_path), published, 1, read_signature(source), tied=True)
     changed(source, {"lm_head.weight": table + 1})
     with pytest.raises(ValueError, match=r"lm_head\.weight and model\.embed_tokens\.weight with different values"):
         check_tied(map_weights(empty(source), stored_tensors(source)))

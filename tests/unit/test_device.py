@@ -11,7 +11,7 @@ import torch
 
 from prime_hpc.config import ConfigError, Experiment, Loaded
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.inference import vllm_env
+from prime_hpc.inference.vllm import installed
 from prime_hpc.launch.plan.local_plan import plan_text
 from prime_hpc.runtime import device as device_module
 from prime_hpc.runtime import gpus
@@ -21,7 +21,7 @@ from prime_hpc.slurm import gpu_split
 from prime_hpc.slurm.gpu_split import gpu_environment, refuse_cpu_builds
 from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.supervisor.agent import Agent, LaunchOrder
-from prime_hpc.supervisor.roles.spec import own_gpus, split_gpus, trainer_spec, usable_gpus
+from prime_hpc.supervisor.roles.spec import role_gpus, split_gpus, trainer_spec, usable_gpus
 from prime_hpc.trainer.main import select_device
 from tests.unit.test_placement import SITE, on_h100
 
@@ -169,10 +169,10 @@ def test_a_rank_takes_what_it_was_given(no_driver: Path, monkeypatch: pytest.Mon
 def test_engines_of_the_other_build_are_refused(
     build: str, other: Any, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_env, "_installed", lambda name: name == build)
+    monkeypatch.setattr(installed, "_installed", lambda name: name == build)
     with pytest.raises(ValueError, match=rf"compute on {other}.*{build} is installed.*tools/setup {extra}"):
-        vllm_env.choose_device(Device(other))
-    assert vllm_env.choose_device(Device("cpu" if other == "cuda" else "cuda")) in ("cpu", "cuda")
+        installed.choose_device(Device(other))
+    assert installed.choose_device(Device("cpu" if other == "cuda" else "cuda")) in ("cpu", "cuda")
 
 
 def test_a_run_on_gpus_is_refused_where_the_packages_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,11 +210,11 @@ def test_keys_name_positions_among_the_visible_gpus() -> None:
     exp = experiment(inference={}, inference_gpu_ids=[0], trainer_gpu_ids=[1])
     assert split_gpus(exp, ["4", "5"]) == ({"inference": [["4"]]}, ["5"])
     assert split_gpus(exp, ["GPU-a", "MIG-b"]) == ({"inference": [["GPU-a"]]}, ["MIG-b"])
-    assert own_gpus(exp, "trainer", ["4", "5"]) == ["5"]
+    assert role_gpus(exp, "trainer", ["4", "5"]) == ["5"]
     with pytest.raises(ConfigError, match=r"inference_gpu_ids: \[4\] must be different positions, from 0 to 1"):
         split_gpus(experiment(inference={}, inference_gpu_ids=[4], trainer_gpu_ids=[1]), ["4", "5"])
     with pytest.raises(ConfigError, match="trainer needs 2 GPUs, but 1 of the 2 visible"):
-        own_gpus(experiment(trainer={"num_ranks": 2}, inference={}, inference_gpu_ids=[0]), "trainer", ["4", "5"])
+        role_gpus(experiment(trainer={"num_ranks": 2}, inference={}, inference_gpu_ids=[0]), "trainer", ["4", "5"])
 
 
 def test_a_trainer_of_gloo_takes_no_gpu() -> None:
@@ -240,11 +240,11 @@ def agent(environ: dict[str, str], local: int = 0) -> Agent:
 def test_an_agent_takes_the_drivers_gpus_where_slurm_names_none(no_driver: Path) -> None:
     put_smi(no_driver, "".join(f"GPU {i}: NVIDIA H100 (UUID: GPU-{i})\n" for i in range(4)))
     order = LaunchOrder(1, ["n1"], [["true"]], gpus=[1, 3])
-    assert agent({"SLURM_JOB_ID": "7"})._own_gpus(order) == ["1", "3"]
-    assert agent({"CUDA_VISIBLE_DEVICES": "4,5,6,7"})._own_gpus(order) == ["5", "7"]
+    assert agent({"SLURM_JOB_ID": "7"})._task_gpus(order) == ["1", "3"]
+    assert agent({"CUDA_VISIBLE_DEVICES": "4,5,6,7"})._task_gpus(order) == ["5", "7"]
     shared = LaunchOrder(1, ["n1"], [["true"]], gpus=[0, 1, 2, 3], tasks_per_node=2)
-    assert agent({}, local=1)._own_gpus(shared) == ["2", "3"]
-    assert agent({})._own_gpus(LaunchOrder(1, ["n1"], [["true"]])) == []
+    assert agent({}, local=1)._task_gpus(shared) == ["2", "3"]
+    assert agent({})._task_gpus(LaunchOrder(1, ["n1"], [["true"]])) == []
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_an_agent_takes_the_drivers_gpus_where_slurm_names_none(no_driver: Path)
 )
 def test_a_node_with_too_few_gpus_is_named(no_driver: Path, environ: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=f"node n1 has too few GPUs for trainer.*positions 0, 2, but {words}"):
-        agent(environ)._own_gpus(LaunchOrder(1, ["n1"], [["true"]], gpus=[0, 2]))
+        agent(environ)._task_gpus(LaunchOrder(1, ["n1"], [["true"]], gpus=[0, 2]))
 
 
 def test_a_jobs_roles_compute_on_what_the_job_asks_for() -> None:

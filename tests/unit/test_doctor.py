@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.cli.verbs import doctor as verb
+from prime_hpc.cli.verbs.cluster import doctor as verb
 from prime_hpc.launch.doctor import doctor, filesystem, gpu_checks
 from prime_hpc.launch.doctor.advice import advise
 from prime_hpc.launch.doctor.doctor import check_caches, check_shared_memory, check_slurm, check_wandb, unmet
@@ -110,7 +110,7 @@ def test_the_wandb_key_is_never_shown() -> None:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Measured, list[Path]]:
     folder = tmp_path_factory.mktemp("measured")
-    found = measure(folder, lambda name: View(folder / name), budget=0.1)
+    found = measure(folder, lambda name: View(folder / name), budget=0.0)
     return found, list(folder.iterdir())
 
 
@@ -133,7 +133,7 @@ def test_the_same_mount_sees_everything_at_once(measured: tuple[Measured, list[P
 
 def test_another_directory_is_no_second_view(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    found = measure(tmp_path / "a", lambda name: View(tmp_path / "b" / name), budget=0.05)
+    found = measure(tmp_path / "a", lambda name: View(tmp_path / "b" / name), budget=0.05, watch_s=0.4)
     assert found.visibility is not None and "another directory" in found.visibility.problem
     assert states(advise(found))[f"seen from {found.visibility.other}"] == "fail"
 
@@ -170,14 +170,14 @@ def test_two_mounts_with_cached_misses(tmp_path: Path) -> None:
     mounted = []
     try:
         for folder in (one, two):
-            done = subprocess.run(["bindfs", "-o", options, back, folder], capture_output=True, timeout=30)
+            done = subprocess.run(["bindfs", "-o", options, back, folder], capture_output=True, timeout=280)
             if done.returncode != 0:
                 pytest.skip(f"FUSE cannot be had here: {done.stderr.decode().strip()}")
             mounted.append(folder)
-        seen = measure(one, lambda name: View(two / name), budget=0.7).visibility
+        seen = measure(one, lambda name: View(two / name), budget=0.1).visibility
     finally:
         for folder in mounted:
-            subprocess.run(["umount", folder], timeout=30, check=True)
+            subprocess.run(["umount", folder], timeout=280, check=True)
     assert seen is not None and seen.problem == "" and seen.exclusive
     assert seen.missed_name_s is not None and seen.missed_name_s > 1
     assert seen.grown_s is not None and seen.grown_s > 1

@@ -11,7 +11,7 @@ from prime_hpc.envs.env_config import resolve_taskset
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.tasksets import countdown, tic_tac_toe, wordle
-from prime_hpc.envs.tasksets.simple_math import last_number
+from prime_hpc.envs.tasksets.integers import last_integer
 from prime_hpc.envs.tasksets.splitting import split_of
 from prime_hpc.envs.tasksets.word_sorting import order_score
 from prime_hpc.starter.data import demonstrations
@@ -84,9 +84,9 @@ def test_every_countdown_can_be_reached_and_nothing_of_a_reply_is_run() -> None:
 
 
 def test_simple_math_counts_the_last_number() -> None:
-    assert last_number("12 + 3 = 15, so 1,015") == 1015
-    assert last_number("it is -4.") == -4
-    assert last_number("none") is None
+    assert last_integer("12 + 3 = 15, so 1,015") == 1015
+    assert last_integer("it is -4.") == -4
+    assert last_integer("none") is None
     (task, *_) = tasks("simple-math", 1, min_terms=3, max_terms=3)
     question = task.data.prompt.removeprefix("What is ").removesuffix("?")
     assert task.data.answer == eval(question, {"__builtins__": {}})

@@ -108,6 +108,31 @@ def test_unknown_renderers_are_refused(tokenizer: Any) -> None:
         make_renderer(tokenizer, "qwenn", False)
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}{{ m.content }", "TemplateSyntaxError"),
+        ("{{ raise_exception('not this one') }}", "not this one"),
+        ("{{ messages | unknown_filter }}", "unknown_filter"),
+        ("{{ messages + 1 }}", "TypeError"),
+    ],
+)
+@pytest.mark.parametrize("renderer", ["auto", "default"])
+def test_a_template_that_cannot_write_a_prompt_is_named(
+    tokenizer: Any, tmp_path: Path, template: str, said: str, renderer: str
+) -> None:
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(EnvError, match=rf"the chat template of .*model cannot write a prompt .*{said}"):
+        load_prompt_renderer(str(tmp_path / "model"), renderer, enable_thinking=False)
+
+
+def test_a_template_without_the_user_s_words_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = "<|im_start|>assistant\n"
+    with pytest.raises(EnvError, match="leaves out what the user says"):
+        make_renderer(tokenizer, "default", False)
+
+
 def test_identical_prompts_are_rendered_once(tokenizer: Any) -> None:
     renderer = PromptRenderer(tokenizer, choose_renderer(tokenizer, False))
 

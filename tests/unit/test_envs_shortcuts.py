@@ -11,7 +11,7 @@ from verifiers.v1.types import UserMessage
 from verifiers.v1.utils import decorators
 
 from prime_hpc.envs import verifiers_patches
-from prime_hpc.envs.rendering import MAX_TEXTS, SHORT_CHARS, remember_short_texts
+from prime_hpc.envs.rendering import MAX_TEXTS, SHORT_CHARS, cache_short_texts
 from prime_hpc.envs.verifiers_patches import patch_verifiers
 
 
@@ -76,8 +76,8 @@ def test_a_tokenizer_that_remembers_short_texts_gives_the_same_tokens() -> None:
             return [1] * add_special_tokens + [ord(c) for c in text]
 
     tokenizer = Tokenizer()
-    remember_short_texts(tokenizer)
-    remember_short_texts(tokenizer)
+    cache_short_texts(tokenizer)
+    cache_short_texts(tokenizer)
     first = tokenizer.encode("user\n", add_special_tokens=False)
     first.append(-1)  # a caller's list is the caller's
     assert tokenizer.encode("user\n", add_special_tokens=False) == [ord(c) for c in "user\n"]

@@ -21,7 +21,7 @@ from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.plan.slurm_plan import slurm_plan, slurm_plan_text
 from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.store.errors import FencedError
-from prime_hpc.store.layout import RunPaths, claim_incarnation
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 
 
 def episode(task: int, rollout: int = 0, reward: float | None = 1.0, state: str = COMPLETED, **more: object) -> Record:

@@ -46,8 +46,8 @@ def test_family_of_a_config(config: dict[str, Any], rows: str) -> None:
 
 
 def test_only_models_with_attention_of_their_own_keep_it() -> None:
-    assert family_of({"model_type": "bloom"}).own_attention
-    assert not family_of({"model_type": "lfm2"}).own_attention
+    assert family_of({"model_type": "bloom"}).custom_attention
+    assert not family_of({"model_type": "lfm2"}).custom_attention
 
 
 def longrope(**changes: Any) -> dict[str, Any]:

@@ -26,7 +26,10 @@ def command(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_a_check_that_hangs_is_ended_with_what_it_started(runner: Any, tmp_path: Path) -> None:
+def test_a_check_that_hangs_is_ended_with_what_it_started(
+    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "GRACE_S", 1.0)
     started = tmp_path / "pid"
     code = (
         "import subprocess, sys, time, pathlib\n"

@@ -54,6 +54,11 @@ def test_the_documented_line_uses_all_eight_gpus() -> None:
         ),
         (["--inference-gpu-ids", "0,1", "--inference.data-parallel-size", "1"], "inference_gpu_ids names 2 GPUs"),
         (["--inference.pipeline-parallel-size", "2"], "set tensor_parallel_size instead"),
+        (["--tp", "auto"], "auto is not known before the nodes are: state the GPUs of one engine"),
+        (["--inference.tensor-parallel-size", "auto"], "auto is not known before"),
+        (["--pp.rank", "0", "--pp.world-size", "2"], "there is no such key: stages of an engine find each other"),
+        (["--pp.iroh-seed", "1"], "there is no such key: .* state how many with --pp"),
+        (["--pp.iroh-peer-id", "ff87"], "one job.* starts them all"),
         (["--inference.vllm.pipeline-parallel-size", "2"], "state it as inference.pipeline_parallel_size"),
     ],
 )

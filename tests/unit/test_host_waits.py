@@ -12,24 +12,24 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from prime_hpc.config.sections.common import ModelConfig
-from prime_hpc.config.sections.parallel import Layout
+from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import MicroBatch, build_rank_batch, make_micro_batch
 from prime_hpc.trainer.batching.prefetch_to_device import MicroBatches
 from prime_hpc.trainer.lora import reset_slot, slot_parameters
 from prime_hpc.trainer.model.policy import load_policy
+from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.ops.transfer import map_tensors, pack, unpack
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import Parallel, build_parallel
 from prime_hpc.trainer.parallel.expert import expert_modules, split_experts
-from prime_hpc.trainer.rl import rl_objective
 from prime_hpc.trainer.train_step import TrainStep
 from tests.support.host_waits import host_waits
 from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
 CPU = torch.device("cpu")
-ALONE = Parallel(Layout(), 0, None, None, None, None, None)  # type: ignore[arg-type]
+ALONE = Parallel(ParallelDims(), 0, None, None, None, None, None)  # type: ignore[arg-type]
 """The layout of one rank, without meshes."""
 
 
@@ -43,7 +43,7 @@ def build(group: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
             folders[experts] = make_tiny_model(tmp_path_factory.mktemp("model"), experts=experts)
         folder, section = folders[experts], OptimConfig(lr=1e-3)
         config = ModelConfig.model_validate({"name": str(folder), "dtype": "float32", **model})
-        parallel = build_parallel(Layout(), "cpu")
+        parallel = build_parallel(ParallelDims(), "cpu")
         policy = load_policy(config, folder, parallel, CPU, reshard_after_forward=True, chunk_tokens=64)
         adapter = None
         if policy.adapters is not None:
@@ -71,7 +71,7 @@ def grouped(num_micro: int) -> RankBatch:
 def waits_of(train_step: TrainStep, batch: RankBatch, loss: LossConfig, step: int = 1) -> list[str]:
     """Waits of the host in one train step."""
     with host_waits() as waits:
-        train_step.run(step, batch, partial(rl_objective, loss))
+        train_step.run(step, batch, partial(rl_loss, loss))
     return waits.found
 
 
@@ -87,7 +87,7 @@ CASES = {
 @pytest.mark.parametrize(("experts", "model", "loss"), CASES.values(), ids=CASES)
 def test_more_micro_batches_are_no_more_waits(build: Any, experts: int, model: Any, loss: Any) -> None:
     train_step, config = build(experts, **model), LossConfig.model_validate(loss)
-    train_step.run(1, grouped(1), partial(rl_objective, config))  # lazy initialisation
+    train_step.run(1, grouped(1), partial(rl_loss, config))  # lazy initialisation
     few, many = waits_of(train_step, grouped(1), config, 2), waits_of(train_step, grouped(4), config, 3)
     assert len(many) == len(few), sorted(set(many))
     assert len(few) <= 5, few  # the denominators: made, read; the metrics: made, read (a copy and its numbers)

@@ -13,10 +13,11 @@ import psutil
 import pytest
 
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.inference import vllm_env
-from prime_hpc.inference.args import Device, build_argv, build_env
-from prime_hpc.inference.check_version import BadVersionError, check_version, read_signature
+from prime_hpc.inference import server_process
+from prime_hpc.inference.check_version import BadVersionError, read_signature, receive_version
+from prime_hpc.inference.vllm.args import Device, build_argv, build_env
 from prime_hpc.store.artifact import ArtifactWriter
+from prime_hpc.weight_transport.transport import VersionReader
 
 
 def experiment(inference: dict[str, Any] | None = None, **tree: Any) -> Experiment:
@@ -48,7 +49,7 @@ def test_what_every_server_must_have() -> None:
         assert found["--generation-config"] == ["vllm"]
         assert found["--max-model-len"] == ["1024"]
         assert found["--seed"] == ["3"]
-        assert found["--worker-extension-cls"] == ["prime_hpc.inference.worker.PolicyWorker"]
+        assert found["--worker-extension-cls"] == ["prime_hpc.inference.vllm.worker.PolicyWorker"]
         assert "--api-key" not in found and "--data-parallel-size" not in found
 
 
@@ -152,7 +153,7 @@ def test_batch_invariance_is_for_gpus() -> None:
 
 def test_the_pure_part_imports_neither_torch_nor_vllm() -> None:
     code = (
-        "import sys, prime_hpc.inference.args, prime_hpc.inference.main, prime_hpc.inference.check_version;"
+        "import sys, prime_hpc.inference.vllm.args, prime_hpc.inference.main, prime_hpc.inference.check_version;"
         "print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
@@ -160,19 +161,19 @@ def test_the_pure_part_imports_neither_torch_nor_vllm() -> None:
 
 def test_a_dead_servers_folder_is_removed_and_a_live_ones_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = Path("/tmp") / f"t{os.getpid()}"
-    monkeypatch.setattr(vllm_env.tempfile, "gettempdir", lambda: str(short))
+    monkeypatch.setattr(server_process.tempfile, "gettempdir", lambda: str(short))
     short.mkdir()
     try:
         code = f"""
 import tempfile; tempfile.tempdir = {str(short)!r}
-from prime_hpc.inference.vllm_env import make_scratch
+from prime_hpc.inference.server_process import make_scratch
 print(make_scratch())
 """
         dead = Path(subprocess.check_output([sys.executable, "-c", code], text=True).strip())
         assert dead.is_dir()
-        mine = vllm_env.make_scratch()
+        mine = server_process.make_scratch()
         assert mine.is_dir() and not dead.exists()
-        other = vllm_env.make_scratch()
+        other = server_process.make_scratch()
         assert mine.is_dir() and other.is_dir()
         assert len(str(mine)) + 1 + 36 < 107
     finally:
@@ -183,7 +184,7 @@ def test_forked_children_die_with_the_server_and_keep_their_signals_to_themselve
     """A signal to an engine must not look like one to the server (a forked child shares the loop's wake-up socket)."""
     code = """
 import asyncio, os, signal, sys, time
-from prime_hpc.inference.vllm_env import die_with_parent
+from prime_hpc.inference.server_process import die_with_parent
 
 async def run():
     heard = asyncio.Event()
@@ -213,7 +214,7 @@ result = asyncio.run(run())
 os.write(console, repr(result).encode())
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     exit_code, heard, orphan = eval(done.stdout)
     assert (exit_code, heard) == (7, False), done.stderr
     deadline = time.monotonic() + 5
@@ -250,13 +251,13 @@ def test_a_version_that_fits_is_accepted(tmp_path: Path) -> None:
     weights = tmp_path / "run" / "weights"
     base = read_signature(write_version(weights / "step_000001", 1, MODEL))
     assert base == {"a.weight": (2, 3), "b.weight": (4,)}
-    check_version(weights / "step_000001", 1, base, tied=False)
+    receive_version(VersionReader(tmp_path), weights / "step_000001", 1, base, tied=False)
     sharded = write_version(weights / "step_000002", 2, MODEL, ("model-1.safetensors", "model-2.safetensors"))
-    check_version(sharded, 2, base, tied=False)
+    receive_version(VersionReader(tmp_path), sharded, 2, base, tied=False)
     headed = write_version(weights / "step_000003", 3, {**MODEL, "lm_head.weight": [4]})
-    check_version(headed, 3, base, tied=True)
+    receive_version(VersionReader(tmp_path), headed, 3, base, tied=True)
     with pytest.raises(BadVersionError, match=r"unknown tensors \['lm_head.weight'\]"):
-        check_version(headed, 3, base, tied=False)
+        receive_version(VersionReader(tmp_path), headed, 3, base, tied=False)
 
 
 @pytest.mark.parametrize(
@@ -270,16 +271,16 @@ def test_a_version_that_fits_is_accepted(tmp_path: Path) -> None:
 def test_another_models_version_is_refused(tmp_path: Path, tensors: dict[str, list[int]], reason: str) -> None:
     version = write_version(tmp_path / "run" / "weights" / "step_000001", 1, tensors)
     with pytest.raises(BadVersionError, match=reason):
-        check_version(version, 1, {"a.weight": (2, 3), "b.weight": (4,)}, tied=False)
+        receive_version(VersionReader(tmp_path), version, 1, {"a.weight": (2, 3), "b.weight": (4,)}, tied=False)
 
 
 def test_a_broken_version_is_refused(tmp_path: Path) -> None:
     folder = write_version(tmp_path / "run" / "weights" / "step_000001", 1, MODEL)
     with pytest.raises(BadVersionError, match="holds version 1, not 2"):
-        check_version(folder, 2, None, tied=False)
+        receive_version(VersionReader(tmp_path), folder, 2, None, tied=False)
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(BadVersionError, match="not a complete weight version"):
-        check_version(folder, 1, None, tied=False)
+        receive_version(VersionReader(tmp_path), folder, 1, None, tied=False)
     with pytest.raises(BadVersionError, match="not a safetensors file"):
         read_signature(folder)
     with pytest.raises(BadVersionError, match="not a directory"):

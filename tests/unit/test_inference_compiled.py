@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.inference.compiled import CACHES, CompileCache, cache_key, open_cache
+from prime_hpc.inference.vllm.compiled import CACHES, CompileCache, cache_key, open_cache
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from prime_hpc.inference.gathering import Gathering
+from prime_hpc.inference.vllm.gathering import Gathering
 
 
 def test_requests_that_follow_each_other_go_on_together_and_a_later_one_by_itself() -> None:

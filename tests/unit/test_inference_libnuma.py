@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.inference.vllm_env import load_libnuma
+from prime_hpc.inference.vllm.installed import load_libnuma
 
 
 @pytest.fixture

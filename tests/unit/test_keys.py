@@ -16,9 +16,10 @@ import uvicorn
 
 from prime_hpc.client import keys
 from prime_hpc.client.inference import InferenceClient, InferenceError
-from prime_hpc.client.keys import find_key, key_file, own_key
+from prime_hpc.client.keys import KEY_VARIABLES, find_key, key_file, server_key
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.inference.guard import KeyGuard, Visitors
+from prime_hpc.inference.guard import KeyGuard, PendingConnections
+from prime_hpc.orchestrator.setup import _teacher_client, make_clients
 from prime_hpc.store.io.private import NotPrivateError, check_way, make_private_dir
 from prime_hpc.supervisor.main import _keys
 
@@ -39,7 +40,7 @@ class Guarded:
     """A guarded HTTP server on a thread."""
 
     def __init__(self, key: str) -> None:
-        self.visitors = Visitors()
+        self.visitors = PendingConnections()
         app = KeyGuard(_app, key, self.visitors)
         config = uvicorn.Config(app, http=self.visitors.protocol(), lifespan="off", log_level="error")
         self.server = uvicorn.Server(config)
@@ -136,7 +137,7 @@ def test_the_oldest_stranger_goes_where_there_are_too_many(guarded, monkeypatch)
 
 
 def test_a_server_by_hand_makes_a_key_that_its_users_clients_find(cache):
-    key = own_key(None, "inference", "VLLM_API_KEY")
+    key = server_key(None, "inference", "VLLM_API_KEY")
     path = key_file()
     assert len(key) >= 32 and stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -156,7 +157,7 @@ def test_a_server_by_hand_makes_a_key_that_its_users_clients_find(cache):
 
 
 def test_the_key_is_not_sent_to_a_port_of_another_user(cache, monkeypatch):
-    own_key(None, "inference", "VLLM_API_KEY")
+    server_key(None, "inference", "VLLM_API_KEY")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://localhost:{listener.getsockname()[1]}/v1"
         assert find_key(url)
@@ -189,21 +190,21 @@ def test_servers_share_a_key_while_one_lives(cache):
 
 def test_what_is_stated_wins_and_what_others_can_read_is_refused(cache, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "of-the-environment")
-    assert own_key("stated", "inference", "VLLM_API_KEY") == "stated"
-    assert own_key(None, "inference", "VLLM_API_KEY") == "of-the-environment"
+    assert server_key("stated", "inference", "VLLM_API_KEY") == "stated"
+    assert server_key(None, "inference", "VLLM_API_KEY") == "of-the-environment"
     monkeypatch.setenv("PRIMEHPC_TEACHER_KEY", "of-the-attempt")
-    assert own_key("stated", "teacher", "VLLM_API_KEY") == "of-the-attempt"
+    assert server_key("stated", "teacher", "VLLM_API_KEY") == "of-the-attempt"
     monkeypatch.delenv("VLLM_API_KEY")
-    own_key(None, "inference", "VLLM_API_KEY")
+    server_key(None, "inference", "VLLM_API_KEY")
     key_file().chmod(0o644)
     with pytest.raises(ValueError, match=r"not this user's alone.*set inference.api_key or \$VLLM_API_KEY"):
-        own_key(None, "inference", "VLLM_API_KEY")
+        server_key(None, "inference", "VLLM_API_KEY")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert find_key(f"http://localhost:{listener.getsockname()[1]}") is None
     key_file().unlink()
     key_file().symlink_to(cache / "elsewhere")
     with pytest.raises(ValueError, match=r"set inference.api_key"):
-        own_key(None, "inference", "VLLM_API_KEY")
+        server_key(None, "inference", "VLLM_API_KEY")
 
 
 def test_every_attempt_has_a_key_of_its_own():
@@ -213,10 +214,32 @@ def test_every_attempt_has_a_key_of_its_own():
         return _keys(Experiment.model_validate(tree))
 
     one, two = keys_of(), keys_of()
-    assert set(one) == {"PRIMEHPC_INFERENCE_KEY", "PRIMEHPC_TEACHER_KEY", "VLLM_API_KEY"}
+    assert set(one) == {"PRIMEHPC_INFERENCE_KEY", "PRIMEHPC_TEACHER_KEY"}
     assert len(set(one.values())) == 1 and set(one.values()).isdisjoint(two.values())
     both = keys_of(inference={"api_key": "p"}, teacher_inference={"api_key": "t"})
-    assert both == {"PRIMEHPC_INFERENCE_KEY": "p", "PRIMEHPC_TEACHER_KEY": "t", "VLLM_API_KEY": "p"}
+    assert both == {"PRIMEHPC_INFERENCE_KEY": "p", "PRIMEHPC_TEACHER_KEY": "t"}
+
+
+@pytest.mark.parametrize("started", ["inference", "teacher"])
+def test_a_key_of_the_attempt_goes_to_no_server_of_others(started: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group is started, the other attached to; both clients name the same variable, which is the user's."""
+    server = "http://elsewhere:8000/v1"
+    tree: dict[str, Any] = {"orchestrator": {"advantage": {"type": "opd"}, "teacher": {"model": "o/teacher"}}}
+    if started == "inference":
+        tree["inference"], tree["orchestrator"]["teacher"]["base_url"] = {}, server
+    else:
+        tree["teacher_inference"], tree["orchestrator"]["client"] = {}, {"base_url": server}
+    experiment = Experiment.model_validate(tree)
+    keys = _keys(experiment)
+    assert list(keys) == [KEY_VARIABLES[started]]
+    for name, value in ({"VLLM_API_KEY": "of-the-user"} | keys).items():
+        monkeypatch.setenv(name, value)
+    sent = {
+        "inference": make_clients(experiment, [server])[0]._http._key,
+        "teacher": _teacher_client(InferenceClient, server, experiment)._http._key,
+    }
+    other = "teacher" if started == "inference" else "inference"
+    assert sent == {started: keys[KEY_VARIABLES[started]], other: "of-the-user"}
 
 
 # ------------------------------------------------------------------------------------ directories nobody else prepared

@@ -16,7 +16,7 @@ from prime_hpc.launch.plan.local_plan import plan_text
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.runtime.role_context import RESUME_STEP
 from prime_hpc.store.attempts import ALIVE_S, begin, read_attempts, rewrite_row
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.crash_recovery import close_crashed_attempts
 from tests.support.checkpoints import make_checkpoint
 
@@ -108,6 +108,15 @@ def test_output_directory_that_cannot_be_written(tmp_path: Path, model: Path) ->
 def test_output_directory_too_small(tmp_path: Path, model: Path) -> None:
     (model / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 1000000000000000}}')
     with pytest.raises(ConfigError, match="GiB free, but the run keeps about"):
+        check(loaded(tmp_path, model))
+
+
+def test_a_full_disk_has_no_room_for_what_is_small(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
+    with pytest.raises(ConfigError, match="0.00 GiB free, but logs and results want 64 MiB"):
         check(loaded(tmp_path, model))
 
 

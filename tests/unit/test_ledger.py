@@ -60,7 +60,7 @@ def test_many_runs_append_at_once(tmp_path: Path) -> None:
         "for i in range(40): assert record(Path(sys.argv[1]), f'n{sys.argv[2]}-{i}', 'cause ' * 20, 'run')"
     )
     runs = [subprocess.Popen([sys.executable, "-c", code, str(path), str(k)]) for k in range(4)]
-    assert [run.wait(timeout=60) for run in runs] == [0] * 4
+    assert [run.wait(timeout=280) for run in runs] == [0] * 4
     assert set(bad_nodes(path, 7)) == {f"n{k}-{i}" for k in range(4) for i in range(40)}
 
 

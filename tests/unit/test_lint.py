@@ -11,7 +11,8 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import GENERIC
 from prime_hpc.launch.estimate.step_time import pace
-from prime_hpc.launch.lint.lint import CODES, is_for_slurm, lint, lint_errors
+from prime_hpc.launch.for_slurm import is_for_slurm
+from prime_hpc.launch.lint.lint import CODES, lint, lint_errors
 from tests.support.lint import LLAMA_8B, SITE, findings, good, merged
 
 OPD = {"advantage": {"type": "opd"}, "teacher": {"model": "owner/teacher"}}
@@ -193,11 +194,13 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH306", "error", {SLURM: {"time": "UNLIMITED"}}, {}, "no limit is above"),
     ("PH307", "warning", {SLURM: {"time": None}}, {}, "no time limit"),
     ("PH308", "error", {SLURM: {"layout": "het"}}, {"het_jobs": False}, "accepts no het jobs"),
-    ("PH308", "error", {SLURM: {"layout": "het", "spare_nodes": 1}}, {}, "packed jobs alone"),
+    ("PH308", "error", {SLURM: {"layout": "het", "spare_nodes": 1}}, {}, "homogeneous jobs alone"),
     ("PH308", "error", {"trainer": {"num_ranks": 9}}, {}, "evenly over 2 nodes"),
     ("PH309", "error", {SLURM: {"restart": {"how": "requeue"}}}, {"requeue": False}, "does not allow"),
     ("PH328", "warning", {SLURM: {"partition": "spot", "restart": {"how": "off"}}}, {}, "in spot, where jobs are"),
     ("PH328", "info", {SLURM: {"partition": "another", "restart": {"how": "off"}}}, {}, "would not come back"),
+    ("PH329", "warning", {"model": {"name": "someone/unheard-of"}}, {"internet": False}, "reach no internet"),
+    ("PH329", "info", {"model": {"name": "someone/unheard-of"}}, {"env": {"HF_HUB_OFFLINE": "1"}}, "HF_HUB_OFFLINE"),
     ("PH309", "warning", {SLURM: {"partition": "spot", "restart": {"how": "requeue"}}}, {}, "cancelled, not requeued"),
     ("PH310", "error", {SLURM: {"time": "20", "restart": {"signal_lead_s": 1200}}}, {}, "before it begins"),
     ("PH310", "warning", {SLURM: {"restart": {"signal_lead_s": 60}}}, {}, "may take longer"),
@@ -240,6 +243,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         {},
         "hands on trainer's, 1:00:00",
     ),
+    ("PH212", "error", {"orchestrator": {"env": [{"id": "humaneval"}]}}, {}, "Python that the model writes"),
     (
         "PH220",
         "warning",
@@ -256,6 +260,21 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
         "not applied to groups without signal",
     ),
     ("PH223", "warning", {"orchestrator": {"advantage": {"type": "opsd"}}}, {}, "fills its context cannot be scored"),
+    (
+        "PH230",
+        "warning",
+        {"orchestrator": {"env_servers": {"workers": 16}}, "slurm": {"cpus_per_task": 16}},
+        {},
+        "16 workers, and the orchestrator beside them, on a node with 16 CPUs",
+    ),
+    ("PH231", "error", {"orchestrator": {"env_servers": {"addresses": ["n1:7000"]}}}, {}, "no environment has workers"),
+    (
+        "PH240",
+        "warning",
+        {"alarms": {"rules": [{"metric": "trainer.entrpy", "below": 1}]}},
+        {},
+        "no metric of this name",
+    ),
     ("PH319", "warning", {SLURM: {"layout": "het", "inference": {"licenses": "x:1"}}}, {}, "whole job's"),
     ("PH320", "warning", {"inference": {"data_parallel_size_local": 4}}, {}, "the placement decides"),
     ("PH321", "error", {SLURM: {"switches": "one"}}, {}, "no count of switches"),
@@ -305,6 +324,16 @@ def test_a_started_teacher_is_held_to_what_the_policys_engines_are(model: Path) 
     assert ("PH308", "error", "slurm.teacher.nodes") in said({"data_parallel_size": 9}, slurm={"teacher": {"nodes": 1}})
     unknown = findings(model, {"orchestrator": OPD, "teacher_inference": {"data_parallel_size": 8}})
     assert [(f.code, f.severity, f.key) for f in unknown] == [("PH107", "info", "orchestrator.teacher.model")]
+
+
+def test_a_sandbox_wants_bubblewrap(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    env: dict[str, Any] = {"id": "humaneval", "sandbox": {}}
+    (found,) = findings(model, {"orchestrator": {"env": [env]}})
+    assert (found.code, found.severity, found.key) == ("PH212", "warning", "orchestrator.env[0].sandbox")
+    assert "apt-get install bubblewrap" in found.message
+    allowed = {"id": "humaneval", "args": {"allow_code_execution": True}}
+    assert findings(model, {"orchestrator": {"env": [allowed]}}) == []
 
 
 def test_every_code_is_provoked() -> None:

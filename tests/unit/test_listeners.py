@@ -7,7 +7,7 @@ import pytest
 
 from prime_hpc.store.messaging import listeners
 
-WAYS = [listeners._drop_everything, listeners._demand_a_signature]
+WAYS = [listeners._drop_everything, listeners._require_signature]
 
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
@@ -44,8 +44,8 @@ def test_where_the_first_way_is_refused_the_second_is_taken(monkeypatch: pytest.
 
     monkeypatch.setattr(listeners, "_drop_everything", refused)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert listeners._deafen(listener)
+        assert listeners._shut(listener)
         with pytest.raises(TimeoutError):
             connect("127.0.0.1", listener.getsockname()[1], 0.2)
-        monkeypatch.setattr(listeners, "_demand_a_signature", refused)
-        assert not listeners._deafen(listener)
+        monkeypatch.setattr(listeners, "_require_signature", refused)
+        assert not listeners._shut(listener)

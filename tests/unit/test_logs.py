@@ -115,14 +115,14 @@ def test_a_run_that_never_started_says_why(run: Path, capsys: pytest.CaptureFixt
     ("argv", "says"),
     [
         (["dmo"], "did you mean demo"),
-        ([], "which run?"),
+        ([], "an argument is missing"),
         (["demo", "x"], "too many arguments"),
         (["demo", "--role", "trianer"], "no role 'trianer'; there are supervisor, trainer"),
         (["demo", "--rank", "1"], "--rank goes with"),
         (["demo", "--role", "orchestrator"], "no log of orchestrator; there is attempt 1: inference"),
         (["demo", "--role", "inference", "--rank", "7"], "no log of inference 7"),
         (["demo", "--attempt", "3"], "no attempt 3; the newest is 2"),
-        (["demo", "-n", "x"], "-n takes a whole number"),
+        (["demo", "-n", "x"], "--lines x: must be a whole number"),
         (["demo", "--frob"], "unknown option --frob"),
     ],
 )
@@ -224,9 +224,39 @@ def test_the_command_follows_a_real_process(run: Path) -> None:
         write(log, "done", "a")
         add_attempt(run, 1, ended=time.time(), outcome="completed")
         assert follower.stdout.readline() == "done\n"
-        assert follower.wait(timeout=30) == 0
+        assert follower.wait(timeout=280) == 0
         assert "the run is completed" in follower.stderr.read()
     finally:
         for process in (writer, follower):
             process.kill()
             process.wait()
+
+
+def test_what_libraries_say_is_apart_and_what_python_says_stays(tmp_path: Path) -> None:
+    """Of two processes that share a log, as ranks do."""
+    program = (
+        "import ctypes, os, sys; from pathlib import Path; from prime_hpc.observe.logs import separate_native_stderr\n"
+        "separate_native_stderr(Path(sys.argv[1]) / f'rank_{sys.argv[2]}.stderr.log')\n"
+        "os.write(2, b'NCCL WARN from ' + sys.argv[2].encode() + b'\\n')\n"
+        "print('python says', sys.argv[2], file=sys.stderr)\n"
+        "ctypes.CDLL(None).perror(b'native') if sys.argv[2] == '0' else 1 / 0"
+    )
+    with (tmp_path / "shared.log").open("wb") as shared:
+        for rank in ("0", "1"):
+            subprocess.run([sys.executable, "-c", program, str(tmp_path), rank], stderr=shared)
+    common = (tmp_path / "shared.log").read_text()
+    assert "python says 0" in common and "python says 1" in common and "ZeroDivisionError" in common
+    assert "NCCL" not in common and "native" not in common
+    assert "NCCL WARN from 0\nnative: " in (tmp_path / "rank_0.stderr.log").read_text()
+    assert (tmp_path / "rank_1.stderr.log").read_text() == "NCCL WARN from 1\n"
+
+
+def test_a_log_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    program = (
+        "import os, sys; from pathlib import Path; from prime_hpc.observe.logs import separate_native_stderr\n"
+        "separate_native_stderr(Path(sys.argv[1])); os.write(2, b'still here')"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "file" / "x.log")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "still here" in done.stderr and "cannot be written" in done.stderr

@@ -19,8 +19,8 @@ from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.store.artifact import StoreError
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.model_fingerprint import model_identity, weights_fingerprint
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
@@ -34,9 +34,8 @@ from prime_hpc.trainer.lora import (
     without_adapter,
 )
 from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.objectives import rl_loss, sft_loss
 from prime_hpc.trainer.perf import FlopsModel
-from prime_hpc.trainer.rl import rl_objective
-from prime_hpc.trainer.sft import sft_objective
 from prime_hpc.trainer.weights import merge_lora
 from prime_hpc.trainer.weights.lora_files import adapter_identity, read_adapter
 from prime_hpc.trainer.weights.publish import build_publisher
@@ -169,7 +168,7 @@ def test_every_optimizer_trains_an_adapter(model: Path, kind: str) -> None:
     reset_slot(policy, 0, seed=1)
     train_step = lora_train_step(policy, kind=kind)
     before = slot_weights(policy, 0)
-    metrics = [train_step.run(step, BATCH, sft_objective) for step in (1, 2, 3)]
+    metrics = [train_step.run(step, BATCH, sft_loss) for step in (1, 2, 3)]
     assert metrics[2]["loss"] < metrics[0]["loss"] and metrics[0]["grad_norm"] > 0
     changed = {n.split(".")[-2] for n, t in slot_weights(policy, 0).items() if not torch.equal(t, before[n])}
     assert changed == {"lora_A", "lora_B"}
@@ -179,11 +178,11 @@ def test_the_kl_reference_is_the_model_without_its_adapter(model: Path) -> None:
     policy = lora_policy(model)
     fill_randomly(policy, 0, seed=4)
     config = LossConfig.model_validate({"kl": {"coef": 0.1, "estimator": "k1"}})
-    metrics = lora_train_step(policy, reference=policy).run(1, BATCH, partial(rl_objective, config))
+    metrics = lora_train_step(policy, reference=policy).run(1, BATCH, partial(rl_loss, config))
     base = lora_policy(model)
     other = lora_policy(model)
     fill_randomly(other, 0, seed=4)
-    twice = lora_train_step(other, reference=base).run(1, BATCH, partial(rl_objective, config))
+    twice = lora_train_step(other, reference=base).run(1, BATCH, partial(rl_loss, config))
     assert metrics == twice
 
 
@@ -193,7 +192,7 @@ def test_bfloat16_freezes_the_base_in_bfloat16(model: Path) -> None:
     assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in slot_parameters(policy, 0)} == {torch.float32}
     train_step = lora_train_step(policy)
-    losses = [train_step.run(step, BATCH, sft_objective)["loss"] for step in (1, 2)]
+    losses = [train_step.run(step, BATCH, sft_loss)["loss"] for step in (1, 2)]
     assert losses[1] < losses[0]
 
 

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from prime_hpc.cli.verbs import export
+from prime_hpc.cli.verbs.run import export
 from prime_hpc.config import ConfigError, Experiment, write_snapshot
 from prime_hpc.config.site import GENERIC
-from prime_hpc.inference import cpu_lora
-from prime_hpc.inference.args import build_argv
-from prime_hpc.inference.check_version import BadVersionError, check_adapter, check_version
+from prime_hpc.inference.check_version import BadVersionError, check_adapter, receive_version
+from prime_hpc.inference.vllm import cpu_lora
+from prime_hpc.inference.vllm.args import build_argv
 from prime_hpc.launch.estimate.memory import adapter_params, checkpoint_gib, model_facts, trainer_gib
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.store.artifact import ArtifactWriter
+from prime_hpc.weight_transport.transport import VersionReader
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -154,7 +155,7 @@ def test_an_adapter_of_another_model_and_kinds_that_do_not_fit(tmp_path: Path) -
     with pytest.raises(BadVersionError, match="holds version 3, not 4"):
         check_adapter(other, 4, BASE, 8)
     with pytest.raises(BadVersionError, match="is an adapter, and this server serves none"):
-        check_version(other, 3, None, tied=False)
+        receive_version(VersionReader(tmp_path), other, 3, None, tied=False)
     with ArtifactWriter(tmp_path / "b", kind="weights", step=3, version=3, writer="test") as writer:
         write_tensors(writer.path / "model.safetensors", BASE)
     with pytest.raises(BadVersionError, match="holds no adapter .*, and this server serves adapters"):

@@ -10,7 +10,7 @@ from prime_hpc.store.artifact import prepare_stage
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import lustre
 from prime_hpc.store.io.lustre import GIB, MIB, Ost, full_osts, lack_of_room, osts, set_stripes, stripe_count
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 
 LFS = f"""#!{sys.executable}
 import json, os, pathlib, sys, time

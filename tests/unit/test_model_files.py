@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.common import ModelConfig
-from prime_hpc.config.sections.parallel import Layout
+from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.site import GENERIC
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.store.model_files import other_vocabulary, quantised, read_header, stored_tensors
@@ -34,7 +34,7 @@ def refusal(folder: Path) -> str:
         load_policy(
             ModelConfig(name=str(folder), dtype="float32"),
             folder,
-            build_parallel(Layout(), "cpu"),
+            build_parallel(ParallelDims(), "cpu"),
             torch.device("cpu"),
             reshard_after_forward=True,
             chunk_tokens=64,

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from prime_hpc.config import ConfigError, Experiment, write_snapshot
-from prime_hpc.config.child_runs import as_child, check_child
+from prime_hpc.config.child_config import as_child, check_child
 from prime_hpc.config.snapshot import share
 from prime_hpc.store.artifact import ArtifactWriter
 from prime_hpc.store.child_runs import STATE, ChildState, child_name, list_children, read_state
-from prime_hpc.store.layout import RunPaths, current_incarnation
-from prime_hpc.trainer.multi.run_slots import ENDED_LOOK_S, LOOK_S, UNCHANGED_S, Leave, Roster
+from prime_hpc.store.run_paths import RunPaths, current_incarnation
+from prime_hpc.trainer.multi.run_slots import ENDED_LOOK_S, LOOK_S, UNCHANGED_S, Leave, RunSlots
 
 SHARED = share(["test"])
 
@@ -34,10 +34,10 @@ class World:
         self.said: list[tuple[str, ChildState]] = []
         self.roster = self.begin(1)
 
-    def begin(self, incarnation: int) -> Roster:
+    def begin(self, incarnation: int) -> RunSlots:
         """A new trainer."""
         said = lambda name, state: self.said.append((name, state))  # noqa: E731
-        self.roster = Roster(self.parent, self.root, incarnation, said, lambda: self.now)
+        self.roster = RunSlots(self.parent, self.root, incarnation, said, lambda: self.now)
         return self.roster
 
     def child(self, name: str, **changes: object) -> Path:

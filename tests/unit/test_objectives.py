@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.named_code import Bounds
 from prime_hpc.config.sections.trainer import LossConfig
 from prime_hpc.trainer.batching.micro_batches import MicroBatch, make_micro_batch
 from prime_hpc.trainer.objectives import (
-    Bounds,
     Targets,
     Terms,
     get_objective,
@@ -269,7 +269,7 @@ def test_a_first_token_is_never_a_target() -> None:
 
 def test_sft_loss_is_the_mean_nll() -> None:
     logprobs = torch.tensor([-1.0, -3.0], requires_grad=True)
-    loss, _ = sft_loss(logprobs, torch.full((2,), 0.5))
+    loss, _ = sft_loss(None, logprobs, torch.full((2,), 0.5))
     loss.backward()
     assert logprobs.grad is not None
     assert loss.item() == 2.0 and logprobs.grad.tolist() == [-0.5, -0.5]

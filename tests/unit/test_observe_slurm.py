@@ -232,6 +232,16 @@ def test_what_a_failure_means(words: str, unreachable: bool, advice: str) -> Non
     assert advice in str(error) and words.splitlines()[0] in str(error) and "exit status 1" in str(error)
 
 
+@pytest.mark.parametrize("end", ["kill -PIPE $$", "exit 141"], ids=["killed", "a wrapper says so"])
+def test_a_command_whose_connection_the_controller_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    program(tmp_path, "squeue", end, monkeypatch)
+    with pytest.raises(SlurmError, match="was ended by signal 13: it said nothing; the controller is down") as caught:
+        jobs(["1"])
+    assert caught.value.is_unreachable and not caught.value.is_missing
+
+
 def test_no_accounting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1", monkeypatch)
     assert history("12") == []

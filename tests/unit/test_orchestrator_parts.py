@@ -124,6 +124,10 @@ def test_concurrency_is_bounded_and_every_job_ends_once() -> None:
         await until(lambda: len(ended) == 50 and not dispatcher.num_running)
         assert set(ended.values()) == {1}
         assert runner.peak == 4
+        row = dispatcher.load.drain(asyncio.get_running_loop().time())
+        sample = row["episode_sample"]
+        assert isinstance(sample, list) and len(sample) == 32
+        assert all(seconds >= 0 and 0 < in_flight <= 4 for seconds, _, in_flight in sample)
 
     asyncio.run(scenario())
 

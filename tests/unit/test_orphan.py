@@ -15,9 +15,9 @@ from prime_hpc.supervisor.attempt.lost_batch_host import (
     MAX_TURNS,
     SLURM_SILENCE_S,
     TURN_S,
-    Orphan,
+    OrphanedAgent,
     Return,
-    fate,
+    batch_host_state,
     requeue_orphaned_job,
 )
 
@@ -43,7 +43,7 @@ AWAY = SlurmError(["scontrol"], 1, "Unable to contact slurm controller")
     ],
 )
 def test_what_slurm_says_of_the_job(lines: str, said: str) -> None:
-    assert fate(lines, "1") == said
+    assert batch_host_state(lines, "1") == said
 
 
 class Clock:
@@ -62,7 +62,9 @@ class Clock:
 def wait(host: str, says: Callable[[float], str], led_at: float = 1e9) -> tuple[bool, float]:
     """The verdict of `host`, and after how long; from `led_at` on the supervisor is heard again."""
     clock = Clock()
-    one = Orphan(JOB, "1", host, lambda: clock() >= led_at, lambda job: says(clock()), clock=clock, sleep=clock.sleep)
+    one = OrphanedAgent(
+        JOB, "1", host, lambda: clock() >= led_at, lambda job: says(clock()), clock=clock, sleep=clock.sleep
+    )
     return one.wait(SLURM_SILENCE_S), clock()
 
 

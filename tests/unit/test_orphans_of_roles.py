@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from prime_hpc.inference import vllm_env
+from prime_hpc.inference import server_process
 from prime_hpc.trainer import affinity
 from prime_hpc.trainer.threads import rank_thread
 
@@ -46,7 +46,7 @@ def test_spawned_engines_die_with_whoever_spawned_them(victim: int) -> None:
 
 def test_a_server_asks_for_it_in_what_it_spawns(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(vllm_env, "die_with_spawner", lambda: asked.append(True))
+    monkeypatch.setattr(server_process, "die_with_spawner", lambda: asked.append(True))
     runpy.run_module("prime_hpc.inference.main", run_name="__mp_main__")
     assert asked == [True]
 
@@ -54,7 +54,7 @@ def test_a_server_asks_for_it_in_what_it_spawns(monkeypatch: pytest.MonkeyPatch)
 SUPERVISOR = """
 import sys, time
 from pathlib import Path
-from prime_hpc.supervisor.roles.process_tree import become_subreaper
+from prime_hpc.runtime.process_tree import become_subreaper
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.roles.spec import RoleSpec
 import os, psutil

@@ -1,12 +1,14 @@
 """Packing: nothing lost, nothing over budget, equal micro-batches a rank, balanced."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_hpc.orchestrator.batching.packing import fewest_micro_batches, fill, pack, pack_rows
-from prime_hpc.orchestrator.batching.shared_prefixes import Sharing, find_sharing
+from prime_hpc.store.batch.packing import fewest_micro_batches, fill, pack, pack_by_number, pack_rows
+from prime_hpc.store.batch.shared_prefixes import Sharing, find_sharing
 
 BUDGET = 8192
 
@@ -198,6 +200,17 @@ def test_rows_of_similar_length_share_a_micro_batch(num_ranks):
     assert padded(other, lengths).sum() > 1.6 * lengths.sum()
     steps = padded(ours, lengths).max(axis=0)  # a micro-step lasts as long as its fullest rank
     assert steps.sum() * num_ranks <= 1.12 * lengths.sum()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_samples_by_number_meet_those_of_similar_length(num_ranks):
+    lengths = lognormal(2600, 46, seed=1)
+    assignment = pack_by_number(lengths, num_ranks, 4)
+    assert_sound(assignment, lengths, num_ranks, 4 * BUDGET)
+    micros = [micro for rank in assignment for micro in rank if len(micro)]
+    assert sorted(map(len, micros)) == [2] + [4] * 11
+    spans = sorted((lengths[micro].min(), lengths[micro].max()) for micro in micros)
+    assert all(above[0] >= below[1] for below, above in itertools.pairwise(spans))
 
 
 def test_one_overlong_row_is_refused_by_name():

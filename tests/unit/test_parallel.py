@@ -1,4 +1,4 @@
-"""The ranks' layout: arithmetic, refusals, the documented flag, and rows that ranks split."""
+"""The ranks' parallel dimensions: arithmetic, refusals, the documented flag, and rows that ranks split."""
 
 import numpy as np
 import pytest
@@ -7,28 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.config.sections.parallel import Layout, ParallelConfig
+from prime_hpc.config.sections.parallel import ParallelConfig, ParallelDims
 from prime_hpc.config.sources.load import load_experiment
 from prime_hpc.trainer.batching.micro_batches import make_micro_batch
-from prime_hpc.trainer.ops.context_parallel import own_targets, repeats
+from prime_hpc.trainer.ops.context_parallel import local_targets, repeats
 from prime_hpc.trainer.parallel import Parallel
 from tests.support.tiny_model import random_rank_batch
 
 
 def parallel(rank: int, **layout: int) -> Parallel:
     """A place in a layout, without meshes."""
-    return Parallel(Layout(**layout), rank, None, None, None, None, None)  # type: ignore[arg-type]
+    return Parallel(ParallelDims(**layout), rank, None, None, None, None, None)  # type: ignore[arg-type]
 
 
 def test_by_default_all_ranks_shard_one_copy() -> None:
-    assert ParallelConfig().layout(6) == Layout(dp_shard=6)
+    assert ParallelConfig().dims(6) == ParallelDims(dp_shard=6)
 
 
 def test_what_the_others_leave_is_sharded() -> None:
-    layout = ParallelConfig(dp_replicate=2, tp=2, cp=2).layout(16)
-    assert layout == Layout(dp_replicate=2, dp_shard=2, cp=2, tp=2)
-    assert (layout.world_size, layout.num_data_ranks, layout.ranks_per_part, layout.fsdp) == (16, 4, 4, 4)
-    assert layout.describe() == "dp_replicate 2 x dp_shard 2 x cp 2 x tp 2"
+    dims = ParallelConfig(dp_replicate=2, tp=2, cp=2).dims(16)
+    assert dims == ParallelDims(dp_replicate=2, dp_shard=2, cp=2, tp=2)
+    assert (dims.world_size, dims.num_data_ranks, dims.ranks_per_part, dims.fsdp) == (16, 4, 4, 4)
+    assert dims.describe() == "dp_replicate 2 x dp_shard 2 x cp 2 x tp 2"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_what_the_others_leave_is_sharded() -> None:
 )
 def test_sizes_that_do_not_fit_are_refused(config: dict[str, int], num_ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ParallelConfig(**config).layout(num_ranks)
+        ParallelConfig(**config).dims(num_ranks)
 
 
 def test_a_config_that_does_not_fit_names_where_it_was_stated() -> None:
@@ -58,7 +58,9 @@ def test_a_config_that_does_not_fit_names_where_it_was_stated() -> None:
     ],
 )
 def test_the_documented_flag_of_context_parallelism(argv: list[str], entrypoint: str, cp: int) -> None:
-    assert load_experiment(argv, entrypoint, {}).experiment.trainer.layout == Layout(dp_shard=4 // cp, cp=cp)
+    assert load_experiment(argv, entrypoint, {}).experiment.trainer.parallel_dims == ParallelDims(
+        dp_shard=4 // cp, cp=cp
+    )
 
 
 def test_neighbours_share_a_part_of_the_batch() -> None:
@@ -93,8 +95,8 @@ def test_ranks_split_a_row_into_its_parts(lengths: list[int], cp: int, tp: int, 
 
 def test_targets_belong_to_the_token_that_predicts_them() -> None:
     index = np.array([0, 3, 4, 7])
-    assert [own_targets(index, 4 * r, 4 * r + 4) for r in range(2)] == [slice(0, 2), slice(2, 4)]
-    assert own_targets(index, 8, 12) == slice(4, 4)
+    assert [local_targets(index, 4 * r, 4 * r + 4) for r in range(2)] == [slice(0, 2), slice(2, 4)]
+    assert local_targets(index, 8, 12) == slice(4, 4)
 
 
 def test_heads_are_split_or_repeated_or_refused() -> None:

@@ -283,7 +283,7 @@ def test_het_components() -> None:
         ),
         (
             {"inference": {}, "slurm": on_h100(spare_nodes=1, inference={"partition": "a100"})},
-            "slurm.spare_nodes: spare nodes exist in packed jobs alone",
+            "slurm.spare_nodes: spare nodes exist in homogeneous jobs alone",
         ),
         ({"inference": {}, "slurm": on_h100(orchestrator={"nodes": 2})}, "slurm.orchestrator.nodes.*one node"),
         ({"slurm": on_h100(extra={"time-min": "1"})}, "state slurm.time_min"),

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prime_hpc.config.sections.common import ModelConfig
-from prime_hpc.config.sections.parallel import Layout
+from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.trainer.batching.micro_batches import MicroBatch, make_micro_batch
 from prime_hpc.trainer.model.policy import Policy, load_policy
 from prime_hpc.trainer.ops import attention
@@ -28,7 +28,7 @@ def policy(group: None, folder: Path) -> Policy:
     return load_policy(
         ModelConfig(name=str(folder), dtype="bfloat16"),
         folder,
-        build_parallel(Layout(), "cpu"),
+        build_parallel(ParallelDims(), "cpu"),
         torch.device("cpu"),
         reshard_after_forward=True,
         chunk_tokens=64,

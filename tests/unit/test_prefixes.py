@@ -66,6 +66,17 @@ def test_sharing_changes_neither_logprobs_nor_gradients(kind: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * float(b.abs().max()))
 
 
+def test_a_layers_output_is_rows_whatever_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models view it as complex numbers, or as heads (Llama 4)."""
+    monkeypatch.setattr(cpu_matmul, "onednn_is_faster", lambda: True)
+    for rows, inputs, outputs in ((40, 64, 16), (1, 64, 16), (300, 16, 64), (300, 400, 16)):
+        weight = torch.randn(outputs, inputs, requires_grad=True)
+        out = cpu_matmul.linear(torch.randn(1, rows, inputs), weight)
+        assert out.is_contiguous()
+        out += 1  # in place, as residuals of some models
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("faster", [False, True])
 def test_products_are_torchs(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_matmul, "onednn_is_faster", lambda: faster)

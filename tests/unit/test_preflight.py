@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from prime_hpc.cli.verbs import preflight as verb
+from prime_hpc.cli.verbs.cluster import preflight as verb
 from prime_hpc.runtime.gpus import stated_devices
 from prime_hpc.supervisor.preflight import allreduce as preflight_allreduce
 from prime_hpc.supervisor.preflight import allreduce_node
@@ -22,7 +22,7 @@ from prime_hpc.supervisor.preflight.allreduce import NodeFindings, _judge_networ
 from prime_hpc.supervisor.preflight.allreduce_node import fastest_port
 from prime_hpc.supervisor.preflight.gpu import gpu_facts, xid_lines
 from prime_hpc.supervisor.preflight.launcher import parse_line
-from prime_hpc.supervisor.preflight.rules import SUPERVISOR, Sighting, blame_unseen, clock_bounds, lateness
+from prime_hpc.supervisor.preflight.rules import SUPERVISOR, Sighting, clock_bounds, judge_unseen, lateness
 
 # ---- the node's own names and lines
 
@@ -82,11 +82,11 @@ def test_lateness_is_not_taken_for_a_wrong_clock_nor_the_other_way_round() -> No
 
 def test_blame_goes_to_the_side_that_fails_with_several() -> None:
     watchers = {w: [r for r in "abc" if r != w] + [SUPERVISOR] for w in "abc"}
-    hidden = blame_unseen({"a": ["c"], "b": ["c"], SUPERVISOR: ["c"]}, watchers)
+    hidden = judge_unseen({"a": ["c"], "b": ["c"], SUPERVISOR: ["c"]}, watchers)
     assert set(hidden) == {"c"}
-    stale = blame_unseen({"a": ["b", "c"], "b": [], "c": [], SUPERVISOR: []}, watchers)
+    stale = judge_unseen({"a": ["b", "c"], "b": [], "c": [], SUPERVISOR: []}, watchers)
     assert set(stale) == {"a"} and "stale" in stale["a"][0]
-    assert blame_unseen({"a": [], SUPERVISOR: []}, watchers) == {}
+    assert judge_unseen({"a": [], SUPERVISOR: []}, watchers) == {}
 
 
 def test_gpus_are_compared_with_what_was_asked_or_with_the_fellows() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.cli.verbs import site as verb
+from prime_hpc.cli.verbs.cluster import site as verb
 from prime_hpc.config.site import parse_site
 from prime_hpc.slurm import probe_site
 from prime_hpc.slurm.client import SlurmError
@@ -155,7 +155,7 @@ def test_probe_never_overwrites_and_writes_once(
 def test_without_slurm_it_says_so_and_exits_3(tmp_path: Path) -> None:
     environ = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
     code = "import sys; from prime_hpc.cli import main; sys.exit(main(['site', 'probe']))"
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=280)
     assert done.returncode == 3 and done.stdout == ""
     assert "scontrol is not found on PATH" in done.stderr and "Traceback" not in done.stderr
 

@@ -38,7 +38,7 @@ def test_what_is_watched_ends_with_the_supervisor_and_what_is_forgotten_does_not
         while watched.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         assert watched.poll() is not None
-        reaper._process.wait(timeout=60)
+        reaper._process.wait(timeout=280)
         assert forgotten.poll() is None
     finally:
         for process in (watched, forgotten):

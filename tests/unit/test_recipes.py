@@ -34,6 +34,11 @@ SIZES = sorted(ROOT.glob("configs/sizes/*.yaml"))
 HERE = sorted([*ROOT.glob("configs/word_sorting/*.yaml"), *ROOT.glob("configs/tic_tac_toe/*.yaml")])
 
 
+def faults(experiment: Experiment) -> list[str]:
+    """What lint says of a recipe, but that this disk lacks its model (PH329)."""
+    return [finding.line() for finding in lint(experiment, SITE) if finding.code != "PH329"]
+
+
 def recipe(path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Experiment:
     monkeypatch.setenv("HF_HUB_CACHE", str(fake_hub(cache)))
     return load_experiment(["@", str(path), "--output-dir", "/scratch/runs"], "plan", environ={}).experiment
@@ -43,7 +48,7 @@ def recipe(path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Experime
 def test_a_recipe_fits_its_nodes(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     experiment = recipe(path, monkeypatch, tmp_path)
     assert experiment.kind == path.stem.split("_")[0] and experiment.model.dtype == "bfloat16"
-    assert [finding.line() for finding in lint(experiment, SITE)] == []
+    assert faults(experiment) == []
     placement = place_slurm(experiment, SITE)
     assert placement.num_nodes == next((n for word, n in NODES.items() if word in path.stem), 1)
     facts = read_model(experiment.model.name)
@@ -66,7 +71,7 @@ def test_a_task_fits_every_size(path: Path, monkeypatch: pytest.MonkeyPatch, tmp
         assert experiment.kind == ("eval" if is_eval else "rl")
         envs = experiment.eval.environments if is_eval else experiment.orchestrator.env
         assert all(env.id in (*BUNDLED, *BENCHMARKS) for env in envs)
-        assert [finding.line() for finding in lint(experiment, SITE)] == [], size
+        assert faults(experiment) == [], size
         placement = place_slurm(experiment, SITE)
         stem = size.stem if size else "1_gpu"
         assert placement.num_nodes == NODES.get(stem, 1)

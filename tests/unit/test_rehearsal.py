@@ -132,6 +132,7 @@ def test_thousands_of_ranks(tmp_path):
     assert found["world_size"] == 4096 and 0 < found["by_kind"]["weights"] < 4 * found["num_params"] / 32
 
 
+@pytest.mark.exhaustive
 def test_what_saves_memory_does(tmp_path):
     def of(model: dict[str, Any], trainer: dict[str, Any] | None = None) -> dict[str, int]:
         sections: dict[str, Any] = {
@@ -248,7 +249,7 @@ def test_the_report_says_whether_it_fits(tmp_path):
 
 
 def test_bad_values_and_a_machine_without_torch(tmp_path, monkeypatch):
-    from prime_hpc.cli.verbs.plan import run
+    from prime_hpc.cli.verbs.experiment.plan import run
     from prime_hpc.launch import rehearse as launch
 
     for argv, words in (

@@ -8,7 +8,9 @@ from prime_hpc.supervisor.roles.replicas import Replicas
 
 def server(*hosts: str) -> Any:
     spec = SimpleNamespace(label="inference[0]")
-    return SimpleNamespace(spec=spec, state="ready", hosts=list(hosts), is_substitute_job=False, lives=False)
+    return SimpleNamespace(
+        spec=spec, state="ready", hosts=list(hosts), is_substitute_job=False, can_be_substituted=True
+    )
 
 
 def test_a_spare_node_takes_the_place_of_a_lost_one_at_once() -> None:

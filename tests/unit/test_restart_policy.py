@@ -191,24 +191,24 @@ def shown(limit: str, end: float | None, state: str = "RUNNING") -> str:
 def test_the_time_limit_may_change() -> None:
     now = float(int(time.time()))
     limit = TimeLimit("7", now + 3600)
-    limit.hear(shown("01:00:00", now + 3600))
+    limit.update(shown("01:00:00", now + 3600))
     assert limit.ends_at == now + 3600
-    limit.hear(shown("01:00:00", now + 30))
+    limit.update(shown("01:00:00", now + 30))
     assert limit.ends_at == now + 3600, "a preemption's grace moves the end alone"
-    limit.hear(shown("02:00:00", now + 7200))
+    limit.update(shown("02:00:00", now + 7200))
     assert limit.ends_at == now + 7200, "extended"
-    limit.hear(shown("00:20:00", now + 1200))
+    limit.update(shown("00:20:00", now + 1200))
     assert limit.ends_at == now + 1200, "shortened"
-    limit.hear(shown("00:20:00", now + 1500))
+    limit.update(shown("00:20:00", now + 1500))
     assert limit.ends_at == now + 1500, "suspended for 5 min"
-    limit.hear(shown("00:20:00", now + 1200, "COMPLETING"))
+    limit.update(shown("00:20:00", now + 1200, "COMPLETING"))
     assert limit.ends_at == now + 1500, "the job is ending"
-    limit.hear(shown("UNLIMITED", None))
+    limit.update(shown("UNLIMITED", None))
     assert limit.ends_at is None
-    limit.hear(shown("01:00:00", now + 3600))
+    limit.update(shown("01:00:00", now + 3600))
     assert limit.ends_at == now + 3600
     unknown = TimeLimit("7", None)
-    unknown.hear(shown("01:00:00", now + 3600))
+    unknown.update(shown("01:00:00", now + 3600))
     assert unknown.ends_at == now + 3600, "the controller was away at the start"
 
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from prime_hpc.config.sections.common import ModelConfig
-from prime_hpc.config.sections.parallel import Layout
+from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.config.sections.trainer import LossConfig, TrainerConfig
 from prime_hpc.trainer.batching import rows
-from prime_hpc.trainer.batching.micro_batches import make_micro_batch, rows_fit, with_own_rows
+from prime_hpc.trainer.batching.micro_batches import make_micro_batch, rows_fit, with_single_rows
 from prime_hpc.trainer.model.policy import load_policy
+from prime_hpc.trainer.objectives import rl_loss
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel import build_parallel
-from prime_hpc.trainer.rl import rl_objective
 from prime_hpc.trainer.train_step import TrainStep
 from tests.proofs.prove_families import one_rank
 from tests.support.every_family import tiny_config, tiny_model
@@ -35,7 +35,7 @@ def test_rows_of_a_micro_batch_have_one_length() -> None:
 def test_the_batch_holds_the_same_samples() -> None:
     batch = random_rank_batch(LENGTHS, seed=1, vocab_size=96)
     groups = rows.group_rows(np.diff(batch.seq_offsets), budget=64)
-    own = with_own_rows(batch, groups, len(groups) + 1)
+    own = with_single_rows(batch, groups, len(groups) + 1)
     assert own.num_micro_batches == len(groups) + 1
     assert [own.sequences_of(i).stop - own.sequences_of(i).start for i in range(len(groups))] == [
         len(g) for g in groups
@@ -58,13 +58,13 @@ def test_micro_batches_that_were_dealt_out_by_length_stay() -> None:
 def test_gradients_are_those_of_each_sample_alone(family: str) -> None:
     batch = random_rank_batch(LENGTHS, seed=2, vocab_size=96)
     groups = rows.group_rows(np.diff(batch.seq_offsets), budget=90)
-    together = with_own_rows(batch, groups, len(groups))
-    alone = with_own_rows(batch, [np.array([i]) for i in range(batch.num_sequences)], batch.num_sequences)
+    together = with_single_rows(batch, groups, len(groups))
+    alone = with_single_rows(batch, [np.array([i]) for i in range(batch.num_sequences)], batch.num_sequences)
     found = []
     for laid_out in (together, alone):
-        policy = policy_of(family, own_rows=True)
+        policy = policy_of(family, single_rows=True)
         for index in range(laid_out.num_micro_batches):
-            micro = make_micro_batch(laid_out, index, own_rows=True)
+            micro = make_micro_batch(laid_out, index, single_rows=True)
             with policy.packing(micro):
                 logprobs, _ = policy(micro)
                 (logprobs * micro.advantages).sum().backward()
@@ -82,7 +82,7 @@ def test_a_step_does_not_depend_on_how_the_batch_came_packed(tmp_path: Path) -> 
     packed_otherwise = replace(batch, micro_offsets=np.array([0, 0, 5]))
     with one_rank():
         for asked, row_tokens in ((batch, 64), (packed_otherwise, 64), (batch, 1)):
-            parallel = build_parallel(Layout(), "cpu")
+            parallel = build_parallel(ParallelDims(), "cpu")
             policy = load_policy(config, tmp_path, parallel, cpu, reshard_after_forward=True, chunk_tokens=512)
             train_step = TrainStep(
                 policy,
@@ -97,7 +97,7 @@ def test_a_step_does_not_depend_on_how_the_batch_came_packed(tmp_path: Path) -> 
                 row_tokens=row_tokens,
             )
             assert train_step.lay_out(asked).num_micro_batches == (3 if row_tokens == 64 else 5)
-            found.append(train_step.run(1, asked, partial(rl_objective, LossConfig())))
+            found.append(train_step.run(1, asked, partial(rl_loss, LossConfig())))
     for metrics in found[1:]:
         assert metrics["shared_tokens"] == 0
         for name in ("loss", "grad_norm", "entropy", "ratio"):
@@ -110,13 +110,13 @@ def test_the_layout_that_is_asked_for(tmp_path: Path) -> None:
     for family in ("qwen3", "lfm2"):
         tiny_model(tiny_config(family)).save_pretrained(tmp_path / family)
     with one_rank():
-        parallel = build_parallel(Layout(), "cpu")
+        parallel = build_parallel(ParallelDims(), "cpu")
         load = partial(load_policy, parallel=parallel, device=cpu, reshard_after_forward=True, chunk_tokens=512)
         for choice in ("auto", "packed", "single"):
             config = ModelConfig(name="q", dtype="float32")
             policy = load(config, tmp_path / "qwen3", rows=choice)
-            assert policy.own_rows == (choice == "single")
-            micro = make_micro_batch(batch, 0, own_rows=policy.own_rows)
+            assert policy.single_rows == (choice == "single")
+            micro = make_micro_batch(batch, 0, single_rows=policy.single_rows)
             assert micro.input_ids.shape == ((3, 40) if choice == "single" else (1, 60))
             with policy.packing(micro), torch.no_grad():
                 found.append(policy(micro)[0])

@@ -30,9 +30,10 @@ def test_roles_of_one_machine(tmp_path: Path) -> None:
 def test_steps_and_stand_ins(tmp_path: Path, runtime: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ContainerConfig.model_validate({"image": "/x.sif", "runtime": runtime}) if runtime else None
     box = Container(config, tmp_path, ()) if config else None
-    context = StepContext(allocation=type("A", (), {"is_het": False})(), run_dir=tmp_path, no_kill=False, container=box)
+    allocation = type("A", (), {"is_het": False, "by_slurm": True})()
+    context = StepContext(allocation=allocation, run_dir=tmp_path, no_kill=False, container=box)
     assert is_safe(context.srun(["a"], 0, 1, "trainer", ["module"]))
-    assert " -P -m module" in " ".join(context.stand_in({}, "name", tmp_path / "log", ["module"]))
+    assert " -P -m module" in " ".join(context.substitute_command({}, "name", tmp_path / "log", ["module"]))
 
 
 def test_a_module_in_the_submit_directory_is_not_executed(tmp_path: Path) -> None:

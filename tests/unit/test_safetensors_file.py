@@ -40,7 +40,7 @@ def test_the_library_reads_it_back_and_the_sum_is_right(tmp_path: Path) -> None:
         file.write_at(layout.offset("weight"), host_bytes(tensors["weight"][:300]))
         for name in tensors.keys() - {"weight"}:
             another.write_at(layout.offset(name), host_bytes(tensors[name]))
-        entry = file.seal(layout.size)
+        entry = file.finalize(layout.size)
     read = load_file(path)
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())
@@ -54,11 +54,11 @@ def test_each_changing_operation_can_be_seen_and_interrupted(tmp_path: Path, mon
     with files.observe_operations(lambda operation, path: seen.append(operation)), open_ranges(tmp_path / "x") as file:
         for begin in (0, 400, 800, 1100):  # what is small is told once
             file.write_at(begin, bytes(400))
-        file.seal(1500)
+        file.finalize(1500)
     assert seen == ["create", "write", "torn", "write", "torn", "fsync"]
     with open_ranges(tmp_path / "y") as file, pytest.raises(StoreError, match="1499 bytes arrived, 1500 were written"):
         file.write_at(0, bytes(1499))
-        file.seal(1500)
+        file.finalize(1500)
 
 
 def test_short_writes_go_on_and_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

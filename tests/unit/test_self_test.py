@@ -14,11 +14,11 @@ from tests.unit.test_attention import ALONE
 CPU, ROUNDING = torch.device("cpu"), {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 
 
-def policy_of(family: str, *, own_rows: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> Policy:
+def policy_of(family: str, *, single_rows: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> Policy:
     """A tiny model of a family as a policy that attends by the trainer's kernel."""
     model = tiny_model(tiny_config(family, **changes)).to(dtype)
     model.set_attn_implementation(attention.register())
-    return Policy(model, "sdpa", 512, ALONE, own_rows=own_rows).eval()
+    return Policy(model, "sdpa", 512, ALONE, single_rows=single_rows).eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -33,7 +33,7 @@ def test_families_that_can_be_packed_pass(family: str, dtype: torch.dtype) -> No
 def test_families_that_cannot_are_found(family: str, dtype: torch.dtype) -> None:
     with pytest.raises(SelfTestError, match=rf"model_type {family}\).*neighbours' tokens change.*gradients"):
         self_test(policy_of(family, dtype=dtype), CPU, ROUNDING[dtype])
-    self_test(policy_of(family, dtype=dtype, own_rows=True), CPU, ROUNDING[dtype])
+    self_test(policy_of(family, dtype=dtype, single_rows=True), CPU, ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,7 +18,14 @@ from prime_hpc.store.messaging import network, sockets
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.messaging.json_lines import parse_address
-from prime_hpc.store.messaging.network import Network, Place, find_place, network_environment, own_places, past_proxies
+from prime_hpc.store.messaging.network import (
+    Network,
+    Place,
+    find_place,
+    local_places,
+    network_environment,
+    past_proxies,
+)
 from prime_hpc.store.messaging.sockets import NoFreePort, PortRange
 from prime_hpc.supervisor.main import place
 from prime_hpc.supervisor.roles import ports
@@ -44,7 +51,7 @@ def free() -> int:
 def by_another(code: str) -> str:
     """Output of a python that knows `sockets`."""
     words = [sys.executable, "-c", f"from prime_hpc.store.messaging import sockets; {code}"]
-    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=280).stdout.strip()
 
 
 def test_the_port_of_a_server_that_still_loads_is_taken(free: int) -> None:
@@ -71,7 +78,7 @@ def test_a_second_run_on_a_machine_is_refused_while_the_first_loads(tmp_path: Pa
         "from prime_hpc.supervisor.main import place; "
         f"place(Experiment.model_validate({tree}), Path('{tmp_path}'), dict(CUDA_VISIBLE_DEVICES=''))"
     )
-    done = subprocess.run([sys.executable, "-c", second], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", second], capture_output=True, text=True, timeout=280)
     assert done.returncode == 1
     assert f"inference.server.port = {free}: the port is already taken" in done.stderr
 
@@ -167,7 +174,7 @@ def test_addresses_of_both_families() -> None:
 
 def test_a_network_is_an_interface_or_addresses_and_a_node_without_it_says_what_it_has() -> None:
     places = [Place("eth0", "192.168.0.4"), Place("ib0", "10.1.2.3"), Place("ib0", "fd00::3"), Place("hsn0", "fd01::3")]
-    assert find_place("ib0", "k", places).address == "10.1.2.3"  # IPv4 first, as `own_places` lists them
+    assert find_place("ib0", "k", places).address == "10.1.2.3"  # IPv4 first, as `local_places` lists them
     assert find_place("fd00::/8", "k", places).address == "fd00::3"
     assert find_place("ib1, 10.1.0.0/16", "k", places).address == "10.1.2.3"
     assert find_place("hsn0", "k", places).is_ipv6
@@ -207,27 +214,27 @@ def test_on_the_hubs_machine_the_hubs_name_is_announced() -> None:
     try:
         bus.publish("weights", step=1)
         assert bus.wait("weights", lambda message: message["step"] == 1, 30.0)
-        assert bus.own_host == "127.0.1.1"
+        assert bus.local_host == "127.0.1.1"
     finally:
         bus.close()
         hub.close()
 
 
 def test_which_interface_a_roles_collectives_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    outer = next((place for place in own_places() if not sockets.is_loopback(place.address)), None)
-    loopback = next(place for place in own_places() if sockets.is_loopback(place.address))
+    outer = next((place for place in local_places() if not sockets.is_loopback(place.address)), None)
+    loopback = next(place for place in local_places() if sockets.is_loopback(place.address))
     alone = network_environment(Network(), {}, ["a"], "a")
     assert alone == {"GLOO_SOCKET_IFNAME": loopback.interface}, "nobody else shall reach what asks for no key"
     assert network_environment(Network(), {"GLOO_SOCKET_IFNAME": "ib0"}, ["a"], "a") == {}, "the site's word"
     named = network_environment(Network(collectives=loopback.interface), {}, ["a", "b"], "a")
     assert named["NCCL_SOCKET_IFNAME"] == f"={loopback.interface}"
     assert named["VLLM_HOST_IP"] == loopback.address
-    monkeypatch.setattr(network, "_is_own_name_loopback", lambda: False)
+    monkeypatch.setattr(network, "_is_hostname_loopback", lambda: False)
     assert network_environment(Network(), {}, ["a", "b"], "a") == {}
-    monkeypatch.setattr(network, "_is_own_name_loopback", lambda: True)
+    monkeypatch.setattr(network, "_is_hostname_loopback", lambda: True)
     if outer is not None:
         told = network_environment(Network(), {}, ["a", outer.address], "a")
-        assert told["GLOO_SOCKET_IFNAME"] in {p.interface for p in own_places() if p.address == outer.address}
+        assert told["GLOO_SOCKET_IFNAME"] in {p.interface for p in local_places() if p.address == outer.address}
     assert network_environment(Network(), {}, ["a", "no such node."], "a") == {}
 
 

@@ -35,7 +35,7 @@ from prime_hpc.store.artifact import (
 )
 from prime_hpc.store.io import files
 from prime_hpc.store.io.files import FileEntry
-from prime_hpc.store.layout import RunPaths, claim_incarnation, current_incarnation, list_steps
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation, current_incarnation, list_steps
 
 
 @pytest.fixture

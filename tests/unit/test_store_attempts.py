@@ -10,11 +10,12 @@ import pytest
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.store.artifact import ArtifactWriter, FencedError, StoreError, discard, prepare_stage, verify_artifact
 from prime_hpc.store.attempts import read_attempts, rewrite_row
-from prime_hpc.store.batches import RankBatch, write_batch
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batches import write_batch
 from prime_hpc.store.checkpoint.checkpoints import prune_checkpoints
 from prime_hpc.store.checkpoint.rollback import rewind
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import (
+from prime_hpc.store.run_paths import (
     RunPaths,
     claim_incarnation,
     current_incarnation,

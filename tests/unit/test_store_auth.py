@@ -11,12 +11,19 @@ import pytest
 from prime_hpc.runtime import open_files
 from prime_hpc.store.artifact import MANIFEST
 from prime_hpc.store.batches import write_batch
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.messaging import auth
-from prime_hpc.store.messaging.auth import MAX_UNPROVEN, Challenge, Newcomers, StrangerError, new_secret, prove
+from prime_hpc.store.messaging.auth import (
+    MAX_UNPROVEN,
+    AuthenticationError,
+    Challenge,
+    PendingClients,
+    new_secret,
+    prove,
+)
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.messaging.json_lines import parse_address
+from prime_hpc.store.run_paths import RunPaths
 from tests.unit.test_store_batches import make_rank
 
 WAIT_S = 20.0
@@ -94,7 +101,7 @@ def test_a_stranger_is_told_nothing_and_let_go(address, hub, words):
 
 
 def test_a_wrong_secret_and_a_replayed_proof_are_refused(address, hub):
-    with socket.create_connection(address, 5) as raw, pytest.raises(StrangerError):
+    with socket.create_connection(address, 5) as raw, pytest.raises(AuthenticationError):
         prove(raw, "guess", "bus")
     secret = hub.address.partition("@")[0]
     for purpose in ("bus", "handover"):
@@ -111,7 +118,7 @@ def test_a_wrong_secret_and_a_replayed_proof_are_refused(address, hub):
         with socket.create_connection(address, 5) as raw:
             try:
                 prove(Tap(raw), secret, purpose)  # type: ignore[arg-type]
-            except StrangerError:
+            except AuthenticationError:
                 continue  # the other server's: a proof for one is none for the other
         assert not any(secret.encode() in line for line in seen)
         with socket.create_connection(address, 5) as raw:
@@ -179,21 +186,21 @@ def test_many_own_processes_come_in_at_once(hub):
 
 def test_who_is_let_go_first(monkeypatch):
     now = [0.0]
-    newcomers = Newcomers("bus", clock=lambda: now[0])
+    pending = PendingClients("bus", clock=lambda: now[0])
     socks = [socket.socket() for _ in range(MAX_UNPROVEN)]
     try:
         for i, sock in enumerate(socks):
-            newcomers.add(sock, "10.0.0.1" if i < 3 else "10.0.0.2")
+            pending.add(sock, "10.0.0.1" if i < 3 else "10.0.0.2")
             now[0] += 0.001
-        assert newcomers.is_full and newcomers.first_to_go() is None  # all too young: nobody is, an own one may be slow
+        assert pending.is_full and pending.first_to_go() is None  # all too young: nobody is, an own one may be slow
         now[0] += 0.1
-        assert newcomers.first_to_go() is socks[3]  # the oldest of the address with the most
+        assert pending.first_to_go() is socks[3]  # the oldest of the address with the most
         for sock in socks[3:]:
-            newcomers.note_words(sock)
-        assert newcomers.first_to_go() is socks[0]  # the silent first
-        assert newcomers.overdue() == []
+            pending.note_input(sock)
+        assert pending.first_to_go() is socks[0]  # the silent first
+        assert pending.overdue() == []
         now[0] += auth.PROOF_WITHIN_S
-        assert len(newcomers.overdue()) == len(socks)
+        assert len(pending.overdue()) == len(socks)
     finally:
         for sock in socks:
             sock.close()
@@ -203,13 +210,13 @@ def test_one_warning_a_minute(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(auth.logger, "warning", said.append)
     now = [0.0]
-    newcomers = Newcomers("bus", clock=lambda: now[0])
+    pending = PendingClients("bus", clock=lambda: now[0])
     for second in range(120):
         now[0] = float(second)
         with socket.socket() as sock:
-            newcomers.add(sock, "10.0.0.1")
-            newcomers.refuse(sock, "no proof in time")
-            newcomers.refuse(sock, "twice")
+            pending.add(sock, "10.0.0.1")
+            pending.refuse(sock, "no proof in time")
+            pending.refuse(sock, "twice")
     assert len(said) == 2 and "60 from 10.0.0.1" in said[1]
 
 
@@ -220,7 +227,7 @@ def test_the_challenge_itself():
     assert challenge.feed(b'{"nonce"') == b""
     answer = json.loads(challenge.feed(b': "abc"}\n'))
     right = auth._proof(secret, "bus", "client", "abc", answer["nonce"])
-    with pytest.raises(StrangerError):  # what the server itself would answer is no client's proof
+    with pytest.raises(AuthenticationError):  # what the server itself would answer is no client's proof
         Challenge(secret, "bus").feed(json.dumps({"proof": right}).encode() + b"\n")
     proof = json.loads(challenge.feed(json.dumps({"proof": right}).encode() + b"\n"))
     assert challenge.proven and proof["proof"] != right

@@ -10,16 +10,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from prime_hpc.store.artifact import ArtifactError, ArtifactExists, FencedError, read_manifest
-from prime_hpc.store.batches import (
-    NOT_SAMPLED,
-    RankBatch,
-    list_batches,
-    read_rank_batch,
-    read_state,
-    remove_batches_after,
-    write_batch,
-)
-from prime_hpc.store.layout import RunPaths, claim_incarnation
+from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, RankBatch
+from prime_hpc.store.batches import list_batches, read_rank_batch, read_state, remove_batches_after, write_batch
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 
 
 def make_rank(lengths, micro_sizes, seed=0, version=5):

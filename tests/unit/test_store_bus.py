@@ -13,10 +13,10 @@ from prime_hpc.store import waiting
 from prime_hpc.store.artifact import ArtifactError, ArtifactWriter, wait_for_artifact
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.messaging.auth import prove
 from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.json_lines import parse_address
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.waiting import ArtifactWatch
 
 WAIT_S = 20

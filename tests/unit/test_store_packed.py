@@ -9,7 +9,7 @@ import pytest
 
 from prime_hpc.config import Experiment, write_snapshot
 from prime_hpc.store.artifact import ArtifactError, clean_stale_stages, verify_artifact
-from prime_hpc.store.batch_archive import LEFT_PLAIN, RolloutPacker, pack_batch
+from prime_hpc.store.batch_archive import LEFT_PLAIN, RolloutArchiver, archive_batch
 from prime_hpc.store.batches import (
     find_batch,
     list_batches,
@@ -20,7 +20,7 @@ from prime_hpc.store.batches import (
     write_batch,
 )
 from prime_hpc.store.io import files, zstd
-from prime_hpc.store.layout import RunPaths, list_steps
+from prime_hpc.store.run_paths import RunPaths, list_steps
 from tests.support.tiny_model import random_rank_batch
 from tests.unit.test_store_batches import assert_equal, make_rank
 
@@ -40,7 +40,7 @@ def assert_same(paths: RunPaths, step: int, ranks) -> None:
     assert read_state(directory, deadline_s=0) == {"step": step}
 
 
-def finish(packer: RolloutPacker) -> None:
+def finish(packer: RolloutArchiver) -> None:
     """`close` ends it after the batch that it is at."""
     assert packer._thread is not None
     packer._thread.join(60)
@@ -51,13 +51,13 @@ def test_the_same_to_the_last_bit_and_smaller(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     ranks = [random_rank_batch([[900, 800], [700]], seed=1, step=1)]
     write_batch(paths, 1, ranks, state={"step": 1})
-    before, after = pack_batch(paths, 1)
+    before, after = archive_batch(paths, 1)
     assert after < 0.8 * before
-    assert not paths.rollouts_step(1).exists() and find_batch(paths, 1) == paths.packed_step(1)
+    assert not paths.rollouts_step(1).exists() and find_batch(paths, 1) == paths.archived_step(1)
     assert_same(paths, 1, ranks)
-    assert verify_artifact(paths.packed_step(1), deep=True).meta["num_tokens"] == ranks[0].num_tokens
+    assert verify_artifact(paths.archived_step(1), deep=True).meta["num_tokens"] == ranks[0].num_tokens
     with pytest.raises(ValueError, match="packed for 1 ranks"):
-        read_rank_batch(paths.packed_step(1), 1, deadline_s=0)
+        read_rank_batch(paths.archived_step(1), 1, deadline_s=0)
 
 
 def test_killed_anywhere_it_is_there_and_the_next_time_ends_it(tmp_path: Path) -> None:
@@ -78,17 +78,17 @@ def test_killed_anywhere_it_is_there_and_the_next_time_ends_it(tmp_path: Path) -
 
         try:
             with files.observe_operations(strike):
-                pack_batch(paths, 1)
+                archive_batch(paths, 1)
             done = True
         except Killed:
             assert_same(paths, 1, ranks)
-            for parent in (paths.rollouts, paths.packed_rollouts):
+            for parent in (paths.rollouts, paths.archived_rollouts):
                 clean_stale_stages(parent)
             assert_same(paths, 1, ranks)
             if list_steps(paths.rollouts):
-                pack_batch(paths, 1)
+                archive_batch(paths, 1)
         assert_same(paths, 1, ranks)
-        assert list_steps(paths.rollouts) == [] and list_steps(paths.packed_rollouts) == [1]
+        assert list_steps(paths.rollouts) == [] and list_steps(paths.archived_rollouts) == [1]
         at += 1
     assert at > 10
 
@@ -97,30 +97,30 @@ def test_a_damaged_batch_stays_and_a_damaged_packed_one_is_made_anew(tmp_path: P
     paths = RunPaths(tmp_path)
     ranks = store(paths, 1)
     copy = shutil.copytree(paths.rollouts_step(1), tmp_path / "copy")
-    pack_batch(paths, 1)
+    archive_batch(paths, 1)
     shutil.copytree(copy, paths.rollouts_step(1))
-    shard = paths.packed_step(1) / ("rank_0000.safetensors" + zstd.SUFFIX)
+    shard = paths.archived_step(1) / ("rank_0000.safetensors" + zstd.SUFFIX)
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(ArtifactError, match="xxh3"):
-        read_rank_batch(paths.packed_step(1), 0, deadline_s=0)
-    pack_batch(paths, 1)
+        read_rank_batch(paths.archived_step(1), 0, deadline_s=0)
+    archive_batch(paths, 1)
     assert_same(paths, 1, ranks)
     store(paths, 2)
     plain = paths.rollouts_step(2) / "rank_0000.safetensors"
     plain.write_bytes(plain.read_bytes()[:-1] + b"?")
     with pytest.raises(ArtifactError, match="another sum"):
-        pack_batch(paths, 2)
-    assert paths.rollouts_step(2).exists() and not paths.packed_step(2).exists()
+        archive_batch(paths, 2)
+    assert paths.rollouts_step(2).exists() and not paths.archived_step(2).exists()
 
 
 def test_the_packer_leaves_the_newest_and_retention_counts_both(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     batches = {step: store(paths, step) for step in range(1, 9)}
-    packer = RolloutPacker(paths, 0)
+    packer = RolloutArchiver(paths, 0)
     packer.up_to(8, keep=[4])  # the checkpoint of step 4 still needs its batch
     finish(packer)
-    assert list_steps(paths.packed_rollouts) == [1, 2, 3]
-    packer = RolloutPacker(paths, 0)
+    assert list_steps(paths.archived_rollouts) == [1, 2, 3]
+    packer = RolloutArchiver(paths, 0)
     packer.up_to(8)
     finish(packer)
     assert list_steps(paths.rollouts) == list(range(9 - LEFT_PLAIN, 9)) and list_batches(paths) == list(range(1, 9))
@@ -136,21 +136,21 @@ def test_what_cannot_be_packed_is_said_once_and_ends_nothing(tmp_path: Path, mon
     for step in (1, 2, 3, 4):
         store(paths, step)
     (paths.rollouts_step(1) / "rank_0001.safetensors").unlink()
-    packer = RolloutPacker(paths, 0)
+    packer = RolloutArchiver(paths, 0)
     for step in (3, 4):
         packer.up_to(step)
         finish(packer)
-    assert list_batches(paths) == [1, 2, 3, 4] and list_steps(paths.packed_rollouts) == []
+    assert list_batches(paths) == [1, 2, 3, 4] and list_steps(paths.archived_rollouts) == []
 
 
 def test_export_reads_both_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from prime_hpc.cli.verbs import export
+    from prime_hpc.cli.verbs.run import export
 
     tree = {"name": "x", "output_dir": str(tmp_path), "orchestrator": {"env": [{"id": "reverse-text"}]}}
     write_snapshot(Experiment.model_validate(tree), tmp_path / "x", ["test"])
     paths = RunPaths(tmp_path / "x")
     batches = {step: store(paths, step) for step in (1, 2)}
-    pack_batch(paths, 1)
+    archive_batch(paths, 1)
     assert export.run([str(paths.root), "--json"], "prime-hpc export") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["steps"] == [1, 2] and said["num_tokens"] == sum(b.num_tokens for r in batches.values() for b in r)

@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 
 from prime_hpc.store.artifact import ArtifactWriter, FencedError, StoreError, hash_files, prepare_stage
-from prime_hpc.store.batches import RankBatch, write_batch
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batches import write_batch
 from prime_hpc.store.checkpoint.checkpoints import (
     commit_checkpoint,
     list_checkpoints,
+    move_checkpoints_aside,
     resolve_resume,
-    set_checkpoints_aside,
 )
-from prime_hpc.store.layout import RunPaths, claim_incarnation
 from prime_hpc.store.leases import clear_leases, drop_lease, min_floor, set_floor
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 from prime_hpc.store.weights import latest_version, list_versions, prune_weights, remove_versions_after
 
 
@@ -143,7 +144,7 @@ def test_checkpoint_holds_both_halves(paths):
     assert checkpoint(paths, 20, with_batch=False).step == 20
     assert resolve_resume(paths.checkpoints, "latest").orchestrator_state is None
     assert [c.step for c in list_checkpoints(paths.checkpoints)] == [10, 20]
-    assert [path.name.split("-")[2] for path in set_checkpoints_aside(paths, 10)] == ["step_20"]
+    assert [path.name.split("-")[2] for path in move_checkpoints_aside(paths, 10)] == ["step_20"]
 
 
 def test_checkpoint_without_trainer_files_is_refused(paths):

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prime_hpc.config.sections.common import ModelConfig
-from prime_hpc.config.sections.parallel import Layout
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.config.sections.parallel import ParallelDims
 from prime_hpc.store.model_files import stored_tensors
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.policy import load_policy
 from prime_hpc.trainer.parallel import build_parallel
 from prime_hpc.trainer.weights.publish import Publisher
@@ -31,7 +31,7 @@ def test_a_mixture_is_read_and_published_under_its_own_names(group: None, mixtur
     policy = load_policy(
         ModelConfig(name=str(mixture), dtype="float32"),
         mixture,
-        build_parallel(Layout(), "cpu"),
+        build_parallel(ParallelDims(), "cpu"),
         torch.device("cpu"),
         reshard_after_forward=True,
         chunk_tokens=64,
@@ -51,9 +51,9 @@ def test_a_dense_model_has_no_experts_to_split(mixture: Path, tmp_path: Path) ->
     from prime_hpc.trainer.parallel.expert import split_experts
 
     dense = AutoModelForCausalLM.from_pretrained(make_family(tmp_path, "llama"))
-    place = Parallel(Layout(dp_shard=2, ep=2), 0, None, None, None, None, None)  # type: ignore[arg-type]
+    place = Parallel(ParallelDims(dp_shard=2, ep=2), 0, None, None, None, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"ep = 2: LlamaForCausalLM has no experts; set it to 1"):
         split_experts(dense, place)
-    place = Parallel(Layout(dp_shard=3, ep=3), 0, None, None, None, None, None)  # type: ignore[arg-type]
+    place = Parallel(ParallelDims(dp_shard=3, ep=3), 0, None, None, None, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"ep = 3 does not divide the model's 8 experts"):
         split_experts(AutoModelForCausalLM.from_pretrained(mixture), place)

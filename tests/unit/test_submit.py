@@ -15,9 +15,9 @@ import pytest
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.site import GENERIC
 from prime_hpc.launch import submission
-from prime_hpc.launch.lint.lint import is_for_slurm
+from prime_hpc.launch.for_slurm import is_for_slurm
 from prime_hpc.launch.submission import submit, unseen_by_others, uses_slurm
-from prime_hpc.slurm import client, queue, submission_record
+from prime_hpc.slurm import client, queue, sbatch_errors, submission_record
 from prime_hpc.slurm.queue import refuse_if_queued
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from tests.support.fake_slurm import FakeSlurm
@@ -31,6 +31,8 @@ from tests.support.submissions import (
     wait_for,
     write_config,
 )
+
+POLICY = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
 
 
 @pytest.fixture
@@ -105,6 +107,11 @@ def test_lint_errors_reach_no_queue(fake: FakeSlurm, config: Path) -> None:
             "slurm.time",
             "sinfo",
         ),
+        (
+            f"sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed: {POLICY}",
+            "slurm",
+            "--feed",
+        ),
         ("sbatch: error: Invalid --mail-type specification", "slurm.mail_type", ""),
         ("sbatch: unrecognized option '--foo=1'", "slurm.extra", "job.sbatch"),
         ("sbatch: error: something quite new", "slurm", "something quite new"),
@@ -127,7 +134,8 @@ def test_what_sbatch_refuses_is_said_and_leaves_the_way_free(
 
 
 def test_het_refused() -> None:
-    error = queue.refusal(queue.SlurmError(["sbatch"], 1, "Requested operation not supported on this system"), "het")
+    said = client.SlurmError(["sbatch"], 1, "Requested operation not supported on this system")
+    error = sbatch_errors.refusal(said, "het")
     assert error.problems[0].key == "slurm.layout" and "packed" in error.problems[0].message
 
 
@@ -224,7 +232,7 @@ def test_killed_in_the_middle_of_submit(fake: FakeSlurm, config: Path, how: dict
     record = submission_record.read_record(run_dir(config))
     assert record is not None and record["state"] == "sending" and record["job_id"] is None
     client.send_signal(signal.SIGKILL)
-    client.communicate(timeout=30)
+    client.communicate(timeout=280)
     if "late" in how:
         wait_for(fake.jobs)
     fake.behave("sbatch")
@@ -245,7 +253,7 @@ def test_the_killed_clients_sbatch_dies_with_it(fake: FakeSlurm, config: Path) -
     children = psutil.Process(client.pid).children(recursive=True)
     assert children
     client.send_signal(signal.SIGKILL)
-    client.communicate(timeout=30)
+    client.communicate(timeout=280)
     wait_for(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children))
 
 
@@ -254,7 +262,7 @@ def test_interrupted_while_sbatch_is_asked(fake: FakeSlurm, config: Path) -> Non
     client = submit_in_a_process(config, fake)
     wait_for(fake.jobs)
     client.send_signal(signal.SIGINT)
-    _, err = client.communicate(timeout=30)
+    _, err = client.communicate(timeout=280)
     assert client.returncode == 130 and "whether the job was queued is not known" in err
     assert cancel(config).outcome == "pending" and fake.jobs()[0]["state"] == "CANCELLED"
 
@@ -265,7 +273,7 @@ def test_a_job_that_arrives_later_than_all_patience_does_not_run(fake: FakeSlurm
     client = submit_in_a_process(config, fake)
     wait_for(lambda: fake.calls("sbatch"))
     client.send_signal(signal.SIGKILL)
-    client.communicate(timeout=30)
+    client.communicate(timeout=280)
     fake.behave("sbatch")
     assert submit(load(config)) == 0
     wait_for(lambda: len(fake.jobs()) == 2)
@@ -349,7 +357,7 @@ def test_two_submits_at_once(fake: FakeSlurm, config: Path) -> None:
             submit(load(config))
     finally:
         client.kill()
-        client.communicate(timeout=30)
+        client.communicate(timeout=280)
     assert fake.jobs() == []
 
 

@@ -11,8 +11,8 @@ import pytest
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.runtime.gpus import visible_gpus
 from prime_hpc.store.attempts import begin, is_held, read_attempts, write_attempt
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.run_dirs import AttemptRow
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.start import begin_attempt
 from prime_hpc.supervisor.main import place
 from prime_hpc.supervisor.roles import ports

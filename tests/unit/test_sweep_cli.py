@@ -100,7 +100,7 @@ def test_table_of_many_points_is_cut(folder: Path, capsys: pytest.CaptureFixture
         (["submit", "lr.yaml", "--max-step", "3"], "did you mean --max-steps"),
         (["results", "lr", "--plot"], "--plot needs a value"),
         (["results", "lr", "--plot", "p.png", "--metric", "x"], "no point has a metric 'x'"),
-        (["cancel", "lr", "--timeout", "soon"], "--timeout: expected a number"),
+        (["cancel", "lr", "--timeout", "soon"], "--timeout soon: must be a number"),
         (["resume", "new.yaml"], "was not submitted yet"),
     ],
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_hpc.cli.verbs.sweep import run
+from prime_hpc.cli.verbs.experiment.sweep import run
 from prime_hpc.config import ConfigError, load_run
 from prime_hpc.config.site import read_site
 from prime_hpc.launch.sweep import queue
@@ -22,8 +22,11 @@ from prime_hpc.launch.sweep.resolve import load_base, load_stored
 from prime_hpc.launch.sweep.state import point_run_dir, read_sweep
 from prime_hpc.launch.sweep.submit import Report, submit_sweep
 from prime_hpc.runtime import gpus
+from prime_hpc.slurm import sbatch_errors
+from prime_hpc.slurm.queue_facts import submit_limits
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.sweeps import make_experiment, write_sweep
 
 AXES = "axes: {product: {trainer.optim.lr: [1e-5, 1e-4, 1e-3], seq_len: [32, 64]}}\n"
 RL = """
@@ -37,28 +40,13 @@ inference: {data_parallel_size: 1}
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake = FakeSlurm(tmp_path)
     fake.use(monkeypatch)
-    monkeypatch.setattr(queue, "QUEUE_ANSWER_S", 0.2)
+    monkeypatch.setattr(sbatch_errors, "QUEUE_ANSWER_S", 0.2)
     return fake
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text('{"max_position_embeddings": 512, "model_type": "x"}')
-    (model / "model.safetensors").write_bytes(b"x" * 100)
-    (tmp_path / "exp.yaml").write_text(
-        f"kind: sft\noutput_dir: {tmp_path / 'out'}\nmax_steps: 4\nseq_len: 64\n"
-        f"model: {{name: {model}, dtype: float32}}\nsft: {{data: {{type: fake, batch_size: 8}}}}\n"
-        "slurm: {partition: gpu, time: '10:00', cpus_per_task: 2, gpus_per_node: 0}\n"
-    )
-    return tmp_path
-
-
-def write(folder: Path, text: str) -> Path:
-    path = folder / "s.yaml"
-    path.write_text(f"experiment: exp.yaml\n{text}")
-    return path
+    return make_experiment(tmp_path)
 
 
 def submit(path: Path, *argv: str, **options: object) -> Report:
@@ -82,7 +70,7 @@ def script(slurm: FakeSlurm, number: int = -1) -> str:
 
 
 def test_packed_points_are_one_array_with_a_throttle(slurm: FakeSlurm, folder: Path) -> None:
-    report = submit(write(folder, AXES + "throttle: 2\n"))
+    report = submit(write_sweep(folder, AXES + "throttle: 2\n"))
     (job,) = slurm.jobs()
     assert (job["array"], job["name"], report.code) == ("0-5%2", "s", 0)
     sweep = read_sweep(folder / "out" / "s")
@@ -105,7 +93,7 @@ def test_points_for_gpus_are_refused_where_the_packages_cannot_use_any(
     slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "torch_build", lambda: ("2.13.0+cpu", None))
-    path, on_gpus = write(folder, AXES), ("--slurm.gpus-per-node", "1")
+    path, on_gpus = write_sweep(folder, AXES), ("--slurm.gpus-per-node", "1")
     with pytest.raises(ConfigError, match=r"device: GPUs are planned.*torch 2.13.0\+cpu"):
         submit(path, *on_gpus)
     assert slurm.jobs() == [] and not (folder / "out" / "s" / "sweep.yaml").exists()
@@ -114,7 +102,7 @@ def test_points_for_gpus_are_refused_where_the_packages_cannot_use_any(
 
 
 def test_a_second_submit_sends_what_is_missing_or_failed(slurm: FakeSlurm, folder: Path) -> None:
-    path = write(folder, AXES)
+    path = write_sweep(folder, AXES)
     submit(path)
     (first,) = slurm.jobs()
     assert submit(path).jobs == []  # all wait
@@ -125,14 +113,14 @@ def test_a_second_submit_sends_what_is_missing_or_failed(slurm: FakeSlurm, folde
         ended(sweep.run_dir(sweep.rows[index]), outcome, f"{first['id']}_{index}")
     assert [job.row.index for job in submit(path, dry_run=True).jobs] == [2]
     assert len(slurm.jobs()) == 0
-    report = submit(write(folder, AXES.replace("64]", "64, 48]")))  # three new points too
+    report = submit(write_sweep(folder, AXES.replace("64]", "64, 48]")))  # three new points too
     assert [job.row.index for job in report.jobs] == [2, 6, 7, 8]
     assert [view.state for view in report.left] == ["completed", "completed", "completed", "stopped", "completed"]
     assert slurm.jobs()[0]["array"] == "2,6-8"
 
 
 def test_resume_sends_what_was_stopped_too_and_needs_no_file(slurm: FakeSlurm, folder: Path) -> None:
-    path = write(folder, AXES)
+    path = write_sweep(folder, AXES)
     submit(path, "--max-steps", "3")
     sweep = read_sweep(folder / "out" / "s")
     job_id = slurm.jobs()[0]["id"]
@@ -148,23 +136,23 @@ def test_resume_sends_what_was_stopped_too_and_needs_no_file(slurm: FakeSlurm, f
 
 
 def test_the_throttle_holds_over_submits(slurm: FakeSlurm, folder: Path) -> None:
-    submit(write(folder, "seeds: 2\nthrottle: 1\n"))
+    submit(write_sweep(folder, "seeds: 2\nthrottle: 1\n"))
     first = slurm.jobs()[0]["id"]
-    report = submit(write(folder, "seeds: 4\nthrottle: 1\n"))
+    report = submit(write_sweep(folder, "seeds: 4\nthrottle: 1\n"))
     assert [part["after"] for part in report.parts] == [[first]]
     assert slurm.jobs()[1]["dependency"] == f"afterany:{first}"
-    submit(write(folder, "seeds: 5\n"))
+    submit(write_sweep(folder, "seeds: 5\n"))
     assert slurm.jobs()[2]["dependency"] is None
 
 
 def test_own_dependency_is_kept(slurm: FakeSlurm, folder: Path) -> None:
-    submit(write(folder, "seeds: 1\nthrottle: 1\noverrides: {slurm.dependency: 'afterok:5'}"))
-    submit(write(folder, "seeds: 2\nthrottle: 1\noverrides: {slurm.dependency: 'afterok:5'}"))
+    submit(write_sweep(folder, "seeds: 1\nthrottle: 1\noverrides: {slurm.dependency: 'afterok:5'}"))
+    submit(write_sweep(folder, "seeds: 2\nthrottle: 1\noverrides: {slurm.dependency: 'afterok:5'}"))
     assert [job["dependency"] for job in slurm.jobs()] == ["afterok:5", f"afterok:5,afterany:{slurm.jobs()[0]['id']}"]
 
 
 def test_points_whose_jobs_differ_are_arrays_of_their_own(slurm: FakeSlurm, folder: Path) -> None:
-    submit(write(folder, "axes: {product: {slurm.time: ['10:00', '20:00']}}\nseeds: 2\nthrottle: 2\n"))
+    submit(write_sweep(folder, "axes: {product: {slurm.time: ['10:00', '20:00']}}\nseeds: 2\nthrottle: 2\n"))
     first, second = slurm.jobs()
     assert [(job["array"], job["dependency"]) for job in (first, second)] == [
         ("0-1%2", None),
@@ -173,8 +161,8 @@ def test_points_whose_jobs_differ_are_arrays_of_their_own(slurm: FakeSlurm, fold
 
 
 def test_more_points_than_an_array_may_have(slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "MAX_ARRAY", 10)
-    submit(write(folder, "seeds: 25\nthrottle: 3\n"))
+    monkeypatch.setattr(submit_limits, "MAX_ARRAY", 10)
+    submit(write_sweep(folder, "seeds: 25\nthrottle: 3\n"))
     ids = [job["id"] for job in slurm.jobs()]
     assert [(job["array"], job["dependency"]) for job in slurm.jobs()] == [
         ("0-9%3", None),
@@ -189,7 +177,7 @@ def test_more_points_than_an_array_may_have(slurm: FakeSlurm, folder: Path, monk
     assert json.loads((sweep.dir / "seed22" / "submit.json").read_text())["job_id"] == f"{ids[2]}_2"
     # a cluster that takes more now: tasks are counted from another point, the arrays from before stay right
     (slurm.bin / "scontrol").write_text("#!/bin/sh\necho 'MaxArraySize            = 100001'\n")
-    submit(write(folder, "seeds: 27\n"))
+    submit(write_sweep(folder, "seeds: 27\n"))
     assert slurm.jobs()[-1]["array"] == "25-26"
 
 
@@ -197,7 +185,7 @@ def test_scattered_indices_stay_below_sbatchs_limit(
     slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue, "_MAX_RANGES", 20)
-    path = write(folder, "seeds: 40\n")
+    path = write_sweep(folder, "seeds: 40\n")
     submit(path)
     (first,) = slurm.jobs()
     assert first["array"] == "0-39"
@@ -215,7 +203,7 @@ def test_het_points_go_into_lanes(slurm: FakeSlurm, folder: Path) -> None:
     het = f"layout: het, site: {folder / 'site.yaml'}"
     text = (folder / "exp.yaml").read_text().replace("kind: sft\n", "").replace("gpus_per_node: 0", het)
     (folder / "exp.yaml").write_text(text + RL)
-    report = submit(write(folder, "seeds: 5\nlanes: 2\n"))
+    report = submit(write_sweep(folder, "seeds: 5\nlanes: 2\n"))
     ids = [job["id"] for job in slurm.jobs()]
     assert [job["dependency"] for job in slurm.jobs()] == [None, None, *(f"afterany:{i}" for i in ids[:3])]
     assert [part["lane"] for part in report.parts] == [0, 1, 0, 1, 0]
@@ -226,12 +214,12 @@ def test_het_points_go_into_lanes(slurm: FakeSlurm, folder: Path) -> None:
     for index in (0, 1, 2, 4):
         ended(sweep.run_dir(sweep.rows[index]), "completed", ids[index])
         slurm.forget(ids[index])
-    submit(write(folder, "seeds: 7\nlanes: 2\n"))
+    submit(write_sweep(folder, "seeds: 7\nlanes: 2\n"))
     assert [job["dependency"] for job in slurm.jobs()[1:]] == [None, f"afterany:{ids[3]}"]
 
 
 def test_a_bad_point_does_not_stop_the_others(slurm: FakeSlurm, folder: Path) -> None:
-    path = write(folder, "axes: {product: {seq_len: [32, 100000, 64], sft.data.batch_size: [8, 'x']}}")
+    path = write_sweep(folder, "axes: {product: {seq_len: [32, 100000, 64], sft.data.batch_size: [8, 'x']}}")
     report = submit(path)
     assert report.code == 1
     assert [job.row.values["seq_len"] for job in report.jobs] == [32, 64]
@@ -239,19 +227,19 @@ def test_a_bad_point_does_not_stop_the_others(slurm: FakeSlurm, folder: Path) ->
     assert "beyond the model's" in reasons["seq_len100000-batch_size8"]
     assert "expected an integer" in reasons["seq_len32-batch_sizex"]
     assert slurm.jobs()[0]["array"] == "0,4"
-    fixed = write(folder, "axes: {product: {seq_len: [32, 100000, 64], sft.data.batch_size: [8, 4]}}")
+    fixed = write_sweep(folder, "axes: {product: {seq_len: [32, 100000, 64], sft.data.batch_size: [8, 4]}}")
     assert [(job.row.index, job.row.name) for job in submit(fixed).jobs][:1] == [(6, "seq_len32-batch_size4")]
 
 
 def test_what_is_wrong_with_every_point_is_said_once_and_nothing_is_sent(slurm: FakeSlurm, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"all 3 points are wrong: .*batch_tokens"):
-        submit(write(folder, "seeds: 3\noverrides: {sft.data.batch_tokens: 8}"))
+        submit(write_sweep(folder, "seeds: 3\noverrides: {sft.data.batch_tokens: 8}"))
     assert not slurm.calls("sbatch")
     assert not (folder / "out" / "s" / "sweep.yaml").exists()
 
 
 def test_dry_run_writes_nothing(slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["submit", str(write(folder, AXES + "throttle: 2")), "--dry-run"], "prime-hpc sweep") == 0
+    assert run(["submit", str(write_sweep(folder, AXES + "throttle: 2")), "--dry-run"], "prime-hpc sweep") == 0
     assert not (folder / "out").exists()
     assert not slurm.calls("sbatch")
     text = capsys.readouterr().out
@@ -260,7 +248,7 @@ def test_dry_run_writes_nothing(slurm: FakeSlurm, folder: Path, capsys: pytest.C
 
 
 def test_refused_by_slurm(slurm: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(folder, AXES)
+    path = write_sweep(folder, AXES)
     slurm.behave("sbatch", code=1, stderr="sbatch: error: Batch job submission failed: Invalid qos specification")
     assert run(["submit", str(path)], "prime-hpc sweep") == 3
     assert "slurm.qos" in capsys.readouterr().out
@@ -273,7 +261,7 @@ def test_refused_by_slurm(slurm: FakeSlurm, folder: Path, capsys: pytest.Capture
 
 def test_a_refused_array_does_not_stop_the_others(slurm: FakeSlurm, folder: Path) -> None:
     slurm.behave("sbatch", code=1, stderr="sbatch: error: Requested time limit is invalid", only_once=True)
-    report = submit(write(folder, "axes: {product: {slurm.time: ['10:00', '20:00', '30:00']}}\nthrottle: 1\n"))
+    report = submit(write_sweep(folder, "axes: {product: {slurm.time: ['10:00', '20:00', '30:00']}}\nthrottle: 1\n"))
     assert [bool(part["error"]) for part in report.parts] == [True, False, False]
     assert report.code == 3
     first, second = slurm.jobs()
@@ -283,7 +271,7 @@ def test_a_refused_array_does_not_stop_the_others(slurm: FakeSlurm, folder: Path
 def test_after_some_refusals_the_rest_is_not_tried(slurm: FakeSlurm, folder: Path) -> None:
     slurm.behave("sbatch", code=1, stderr="sbatch: error: Invalid account")
     times = ", ".join(f"'{minutes}:00'" for minutes in range(10, 16))
-    report = submit(write(folder, f"axes: {{product: {{slurm.time: [{times}]}}}}\n"))
+    report = submit(write_sweep(folder, f"axes: {{product: {{slurm.time: [{times}]}}}}\n"))
     assert len(slurm.calls("sbatch")) == 3
     assert "not tried" in report.parts[-1]["error"]
 
@@ -291,24 +279,24 @@ def test_after_some_refusals_the_rest_is_not_tried(slurm: FakeSlurm, folder: Pat
 def test_no_sbatch_where_slurm_is_asked_for(slurm: FakeSlurm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(slurm.bin))
     slurm.remove("sbatch")
-    report = submit(write(folder, AXES), "--launch", "slurm")
+    report = submit(write_sweep(folder, AXES), "--launch", "slurm")
     assert report.code == 3
     assert "not found" in report.parts[0]["error"]
 
 
-def test_lost_answer_of_an_array_that_arrived(slurm: FakeSlurm, folder: Path) -> None:
+def test_sbatch_errors_of_an_array_that_arrived(slurm: FakeSlurm, folder: Path) -> None:
     slurm.behave("sbatch", say="sbatch: an odd wrapper says nothing", only_once=True)
-    report = submit(write(folder, AXES))
+    report = submit(write_sweep(folder, AXES))
     (job,) = slurm.jobs()
     assert [part["job_id"] for part in report.parts] == [job["id"]]
-    assert submit(write(folder, AXES)).jobs == []
+    assert submit(write_sweep(folder, AXES)).jobs == []
 
 
 def test_controller_that_cannot_be_reached(slurm: FakeSlurm, folder: Path) -> None:
     trouble = "Unable to contact slurm controller (connect failure)"
     slurm.behave("sbatch", code=1, stderr=trouble)
-    path = write(folder, AXES)
-    with pytest.raises(SlurmRefused, match=r"Whether the array was queued is not known"):
+    path = write_sweep(folder, AXES)
+    with pytest.raises(SlurmRefused, match=r"Whether the job was queued is not known"):
         submit(path)
     slurm.behave("squeue", code=1, stderr=trouble)
     with pytest.raises(SlurmRefused, match=r"an earlier submit was cut off.*nothing was changed"):
@@ -331,7 +319,7 @@ def start(path: Path, environ: dict[str, str]) -> "subprocess.Popen[bytes]":
 @pytest.mark.parametrize("when", ["after", "before"])
 def test_a_submit_killed_in_the_middle_never_makes_two_arrays(slurm: FakeSlurm, folder: Path, when: str) -> None:
     slurm.behave("sbatch", hang=when)
-    path = write(folder, AXES)
+    path = write_sweep(folder, AXES)
     process = start(path, slurm.environ)
     try:
         deadline = time.monotonic() + 60
@@ -355,7 +343,7 @@ def test_a_submit_killed_in_the_middle_never_makes_two_arrays(slurm: FakeSlurm, 
 
 def test_two_submits_at_once(slurm: FakeSlurm, folder: Path) -> None:
     slurm.behave("sbatch", hang="before")
-    path = write(folder, AXES)
+    path = write_sweep(folder, AXES)
     process = start(path, slurm.environ)
     try:
         deadline = time.monotonic() + 60
@@ -373,4 +361,4 @@ def test_an_ordinary_run_is_not_taken_for_a_sweep(slurm: FakeSlurm, folder: Path
     (folder / "out" / "s").mkdir(parents=True)
     (folder / "out" / "s" / "run.yaml").write_text("")
     with pytest.raises(ConfigError, match="holds a run: choose another name"):
-        submit(write(folder, AXES))
+        submit(write_sweep(folder, AXES))

@@ -46,7 +46,7 @@ class Tmux:
         """Their names; none where the server has ended."""
         command = ["tmux", "list-sessions", "-F", "#{session_name}"]
         return subprocess.run(
-            command, env=self.env, capture_output=True, text=True, timeout=30, check=False
+            command, env=self.env, capture_output=True, text=True, timeout=280, check=False
         ).stdout.split()
 
     def panes(self, session: str) -> dict[str, str]:
@@ -62,7 +62,7 @@ def tmux(tmp_path: Path) -> Iterator[Tmux]:
         pytest.skip("tmux is not installed")
     tool = Tmux(tmp_path)
     yield tool
-    subprocess.run(["tmux", "kill-server"], env=tool.env, capture_output=True, timeout=30, check=False)
+    subprocess.run(["tmux", "kill-server"], env=tool.env, capture_output=True, timeout=280, check=False)
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
@@ -129,7 +129,7 @@ def test_dry_run_needs_no_tmux(tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").touch()
     command = [str(TOOL), "a b", "--config", "exp.yaml", "--seed", "3", "--dry-run"]
     env = {**os.environ, "TRAINER_GPUS": "2,3", "WANDB_API_KEY": "hush-hush", "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
     trainer, _, _, orchestrator, *_ = result.stdout.splitlines()
     assert trainer.endswith(r"pane run env CUDA_VISIBLE_DEVICES=2\,3 trainer @ exp.yaml --name a\ b --seed 3")
@@ -142,7 +142,7 @@ def test_without_tmux_it_says_so(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     env = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
     result = subprocess.run(
-        [str(tmp_path / "bash"), str(TOOL), "x"], env=env, capture_output=True, text=True, timeout=60, check=False
+        [str(tmp_path / "bash"), str(TOOL), "x"], env=env, capture_output=True, text=True, timeout=280, check=False
     )
     assert result.returncode == 1
     assert "there is no tmux here" in result.stderr and "prime-hpc logs x -f" in result.stderr
@@ -151,6 +151,6 @@ def test_without_tmux_it_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [["a", "b"], ["--frob"], ["--config", "x.yaml"], ["a", "--config", "no.yaml"]])
 def test_wrong_usage(arguments: list[str], tmp_path: Path) -> None:
     result = subprocess.run(
-        [str(TOOL), *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [str(TOOL), *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
     )
     assert result.returncode == 2 and result.stderr.startswith("tools/tmux: error:")

@@ -68,7 +68,7 @@ def setup(tmp_path: Path, sinfo: str, *words: str) -> "subprocess.CompletedProce
     program(tmp_path / "bin" / "sinfo", f"echo '{sinfo}'")
     environ = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PRIME_HPC_VENV": "env"}
     command = ["bash", "tools/setup", *words]
-    return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=280)
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has an NVIDIA driver")
@@ -100,3 +100,33 @@ def test_the_hooks_before_a_commit_are_what_is_tested() -> None:
         if re.search(r"^ +\$bin/", line)
     }
     assert len(checks) == 3 and checks <= said
+
+
+def ladder(root: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    """tools/ladder over programs that say what they were asked, of which those named in `broken` fail."""
+    for name in ("ladder", "make-starter"):
+        (root / "tools").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "tools" / name, root / "tools")
+    fails = '! grep -qx "$(basename "$0")" broken 2>/dev/null || { echo boom; exit 1; }'
+    body = f'echo "$*" >>"$0.said"; {fails}'
+    for name in ("prime-hpc", "trainer", "sft", "eval", "rl"):
+        program(root / ".venv" / "bin" / name, body)
+    program(root / ".venv" / "bin" / "python", '[[ "$*" == *visible_gpus* ]] && echo 0; true')
+    env = {"PATH": f"{root / 'empty'}:/usr/bin:/bin"}
+    return subprocess.run([root / "tools" / "ladder", *words], env=env, capture_output=True, text=True, timeout=280)
+
+
+def test_the_ladder_stops_at_the_first_broken_rung_and_says_what_to_do(tmp_path: Path) -> None:
+    done = ladder(tmp_path, "--to", "rl")
+    assert done.returncode == 0 and "every rung holds" in done.stdout, done.stdout
+    asked = (tmp_path / ".venv" / "bin" / "rl.said").read_text()
+    assert "configs/debug/rl.yaml" in asked and "--device cpu" in asked
+    (tmp_path / "broken").write_text("sft\n")
+    for said in (tmp_path / ".venv" / "bin").glob("*.said"):
+        said.unlink()
+    done = ladder(tmp_path, "--to", "rl", "--backend", "transformers")
+    assert done.returncode == 1
+    assert "boom" in done.stdout and "  do: " in done.stdout and "tools/ladder --from sft" in done.stdout
+    assert (tmp_path / ".venv" / "bin" / "trainer.said").exists()
+    assert not (tmp_path / ".venv" / "bin" / "rl.said").exists(), "what stands on it is not tried"
+    assert ladder(tmp_path, "--from", "roof").returncode == 2

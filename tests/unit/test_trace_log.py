@@ -7,7 +7,7 @@ from prime_hpc.config.sections.orchestrator import TracesConfig
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
 from prime_hpc.orchestrator.trace_log import TraceLog
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 from tests.support.episodes import failed_episode, make_episode
 
 

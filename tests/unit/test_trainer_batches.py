@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 
 from prime_hpc.config.sections.trainer import FakeDataConfig
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import (
     batch_facts,
     fake_batch,
     make_micro_batch,
-    pack_samples,
     redistribute,
 )
 from tests.support.tiny_model import random_rank_batch
@@ -57,14 +56,6 @@ def test_an_empty_micro_batch_is_one_dummy_token_without_targets() -> None:
     assert micro.input_ids.shape == (1, 1) and micro.num_targets == 0 and micro.num_tokens == 0
 
 
-def test_packing_keeps_the_budget_on_every_rank() -> None:
-    lengths = np.random.default_rng(0).integers(1, 100, 77)
-    ranks = pack_samples(lengths, 3, 128)
-    assert len({len(r) for r in ranks}) == 1
-    assert sorted(i for r in ranks for micro in r for i in micro) == list(range(77))
-    assert all(sum(lengths[i] for i in micro) <= 128 for r in ranks for micro in r)
-
-
 def test_fake_batches_repeat_and_do_not_depend_on_the_ranks() -> None:
     config = FakeDataConfig(batch_size=10, seq_len=16, micro_batch_size=4, length="variable")
     one = [fake_batch(config, 50, 0, 3, 0, 1)]
@@ -72,17 +63,3 @@ def test_fake_batches_repeat_and_do_not_depend_on_the_ranks() -> None:
     assert sequences_of(one) == sequences_of(two)
     assert two[0].num_micro_batches == two[1].num_micro_batches == 2
     assert sequences_of([fake_batch(config, 50, 0, 4, 0, 1)]) != sequences_of(one)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_samples_go_to_the_first_micro_batch_with_room(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    budget, ranks = int(rng.integers(4, 60)), int(rng.integers(1, 5))
-    lengths = rng.integers(1, budget + 1, int(rng.integers(0, 70)))
-    bins: list[list[int]] = []
-    for sample in np.argsort(-lengths, kind="stable").tolist():
-        fits = [b for b in bins if lengths[b].sum() + lengths[sample] <= budget]
-        (fits[0] if fits else bins.append([]) or bins[-1]).append(sample)  # type: ignore[func-returns-value]
-    found = pack_samples(lengths, ranks, budget)
-    assert sorted(m for micros in found for m in micros if m) == sorted(bins)
-    assert len({len(micros) for micros in found}) == 1

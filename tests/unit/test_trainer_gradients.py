@@ -15,10 +15,10 @@ from prime_hpc.config.sections.common import ModelConfig  # noqa: E402
 from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig, TrainerConfig  # noqa: E402
 from prime_hpc.trainer.batching.micro_batches import redistribute  # noqa: E402
 from prime_hpc.trainer.model.policy import Policy, load_policy  # noqa: E402
+from prime_hpc.trainer.objectives import rl_loss  # noqa: E402
 from prime_hpc.trainer.optim import build_optimizer  # noqa: E402
 from prime_hpc.trainer.parallel import build_parallel  # noqa: E402
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes  # noqa: E402
-from prime_hpc.trainer.rl import rl_objective  # noqa: E402
 from prime_hpc.trainer.train_step import TrainStep  # noqa: E402
 from tests.support.ranks import spawn  # noqa: E402
 from tests.support.tiny_model import make_tiny_model, random_rank_batch  # noqa: E402
@@ -53,7 +53,7 @@ def train(source: Path, world_size: int, section: dict[str, Any]) -> dict[str, A
     policy = load_policy(
         ModelConfig(name=str(source), dtype="float32"),
         source,
-        build_parallel(config.layout, CPU),
+        build_parallel(config.parallel_dims, CPU),
         CPU,
         reshard_after_forward=True,
         chunk_tokens=512,
@@ -68,7 +68,7 @@ def train(source: Path, world_size: int, section: dict[str, Any]) -> dict[str, A
 
     def objective(*args: Any) -> Any:
         seen.append(held(policy))
-        return partial(rl_objective, LossConfig())(*args)
+        return partial(rl_loss, LossConfig())(*args)
 
     norms = []
     for step in (1, 2):

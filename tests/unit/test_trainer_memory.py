@@ -167,12 +167,12 @@ def train(group, tmp_path_factory):
     from functools import partial
 
     from prime_hpc.config.sections.common import ModelConfig
-    from prime_hpc.config.sections.parallel import Layout
+    from prime_hpc.config.sections.parallel import ParallelDims
     from prime_hpc.config.sections.trainer import LossConfig, OptimConfig, SchedulerConfig
     from prime_hpc.trainer.model.policy import load_policy
+    from prime_hpc.trainer.objectives import rl_loss
     from prime_hpc.trainer.optim import build_optimizer
     from prime_hpc.trainer.parallel import build_parallel
-    from prime_hpc.trainer.rl import rl_objective
     from prime_hpc.trainer.train_step import TrainStep
     from tests.support.tiny_model import make_tiny_model, random_rank_batch
 
@@ -181,7 +181,7 @@ def train(group, tmp_path_factory):
 
     def run(model, optim):
         config = ModelConfig(name=str(folder), **({"dtype": "float32"} | model))
-        parallel = build_parallel(Layout(), "cpu")
+        parallel = build_parallel(ParallelDims(), "cpu")
         policy = load_policy(config, folder, parallel, cpu, reshard_after_forward=True, chunk_tokens=512)
         section = OptimConfig(lr=1e-2, **optim)
         train_step = TrainStep(
@@ -190,7 +190,7 @@ def train(group, tmp_path_factory):
         )  # fmt: skip
         for step in (1, 2, 3):
             batch = random_rank_batch([[20, 9], [15]], seed=step, step=step)
-            metrics = train_step.run(step, batch, partial(rl_objective, LossConfig()))
+            metrics = train_step.run(step, batch, partial(rl_loss, LossConfig()))
         return {name: tensor.full_tensor().detach() for name, tensor in policy.hf.named_parameters()}, metrics
 
     return run

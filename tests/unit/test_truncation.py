@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from prime_hpc.trainer.batching.micro_batches import make_micro_batch, select_micro_batches
+from prime_hpc.store.batch.rank_batch import select_micro_batches
+from prime_hpc.trainer.batching.micro_batches import make_micro_batch
 from prime_hpc.trainer.ops import truncation as module
 from prime_hpc.trainer.ops.logprobs import VocabShard
 from prime_hpc.trainer.ops.truncation import find_cut

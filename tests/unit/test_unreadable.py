@@ -11,16 +11,16 @@ import pytest
 import torch.distributed as dist
 
 from prime_hpc.config import ConfigError
-from prime_hpc.store import layout
+from prime_hpc.store import run_paths
 from prime_hpc.store.artifact import SET_ASIDE
 from prime_hpc.store.attempts import read_attempts
 from prime_hpc.store.checkpoint import newest
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
-from prime_hpc.store.checkpoint.doubts import Doubts
+from prime_hpc.store.checkpoint.failed_reads import FailedReads
 from prime_hpc.store.errors import ArtifactError, InDoubt, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import Patience
-from prime_hpc.store.layout import RunPaths, list_steps
+from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.supervisor.attempt import resume
 from prime_hpc.supervisor.attempt.start import begin_attempt
 from prime_hpc.trainer.checkpointing import verify
@@ -169,7 +169,7 @@ def test_patience_ends_with_the_reason_and_can_be_told_to_end() -> None:
         raise Stopped
 
     with pytest.raises(Stopped):
-        Patience(600, heed=heed)(fail)
+        Patience(600, on_wait=heed)(fail)
 
 
 # ------------------------------------------------------------------------- what is broken is proved, and set aside
@@ -198,13 +198,13 @@ def test_a_first_reading_is_not_believed(prepared: dict[str, Prepared]) -> None:
     home = own.copy()
     shard = own.runs(home)[0].checkpoint_step(NEW) / SHARD
     whole = shard.read_bytes()
-    doubts = Doubts(120, clock=lambda: 0.0)
+    failed_reads = FailedReads(120, clock=lambda: 0.0)
     paths = own.runs(home)[0]
     shard.write_bytes(whole[:-1])
     with pytest.raises(InDoubt, match="expected 100 bytes, found 99 bytes; it is read again in 120 s"):
-        newest.choose_newest(paths, doubts, expected=NEW)
+        newest.choose_newest(paths, failed_reads, expected=NEW)
     shard.write_bytes(whole)  # the cache of this node was old
-    choice = newest.choose_newest(paths, doubts, expected=NEW)
+    choice = newest.choose_newest(paths, failed_reads, expected=NEW)
     assert choice.info is not None and choice.info.step == NEW and not choice.passed_over
 
 
@@ -255,8 +255,8 @@ def test_an_old_life_that_ran_while_the_mount_was_away_costs_nothing(prepared: d
     home = own.copy()
     paths = own.runs(home)[0]
     before = set(own.contents(home).values())
-    layout.claim_incarnation(paths)
-    layout.record_start(paths, 2, 0)
+    run_paths.claim_incarnation(paths)
+    run_paths.record_start(paths, 2, 0)
     begun = begin(own, home, None)
     assert begun.code in (0, 2)
     assert set(before) - set(own.contents(home).values()) <= {
@@ -303,7 +303,7 @@ def test_another_users_run_directory_is_refused(prepared: dict[str, Prepared], m
     if os.geteuid() == 0:
         os.chown(run_dir, 4242, -1)
     else:
-        monkeypatch.setattr(layout.os, "geteuid", lambda: 4242)
+        monkeypatch.setattr(run_paths.os, "geteuid", lambda: 4242)
     with pytest.raises(
         ConfigError, match=r"belongs to another user \(.*uid \d+; this is uid \d+\): choose another --name"
     ):
@@ -320,7 +320,7 @@ def test_requests_that_cannot_be_read_are_not_obeyed_twice(prepared: dict[str, P
     end_attempts(run_dir_of(home), None)
     faults = ReadFaults(roots_of(home), Fault("read", "run/x/resume.json", 1, "EIO"), normal)
     with faults.installed():
-        start = resume._obeyed_at
+        start = resume._answered_at
         with pytest.raises(OSError, match="Input/output error"):
             start(own.runs(home)[0], OLD)
     assert faults.reached

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from prime_hpc.store.batches import RankBatch, read_rank_batches, write_batch
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batches import read_rank_batches, write_batch
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.file_transfer import Handover, HandoverServer
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.waiting import wait_for_artifact
 
 NUM_RANKS = 2

@@ -56,13 +56,13 @@ class Bench:
     def __init__(self, model: Path, root: Path) -> None:
         from prime_hpc.config.sections.common import CkptConfig, ModelConfig
         from prime_hpc.config.sections.trainer import TrainerConfig
-        from prime_hpc.store.layout import RunPaths
+        from prime_hpc.store.run_paths import RunPaths
         from prime_hpc.trainer.batching.micro_batches import build_rank_batch
         from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
         from prime_hpc.trainer.model.policy import load_policy
+        from prime_hpc.trainer.objectives import rl_loss
         from prime_hpc.trainer.optim import build_optimizer
         from prime_hpc.trainer.parallel import build_parallel
-        from prime_hpc.trainer.rl import rl_objective
         from prime_hpc.trainer.train_step import TrainStep
 
         config = TrainerConfig.model_validate({"optim": {"lr": 1e-5}})
@@ -70,7 +70,7 @@ class Bench:
         policy = load_policy(
             ModelConfig(name=str(model), dtype="float32"),
             model,
-            build_parallel(config.layout, device),
+            build_parallel(config.parallel_dims, device),
             device,
             reshard_after_forward=True,
             chunk_tokens=2048,
@@ -90,7 +90,7 @@ class Bench:
         rng = np.random.default_rng(0)
         ids = [rng.integers(0, VOCAB, TOKENS, dtype=np.int32)]
         self.batch = build_rank_batch([[0]], ids, [np.ones(TOKENS, bool)], np.ones(1, np.float32))
-        self.objective = partial(rl_objective, config.loss)
+        self.objective = partial(rl_loss, config.loss)
         self.paths = RunPaths(root)
         make = partial(Checkpointer, policy, optimizer, self.paths, incarnation=0, meta={})
         self.sync = make(config=CkptConfig(keep_last=1))

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_hpc.orchestrator.batching.packing import fewest_micro_batches, fill, pack
-from prime_hpc.orchestrator.batching.shared_prefixes import Sharing
+from prime_hpc.store.batch.packing import fewest_micro_batches, fill, pack
+from prime_hpc.store.batch.shared_prefixes import Sharing
 
 NUM_SAMPLES = 2048
 NUM_RANKS = 64

@@ -47,14 +47,14 @@ def trainer_policy(model: Path, dtype: str) -> Iterator[Any]:
     import torch.distributed as dist
 
     from prime_hpc.config.sections.common import ModelConfig
-    from prime_hpc.config.sections.parallel import Layout
+    from prime_hpc.config.sections.parallel import ParallelDims
     from prime_hpc.trainer.model.policy import load_policy
     from prime_hpc.trainer.parallel import build_parallel
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         config = ModelConfig(name=str(model), dtype=dtype)
-        parallel = build_parallel(Layout(), "cpu")
+        parallel = build_parallel(ParallelDims(), "cpu")
         yield load_policy(config, model, parallel, torch.device("cpu"), reshard_after_forward=False, chunk_tokens=1024)
     finally:
         dist.destroy_process_group()

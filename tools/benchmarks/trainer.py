@@ -131,12 +131,10 @@ def our_step(folder: Path, batch: Any, kind: str = "rl") -> Callable[[], float]:
     from prime_hpc.config.sections.common import ModelConfig
     from prime_hpc.config.sections.trainer import TrainerConfig
     from prime_hpc.trainer.model.policy import load_policy
-    from prime_hpc.trainer.objectives import LossStats
+    from prime_hpc.trainer.objectives import LossStats, rl_loss, sft_loss
     from prime_hpc.trainer.optim import build_optimizer
     from prime_hpc.trainer.parallel import build_parallel
     from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
-    from prime_hpc.trainer.rl import rl_objective
-    from prime_hpc.trainer.sft import sft_objective
     from prime_hpc.trainer.train_step import TrainStep
 
     device = torch.device("cpu")
@@ -144,7 +142,7 @@ def our_step(folder: Path, batch: Any, kind: str = "rl") -> Callable[[], float]:
     policy = load_policy(
         ModelConfig(name=str(folder), dtype="float32"),
         folder,
-        build_parallel(config.layout, device),
+        build_parallel(config.parallel_dims, device),
         device,
         reshard_after_forward=config.reshard_after_forward,
         chunk_tokens=config.logits_chunk_tokens,
@@ -165,9 +163,9 @@ def our_step(folder: Path, batch: Any, kind: str = "rl") -> Callable[[], float]:
 
     def objective(micro: Any, logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
         if kind == "sft":
-            loss, stats = sft_objective(micro, logprobs, weights)
+            loss, stats = sft_loss(micro, logprobs, weights)
         else:
-            loss, stats = rl_objective(config.loss, micro, logprobs, weights)
+            loss, stats = rl_loss(config.loss, micro, logprobs, weights)
         stats.sums["nll"] = -logprobs.detach().sum()
         return loss, stats
 
@@ -222,14 +220,17 @@ def ragged_samples(rng: np.random.Generator) -> Samples:
 
 def our_batch(samples: Samples, kind: str) -> Any:
     """The samples as this project packs them; SFT trains every token, RL the completions."""
-    from prime_hpc.trainer.batching.micro_batches import build_rank_batch, pack_samples
+    from prime_hpc.store.batch.packing import pack
+    from prime_hpc.trainer.batching.micro_batches import build_rank_batch
 
     ids = [np.array(row, np.int32) for row in samples.token_ids]
     first = [0 if kind == "sft" else n for n in samples.prompt_lengths]
     masks = [np.arange(len(row)) >= n for row, n in zip(ids, first, strict=True)]
-    (micro,) = pack_samples(np.array([len(row) for row in ids]), 1, ROWS * ROW_TOKENS)
+    [packed] = pack([len(row) for row in ids], 1, ROWS * ROW_TOKENS)
     rewards = np.array(samples.rewards, np.float32).reshape(-1, GROUP_SIZE)
-    batch = build_rank_batch(micro, ids, masks, (rewards - rewards.mean(1, keepdims=True)).ravel())
+    batch = build_rank_batch(
+        [micro.tolist() for micro in packed], ids, masks, (rewards - rewards.mean(1, keepdims=True)).ravel()
+    )
     return batch if kind == "sft" else replace(batch, group_ids=batch.sample_ids // GROUP_SIZE)
 
 

@@ -12,7 +12,6 @@ The directory is a temporary one ($TMPDIR chooses the disk).
 
 import asyncio
 import mmap
-import multiprocessing
 import os
 import socket
 import statistics
@@ -26,14 +25,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from _ranks import COMMAND_TIMEOUT_S, NUM_RANKS, load_rank, started_ranks
+
+VARIANTS = {"--delta": "_weights_delta"}
+"""`weights.transport: delta` against whole files, instead."""
 NUM_ROUNDS = 9
-NUM_RANKS = 2
 NUM_ENGINES = 2
 VOCAB = 16_384
 FREE_BYTES = 1 << 30
 """What a version and its raw twin take in the page cache, and more."""
 READY_S = 300.0
-COMMAND_TIMEOUT_S = 300.0
 
 
 def save_model(folder: Path) -> int:
@@ -66,34 +67,21 @@ def save_model(folder: Path) -> int:
 
 
 def publish_on_request(rank: int, model: Path, root: Path, pipe: Connection) -> None:
-    """One trainer rank: publishes the version that it is told, answers with the seconds. None ends it."""
+    """One trainer rank: publishes the version that it is told, answers with its seconds and its core-seconds."""
     import torch
     import torch.distributed as dist
 
-    from prime_hpc.config.sections.common import ModelConfig
-    from prime_hpc.config.sections.parallel import Layout
     from prime_hpc.runtime.process_memory import freeze_gc
-    from prime_hpc.store.layout import RunPaths
-    from prime_hpc.trainer.model.policy import load_policy
-    from prime_hpc.trainer.parallel import build_parallel
+    from prime_hpc.store.run_paths import RunPaths
     from prime_hpc.trainer.weights.publish import Publisher
 
-    store = dist.FileStore(str(root / "rendezvous"), NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    policy = load_policy(
-        ModelConfig(name=str(model), dtype="float32"),
-        model,
-        build_parallel(Layout(dp_shard=NUM_RANKS), "cpu"),
-        torch.device("cpu"),
-        reshard_after_forward=True,
-        chunk_tokens=2048,
-    )
+    policy = load_rank(rank, model, root / "rendezvous", "float32")
     publisher = Publisher(policy, model, RunPaths(root), dtype=torch.float32, incarnation=0, model_name=str(model))
     freeze_gc()  # as the trainer's own main does
-    while (version := pipe.recv()) is not None:
+    while (said := pipe.recv()) is not None:
         dist.barrier()
         began, worked = time.perf_counter(), time.process_time()
-        publisher.publish(version)
+        publisher.publish(said[0])
         pipe.send((time.perf_counter() - began, time.process_time() - worked))
     dist.destroy_process_group()
 
@@ -101,39 +89,19 @@ def publish_on_request(rank: int, model: Path, root: Path, pipe: Connection) -> 
 @contextmanager
 def trainer(model: Path, root: Path) -> Iterator[Any]:
     """The ranks; gives a function version -> seconds of rank 0, which commits, and core-seconds of all."""
-    context = multiprocessing.get_context("fork")  # this module has no importable name; nothing computes here
-    pipes, ranks = [], []
-    for rank in range(NUM_RANKS):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=publish_on_request, args=(rank, model, root, theirs), daemon=True)
-        process.start()
-        pipes.append(ours)
-        ranks.append(process)
+    with started_ranks(publish_on_request, model, root) as tell:
 
-    def publish(version: int) -> tuple[float, float]:
-        for pipe in pipes:
-            pipe.send(version)
-        seconds = []
-        for pipe in pipes:
-            if not pipe.poll(COMMAND_TIMEOUT_S):
-                raise RuntimeError(f"version {version} was not published within {COMMAND_TIMEOUT_S:.0f} s")
-            seconds.append(pipe.recv())
-        return seconds[0][0], sum(cpu for _, cpu in seconds)
+        def publish(version: int) -> tuple[float, float]:
+            seconds = tell(version)
+            return seconds[0][0], sum(cpu for _, cpu in seconds)
 
-    try:
         yield publish
-        for pipe in pipes:
-            pipe.send(None)
-        for process in ranks:
-            process.join(30)
-    finally:
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
 
 
 @contextmanager
-def server(model: Path, root: Path) -> Iterator[tuple[str, int]]:
+def server(
+    model: Path, root: Path, dtype: str = "float32", num_engines: int = NUM_ENGINES
+) -> Iterator[tuple[str, int]]:
     """A vLLM server with its engines; gives its URL and process id."""
     import yaml
 
@@ -142,9 +110,9 @@ def server(model: Path, root: Path) -> Iterator[tuple[str, int]]:
         "kind": "rl",
         "name": root.name,
         "seq_len": 256,
-        "model": {"name": str(model), "dtype": "float32"},
+        "model": {"name": str(model), "dtype": dtype},
         "orchestrator": {"sampling": {"max_tokens": 64}},
-        "inference": {"cpu_kv_cache_gib": 0.25, "data_parallel_size": NUM_ENGINES},
+        "inference": {"cpu_kv_cache_gib": 0.25, "data_parallel_size": num_engines},
     }
     (root / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     with socket.socket() as probe:
@@ -220,8 +188,8 @@ async def measure(
 
     from prime_hpc.client.inference import InferenceClient
     from prime_hpc.runtime.process_memory import freeze_gc
-    from prime_hpc.store.layout import RunPaths
     from prime_hpc.store.manifest import read_manifest
+    from prime_hpc.store.run_paths import RunPaths
     from prime_hpc.store.weights import prune_weights
 
     paths = RunPaths(root)

@@ -24,8 +24,9 @@ import numpy as np
 import xxhash
 from _ends import make_rank_of
 
-from prime_hpc.store.batches import RankBatch, decode_rank, encode_rank, read_rank_batch, write_batch
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.batch.rank_batch import RankBatch, decode_rank, encode_rank
+from prime_hpc.store.batches import read_rank_batch, write_batch
+from prime_hpc.store.run_paths import RunPaths
 
 NUM_TOKENS = 8_600_000
 NUM_RANKS = 32

@@ -23,7 +23,7 @@ import psutil
 from _setting import TOP, Outcome, Setting, environment, skipped
 
 from prime_hpc.runtime.gpus import driver_version
-from prime_hpc.supervisor.roles.process_tree import become_subreaper, end_families, end_strays
+from prime_hpc.runtime.process_tree import become_subreaper, end_families, end_strays
 
 GRACE_S = 20.0
 CPU_MINUTES = 60.0

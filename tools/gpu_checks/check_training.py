@@ -126,13 +126,14 @@ def _steps(tree: dict[str, Any], scratch: Path, num_steps: int) -> dict[str, Any
     """Loss and gradient norm of each step on this process alone."""
     from prime_hpc.config import Experiment
     from prime_hpc.trainer.data.fake import fake_source
-    from prime_hpc.trainer.replay.replay import objective_of, opened
+    from prime_hpc.trainer.objectives import loss_of
+    from prime_hpc.trainer.replay.replay import opened
 
     experiment = Experiment.model_validate(tree)
     with opened(experiment, scratch) as trainer:
         source = fake_source(trainer)
         assert source is not None
-        found = [trainer.train(n, source(n), objective_of(experiment)) for n in range(1, num_steps + 1)]
+        found = [trainer.train(n, source(n), loss_of(experiment)) for n in range(1, num_steps + 1)]
     return {"loss": [m["loss"] for m in found], "grad_norm": [m["grad_norm"] for m in found]}
 
 
@@ -155,7 +156,8 @@ def syncs(setting: Setting) -> Outcome:
 
     from prime_hpc.config import Experiment
     from prime_hpc.trainer.batching.micro_batches import fake_batch
-    from prime_hpc.trainer.replay.replay import objective_of, opened
+    from prime_hpc.trainer.objectives import loss_of
+    from prime_hpc.trainer.replay.replay import opened
 
     tree = tree_of(setting, "syncs", small_model(setting), share_prefixes=False)
     experiment = Experiment.model_validate(tree)
@@ -167,7 +169,7 @@ def syncs(setting: Setting) -> Outcome:
             sized = shape.model_copy(update={"batch_size": 4 * micro_batches})
             batch = fake_batch(sized, trainer.vocab_size, 0, step, 0, 1)
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-                trainer.train(step, batch, objective_of(experiment))
+                trainer.train(step, batch, loss_of(experiment))
             rows = {event.key: event.count for event in profiler.key_averages()}
             counts[micro_batches] = {name: rows.get(name, 0) for name in WAITS}
     each = {name: (counts[6][name] - counts[2][name]) / 4 for name in WAITS}

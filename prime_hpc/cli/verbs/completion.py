@@ -7,10 +7,8 @@ shell that there is no script for.
 
 import sys
 
-from prime_hpc.cli.common import refuse_unknown, take_flags
+from prime_hpc.cli.common import parse
 from prime_hpc.config.errors import ConfigError
-
-USAGE = 'prime-hpc completion bash|zsh|fish   (for bash: eval "$(prime-hpc completion bash)" in ~/.bashrc)'
 
 BASH = r"""# prime-hpc completion for bash:  eval "$(prime-hpc completion bash)"
 _prime_hpc() {
@@ -110,16 +108,17 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 def run(argv: list[str], program: str) -> int:
     """Print a script, or (for the scripts) the words that may come next."""
-    rest, _, values = take_flags(argv, valued=("--words", "--line"))
-    if values:
+    given = parse("completion", argv)
+    if given.flags:
         from prime_hpc.cli.complete import complete, split_line
 
-        words = split_line(values["--line"]) if "--line" in values else values["--words"].split("\x1f")
+        flags = given.flags
+        words = split_line(flags["--line"]) if "--line" in flags else flags["--words"].split("\x1f")
         print(complete(words), end="")
         return 0
-    refuse_unknown(rest, 1, USAGE)
+    rest = given.arguments(1)
     if not rest or rest[0] not in SCRIPTS:
         asked = f"no script for {rest[0]!r}" if rest else "for which shell?"
-        raise ConfigError(f"{asked}; usage: {USAGE}")
+        raise ConfigError(f"{asked}; usage: {given.usage}")
     sys.stdout.write(SCRIPTS[rest[0]])
     return 0

@@ -1,8 +1,4 @@
-"""Base of every section of the experiment tree: the strict pydantic base class.
-
-Used by every module in `prime_hpc.config.sections`; field docstrings become the help text
-(`prime_hpc.config.help` reads them from the source: having pydantic collect them costs every import 40 ms).
-"""
+"""Base of every section of the experiment tree: the strict pydantic base class."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -102,6 +102,16 @@ class CkptConfig(Section):
         return value
 
 
+class MlflowConfig(Section):
+    """MLflow: a run for the trainer, one for the orchestrator; a later attempt goes on in them (pip install
+    mlflow-skinny)."""
+
+    tracking_uri: str | None = None
+    """A server's address; default: MLFLOW_TRACKING_URI, else files in `<run>/mlflow/store`."""
+    experiment: str = "prime-hpc"
+    """Name under which MLflow collects runs."""
+
+
 class WandbConfig(Section):
     """Weights & Biases. Offline where it has no credentials; it can never stop a run."""
 

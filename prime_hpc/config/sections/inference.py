@@ -7,17 +7,10 @@ from pydantic import Field, field_validator
 
 from prime_hpc.config.secret import Arguments, Secret
 from prime_hpc.config.sections.base import Section
-from prime_hpc.config.sections.names import known_or_import
+from prime_hpc.config.sections.names import BackendName
 
 DEFAULT_PORT = 8000
 """Of the first server on one machine."""
-
-
-BACKENDS = {
-    "vllm": "prime_hpc.inference.vllm_backend:VLLM",
-    "transformers": "prime_hpc.inference.transformers.backend:TRANSFORMERS",
-}
-"""Name -> where it is (`prime_hpc/inference/backend.py` states what it must be able to)."""
 
 
 class ServerConfig(Section):
@@ -33,7 +26,7 @@ class ServerConfig(Section):
 class InferenceConfig(Section):
     """Engines behind an OpenAI-compatible server with weight updates."""
 
-    backend: str = "vllm"
+    backend: BackendName = "vllm"
     """Engine that samples. `vllm`: vLLM, for all that these keys state. `transformers`: a small continuous batch over
     transformers' forward pass, for machines where vLLM cannot be installed (`pip install 'prime-hpc[transformers]'`):
     one device a server, no adapters, no windows of attention. Or your own, as `module:ATTRIBUTE`."""
@@ -98,11 +91,6 @@ class InferenceConfig(Section):
     """How often a dead server is started again before the run fails."""
     vllm: Arguments = {}
     """Any other vLLM engine argument, by its own name."""
-
-    @field_validator("backend")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        return known_or_import(name, tuple(BACKENDS), "an inference backend", "module:ATTRIBUTE")
 
     @field_validator("vllm")
     @classmethod

@@ -1,5 +1,5 @@
 """The `model.lora` section: low-rank adapters instead of training the whole model. Which modules a target names is
-decided here, so that `lint`, the trainer and the export agree. Called by all of them.
+decided here, so that `lint`, the trainer and the export agree.
 """
 
 import math

@@ -1,9 +1,14 @@
 """Names in the tree that are either known ones or a user's own code."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
+from functools import partial
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from prime_hpc.config.errors import nearest_path
+from prime_hpc.config.named_code import ALGORITHMS, BACKENDS, OBJECTIVES, TRANSPORTS
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -13,7 +18,7 @@ def is_import_path(name: str) -> bool:
     return _IMPORT_PATH.fullmatch(name) is not None
 
 
-def known_or_import(name: str, known: Sequence[str], what: str, form: str = "module:function") -> str:
+def known_or_import(name: str, known: Collection[str], what: str, form: str = "module:function") -> str:
     """`name` itself, where it is one of `known` or an import path.
 
     Raises:
@@ -21,9 +26,33 @@ def known_or_import(name: str, known: Sequence[str], what: str, form: str = "mod
     """
     if name in known or is_import_path(name):
         return name
+    raise ValueError(f"{_unknown(name, known, what)}; your own is `{form}`")
+
+
+def known_name(name: str, known: Collection[str], what: str) -> str:
+    """`name` itself, where it is one of `known`.
+
+    Raises:
+        ValueError: it is not; names the nearest and all known ones.
+    """
+    if name in known:
+        return name
+    raise ValueError(_unknown(name, known, what))
+
+
+def _unknown(name: str, known: Collection[str], what: str) -> str:
     near = nearest_path(name, known)
     hint = f"did you mean {near}? " if near else ""
-    raise ValueError(f"{name!r} is not {what}: {hint}known are {', '.join(known)}; your own is `{form}`")
+    return f"{name!r} is not {what}: {hint}known are {', '.join(known)}"
+
+
+ObjectiveName = Annotated[str, AfterValidator(partial(known_or_import, known=OBJECTIVES, what="an objective"))]
+AdvantageName = Annotated[str, AfterValidator(partial(known_or_import, known=ALGORITHMS, what="an algorithm"))]
+BackendName = Annotated[
+    str,
+    AfterValidator(partial(known_or_import, known=BACKENDS, what="an inference backend", form="module:ATTRIBUTE")),
+]
+TransportName = Annotated[str, AfterValidator(partial(known_name, known=TRANSPORTS, what="a weight transport"))]
 
 
 _MAX_NAME_BYTES = 200

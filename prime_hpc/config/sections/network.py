@@ -46,5 +46,5 @@ class NetworkConfig(Section):
         return text
 
     def over(self, other: "NetworkConfig") -> "NetworkConfig":
-        """This one's keys where they are set, else the other's."""
+        """Return this one's keys where they are set, else the other's."""
         return other.model_copy(update=self.model_dump(exclude_none=True))

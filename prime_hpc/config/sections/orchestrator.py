@@ -1,15 +1,67 @@
-"""The orchestrator's section: environments, sampling, batching, staleness, evaluation, the client."""
+"""The orchestrator's section: environments, sandboxes, sampling, batching, staleness, evaluation, the client."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from prime_hpc.config.named_code import ALGORITHMS, AlgorithmEntry
 from prime_hpc.config.secret import Arguments
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.curriculum import CurriculumConfig
-from prime_hpc.config.sections.names import known_or_import
+from prime_hpc.config.sections.names import AdvantageName
 from prime_hpc.config.sections.sampling import EvalSamplingConfig, SamplingConfig, SamplingOverride
 from prime_hpc.config.sections.teacher import EchoConfig, TeacherConfig
+
+
+def _checked_workers(workers: int | Literal["auto"]) -> int | Literal["auto"]:
+    if workers != "auto" and workers < 0:
+        raise ValueError(f"{workers} workers: state 0 (the orchestrator's own process), a number, or auto")
+    return workers
+
+
+class SandboxConfig(Section):
+    """A sandbox for each episode: no view of the host's files, processes, network and keys; all of it is gone at the
+    episode's end."""
+
+    runtime: Literal["bubblewrap"] = "bubblewrap"
+    """Its maker: bubblewrap (`bwrap`), which needs no daemon, no image and no root, but user namespaces."""
+    network: bool = False
+    """Give it the node's network, and with it whatever listens there; else it has a loopback interface of its own."""
+    packages: bool = False
+    """Its Python has the packages of this one, read-only; else the standard library alone, which starts sooner."""
+    read_only: list[str] = []
+    """Further absolute paths of the node that it may read, at the same place."""
+    memory_mib: int = Field(1024, ge=32)
+    """Of all its processes together; also the address space of each."""
+    disk_mib: int = Field(64, ge=1)
+    """Of its files, which are in memory too, and of each of them."""
+    files: int = Field(10_000, ge=100)
+    """Files and folders in it at most."""
+    processes: int = Field(64, ge=1)
+    """Processes and threads at once."""
+    open_files: int = Field(128, ge=16)
+    """Of one process."""
+    cpu_s: float = Field(30, gt=0)
+    """CPU time of one command with all that it starts."""
+    command_s: float = Field(30, gt=0)
+    """Wall-clock time of one command."""
+    start_s: float = Field(20, gt=0)
+    """Deadline of its start, which is none of the command's time: an episode whose sandbox does not start has failed,
+    and counts as no reward."""
+    output_kib: int = Field(256, ge=1)
+    """Kept of each output of a command; the rest is dropped."""
+    warm: int = Field(2, ge=0)
+    """Sandboxes that are started ahead and wait, of each process that plays the environment."""
+    parallel: int | None = Field(None, ge=1)
+    """Commands that run at once, in each process that plays the environment; default: its cores."""
+
+    @field_validator("read_only")
+    @classmethod
+    def _are_absolute(cls, paths: list[str]) -> list[str]:
+        for path in paths:
+            if not path.startswith("/") or path.rstrip("/") in ("", "/proc", "/dev", "/work", "/tmp"):
+                raise ValueError(f"{path!r} cannot be shown in a sandbox: name an absolute path below /")
+        return paths
 
 
 class EnvConfig(Section):
@@ -32,6 +84,62 @@ class EnvConfig(Section):
     """Model calls of one episode at most."""
     timeout_s: float = Field(120, gt=0)
     """Deadline of one episode."""
+    workers: int | Literal["auto"] | None = None
+    """Processes that play its episodes, a number or `auto`; default `env_servers.workers` of the section."""
+    sandbox: SandboxConfig | None = None
+    """Run what its episodes run (commands, tools, programs of a model) in sandboxes. An environment that cannot do
+    without has them anyhow."""
+
+    @field_validator("workers")
+    @classmethod
+    def _counts(cls, workers: int | Literal["auto"] | None) -> int | Literal["auto"] | None:
+        return None if workers is None else _checked_workers(workers)
+
+
+class EnvServersConfig(Section):
+    """Processes of their own for episodes: what an environment does there harms no other one, nor the run."""
+
+    workers: int | Literal["auto"] = 0
+    """Of each environment. 0: its episodes are played in the orchestrator's process, on one thread, which is the
+    quickest for rewards that cost less than a millisecond; `auto`: one at first, and one more for as long as all are
+    busy for more than 70 % of a core."""
+    max_workers: int | None = Field(None, ge=1)
+    """`auto`: at most so many of each environment; default: the process's cores but one."""
+    memory_gib: float | None = Field(None, gt=0)
+    """A worker that holds more is replaced, once what it plays has ended; at half more it is ended at once. Default: no
+    limit."""
+    stall_s: float = Field(30.0, gt=0)
+    """An environment's code that keeps its worker's event loop for longer is interrupted, and where that does not help
+    the worker is ended; the other episodes of that worker are played again."""
+    silence_s: float = Field(60.0, gt=0)
+    """A worker that says nothing for so long (it speaks every second, whatever its environment does) is ended."""
+    max_restarts: int = Field(5, ge=0)
+    """How often in a row a worker may end before it has played one episode."""
+    addresses: list[str] = []
+    """`host:port` of hosts that run elsewhere, `python -m prime_hpc.envs.workers.host --listen`: the workers are
+    started there, in turn, and none on this machine."""
+    key_var: str = "PRIMEHPC_ENV_SERVER_KEY"
+    """Environment variable with the key of the hosts at `addresses`."""
+
+    @field_validator("addresses")
+    @classmethod
+    def _are_addresses(cls, addresses: list[str]) -> list[str]:
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+                raise ValueError(f"{address!r} is no address: write host:port")
+        return addresses
+
+    @model_validator(mode="after")
+    def _has_a_bound(self) -> "EnvServersConfig":
+        if self.addresses and self.workers == "auto" and self.max_workers is None:
+            raise ValueError("workers: auto at addresses needs max_workers: this machine's cores say nothing of theirs")
+        return self
+
+    @field_validator("workers")
+    @classmethod
+    def _counts(cls, workers: int | Literal["auto"]) -> int | Literal["auto"]:
+        return _checked_workers(workers)
 
 
 class TrainEnvConfig(EnvConfig):
@@ -40,15 +148,10 @@ class TrainEnvConfig(EnvConfig):
     rollouts_per_example: int | None = Field(None, ge=1)
     """Rollouts of one of its prompts; default `orchestrator.rollouts_per_example`. A batch has as many prompts as ever,
     so more of these make it larger."""
-    algorithm: str | None = None
+    algorithm: AdvantageName | None = None
     """Its algorithm, named as in `orchestrator.advantage.type`, whose other settings it shares; none with a teacher."""
     sampling: SamplingOverride = SamplingOverride()
     """Its sampling; what is not stated is `orchestrator.sampling`'s."""
-
-    @field_validator("algorithm")
-    @classmethod
-    def _known(cls, name: str | None) -> str | None:
-        return None if name is None else known_or_import(name, get_args(AdvantageName), "an algorithm")
 
 
 class EvalEnvConfig(EnvConfig):
@@ -149,29 +252,10 @@ class SoftOverlongConfig(Section):
         return self
 
 
-AdvantageName = Literal[
-    "grpo",
-    "grpo_no_std",
-    "dr_grpo",
-    "rloo",
-    "opo",
-    "max_rl",
-    "rae",
-    "reinforce",
-    "none",
-    "hierarchical_grpo",
-    "opd",
-    "opsd",
-    "sft",
-]
-_WITHOUT_GROUP = ("rae", "reinforce", "none", "hierarchical_grpo", "opd", "opsd", "sft")
-_DISTILS = ("opd", "opsd")
-
-
 class AdvantageConfig(Section):
     """How rewards of a group become advantages."""
 
-    type: AdvantageName | str = "grpo"
+    type: AdvantageName = "grpo"
     """`grpo`: (r - mean) / std over the group; `dr_grpo` (`grpo_no_std`): r - mean; `rloo`: r - mean of the others;
     `opo`: r - mean weighted by length; `max_rl`: (r - mean) / mean; `rae`: r - a moving average of each role's
     rewards in the environment; `reinforce` (`none`): r itself; `hierarchical_grpo`: each agent against its own kind;
@@ -219,19 +303,29 @@ class AdvantageConfig(Section):
     """Repetition penalty; off when absent."""
 
     @property
+    def algorithm(self) -> AlgorithmEntry:
+        """Facts of the algorithm; your own may be one that scores a single rollout."""
+        return ALGORITHMS.get(self.type) or AlgorithmEntry(self.type, min_group=1)
+
+    @property
     def compares_rollouts(self) -> bool:
         """True if one rollout alone has no advantage (unknown, so False, of your own algorithm)."""
-        return self.type not in _WITHOUT_GROUP and ":" not in self.type
+        return self.algorithm.min_group > 1
 
     @property
     def distils(self) -> bool:
         """True if a teacher scores the policy's tokens."""
-        return self.type in _DISTILS
+        return self.algorithm.teacher != ""
 
-    @field_validator("type")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        return known_or_import(name, get_args(AdvantageName), "an algorithm")
+    @property
+    def imitates(self) -> bool:
+        """True if the teacher samples in the policy's place."""
+        return self.algorithm.imitates
+
+    @property
+    def asks_teacher(self) -> bool:
+        """True if it needs `orchestrator.teacher` (unknown, so False, of your own algorithm)."""
+        return self.algorithm.teacher == "model" or self.imitates
 
     @model_validator(mode="after")
     def _args_are_used(self) -> "AdvantageConfig":
@@ -266,6 +360,8 @@ class OrchestratorConfig(Section):
     """Training rollouts' sampling."""
     env: list[TrainEnvConfig] = []
     """Training environments."""
+    env_servers: EnvServersConfig = EnvServersConfig()
+    """Processes that play the episodes of training and evaluation."""
     eval: EvalConfig | None = None
     """Evaluation; off when absent."""
     advantage: AdvantageConfig = AdvantageConfig()
@@ -310,11 +406,11 @@ class OrchestratorConfig(Section):
     @property
     def policy_samplings(self) -> list[SamplingConfig]:
         """`policy_sampling` of each training environment."""
-        if self.advantage.type == "sft":
+        if self.advantage.imitates:
             return [SamplingConfig()] * len(self.env)
         return [env.sampling.over(self.sampling) for env in self.env]
 
     @property
     def policy_sampling(self) -> SamplingConfig:
         """The distribution of which the trainer computes log-probabilities: what is sampled, unless a teacher does."""
-        return SamplingConfig() if self.advantage.type == "sft" else self.sampling
+        return SamplingConfig() if self.advantage.imitates else self.sampling

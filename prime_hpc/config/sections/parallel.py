@@ -1,7 +1,7 @@
-"""How the trainer's ranks share the work: the section `trainer.parallel`, and the layout that it gives.
+"""How the trainer's ranks share the work: the section `trainer.parallel`, and the dimensions that it gives.
 
-`Layout` is plain arithmetic, used by the trainer (meshes), by the orchestrator (how many parts a batch has), and by
-`plan` and `lint` on the login node.
+`ParallelDims` is plain arithmetic, used by the trainer (meshes), by the orchestrator (how many parts a batch has), and
+by `plan` and `lint` on the login node.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from prime_hpc.config.sections.base import Section
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelDims:
     """Sizes of the dimensions over which the ranks are laid out, outermost first; their product is the world size.
 
     Rank = ((replicate x shard + s) x cp + c) x tp + t: ranks of one tensor-parallel group are neighbours, so that they
@@ -82,7 +82,7 @@ class ParallelConfig(Section):
     ep: int = Field(1, ge=1)
     """Expert parallel (mixture of experts): ranks that split the experts, out of those of one copy."""
 
-    def layout(self, num_ranks: int) -> Layout:
+    def dims(self, num_ranks: int) -> ParallelDims:
         """Return the sizes of all dimensions.
 
         Raises:
@@ -111,4 +111,4 @@ class ParallelConfig(Section):
                 f"trainer.parallel.ep = {self.ep} does not divide the {one_copy} ranks of one copy (dp_shard x cp x "
                 f"tp): use {' or '.join(map(str, good)) or '1'}"
             )
-        return Layout(self.dp_replicate, shard, self.cp, self.tp, self.ep)
+        return ParallelDims(self.dp_replicate, shard, self.cp, self.tp, self.ep)

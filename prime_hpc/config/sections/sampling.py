@@ -147,7 +147,7 @@ class SamplingOverride(Section):
     """Further sampling parameters, in place of the others'."""
 
     def over(self, common: SamplingConfig) -> SamplingConfig:
-        """The common sampling with what is stated here."""
+        """Return the common sampling with what is stated here."""
         stated = {name: value for name, value in self.model_dump().items() if value is not None}
         return SamplingConfig(**(common.model_dump() | stated))
 

@@ -2,7 +2,7 @@
 
 A job of ours runs one task a node, comes back by itself and starts every role with srun: whatever changes the number
 of tasks, the script's output, its signals or its life would break it. `SlurmOptions.extra` is checked with it when a
-config or a site profile is read; `supervisor.options` translates what can be said in other words.
+config or a site profile is read; `slurm.options` translates what can be said in other words.
 """
 
 from collections.abc import Mapping

@@ -147,6 +147,17 @@ class PreflightConfig(Section):
     """A node must see another's new file within this."""
 
 
+class ShapeConfig(Section):
+    """One allowed shape of an experiment's job: what of it differs from the experiment as it stands."""
+
+    name: str = Field(pattern=r"^[\w.+-]+$")
+    """Letters, digits, `_`, `.`, `+` and `-`."""
+    overrides: dict[str, Any] = {}
+    """Keys of the experiment, dotted or nested: nodes, ranks, engines, partition, time limit, layout."""
+    step_s: float | None = Field(None, gt=0)
+    """Seconds a step takes in this shape, measured or expected: shapes are then ranked by the time to the last step."""
+
+
 class SlurmConfig(SlurmOptions):
     """One experiment as one Slurm job."""
 
@@ -166,8 +177,12 @@ class SlurmConfig(SlurmOptions):
     """The nodes of the teacher's servers (`teacher_inference`)."""
     orchestrator: SlurmGroupConfig | None = None
     """Nodes (CPU-only) of the orchestrator in a het job; absent: it runs beside the trainer."""
+    shapes: list[ShapeConfig] = []
+    """Shapes that the job may have: `plan --when` says which starts first, `submit --best` takes it."""
+    shape: str | None = None
+    """Name of the shape in force, over what else the files state; a run keeps the one that it began with."""
     spare_nodes: int = Field(0, ge=0)
-    """Packed: nodes kept free for the server of a lost inference node."""
+    """Homogeneous jobs: nodes kept free for the server of a lost inference node."""
     setup: list[str] = []
     """Shell lines of the batch script before the supervisor starts, after the site's."""
     env: Variables = {}
@@ -256,6 +271,8 @@ class SiteConfig(Section):
     """Container of the roles."""
     scratch: Path | None = None
     """Shared scratch directory, for people."""
+    internet: bool | None = None
+    """Compute nodes reach the internet; false: lint says what is not on disk (`prime-hpc fetch` brings it)."""
     node_local: str | None = None
     """Node-local directory for caches and staging; may hold $SLURM_JOB_ID and the like."""
     network_interface: str | None = None
@@ -276,6 +293,11 @@ class SiteConfig(Section):
     """Typical time from the job's start to the first step, for lint."""
     failures_per_1000_node_days: float = Field(6.5, ge=0)
     """Hardware failures (default: Kokolis et al., arXiv 2410.21680), for the checkpoint interval."""
+    max_submit_jobs: int | None = Field(None, ge=1)
+    """Jobs that a user may have in the queue at once, each task of an array and each component of a het job counted;
+    absent: what `sacctmgr` says."""
+    max_array_size: int | None = Field(None, ge=2)
+    """MaxArraySize; absent: what `scontrol show config` says."""
     exclude_bad_nodes: bool = False
     """Exclude a bad node from the next attempt."""
     srun_args: list[str] = ["--mpi=none"]

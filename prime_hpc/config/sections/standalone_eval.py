@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section
-from prime_hpc.config.sections.orchestrator import ClientConfig, EnvConfig
+from prime_hpc.config.sections.orchestrator import ClientConfig, EnvConfig, EnvServersConfig
 from prime_hpc.config.sections.sampling import SamplingConfig, SamplingOverride, SamplingSection
 
 
@@ -60,6 +60,8 @@ class EpisodesConfig(Section):
     """Environments by name, with their own defaults (`math500,aime2025`)."""
     env: list[StandaloneEnvConfig] = []
     """Further environments, with arguments."""
+    env_servers: EnvServersConfig = EnvServersConfig()
+    """Processes that play the episodes."""
     num_examples: int | None = Field(None, ge=1)
     """Tasks of each environment, the first ones; default: all, of an endless environment 128."""
     rollouts_per_example: int = Field(1, ge=1)

@@ -1,12 +1,13 @@
 """The trainer's section: ranks, optimizer, schedule, objective, batch shape."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from prime_hpc.config.named_code import OBJECTIVES, Bounds, ObjectiveEntry
 from prime_hpc.config.sections.base import Section
-from prime_hpc.config.sections.names import known_or_import
-from prime_hpc.config.sections.parallel import Layout, ParallelConfig
+from prime_hpc.config.sections.names import ObjectiveName
+from prime_hpc.config.sections.parallel import ParallelConfig, ParallelDims
 
 
 class OptimConfig(Section):
@@ -97,15 +98,11 @@ NO_SYNC_BYTES = 1 << 30
 SMALL_LOGITS = 1 << 24
 """So many logits (64 MiB) are no reason to work in chunks: a small vocabulary's are kept for the backward pass."""
 
-ObjectiveName = Literal["aipo", "reinforce", "ppo_clip", "grpo", "dr_grpo", "gspo", "cispo", "dppo", "ipo", "nll"]
-_CLIPPED = ("ppo_clip", "grpo", "dr_grpo")
-_MASKED = ("dppo", "ipo")
-
 
 class LossConfig(Section):
     """The RL objective."""
 
-    type: ObjectiveName | str = "aipo"
+    type: ObjectiveName = "aipo"
     """Objective by name (`prime_hpc/trainer/objectives`, one file each), or your own as `module:function`."""
     delta: float = Field(8.0, gt=0)
     """`aipo`: upper clip of the importance ratio pi/mu."""
@@ -135,21 +132,31 @@ class LossConfig(Section):
     mismatch: MismatchConfig = MismatchConfig()
     """Alarm on the mismatch to the engine."""
 
-    @field_validator("type")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        return known_or_import(name, get_args(ObjectiveName), "an objective")
+    @property
+    def objective(self) -> ObjectiveEntry:
+        """Facts of the objective; the defaults for your own."""
+        return OBJECTIVES.get(self.type) or ObjectiveEntry(self.type)
+
+    @property
+    def bounds(self) -> Bounds:
+        """The configured bounds, with the objective's where none are stated."""
+        objective = self.objective
+        default = (objective.kl_bounds if self.divergence == "kl" else None) or objective.bounds
+        low, high = self.clip_low, self.clip_high
+        return Bounds(default.low if low is None else low, default.high if high is None else high)
 
     @model_validator(mode="after")
     def _fits(self) -> "LossConfig":
-        if self.correction is not None and self.type in _MASKED:
+        objective = self.objective
+        if self.correction is not None and objective.masks_mismatch:
             raise ValueError(f"trainer.loss.type = {self.type} masks by the mismatch itself: leave correction out")
-        if self.dual_clip is not None and self.type not in _CLIPPED:
-            raise ValueError(f"dual_clip is of {', '.join(_CLIPPED)} only, not of trainer.loss.type = {self.type}")
+        if self.dual_clip is not None and not objective.dual_clip:
+            clipped = ", ".join(name for name, entry in OBJECTIVES.items() if entry.dual_clip)
+            raise ValueError(f"dual_clip is of {clipped} only, not of trainer.loss.type = {self.type}")
         if (self.clip_low or 0) > 1:
             raise ValueError(f"clip_low ({self.clip_low:g}) cannot exceed 1: ratios and probabilities end at 0")
-        if self.type == "nll" and self.correction is not None:
-            raise ValueError("trainer.loss.type = nll has no importance ratio: leave correction out")
+        if self.correction is not None and objective.imitates:
+            raise ValueError(f"trainer.loss.type = {self.type} has no importance ratio: leave correction out")
         return self
 
 
@@ -258,14 +265,14 @@ class TrainerConfig(Section):
     """Run a few steps, print a table, end."""
 
     @property
-    def layout(self) -> Layout:
-        """The ranks' layout."""
-        return self.parallel.layout(self.num_ranks)
+    def parallel_dims(self) -> ParallelDims:
+        """Sizes of the ranks' parallel dimensions."""
+        return self.parallel.dims(self.num_ranks)
 
     @property
     def shares_prefixes(self) -> bool:
         """True if a group's prompt is computed once in a micro-batch: not where ranks split its tokens."""
-        return self.share_prefixes and self.layout.ranks_per_part == 1
+        return self.share_prefixes and self.parallel_dims.ranks_per_part == 1
 
     def defers_sync(self, whole_bytes: float) -> bool:
         """Return whether gradients stay whole until a step's last micro-batch (`no_sync`).
@@ -277,7 +284,7 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _lays_out(self) -> "TrainerConfig":
-        self.parallel.layout(self.num_ranks)
+        self.parallel.dims(self.num_ranks)
         if self.rows == "single" and self.parallel.cp > 1:
             raise ValueError(
                 f"parallel.cp = {self.parallel.cp}: context-parallel ranks cannot split rows of one sample each "

@@ -76,7 +76,7 @@ def _list(text: str, node: Node) -> Any:
 
 
 def mapping(text: str) -> dict[str, Any]:
-    """A JSON object or Python dict literal. Raises CoerceError."""
+    """Return a JSON object or Python dict literal. Raises CoerceError."""
     parsed = literal(text.strip())
     if not isinstance(parsed, dict) or not all(isinstance(key, str) for key in parsed):
         raise CoerceError(f"expected a mapping such as '{{\"key\": 1}}', got {masked(text)!r}")

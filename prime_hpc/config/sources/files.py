@@ -154,7 +154,7 @@ def _yaml_loader() -> Any:
             """Safe loader with YAML 1.2 numbers."""
 
             def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
-                """A mapping whose keys are the text that was written (`on`, `1`), never a bool or a number."""
+                """Return a mapping whose keys are the text that was written (`on`, `1`), never a bool or a number."""
                 self.flatten_mapping(node)
                 return {str(key.value): self.construct_object(value, deep=True) for key, value in node.value}
 

@@ -24,11 +24,24 @@ ALIASES: dict[str, tuple[Segments, ...]] = {
     "dp": (("inference", "data_parallel_size"),),
     "tp": (("inference", "tensor_parallel_size"),),
     "pp": (("inference", "pipeline_parallel_size"),),
+    "pp.world_size": (("inference", "pipeline_parallel_size"),),
     "model.cp": (("trainer", "parallel", "cp"),),
     "benchmarks": (("eval", "environment_ids"),),
     "trainer.model.cp": (("trainer", "parallel", "cp"),),
 }
 """Root flags with another name -> the keys that they set."""
+
+_STAGES = (
+    "stages of an engine find each other by themselves: one command (or one job) starts them all, on one machine; "
+    "state how many with --pp, and engines for more machines with --dp"
+)
+REPLACED: dict[str, str] = {"pp.rank": _STAGES, "pp.iroh_seed": _STAGES, "pp.iroh_peer_id": _STAGES}
+"""Flags that other programs have and that nothing here needs -> what takes their place."""
+
+_NO_AUTO = (
+    "auto is not known before the nodes are: state the GPUs of one engine; the number of engines follows from "
+    "--inference-gpus"
+)
 
 BARE = {"trainer.parallel.cp": "2"}
 """Keys that are no switches, and what they mean when they stand alone on the command line."""
@@ -168,7 +181,9 @@ class _Parser:
             value = self._take_value(node)
             if value is _MISSING:
                 self._problem(f"needs a value (`--{name}=VALUE` where the value begins with @ or --)", f"--{name}")
-        if value is not _MISSING:
+        if value == "auto" and ("inference", "tensor_parallel_size") in targets:
+            self._problem(_NO_AUTO, f"--{name}")
+        elif value is not _MISSING:
             self.parsed.entries += [Entry(target, value, origin, self.scope) for target in targets]
 
     def _targets(self, name: str) -> tuple[tuple[Segments, ...], bool]:

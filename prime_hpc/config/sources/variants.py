@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from prime_hpc.config.errors import Problem
 from prime_hpc.config.sources.counts import derive_counts
 from prime_hpc.config.sources.flags import Entry
-from prime_hpc.config.sources.load import Loaded, Tree
+from prime_hpc.config.sources.job_shapes import lay_shape
+from prime_hpc.config.sources.load import Loaded
+from prime_hpc.config.sources.tree import Tree
 from prime_hpc.config.validate import check_complete
 
 ENTRYPOINT = "submit"
@@ -27,7 +29,10 @@ class Variants:
         """
         self._tree = Tree(problems)
         self._tree.warnings += warnings
+        entries = list(entries)
         self._tree.place(entries)
+        typed = [entry for entry in entries if entry.origin.source == "command line"]
+        lay_shape(self._tree, typed)  # the one in force; a sweep takes no other
         self._tree.problems += derive_counts(self._tree.values, self._tree.provenance)
 
     @property
@@ -46,12 +51,7 @@ class Variants:
         Raises:
             ConfigError: with everything that is wrong, in the base too.
         """
-        tree = Tree(self._tree.problems)
-        tree.values = copy.deepcopy(self._tree.values)
-        tree.provenance = dict(self._tree.provenance)
-        tree.claims = {key: list(rows) for key, rows in self._tree.claims.items()}
-        tree.names = {key: dict(names) for key, names in self._tree.names.items()}
-        tree.noticed = self._tree.noticed
+        tree = self._tree.copy()
         tree.place(entries)
         experiment = tree.experiment()
         check_complete(experiment, ENTRYPOINT, tree.provenance)

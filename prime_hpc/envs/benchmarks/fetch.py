@@ -50,7 +50,7 @@ def fetch(name: str, to: Path) -> Path:
 
 
 def _downloaded(benchmark: Benchmark) -> Iterable[dict[str, Any]]:
-    """The source's rows. The hub is asked first, so that one that cannot be reached is known within seconds."""
+    """Return the source's rows. The hub is asked first, so that one that cannot be reached is known within seconds."""
     if not Path(benchmark.source).is_dir():
         from huggingface_hub import HfApi
 

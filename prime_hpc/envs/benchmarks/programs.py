@@ -31,7 +31,7 @@ class Case:
 
 
 def code_in(reply: str) -> str:
-    """The last fenced block after the thoughts, or the whole text without one."""
+    """Return the last fenced block after the thoughts, or the whole text without one."""
     said = reply.rpartition("</think>")[2]
     blocks = _FENCE.findall(said)
     return blocks[-1] if blocks else said
@@ -50,7 +50,7 @@ def humaneval_program(problem: dict[str, Any], reply: str) -> str:
 
 
 def functional_program(code: str, method: str, cases: list[Case]) -> str:
-    """Calls `Solution().<method>` for every case and compares as JSON values."""
+    """Return a program that calls `Solution().<method>` for every case and compares as JSON values."""
     checks = [([json.loads(line) for line in case.given.split("\n") if line], case.expected) for case in cases]
     return "\n".join(
         (
@@ -101,8 +101,8 @@ def _tests(field: Any) -> list[dict[str, Any]]:
     try:
         return json.loads(field)
     except ValueError:
-        packed = zlib.decompress(base64.b64decode(field))
-        text = _TextAlone(io.BytesIO(packed)).load()
+        compressed = zlib.decompress(base64.b64decode(field))
+        text = _TextAlone(io.BytesIO(compressed)).load()
         return json.loads(text)
 
 

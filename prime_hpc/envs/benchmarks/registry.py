@@ -4,6 +4,7 @@ The data lies in one JSONL file a benchmark, in the rows of its source: `<folder
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,9 +76,9 @@ BENCHMARKS: dict[str, Benchmark] = {
 """By name."""
 
 
-def folder() -> Path:
+def folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder of benchmarks' data, looked for and fetched to: `$XDG_CACHE_HOME/prime-hpc/benchmarks`."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "prime-hpc" / "benchmarks"
 
 

@@ -131,7 +131,7 @@ def _field(benchmark: Benchmark, row: Row, field: str) -> Any:
 
 
 def load_example_dataset(name: str = "gsm8k", split: str | None = None, n: int | None = None, seed: int = 0) -> Any:
-    """The older verifiers interface's data sets by name, as `datasets.Dataset` with `question` and `answer`.
+    """Return the older verifiers interface's data sets by name, as `datasets.Dataset` with `question` and `answer`.
 
     Raises:
         EnvError: of no benchmark that is known here, or its data is not there.

@@ -18,7 +18,7 @@ MOST_FILES = 64
 MOST_PROCESSES = 64
 
 
-def shut_in(seconds: float, memory_mib: int) -> bool:
+def enter_sandbox(seconds: float, memory_mib: int) -> bool:
     """Enter the namespaces, set the limits; whether the network is gone."""
     libc = ctypes.CDLL(None, use_errno=True)
     without_network = libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID) == 0
@@ -44,7 +44,7 @@ def shut_in(seconds: float, memory_mib: int) -> bool:
 
 
 def run(program: str, may_exit: bool) -> str:
-    """`passed`, or how it failed."""
+    """Return `passed`, or how it failed."""
     try:
         exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
     except SystemExit as error:
@@ -60,7 +60,7 @@ def main() -> None:
         order = json.load(file)
     os.unlink(sys.argv[1])  # noqa: PTH108
     del sys.argv[1:]
-    without_network = shut_in(order["seconds"], order["memory_mib"])
+    without_network = enter_sandbox(order["seconds"], order["memory_mib"])
     reason = run(order.pop("program"), order["may_exit"])
     sys.stdout.flush()
     said = f"{order['word']}{0 if without_network else 1} {reason}"

@@ -66,7 +66,7 @@ class Environment:
         oai_tools: list[Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Data sets may be lists of rows, `datasets.Dataset`s or functions that make one.
+        """Take data sets as lists of rows, `datasets.Dataset`s or functions that make one.
 
         Raises:
             EnvError: it completes text instead of chatting, or has no tasks at all.
@@ -181,7 +181,7 @@ class MultiTurnEnv(Environment):
         return state
 
     async def env_response(self, messages: Messages, state: State, **kwargs: Any) -> Any:
-        """The environment's messages after a reply."""
+        """Return the environment's messages after a reply."""
         raise NotImplementedError(f"{type(self).__name__} has no env_response")
 
     async def get_prompt_messages(self, state: State) -> Messages:
@@ -204,7 +204,7 @@ class MultiTurnEnv(Environment):
 
     @stop
     async def has_final_env_response(self, state: State) -> bool:
-        """The environment has said its last word."""
+        """Return whether the environment has said its last word."""
         return state.get("final_env_response") is not None
 
     async def is_completed(self, state: State, **kwargs: Any) -> bool:
@@ -226,7 +226,7 @@ class MultiTurnEnv(Environment):
         return bool(over) or await self.max_turns_reached(state)
 
     def marked(self, mark: str) -> list[Any]:
-        """This object's methods with a mark, by priority and name."""
+        """Return this object's methods with a mark, by priority and name."""
         names = {name for cls in type(self).__mro__ for name, value in vars(cls).items() if hasattr(value, mark)}
         methods = [method for name in names if hasattr(method := getattr(self, name), mark)]
         return sorted(methods, key=lambda m: (-getattr(m, f"{mark}_priority", 0), m.__name__))

@@ -134,7 +134,7 @@ class ToolRubric(Rubric):
             self.add_metric(_count_of(name))
 
     def total_tool_calls(self, completion: Messages) -> float:
-        """Calls of any tool."""
+        """Count calls of any tool."""
         return float(len(_called(completion)))
 
 

@@ -35,7 +35,7 @@ class AlphabetSortTask(vf.Task[AlphabetSortData]):
 
     @vf.metric
     async def turns_exact(self, trace: vf.Trace) -> float:
-        """Turns whose list was right."""
+        """Count the turns whose list was right."""
         return float(sum(score == 1.0 for score in trace.info.get("scores", ())))
 
 
@@ -60,7 +60,7 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
     """Conversations over short words, none twice in a conversation."""
 
     def load(self) -> Iterable[AlphabetSortTask]:
-        """The split's conversations, in the seed's order."""
+        """Return the split's conversations, in the seed's order."""
         config = self.config
         if config.num_turns < 1 or not 2 <= config.max_words <= len(WORDS) // config.num_turns:
             raise ValueError("alphabet-sort needs num_turns >= 1 and 2 <= max_words <= the words there are a turn")

@@ -5,19 +5,18 @@ Tools are declared in the prompt in Qwen3's (Hermes') format; a call is `<tool_c
 """
 
 import random
-import re
 from collections.abc import Iterable
 from typing import Literal
 
 import verifiers.v1 as vf
 
 from prime_hpc.envs.harness import InProcessConfig, InProcessHarness
+from prime_hpc.envs.tasksets.integers import IntegerData, IntegerToolTask
 from prime_hpc.envs.tasksets.splitting import split_of
 from prime_hpc.envs.tools import local_tool
 
 __all__ = ["CalculatorHarness", "CalculatorTaskset"]
 
-_NUMBER = re.compile(r"-?\d+")
 MAX_OPERAND = 10**15
 """Keeps what a model makes the tools compute small."""
 
@@ -38,27 +37,6 @@ def _checked(value: int) -> int:
     return value
 
 
-class CalculatorData(vf.TaskData):
-    """One expression."""
-
-    answer: int
-
-
-class CalculatorTask(vf.Task[CalculatorData]):
-    """Scores the final reply."""
-
-    @vf.reward
-    async def correct(self, trace: vf.Trace) -> float:
-        """1 when the last number of the final reply is the answer."""
-        numbers = _NUMBER.findall(trace.last_reply)
-        return float(bool(numbers) and int(numbers[-1][:18]) == self.data.answer)
-
-    @vf.metric
-    async def tool_calls(self, trace: vf.Trace) -> float:
-        """Tools that were run."""
-        return float(len(trace.tool_messages))
-
-
 class CalculatorConfig(vf.TasksetConfig):
     """Arguments of `calculator`."""
 
@@ -72,11 +50,11 @@ class CalculatorConfig(vf.TasksetConfig):
     """Largest number in an expression."""
 
 
-class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
+class CalculatorTaskset(vf.Taskset[IntegerToolTask, CalculatorConfig]):
     """Expressions `a + b`, `a * b` and `a * b + c`."""
 
-    def load(self) -> Iterable[CalculatorTask]:
-        """The split's expressions, in the seed's order; the same one may come twice."""
+    def load(self) -> Iterable[IntegerToolTask]:
+        """Return the split's expressions, in the seed's order; the same one may come twice."""
         config = self.config
         if config.max_number < 3:
             raise ValueError("calculator needs max_number >= 3")
@@ -90,7 +68,7 @@ class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
             if split_of(expression) != config.split:
                 continue
             count += 1
-            yield CalculatorTask(CalculatorData(prompt=f"What is {expression}?", answer=answer), config.task)
+            yield IntegerToolTask(IntegerData(prompt=f"What is {expression}?", answer=answer), config.task)
 
 
 class CalculatorHarness(InProcessHarness, vf.Harness[InProcessConfig]):

@@ -35,7 +35,7 @@ def letter_in(reply: str) -> str:
 
 
 def shuffled(question: str, answers: list[str]) -> list[str]:
-    """The answers in an order that follows from the texts alone: the same on every machine and in every run."""
+    """Return the answers in an order that follows from the texts alone: the same on every machine and in every run."""
     return sorted(answers, key=lambda answer: hashlib.sha256(f"{question}\0{answer}".encode()).digest())
 
 

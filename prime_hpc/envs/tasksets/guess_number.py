@@ -4,18 +4,16 @@ The environment plays the user, so one episode is one conversation, and one trai
 """
 
 import random
-import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import verifiers.v1 as vf
 
 from prime_hpc.envs.lazy_runtime import lazy_box
+from prime_hpc.envs.tasksets.integers import last_integer
 from prime_hpc.envs.tasksets.splitting import split_of
 
 __all__ = ["GuessNumberEnv", "GuessNumberTaskset"]
-
-_NUMBER = re.compile(r"-?\d+")
 
 
 class GuessNumberData(vf.TaskData):
@@ -63,7 +61,7 @@ class GuessNumberTaskset(vf.Taskset[GuessNumberTask, GuessNumberConfig]):
     """Games over random ranges."""
 
     def load(self) -> Iterable[GuessNumberTask]:
-        """The split's games, in the seed's order; the same game may come twice."""
+        """Return the split's games, in the seed's order; the same game may come twice."""
         config = self.config
         if config.max_number < 3 or config.max_guesses < 1:
             raise ValueError("guess-number needs max_number >= 3 and max_guesses >= 1")
@@ -82,10 +80,9 @@ class GuessNumberTaskset(vf.Taskset[GuessNumberTask, GuessNumberConfig]):
 
 def judge(reply: str, secret: int) -> str | None:
     """Answer a guess (the reply's last number); None when it is right."""
-    numbers = _NUMBER.findall(reply)
-    if not numbers:
+    guess = last_integer(reply)
+    if guess is None:
         return "Answer with a number."
-    guess = int(numbers[-1][:18])
     if guess == secret:
         return None
     return "higher" if guess < secret else "lower"

@@ -72,7 +72,7 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
     """Questions of one or several generators."""
 
     def load(self) -> Iterable[ReasoningGymTask]:
-        """The split's questions, in the seed's order, generators taking turns."""
+        """Return the split's questions, in the seed's order, generators taking turns."""
         config = self.config
         chosen = config.generators if isinstance(config.generators, dict) else {name: {} for name in config.generators}
         if not chosen:
@@ -90,7 +90,7 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
             yield ReasoningGymTask(data, config.task)
 
     def _questions(self, name: str, parameters: dict[str, Any]) -> Any:
-        """The split's questions of one generator, without end.
+        """Return the split's questions of one generator, without end.
 
         Raises:
             ValueError: no such generator, wrong parameters, or hardly any question belongs to this split.

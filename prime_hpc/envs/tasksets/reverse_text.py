@@ -57,7 +57,7 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
     """Texts of a few short words."""
 
     def load(self) -> Iterable[ReverseTextTask]:
-        """The split's texts, in the seed's order."""
+        """Return the split's texts, in the seed's order."""
         config = self.config
         texts = make_texts(
             config.split,

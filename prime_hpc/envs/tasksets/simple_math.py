@@ -1,40 +1,18 @@
 """simple-math: whole-number arithmetic of a few terms, in digits, without tools. One turn; the last number counts."""
 
 import random
-import re
 from collections.abc import Iterable
 from typing import Literal
 
 import verifiers.v1 as vf
 
 from prime_hpc.envs.tasksets.countdown import evaluate
+from prime_hpc.envs.tasksets.integers import IntegerData, IntegerTask
 from prime_hpc.envs.tasksets.splitting import split_of
 
 __all__ = ["SimpleMathTaskset"]
 
 INSTRUCTIONS = "Work it out step by step and end with the answer as a number."
-_NUMBER = re.compile(r"-?\d+")
-
-
-def last_number(reply: str) -> int | None:
-    """Return the last whole number of a reply; commas between digits are left out."""
-    found = _NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3})", "", reply))
-    return int(found[-1][:18]) if found else None
-
-
-class SimpleMathData(vf.TaskData):
-    """One question."""
-
-    answer: int
-
-
-class SimpleMathTask(vf.Task[SimpleMathData]):
-    """Scores the last reply."""
-
-    @vf.reward
-    async def correct(self, trace: vf.Trace) -> float:
-        """1 where the last number is the answer."""
-        return float(last_number(trace.last_reply) == self.data.answer)
 
 
 class SimpleMathConfig(vf.TasksetConfig):
@@ -58,11 +36,11 @@ class SimpleMathConfig(vf.TasksetConfig):
     """The system prompt."""
 
 
-class SimpleMathTaskset(vf.Taskset[SimpleMathTask, SimpleMathConfig]):
+class SimpleMathTaskset(vf.Taskset[IntegerTask, SimpleMathConfig]):
     """Expressions with the usual precedence."""
 
-    def load(self) -> Iterable[SimpleMathTask]:
-        """The split's questions, in the seed's order; the same one may come twice."""
+    def load(self) -> Iterable[IntegerTask]:
+        """Return the split's questions, in the seed's order; the same one may come twice."""
         config = self.config
         if not 2 <= config.min_terms <= config.max_terms <= 20 or config.max_number < 3:
             raise ValueError("simple-math needs 2 <= min_terms <= max_terms <= 20 and max_number >= 3")
@@ -79,7 +57,5 @@ class SimpleMathTaskset(vf.Taskset[SimpleMathTask, SimpleMathConfig]):
             count += 1
             found = evaluate(expression)
             assert found is not None
-            data = SimpleMathData(
-                prompt=f"What is {expression}?", system_prompt=config.instructions, answer=int(found[0])
-            )
-            yield SimpleMathTask(data, config.task)
+            data = IntegerData(prompt=f"What is {expression}?", system_prompt=config.instructions, answer=int(found[0]))
+            yield IntegerTask(data, config.task)

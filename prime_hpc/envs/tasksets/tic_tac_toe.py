@@ -116,7 +116,7 @@ class TicTacToeTaskset(vf.Taskset[TicTacToeTask, TicTacToeConfig]):
     """Games from short random openings."""
 
     def load(self) -> Iterable[TicTacToeTask]:
-        """The split's openings, in the seed's order; the same one may come again."""
+        """Return the split's openings, in the seed's order; the same one may come again."""
         config = self.config
         if not 1 <= config.max_opening <= 6:
             raise ValueError("tic-tac-toe needs 1 <= max_opening <= 6")

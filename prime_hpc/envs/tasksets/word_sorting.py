@@ -62,7 +62,7 @@ class WordSortingTaskset(vf.Taskset[WordSortingTask, WordSortingConfig]):
     """Lists of short words, none twice in a list."""
 
     def load(self) -> Iterable[WordSortingTask]:
-        """The split's lists, in the seed's order; the same one may come twice."""
+        """Return the split's lists, in the seed's order; the same one may come twice."""
         config = self.config
         if not 2 <= config.min_words <= config.max_words <= len(WORDS):
             raise ValueError(f"word-sorting needs 2 <= min_words <= max_words <= {len(WORDS)}")

@@ -11,6 +11,7 @@ from prime_hpc.evals.episodes import FAILED, RESULTS
 from prime_hpc.evals.summary import SUMMARY, TABLE, too_many_failed
 from prime_hpc.evals.synthesis.sampled import Sampled
 from prime_hpc.evals.synthesis.select import REASONS, Selection
+from prime_hpc.observe.table import align
 from prime_hpc.store.io.files import write_atomic
 
 SCHEMA = 1
@@ -76,8 +77,7 @@ def table(summary: Mapping[str, Any]) -> list[str]:
         rows.append([name, *map(str, numbers), reward])
         for reason, count in env["dropped"].items():
             reasons[reason].append(f"{count} of {name}")
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = align(rows)
     lines += [f"dropped: {', '.join(reasons[r])}: {REASONS[r]}" for r in REASONS if r in reasons]
     if summary.get("data"):
         lines.append(f"{summary['num_rows']} rows: prime-hpc sft --data.path {summary['data']}")

@@ -20,8 +20,8 @@ from prime_hpc.evals.synthesis.select import Place
 from prime_hpc.store.artifact import ArtifactWriter, clean_stale_stages
 from prime_hpc.store.errors import ArtifactError
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.manifest import Manifest, read_manifest, verify_artifact
+from prime_hpc.store.run_paths import RunPaths
 
 DATA, ROWS = "data", "rows"
 _BLOCK = 1000
@@ -103,12 +103,12 @@ def write_rows(
     clean_stale_stages(folder, before_incarnation=incarnation)
     if (there := _already(paths, selection)) is not None:
         return there
-    packed = config.compression == "gzip"
+    compressed = config.compression == "gzip"
     with ArtifactWriter(final, kind="rows", writer="synthesize", incarnation=incarnation, run=paths) as writer:
         for shard, begin in enumerate(range(0, len(kept), config.shard_rows)):
             places = kept[begin : begin + config.shard_rows]
-            name = f"rows-{shard:05d}.jsonl{'.gz' if packed else ''}"
-            writer.write(name, _blocks(places, read, shared, packed))
+            name = f"rows-{shard:05d}.jsonl{'.gz' if compressed else ''}"
+            writer.write(name, _blocks(places, read, shared, compressed))
         writer.meta |= meta | {"rows": len(kept), "selection": selection}
     assert writer.manifest is not None
     return writer.manifest
@@ -128,8 +128,8 @@ def _already(paths: RunPaths, selection: str) -> Manifest | None:
     return None
 
 
-def _blocks(places: Sequence[Place], read: Reader, shared: Mapping[str, Any], packed: bool) -> Iterator[bytes]:
+def _blocks(places: Sequence[Place], read: Reader, shared: Mapping[str, Any], compressed: bool) -> Iterator[bytes]:
     for begin in range(0, len(places), _BLOCK):
         rows = (row_of(read(place), place[1], shared) for place in places[begin : begin + _BLOCK])
         block = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode(errors="replace")
-        yield gzip.compress(block, mtime=0) if packed else block
+        yield gzip.compress(block, mtime=0) if compressed else block

@@ -23,8 +23,8 @@ from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.messaging.bus import BusClient
+from prime_hpc.store.run_paths import RunPaths
 
 
 class NothingPassesError(EvalError):

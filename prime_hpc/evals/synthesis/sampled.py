@@ -9,6 +9,7 @@ import xxhash
 from prime_hpc.envs.samples import EpisodeResult
 from prime_hpc.evals.episodes import EpisodeLog, Key, Record, parse_record
 from prime_hpc.store.errors import StoreError
+from prime_hpc.store.run_paths import RunPaths
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 HANDED_ON = "handed_on"
@@ -67,11 +68,13 @@ class SampledLog(EpisodeLog):
     """The file of a run of `synthesize`; conversations stay on the disk, to be read again one by one."""
 
     record_type = Sampled
-    _starts: dict[Key, int]
 
-    def _remember(self, record: Record, start: int) -> None:
-        if not hasattr(self, "_starts"):
-            self._starts = {}
+    def __init__(self, paths: RunPaths, incarnation: int) -> None:
+        """Read what is there; see `EpisodeLog`."""
+        self._starts: dict[Key, int] = {}
+        super().__init__(paths, incarnation)
+
+    def _index(self, record: Record, start: int) -> None:
         assert isinstance(record, Sampled)
         self._starts[record.key] = start
         small = [{name: row.get(name) for name in _LOOKED_AT} for row in record.conversations]

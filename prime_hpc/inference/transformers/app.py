@@ -122,7 +122,7 @@ class _Handlers:
         running = [self._sequence(ids, job, i, on_done) for ids in job.prompts for i in range(job.params.n)]
         for sequence in running:
             self._engine.submit(sequence)
-        waits = [asyncio.create_task(ended.wait()), asyncio.create_task(_hung_up(request))]
+        waits = [asyncio.create_task(ended.wait()), asyncio.create_task(_wait_for_disconnect(request))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -150,7 +150,7 @@ class _Handlers:
         )
 
 
-async def _hung_up(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     """Return when the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

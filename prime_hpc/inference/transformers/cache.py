@@ -118,6 +118,6 @@ class RowCache(Cache):
             layer.window = window
 
     def move(self, source: int, target: int, length: int) -> None:
-        """A sequence gets another row."""
+        """Give a sequence another row."""
         for layer in self.rows:
             layer.move(source, target, length)

@@ -115,7 +115,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._ended:
-                self._obey()
+                self._take_orders()
                 if not self._ended and (self._rows or self._waiting):
                     self.step()
         except BaseException as error:  # noqa: BLE001 - said to everyone who waits, and to the server, which ends
@@ -132,7 +132,7 @@ class Engine:
         self._rows.clear()
         self._waiting.clear()
 
-    def _obey(self) -> None:
+    def _take_orders(self) -> None:
         """Do what was asked for; waits while there is nothing to compute."""
         idle = not (self._rows or self._waiting)
         while True:

@@ -73,7 +73,7 @@ class Sampler:
         params: Sequence[SamplingParams],
         generators: Sequence[torch.Generator | None],
     ) -> torch.Tensor:
-        """Sampled tokens, int64 [N], by exponential races: the token with the smallest E / p wins with probability p
+        """Sample tokens, int64 [N], by exponential races: the token with the smallest E / p wins with probability p
         (E exponential with mean 1). A row with a seed uses its own noise, whatever else is in the batch."""
         greedy = torch.tensor([p.is_greedy for p in params], device=logprobs.device)
         if all(p.is_greedy for p in params):

@@ -10,20 +10,17 @@ import uvicorn
 from loguru import logger
 from transformers import AutoTokenizer
 
-from prime_hpc.inference.args import GIB, POLICY, REPLICA_SEED_STRIDE
-from prime_hpc.inference.backend import Start
+from prime_hpc.client.http import SERVERS_KEEP_ALIVE_S
+from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, Start
 from prime_hpc.inference.check_version import base_weights
 from prime_hpc.inference.ending import DRAIN_S, End
-from prime_hpc.inference.guard import KeyGuard, Visitors
+from prime_hpc.inference.guard import KeyGuard, PendingConnections
 from prime_hpc.inference.transformers.app import build_app
 from prime_hpc.inference.transformers.engine import Engine
-from prime_hpc.inference.transformers.model import BatchModel
+from prime_hpc.inference.transformers.model import GIB, BatchModel
 from prime_hpc.inference.transformers.requests import Reader
 from prime_hpc.inference.transformers.weight_updates import BatchPolicy
 from prime_hpc.runtime.process_memory import freeze_gc
-
-KEEP_ALIVE_S = 75
-"""An idle connection stays open for so long."""
 
 
 class Server(uvicorn.Server):
@@ -68,7 +65,7 @@ def _build(start: Start) -> tuple[Engine, BatchPolicy, Reader]:
     engine = Engine(loaded, seed=seed, keep_kv_cache=config.keep_kv_cache)
     names = list(dict.fromkeys([POLICY, model.name]))
     reader = Reader(tokenizer, names, loaded.vocab_size, loaded.max_len)
-    return engine, BatchPolicy(engine, model.name, base_weights(model.name)), reader
+    return engine, BatchPolicy(engine, model.name, base_weights(model.name), start.scratch / "weights"), reader
 
 
 async def serve(start: Start) -> None:
@@ -76,7 +73,7 @@ async def serve(start: Start) -> None:
     assert start.sock is not None, "headless is refused"
     engine, policy, reader = await asyncio.to_thread(_build, start)
     app = build_app(engine, policy, reader, start.experiment.max_model_len)
-    visitors = Visitors()
+    visitors = PendingConnections()
     server = Server(
         uvicorn.Config(
             KeyGuard(app, start.key, visitors),
@@ -84,7 +81,7 @@ async def serve(start: Start) -> None:
             log_level="warning",
             access_log=False,
             lifespan="off",
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=SERVERS_KEEP_ALIVE_S,
             timeout_graceful_shutdown=DRAIN_S,
         )
     )

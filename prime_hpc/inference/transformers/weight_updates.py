@@ -7,17 +7,19 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.inference.args import POLICY
+from prime_hpc.inference.backend import POLICY
 from prime_hpc.inference.check_version import (
     BadVersionError,
+    Received,
     Signature,
-    check_version,
     read_signature,
+    receive_version,
     weight_files,
 )
 from prime_hpc.inference.policy import BASE_VERSION, PolicyFailedError
 from prime_hpc.inference.readahead import read_ahead
 from prime_hpc.inference.transformers.engine import Engine
+from prime_hpc.weight_transport.transport import DEFAULT, VersionReader
 
 _NO_ADAPTERS = "the transformers backend serves no adapters; use inference.backend = vllm"
 
@@ -25,13 +27,14 @@ _NO_ADAPTERS = "the transformers backend serves no adapters; use inference.backe
 class BatchPolicy:
     """The served version."""
 
-    def __init__(self, engine: Engine, name: str, base_path: Path | None) -> None:
+    def __init__(self, engine: Engine, name: str, base_path: Path | None, scratch: Path) -> None:
         """Make the service.
 
         Args:
             engine: computes.
             name: of the base model.
             base_path: folder of its safetensors; None where it has none on this node.
+            scratch: directory on this node for what is fetched, deleted with the server.
         """
         self.version = BASE_VERSION
         self._base = str(base_path) if base_path else name
@@ -39,6 +42,7 @@ class BatchPolicy:
         self._engine = engine
         self._base_path = base_path
         self._signature: Signature | None = None if base_path is None else read_signature(base_path)
+        self._reader = VersionReader(scratch)
         self._lock = asyncio.Lock()
 
     def served(self, name: str) -> tuple[int, str]:
@@ -64,8 +68,10 @@ class BatchPolicy:
             if (version, path) == (self.version, self.path):
                 return self._answer(changed=False)
             start = time.perf_counter()
-            await asyncio.to_thread(check_version, folder, version, self._signature, self._engine.model.tied)
-            return await self._load(folder, version, time.perf_counter() - start)
+            received = await asyncio.to_thread(
+                receive_version, self._reader, folder, version, self._signature, self._engine.model.tied
+            )
+            return await self._load(received, version, time.perf_counter() - start)
 
     async def reload(self, name: str) -> dict[str, Any]:
         """Go back to the base model."""
@@ -76,7 +82,7 @@ class BatchPolicy:
                 raise BadVersionError(
                     f"the base model {self._base} has no safetensors on this node: restart the server"
                 )
-            return await self._load(self._base_path, BASE_VERSION, 0.0)
+            return await self._load(Received(self._base_path, DEFAULT, self._base_path), BASE_VERSION, 0.0)
 
     async def serve_base(self, name: str) -> dict[str, Any]:
         """Refuse: the base model stands under the policy's name alone."""
@@ -90,10 +96,10 @@ class BatchPolicy:
         """Nothing: it never sleeps."""
         return {"version": self.version, "asleep": False}
 
-    async def _load(self, folder: Path, version: int, check_s: float) -> dict[str, Any]:
+    async def _load(self, received: Received, version: int, check_s: float) -> dict[str, Any]:
         """Read everything, then change the weights between two steps."""
         start = time.perf_counter()
-        model = self._engine.model
+        model, folder = self._engine.model, received.folder
         files = weight_files(folder)
         num_bytes = await asyncio.to_thread(read_ahead, files)
         read_s = time.perf_counter() - start
@@ -122,9 +128,11 @@ class BatchPolicy:
             raise
         except Exception as error:
             raise PolicyFailedError(self._engine.failure or str(error)) from error
-        self.version, self.path = version, str(folder)
+        self.version, self.path = version, str(received.published)
         seconds = {"check": check_s, "read": read_s, "open": open_s, "paused": paused_s}
-        logger.info(f"policy version {version} from {folder}: read {num_bytes / 1e9:.2f} GB, paused {paused_s:.3f} s")
+        logger.info(
+            f"policy version {version} from {self.path}: read {num_bytes / 1e9:.2f} GB, paused {paused_s:.3f} s"
+        )
         return self._answer(changed=True, seconds={key: round(value, 4) for key, value in seconds.items()})
 
     def _answer(self, *, changed: bool, **extra: Any) -> dict[str, Any]:

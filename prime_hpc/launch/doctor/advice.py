@@ -1,6 +1,6 @@
 """Advice drawn from the figures of `doctor --path`: lines with what to set, or whether to avoid the directory.
 
-Pure; called by the verb `doctor` with what `doctor_path.measure` returned.
+Pure: figures of `filesystem.measure` in, findings out.
 """
 
 from collections.abc import Iterator

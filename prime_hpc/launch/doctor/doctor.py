@@ -1,7 +1,7 @@
 """`prime-hpc doctor`: what of this machine, its packages and its Slurm would trouble a run, each with a remedy.
 
 Every check is a function that returns findings; nothing heavy is imported (packages are looked up by their metadata).
-A directory is measured by `doctor_path`.
+A directory is measured by `filesystem`.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from typing import Any
 from prime_hpc.launch.doctor.finding import Finding, State
 from prime_hpc.launch.doctor.gpu_checks import check_builds, check_gpus
 from prime_hpc.runtime.gpus import run_command
+from prime_hpc.store.model_config import hub_cache
 
 GIB = 2**30
 COMMAND_TIMEOUT_S = 10.0
@@ -59,7 +60,7 @@ def examine(environ: Mapping[str, str] = os.environ) -> list[Finding]:
 
 
 def check_python() -> Iterator[Finding]:
-    """The interpreter's version."""
+    """Check the interpreter's version."""
     version = sys.version_info[:2]
     text = f"{sys.version.split()[0]} at {sys.executable}"
     low, high = (".".join(map(str, bound)) for bound in SUPPORTED_PYTHON)
@@ -78,7 +79,7 @@ def installed(name: str) -> str | None:
 
 
 def requirements(name: str = "prime-hpc") -> dict[str, list[str]]:
-    """Requirements of the installed product by extra; "" are those of the login node."""
+    """Return requirements of the installed product by extra; "" are those of the login node."""
     found: dict[str, list[str]] = {}
     with contextlib.suppress(metadata.PackageNotFoundError):
         for line in metadata.requires(name) or []:
@@ -89,7 +90,7 @@ def requirements(name: str = "prime-hpc") -> dict[str, list[str]]:
 
 
 def unmet(requirement_lines: list[str]) -> list[str]:
-    """Requirements that the installed packages do not meet, each with what is there instead."""
+    """Return requirements that the installed packages do not meet, each with what is there instead."""
     wrong = []
     for line in requirement_lines:
         name = _NAME.match(line)
@@ -271,9 +272,9 @@ def check_ports() -> Iterator[Finding]:
 def check_name(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Return whether other machines could reach this one by its own name."""
     from prime_hpc.store.messaging.sockets import is_loopback
-    from prime_hpc.supervisor.preflight.node import own_address
+    from prime_hpc.supervisor.preflight.node import local_address
 
-    address = own_address()
+    address = local_address()
     on_cluster = shutil.which("srun", path=environ.get("PATH")) is not None
     if address is None:
         yield Finding("host name", "warn", "does not resolve", "add it to /etc/hosts; gloo and NCCL look it up")
@@ -286,10 +287,8 @@ def check_name(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def check_caches(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Check where models are cached and temporary files go, with the room there."""
-    home = Path(environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(environ.get("HF_HUB_CACHE") or home / "hub")
     remedy = "set HF_HOME to a large shared directory (site profile: env); quotas on home are small"
-    yield _room("model cache", cache, MODEL_CACHE_GIB, remedy)
+    yield _room("model cache", hub_cache(environ), MODEL_CACHE_GIB, remedy)
     temporary = Path(environ.get("TMPDIR") or "/tmp")
     yield _room("temporary files", temporary, TMP_GIB, "set TMPDIR to a node-local directory with more room")
 

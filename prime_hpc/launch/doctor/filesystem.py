@@ -97,13 +97,16 @@ class Measured:
         return asdict(self)
 
 
-def measure(path: Path, other: Callable[[str], View] | None = None, budget: float = 1.0) -> Measured:
+def measure(
+    path: Path, other: Callable[[str], View] | None = None, budget: float = 1.0, watch_s: float = WATCH_S
+) -> Measured:
     """Measure a directory.
 
     Args:
         path: must exist and be writable; a sub-directory is made and removed.
         other: gives the view of the sub-directory of that name through another mount, or from another node.
-        budget: factor on the time of each part.
+        budget: factor on the time that each part measures for; the slowest file system gets one block of it.
+        watch_s: seconds that the other view gets to show a change.
 
     Raises:
         ConfigError: not a directory, not writable, or full.
@@ -124,7 +127,7 @@ def measure(path: Path, other: Callable[[str], View] | None = None, budget: floa
         found.locks = {kind: _lock_works(folder, kind) for kind in ("flock", "fcntl")}
         found.mmap = _mmap_works(folder / "mapped")
         if other is not None:
-            found.visibility = _visibility(folder, other(folder.name), WATCH_S * budget)
+            found.visibility = _visibility(folder, other(folder.name), watch_s)
     except OSError as error:
         raise ConfigError(f"{path} could not be measured: {error.strerror or error}") from error
     finally:
@@ -157,16 +160,17 @@ def _stream(folder: Path, found: Measured, budget: float) -> None:
     path = folder / "stream"
     began = time.perf_counter()
     with path.open("wb", buffering=0) as file:
-        while found.written < max(most, BLOCK) and time.perf_counter() - began < WRITE_S * budget:
-            file.write(block)
-            found.written += BLOCK
+        while not found.written or (found.written < most and time.perf_counter() - began < WRITE_S * budget):
+            found.written += file.write(block)
         os.fsync(file.fileno())
         found.write_rate = found.written / (time.perf_counter() - began)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     done, began = 0, time.perf_counter()
     with path.open("rb", buffering=0) as file:
-        while (got := len(file.read(BLOCK))) and time.perf_counter() - began < READ_S * budget:
+        while got := len(file.read(BLOCK)):
             done += got
+            if time.perf_counter() - began >= READ_S * budget:
+                break
     found.read_rate = done / max(time.perf_counter() - began, 1e-9)
     path.unlink()
 
@@ -194,7 +198,7 @@ def _metadata(folder: Path, found: Measured, budget: float) -> None:
 
 
 def _replace(folder: Path, found: Measured, budget: float) -> None:
-    """A reader opens a file again and again while it is replaced: it must always see one whole content."""
+    """Open a file again and again while it is replaced: a reader must always see one whole content."""
     path, over = folder / "replaced", threading.Event()
     contents = [bytes([65 + i]) * 4096 for i in range(2)]
     path.write_bytes(contents[0])
@@ -245,7 +249,7 @@ except BlockingIOError:
 
 
 def _exclusive(folder: Path) -> bool:
-    """Processes race for the same names: each must have exactly one winner."""
+    """Have processes race for the same names: each must have exactly one winner."""
     racers = [
         subprocess.Popen([sys.executable, "-c", _RACE, str(folder)], stdout=subprocess.PIPE, text=True)
         for _ in range(3)

@@ -1,6 +1,6 @@
 """A directory as one client of its file system sees it: here, or on another node through a served process.
 
-`doctor_path` makes changes through one view and asks the other what it sees of them. The other view is the same
+`filesystem` makes changes through one view and asks the other what it sees of them. The other view is the same
 directory mounted a second time, or a process that `srun` started on another node:
 
     python -m prime_hpc.launch.doctor.fs_view --serve DIR  # one JSON question a line on stdin, one answer on stdout
@@ -122,9 +122,9 @@ class RemoteView(View):
             pass  # it is gone, or answered nonsense: both are told below
         finally:
             watchdog.cancel()
-        raise ViewLost(f"the process on the other node gave no answer: {self._last_words()}")
+        raise ViewLost(f"the process on the other node gave no answer: {self._stderr()}")
 
-    def _last_words(self) -> str:
+    def _stderr(self) -> str:
         self._process.kill()
         _, errors = self._process.communicate()
         return " ".join(errors.decode(errors="replace").split())[:300] or "it said nothing"

@@ -1,6 +1,6 @@
 """The doctor's look at GPUs: builds of torch and vLLM against the driver, what torch sees, health of each GPU.
 
-Torch is asked in a process of its own: importing it takes seconds and memory. Called by `doctor`.
+Torch is asked in a process of its own: importing it takes seconds and memory.
 """
 
 import re
@@ -27,7 +27,7 @@ _ASK_TORCH = "import torch; print('count', torch.cuda.device_count() if torch.cu
 
 
 def check_builds(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Builds of torch and vLLM against the driver that is here, or against the GPUs of the cluster."""
+    """Check builds of torch and vLLM against the driver that is here, or against the GPUs of the cluster."""
     build, driver = torch_build(), driver_version()
     device = f"NVIDIA driver {driver}" if driver else "no NVIDIA driver"
     if build is None:

@@ -1,8 +1,7 @@
 """Memory that a model needs, from its config.json alone: parameters, memory of a trainer's and of a server's GPU.
 
-Called by `plan` and `lint`. Estimates, for the decision whether a run fits at all: each is a sum whose terms are named.
-Neither torch nor transformers is loaded, and nothing is downloaded: a hub model counts as known where the hub's cache
-has its config.
+Estimates, for the decision whether a run fits at all: each is a sum whose terms are named. Neither torch nor
+transformers is loaded, and nothing is downloaded: a hub model counts as known where the hub's cache has its config.
 """
 
 import math
@@ -16,8 +15,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.families import family_of
 from prime_hpc.config.sections.lora import matches
 from prime_hpc.config.sections.trainer import SMALL_LOGITS
-from prime_hpc.inference.args import section
-from prime_hpc.inference.backend import load_backend
+from prime_hpc.inference.backend import load_backend, section
 from prime_hpc.store.model_config import find_config, read_config
 from prime_hpc.store.model_files import read_header
 
@@ -51,7 +49,7 @@ class ModelFacts:
     """True if the output head is the embedding."""
     num_experts: int = 0
     """0: a dense model."""
-    own_attention: bool = False
+    custom_attention: bool = False
     """True if it attends by its own code, which keeps all scores (`config.families`)."""
 
 
@@ -94,12 +92,12 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
         num_params = layers * (attention + mlp + 2 * hidden) + hidden + vocab * hidden * (1 if tied else 2)
     return ModelFacts(
         num_params, hidden, width * active, layers, heads, kv_heads, head_dim, vocab,
-        context if isinstance(context, int) else None, kv_values, tied, experts, family_of(config).own_attention,
+        context if isinstance(context, int) else None, kv_values, tied, experts, family_of(config).custom_attention,
     )  # fmt: skip
 
 
 def stored_params(folder: Path) -> int | None:
-    """Number of values in a directory's safetensors files, from their headers; None where there are none."""
+    """Return the number of values in a directory's safetensors files, from their headers; None where there are none."""
     shapes = stored_shapes(folder)
     return sum(math.prod(shape) for shape in shapes.values()) if shapes else None
 
@@ -160,17 +158,17 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     """
     if facts.num_params is None:
         return None
-    trainer, width, layout = experiment.trainer, _WIDTH[experiment.model.dtype], experiment.trainer.layout
-    tokens = experiment.micro_batch_tokens // layout.cp
-    split = layout.ep if facts.num_experts else layout.tp  # of a block's parameters before FSDP gathers them
+    trainer, width, dims = experiment.trainer, _WIDTH[experiment.model.dtype], experiment.trainer.parallel_dims
+    tokens = experiment.micro_batch_tokens // dims.cp
+    split = dims.ep if facts.num_experts else dims.tp  # of a block's parameters before FSDP gathers them
     embeddings = facts.vocab_size * facts.hidden * (1 if facts.tied else 2)
     block = max(0, facts.num_params - embeddings) // max(1, facts.num_layers)
     # the root (embeddings, head) and two blocks (one prefetched), plus one block's gradients in float32
     blocks = facts.num_params - embeddings if not trainer.reshard_after_forward else 2 * block
-    whole = embeddings / layout.tp + blocks / split
+    whole = embeddings / dims.tp + blocks / split
     adapter = adapter_params(experiment, facts)
     gathered = whole * width if trainer.num_ranks > 1 else 0
-    inner = (3 * facts.intermediate + 4 * facts.num_heads * facts.head_dim) / layout.tp
+    inner = (3 * facts.intermediate + 4 * facts.num_heads * facts.head_dim) / dims.tp
     of_layer = tokens * (10 * facts.hidden + inner) * width
     kept = experiment.model.ac
     recomputed = facts.num_layers // kept.freq if kept else 0
@@ -180,7 +178,7 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
     activations = (facts.num_layers - recomputed) * of_layer + recomputed * of_recomputed
     activations += of_layer if recomputed else 0  # of the block that is computed again just now
     bytes_per_param = 8 if trainer.optim.offload else state_bytes_per_param(experiment)
-    shares = trainer.num_ranks // layout.dp_replicate
+    shares = trainer.num_ranks // dims.dp_replicate
     state = facts.num_params * bytes_per_param / shares
     if adapter:
         state = facts.num_params * width / shares + adapter * (bytes_per_param / trainer.num_ranks + 8)
@@ -194,7 +192,7 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
         "activations": activations,
         "logits": _head_bytes(experiment, facts, tokens, trained=not adapter),
     }
-    if facts.own_attention:
+    if facts.custom_attention:
         kept_layers = facts.num_layers - recomputed + (1 if recomputed else 0)
         parts["scores"] = _score_bytes(experiment, facts, tokens, kept_layers)
     return {name: value / GIB for name, value in parts.items()} | {"context": CONTEXT_GIB}
@@ -206,7 +204,7 @@ def _head_bytes(experiment: Experiment, facts: ModelFacts, tokens: int, *, train
     One chunk's logits in float32 and, in a half-precision type, the product that they come of and the last chunk's
     gradient. More chunks than one add up the head's own gradient in float32, each through a product of its size.
     """
-    width, vocab = _WIDTH[experiment.model.dtype], facts.vocab_size / experiment.trainer.layout.tp
+    width, vocab = _WIDTH[experiment.model.dtype], facts.vocab_size / experiment.trainer.parallel_dims.tp
     chunk = min(max(experiment.trainer.logits_chunk_tokens, int(SMALL_LOGITS / vocab)), tokens)
     half, head = (0 if width == 4 else width), vocab * facts.hidden
     if chunk == tokens:
@@ -230,11 +228,9 @@ def whole_gradient_bytes(experiment: Experiment, facts: ModelFacts) -> float | N
         return None
     if experiment.model.lora is not None:
         return 0.0
-    layout = experiment.trainer.layout
+    dims = experiment.trainer.parallel_dims
     embeddings = facts.vocab_size * facts.hidden * (1 if facts.tied else 2)
-    return 4 * (
-        embeddings / layout.tp + (facts.num_params - embeddings) / (layout.ep if facts.num_experts else layout.tp)
-    )
+    return 4 * (embeddings / dims.tp + (facts.num_params - embeddings) / (dims.ep if facts.num_experts else dims.tp))
 
 
 def _unscattered(experiment: Experiment, facts: ModelFacts, block: float, embeddings: float) -> float:
@@ -243,12 +239,12 @@ def _unscattered(experiment: Experiment, facts: ModelFacts, block: float, embedd
     A block's leave the backward pass in the compute type and are reduced in float32; the token tables' stay until its
     end.
     """
-    layout, width = experiment.trainer.layout, _WIDTH[experiment.model.dtype]
-    block /= layout.ep if facts.num_experts else layout.tp
+    dims, width = experiment.trainer.parallel_dims, _WIDTH[experiment.model.dtype]
+    block /= dims.ep if facts.num_experts else dims.tp
     whole = whole_gradient_bytes(experiment, facts) or 0.0
     if experiment.trainer.defers_sync(whole):
         return whole + block * width
-    return block * (width + 4) + embeddings * width / layout.tp
+    return block * (width + 4) + embeddings * width / dims.tp
 
 
 def _product_widths(facts: ModelFacts) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import engine_roles, served_by
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, engine_overhead_gib, read_model, trainer_gib
@@ -151,7 +151,7 @@ def _last(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def _is_open(experiment: Experiment) -> bool:
-    """True where the key decides something that nobody has stated."""
+    """Return whether the key decides something that nobody has stated."""
     trainer, data = experiment.trainer, experiment.sft.data
     if not experiment.trains or trainer.micro_batch_tokens is not None or is_parent(experiment):
         return False
@@ -166,12 +166,12 @@ def _longest(experiment: Experiment) -> int:
 
 def _tokens_of_rank(experiment: Experiment) -> int:
     """Return the tokens that a data rank gets of a batch, at most."""
-    layout, data = experiment.trainer.layout, experiment.sft.data
+    dims, data = experiment.trainer.parallel_dims, experiment.sft.data
     if experiment.kind == "sft":
         tokens = data.batch_tokens or data.batch_size * _longest(experiment)
     else:
         tokens = experiment.orchestrator.batch_size * experiment.seq_len
-    return -(-tokens // (layout.dp_replicate * layout.dp_shard))
+    return -(-tokens // (dims.dp_replicate * dims.dp_shard))
 
 
 def _with(experiment: Experiment, tokens: int) -> Experiment:

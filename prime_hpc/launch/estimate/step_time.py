@@ -1,6 +1,6 @@
 """How long a step and a save take: from an earlier attempt of the run where there was one, else a stated assumption.
 
-Called by `plan` and `lint`, for what needs a time before anything ran: does an attempt of the job get anywhere at all,
+For what needs a time before anything ran: does an attempt of the job get anywhere at all,
 and is Slurm's warning early enough for a save?
 """
 

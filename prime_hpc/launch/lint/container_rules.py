@@ -8,7 +8,7 @@ from prime_hpc.slurm.containers import split_mount, stated_paths
 
 
 def image(subject: Subject) -> Iterator[Finding]:
-    """The image, or the environment definition."""
+    """Check the image, or the environment definition."""
     box = subject.site.container
     if box is None:
         return

@@ -1,22 +1,24 @@
 """Find what is wrong with an experiment without a cluster: `lint(experiment, site)`.
 
-Called by the `lint` verb, and by `submit`, which refuses an experiment with errors. The checks are in `lint_model`,
-`lint_parallel`, `lint_run`, `lint_sharing`, `lint_slurm`, `lint_time`, `lint_container` and `lint_network`: each a
-generator of findings over one `Subject`.
+`submit` refuses an experiment with errors. The checks are in the modules `*_rules` beside this one: each a generator of
+findings over one `Subject`.
 """
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.engine_groups import engine_roles, served_by
-from prime_hpc.config.sections.slurm import SiteConfig, SlurmConfig
-from prime_hpc.config.site import GENERIC
+from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.estimate.memory import read_model
 from prime_hpc.launch.estimate.micro_batch import with_micro_batch
+from prime_hpc.launch.for_slurm import is_for_slurm
 from prime_hpc.launch.lint import (
+    alarm_rules,
     attention_rules,
     backend_rules,
     container_rules,
+    env_rules,
     model_rules,
     network_rules,
+    offline_rules,
     parallel_rules,
     run_rules,
     sharing_rules,
@@ -24,12 +26,11 @@ from prime_hpc.launch.lint import (
     time_rules,
 )
 from prime_hpc.launch.lint.lint_finding import CODES, Check, Engines, Finding, Subject
-from prime_hpc.slurm.client import why_not_in_force
 from prime_hpc.slurm.options import RoleOptions, SlurmRole, resolve
 from prime_hpc.slurm.placement import Placement, place_slurm, placed_roles
 from prime_hpc.slurm.script import render_job
 
-__all__ = ["CODES", "Finding", "is_for_slurm", "lint", "lint_errors"]
+__all__ = ["CODES", "Finding", "lint", "lint_errors"]
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}
 _ANYWHERE: tuple[Check, ...] = (
@@ -38,15 +39,19 @@ _ANYWHERE: tuple[Check, ...] = (
     *attention_rules.CHECKS,
     *parallel_rules.CHECKS,
     *run_rules.CHECKS,
+    *env_rules.CHECKS,
     *sharing_rules.CHECKS,
+    *alarm_rules.CHECKS,
 )
+_ANYWHERE_ALONE: tuple[Check, ...] = (*backend_rules.CHECKS, *env_rules.CHECKS)
 _SLURM_ALONE: tuple[Check, ...] = (
     *slurm_rules.CHECKS,
     *container_rules.CHECKS,
     *network_rules.CHECKS,
+    *offline_rules.CHECKS,
 )
-"""Of a job that trains nothing: what is said of steps, batches and checkpoints is not for it."""
-_SLURM: tuple[Check, ...] = (*slurm_rules.CHECKS, *time_rules.CHECKS, *container_rules.CHECKS, *network_rules.CHECKS)
+"""Of a job that trains nothing, like the one above: what is said of steps, batches and checkpoints is not for it."""
+_SLURM: tuple[Check, ...] = (*_SLURM_ALONE, *time_rules.CHECKS)
 
 
 def lint(experiment: Experiment, site: SiteConfig) -> list[Finding]:
@@ -54,7 +59,7 @@ def lint(experiment: Experiment, site: SiteConfig) -> list[Finding]:
     subject = examine(experiment, site)
     if unknown := list(backend_rules.unknown(subject)):
         return unknown
-    anywhere, in_job = (_ANYWHERE, _SLURM) if experiment.trains else (backend_rules.CHECKS, _SLURM_ALONE)
+    anywhere, in_job = (_ANYWHERE, _SLURM) if experiment.trains else (_ANYWHERE_ALONE, _SLURM_ALONE)
     checks = (*anywhere, *in_job) if subject.is_slurm else anywhere
     found = [finding for check in checks for finding in check(subject)]
     if subject.placement is not None:
@@ -66,14 +71,6 @@ def lint(experiment: Experiment, site: SiteConfig) -> list[Finding]:
 def lint_errors(experiment: Experiment, site: SiteConfig) -> list[Finding]:
     """Return the findings for which `submit` refuses an experiment."""
     return [finding for finding in lint(experiment, site) if finding.severity == "error"]
-
-
-def is_for_slurm(experiment: Experiment, site: SiteConfig) -> bool:
-    """Return whether an experiment is meant for Slurm: it says so, or there is one, or it states what only Slurm
-    has."""
-    if experiment.launch != "auto":
-        return experiment.launch == "slurm"
-    return experiment.slurm != SlurmConfig() or site.name != GENERIC.name or why_not_in_force() is None
 
 
 def examine(experiment: Experiment, site: SiteConfig) -> Subject:

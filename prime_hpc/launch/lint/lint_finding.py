@@ -50,10 +50,14 @@ CODES = {
     "PH209": "echo without turns",
     "PH210": "a trainer of many runs without a run",
     "PH211": "greedy training rollouts",
+    "PH212": "code that a model writes",
     "PH220": "steps without a learning rate",
     "PH221": "a clip narrower than the engine's numerics",
     "PH222": "KL penalty without the groups that have no signal",
     "PH223": "no room for a demonstration",
+    "PH230": "more workers of environments than CPUs",
+    "PH231": "addresses of environments' workers without workers",
+    "PH240": "alarms over unknown metrics",
     "PH301": "unknown partition",
     "PH302": "more GPUs a node than the partition has",
     "PH303": "more nodes than the partition has",
@@ -82,6 +86,7 @@ CODES = {
     "PH326": "GPUs that Slurm does not know",
     "PH327": "port range",
     "PH328": "a job that does not come back",
+    "PH329": "nodes without internet, and what is not on disk",
 }
 """Stable codes: a number is never given a new meaning. 1xx the model, 2xx the run, 3xx Slurm and the site."""
 

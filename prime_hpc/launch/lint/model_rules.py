@@ -19,7 +19,7 @@ def tensor_parallel(subject: Subject) -> Iterator[Finding]:
 
 
 def pipeline(subject: Subject) -> Iterator[Finding]:
-    """A stage without a layer: vLLM refuses it, after the start of every process."""
+    """Report a stage without a layer: vLLM refuses it, after the start of every process."""
     for group in subject.engines:
         stages = group.servers.pipeline_parallel_size
         if group.facts is not None and stages > group.facts.num_layers:
@@ -126,7 +126,7 @@ def _unknown(key: str, name: str) -> Finding:
 
 
 def precision(subject: Subject) -> Iterator[Finding]:
-    """The trainer has no loss scaling."""
+    """Report precisions that need loss scaling, which the trainer has not."""
     if subject.experiment.model.dtype == "float16":
         yield Finding(
             "PH108",
@@ -228,7 +228,7 @@ def families(subject: Subject) -> Iterator[Finding]:
             continue
         if rows != "single":
             continue
-        scores = ", and attention holds all its scores in memory" if family.own_attention else ""
+        scores = ", and attention holds all its scores in memory" if family.custom_attention else ""
         message = f"{name} trains one sample a row, padded to the longest, without shared prompts{scores}: "
         wanted = family.rows == "packed"  # and not the family's way
         yield Finding(

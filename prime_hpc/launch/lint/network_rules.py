@@ -42,7 +42,7 @@ def network_line(facts: dict[str, Any]) -> str:
 
 
 def port_ranges(subject: Subject) -> Iterator[Finding]:
-    """A range that cannot hold a node's sockets, or out of which something else takes ports."""
+    """Report a range that cannot hold a node's sockets, or out of which something else takes ports."""
     network = subject.experiment.network.over(subject.site.network)
     if network.port_range is None or subject.placement is None:
         return

@@ -1,15 +1,20 @@
 """Lint of the run itself: batch, groups, concurrency, curriculum, evaluation, data, checkpoints."""
 
+import itertools
 from collections.abc import Iterator
 
-from prime_hpc.config.child_runs import is_parent
-from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.config.child_config import is_parent
+from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.envs.benchmarks.registry import BENCHMARKS
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.sandbox.bubblewrap import find_bwrap
+from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
 from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.datafiles import find_data
 
 
 def groups(subject: Subject) -> Iterator[Finding]:
-    """A baseline that is the group's own mean needs a group."""
+    """Report groups too small for a baseline that is the group's own mean."""
     orchestrator = subject.experiment.orchestrator
     advantage = orchestrator.advantage
     compares = advantage.compares_rollouts or ":" in advantage.type  # of code of one's own that is likely
@@ -27,7 +32,7 @@ def groups(subject: Subject) -> Iterator[Finding]:
 def sampling(subject: Subject) -> Iterator[Finding]:
     """Greedy rollouts of one prompt are all the same, and no sample of the policy's distribution."""
     orchestrator = subject.experiment.orchestrator
-    if subject.is_rl and orchestrator.sampling.temperature == 0 and orchestrator.advantage.type != "sft":
+    if subject.is_rl and orchestrator.sampling.temperature == 0 and not orchestrator.advantage.imitates:
         yield Finding(
             "PH211",
             "error",
@@ -41,7 +46,7 @@ def sampling(subject: Subject) -> Iterator[Finding]:
 def batch(subject: Subject) -> Iterator[Finding]:
     """Ranks without a sample compute on padding."""
     experiment = subject.experiment
-    ranks = experiment.trainer.layout.num_data_ranks
+    ranks = experiment.trainer.parallel_dims.num_data_ranks
     if subject.is_rl:
         key, size = "orchestrator.batch_size", experiment.orchestrator.batch_size
     else:
@@ -105,7 +110,7 @@ def concurrency(subject: Subject) -> Iterator[Finding]:
 
 
 def learning(subject: Subject) -> Iterator[Finding]:
-    """Steps and groups that are trained for nothing, or not as the objective's paper has it."""
+    """Report steps and groups that are trained for nothing, or not as the objective's paper has it."""
     experiment = subject.experiment
     trainer, key = experiment.trainer, "trainer.scheduler.decay_steps"
     schedule, loss = trainer.scheduler, trainer.loss
@@ -123,13 +128,13 @@ def learning(subject: Subject) -> Iterator[Finding]:
         )
     if not subject.is_rl:
         return
-    bounds = [bound for bound in (loss.clip_low, loss.clip_high) if bound is not None] or [3e-4]
-    if loss.type == "gspo" and loss.correction is None and experiment.model.dtype != "float32" and min(bounds) < 3e-3:
+    narrowest = min(loss.bounds.low, loss.bounds.high)
+    if loss.type == "gspo" and loss.correction is None and experiment.model.dtype != "float32" and narrowest < 3e-3:
         yield Finding(
             "PH221",
             "warning",
             "trainer.loss.correction",
-            f"gspo clips a sequence's ratio to the engine's policy at {min(bounds):g}, and in {experiment.model.dtype} "
+            f"gspo clips a sequence's ratio to the engine's policy at {narrowest:g}, and in {experiment.model.dtype} "
             "engine and trainer differ by more than that: sequences are clipped for their numerics. The paper's ratio "
             "is to the trainer's own policy",
             "trainer.loss.correction = {} (counts the mismatch apart), or clip_low and clip_high of 3e-3 and more",
@@ -194,7 +199,7 @@ def echo(subject: Subject) -> Iterator[Finding]:
 
 
 def evaluation(subject: Subject) -> Iterator[Finding]:
-    """Evaluation takes the training environments when it has none, and there are none."""
+    """Report an evaluation without environments: it takes those of the training, and there are none."""
     orchestrator = subject.experiment.orchestrator
     if is_parent(subject.experiment):
         return  # its runs name them
@@ -208,8 +213,35 @@ def evaluation(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def sandboxes(subject: Subject) -> Iterator[Finding]:
+    """Code that a model writes needs a sandbox, and a sandbox what makes it."""
+    orchestrator = subject.experiment.orchestrator
+    evaluated = orchestrator.eval.env if orchestrator.eval is not None else []
+    trained = ((f"orchestrator.env[{i}]", env) for i, env in enumerate(orchestrator.env))
+    named: Iterator[tuple[str, EnvConfig]]
+    named = itertools.chain(trained, ((f"orchestrator.eval.env[{i}]", env) for i, env in enumerate(evaluated)))
+    for key, env in named:
+        benchmark = BENCHMARKS.get(env.id)
+        runs_code = benchmark is not None and benchmark.kind == "code"
+        if runs_code and env.sandbox is None and not env.args.get("allow_code_execution"):
+            yield Finding(
+                "PH212",
+                "error",
+                f"{key}.sandbox",
+                f"{env.id} runs the Python that the model writes, and neither a sandbox is stated nor that it may run "
+                "without one",
+                "sandbox: {}; or, unprotected, args.allow_code_execution = true",
+            )
+        elif env.sandbox is not None:
+            try:
+                find_bwrap()
+            except EnvError as error:
+                severity: Severity = "warning" if subject.is_slurm else "error"  # other nodes may have it
+                yield Finding("PH212", severity, f"{key}.sandbox", str(error), "bubblewrap on the orchestrator's node")
+
+
 def data(subject: Subject) -> Iterator[Finding]:
-    """The files of supervised data."""
+    """Check the files of supervised data."""
     sft = subject.experiment.sft
     for key, source in (("sft.data.path", sft.data), ("sft.eval.path", sft.eval_source)):
         if subject.is_rl or source is None or not source.paths:
@@ -221,7 +253,7 @@ def data(subject: Subject) -> Iterator[Finding]:
 
 
 def checkpoints(subject: Subject) -> Iterator[Finding]:
-    """A job that comes back needs something to come back to."""
+    """Report a job that comes back and has nothing to come back to."""
     experiment = subject.experiment
     ckpt = experiment.ckpt
     if ckpt is None:
@@ -251,7 +283,7 @@ def checkpoints(subject: Subject) -> Iterator[Finding]:
 
 
 def runs(subject: Subject) -> Iterator[Finding]:
-    """A trainer of many runs that has none."""
+    """Report a trainer of many runs that has none."""
     experiment = subject.experiment
     if is_parent(experiment) and not list_children(experiment.run_dir):
         yield Finding(
@@ -264,4 +296,17 @@ def runs(subject: Subject) -> Iterator[Finding]:
         )
 
 
-CHECKS = (groups, sampling, batch, learning, concurrency, curriculum, echo, evaluation, data, checkpoints, runs)
+CHECKS = (
+    groups,
+    sampling,
+    batch,
+    learning,
+    concurrency,
+    curriculum,
+    echo,
+    evaluation,
+    sandboxes,
+    data,
+    checkpoints,
+    runs,
+)

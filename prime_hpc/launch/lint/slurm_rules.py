@@ -249,7 +249,7 @@ def values(subject: Subject) -> Iterator[Finding]:
 
 
 def paths(subject: Subject) -> Iterator[Finding]:
-    """The run directory must be the same on all nodes, and on this one."""
+    """Check that the run directory is the same on all nodes, and on this one."""
     experiment, site = subject.experiment, subject.site
     run_dir = experiment.run_dir.resolve()
     local = [*_NODE_LOCAL, *([fixed_part(site.node_local)] if site.node_local else [])]

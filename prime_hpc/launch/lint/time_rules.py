@@ -17,7 +17,7 @@ _STEPS = 2
 
 
 def limits(subject: Subject) -> Iterator[Finding]:
-    """The time limit of each role by itself."""
+    """Check the time limit of each role by itself."""
     for role, asked in subject.roles.items():
         key = key_of(role, "time", subject.experiment)
         text = asked.options.get("time")
@@ -85,7 +85,7 @@ def shortest_limit_s(subject: Subject) -> int | None:
 
 
 def attempt_length(subject: Subject) -> Iterator[Finding]:
-    """An attempt: start-up, two steps, a save."""
+    """Check that a time limit holds an attempt: start-up, two steps, a save."""
     limit = shortest_limit_s(subject)
     experiment, restart = subject.experiment, subject.experiment.slurm.restart
     speed = pace(experiment, subject.facts, subject.num_trainer_nodes())

@@ -1,7 +1,6 @@
 """Differences between two runs: config, code, packages, command line; and their figures side by side.
 
-Reads `run.yaml`, `lock.json`, `attempts.jsonl` and `metrics/*.jsonl` of both. Called by the verb `diff`, which also
-compares two files of benchmark figures.
+Reads `run.yaml`, `lock.json`, `attempts.jsonl` and `metrics/*.jsonl` of both.
 """
 
 import json
@@ -161,7 +160,7 @@ def _lines(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Attempts, hours from the first start to the last end, and the useful share of them."""
+    """Return attempts, hours from the first start to the last end, and the useful share of them."""
     if not rows:
         return {}
     began = [row["began"] for row in rows if _is_number(row.get("began"))]

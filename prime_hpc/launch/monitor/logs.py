@@ -136,7 +136,7 @@ def _job_output(run_dir: Path, attempt: int | None) -> Source | None:
 
 
 def what_there_is(run_dir: Path) -> str:
-    """The logs of a run for an error message: `attempt 2: orchestrator, trainer; supervisor`."""
+    """Return the logs of a run for an error message: `attempt 2: orchestrator, trainer; supervisor`."""
     numbers = attempts_with_logs(run_dir)
     parts = []
     for number in numbers[-3:]:
@@ -212,7 +212,7 @@ class Follower:
                     yield line
 
     def close(self) -> Iterator[str]:
-        """The last line if no newline ended it; the file is closed."""
+        """Return the last line if no newline ended it; the file is closed."""
         rest, self._rest = self._rest.decode("utf-8", errors="replace"), b""
         if self._file is not None:
             os.close(self._file)

@@ -1,7 +1,4 @@
-"""Facts of a run, read before its state is decided: the files of its directory, Slurm's answer, and the verdict's form.
-
-Filled by `status`, read by `verdict` and `figures`.
-"""
+"""Facts of a run, read before its state is decided: files of its directory, Slurm's answer, the verdict's form."""
 
 import os
 import time
@@ -100,6 +97,14 @@ class RunStatus:
     """States by role label."""
     runs: dict[str, str] = field(default_factory=dict)
     """Of a trainer that trains many: what its runs do, by name."""
+    stall: str | None = None
+    """Why the present step stands still, and the file that says more."""
+    alarms: list[str] = field(default_factory=list)
+    """Those that fired last in the newest attempt."""
+    host: str | None = None
+    """Of the newest attempt's supervisor."""
+    pid: int | None = None
+    """Of the newest attempt's supervisor, on its host."""
     checkpoint: int | None = None
     checkpoint_time: float | None = None
     logs: dict[str, str] = field(default_factory=dict)

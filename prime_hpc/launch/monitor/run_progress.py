@@ -72,8 +72,8 @@ def tail_rows(path: Path, num_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
 
 
 def add_checkpoint(status: RunStatus, path: Path) -> None:
-    """The newest checkpoint and when it was made."""
-    from prime_hpc.store.layout import list_steps
+    """Add the newest checkpoint and when it was made."""
+    from prime_hpc.store.run_paths import list_steps
 
     elsewhere = line_of(path / RUN_YAML, "  path: ", after="ckpt:")
     parent = Path(elsewhere) if elsewhere and elsewhere != "null" else path / "checkpoints"

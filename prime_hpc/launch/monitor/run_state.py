@@ -76,12 +76,14 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
     status.word = number(word.get("time"))
     if last is not None:
         status.attempt, status.why = last["attempt"], last.get("why")
+        status.host, status.pid = last.get("host"), last.get("pid")
         own = word if word.get("attempt") == last["attempt"] else {}
         status.nodes = _hosts(own.get("nodes") or last.get("nodes"), last)
         roles = own.get("roles")
         status.roles = {str(k): str(v) for k, v in roles.items()} if isinstance(roles, dict) else {}
         runs = own.get("runs")
         status.runs = {str(k): str(v) for k, v in runs.items()} if isinstance(runs, dict) else {}
+        status.alarms = [str(text) for text in own.get("alarms") or []]
     over = next((row for row in reversed(one.attempts) if row.get("ended") is not None), None)
     if over is not None:
         status.cause, status.outcome, status.ended = over.get("cause"), over.get("outcome"), number(over["ended"])
@@ -95,11 +97,14 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
         _judge_ended(status, one, queue)
     if status.is_final:
         status.time_left_s = None
+    elif isinstance(stall := word.get("stall"), dict):
+        status.stall = f"step {stall.get('step', 0) + 1} for {span(stall.get('seconds', 0))}: {stall.get('headline')}"
+        status.stall += f"; see {stall.get('file')}"
     return status
 
 
 def _judge_submission(status: RunStatus, one: Evidence, queue: Queue, now: float) -> None:
-    """A run that was submitted (or only prepared) and of which no attempt has begun."""
+    """Judge a run that was submitted (or only prepared) and of which no attempt has begun."""
     record = one.record
     if record is None and (roles := by_hand(one.path)):
         status.state, status.note = "by hand", f"nobody supervises what was started here: {', '.join(roles)}"
@@ -142,7 +147,7 @@ def _client_lives(record: SubmissionRecord) -> bool:
 
 
 def _judge_waiting(status: RunStatus, job: "JobInfo | None", queue: Queue, age: float) -> None:
-    """A job that was sent and has not begun an attempt."""
+    """Judge a job that was sent and has not begun an attempt."""
     if job is not None and job.is_pending:
         _take_job(status, job, "pending")
         status.note = _why_pending(job)
@@ -161,10 +166,10 @@ def _judge_waiting(status: RunStatus, job: "JobInfo | None", queue: Queue, age: 
 
 
 def _judge_open(status: RunStatus, one: Evidence, queue: Queue, now: float) -> None:
-    """An attempt that wrote no end: alive, or gone without a word."""
+    """Judge an attempt that wrote no end: alive, or gone without a word."""
     last, record = one.last or {}, one.record or {}
-    heard = [t for t in (number(last.get("began")), status.word) if t is not None]
-    silent = max(0.0, now - max(heard, default=0.0))
+    reported = [t for t in (number(last.get("began")), status.word) if t is not None]
+    silent = max(0.0, now - max(reported, default=0.0))
     if last.get("job_id") is None:
         status.job_id = None
         _judge_local(status, one, silent)
@@ -174,7 +179,7 @@ def _judge_open(status: RunStatus, one: Evidence, queue: Queue, now: float) -> N
         later = _find(queue, record, record.get("successor"))
         job = later if later is not None and _may_start(later) else job
     status.job_id = job.job_id if job else str(last["job_id"])
-    if max(heard, default=0.0) > queue.asked and (job is None or job.is_pending):
+    if max(reported, default=0.0) > queue.asked and (job is None or job.is_pending):
         _alive(status, one, silent)  # the answer is of a moment before this attempt began
     elif job is None:
         if silent < (SILENT_S if queue.trouble else QUIET_S / 4):
@@ -207,7 +212,7 @@ def _judge_open(status: RunStatus, one: Evidence, queue: Queue, now: float) -> N
 
 
 def _judge_local(status: RunStatus, one: Evidence, silent: float) -> None:
-    """An open attempt without Slurm: its process is looked at where it is on this host."""
+    """Judge an open attempt without Slurm: its process is looked at where it is on this host."""
     from prime_hpc.store.attempts import is_held
 
     last = one.last or {}
@@ -225,7 +230,7 @@ def _judge_local(status: RunStatus, one: Evidence, silent: float) -> None:
 
 
 def _alive(status: RunStatus, one: Evidence, silent: float) -> None:
-    """The attempt goes on: in which state, by its own word."""
+    """State how an attempt goes on, by its own word."""
     word, last = one.word or {}, one.last or {}
     own = word.get("attempt") == last.get("attempt")
     # a supervisor that writes no status.json: the trainer's first row tells
@@ -239,7 +244,7 @@ def _alive(status: RunStatus, one: Evidence, silent: float) -> None:
 
 
 def _judge_ended(status: RunStatus, one: Evidence, queue: Queue) -> None:
-    """An attempt that wrote its end: over, or about to come back."""
+    """Judge an attempt that wrote its end: over, or about to come back."""
     last, record = one.last or {}, one.record or {}
     outcome = str(last.get("outcome"))
     status.job_id = None if last.get("job_id") is None else str(last["job_id"])

@@ -15,7 +15,7 @@ from prime_hpc.config.site import cluster_name, has_accounting
 from prime_hpc.launch.monitor.run_facts import Evidence, Queue, RunStatus, read_evidence
 from prime_hpc.launch.monitor.run_progress import add_checkpoint, add_figures, log_paths
 from prime_hpc.launch.monitor.run_state import is_sending, jobs_in_doubt, judge
-from prime_hpc.slurm.client import asked_cluster, on_cluster
+from prime_hpc.slurm.client import SlurmError, asked_cluster, on_cluster
 from prime_hpc.store.run_dirs import run_name
 
 _THREADS = 16
@@ -30,7 +30,6 @@ def ask_slurm(wanted: set[str], by_token: bool) -> Queue:
     """One squeue call (see `Ask`); trouble is part of the answer, never an exception."""
     if not wanted and not by_token:
         return Queue()
-    from prime_hpc.slurm.client import SlurmError
     from prime_hpc.slurm.jobs import jobs
 
     asked = time.time()
@@ -70,7 +69,7 @@ class PatientAsk:
 def collect(
     paths: Iterable[Path], folder: Path, *, ask: Ask = ask_slurm, limit: int | None = None
 ) -> tuple[list[RunStatus], int]:
-    """The status of many runs: those under way first, then the newest.
+    """Return the status of many runs: those under way first, then the newest.
 
     Args:
         paths: run directories.
@@ -98,7 +97,7 @@ def collect(
 
 
 def status_of(path: Path, *, ask: Ask = ask_slurm, details: bool = True) -> RunStatus:
-    """The status of one run; `details`: its figures, checkpoint and logs too."""
+    """Return the status of one run; `details`: its figures, checkpoint and logs too."""
     evidence = read_evidence(path)
     queue = _ask_about([evidence], ask)[_cluster(evidence)]
     status = judge(evidence, queue, time.time())

@@ -1,8 +1,8 @@
 """The checkpoint interval in `plan`: the best one, the one that is set, and what each loses in percent.
 
-The formulas are `store.interval`'s, the same that `ckpt.interval = auto` goes by inside the run; here they are fed with
-what earlier attempts of the run measured (`pace`), with the failures that `attempts.jsonl` of this run and of its
-neighbours in the output directory tell, and with the site profile's rate.
+The formulas are `store.checkpoint.optimal_interval`'s, the same that `ckpt.interval = auto` goes by inside the run;
+here they are fed with what earlier attempts of the run measured (`pace`), with the failures that `attempts.jsonl` of
+this run and of its neighbours in the output directory tell, and with the site profile's rate.
 """
 
 import math
@@ -61,7 +61,7 @@ def _num_nodes(row: Mapping[str, Any]) -> int:
 def interval_facts(
     experiment: Experiment, site: SiteConfig, speed: Pace, num_nodes: int, *, walltime_s: float | None, in_job: bool
 ) -> dict[str, Any]:
-    """The best interval and the one that is set, for `plan --json` and `interval_lines`.
+    """Return the best interval and the one that is set, for `plan --json` and `interval_lines`.
 
     Args:
         experiment: states the interval and Slurm's notice.

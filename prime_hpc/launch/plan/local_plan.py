@@ -1,7 +1,6 @@
 """`prime-hpc plan`: where each role of an experiment would run on this machine, before anything does.
 
-`plan_slurm` has the plan of a Slurm job; `resolve_launch` says which of the two it will be. Called by `local`, by the
-`plan` verb and by `submit`.
+`slurm_plan` has the plan of a Slurm job; `resolve_launch` says which of the two it will be.
 """
 
 import os
@@ -10,7 +9,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from prime_hpc.config import ConfigError, Experiment, Loaded
-from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import EngineRole, engine_roles, first_port, sampling_role, served_by, servers_of
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.site import load_site
@@ -140,7 +139,7 @@ def _roles(experiment: Experiment) -> list[str]:
     where = f"on cuda: {_gpus(training)}" if training else f"{threads} threads a rank on cpu"
     where = "on GPUs that are not here" if missing else where
     lines = [
-        f"trainer       torchrun, {trainer.num_ranks} FSDP2 ranks{trainer.layout.suffix}, {where}, "
+        f"trainer       torchrun, {trainer.num_ranks} FSDP2 ranks{trainer.parallel_dims.suffix}, {where}, "
         f"micro-batches of {experiment.micro_batch_tokens} tokens"
     ]
     if missing:
@@ -206,7 +205,7 @@ def attached_urls(experiment: Experiment) -> str:
     return ", ".join(experiment.orchestrator.client.urls)
 
 
-def own_checkpoints(experiment: Experiment) -> str:
+def child_checkpoints(experiment: Experiment) -> str:
     """Of a trainer that trains many runs."""
     ckpt = experiment.ckpt
     default = "off" if ckpt is None else f"interval {ckpt.interval}"
@@ -215,7 +214,7 @@ def own_checkpoints(experiment: Experiment) -> str:
 
 def _checkpoints(experiment: Experiment) -> str:
     if is_parent(experiment):
-        return f"checkpoints  {own_checkpoints(experiment)}"
+        return f"checkpoints  {child_checkpoints(experiment)}"
     if experiment.ckpt is None:
         return "checkpoints  off (--ckpt switches them on)"
     where = experiment.ckpt.path or experiment.run_dir / "checkpoints"

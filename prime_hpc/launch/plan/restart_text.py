@@ -1,14 +1,14 @@
 """The job's behaviour after failures in plain words: the policy of `slurm.restart` for one plan."""
 
 from prime_hpc.config import Experiment
-from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import EngineRole, engine_roles
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.slurm.options import known_partitions, split_names
 from prime_hpc.slurm.placement import Placement
 
 
-def restart_words(experiment: Experiment, site: SiteConfig, placement: Placement, how: str) -> dict[str, str]:
+def restart_texts(experiment: Experiment, site: SiteConfig, placement: Placement, how: str) -> dict[str, str]:
     """Event -> what then becomes of the job.
 
     Args:
@@ -62,7 +62,7 @@ def _preemption(experiment: Experiment, site: SiteConfig, placement: Placement, 
 
 
 def _lost_server(experiment: Experiment, role: EngineRole, placement: Placement, back: str) -> str:
-    """Only a packed job of several nodes survives the loss of one."""
+    """Only a homogeneous job of several nodes survives the loss of one."""
     servers = [g for g in placement.groups if g.role == role]
     if not placement.abilities.survives_lost_node:
         return f"Slurm ends a het job that loses a node; {back}"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, engine_roles, served_by, servers_of
 from prime_hpc.config.run_files import JOB_SBATCH
 from prime_hpc.config.sections.slurm import SiteConfig
@@ -17,17 +17,17 @@ from prime_hpc.launch.lint.network_rules import network_facts, network_line
 from prime_hpc.launch.plan.interval import interval_facts, interval_lines
 from prime_hpc.launch.plan.local_plan import (
     attached_lines,
+    child_checkpoints,
     data_line,
     evaluation_line,
     evaluation_lines,
     of_model,
     orchestrator_line,
-    own_checkpoints,
     runs_line,
     split_of,
     steps_line,
 )
-from prime_hpc.launch.plan.restart_text import restart_words
+from prime_hpc.launch.plan.restart_text import restart_texts
 from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.options import known_partitions, resolve
 from prime_hpc.slurm.placement import Placement, RoleGroup, across_nodes, choose_layout, place_slurm, placed_roles
@@ -69,7 +69,7 @@ def slurm_plan(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
         "spares": list(placement.spares),
         "network": network_facts(experiment, site, placement),
         "restart": {"how": how, "signal_lead_s": experiment.slurm.restart.signal_lead_s}
-        | {"events": restart_words(experiment, site, placement, how)},
+        | {"events": restart_texts(experiment, site, placement, how)},
         "checkpoints": _checkpoints(experiment, site, placement, speed),
         "model": _model(experiment, facts),
         "memory": _memory(experiment, site),
@@ -107,7 +107,7 @@ def _group(experiment: Experiment, group: RoleGroup) -> dict[str, Any]:
     }
     if group.role == "trainer":
         values |= {"ranks_per_node": group.processes_per_node, "launcher": experiment.trainer.launcher}
-        values |= {"parallel": asdict(experiment.trainer.layout)}
+        values |= {"parallel": asdict(experiment.trainer.parallel_dims)}
     elif group.role in ENGINE_ROLES:
         values |= {"engines_per_node": group.processes_per_node, "data_parallel_size": group.dp_size}
     return values
@@ -219,7 +219,7 @@ def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
         lines += [*evaluation_lines(experiment)[1:], f"data          {data_line(experiment)}"]
     lines.append(
         f"trainer       {trainer['launcher']}, {experiment.trainer.num_ranks} FSDP2 ranks"
-        f"{experiment.trainer.layout.suffix} on "
+        f"{experiment.trainer.parallel_dims.suffix} on "
         f"{_span([trainer], trainer['nodes'])}, {trainer['ranks_per_node']} a node; {_gpus([trainer])}; "
         f"micro-batches of {plan['micro_batch']['tokens']} tokens"
     )
@@ -293,7 +293,7 @@ def _memory_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
 def _checkpoint_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
     ckpt, pace_ = plan["checkpoints"], plan["pace"]
     if is_parent(experiment):
-        return [f"checkpoints  {own_checkpoints(experiment)}"]
+        return [f"checkpoints  {child_checkpoints(experiment)}"]
     if not experiment.trains:
         return ["episodes     each is on disk when it ends: a later attempt plays those that are missing"]
     if not ckpt["on"]:

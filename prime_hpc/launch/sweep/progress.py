@@ -1,6 +1,4 @@
-"""How the points of a sweep are: each run's own status, and what the sweep alone knows. Called by `submit`, `results`,
-`control` and the `sweep` verb.
-"""
+"""How the points of a sweep are: each run's own status, and what the sweep alone knows."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -1,19 +1,17 @@
 """Points into Slurm's queue, exactly once: packed ones as arrays with a throttle, het ones as jobs in lanes.
 
-Called by `submit`. Slurm refuses arrays of het jobs, so a lane is a chain of jobs of which each waits for the one
+Slurm refuses arrays of het jobs, so a lane is a chain of jobs of which each waits for the one
 before it (`afterany`; not `singleton`, which would make a het job wait for its own components).
 """
 
-import re
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from prime_hpc.config import Experiment, Problem
+from prime_hpc.config import Experiment
 from prime_hpc.config.run_files import JOB_SBATCH
 from prime_hpc.config.secret import masked_command
 from prime_hpc.config.sections.slurm import SiteConfig
@@ -22,23 +20,22 @@ from prime_hpc.launch.job import local_job
 from prime_hpc.launch.sweep.prepare import Job
 from prime_hpc.launch.sweep.progress import View
 from prime_hpc.launch.sweep.state import SubmitRow, Sweep, log_name, new_submit, write_text
-from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
+from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.executors import PackedSlurmExecutor
 from prime_hpc.slurm.hostlist import index_ranges
-from prime_hpc.slurm.jobs import JobInfo, find_by_token, find_in_history
 from prime_hpc.slurm.placement import Placement, place_slurm
-from prime_hpc.slurm.queue import QUEUE_ANSWER_S, send
-from prime_hpc.slurm.sbatch_errors import SlurmRefused, refusal
+from prime_hpc.slurm.queue import send
+from prime_hpc.slurm.queue_facts.submit_limits import MAX_ARRAY, max_array_size
+from prime_hpc.slurm.sbatch_errors import NothingQueued, forgotten_job_of, job_without_answer, jobs_of_cut_off_submit
 from prime_hpc.slurm.script import ArrayPart, escape_pattern, interpreter, render_job, restart_mode
-from prime_hpc.slurm.submission_record import open_record, read_record, submission_environment, write_record
+from prime_hpc.slurm.submission_record import open_record, submission_environment, write_record
 
-MAX_ARRAY = 1000
-"""Tasks of an array where Slurm's MaxArraySize is not known (its default is 1001)."""
 _MAX_RANGES = 6000  # characters of --array: sbatch reads at most about 8,000
 _SAME_REFUSALS = 3
 """After so many refusals one after another the rest is not tried."""
-_QUEUE_POLL_S = 2.0
 _THREADS = 4
+NOT_TRIED = "not tried"
+"""Begins the `error` of a part that was not sent because those before it were refused."""
 
 
 @dataclass
@@ -115,7 +112,7 @@ def plan_parts(
         key = (repr(placement), job.experiment.slurm.model_dump_json())
         groups[key].append(job)
         placements[key] = placement
-    size = max_array_size() if any(p.abilities.takes_arrays for p in placements.values()) else MAX_ARRAY
+    size = max_array_size(site) if any(p.abilities.takes_arrays for p in placements.values()) else MAX_ARRAY
     parts: list[Part] = []
     lane_jobs: list[tuple[Job, Placement]] = []
     for key, members in groups.items():
@@ -129,16 +126,6 @@ def plan_parts(
             part.after = sorted({s.job_id for s in live if s.kind == "array" and s.job_id}) if number == 0 else []
             part.after_part = number - 1 if number else None
     return parts + _lanes(lane_jobs, live, lanes or throttle, len(parts))
-
-
-def max_array_size() -> int:
-    """Tasks that an array may have here, ids from 0; `MAX_ARRAY` where Slurm does not say."""
-    try:
-        text = run_slurm(["scontrol", "show", "config"], ASK_TIMEOUT_S)
-    except SlurmError:
-        return MAX_ARRAY
-    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", text, re.MULTILINE)
-    return int(match[1]) if match and int(match[1]) > 1 else MAX_ARRAY
 
 
 def _arrays(sweep: Sweep, jobs: Sequence[Job], placement: Placement, size: int, throttle: int | None) -> list[Part]:
@@ -160,7 +147,7 @@ def _arrays(sweep: Sweep, jobs: Sequence[Job], placement: Placement, size: int, 
 
 
 def _live_jobs(sweep: Sweep, views: Sequence[View]) -> list[SubmitRow]:
-    """Submits of which a point is still under way."""
+    """Return submits of which a point is still under way."""
     last = sweep.last_submits()
     found = {
         last[view.row.index].token: last[view.row.index]
@@ -219,7 +206,7 @@ def send_parts(sweep: Sweep, parts: Sequence[Part], site: SiteConfig) -> list[di
     for part in parts:
         if len(refusals) >= _SAME_REFUSALS:
             sent.append(None)
-            told.append(part.as_dict() | {"job_id": None, "error": "not tried: the ones before it were all refused"})
+            told.append(part.as_dict() | {"job_id": None, "error": f"{NOT_TRIED}: the ones before it were all refused"})
             continue
         if (before := _before(parts, part, sent)) is not None:
             part.after = [before]
@@ -270,12 +257,7 @@ def _send(sweep: Sweep, part: Part, site: SiteConfig) -> tuple[str | None, str |
                 command=masked_command(sys.argv),
                 function=local_job,
             )
-    except SlurmRefused as error:
-        was_refused = (
-            isinstance(error, _Refused) if part.is_array else (read_record(run_dir) or {}).get("state") == "failed"
-        )
-        if not was_refused:
-            raise  # perhaps it is there all the same: the next submit looks for its token
+    except NothingQueued as error:  # any other refusal: the next submit looks for its token
         sweep.update(submit, state="failed", error=str(error))
         return None, str(error)
     submit = sweep.update(submit, state="sent", job_id=job_id)
@@ -284,32 +266,13 @@ def _send(sweep: Sweep, part: Part, site: SiteConfig) -> tuple[str | None, str |
     return job_id, None
 
 
-class _Refused(SlurmRefused):
-    """Slurm said no, or there is none: nothing was queued."""
-
-
 def _send_array(sweep: Sweep, part: Part, text: str, token: str) -> str:
     executor = PackedSlurmExecutor(sweep.dir, text, environment=submission_environment(sweep.dir, token))
     points = {job.row.index - part.first: sweep.run_dir(job.row) for job in part.jobs}
     try:
         return executor.submit_points(points)[0].job_id.partition("_")[0]
     except SlurmError as error:
-        if error.is_missing or (error.code not in (None, 0) and not error.is_unreachable):
-            raise _Refused(refusal(error, "packed").problems) from error
-        try:
-            found = find_by_token(token, ASK_TIMEOUT_S)
-        except SlurmError:
-            found = []
-        if found:
-            print(f"note: sbatch's answer was lost ({error.stderr}), but the array is there", file=sys.stderr)
-            return _array_id(found)
-        raise SlurmRefused(
-            Problem(
-                f"{error}. Whether the array was queued is not known: give the same command again, it looks for the "
-                "array first and never makes a second one",
-                "launch",
-            )
-        ) from error
+        return job_without_answer(token, error, part.placement.layout).job_id.partition("_")[0]
 
 
 def _array_part(sweep: Sweep, part: Part) -> ArrayPart:
@@ -317,12 +280,8 @@ def _array_part(sweep: Sweep, part: Part) -> ArrayPart:
     return ArrayPart(sweep.array_of(part.first), part.ids, part.throttle, pattern)
 
 
-def _array_id(found: Sequence[JobInfo]) -> str:
-    return found[0].job_id.partition("_")[0]
-
-
 def _depending(experiment: Experiment, after: Sequence[str]) -> Experiment:
-    """The experiment whose job waits until these have ended, however they do."""
+    """Return the experiment whose job waits until these have ended, however they do."""
     if not after:
         return experiment
     own = [experiment.slurm.dependency] if experiment.slurm.dependency else []
@@ -385,22 +344,7 @@ def resolve_pending_submits(sweep: Sweep) -> None:
 
 def _find(sweep: Sweep, submit: SubmitRow) -> str | None:
     """Return the job of a submit without an answer; waits as long as one may still be on its way."""
-    try:
-        found = find_by_token(submit.token, ASK_TIMEOUT_S)
-        while not found and (wait_s := submit.time + QUEUE_ANSWER_S - time.time()) > 0:
-            print(f"note: an earlier submit was cut off; looking for its job for {wait_s:.0f} s more", file=sys.stderr)
-            time.sleep(min(_QUEUE_POLL_S, wait_s))
-            found = find_by_token(submit.token, ASK_TIMEOUT_S)
-    except SlurmError as error:
-        raise SlurmRefused(
-            Problem(
-                f"{sweep.dir}: an earlier submit was cut off, and whether its job reached Slurm cannot be asked; "
-                f"nothing was changed. {error}",
-                "launch",
-            )
-        ) from error
-    if found:
-        return _array_id(found)
-    asked = has_accounting(sweep.dir)
-    ended = find_in_history(submit.token, submit.time - 60, ASK_TIMEOUT_S) if asked else []
-    return ended[0].job_id.partition("_")[0].partition("+")[0] if ended else None
+    asked = (submit.token, submit.time, str(sweep.dir), "launch")
+    found = jobs_of_cut_off_submit(*asked)
+    job_id = found[0].job_id if found else forgotten_job_of(*asked) if has_accounting(sweep.dir) else None
+    return job_id.partition("_")[0] if job_id else None

@@ -21,7 +21,19 @@ from prime_hpc.config.sources.variants import Variants
 from prime_hpc.launch.sweep.naming import check_pattern, default_pattern, point_name
 from prime_hpc.launch.sweep.spec import Spec, full_key, make_spec, read_spec, refuse_flags_of_axes
 
-NOT_COMPUTED = ("name", "output_dir", "launch", "slurm", "supervisor", "log", "wandb", "tensorboard", "clean")
+NOT_COMPUTED = (
+    "name",
+    "output_dir",
+    "launch",
+    "slurm",
+    "kubernetes",
+    "supervisor",
+    "log",
+    "wandb",
+    "mlflow",
+    "tensorboard",
+    "clean",
+)
 """Sections that say where and how a point runs, not what it computes: two points that differ in nothing else are the
 same, and a change of them does not make a finished point run again."""
 _SWEEP = Origin("default", "sweep")

@@ -147,7 +147,7 @@ def _result(view: View, run_dir: Path, metric: Metric, whole: bool, seen: set[st
 def read_series(
     run_dir: Path, metric: str, num_bytes: int | None, seen: set[str] | None = None
 ) -> tuple[list[int], list[float]]:
-    """A metric of a run by step, as it stands after restarts; values that are not finite are left out.
+    """Return a metric of a run by step, as it stands after restarts; values that are not finite are left out.
 
     Args:
         run_dir: the run directory.

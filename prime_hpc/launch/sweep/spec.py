@@ -26,10 +26,10 @@ from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.names import directory_name
 from prime_hpc.config.sources.files import Document, read_documents
 from prime_hpc.config.sources.flags import ALIASES, Entry
-from prime_hpc.config.sources.load import unknown_key
+from prime_hpc.config.sources.tree import unknown_key
 
 MAX_POINTS = 100_000
-_OURS = ("name", "output_dir", "clean", "ckpt.resume_step", "kind")
+_OURS = ("name", "output_dir", "clean", "ckpt.resume_step", "kind", "slurm.shape", "slurm.shapes")
 """Keys of a point that the sweep itself decides, or that no axis may vary."""
 
 
@@ -111,7 +111,7 @@ class Spec:
         return list(dict.fromkeys(full_key(e) for axis in self.choices for choice in axis for e in choice))
 
     def drafts(self) -> Iterator[PointDraft]:
-        """The points in order, the last axis fastest."""
+        """Yield the points in order, the last axis fastest."""
         for combination in itertools.product(*self.choices) if self.choices else ():
             entries = tuple(itertools.chain.from_iterable(combination))
             yield PointDraft({full_key(entry): entry.value for entry in entries}, entries)

@@ -1,15 +1,14 @@
-"""A sweep's directory: its points and what was sent. Called by all of this room and, inside a job, by
-`prime_hpc.launch.job`.
+"""A sweep's directory: its points and what was sent.
 
-    <output_dir>/<name>/
-      sweep.yaml      the sweep as it was last submitted, files and flags merged
-      points.jsonl    a line a point; its place is the point's index for ever, later submits only append. Replaced in
-                      one rename
-      submits.jsonl   what was sent: a line before sbatch (`sending`) and one after it; the last of a token counts.
-                      Only appended to
-      <point>/        the point's run directory
-      logs/           of the arrays' tasks
-      .arrays/N/      stands for the points from index N on, where Slurm's MaxArraySize does not reach them
+<output_dir>/<name>/
+sweep.yaml      the sweep as it was last submitted, files and flags merged
+points.jsonl    a line a point; its place is the point's index for ever, later submits only append. Replaced in
+one rename
+submits.jsonl   what was sent: a line before sbatch (`sending`) and one after it; the last of a token counts.
+Only appended to
+<point>/        the point's run directory
+logs/           of the arrays' tasks
+.arrays/N/      stands for the points from index N on, where Slurm's MaxArraySize does not reach them
 """
 
 import json
@@ -89,7 +88,7 @@ class Sweep:
         return [row for row in self.rows if row.current]
 
     def run_dir(self, row: PointRow) -> Path:
-        """A point's run directory."""
+        """Return a point's run directory."""
         return self.dir / row.run_dir
 
     def last_submits(self) -> dict[int, SubmitRow]:
@@ -112,7 +111,7 @@ class Sweep:
         return changed
 
     def array_of(self, first: int) -> Path:
-        """The directory that stands for the points from `first` on in a batch script; made if absent."""
+        """Return the directory that stands for the points from `first` on in a batch script; made if absent."""
         if first == 0:
             return self.dir
         folder = self.dir / ARRAYS / str(first)
@@ -122,7 +121,7 @@ class Sweep:
 
 
 def new_submit(kind: str, points: Sequence[int], **facts: Any) -> SubmitRow:
-    """A submit that is about to be sent, with a fresh token."""
+    """Return a submit that is about to be sent, with a fresh token."""
     import socket
 
     return SubmitRow(
@@ -154,7 +153,7 @@ def read_sweep(sweep_dir: Path) -> Sweep:
 
 
 def point_run_dir(sweep_dir: Path, array_index: int, environ: Mapping[str, str] = os.environ) -> Path:
-    """The run directory of an array's task, prepared by `sweep submit`; the task's log is linked into it.
+    """Return the run directory of an array's task, prepared by `sweep submit`; the task's log is linked into it.
 
     Called in the job.
 
@@ -277,7 +276,7 @@ def _append_line(path: Path, row: dict[str, Any]) -> None:
 
 
 def _folded(rows: Iterable[SubmitRow]) -> list[SubmitRow]:
-    """The last word about each submit, oldest first."""
+    """Return the last word about each submit, oldest first."""
     return sorted({row.token: row for row in rows}.values(), key=lambda row: row.time)
 
 

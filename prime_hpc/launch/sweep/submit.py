@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.run_files import RUN_YAML
@@ -19,9 +19,13 @@ from prime_hpc.launch.sweep.progress import RERUN, View, ask_strictly, look
 from prime_hpc.launch.sweep.queue import plan_parts, resolve_pending_submits, send_parts
 from prime_hpc.launch.sweep.resolve import Base, Point, resolve_points
 from prime_hpc.launch.sweep.state import POINTS, SWEEP_YAML, PointRow, Sweep, merge_points, read_sweep, write_text
+from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.gpu_split import refuse_cpu_builds
 from prime_hpc.slurm.sbatch_errors import SlurmRefused
 from prime_hpc.slurm.submission_record import submitting
+
+if TYPE_CHECKING:
+    from prime_hpc.launch.sweep.feed import Feed
 
 OK, BAD_POINTS, SLURM_REFUSED = 0, 1, SlurmRefused.exit_code
 
@@ -66,13 +70,16 @@ class Report:
         return [view for view in self.views if view.row.index not in sent | bad]
 
 
-def submit_sweep(base: Base, *, states: Sequence[str] = RERUN, dry_run: bool = False) -> Report:
+def submit_sweep(
+    base: Base, *, states: Sequence[str] = RERUN, dry_run: bool = False, feed: "Feed | None" = None
+) -> Report:
     """Bring a sweep nearer to its end.
 
     Args:
         base: the sweep.
         states: points in these are sent.
         dry_run: write nothing, send nothing.
+        feed: chooses those that fit now; None: all of them.
 
     Raises:
         ConfigError: every point is wrong in the same way, or the directory cannot be used.
@@ -82,9 +89,9 @@ def submit_sweep(base: Base, *, states: Sequence[str] = RERUN, dry_run: bool = F
     _refuse_if_all_alike(points)
     _refuse_foreign(base)
     if dry_run:
-        return _submit(base, points, states, dry_run=True)
+        return _submit(base, points, states, dry_run=True, feed=feed)
     with submitting(base.sweep_dir):
-        return _submit(base, points, states, dry_run=False)
+        return _submit(base, points, states, dry_run=False, feed=feed)
 
 
 def _stay_here(points: Sequence[Point]) -> None:
@@ -99,7 +106,9 @@ def _stay_here(points: Sequence[Point]) -> None:
         )
 
 
-def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_run: bool) -> Report:
+def _submit(
+    base: Base, points: Sequence[Point], states: Sequence[str], *, dry_run: bool, feed: "Feed | None"
+) -> Report:
     sweep = read_sweep(base.sweep_dir)
     if not dry_run:
         resolve_pending_submits(sweep)
@@ -109,7 +118,8 @@ def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_r
     jobs = jobs_of(sweep, pairs, wanted)
     _stay_here(points)
     site = load_site(_first_site(points))
-    jobs, findings = refuse_bad(sweep, jobs, site, touch=not dry_run)
+    feed = feed if _for_slurm(points) else None
+    jobs, findings = _sound(sweep, jobs, views, site, touch=not dry_run, feed=feed)
     report = Report(sweep, views, jobs, warnings=[*_warnings(sweep, points), *findings])
     report.code = BAD_POINTS if report.invalid else OK
     report.is_local = not _for_slurm(points)
@@ -117,7 +127,8 @@ def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_r
     if report.is_local:
         _run_local(base, report, site, dry_run=dry_run)
         return report
-    parts = plan_parts(sweep, jobs, views, site, throttle=file.throttle, lanes=file.lanes)
+    throttle, lanes = (file.throttle, file.lanes) if feed is None else (None, None)
+    parts = plan_parts(sweep, jobs, views, site, throttle=throttle, lanes=lanes)
     report.parts = [part.as_dict() for part in parts]
     num_nodes = max((part.placement.num_nodes for part in parts), default=0)
     if not (site.scratch is not None and sweep.dir.is_relative_to(site.scratch)):
@@ -131,6 +142,34 @@ def _submit(base: Base, points: Sequence[Point], states: Sequence[str], *, dry_r
         if any(part["error"] for part in report.parts):
             report.code = SLURM_REFUSED
     return report
+
+
+def _sound(
+    sweep: Sweep, jobs: list[Job], views: Sequence[View], site: SiteConfig, *, touch: bool, feed: "Feed | None"
+) -> tuple[list[Job], list[str]]:
+    """Return the points that are sent now and that nothing is wrong with, and the warnings about them.
+
+    What is wrong is said of all points at the beginning; a feed's later rounds look at what they send alone.
+    """
+    try:
+        if feed is None or feed.todo is None:
+            jobs, findings = refuse_bad(sweep, jobs, site, touch=touch)
+            if feed is not None:
+                return feed.take(sweep, jobs, views, site), findings
+            return jobs, [*findings, *_too_many(jobs, site)]
+        return refuse_bad(sweep, feed.take(sweep, jobs, views, site), site, touch=touch)
+    except SlurmError as error:
+        raise SlurmRefused(Problem(f"how much room is in the queue cannot be asked. {error}", "launch")) from error
+
+
+def _too_many(jobs: Sequence[Job], site: SiteConfig) -> list[str]:
+    most = site.max_submit_jobs
+    if most is None or len(jobs) <= most:
+        return []
+    return [
+        f"{len(jobs)} points, and a user may have {most} jobs in the queue at once (max_submit_jobs of site profile "
+        f"{site.name}): --feed sends them as slots come free"
+    ]
 
 
 def _run_local(base: Base, report: Report, site: SiteConfig, *, dry_run: bool) -> None:
@@ -150,7 +189,7 @@ def _run_local(base: Base, report: Report, site: SiteConfig, *, dry_run: bool) -
 
 
 def _write(base: Base, sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, is_local: bool) -> None:
-    """The sweep's own files, then the run directories: a point's index is on disk before anything of it is."""
+    """Write the sweep's own files, then the run directories: a point's index is on disk before anything of it is."""
     try:
         write_secrets(sweep.dir, base.secrets(), keep=OF_SITE)
     except OSError as error:
@@ -162,7 +201,7 @@ def _write(base: Base, sweep: Sweep, jobs: Sequence[Job], site: SiteConfig, *, i
 
 
 def _refuse_if_all_alike(points: Sequence[Point]) -> None:
-    """A mistake that every point has is the base's, not theirs: nothing is sent, and it is said once.
+    """Refuse a mistake that every point has: it is the base's, not theirs, so nothing is sent, and it is said once.
 
     Raises:
         ConfigError: with the mistake.

@@ -1,4 +1,4 @@
-"""Base of every algorithm, and the registry by config name."""
+"""Base of every algorithm, and how one is found by its config name."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_hpc.config.errors import ConfigError, Problem
-from prime_hpc.config.import_path import import_own
+from prime_hpc.config.import_path import import_object
+from prime_hpc.config.named_code import ALGORITHMS
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.names import is_import_path
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
@@ -142,15 +143,14 @@ class Algorithm(Protocol):
 
 
 @dataclass(frozen=True)
-class Registered:
+class FoundAlgorithm:
     """An algorithm by name: how it is made, and the smallest group that it can score."""
 
     name: str
     build: Callable[[AdvantageConfig], Algorithm]
     min_group: int
     teacher: Literal["", "model", "self"] = ""
-    """The scorer of the tokens before it is called: nobody, `orchestrator.teacher`, or the policy itself, shown the
-    task's demonstration."""
+    """As in `AlgorithmEntry`."""
 
 
 class _Stateless:
@@ -188,27 +188,7 @@ class _ByRole(_Stateless):
         return None if self._per_trace is None else token_advantages(group, self._per_trace)
 
 
-_REGISTRY: dict[str, Registered] = {}
-
-
-def register(*names: str, min_group: int = 2, teacher: Literal["", "model", "self"] = "") -> Callable[[Any], Any]:
-    """Make a function `(group, config)`, or a class made with the config, known as `names`.
-
-    Groups below `min_group` rollouts are unusable and never get there. A function that sees rewards and lengths alone
-    serves episodes of several agents as well: see `score_by_role`.
-    """
-
-    def decorate(found: Any) -> Any:
-        for name in names:
-            assert name not in _REGISTRY, f"advantage {name} is registered twice"
-            build = found if isinstance(found, type) else lambda config: _ByRole(found, config, min_group)
-            _REGISTRY[name] = Registered(name, build, min_group, teacher)
-        return found
-
-    return decorate
-
-
-def get_algorithm(name: str) -> Registered:
+def get_algorithm(name: str) -> FoundAlgorithm:
     """Return the algorithm called `name`, or the user's own at `module:function` or `module:Class`.
 
     Its own one may have an attribute `min_group`; without, it must score groups of any size from 1. With an attribute
@@ -217,11 +197,13 @@ def get_algorithm(name: str) -> Registered:
     Raises:
         ConfigError: unknown, or the import fails; says why.
     """
-    if name in _REGISTRY:
-        return _REGISTRY[name]
+    if (entry := ALGORITHMS.get(name)) is not None:
+        known = import_object(entry.place, _KEY)
+        make = known if isinstance(known, type) else lambda config: _ByRole(known, config, entry.min_group)
+        return FoundAlgorithm(name, make, entry.min_group, entry.teacher)
     if not is_import_path(name):
-        raise ConfigError(Problem(f"{name!r} is unknown; known: {', '.join(sorted(_REGISTRY))}", _KEY))
-    found = import_own(name, _KEY)
+        raise ConfigError(Problem(f"{name!r} is unknown; known: {', '.join(sorted(ALGORITHMS))}", _KEY))
+    found = import_object(name, _KEY)
     if isinstance(found, type) and not hasattr(found, "score_group"):
         raise ConfigError(Problem(f"the class {name!r} has no score_group(group)", _KEY))
 
@@ -232,7 +214,7 @@ def get_algorithm(name: str) -> Registered:
     teacher: Literal["", "model", "self"] = getattr(found, "teacher", "")
     if teacher not in ("", "model", "self"):
         raise ConfigError(Problem(f"{name!r} has teacher = {teacher!r}: 'model', 'self' or nothing", _KEY))
-    return Registered(name, build, int(getattr(found, "min_group", 1)), teacher)
+    return FoundAlgorithm(name, build, int(getattr(found, "min_group", 1)), teacher)
 
 
 def centered(rewards: FloatArray) -> FloatArray:

@@ -14,7 +14,7 @@ branches of a trace counts in the first alone. Groups that do not train (equal r
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_hpc.config.import_path import import_own
+from prime_hpc.config.import_path import import_object
 from prime_hpc.config.sections.teacher import EchoConfig
 from prime_hpc.envs.samples import ROLES, Sample
 from prime_hpc.orchestrator.errors import OrchestratorError
@@ -26,12 +26,14 @@ class Echo:
     """Weights of one sample's tokens."""
 
     def __init__(self, config: EchoConfig) -> None:
-        """Raises:
+        """Check the arguments.
+
+        Raises:
         ConfigError: the filter cannot be imported.
         """
         self._weight, self._roles = config.weight, [ROLES[role] for role in config.roles]
         self._name = config.filter
-        self._filter = import_own(config.filter, _KEY) if config.filter is not None else None
+        self._filter = import_object(config.filter, _KEY) if config.filter is not None else None
 
     def weights(self, sample: Sample) -> NDArray[np.float32]:
         """float32[L], 0 where nothing is learned.

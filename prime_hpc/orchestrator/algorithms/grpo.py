@@ -14,17 +14,15 @@ the group is one role's traces (`base.score_by_role`).
 import numpy as np
 
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
-from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, centered, register
+from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, centered
 
 
-@register("grpo")
 def grpo(group: RewardGroup, config: AdvantageConfig) -> FloatArray:
     """See the module."""
     delta = centered(group.rewards)
     return delta / (float(np.sqrt(np.mean(delta**2))) + config.eps)
 
 
-@register("dr_grpo", "grpo_no_std")
 def dr_grpo(group: RewardGroup, config: AdvantageConfig) -> FloatArray:
     """See the module."""
     return centered(group.rewards)

@@ -28,13 +28,11 @@ from prime_hpc.orchestrator.algorithms.base import (
     Trace,
     centered,
     episode_means,
-    register,
     token_advantages,
     traces_of,
 )
 
 
-@register("hierarchical_grpo", min_group=1)
 class HierarchicalGRPO:
     """See the module."""
 

@@ -12,10 +12,9 @@ success and gets zeros; so do equal rewards.
 import numpy as np
 
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
-from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, centered, register
+from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, centered
 
 
-@register("max_rl")
 def max_rl(group: RewardGroup, config: AdvantageConfig) -> FloatArray:
     """See the module."""
     mean = float(group.rewards.mean())

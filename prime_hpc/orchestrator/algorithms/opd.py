@@ -25,12 +25,10 @@ from prime_hpc.orchestrator.algorithms.base import (
     RewardGroup,
     centered,
     episode_means,
-    register,
     score_by_role,
 )
 
 
-@register("opd", min_group=1, teacher="model")
 class Distillation:
     """See the module."""
 

@@ -12,10 +12,9 @@ lengths.
 import numpy as np
 
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
-from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, all_equal, register
+from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, all_equal
 
 
-@register("opo")
 def opo(group: RewardGroup, config: AdvantageConfig) -> FloatArray:
     """See the module."""
     if all_equal(group.rewards):

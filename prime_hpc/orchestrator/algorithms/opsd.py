@@ -14,10 +14,8 @@ policy: a sample is scored by the version that is served when its episode ends, 
 sampled it. A field that says little (a bare number) shifts little but the end of the rollout.
 """
 
-from prime_hpc.orchestrator.algorithms.base import register
 from prime_hpc.orchestrator.algorithms.opd import Distillation
 
 
-@register("opsd", min_group=1, teacher="self")
 class SelfDistillation(Distillation):
     """See the module."""

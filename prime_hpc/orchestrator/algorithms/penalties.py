@@ -48,7 +48,7 @@ def _repeated_share(n: int, episode: Episode) -> float:
 
 
 def sampled_runs(episode: Episode) -> Iterator[NDArray[np.int32]]:
-    """The stretches of sampled tokens of an episode, in order."""
+    """Yield the stretches of sampled tokens of an episode, in order."""
     for sample in episode.result.samples:
         edges = np.flatnonzero(np.diff(sample.loss_mask, prepend=False, append=False))
         for start, stop in zip(edges[::2], edges[1::2], strict=True):

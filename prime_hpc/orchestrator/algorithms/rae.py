@@ -25,7 +25,6 @@ from prime_hpc.orchestrator.algorithms.base import (
     RewardGroup,
     episode_means,
     has_roles,
-    register,
     token_advantages,
     traces_of,
 )
@@ -34,7 +33,6 @@ _ANY = ""
 """Stands for all roles in a state that knows none."""
 
 
-@register("rae", min_group=1)
 class RoleAdvantage:
     """See the module."""
 

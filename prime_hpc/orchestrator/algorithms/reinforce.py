@@ -5,10 +5,9 @@ than others: with large groups prefer a baseline.
 """
 
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
-from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, register
+from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup
 
 
-@register("reinforce", "none", min_group=1)
 def reinforce(group: RewardGroup, config: AdvantageConfig) -> FloatArray:
     """See the module."""
     return group.rewards.copy()

@@ -8,10 +8,9 @@ Edge cases: equal rewards give exact zeros; a group of one has no others and is 
 """
 
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
-from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, centered, register
+from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, centered
 
 
-@register("rloo")
 def rloo(group: RewardGroup, config: AdvantageConfig) -> FloatArray:
     """See the module."""
     size = len(group.rewards)

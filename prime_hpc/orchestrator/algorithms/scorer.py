@@ -92,8 +92,8 @@ class Scorer:
         if scored.sum() < self.min_group:  # as if those rollouts had failed; nothing is left to compare
             return Scores(rewards, np.zeros_like(rewards), np.zeros_like(kept))
         chosen = [e for e, use in zip(episodes, scored, strict=True) if use]
-        heard = [r for r, use in zip(references, scored, strict=True) if use] if references else ()
-        group = RewardGroup(rewards[scored], num_tokens[scored], env, position, chosen, heard)
+        kept_references = [r for r, use in zip(references, scored, strict=True) if use] if references else ()
+        group = RewardGroup(rewards[scored], num_tokens[scored], env, position, chosen, kept_references)
         advantages = np.zeros_like(rewards)
         advantages[scored] = self._score_group(group)
         tokens = self._score_tokens(group, advantages[scored], episodes, kept)

@@ -13,10 +13,9 @@ Edge cases: all rollouts train, good or bad, except those that `overlong` takes 
 import numpy as np
 
 from prime_hpc.config.sections.orchestrator import AdvantageConfig
-from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup, register
+from prime_hpc.orchestrator.algorithms.base import FloatArray, RewardGroup
 
 
-@register("sft", min_group=1)
 def sft(group: RewardGroup, config: AdvantageConfig) -> FloatArray:
     """See the module."""
     return np.ones_like(group.rewards)

@@ -12,7 +12,7 @@ OTHERS = "others"
 
 
 def make_scorers(config: OrchestratorConfig) -> list[Scorer]:
-    """The scorer of every training environment. Those of one algorithm and one length share it, with its memory.
+    """Return the scorer of every training environment. Those of one algorithm and one length share it, with its memory.
 
     Raises:
         ConfigError: an algorithm is unknown or cannot be imported.

@@ -73,7 +73,7 @@ class Teacher:
         return self._prefix is None
 
     def move(self, index: int, url: str) -> None:
-        """A server is being started again at another address."""
+        """Use another address: the server is being started again there."""
         self._clients[index].move(url)
 
     async def check(self, longest: int, ready_timeout_s: float | None = None) -> None:

@@ -1,1 +1,1 @@
-"""Finished groups to the trainer's batches: build samples, share prefixes, pack."""
+"""Finished groups to the trainer's batches."""

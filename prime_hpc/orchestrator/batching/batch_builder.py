@@ -1,7 +1,6 @@
 """From complete groups to the trainer's packed arrays: advantages, packing, one `RankBatch` per data-parallel rank.
 
-Called by `loop` in a worker thread. Tokens stay exactly those that the engines saw and sampled: samples are only
-concatenated, never cut or re-tokenised.
+Tokens stay exactly those that the engines saw and sampled: samples are only concatenated, never cut or re-tokenised.
 """
 
 from collections.abc import Sequence
@@ -18,12 +17,12 @@ from prime_hpc.envs.samples import Sample
 from prime_hpc.orchestrator.algorithms import Scorer
 from prime_hpc.orchestrator.algorithms.echo import Echo
 from prime_hpc.orchestrator.algorithms.scorer import References, Tokens
-from prime_hpc.orchestrator.batching.packing import pack, pack_rows
-from prime_hpc.orchestrator.batching.shared_prefixes import find_sharing
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.episodes import Episode
 from prime_hpc.orchestrator.rollouts.groups import Group
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.packing import pack, pack_rows
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batch.shared_prefixes import find_sharing
 
 EPISODE_BITS = 12
 """A sample's id is position << 12 | episode: unique over the whole run and traceable to its prompt."""
@@ -92,8 +91,8 @@ def score_groups(
         OrchestratorError: no group at all could be scored, or the algorithm failed.
     """
     scored = [
-        _score(group, scorer if isinstance(scorer, Scorer) else scorer[group.prompt.source], zero, env_names, heard)
-        for group, heard in zip(groups, references or [()] * len(groups), strict=True)
+        _score(group, scorer if isinstance(scorer, Scorer) else scorer[group.prompt.source], zero, env_names, given)
+        for group, given in zip(groups, references or [()] * len(groups), strict=True)
     ]
     problems = [s.problem for s in scored if s.problem]
     if len(problems) == len(scored):
@@ -106,13 +105,21 @@ def score_groups(
     return scored
 
 
-def _score(group: Group, scorer: Scorer, zero: str, env_names: Sequence[str], heard: References) -> ScoredGroup:
+def _score(group: Group, scorer: Scorer, zero: str, env_names: Sequence[str], references: References) -> ScoredGroup:
     episodes, source = group.usable, group.prompt.source
     env = env_names[source] if source < len(env_names) else f"environment {source}"
-    scores = scorer.score(episodes, env=env, position=group.prompt.position, references=heard)
+    scores = scorer.score(episodes, env=env, position=group.prompt.position, references=references)
     trains = bool(scores.kept.any()) and (zero == "keep" or scores.has_signal)
     return ScoredGroup(
-        group, episodes, scores.rewards, scores.advantages, scores.kept, trains, scores.problem, scores.tokens, heard
+        group,
+        episodes,
+        scores.rewards,
+        scores.advantages,
+        scores.kept,
+        trains,
+        scores.problem,
+        scores.tokens,
+        references,
     )
 
 
@@ -122,7 +129,7 @@ def zero_groups(experiment: Experiment) -> str:
     stated, loss = experiment.orchestrator.advantage.zero, experiment.trainer.loss
     if stated != "auto":
         return stated
-    return "keep" if loss.type == "nll" or (loss.kl is not None and loss.kl.coef > 0) else "drop"
+    return "keep" if loss.objective.imitates or (loss.kl is not None and loss.kl.coef > 0) else "drop"
 
 
 def count_rollouts(scored: Sequence[ScoredGroup]) -> NDArray[np.int64]:
@@ -166,9 +173,9 @@ def train_samples(scored: Sequence[ScoredGroup], echo: Echo | None = None) -> li
             for j, sample in enumerate(episode.result.samples):
                 whole = np.where(sample.loss_mask, np.float32(entry.advantages[i]), np.float32(0.0))
                 advantages = whole if entry.tokens is None else entry.tokens[i][j]
-                reward, heard = episode.result.reward, echo.weights(sample) if echo is not None else None
+                reward, ce_weights = episode.result.reward, echo.weights(sample) if echo is not None else None
                 ids, of_rollout = (ident, prompt.position, prompt.source), whole_rollout[sample.trace]
-                samples.append(TrainSample(sample, advantages, reward, *ids, heard, of_rollout))
+                samples.append(TrainSample(sample, advantages, reward, *ids, ce_weights, of_rollout))
     return samples
 
 
@@ -179,7 +186,7 @@ def build_ranks(
     micro_batch_tokens: int,
     sampling: SamplingConfig | Sequence[SamplingConfig],
     share_prefixes: bool = True,
-    own_rows: bool = False,
+    single_rows: bool = False,
     totals: NDArray[np.int64] | None = None,
 ) -> list[RankBatch]:
     """Deal sequences into micro-batches of at most `micro_batch_tokens` and lay out each rank's arrays.
@@ -190,14 +197,14 @@ def build_ranks(
         micro_batch_tokens: token budget of a micro-batch.
         sampling: how they were sampled, of all or of each environment.
         share_prefixes: the trainer computes what a group's samples begin with once in a micro-batch.
-        own_rows: each sequence takes a row of its own, padded to the longest of its micro-batch.
+        single_rows: each sequence takes a row of its own, padded to the longest of its micro-batch.
         totals: `count_rollouts` of the step.
     """
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int64)
     sharing = None
-    if share_prefixes and not own_rows:
+    if share_prefixes and not single_rows:
         sharing = find_sharing([s.sample.token_ids for s in samples], [s.group_id for s in samples])
-    deal = pack_rows if own_rows else partial(pack, sharing=sharing)
+    deal = pack_rows if single_rows else partial(pack, sharing=sharing)
     assignment = deal(lengths, num_ranks, micro_batch_tokens)
     if isinstance(sampling, SamplingConfig):
         sampling = [sampling] * (1 + max((s.env_id for s in samples), default=0))

@@ -49,7 +49,7 @@ class TaskSampler(Protocol):
         """Return a task of the draw's environment, 0 <= task < `draw.num_tasks`."""
 
     def observe(self, group: CompletedGroup) -> None:
-        """A group joined a batch or was rejected. Each position is heard of once over all attempts of a run."""
+        """Take a group that joined a batch or was rejected. Each position comes once over all attempts of a run."""
 
 
 class Gate(Protocol):
@@ -72,7 +72,7 @@ def load_state(thing: Any, state: dict[str, Any]) -> None:
         thing.load_state_dict(state)
 
 
-def make_own(found: Any, args: dict[str, Any], method: str, key: str) -> Any:
+def make_object(found: Any, args: dict[str, Any], method: str, key: str) -> Any:
     """Return an object of a user's own class, which must have `method`.
 
     Raises:

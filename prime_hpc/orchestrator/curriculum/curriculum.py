@@ -81,7 +81,7 @@ class Curriculum:
         return label
 
     def batch_taken(self, groups: Sequence[Group]) -> dict[str, Any]:
-        """These groups are the next batch. Returns what to store with it, plain JSON; {} where nothing is remembered.
+        """Take the groups of the next batch. Returns what to store with it, plain JSON; {} where nothing is remembered.
 
         `rejected` lists [position, gate] since the batch before it, for the record.
         """

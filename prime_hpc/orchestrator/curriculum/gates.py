@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from prime_hpc.config.import_path import import_own
+from prime_hpc.config.import_path import import_object
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.curriculum import GateConfig
 from prime_hpc.orchestrator.algorithms.base import RewardGroup, centered, has_roles, score_by_role
-from prime_hpc.orchestrator.curriculum.base import CompletedGroup, Gate, make_own
+from prime_hpc.orchestrator.curriculum.base import CompletedGroup, Gate, make_object
 
 
 class RewardRange:
@@ -70,6 +70,6 @@ def make_gate(config: GateConfig, key: str) -> Gate:
         return RewardRange(config.low, config.high)
     if config.type == "advantage_range":
         return AdvantageRange(config.low, config.high)
-    found = import_own(config.type, key)
+    found = import_object(config.type, key)
     arguments = revealed(config.args)
-    return make_own(found, arguments, "admits", key) if isinstance(found, type) else _Function(found, arguments)
+    return make_object(found, arguments, "admits", key) if isinstance(found, type) else _Function(found, arguments)

@@ -6,10 +6,10 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.config.import_path import import_own
+from prime_hpc.config.import_path import import_object
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.curriculum import SamplerConfig
-from prime_hpc.orchestrator.curriculum.base import CompletedGroup, TaskSampler, make_own
+from prime_hpc.orchestrator.curriculum.base import CompletedGroup, TaskSampler, make_object
 from prime_hpc.orchestrator.rollouts.prompts import Draw
 
 MAX_SKIPS = 1000
@@ -120,7 +120,7 @@ def make_sampler(config: SamplerConfig, env_names: Sequence[str]) -> TaskSampler
         return None
     if config.type == "difficulty_pool":
         return DifficultyPool(config, env_names)
-    return make_own(import_own(config.type, KEY), revealed(config.args), "choose", KEY)
+    return make_object(import_object(config.type, KEY), revealed(config.args), "choose", KEY)
 
 
 def unit_hash(*words: int) -> float:

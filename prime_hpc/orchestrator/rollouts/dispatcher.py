@@ -1,11 +1,12 @@
 """Continuous dispatch of episodes with bounded concurrency. Every started job ends in exactly one call of `on_end`.
 
-`loop` adds training groups, `evaluate` adds held-out tasks (first in line). All episodes of one lane (a group) run on
+`loop` adds training groups, `evaluation` adds held-out tasks (first in line). All episodes of one lane (a group) run on
 the same server, for its prefix cache. An episode that failed because of its server is tried once more, on a server
 that answers; other failures are final.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from loguru import logger
 
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.orchestrator.rollouts.episodes import is_retryable, is_server_error
+from prime_hpc.orchestrator.rollouts.server_load import LoadMeter
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.runtime.event_loops import loop_time
 
@@ -81,19 +83,16 @@ class Dispatcher:
         self._num_background = 0
         self._closed = False
         self._pumping = False
-        self._running: dict[asyncio.Task[EpisodeResult], tuple[Job, int]] = {}
+        self._running: dict[asyncio.Task[EpisodeResult], tuple[Job, int, float]] = {}
+        """Each with its server, and when it began (epoch seconds)."""
         self._dropped: set[asyncio.Task[EpisodeResult]] = set()
+        self.load = LoadMeter(len(servers.servers), loop_time())
         self.num_running = 0
         self.num_retries = 0
         self.broken: Exception | None = None
         """What whoever wanted to know of an end has raised, in a callback where nobody would hear of it."""
         self.last_end = loop_time()
         """When an episode last ended (or was started after a pause): a stall shows here."""
-
-    @property
-    def num_queued(self) -> int:
-        """Jobs that wait for room or for a server."""
-        return len(self._first) + len(self._queue) + len(self._background)
 
     def add(self, job: Job) -> None:
         """Queue one job; `pump` starts it."""
@@ -127,12 +126,17 @@ class Dispatcher:
         return len(lane.tasks)
 
     def drop_server(self, url: int) -> int:
-        """The server is gone without a word: its episodes are played again elsewhere. Returns how many."""
-        dropped = [task for task, (_, where) in self._running.items() if where == url]
+        """Have the episodes of a server that is gone without a word played again elsewhere. Returns how many."""
+        dropped = [task for task, (_, where, _) in self._running.items() if where == url]
         for task in dropped:
             self._dropped.add(task)
             task.cancel()
         return len(dropped)
+
+    def oldest(self, most: int) -> list[tuple[int, int, int, float]]:
+        """Return those that run for the longest: (source, task, server, epoch seconds of the start). Any thread."""
+        running = sorted(self._running.values(), key=lambda one: one[2])
+        return [(job.source, job.task, url, began) for job, url, began in running[:most]]
 
     async def close(self) -> None:
         """Cancel everything and wait for it. Nothing starts afterwards."""
@@ -179,13 +183,15 @@ class Dispatcher:
         self._servers.servers[url].in_flight += 1
         episode = job.runner.run_episode(job.source, job.task, url)
         task = asyncio.create_task(episode, name=f"{TASK_PREFIX}{job.source}-{job.task}")
-        self._running[task] = (job, url)
+        self._running[task] = (job, url, time.time())
+        began = self.load.begin(url, loop_time())
         lane.tasks.add(task)
         # A callback and not a `finally` inside the task: a task that is cancelled before its first step runs no code.
-        task.add_done_callback(lambda ended: self._finish(job, url, ended))
+        task.add_done_callback(lambda ended: self._finish(job, url, ended, began))
 
-    def _finish(self, job: Job, url: int, task: "asyncio.Task[EpisodeResult]") -> None:
+    def _finish(self, job: Job, url: int, task: "asyncio.Task[EpisodeResult]", began: tuple[float, float]) -> None:
         del self._running[task]
+        seconds, in_flight = self.load.end(url, began, loop_time())
         dropped = task in self._dropped
         self._dropped.discard(task)
         job.lane.tasks.discard(task)
@@ -199,7 +205,10 @@ class Dispatcher:
             if dropped and not job.lane.cancelled:  # no fault of the episode: it costs none of its retries
                 self._first.append(job)
             else:
-                self._deliver(job, url, _outcome(task))
+                result = _outcome(task)
+                if result.state is EpisodeState.COMPLETED and not (job.priority or job.background):
+                    self.load.keep(seconds, result.num_completion_tokens, in_flight)
+                self._deliver(job, url, result)
             self.pump()
         except Exception as error:  # noqa: BLE001 - told by the next `pump`, which a loop calls; asyncio would only log it
             self.broken = error

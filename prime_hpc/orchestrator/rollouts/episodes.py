@@ -1,6 +1,6 @@
 """A finished episode as the orchestrator sees it: may it train, how old are its tokens, was the server at fault. Pure.
 
-Made by `dispatch` from the environments' `EpisodeResult`; kept in `groups.Group` until the batch is written.
+Made by `dispatcher` from the environments' `EpisodeResult`; kept in `groups.Group` until the batch is written.
 """
 
 import math
@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
-from prime_hpc.store.batches import NOT_SAMPLED
+from prime_hpc.store.batch.rank_batch import NOT_SAMPLED
 
 SERVER_ERRORS = frozenset({"ProviderError", "VersionSpanError", "MalformedGenerateResponseError"})
 """`EpisodeResult.error_type` of failures that lie with the inference server: nothing is sent to it until it was looked
 at, and the episode is worth one more try. A server that refuses a request (`RequestRefusedError`) works."""
-COLLATERAL_ERRORS = frozenset({"BlockedLoop", "AbortedGeneration", "UnusableAnswerError", "MalformedResponse"})
-"""Failures in which episode and server are innocent: an environment blocked the loop of all, the engine aborted the
-requests of an adapter that is too old, or has no log-probability of one token. Worth one more try."""
+COLLATERAL_ERRORS = frozenset(
+    {"BlockedLoop", "WorkerLost", "AbortedGeneration", "UnusableAnswerError", "MalformedResponse"}
+)
+"""Failures in which episode and server are innocent: an environment blocked the loop of all, or ended the process that
+played it with others and nobody knows which one it was; the engine aborted the requests of an adapter that is too old,
+or has no log-probability of one token. Worth one more try."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ class FailureWindow:
         return sum(1 for reason in self._window if reason) / max(1, len(self._window))
 
     def commonest(self) -> tuple[str, int]:
-        """The commonest failure's latest wording and its count (numbers and addresses do not tell failures apart)."""
+        """Return the commonest failure's latest wording and its count (numbers and addresses do not tell failures
+        apart)."""
         failures = [reason for reason in self._window if reason]
         if not failures:
             return "", 0

@@ -82,7 +82,7 @@ class GroupCounts:
 
 
 def admit_all(group: Group) -> str:
-    """The gate of a run without admission gates."""
+    """Admit every group: the gate of a run without admission gates."""
     return ""
 
 
@@ -128,10 +128,6 @@ class GroupBook:
         limit = max_open_groups(self.next_batch, served_version, self.async_level, self.num_prompts, self.last_batch)
         return self.num_open < limit
 
-    def waits_for_version(self, served_version: int) -> bool:
-        """True when the next batch itself may not be worked on until a newer version is served."""
-        return served_version < self.floor
-
     def open(self, prompt: Prompt, served_version: int) -> Group:
         """Start a group. The caller dispatches an episode for each of its slots."""
         assert prompt.position not in self.in_flight, f"prompt {prompt.position} is already in flight"
@@ -164,12 +160,13 @@ class GroupBook:
             self.complete.append(group)
 
     def take_stale(self) -> list[Group]:
-        """Groups that must be sampled again; the caller gives their prompts back and cancels episodes still running."""
+        """Return groups that must be sampled again; the caller gives their prompts back and cancels episodes still
+        running."""
         stale, self._stale = self._stale, []
         return stale
 
     def take_consumed(self) -> list[Group]:
-        """Groups that were dropped or rejected since the last call: nothing more is done for them."""
+        """Return groups that were dropped or rejected since the last call: nothing more is done for them."""
         consumed, self._consumed = self._consumed, []
         return consumed
 
@@ -206,7 +203,7 @@ class GroupBook:
         return dropped
 
     def drain_counts(self) -> GroupCounts:
-        """The counts since the last call."""
+        """Return the counts since the last call."""
         counts, self.counts = self.counts, GroupCounts()
         return counts
 

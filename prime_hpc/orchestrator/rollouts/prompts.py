@@ -4,7 +4,7 @@ A *prompt* is one position p = 0, 1, 2, ... of an endless stream over all traini
 in exactly one of: used in a batch, dropped (its group had too few usable rollouts, or a gate rejected it), or still to
 be dispatched. The state that is stored with batch n holds the cursor and the positions below it that are neither used
 in batches <= n nor dropped; a run that resumes at n dispatches those first. Pure: no clock, no files. Driven by
-`dispatch` and `loop`.
+`dispatcher` and `loop`.
 
 The environment of a position follows from the ratios. Its task is the next one of the environment's shuffled walk, or
 what a curriculum's sampler chooses; a chosen task stays with its position and is part of the state.

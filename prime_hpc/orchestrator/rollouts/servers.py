@@ -1,7 +1,7 @@
 """Inference servers: who may get episodes, which version each serves, who takes the next group. Pure.
 
-`weights` decides when a server is ready again and which version it serves, `dispatch` asks for a server and reports
-errors.
+`weight_sync` decides when a server is ready again and which version it serves, `dispatcher` asks for a server and
+reports errors.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class ServerTable:
         return best
 
     def mark_ready(self, index: int, version: int) -> None:
-        """The server answers and serves `version`."""
+        """Note that the server answers and serves `version`."""
         server = self.servers[index]
         server.ready, server.version = True, version
 

@@ -23,13 +23,13 @@ from prime_hpc.store.artifact import (
     commit_stage,
     discard,
     is_artifact,
+    move_aside,
     read_manifest,
-    set_aside,
 )
 from prime_hpc.store.checkpoint.retention import oldest_of_newest_whole
 from prime_hpc.store.checkpoint.saved import note_saved
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import RunPaths, check_incarnation, list_steps
+from prime_hpc.store.run_paths import RunPaths, check_incarnation, list_steps
 
 TRAINER = "trainer"
 ORCHESTRATOR_STATE = "orchestrator/state.json"
@@ -211,7 +211,7 @@ def prune_checkpoints(
     return removed
 
 
-def set_checkpoints_aside(paths: RunPaths, step: int, incarnation: int = 0) -> list[Path]:
+def move_checkpoints_aside(paths: RunPaths, step: int, incarnation: int = 0) -> list[Path]:
     """Take the checkpoints of steps above `step` out of the way of a run that goes on there; nothing is deleted.
 
     What it was that an attempt did not go on from (damaged, too late, newer than what was asked for), its owner
@@ -221,7 +221,7 @@ def set_checkpoints_aside(paths: RunPaths, step: int, incarnation: int = 0) -> l
         Where they are now.
     """
     after = [n for n in list_steps(paths.checkpoints, digits=0) if n > step]
-    moved = [set_aside(paths, paths.checkpoint_step(n), incarnation) for n in reversed(after)]
+    moved = [move_aside(paths, paths.checkpoint_step(n), incarnation) for n in reversed(after)]
     return [path for path in moved if path is not None]
 
 

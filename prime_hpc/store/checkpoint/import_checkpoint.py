@@ -28,7 +28,7 @@ from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resum
 from prime_hpc.store.checkpoint.newest import POINTER, read_pointer
 from prime_hpc.store.errors import PROOFS
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import RunPaths, list_steps, parse_step
+from prime_hpc.store.run_paths import RunPaths, list_steps, parse_step
 
 OWNER = "owner.json"
 """In a checkpoint directory outside its run directory: whose it is."""

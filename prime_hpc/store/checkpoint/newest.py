@@ -1,6 +1,6 @@
 """The checkpoint from which a run goes on: the newest whole one, and never one that is older than it must be.
 
-A checkpoint is passed over only where it is proved broken (read twice, see `doubts`), where a fenced attempt wrote it
+A checkpoint is passed over only where it is proved broken (read twice, `failed_reads`), where a fenced attempt wrote it
 too late, or where it is of another kind. Nobody starts over, or goes back, because something could not be read or was
 not there to be listed: what the run saved is written down (`saved.json`, `attempts.jsonl`, the starts of its attempts).
 """
@@ -13,11 +13,11 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, load_checkpoint
-from prime_hpc.store.checkpoint.doubts import Doubts
+from prime_hpc.store.checkpoint.failed_reads import FailedReads
 from prime_hpc.store.checkpoint.saved import read_saved
 from prime_hpc.store.errors import ArtifactError, StoreError, Unreadable
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import RunPaths, incarnation_starts, is_late, list_steps, newest_incarnation
+from prime_hpc.store.run_paths import RunPaths, incarnation_starts, is_late, list_steps, newest_incarnation
 
 POINTER = "checkpoints.json"
 """In the run directory: where its checkpoints are, when that is outside."""
@@ -57,7 +57,7 @@ def expected_step(paths: RunPaths, claims: Iterable[tuple[int, int]] = (), incar
 
 def choose_newest(
     paths: RunPaths,
-    doubts: Doubts,
+    failed_reads: FailedReads,
     *,
     expected: int,
     incarnation: int = 0,
@@ -67,7 +67,7 @@ def choose_newest(
 
     Args:
         paths: the run.
-        doubts: first readings so far.
+        failed_reads: first readings so far.
         expected: from `expected_step`.
         incarnation: the newest that the caller knows of; a directory that does not list it is not all there.
         unfit: why a whole one is none to go on from.
@@ -87,11 +87,11 @@ def choose_newest(
             if is_late(step, incarnation, starts):
                 why = f"incarnation {incarnation} wrote it after a newer attempt had begun below step {step}"
             if why is None:
-                doubts.read_again(paths, step, info.path, info.manifest)
+                failed_reads.read_again(paths, step, info.path, info.manifest)
                 choice.info = info
                 break
         except ArtifactError as error:
-            doubts.confirm(error)
+            failed_reads.confirm(error)
             why = f"{error} (read twice)"
         choice.passed_over[step] = why
     _must_be_there(paths, choice, expected, steps)

@@ -6,7 +6,7 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.store.artifact import ArtifactError, Unreadable, verify_artifact
-from prime_hpc.store.layout import RunPaths, incarnation_starts, is_late
+from prime_hpc.store.run_paths import RunPaths, incarnation_starts, is_late
 
 
 def oldest_of_newest_whole(

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from loguru import logger
 
-from prime_hpc.store.artifact import SET_ASIDE, clean_stale_stages, read_manifest, set_aside
+from prime_hpc.store.artifact import SET_ASIDE, clean_stale_stages, move_aside, read_manifest
 from prime_hpc.store.batches import list_batches, remove_batches_after
-from prime_hpc.store.checkpoint.checkpoints import set_checkpoints_aside
+from prime_hpc.store.checkpoint.checkpoints import move_checkpoints_aside
 from prime_hpc.store.checkpoint.saved import note_saved, read_saved
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.layout import RunPaths, list_steps
 from prime_hpc.store.leases import clear_leases
+from prime_hpc.store.run_paths import RunPaths, list_steps
 from prime_hpc.store.weights import list_versions, remove_versions_after
 
 
@@ -35,7 +35,7 @@ def rewind(paths: RunPaths, step: int, incarnation: int, *, keep: bool = False) 
     """
     saved = read_saved(paths)
     if keep or any(n > step for n in list_steps(paths.checkpoints, digits=0)):
-        _set_aside(paths, step, incarnation)
+        _move_aside(paths, step, incarnation)
     else:
         removed = {
             "batches": remove_batches_after(paths, step, incarnation),
@@ -46,18 +46,18 @@ def rewind(paths: RunPaths, step: int, incarnation: int, *, keep: bool = False) 
                 logger.info(f"{paths.root.name}: removed {what} of {len(steps)} steps after step {step}")
     if saved is not None and saved.step > step:
         note_saved(paths, step, incarnation)
-    artifacts = (paths.checkpoints, paths.rollouts, paths.packed_rollouts, paths.weights)
+    artifacts = (paths.checkpoints, paths.rollouts, paths.archived_rollouts, paths.weights)
     for parent in (*artifacts, paths.leases, paths.root, paths.root / "logs"):
         clean_stale_stages(parent)
     clear_leases(paths)
 
 
-def _set_aside(paths: RunPaths, step: int, incarnation: int) -> None:
+def _move_aside(paths: RunPaths, step: int, incarnation: int) -> None:
     batches = [n for n in reversed(list_batches(paths)) if n > step]
-    names = [directory for n in batches for directory in (paths.rollouts_step(n), paths.packed_step(n))]
+    names = [directory for n in batches for directory in (paths.rollouts_step(n), paths.archived_step(n))]
     names += [paths.weights_step(n) for n in reversed(list_versions(paths)) if n > step]
-    moved = [set_aside(paths, path, incarnation) for path in names]
-    all_moved = [*filter(None, moved), *set_checkpoints_aside(paths, step, incarnation)]
+    moved = [move_aside(paths, path, incarnation) for path in names]
+    all_moved = [*filter(None, moved), *move_checkpoints_aside(paths, step, incarnation)]
     if all_moved:
         logger.warning(
             f"{paths.root.name}: {len(all_moved)} batches, weight versions and checkpoints after step {step} "

@@ -10,7 +10,7 @@ from loguru import logger
 
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 
 SAVED = "saved.json"
 

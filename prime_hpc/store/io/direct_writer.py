@@ -1,10 +1,10 @@
 """A large file that somebody else's serialiser (torch) writes in one pass: summed on the way, durable when it closes.
 
-Used by the trainer's checkpoints. Unlike `artifact.hash_files` it need not read the file again. Data passes through
-three buffers: while one is filled and summed, two threads write the others. A checkpoint is not read again soon: where
-the file system can, it goes past the page cache (O_DIRECT), for gigabytes of dirty pages would hold up the fsyncs of
-all other files and take the memory bandwidth of the step that goes on meanwhile. (Weight versions, which the engines
-read at once, are written through `ranges`.)
+Unlike `artifact.hash_files` it need not read the file again. Data passes through three buffers: while one is filled and
+summed, two threads write the others. A checkpoint is not read again soon: where the file system can, it goes past the
+page cache (O_DIRECT), for gigabytes of dirty pages would hold up the fsyncs of all other files and take the memory
+bandwidth of the step that goes on meanwhile. (Weight versions, which the engines read at once, are written through
+`ranges`.)
 """
 
 import contextlib

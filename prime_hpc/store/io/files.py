@@ -274,7 +274,7 @@ def hash_file(path: Path) -> FileEntry:
     return FileEntry(size, digest.hexdigest())
 
 
-def seal_file(path: Path, mode: int) -> FileEntry:
+def finalize_file(path: Path, mode: int) -> FileEntry:
     """Make a file that someone else wrote fit for an artifact: mode, fsync, then its size and sum.
 
     safetensors and others create files with mode 0600, which a colleague's evaluation could not read.
@@ -323,7 +323,7 @@ def make_dir(path: Path, *, exist_ok: bool = True) -> None:
 
 
 def _await_dir(path: Path) -> None:
-    """The server has this name, and this node sees no directory: another node's, not visible yet, or a file.
+    """Wait for a directory that the server has and this node does not see: another node's, not visible yet, or a file.
 
     Raises:
         StoreError: a file is in the way, or it stays unseen.
@@ -446,7 +446,7 @@ def link(source: Path, target: Path) -> None:
     os.link(source, target)
 
 
-def set_aside(path: Path) -> Path:
+def move_aside(path: Path) -> Path:
     """Take a directory out of sight in one rename; returns its new name, which clean-ups know as rubbish."""
     trash = path.with_name(f".trash-{path.name}-{unique_suffix()}")
     rename(path, trash)
@@ -455,7 +455,7 @@ def set_aside(path: Path) -> Path:
 
 def discard(path: Path) -> None:
     """Take a directory that nobody else writes out of sight in one rename, then delete it."""
-    remove_tree(set_aside(path))
+    remove_tree(move_aside(path))
 
 
 def unique_suffix() -> str:

@@ -27,7 +27,7 @@ def _trusted_owners() -> frozenset[int]:
 
 
 @functools.cache
-def _is_own_group(gid: int) -> bool:
+def _is_private_group(gid: int) -> bool:
     """Return whether a group has no member but the user (many systems give each user such a group, and a umask of
     002)."""
     try:
@@ -39,7 +39,7 @@ def _is_own_group(gid: int) -> bool:
 
 
 def _others_may_write(found: os.stat_result) -> bool:
-    return bool(found.st_mode & 0o002) or (bool(found.st_mode & 0o020) and not _is_own_group(found.st_gid))
+    return bool(found.st_mode & 0o002) or (bool(found.st_mode & 0o020) and not _is_private_group(found.st_gid))
 
 
 def check_way(path: Path) -> None:
@@ -76,7 +76,7 @@ def _check_way(path: Path, depth: int) -> None:
 
 
 def make_private_dir(path: Path) -> None:
-    """A directory that the user alone may use, made where it is missing; nobody else can put another in its place.
+    """Make a directory that the user alone may use, where it is missing; nobody else can put another in its place.
 
     Raises:
         NotPrivateError: it, or a directory on the way to it, is not the user's (or root's) alone.

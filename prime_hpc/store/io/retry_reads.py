@@ -27,17 +27,17 @@ class Patience:
         self,
         limit_s: float,
         *,
-        heed: Callable[[], None] = lambda: None,
+        on_wait: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Args:
         limit_s: seconds.
-        heed: called all along while it waits; what it raises ends the wait.
+        on_wait: called all along while it waits; what it raises ends the wait.
         clock, sleep: of this machine.
         """
         self.limit_s, self._left_s = limit_s, limit_s
-        self._heed, self._clock, self._sleep = heed, clock, sleep
+        self._on_wait, self._clock, self._sleep = on_wait, clock, sleep
         self._next_word = 0.0
 
     def __call__(self, read: Callable[[], T]) -> T:
@@ -78,7 +78,7 @@ class Patience:
         """Sleep; returns the seconds that it took."""
         began = self._clock()
         while (left := began + seconds - self._clock()) > 0:
-            self._heed()
+            self._on_wait()
             self._sleep(min(left, SLICE_S))
         return max(self._clock() - began, FIRST_PAUSE_S)
 

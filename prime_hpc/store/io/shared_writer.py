@@ -1,9 +1,8 @@
 """A large file that several processes of one node write at once, each its own ranges; one of them seals it.
 
-Used by the trainer's weight versions: what a rank holds of a tensor goes from its memory to its place in the file, and
-nothing has to be sent between ranks. All writers must share a page cache, so be on one node: only then is what the
-sealing process reads and makes durable what the others wrote. Weights are read at once by the engines: they stay in
-the page cache, and each range's way to the disk begins as soon as it is written, so that little is left for the fsync.
+All writers must share a page cache, so be on one node: only then is what the sealing process reads and makes durable
+what the others wrote. Weights are read at once by the engines: they stay in the page cache, and each range's way to the
+disk begins as soon as it is written, so that little is left for the fsync.
 """
 
 import contextlib
@@ -64,7 +63,7 @@ class RangeFile:
                 written += os.pwrite(self._fd, rest, offset + written)
         _start_writeback(self._fd, offset, len(part))
 
-    def seal(self, size: int) -> FileEntry:
+    def finalize(self, size: int) -> FileEntry:
         """After all have written: make the file durable, and meanwhile take its sum from the page cache.
 
         Raises:

@@ -1,4 +1,4 @@
-"""zstd frames through pyarrow's codec, for batches that were trained on (`store.packed`)."""
+"""zstd frames through pyarrow's codec: batches that were trained on (`store.batch_archive`), changes of weights."""
 
 import importlib.util
 from typing import Any
@@ -14,9 +14,10 @@ def is_there() -> bool:
     return importlib.util.find_spec("pyarrow") is not None
 
 
-def compress(data: Any) -> memoryview:
+def compress(data: Any, level: int = LEVEL) -> memoryview:
     """One frame, which the `zstd` command reads too. Runs without the interpreter's lock."""
-    return memoryview(_codec().compress(data))
+    # as bytes: the view of a shrunk pyarrow buffer still has the length from before
+    return memoryview(_codec(level).compress(data, asbytes=True))
 
 
 def decompress(data: Any, size: int) -> memoryview:
@@ -31,9 +32,9 @@ def decompress(data: Any, size: int) -> memoryview:
         raise StoreError(f"not a zstd frame of {size} bytes ({error})") from error
 
 
-def _codec() -> Any:
+def _codec(level: int = LEVEL) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise StoreError("compressed batches need pyarrow: pip install 'prime-hpc[export]'") from error
-    return pyarrow.Codec("zstd", compression_level=LEVEL)
+        raise StoreError("what is compressed needs pyarrow: pip install 'prime-hpc[export]'") from error
+    return pyarrow.Codec("zstd", compression_level=level)

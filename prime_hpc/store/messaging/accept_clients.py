@@ -6,7 +6,7 @@ import time
 
 from loguru import logger
 
-from prime_hpc.store.messaging.auth import UNPROVEN_GRACE_S, Challenge, Newcomers, StrangerError
+from prime_hpc.store.messaging.auth import UNPROVEN_GRACE_S, AuthenticationError, Challenge, PendingClients
 
 _ACCEPT_AT_ONCE = 64
 
@@ -24,19 +24,19 @@ class Admission:
         listener.setblocking(False)
         self._listener = listener
         self._secret, self._purpose = secret, purpose
-        self._newcomers = Newcomers(purpose)
+        self._pending = PendingClients(purpose)
         self._challenges: dict[socket.socket, Challenge] = {}
         self._is_accepting = False
 
     def tend(self, selector: selectors.BaseSelector, timeout: float) -> float:
-        """Before each `select`: newcomers go whose time is over or who are in the way; others may come where there is
+        """Before each `select`: pending go whose time is over or who are in the way; others may come where there is
         room. Returns how long to sleep, at most `timeout`."""
-        for sock in self._newcomers.overdue():
+        for sock in self._pending.overdue():
             self._refuse(selector, sock, "no proof in time")
-        if self._newcomers.is_full and (victim := self._newcomers.first_to_go()) is not None:
+        if self._pending.is_full and (victim := self._pending.first_to_go()) is not None:
             self._refuse(selector, victim, "too many at once")
-        self._accept(selector, not self._newcomers.is_full)
-        return min(timeout, UNPROVEN_GRACE_S / 2) if self._newcomers else timeout
+        self._accept(selector, not self._pending.is_full)
+        return min(timeout, UNPROVEN_GRACE_S / 2) if self._pending else timeout
 
     def concerns(self, sock: object) -> bool:
         """Return whether `handle` takes care of this socket."""
@@ -49,6 +49,10 @@ class Admission:
             self._admit(selector)
             return None
         return self._examine(selector, sock)
+
+    def sockets(self) -> list[socket.socket]:
+        """Return the listener and the connections without a proof: what a forked child must close."""
+        return [self._listener, *self._challenges]
 
     def close(self, selector: selectors.BaseSelector) -> None:
         """Accept nobody any more and let go who waits. A second time does no harm."""
@@ -67,7 +71,7 @@ class Admission:
 
     def _admit(self, selector: selectors.BaseSelector) -> None:
         for _ in range(_ACCEPT_AT_ONCE):
-            if self._newcomers.is_full:
+            if self._pending.is_full:
                 return
             try:
                 sock, address = self._listener.accept()
@@ -78,7 +82,7 @@ class Admission:
                 time.sleep(0.05)
                 return
             sock.setblocking(False)
-            self._newcomers.add(sock, str(address[0]))
+            self._pending.add(sock, str(address[0]))
             self._challenges[sock] = Challenge(self._secret, self._purpose)
             selector.register(sock, selectors.EVENT_READ)
 
@@ -87,8 +91,8 @@ class Admission:
         try:
             data = sock.recv(4096)
             if not data:
-                raise StrangerError("closed without a proof")
-            self._newcomers.note_words(sock)
+                raise AuthenticationError("closed without a proof")
+            self._pending.note_input(sock)
             answer = challenge.feed(data)
             if challenge.proven:
                 self._take_out(selector, sock)
@@ -104,10 +108,10 @@ class Admission:
     def _take_out(self, selector: selectors.BaseSelector, sock: socket.socket) -> None:
         selector.unregister(sock)
         del self._challenges[sock]
-        self._newcomers.remove(sock)
+        self._pending.remove(sock)
 
     def _refuse(self, selector: selectors.BaseSelector, sock: socket.socket, why: str) -> None:
         selector.unregister(sock)
         del self._challenges[sock]
-        self._newcomers.refuse(sock, why)
+        self._pending.refuse(sock, why)
         sock.close()

@@ -5,9 +5,9 @@
     client -> server  {"proof": HMAC-SHA256(secret, purpose, "client", C, S)}
     server -> client  {"proof": HMAC-SHA256(secret, purpose, "server", C, S)}
 
-Used by the bus and the handover. Whoever has not given the proof is told nothing else, is let go after
-`PROOF_WITHIN_S`, may send `MAX_UNPROVEN_INPUT` bytes, and no more than `MAX_UNPROVEN` are kept at once
-(`Newcomers`): on a shared machine or a cluster's network anybody can open a connection.
+Whoever has not given the proof is told nothing else, is let go after `PROOF_WITHIN_S`, may send `MAX_UNPROVEN_INPUT`
+bytes, and no more than `MAX_UNPROVEN` are kept at once (`PendingClients`): on a shared machine or a cluster's network
+anybody can open a connection.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ CLIENT_TIMEOUT_S = 10.0
 WARN_EVERY_S = 60.0
 
 
-class StrangerError(ConnectionError):
+class AuthenticationError(ConnectionError):
     """The other end does not know the secret, or does not keep to the protocol."""
 
 
@@ -60,9 +60,9 @@ def _read(line: bytes, key: str) -> str:
     try:
         value = json.loads(line)[key]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StrangerError("no proof, but something else") from error
+        raise AuthenticationError("no proof, but something else") from error
     if not isinstance(value, str) or not value.isascii():
-        raise StrangerError("no proof, but something else")
+        raise AuthenticationError("no proof, but something else")
     return value
 
 
@@ -74,7 +74,7 @@ class Challenge:
         self._received = b""
         self._num_bytes = 0
         self._client_nonce: str | None = None
-        self._own_nonce = _nonce()
+        self._local_nonce = _nonce()
         self.proven = False
         """Whether the client knows the secret."""
 
@@ -82,34 +82,34 @@ class Challenge:
         """Take what the client sent and return what to answer, b"" where nothing is due yet.
 
         Raises:
-            StrangerError: too much, no such protocol, or a wrong proof.
+            AuthenticationError: too much, no such protocol, or a wrong proof.
         """
         self._num_bytes += len(data)
         if self._num_bytes > MAX_UNPROVEN_INPUT:
-            raise StrangerError(f"more than {MAX_UNPROVEN_INPUT} bytes and no proof")
+            raise AuthenticationError(f"more than {MAX_UNPROVEN_INPUT} bytes and no proof")
         self._received += data
         line, end, rest = self._received.partition(b"\n")
         if not end:
             return b""
         if rest:  # a client waits for each answer
-            raise StrangerError("no proof, but something else")
+            raise AuthenticationError("no proof, but something else")
         self._received = b""
         if self._client_nonce is None:
             self._client_nonce = _read(line, "nonce")
-            return _line("nonce", self._own_nonce)
-        nonces = (self._client_nonce, self._own_nonce)
+            return _line("nonce", self._local_nonce)
+        nonces = (self._client_nonce, self._local_nonce)
         expected = _proof(self._secret, self._purpose, "client", *nonces)
         if not hmac.compare_digest(_read(line, "proof"), expected):
-            raise StrangerError("a wrong proof")
+            raise AuthenticationError("a wrong proof")
         self.proven = True
         return _line("proof", _proof(self._secret, self._purpose, "server", *nonces))
 
 
 def prove(sock: socket.socket, secret: str, purpose: str, timeout_s: float = CLIENT_TIMEOUT_S) -> None:
-    """The client's side, blocking: prove to know the secret, and have the server prove it.
+    """Prove to know the secret, and have the server prove it: the client's side, blocking.
 
     Raises:
-        StrangerError: the server does not know it.
+        AuthenticationError: the server does not know it.
         OSError: the connection broke, or no answer came in time. The socket's timeout is changed.
     """
     end = time.monotonic() + timeout_s
@@ -119,14 +119,14 @@ def prove(sock: socket.socket, secret: str, purpose: str, timeout_s: float = CLI
     nonces = own, _read(_read_line(sock, end), "nonce")
     sock.sendall(_line("proof", _proof(secret, purpose, "client", *nonces)))
     if not hmac.compare_digest(_read(_read_line(sock, end), "proof"), _proof(secret, purpose, "server", *nonces)):
-        raise StrangerError("the server does not know the secret")
+        raise AuthenticationError("the server does not know the secret")
 
 
 def check(sock: socket.socket, secret: str, purpose: str, timeout_s: float = PROOF_WITHIN_S) -> None:
-    """The server's side, blocking.
+    """Check the client's proof: the server's side, blocking.
 
     Raises:
-        StrangerError: the client does not know the secret.
+        AuthenticationError: the client does not know the secret.
         OSError: the connection broke, or no proof came in time.
     """
     end = time.monotonic() + timeout_s
@@ -135,7 +135,7 @@ def check(sock: socket.socket, secret: str, purpose: str, timeout_s: float = PRO
         sock.settimeout(_remaining(end))
         data = sock.recv(MAX_UNPROVEN_INPUT)
         if not data:
-            raise StrangerError("closed without a proof")
+            raise AuthenticationError("closed without a proof")
         sock.sendall(challenge.feed(data))
 
 
@@ -153,19 +153,19 @@ def _read_line(sock: socket.socket, end: float) -> bytes:
         sock.settimeout(_remaining(end))
         byte = sock.recv(1)
         if not byte or len(line) > MAX_UNPROVEN_INPUT:
-            raise StrangerError("the server closed the connection, or sent no proof")
+            raise AuthenticationError("the server closed the connection, or sent no proof")
         line += byte
     return line
 
 
 @dataclass
-class _Newcomer:
+class _PendingClient:
     host: str
     since: float
     has_spoken: bool = False
 
 
-class Newcomers:
+class PendingClients:
     """The connections of one server that have given no proof yet. May be used from several threads.
 
     Args:
@@ -176,7 +176,7 @@ class Newcomers:
     def __init__(self, server: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._server = server
         self._clock = clock
-        self._waiting: dict[socket.socket, _Newcomer] = {}
+        self._waiting: dict[socket.socket, _PendingClient] = {}
         self._lock = threading.Lock()
         self._refused: Counter[str] = Counter()
         self._warned_at: float | None = None
@@ -185,18 +185,18 @@ class Newcomers:
         return len(self._waiting)
 
     def add(self, sock: socket.socket, host: str) -> None:
-        """A connection was accepted."""
+        """Add a connection that was accepted."""
         with self._lock:
-            self._waiting[sock] = _Newcomer(host, self._clock())
+            self._waiting[sock] = _PendingClient(host, self._clock())
 
-    def note_words(self, sock: socket.socket) -> None:
-        """It has sent something: more than most who only hold a connection."""
+    def note_input(self, sock: socket.socket) -> None:
+        """Note that it has sent something: more than most who only hold a connection."""
         with self._lock:
             if sock in self._waiting:
                 self._waiting[sock].has_spoken = True
 
     def remove(self, sock: socket.socket) -> None:
-        """It gave its proof, or is gone."""
+        """Remove one that gave its proof, or is gone."""
         with self._lock:
             self._waiting.pop(sock, None)
 

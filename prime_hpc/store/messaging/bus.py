@@ -24,7 +24,7 @@ from loguru import logger
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.accept_clients import Admission
-from prime_hpc.store.messaging.auth import StrangerError, new_secret, prove
+from prime_hpc.store.messaging.auth import AuthenticationError, new_secret, prove
 from prime_hpc.store.messaging.json_lines import Peer, PeerGone, encode, parse_address
 from prime_hpc.store.messaging.run_topics import RunBusClient, scoped
 
@@ -267,7 +267,7 @@ class BusClient:
         self._replays: deque[tuple[Payload, Callable[[Payload], None]]] = deque()
         self._closing = threading.Event()
         self._peer: Peer | None = None
-        self._own_host: str | None = None
+        self._local_host: str | None = None
         if self._address is not None:
             self._waker = _Waker()
             self._thread = threading.Thread(target=self._run, name=f"bus-{role}", daemon=True)
@@ -289,9 +289,9 @@ class BusClient:
         return self._address[0] if self._address else None
 
     @property
-    def own_host(self) -> str | None:
+    def local_host(self) -> str | None:
         """Under which the hub's other clients reach this process; None until it has reached the hub itself."""
-        return self._own_host
+        return self._local_host
 
     @property
     def closed(self) -> bool:
@@ -302,7 +302,7 @@ class BusClient:
         """Announce. Never raises, never blocks; kept while the hub cannot be reached."""
         if self._address is None or self._closing.is_set():
             return
-        name = self._own(topic)
+        name = self._scoped(topic)
         message = {"topic": name, "payload": payload, "role": self._role, "incarnation": self._incarnation}
         self._outgoing.append(encode(message))
         self._waker.wake()
@@ -310,10 +310,10 @@ class BusClient:
     def latest(self, topic: str) -> Payload | None:
         """Return the last message of a topic that this process has received (its own come back to it as well)."""
         with self._changed:
-            message = self._latest.get(self._own(topic))
+            message = self._latest.get(self._scoped(topic))
         return dict(message) if message is not None else None
 
-    def _own(self, topic: str) -> str:
+    def _scoped(self, topic: str) -> str:
         return scoped(self._prefix, topic)
 
     def of_run(self, run: str) -> RunBusClient:
@@ -333,7 +333,7 @@ class BusClient:
             The message; None after `timeout_s` seconds, or once the bus is closed.
         """
         end = time.monotonic() + timeout_s
-        topic = self._own(topic)
+        topic = self._scoped(topic)
         with self._changed:
             latest = self._latest.get(topic)
             if latest is not None and predicate(latest):
@@ -357,7 +357,7 @@ class BusClient:
         """
         if self._address is None:
             return
-        topic = self._own(topic)
+        topic = self._scoped(topic)
         with self._changed:
             self._callbacks.append((topic, callback))
             latest = self._latest.get(topic)
@@ -409,13 +409,13 @@ class BusClient:
                 return None
             here, there = sock.getsockname()[0], sock.getpeername()[0]
             # on the hub's machine: as the hub is known (its name may be 127.0.1.1 there, asked from 127.0.0.1)
-            self._own_host = self._address[0] if here == there or sockets.is_loopback(here) else here
+            self._local_host = self._address[0] if here == there or sockets.is_loopback(here) else here
             prove(sock, self._secret, _PURPOSE)
             self._peer = Peer(sock)
         except OSError as error:  # the hub is not there yet, or is gone: listing takes over, and this is tried again
             if sock is not None:
                 sock.close()
-            if isinstance(error, StrangerError):
+            if isinstance(error, AuthenticationError):
                 logger.debug(f"bus of {self._role}: {error}")
             return None
         return self._peer

@@ -31,7 +31,7 @@ from prime_hpc.store.errors import ArtifactError
 from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.manifest import MANIFEST, Manifest
 from prime_hpc.store.messaging import sockets
-from prime_hpc.store.messaging.auth import Newcomers, check, prove
+from prime_hpc.store.messaging.auth import PendingClients, check, prove
 from prime_hpc.store.messaging.bus import Bus
 from prime_hpc.store.messaging.json_lines import parse_address
 from prime_hpc.store.messaging.network import Network
@@ -96,7 +96,7 @@ class HandoverServer:
         Returns:
             "host:port" for the announcement; None where nobody could come.
         """
-        host = self._host or self._bus.own_host
+        host = self._host or self._bus.local_host
         if self._server is None or host is None:
             return None
         with self._lock:
@@ -131,7 +131,7 @@ class _Server(socketserver.ThreadingTCPServer):
     owner: HandoverServer
 
     def __init__(self, listening: socket.socket, handler: type[socketserver.BaseRequestHandler]) -> None:
-        self.newcomers = Newcomers("handover")
+        self.pending = PendingClients("handover")
         address = listening.getsockname()
         super().__init__(address, handler, bind_and_activate=False)
         self.socket.close()
@@ -139,17 +139,17 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for a connection, once few others wait for their proof."""
-        while self.newcomers.is_full:
-            victim = self.newcomers.first_to_go()
+        while self.pending.is_full:
+            victim = self.pending.first_to_go()
             if victim is not None:
-                self.newcomers.refuse(victim, "too many at once")
+                self.pending.refuse(victim, "too many at once")
             else:
                 time.sleep(0.01)
-        self.newcomers.add(request, str(client_address[0]))
+        self.pending.add(request, str(client_address[0]))
         super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that left is no news."""
+        """Log nothing of a caller that left."""
         logger.opt(exception=True).debug(f"handover to {client_address} broke off")
 
 
@@ -164,9 +164,9 @@ class _Request(socketserver.StreamRequestHandler):
         try:
             check(self.connection, self.server.owner.secret, PURPOSE)
         except OSError as error:
-            self.server.newcomers.refuse(self.connection, str(error))
+            self.server.pending.refuse(self.connection, str(error))
             return
-        self.server.newcomers.remove(self.connection)
+        self.server.pending.remove(self.connection)
         self.connection.settimeout(IO_TIMEOUT_S)
         while line := self.rfile.readline(_MAX_LINE):
             try:
@@ -194,7 +194,7 @@ class Handover:
         self._avoid: dict[str, float] = {}
 
     def fetch(self, directory: Path, number: int, choose: Callable[[Manifest], Collection[str]]) -> Fetched | None:
-        """The manifest and the chosen files of artifact `number`, checked.
+        """Fetch the manifest and the chosen files of artifact `number`, checked.
 
         Args:
             directory: its name in the run.

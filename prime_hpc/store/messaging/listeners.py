@@ -18,7 +18,7 @@ _TCP_MD5SIG_EXT = 32
 _TCP_MD5SIG_FLAG_PREFIX = 1
 
 
-def deafen_listeners() -> int:
+def shut_listeners() -> int:
     """Have the kernel drop whatever reaches a TCP port that this process listens on; what is connected stays.
 
     A packet filter, which any process may put on its own socket; from Linux 6.18 on only with CAP_NET_ADMIN. Else a key
@@ -33,7 +33,7 @@ def deafen_listeners() -> int:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as sock:
                 is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
                 if is_tcp and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    if _deafen(sock):
+                    if _shut(sock):
                         deaf += 1
                     else:
                         open_ += 1
@@ -45,8 +45,8 @@ def deafen_listeners() -> int:
     return deaf
 
 
-def _deafen(sock: socket.socket) -> bool:
-    for way in (_drop_everything, _demand_a_signature):
+def _shut(sock: socket.socket) -> bool:
+    for way in (_drop_everything, _require_signature):
         with contextlib.suppress(OSError):
             way(sock)
             return True
@@ -58,7 +58,7 @@ def _drop_everything(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
 
 
-def _demand_a_signature(sock: socket.socket) -> None:
+def _require_signature(sock: socket.socket) -> None:
     """Of every address; the kernel drops what is not signed before it answers anything (linux/tcp.h, tcp_md5sig)."""
     key = secrets.token_bytes(64)
     anyone = [struct.pack("=HH124x", socket.AF_INET, 0)]

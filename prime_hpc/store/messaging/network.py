@@ -70,7 +70,7 @@ class Network:
         return {VARIABLE: json.dumps(facts)} if facts else {}
 
     def place(self, traffic: Traffic) -> Place | None:
-        """This node's address for a kind of traffic; None where the config names no network for it.
+        """Return this node's address for a kind of traffic; None where the config names no network for it.
 
         Raises:
             ConfigError: this node is not in the network, naming the key and what the node has.
@@ -107,7 +107,7 @@ def network_environment(
         return {}
     if len(nodes) == 1:
         return on_loopback()
-    if not _is_own_name_loopback():
+    if not _is_hostname_loopback():
         return {}
     # gloo would give its peers the address of its own name, which leads each of them back to itself
     peer = next(node for node in nodes if node != host)
@@ -117,7 +117,7 @@ def network_environment(
 
 def on_loopback() -> dict[str, str]:
     """For collectives within one machine: gloo's sockets ask nobody who he is, so nobody else shall reach them."""
-    mine = next((place for place in own_places() if is_loopback(place.address)), None)
+    mine = next((place for place in local_places() if is_loopback(place.address)), None)
     return {} if mine is None else {GLOO: mine.interface}
 
 
@@ -140,18 +140,18 @@ def route_to(host: str) -> Place | None:
             with socket.socket(family, kind) as probe:
                 probe.connect(address)  # sends nothing
                 source = probe.getsockname()[0]
-            return next((p for p in own_places() if p.address == source and not is_loopback(source)), None)
+            return next((p for p in local_places() if p.address == source and not is_loopback(source)), None)
     return None
 
 
-def _is_own_name_loopback() -> bool:
+def _is_hostname_loopback() -> bool:
     try:
         return is_loopback(str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]))
     except OSError:
         return True
 
 
-def own_places() -> list[Place]:
+def local_places() -> list[Place]:
     """Addresses of this node's interfaces, those of IPv4 first; no link-local ones, which need a scope."""
     import psutil
 
@@ -173,7 +173,7 @@ def find_place(wanted: str, key: str, places: list[Place] | None = None) -> Plac
     Raises:
         ConfigError: it has none of them.
     """
-    places = own_places() if places is None else places
+    places = local_places() if places is None else places
     for word in (word.strip() for word in wanted.split(",")):
         for place in places:
             if _matches(word, place):

@@ -21,7 +21,7 @@ class RunBusClient:
     def __init__(self, bus: "BusClient", run: str) -> None:
         self._bus, self._prefix = bus, f"{run}/"
 
-    def _own(self, topic: str) -> str:
+    def _scoped(self, topic: str) -> str:
         return scoped(self._prefix, topic)
 
     @property
@@ -45,18 +45,18 @@ class RunBusClient:
         return self._bus.hub_host
 
     @property
-    def own_host(self) -> str | None:
-        """As `BusClient.own_host`."""
-        return self._bus.own_host
+    def local_host(self) -> str | None:
+        """As `BusClient.local_host`."""
+        return self._bus.local_host
 
     def publish(self, topic: str, /, **payload: Any) -> None:
         """Announce for this run."""
-        self._bus.publish(self._own(topic), **payload)
+        self._bus.publish(self._scoped(topic), **payload)
 
     def latest(self, topic: str) -> "Payload | None":
         """Return the last message of this run's topic."""
-        return self._bus.latest(self._own(topic))
+        return self._bus.latest(self._scoped(topic))
 
     def wait(self, topic: str, predicate: "Callable[[Payload], bool]", timeout_s: float) -> "Payload | None":
         """As `BusClient.wait`."""
-        return self._bus.wait(self._own(topic), predicate, timeout_s)
+        return self._bus.wait(self._scoped(topic), predicate, timeout_s)

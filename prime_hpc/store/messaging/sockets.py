@@ -72,7 +72,7 @@ class PortRange:
         return [*range(begin, self.last + 1), *range(self.first, begin)]
 
     def full(self, wanted: int = 1) -> NoFreePort:
-        """The error where it has no `wanted` ports left."""
+        """Return the error where it has no `wanted` ports left."""
         what = "no port" if wanted == 1 else f"no {wanted} neighbouring ports"
         remedy = "end what listens there, or widen the range" if self.key else "end what listens there"
         return NoFreePort(

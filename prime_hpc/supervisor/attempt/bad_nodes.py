@@ -114,7 +114,7 @@ def compact(path: Path, days: float = 365.0, now: float | None = None, rest_s: f
     """
     now = time.time() if now is None else now
     dropped = 0
-    for old in _set_aside(path):
+    for old in _move_aside(path):
         if now - _aside_since(old) < rest_s:
             continue
         rows = _read(old)
@@ -152,7 +152,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     """Every whole line of the ledger and of what was set aside, twins once."""
     # in this order, and the ledger twice, no row is missed while it moves to or from what is set aside
     found = {row["id"]: row for row in _read(path)}
-    found |= {row["id"]: row for old in _set_aside(path) for row in _read(old)}
+    found |= {row["id"]: row for old in _move_aside(path) for row in _read(old)}
     return list((found | {row["id"]: row for row in _read(path)}).values())
 
 
@@ -186,7 +186,7 @@ def _is_row(row: Any) -> bool:
     return isinstance(row.get("time"), int | float) and not isinstance(row["time"], bool)
 
 
-def _set_aside(path: Path) -> list[Path]:
+def _move_aside(path: Path) -> list[Path]:
     return sorted(path.parent.glob(f"{path.name}{_ASIDE}*"))
 
 

@@ -1,8 +1,5 @@
 """Attempts of a run that ended without a word: killed with their node, or at once. The next attempt finds out what it
 can.
-
-Called by `main` before an attempt begins, so that `attempts.jsonl` holds the true cause of every end, and so that a run
-directory which another job still works in is refused.
 """
 
 import time
@@ -18,8 +15,8 @@ from prime_hpc.slurm.client import SlurmError, run_slurm
 from prime_hpc.slurm.jobs import history, jobs
 from prime_hpc.slurm.termination import lost_hosts
 from prime_hpc.store.attempts import is_held, read_attempts, rewrite_row, runs_elsewhere
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.run_dirs import AttemptRow
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.start import newest_saved_step
 
 ASK_TIMEOUT_S = 10.0
@@ -51,7 +48,7 @@ def close_crashed_attempts(run_dir: Path, paths: RunPaths, allocation: Allocatio
             _refuse_if_running(run_dir, row)
         outcome, cause, nodes = _cause(row, allocation, run_dir)
         lost += nodes
-        last_word = _last_word(run_dir, row)
+        last_word = _last_seen(run_dir, row)
         saved = newest_saved_step(paths)
         rewrite_row(
             paths.attempts,
@@ -97,7 +94,7 @@ def _refuse_if_running(run_dir: Path, row: AttemptRow) -> None:
         )
 
 
-def _last_word(run_dir: Path, row: AttemptRow) -> float:
+def _last_seen(run_dir: Path, row: AttemptRow) -> float:
     """When the attempt was last seen alive."""
     times = [
         path.stat().st_mtime for path in (run_dir / STATUS_JSON, run_dir / "logs" / "supervisor.log") if path.exists()

@@ -15,7 +15,7 @@ from prime_hpc.store.attempts import begin, write_attempt
 from prime_hpc.store.errors import Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import Patience
-from prime_hpc.store.layout import RunPaths, current_incarnation
+from prime_hpc.store.run_paths import RunPaths, current_incarnation
 from prime_hpc.supervisor.attempt.restart_policy import return_to_queue
 from prime_hpc.supervisor.stop_requests import Controls, StopRequest
 
@@ -24,7 +24,7 @@ EXIT_UNREADABLE = 74
 LOAD_S = SupervisorConfig().read_timeout_s
 """How long to wait for `run.yaml`, which says how long to wait for everything else."""
 T = TypeVar("T")
-BLIND_LIVES = 20
+BLIND_RESTARTS = 20
 """How often a job that cannot even read its run directory asks Slurm to start it again."""
 
 
@@ -36,7 +36,7 @@ class StartEnded(Exception):
         self.request = request
 
 
-def heed(controls: Controls) -> None:
+def check_stop_request(controls: Controls) -> None:
     """Raise StartEnded where a signal, the file STOP or the time limit asks for an end."""
     request = controls.poll()
     if request is not None:
@@ -44,16 +44,16 @@ def heed(controls: Controls) -> None:
 
 
 def load_patiently(run_dir: Path) -> Experiment:
-    """The run's experiment. That its run.yaml is not there is no wrong config here: whoever started this wrote it.
+    """Load the run's experiment. That its run.yaml is not there is no wrong config here: whoever started this wrote it.
 
     Raises:
         ConfigError: it is not valid.
         Unreadable: it cannot be read until the deadline.
     """
-    return Patience(LOAD_S)(lambda: told_apart(lambda: load_run(run_dir)))
+    return Patience(LOAD_S)(lambda: tell_unreadable_apart(lambda: load_run(run_dir)))
 
 
-def told_apart(read: Callable[[], T]) -> T:
+def tell_unreadable_apart(read: Callable[[], T]) -> T:
     """Return what `read` returns; a ConfigError that only means that a file could not be read becomes Unreadable."""
     try:
         return read()
@@ -99,13 +99,13 @@ def write_early_end(paths: RunPaths, request: StopRequest, job_id: str | None) -
     write_attempt(paths.attempts, attempt)
 
 
-def come_back_blindly(environ: Mapping[str, str]) -> bool:
+def requeue_blindly(environ: Mapping[str, str]) -> bool:
     """Ask Slurm to start a job again that cannot read its own run directory, and so not how it is meant to come back.
 
     Where a successor waits (afternotok), the exit code lets it start, whatever Slurm answers here.
     """
     job_id, restarts = environ.get("SLURM_JOB_ID"), int(environ.get("SLURM_RESTART_COUNT") or 0)
-    if job_id is None or restarts >= BLIND_LIVES:
+    if job_id is None or restarts >= BLIND_RESTARTS:
         logger.error("the job does not come back by itself: it was started again often enough")
         return False
     return return_to_queue(job_id, "requeue", 0)

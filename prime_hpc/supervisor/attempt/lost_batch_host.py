@@ -8,7 +8,6 @@
 Slurm's own verdict takes SlurmdTimeout, and may never come: a controller that was started anew does not miss a node
 that it has not heard since. Giving back is what the supervisor would have done: requeue, or cancel, as the policy says.
 Where the supervisor lives on, cut off, it ends its attempt too (`node_timeout_s`), and the next attempt fences it.
-Called by `agent`; what it needs of the run directory is read with a deadline, for the file system may hang as well.
 """
 
 import json
@@ -46,7 +45,7 @@ MAX_REFUSALS = 3
 
 Ask = Callable[[str], str]
 """Job id -> its lines in `scontrol show job --oneliner`. Raises OSError or RuntimeError where Slurm cannot be asked."""
-Fate = Literal["over", "kept", "dropped", "suspended", "unknown"]
+BatchHostState = Literal["over", "kept", "dropped", "suspended", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Return:
         return min(others.index(host) if host in others else len(others), MAX_TURNS)
 
 
-def fate(lines: str, restarts: str) -> Fate:
+def batch_host_state(lines: str, restarts: str) -> BatchHostState:
     """Ask Slurm about the job whose supervisor is not heard.
 
     Args:
@@ -107,14 +106,14 @@ def fate(lines: str, restarts: str) -> Fate:
     return "kept" if field(line, "BatchHost") in expand_hosts(field(line, "NodeList")) else "dropped"
 
 
-class Orphan:
+class OrphanedAgent:
     """One agent's part in giving the job back.
 
     Args:
         known: the job.
         restarts: SLURM_RESTART_COUNT of this attempt.
         host: this node's name.
-        is_led: whether the supervisor is heard again, or this agent is wanted no more.
+        is_supervised: whether the supervisor is heard again, or this agent is wanted no more.
         ask: see `Ask`.
         clock, sleep: time, seconds; the clock does not count while this process is stopped.
     """
@@ -124,7 +123,7 @@ class Orphan:
         known: Return,
         restarts: str,
         host: str,
-        is_led: Callable[[], bool],
+        is_supervised: Callable[[], bool],
         ask: Ask,
         *,
         clock: Callable[[], float],
@@ -132,7 +131,7 @@ class Orphan:
     ) -> None:
         self._known, self._restarts = known, restarts
         self._turn = known.turn(host)
-        self._is_led = is_led
+        self._is_supervised = is_supervised
         self._ask, self._clock, self._sleep = ask, clock, sleep
 
     def wait(self, silence_s: float) -> bool:
@@ -143,7 +142,7 @@ class Orphan:
         """
         due = self._clock() + silence_s + TURN_S * self._turn
         dropped = False
-        while not self._is_led():
+        while not self._is_supervised():
             state = self._look()
             if state == "over":
                 return False
@@ -156,9 +155,9 @@ class Orphan:
             self._pause(due)
         return False
 
-    def _look(self) -> Fate:
+    def _look(self) -> BatchHostState:
         try:
-            return fate(self._ask(self._known.job), self._restarts)
+            return batch_host_state(self._ask(self._known.job), self._restarts)
         except (OSError, RuntimeError, ValueError):
             return "unknown"  # the controller is away, or moves: it is asked again
 
@@ -166,7 +165,7 @@ class Orphan:
         look_s = LOOK_S if self._turn < MAX_TURNS else LATER_LOOK_S * random.uniform(0.7, 1.3)
         left = due - self._clock()
         end = self._clock() + (min(look_s, left) if left > 0 else look_s)
-        while self._clock() < end and not self._is_led():
+        while self._clock() < end and not self._is_supervised():
             self._sleep(min(1.0, max(0.05, end - self._clock())))
 
 
@@ -174,7 +173,7 @@ def requeue_orphaned_job(
     run_dir: Path,
     environ: Mapping[str, str],
     host: str,
-    is_led: Callable[[], bool],
+    is_supervised: Callable[[], bool],
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
@@ -186,9 +185,9 @@ def requeue_orphaned_job(
         run_dir: the run.
         environ: of a task of the job.
         host: this node's name.
-        is_led: see `Orphan`.
+        is_supervised: see `OrphanedAgent`.
         say: into the agent's log; must not block.
-        clock: see `Orphan`.
+        clock: see `OrphanedAgent`.
     """
     known = Return.from_env(environ)
     if known is None:
@@ -198,7 +197,7 @@ def requeue_orphaned_job(
         return run_slurm(["scontrol", "show", "job", "--oneliner", job], timeout_s=ASK_S)
 
     restarts = environ.get("SLURM_RESTART_COUNT", "0")
-    orphan = Orphan(known, restarts, host, is_led, ask, clock=clock, sleep=time.sleep)
+    orphan = OrphanedAgent(known, restarts, host, is_supervised, ask, clock=clock, sleep=time.sleep)
     silence_s, refusals, policy = SLURM_SILENCE_S, 0, _Policy(run_dir, known)
     say(
         f"[{host}] job {known.job} has nobody to lead it; without a word of Slurm it is given back in {silence_s:.0f} s"

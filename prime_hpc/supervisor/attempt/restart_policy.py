@@ -108,7 +108,7 @@ def return_to_queue(
     Args:
         job_id: this job's leader.
         mode: how the job comes back.
-        num_nodes: that the job needs; a packed job that lost a node (--no-kill) would come back smaller. 0: leave it.
+        num_nodes: that the job needs; a homogeneous job that lost a node (--no-kill) would come back smaller. 0: any.
         exclude: nodes that the next attempt must not get.
         clock, sleep: time, seconds.
     """

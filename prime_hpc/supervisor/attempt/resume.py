@@ -12,15 +12,16 @@ import xxhash
 from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.store.artifact import ArtifactError, read_manifest, set_aside, verify_artifact
+from prime_hpc.store.artifact import ArtifactError, move_aside, read_manifest
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo, resolve_resume
-from prime_hpc.store.checkpoint.doubts import Doubts
+from prime_hpc.store.checkpoint.failed_reads import FailedReads
 from prime_hpc.store.checkpoint.import_checkpoint import adopt_checkpoint, adopt_weights, find_checkpoint, run_of
 from prime_hpc.store.checkpoint.newest import SMALL, Choice, choose_newest
 from prime_hpc.store.errors import StoreError, Unreadable
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import RunPaths, incarnation_starts, is_late, list_steps
 from prime_hpc.store.model_fingerprint import conflicts, model_identity
+from prime_hpc.store.run_paths import RunPaths, incarnation_starts, is_late, list_steps
+from prime_hpc.store.weights import read_chain
 
 KEY = "ckpt.resume_step"
 READ_DEADLINE_S = 1.0
@@ -52,14 +53,14 @@ class Reading:
     """Its newest attempt."""
 
 
-def choose_start(experiment: Experiment, paths: RunPaths, reading: Reading, doubts: Doubts) -> Start | None:
+def choose_start(experiment: Experiment, paths: RunPaths, reading: Reading, failed_reads: FailedReads) -> Start | None:
     """Return the checkpoint that this attempt goes on from; None: from the beginning.
 
     Args:
         experiment: the tree.
         paths: the run.
         reading: what is known of it.
-        doubts: first readings of what was not as it should be.
+        failed_reads: first readings of what was not as it should be.
 
     Raises:
         ConfigError: the checkpoint asked for does not exist, is broken, or is not of this model or kind of run.
@@ -67,34 +68,36 @@ def choose_start(experiment: Experiment, paths: RunPaths, reading: Reading, doub
         Unreadable, OSError: it cannot be told now.
     """
     asked = experiment.ckpt.resume_step if experiment.ckpt is not None else None
-    obeyed_at = _obeyed_at(paths, asked)
-    if asked is not None and obeyed_at is None:
-        return _asked(experiment, paths, asked, reading, doubts)
-    if not reading.again and obeyed_at is None:
+    answered_at = _answered_at(paths, asked)
+    if asked is not None and answered_at is None:
+        return _asked(experiment, paths, asked, reading, failed_reads)
+    if not reading.again and answered_at is None:
         return None
-    choice = _newest(experiment, paths, reading, doubts)
+    choice = _newest(experiment, paths, reading, failed_reads)
     if choice.info is not None:
         return Start(choice.info, is_foreign=False, was_asked=False, passed_over=bool(choice.passed_over))
-    return _asked(experiment, paths, asked, reading, doubts) if asked is not None else None
+    return _asked(experiment, paths, asked, reading, failed_reads) if asked is not None else None
 
 
-def _newest(experiment: Experiment, paths: RunPaths, reading: Reading, doubts: Doubts) -> Choice:
+def _newest(experiment: Experiment, paths: RunPaths, reading: Reading, failed_reads: FailedReads) -> Choice:
     def unfit(info: CheckpointInfo) -> str | None:
         lacks_half = experiment.kind == "rl" and info.orchestrator_state is None
         return "it holds no orchestrator state" if lacks_half else None
 
-    return choose_newest(paths, doubts, expected=reading.expected, incarnation=reading.incarnation, unfit=unfit)
+    return choose_newest(paths, failed_reads, expected=reading.expected, incarnation=reading.incarnation, unfit=unfit)
 
 
-def _asked(experiment: Experiment, paths: RunPaths, asked: int | str | Path, reading: Reading, doubts: Doubts) -> Start:
+def _asked(
+    experiment: Experiment, paths: RunPaths, asked: int | str | Path, reading: Reading, failed_reads: FailedReads
+) -> Start:
     try:
         passed_over = False
         if isinstance(asked, Path):
             info = find_checkpoint(asked, deep=False)
         elif isinstance(asked, int):
-            info = _own(paths, asked, doubts)
+            info = _in_this_run(paths, asked, failed_reads)
         else:
-            info, passed_over = _latest(experiment, paths, reading, doubts)
+            info, passed_over = _latest(experiment, paths, reading, failed_reads)
     except Unreadable:
         raise
     except StoreError as error:
@@ -109,15 +112,15 @@ def _asked(experiment: Experiment, paths: RunPaths, asked: int | str | Path, rea
             f"{KEY} = {asked} is step {info.step}, but max_steps = {experiment.max_steps}: nothing is left to do; "
             "raise --max-steps"
         )
-    wrong = misfits(experiment, info)
+    wrong = mismatches(experiment, info)
     if wrong:
         raise ConfigError(f"{KEY} = {asked}: {info.path} cannot be resumed from: {'; '.join(wrong)}")
     passed_over = passed_over or any(step > info.step for step in list_steps(paths.checkpoints, digits=0))
     return Start(info, is_foreign, was_asked=True, passed_over=passed_over)
 
 
-def _own(paths: RunPaths, step: int, doubts: Doubts) -> CheckpointInfo:
-    """The checkpoint of this run that is meant.
+def _in_this_run(paths: RunPaths, step: int, failed_reads: FailedReads) -> CheckpointInfo:
+    """Return the checkpoint of this run that is meant.
 
     Raises:
         StoreError: there is none, it is broken (read twice), or a fenced attempt wrote it.
@@ -125,13 +128,13 @@ def _own(paths: RunPaths, step: int, doubts: Doubts) -> CheckpointInfo:
     """
     try:
         info = resolve_resume(paths.checkpoints, step, deep=False, small=SMALL)
-        doubts.read_again(paths, step, info.path, info.manifest)
+        failed_reads.read_again(paths, step, info.path, info.manifest)
     except ArtifactError as error:
-        doubts.confirm(error)
+        failed_reads.confirm(error)
         raise
     except StoreError as error:
         if isinstance(error.__cause__, ArtifactError):
-            doubts.confirm(error.__cause__)
+            failed_reads.confirm(error.__cause__)
         raise
     why = _is_of_a_fenced_attempt(paths, info)
     if why is not None:
@@ -139,9 +142,11 @@ def _own(paths: RunPaths, step: int, doubts: Doubts) -> CheckpointInfo:
     return info
 
 
-def _latest(experiment: Experiment, paths: RunPaths, reading: Reading, doubts: Doubts) -> tuple[CheckpointInfo, bool]:
+def _latest(
+    experiment: Experiment, paths: RunPaths, reading: Reading, failed_reads: FailedReads
+) -> tuple[CheckpointInfo, bool]:
     """Return the newest whole one, and whether there are newer ones that are not."""
-    choice = _newest(experiment, paths, reading, doubts)
+    choice = _newest(experiment, paths, reading, failed_reads)
     if choice.info is not None:
         return choice.info, bool(choice.passed_over)
     reasons = "; ".join(f"step {step}: {why}" for step, why in choice.passed_over.items())
@@ -156,7 +161,7 @@ def _is_of_a_fenced_attempt(paths: RunPaths, info: CheckpointInfo) -> str | None
     return None
 
 
-def misfits(experiment: Experiment, info: CheckpointInfo) -> list[str]:
+def mismatches(experiment: Experiment, info: CheckpointInfo) -> list[str]:
     """Why a checkpoint is not one of this experiment, as far as its manifest and small files tell; [] where it is.
 
     Other numbers of ranks, nodes, rollouts of a prompt or prompts of a batch are no reason.
@@ -184,8 +189,10 @@ def _seed_of(state: Path) -> int | None:
     return (content.get("prompts") or {}).get("seed")
 
 
-def _weights_of(info: CheckpointInfo, home: Path | None) -> Path | None:
-    """The weights version that belongs to a checkpoint, where it still lies in its run (`home`) and is whole.
+def _weights_of(info: CheckpointInfo, home: Path | None, is_foreign: bool) -> Path | None:
+    """Return the weights version that belongs to a checkpoint, where it still lies in its run (`home`) and is whole.
+
+    One that holds only what changed counts where its chain is there, and not for another run, which has none.
 
     Raises:
         Unreadable: that cannot be told now.
@@ -194,7 +201,9 @@ def _weights_of(info: CheckpointInfo, home: Path | None) -> Path | None:
         return None
     weights = RunPaths(home).weights_step(info.step)
     try:
-        verify_artifact(weights, deadline_s=READ_DEADLINE_S)
+        chain = read_chain(weights, deadline_s=READ_DEADLINE_S)
+        if is_foreign and len(chain) > 1:
+            raise ArtifactError(weights, "a whole version", "what changed since another of its run")
     except ArtifactError as error:
         logger.warning(f"{info.path}: its weights version cannot be used, the trainer will publish it anew ({error})")
         return None
@@ -212,10 +221,10 @@ def take_over(start: Start, experiment: Experiment, paths: RunPaths, incarnation
     """
     info, own = start.info, paths.weights_step(start.info.step)
     home = run_of(info) if start.is_foreign else paths.root
-    weights = _weights_of(info, home) if experiment.kind == "rl" else None
+    weights = _weights_of(info, home, start.is_foreign) if experiment.kind == "rl" else None
     if experiment.kind == "rl" and weights is None and own.exists():
         # broken, or of the step that this run took itself before it starts from another's
-        set_aside(paths, own, incarnation)
+        move_aside(paths, own, incarnation)
     if not start.is_foreign:
         return
     if weights is not None:
@@ -228,7 +237,7 @@ def take_over(start: Start, experiment: Experiment, paths: RunPaths, incarnation
 def _make_room(paths: RunPaths, own: Path, incarnation: int) -> None:
     """Set aside what an earlier attempt of this run made of the same step."""
     if own.exists() and read_manifest(own).incarnation < incarnation:
-        set_aside(paths, own, incarnation)
+        move_aside(paths, own, incarnation)
 
 
 def record_resume_choice(experiment: Experiment, paths: RunPaths, start: Start | None) -> None:
@@ -244,7 +253,7 @@ def record_resume_choice(experiment: Experiment, paths: RunPaths, start: Start |
     files.write_atomic(_record(paths), (json.dumps(row) + "\n").encode())
 
 
-def _obeyed_at(paths: RunPaths, asked: int | str | Path | None) -> int | None:
+def _answered_at(paths: RunPaths, asked: int | str | Path | None) -> int | None:
     """Return the step that an earlier attempt of this submission began at on request.
 
     Raises:

@@ -5,11 +5,11 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.child_config import is_parent
 from prime_hpc.evals.episodes import num_episodes
 from prime_hpc.store.attempts import Attempt, begin, is_held, read_attempts
 from prime_hpc.store.checkpoint.checkpoints import newest_first
-from prime_hpc.store.checkpoint.doubts import Doubts, clear_doubts
+from prime_hpc.store.checkpoint.failed_reads import FailedReads, clear_failed_reads
 from prime_hpc.store.checkpoint.import_checkpoint import claim_root, point_to_root
 from prime_hpc.store.checkpoint.newest import expected_step
 from prime_hpc.store.checkpoint.rollback import rewind
@@ -17,7 +17,8 @@ from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.errors import StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import Patience
-from prime_hpc.store.layout import (
+from prime_hpc.store.run_dirs import AttemptRow
+from prime_hpc.store.run_paths import (
     RunPaths,
     check_incarnation,
     claim_incarnation,
@@ -27,12 +28,11 @@ from prime_hpc.store.layout import (
     record_start,
     refuse_other_owner,
 )
-from prime_hpc.store.run_dirs import AttemptRow
 from prime_hpc.supervisor.attempt.resume import Reading, Start, choose_start, record_resume_choice, take_over
 
 
 def run_paths(experiment: Experiment, run_dir: Path) -> RunPaths:
-    """The run's paths, with the checkpoint directory that its config names."""
+    """Return the run's paths, with the checkpoint directory that its config names."""
     return RunPaths(run_dir, experiment.ckpt.path if experiment.ckpt else None)
 
 
@@ -87,10 +87,10 @@ def begin_attempt(
         incarnation = patience(lambda: _claim(paths, earlier))
         start = None
         if experiment.trains and not is_parent(experiment):
-            doubts = Doubts(config.recheck_s)
-            start = patience(lambda: choose_start(experiment, paths, _read(paths, earlier, incarnation), doubts))
+            failed_reads = FailedReads(config.recheck_s)
+            start = patience(lambda: choose_start(experiment, paths, _read(paths, earlier, incarnation), failed_reads))
         step = start.info.step if start is not None else None
-        patience(lambda: _bring_back(experiment, paths, start, incarnation))
+        patience(lambda: _roll_back(experiment, paths, start, incarnation))
         saved_before = patience(lambda: newest_saved_step(paths) if experiment.trains else num_episodes(run_dir))
         patience(lambda: check_incarnation(paths, incarnation))  # all this may have taken long
     except Unreadable:
@@ -148,13 +148,13 @@ def _read(paths: RunPaths, earlier: list[AttemptRow], incarnation: int) -> Readi
     )
 
 
-def _bring_back(experiment: Experiment, paths: RunPaths, start: Start | None, incarnation: int) -> None:
+def _roll_back(experiment: Experiment, paths: RunPaths, start: Start | None, incarnation: int) -> None:
     """Everything that changes the directory; the same again does no harm."""
     step = start.info.step if start is not None else 0
     record_start(paths, incarnation, step)
     point_to_root(paths)
     rewind(paths, step, incarnation, keep=start is not None and start.passed_over)
-    clear_doubts(paths)
+    clear_failed_reads(paths)
     if start is not None:
         take_over(start, experiment, paths, incarnation)
         record_resume_choice(experiment, paths, start)
@@ -163,6 +163,6 @@ def _bring_back(experiment: Experiment, paths: RunPaths, start: Start | None, in
 
 
 def _make_places(paths: RunPaths) -> None:
-    """The directories in which roles of different nodes meet, before any of them could look for one too early."""
+    """Make the directories in which roles of different nodes meet, before any of them could look for one too early."""
     for directory in (paths.rollouts, paths.weights, paths.leases, paths.metrics("trainer").parent):
         files.make_dir(directory)

@@ -1,6 +1,6 @@
 """Preflight's second round: one process on each trainer node joins an all-reduce; the node that holds it up is named.
 
-The supervisor's side; the nodes run `allreduce`. Called by `preflight`.
+The supervisor's side; the nodes run `allreduce`.
 """
 
 import json
@@ -132,7 +132,7 @@ def _silence(node: _Node) -> float:
 
 
 def _take(node: _Node, data: dict[str, Any]) -> None:
-    """A node's word, which may come twice: by its line and by its file."""
+    """Take a node's word, which may come twice: by its line and by its file."""
     if data.get("beat", 0) <= node.beat:
         return
     node.phase, node.beat, node.alive = data["phase"], data.get("beat", 0), time.monotonic()
@@ -140,7 +140,7 @@ def _take(node: _Node, data: dict[str, Any]) -> None:
 
 
 def judge(nodes: dict[str, _Node], words: dict[str, str], silent: list[str], stopped: bool) -> Outcome:
-    """Findings by host. A node whose failure only follows from another's gets a warning, not a problem.
+    """Return findings by host. A node whose failure only follows from another's gets a warning, not a problem.
 
     Args:
         nodes: what is known of each.
@@ -156,7 +156,7 @@ def judge(nodes: dict[str, _Node], words: dict[str, str], silent: list[str], sto
     bad = [host for host in nodes if host not in good]
     if not bad or stopped:
         return Outcome(found, ["the all-reduce was interrupted"] if stopped else [])
-    named = _culprits(nodes, bad, silent)
+    named = _suspects(nodes, bad, silent)
     for host in named:
         found[host].problems.append(_story(nodes[host], host in silent, words.get(host, "")))
     for host in bad:
@@ -184,7 +184,7 @@ def _judge_network(found: dict[str, NodeFindings], min_share: float) -> None:
         (findings.problems if speed < min_share * rate else findings.warnings).append(text)
 
 
-def _culprits(nodes: dict[str, _Node], bad: list[str], silent: list[str]) -> list[str]:
+def _suspects(nodes: dict[str, _Node], bad: list[str], silent: list[str]) -> list[str]:
     """Those whom most of the others, or they themselves, blame; else those that are behind or silent."""
     votes = [node.result["blamed"] for node in nodes.values() if node.result and "blamed" in node.result]
     itself = [h for h, n in nodes.items() if n.result and n.result.get("blamed") == h]

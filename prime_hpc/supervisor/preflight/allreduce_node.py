@@ -29,8 +29,8 @@ from prime_hpc.runtime.device import Device, require_gpus
 from prime_hpc.runtime.gpus import visible_gpus
 from prime_hpc.store.io import files
 from prime_hpc.store.messaging import sockets
-from prime_hpc.store.messaging.network import Network, Place, of_collectives, own_places
-from prime_hpc.supervisor.preflight.node import own_names, pick_host, say, wait_for_json
+from prime_hpc.store.messaging.network import Network, Place, local_places, of_collectives
+from prime_hpc.supervisor.preflight.node import local_hostnames, pick_host, report_phase, wait_for_json
 from prime_hpc.supervisor.roles import ports
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Progress:
             self._write(more)
 
     def finish(self, result: dict[str, Any]) -> None:
-        """The last word."""
+        """Write the last word."""
         self._over.set()
         with self._lock:
             self._write({"result": result})
@@ -96,7 +96,7 @@ class Progress:
 
     def _write(self, more: dict[str, Any]) -> None:
         self._beat += 1
-        say(self._host, self.phase, beat=self._beat, **more)
+        report_phase(self._host, self.phase, beat=self._beat, **more)
         state = {"host": self._host, "token": self._token, "phase": self.phase, "beat": self._beat, **more}
         with contextlib.suppress(OSError):  # the same words go out by standard output
             write_atomic(self._path, json.dumps(state), sync=False)
@@ -109,11 +109,11 @@ def machine() -> str:
     return f"{boot.read_text().strip() if boot.exists() else ''}:{space.readlink() if space.is_symlink() else ''}"
 
 
-def own_addresses(place: Place | None = None) -> list[str]:
+def local_addresses(place: Place | None = None) -> list[str]:
     """Names and addresses under which others may reach this node, the likeliest first; `place`: that one alone."""
     if place is not None:
         return [place.address]
-    return [*own_names(), *(p.address for p in own_places() if not sockets.is_loopback(p.address))]
+    return [*local_hostnames(), *(p.address for p in local_places() if not sockets.is_loopback(p.address))]
 
 
 def reachable(addresses: list[str], port: int) -> str | None:
@@ -143,7 +143,7 @@ def join(spec: Mapping[str, Any], folder: Path, rank: int, world: int, end: floa
         within, place = network.ports or ports.BUILT_IN, network.place("collectives")
         (port,) = ports.choose(1, ports.run_base(folder, within=within), sockets.ALL, within)
         store = TCPStore(sockets.loopback(), port, world, True, timeout=left, wait_for_workers=False)
-        names = own_addresses(place) if place is not None else [spec["hosts"][0], *own_addresses()]
+        names = local_addresses(place) if place is not None else [spec["hosts"][0], *local_addresses()]
         where = {"addresses": names, "port": port, "machine": machine()}
         files.write_atomic(path, json.dumps(where).encode())
         return store
@@ -344,7 +344,7 @@ def main(argv: list[str]) -> int:
     host = pick_host(spec["hosts"]) if spec is not None else None
     if spec is None or host is None:
         reason = f"it does not see {spec_path}" if spec is None else "it is not in the list of the trainer's nodes"
-        say(own_names()[0], PHASES[0], result={"problem": reason})
+        report_phase(local_hostnames()[0], PHASES[0], result={"problem": reason})
         return 0
     # whatever hangs below, and though the launcher may be gone: this process ends
     scratch = Path(tempfile.mkdtemp(prefix="preflight-"))

@@ -1,6 +1,6 @@
 """Preflight's first round: every node states its facts and watches for the others' files; the supervisor judges.
 
-The supervisor's side; the nodes run `node`. Called by `preflight`.
+The supervisor's side; the nodes run `node`.
 """
 
 import json
@@ -17,7 +17,7 @@ from prime_hpc.store.io import files
 from prime_hpc.store.messaging import sockets
 from prime_hpc.supervisor.preflight import rules
 from prime_hpc.supervisor.preflight.launcher import Message, RunStep, Step, Steps
-from prime_hpc.supervisor.preflight.node import FACTS, LOST, RESULT, own_names, pick_host, read_json
+from prime_hpc.supervisor.preflight.node import FACTS, LOST, RESULT, local_hostnames, pick_host, read_json
 from prime_hpc.supervisor.preflight.plan import HostCheck, NodeVerdict, PreflightPlan, merged
 from prime_hpc.supervisor.preflight.rules import SUPERVISOR, Sighting
 
@@ -78,7 +78,7 @@ class FactsRound:
             self._looking = time.time()
             while time.monotonic() - began < timeout_s and not self._stop() and not self._all_known():
                 for message in self._steps.listen(TICK_S):
-                    self._hear(message)
+                    self._on_message(message)
                 if time.monotonic() >= self._next_look:
                     self._look()
                     self._next_look = time.monotonic() + min(1.0, TICK_S * len(self._nodes) / 64)
@@ -116,7 +116,7 @@ class FactsRound:
                 self._nodes[host].problems.append(f"its check could not be launched: {error}")
                 self._nodes[host].lost = True
 
-    def _hear(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         data = message.data
         host = self._plan_name(data["host"])
         if host is None:
@@ -136,7 +136,7 @@ class FactsRound:
         return name if name in self._nodes else next((h for h in self._nodes if h.split(".")[0] == name), None)
 
     def _take(self, node: _Node, result: dict[str, Any]) -> None:
-        """A node's result, from its line or its file."""
+        """Take a node's result, from its line or its file."""
         node.answered = True
         node.times.update(result.get("times", {}))
         node.seen = result.get("seen", {})
@@ -160,7 +160,7 @@ class FactsRound:
                     self._take(node, data)
 
     def _retry(self) -> None:
-        """A step of several nodes may fail or hang because of one: what it left unanswered is tried once more.
+        """Try once more what a step of several nodes left unanswered: one of them may have made it fail or hang.
 
         Nodes that never spoke are tried alone, those that were ended with their step together.
         """
@@ -224,7 +224,7 @@ class FactsRound:
                 watchers[writer].append(reader)
         for readers in watchers.values():
             readers.append(SUPERVISOR)
-        blame = rules.blame_unseen(unseen, watchers)
+        blame = rules.judge_unseen(unseen, watchers)
         gpus = rules.few_gpus(
             {h: n.facts["gpus"]["count"] for h, n in self._nodes.items() if n.facts},
             {h: n.check.gpus_asked for h, n in self._nodes.items()},
@@ -274,13 +274,13 @@ class FactsRound:
                 sightings.append(Sighting(SUPERVISOR, host, launched, node.times["started"]))
             if "spec_seen" in node.times:
                 sightings.append(Sighting(SUPERVISOR, host, self._spec_wrote, node.times["spec_seen"]))
-        here = pick_host(list(self._nodes)) if own_names() else None
+        here = pick_host(list(self._nodes)) if local_hostnames() else None
         return rules.clock_bounds(sightings, self._nodes, [here] if here else [])
 
     def _late(
         self, host: str, mine: list[Sighting], bounds: dict[str, rules.Bounds], facts: dict[str, Any]
     ) -> list[str]:
-        """Adds how late this host sees and is seen; the problems that follow."""
+        """Add how late this host sees and is seen; return the problems that follow."""
         problems = []
         limit = self._plan.config.max_visibility_s
         for key, side in (("sees_after_s", "reader"), ("seen_after_s", "writer")):
@@ -297,7 +297,7 @@ class FactsRound:
         return problems
 
     def _address_warnings(self, verdicts: list[NodeVerdict]) -> None:
-        """A node whose own name resolves to its loopback cannot be reached by gloo from another machine."""
+        """Warn of nodes whose own name resolves to their loopback: gloo cannot reach them from another machine."""
         machines = {tuple(v.facts.get("names", [v.host])[-1:]) for v in verdicts}
         for verdict in verdicts if len(machines) > 1 else []:
             if sockets.is_loopback(str(verdict.facts.get("address", ""))):

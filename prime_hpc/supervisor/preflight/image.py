@@ -8,7 +8,7 @@ fetches it now, within the image's own deadline.
 
 import time
 
-from prime_hpc.supervisor.preflight.node import own_names, say
+from prime_hpc.supervisor.preflight.node import local_hostnames, report_phase
 
 if __name__ == "__main__":
-    say(own_names()[0], "started", started=time.time())
+    report_phase(local_hostnames()[0], "started", started=time.time())

@@ -1,7 +1,7 @@
 """The steps of one preflight round: started through the caller's `run_step`, listened to, ended.
 
-Used by `preflight` for its two rounds. A node's word may come through its step's standard output (where that is a pipe)
-and through its files; either is enough. A launcher's exit code is never trusted.
+A node's word may come through its step's standard output (where that is a pipe) and through its files; either is
+enough. A launcher's exit code is never trusted.
 """
 
 import json
@@ -139,7 +139,7 @@ class Steps:
 
 
 def module_arguments(argv: list[str]) -> list[str]:
-    """The module's name and its own arguments, of an `argv` that names an interpreter, its options and `-m`.
+    """Return the module's name and its own arguments, of an `argv` that names an interpreter, its options and `-m`.
 
     A launcher chooses the interpreter itself: inside a container it is another one.
     """

@@ -32,14 +32,14 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 _GIB = 2**30
 
 
-def say(host: str, phase: str, **more: Any) -> None:
+def report_phase(host: str, phase: str, **more: Any) -> None:
     """One line for the supervisor, in one write."""
     line = MARK + json.dumps({"host": host, "phase": phase, "at": time.time(), **more}) + "\n"
     with contextlib.suppress(OSError):  # nobody listens: the files are there
         os.write(1, line.encode())
 
 
-def own_names(environ: Mapping[str, str] = os.environ) -> list[str]:
+def local_hostnames(environ: Mapping[str, str] = os.environ) -> list[str]:
     """List what this node may be called in the plan, the likeliest first."""
     full = socket.gethostname()
     names = [environ.get("SLURMD_NODENAME"), full, full.split(".")[0]]
@@ -48,7 +48,7 @@ def own_names(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 def pick_host(hosts: list[str], environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the plan's name of this node; None where it is not in the plan."""
-    for name in own_names(environ):
+    for name in local_hostnames(environ):
         for host in hosts:
             if name == host or name == host.split(".")[0]:
                 return host
@@ -142,9 +142,9 @@ def node_facts(
     load, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > 2 * (os.cpu_count() or 1):
         warnings.append(f"its load is {load:.0f} with {os.cpu_count()} CPUs: somebody else works on it")
-    address = own_address()
+    address = local_address()
     return {
-        "names": own_names(),
+        "names": local_hostnames(),
         "pid": os.getpid(),
         "python": sys.executable,
         "address": address,
@@ -169,7 +169,7 @@ def _free_gib(folder: str) -> float | None:
         return None
 
 
-def own_address() -> str | None:
+def local_address() -> str | None:
     """Return the address that this node's own name resolves to; gloo and others listen there."""
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
@@ -243,7 +243,7 @@ def check_node(spec: Mapping[str, Any], spec_path: Path, host: str, times: dict[
         ask_osts=index == 0,
     )
     times["wrote"] = time.time()
-    say(host, "facts", facts=facts)
+    report_phase(host, "facts", facts=facts)
     mine = {"host": host, "token": token, "facts": facts, "times": times}
     files.write_atomic(folder / (host + FACTS), json.dumps(mine).encode())
     times["looking"] = time.time()
@@ -257,24 +257,28 @@ def main(argv: list[str]) -> int:
     """Check this node as SPEC says. WAIT_S: how long SPEC may take to become visible."""
     started = time.time()
     spec_path, wait_s = Path(argv[0]), float(argv[1])
-    name = own_names()[0]
-    say(name, "started", started=started)
+    name = local_hostnames()[0]
+    report_phase(name, "started", started=started)
     spec = wait_for_json(spec_path, wait_s)
     if spec is None:
         problem = f"it does not see {spec_path} within {wait_s:g} s: does it mount the run directory's file system?"
-        say(name, "result", result={"problems": [problem]})
+        report_phase(name, "result", result={"problems": [problem]})
         return 0
     times = {"started": started, "spec_seen": time.time()}
     host = pick_host([check["host"] for check in spec["hosts"]])
     if host is None:
-        say(name, "result", result={"problems": [f"it calls itself {' or '.join(own_names())}: not in the plan"]})
+        report_phase(
+            name, "result", result={"problems": [f"it calls itself {' or '.join(local_hostnames())}: not in the plan"]}
+        )
         return 0
     try:
         result = check_node(spec, spec_path, host, times)
         files.write_atomic(spec_path.parent / (host + RESULT), json.dumps(result).encode())
-        say(host, "result", result={key: result[key] for key in ("times", "seen", "lost", "unseen")})
+        report_phase(host, "result", result={key: result[key] for key in ("times", "seen", "lost", "unseen")})
     except (StoreError, OSError) as error:
-        say(host, "result", result={"times": times, "problems": [f"it cannot write to the run directory: {error}"]})
+        report_phase(
+            host, "result", result={"times": times, "problems": [f"it cannot write to the run directory: {error}"]}
+        )
     return 0
 
 

@@ -81,7 +81,7 @@ class Checkup:
             (logger.info if report.ok else logger.error)(line)
         return report
 
-    def to_blame(self, report: Report) -> dict[str, str]:
+    def nodes_at_fault(self, report: Report) -> dict[str, str]:
         """Bad nodes by cause; none of them where Slurm would not even make the step.
 
         Slurm 22.05 refuses the steps of a job with GPUs ("Invalid generic resource") in the attempt after one that was

@@ -109,7 +109,7 @@ def lateness(sighting: Sighting, bounds: Mapping[str, Bounds]) -> tuple[float, f
     return max(proven, 0.0), max(about, 0.0)
 
 
-def blame_unseen(unseen: Mapping[str, Iterable[str]], watchers: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+def judge_unseen(unseen: Mapping[str, Iterable[str]], watchers: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
     """Problems by host from "reader never saw writer": the side that fails with several is at fault.
 
     Args:

@@ -63,7 +63,7 @@ def run_preflight(plan: PreflightPlan, run_step: RunStep, *, stop: Callable[[], 
 
 
 def _add_allreduce(plan: PreflightPlan, report: Report, check: Callable[[list[HostCheck]], Any]) -> None:
-    """The second round, over the trainer's nodes that are good so far; its findings go into the verdicts."""
+    """Make the second round, over the trainer's nodes that are good so far; its findings go into the verdicts."""
     verdicts = {v.host: v for v in report.verdicts}
     checks = merged(plan.hosts)
     good = [checks[host] for host in plan.trainer_hosts if verdicts[host].ok]

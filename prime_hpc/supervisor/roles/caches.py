@@ -49,11 +49,11 @@ def node_caches(environ: Mapping[str, str]) -> dict[str, str]:
     missing = {name: folder for name, folder in CACHES.items() if not environ.get(name)}
     if not missing:
         return {}
-    base = _own_directory(environ)
+    base = _user_directory(environ)
     return {name: str(base / folder) for name, folder in missing.items()} if base is not None else {}
 
 
-def _own_directory(environ: Mapping[str, str]) -> Path | None:
+def _user_directory(environ: Mapping[str, str]) -> Path | None:
     named = environ.get(NODE_LOCAL)
     root = Path(_expand(named, environ) if named else "/tmp") / f"prime-hpc-{os.getuid()}"
     base = root / _versions()

@@ -32,7 +32,7 @@ def choose(count: int, base: int, host: str = "127.0.0.1", within: PortRange = B
     Raises:
         ConfigError: no such ports are free on this node.
     """
-    _require_own(host)
+    _require_local(host)
     found: list[int] = []
     for port in within.after(base) if count else ():
         if found and port != found[-1] + 1:
@@ -56,7 +56,7 @@ def for_engines(within: PortRange | None, base: int) -> int | None:
     return None if within is None else choose(NUM_ENGINE_PORTS, base, sockets.ALL, within)[0]
 
 
-def _require_own(host: str) -> None:
+def _require_local(host: str) -> None:
     try:
         sockets.bind(host, 0).close()
     except OSError as error:
@@ -71,7 +71,7 @@ def require_free(port: int, host: str, key: str) -> None:
     Raises:
         ConfigError: naming the port, the key and the ways out.
     """
-    _require_own(host)
+    _require_local(host)
     ours = port in sockets.reserved()
     if not is_free(port, host, but_reserved=ours) or not (ours or reserve(port)):
         where = "on every address" if sockets.is_wildcard(host) else f"on {host}"

@@ -4,8 +4,6 @@ import os
 import re
 import subprocess
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +11,10 @@ from typing import Any, Literal
 
 import psutil
 
+from prime_hpc.client.http import ask
 from prime_hpc.observe.role_status import read_status
+from prime_hpc.runtime.process_tree import alive, family, marked, send
 from prime_hpc.supervisor.roles.caches import node_caches
-from prime_hpc.supervisor.roles.process_tree import alive, family, marked, send
 from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
 
 MARK = "PRIMEHPC_ROLE_MARK"
@@ -27,10 +26,11 @@ State = Literal["waiting", "starting", "ready", "done", "dead", "away"]
 on."""
 _TORCHRUN_RANK = re.compile(r"rank\s*:\s*(\d+)")
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
+_ENGINE_FAILED = re.compile(r"root cause above", re.IGNORECASE)
+_ENGINES_REASON = re.compile(r"^\(EngineCore\S* pid=\d+\) ERROR \S+ \S+ \[\S+\] (\w+(?:\.\w+)*: .+)$", re.MULTILINE)
+"""The last line of a traceback that an engine of vLLM wrote into its server's log."""
 _LOST_A_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|ended by SIGTERM")
 """In the words of a rank that only ended because another one did."""
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""A proxy variable must not catch calls between a job's own nodes."""
 
 
 def log_tail(path: Path, lines: int = 20) -> str:
@@ -52,19 +52,19 @@ class Role:
         spec: RoleSpec,
         log_dir: Path,
         environment: dict[str, str],
-        heard: dict[tuple[str, int], dict[str, Any]] | None = None,
+        bus_statuses: dict[tuple[str, int], dict[str, Any]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
         spec: what to start.
         log_dir: where its log and status files are.
         environment: of the process.
-        heard: the last "status" message of each role process by (role, index), which the bus fills.
+        bus_statuses: the last "status" message of each role process by (role, index), which the bus fills.
         clock: seconds during which the supervisor was running.
         """
         self._clock = clock
         self.spec = spec
-        self._heard = heard if heard is not None else {}
+        self._bus_statuses = bus_statuses if bus_statuses is not None else {}
         self.log_dir = log_dir
         suffix = f"_{spec.index}" if spec.index else ""
         self.log_file = log_dir / f"{spec.name}{suffix}.log"
@@ -75,7 +75,7 @@ class Role:
         """By `clock`, of the last start: the clock on the wall may be set meanwhile, or differ between nodes."""
         self._before: dict[int, list[dict[str, Any]]] = {}
         """What each process's place said before the last start: words of a former attempt."""
-        self._words: dict[int, tuple[Any, float]] = {}
+        self._reports: dict[int, tuple[Any, float]] = {}
         """The last word of each process, and when it was noticed."""
         self._environment = environment
         self._command: list[str] = []
@@ -133,7 +133,7 @@ class Role:
         """Start the process; its output is appended to the role's log."""
         self._launch(self.spec.command)
 
-    def lead(self, urls: Urls) -> None:
+    def send_launch_order(self, urls: Urls) -> None:
         """Tell the role's agents what to do; a process of this machine has none."""
 
     def lost_hosts(self, silence_s: float) -> list[str]:
@@ -145,24 +145,24 @@ class Role:
         return []
 
     def extend_deadlines(self, seconds: float) -> None:
-        """The supervisor itself was held up for so long, maybe with the role: neither deadlines nor silence counted."""
+        """Extend deadlines and silence by the time that the supervisor itself was held up, maybe with the role."""
         self.started += seconds
         self._healthy_at += seconds
-        self._words = {index: (mark, noticed + seconds) for index, (mark, noticed) in self._words.items()}
+        self._reports = {index: (mark, noticed + seconds) for index, (mark, noticed) in self._reports.items()}
 
     def forget_silence(self) -> None:
-        """The supervisor was stopped, and the role may be still: whatever was not heard begins anew."""
+        """Begin all silence anew: the supervisor was stopped, and the role may be still."""
         now = self._clock()
         self._healthy_at = max(self._healthy_at, now)
-        self._words = {index: (mark, now) for index, (mark, _) in self._words.items()}
+        self._reports = {index: (mark, now) for index, (mark, _) in self._reports.items()}
 
     def ask_to_end(self) -> None:
-        """Politely and at once; `processes.end_families` does it for this machine's processes."""
+        """Politely and at once; `process_tree.end_families` does it for this machine's processes."""
 
     def _launch(self, command: list[str]) -> None:
         self._command = command
-        self._words = {}
-        self._before = {index: self._read_words(index) for index in self._indices}
+        self._reports = {}
+        self._before = {index: self._read_statuses(index) for index in self._indices}
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._mark = f"{self.spec.label}/{uuid.uuid4().hex}"
         with self.log_file.open("ab") as log:
@@ -189,26 +189,26 @@ class Role:
         """Return what the role's processes last said of themselves in this attempt."""
         newest = []
         for index in self._indices:
-            rows = [row for row in self._read_words(index) if row not in self._before.get(index, [])]
+            rows = [row for row in self._read_statuses(index) if row not in self._before.get(index, [])]
             if not rows:
                 continue
             word = max(rows, key=lambda row: row.get("count", 0))
             newest.append(word)
             mark = (word.get("count"), word["time"], word["state"])
-            if index not in self._words or self._words[index][0] != mark:
-                self._words[index] = mark, self._clock()
+            if index not in self._reports or self._reports[index][0] != mark:
+                self._reports[index] = mark, self._clock()
         return newest
 
     @property
     def _indices(self) -> range:
         return range(self.spec.index, self.spec.index + self.spec.num_processes)
 
-    def _read_words(self, index: int) -> list[dict[str, Any]]:
+    def _read_statuses(self, index: int) -> list[dict[str, Any]]:
         """Read what a process has said of itself, in its file and on the bus."""
-        words = (read_status(self.log_dir, index), self._heard.get((self.spec.name, index)))
-        return [word for word in words if word is not None]
+        reports = (read_status(self.log_dir, index), self._bus_statuses.get((self.spec.name, index)))
+        return [report for report in reports if report is not None]
 
-    def says(self, state: str) -> bool:
+    def has_reported(self, state: str) -> bool:
         """Return whether all of the role's processes report this state (`done` counts as `ready` too)."""
         wanted = {state, "done"} if state == "ready" else {state}
         rows = self.statuses()
@@ -217,16 +217,16 @@ class Role:
     def heartbeat_age_s(self) -> float:
         """Seconds since the oldest last word of the role's processes (since its start where none came)."""
         self.statuses()
-        return self._clock() - min((noticed for _, noticed in self._words.values()), default=self.started)
+        return self._clock() - min((noticed for _, noticed in self._reports.values()), default=self.started)
 
     def healthy(self, timeout_s: float = 2.0) -> bool:
         """Return whether the server answers its health route; True for roles without one."""
         if self.health_url is None:
             return not self.is_server
         try:
-            with DIRECT.open(self.health_url, timeout=timeout_s) as answer:
-                well = answer.status == 200
-        except (urllib.error.URLError, OSError):
+            ask(self.health_url, timeout_s=timeout_s)
+            well = True
+        except OSError:
             well = False
         if well:
             self._healthy_at = self._clock()
@@ -252,9 +252,22 @@ class Role:
                     rank = min(own, key=lambda r: rows[r]["time"])
                 return f"{self.spec.label} rank {rank}: {words[rank].removeprefix(f'rank {rank}: ')}"
         elif words:
-            return f"{self.spec.label}: {words[0]}"
+            return f"{self.spec.label}: {self._engine_error(words[0])}"
         code = self.exit_code
         return f"{self.spec.label} {_ending(code)}" if code is not None else f"{self.spec.label} fell silent"
+
+    def _engine_error(self, words: str) -> str:
+        """Return the words of the engine that failed first, where its server only points to them (as vLLM's does)."""
+        reasons = _ENGINES_REASON.findall(log_tail(self.log_file, 1000)) if _ENGINE_FAILED.search(words) else []
+        return f"an engine did not start: {reasons[0]}" if reasons else words
+
+    def log_excerpt(self) -> str:
+        """Return the end of the role's log, and of the standard error of the rank that failed first: native code says
+        there why it aborted."""
+        words, first = log_tail(self.log_file), self._first_failed_rank()
+        of_rank = self.log_dir / f"rank_{first[0] if first is not None else 0}.stderr.log"
+        native = log_tail(of_rank, 10) if self.spec.name == "trainer" else ""
+        return f"{words}\n--- end of {of_rank} ---\n{native}" if native else words
 
     def _first_failed_rank(self) -> tuple[int, int] | None:
         """Rank and exit code of torchrun's root cause, which closes its log."""

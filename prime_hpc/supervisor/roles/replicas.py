@@ -1,4 +1,4 @@
-"""Servers whose node was lost in a packed job: on a spare node at once, or on their own later."""
+"""Servers whose node was lost in a homogeneous job: on a spare node at once, or on their own later."""
 
 from collections.abc import Callable, Sequence
 
@@ -45,7 +45,7 @@ class Replicas:
             role.hosts = [swap.get(host, host) for host in role.hosts]
             self._due[role.spec.label] = 0.0
             return f"its server is started on the spare node {', '.join(taken)}"
-        if self.has_failed_again(role):
+        if self.has_failed_again(role) and role.can_be_substituted:
             role.is_substitute_job = True  # the job no longer holds the node
         self._num_tries[role.spec.label] = self._num_tries.get(role.spec.label, 0) + 1
         self._due[role.spec.label] = self._clock() + self._retry_s
@@ -56,7 +56,7 @@ class Replicas:
         """Return whether its node was tried once already."""
         return self._num_tries.get(role.spec.label, 0) > 0
 
-    def bring_back(self, roles: Sequence[Role], restart: Callable[[Role], None]) -> None:
+    def restart_lost(self, roles: Sequence[Role], restart: Callable[[Role], None]) -> None:
         """Start those whose time has come."""
         for role in roles:
             if role.state == "away" and isinstance(role, StepRole) and role.is_substitute_job and role.is_alive:
@@ -74,7 +74,7 @@ class Replicas:
                     self._due[role.spec.label] = self._clock() + self._retry_s  # should its job fail
 
     def _on_substitute_started(self, role: StepRole) -> None:
-        """A stand-in has got its node: from now on it is held to the deadlines of a start."""
+        """Hold a stand-in that has got its node to the deadlines of a start."""
         if role.has_node:
             role.state, role.started = "starting", self._clock()
             self._due.pop(role.spec.label, None)

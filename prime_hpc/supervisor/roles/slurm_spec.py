@@ -1,6 +1,6 @@
 """Steps of a Slurm job: the placement's role groups on the nodes that Slurm gave.
 
-The counterpart of `roles` (one machine). Called by `main`; the supervisor starts what it returns.
+The counterpart of `roles` (one machine).
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.config.child_runs import is_parent
+from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, ready_timeout_s, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.runtime.role_context import INFERENCE_URLS, RANKS_FILE, TEACHER_URLS
@@ -58,7 +58,7 @@ def slurm_specs(
 
 
 def spare_hosts(placement: Placement, allocation: Allocation) -> list[str]:
-    """Nodes of a packed job that no role uses at first."""
+    """Nodes of a homogeneous job that no role uses at first."""
     return [allocation.hosts[0][i] for i in placement.spares]
 
 

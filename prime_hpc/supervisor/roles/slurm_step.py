@@ -21,6 +21,7 @@ from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError, clean_environment, run_slurm
 from prime_hpc.slurm.containers import Container, one_node_srun
 from prime_hpc.slurm.hostlist import compress_hosts
+from prime_hpc.slurm.options import options_with
 from prime_hpc.store.messaging.sockets import http_url
 from prime_hpc.supervisor.agent import LaunchOrder
 from prime_hpc.supervisor.roles.process import Role
@@ -28,10 +29,7 @@ from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
 from prime_hpc.supervisor.roles.srun_environment import SET_BY_SBATCH
 
 HELLO_TIMEOUT_S = 180.0
-_OF_NODES = (
-    *("partition", "account", "qos", "constraint", "gres", "gpus-per-node", "mem", "cpus-per-task", "time"),
-    *("reservation", "exclude", "exclusive"),
-)
+_OF_NODES = (*options_with(of_node=True), "gres", "gpus-per-node")
 """sbatch options that a stand-in shares with the component whose node it replaces."""
 SCANCEL_TIMEOUT_S = 10.0
 SRUN_GRACE_S = 2.0
@@ -77,7 +75,7 @@ class StepContext:
     allocation: Allocation
     run_dir: Path
     no_kill: bool
-    """Packed jobs: a step outlives a lost node."""
+    """Homogeneous jobs: a step outlives a lost node."""
     srun_args: tuple[str, ...] = ()
     container: Container | None = None
 
@@ -97,7 +95,7 @@ class StepContext:
         quiet: bool = False,
         outside: bool = False,
     ) -> list[str]:
-        """Return the command that runs `python -m ARGUMENTS` on the hosts.
+        """Return the command that runs `python -m ARGUMENTS` on the hosts: nodes of a job, or pods.
 
         Args:
             hosts: where.
@@ -111,6 +109,9 @@ class StepContext:
         `--overlap` because steps share nodes and because a step that failed to start would otherwise hold its nodes
         until the job ends; which GPUs a role uses is decided by its agents.
         """
+        if not self.allocation.by_slurm:
+            step = ["--hosts", ",".join(hosts), "--tasks", str(tasks_per_node), "--label", name]
+            return [sys.executable, "-P", "-m", "prime_hpc.kubernetes.start", *step, *arguments]
         command = ["srun"]
         if self.allocation.is_het:
             command.append(f"--het-group={component}")
@@ -127,7 +128,9 @@ class StepContext:
             return [*command, sys.executable, "-P", "-m", *arguments]
         return [*command, *self.container.srun_args(), *self.container.command(), "-P", "-m", *arguments]
 
-    def stand_in(self, options: Mapping[str, str | bool], name: str, log: Path, arguments: list[str]) -> list[str]:
+    def substitute_command(
+        self, options: Mapping[str, str | bool], name: str, log: Path, arguments: list[str]
+    ) -> list[str]:
         """Return the command that runs `python -m ARGUMENTS` on a node of another, one-node job, and waits for its end.
 
         A job that has lost a node cannot get it back; a job of its own can take its place.
@@ -153,20 +156,20 @@ class StepRole(Role):
         spec: StepSpec,
         log_dir: Path,
         environment: dict[str, str],
-        heard: dict[tuple[str, int], dict[str, Any]],
+        bus_statuses: dict[tuple[str, int], dict[str, Any]],
         context: StepContext,
         publish: Callable[..., None],
         grace_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        spec, log_dir, environment, heard: as for `Role`.
+        spec, log_dir, environment, bus_statuses: as for `Role`.
         context: the job.
         publish: the hub's `publish`.
         grace_s: from the polite end of the role to its kill.
         clock: as for `Role`.
         """
-        super().__init__(spec, log_dir, environment, heard, clock)
+        super().__init__(spec, log_dir, environment, bus_statuses, clock)
         self._context = context
         self._publish = publish
         self._grace_s = grace_s
@@ -237,7 +240,9 @@ class StepRole(Role):
         arguments = ["prime_hpc.supervisor.agent", str(self._context.run_dir), self.spec.label, str(self.start_number)]
         if self.is_substitute_job:
             self.hosts = []  # nobody knows yet
-            command = self._context.stand_in(self.spec.options, self._stand_in_name, self.log_file, arguments)
+            command = self._context.substitute_command(
+                self.spec.options, self._substitute_name, self.log_file, arguments
+            )
             self._environment = clean_environment(self._environment)
             self._said_before = self.log_file.stat().st_size if self.log_file.exists() else 0
             self._launch(command)
@@ -248,7 +253,12 @@ class StepRole(Role):
         self._launch(command)
 
     @property
-    def _stand_in_name(self) -> str:
+    def can_be_substituted(self) -> bool:
+        """True if a lost node can be replaced by a job of its own; a lost pod is made again under its own name."""
+        return self._context.allocation.by_slurm
+
+    @property
+    def _substitute_name(self) -> str:
         return f"{self._context.run_dir.name}-{self.spec.label}-{self._environment.get(ATTEMPT)}-{self.start_number}"
 
     @property
@@ -271,8 +281,8 @@ class StepRole(Role):
         """True if a stand-in has got its node."""
         return self.is_substitute_job and bool(self._hellos)
 
-    def hear(self, message: dict[str, Any]) -> None:
-        """A message of one of its agents. Called in the bus's thread."""
+    def on_message(self, message: dict[str, Any]) -> None:
+        """Take a message of one of its agents, in the bus's thread."""
         if message.get("start_number") != self.start_number:
             return
         if self.is_substitute_job and not self.hosts:
@@ -288,7 +298,11 @@ class StepRole(Role):
             if message.get("problem"):
                 self._problems[key] = str(message["problem"])
 
-    def lead(self, urls: Urls) -> None:
+    def agents(self) -> list[str]:
+        """Return `label host/task` of the agents that have spoken and not ended."""
+        return [f"{self.spec.label} {key}" for key in list(self._beats) if key not in self._exits]
+
+    def send_launch_order(self, urls: Urls) -> None:
         """Give the agents their order once all are there and it can be given."""
         if self._ordered or len(self._hellos) < self._num_tasks or not self.hosts:
             return
@@ -315,7 +329,7 @@ class StepRole(Role):
         }
         return [host for host in self.hosts if host in silent]
 
-    def hosts_without_a_word(self, wait_s: float) -> list[str]:
+    def silent_hosts(self, wait_s: float) -> list[str]:
         """Hosts whose agents neither beat nor report their end within `wait_s`. Waits for so long at most.
 
         A rank's "connection reset" comes before its dead peer's silence is long enough to be noticed.

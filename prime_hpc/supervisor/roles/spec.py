@@ -124,7 +124,7 @@ def _named(experiment: Experiment, role: str, gpus: list[str]) -> list[str] | No
     return None if positions is None else at_positions(positions, gpus, f"{role}_gpu_ids")
 
 
-def own_gpus(experiment: Experiment, role: str, gpus: list[str]) -> list[str]:
+def role_gpus(experiment: Experiment, role: str, gpus: list[str]) -> list[str]:
     """GPUs of one role that is started by hand: those that its key names, else visible ones that the other side's key
     does not name.
 

@@ -1,7 +1,7 @@
 """The environment in which srun is called: without the variables that it would take for options of its own.
 
 sbatch sets many of them from the job's options, meant for one task a node of component 0; a shell's start-up file or a
-module may set others. A role's step states all that it wants on its command line (`steps.StepContext`).
+module may set others. A role's step states all that it wants on its command line (`slurm_step.StepContext`).
 """
 
 from collections.abc import Mapping

@@ -16,7 +16,7 @@ Spec = TypeVar("Spec", bound=RoleSpec)
 
 
 def one_after_another(specs: Sequence[Spec]) -> list[Spec]:
-    """The specs with `after` filled in: the servers that come before in the list and share a GPU."""
+    """Fill in `after` of the specs: the servers that come before in the list and share a GPU."""
     ordered: list[Spec] = []
     for spec in specs:
         own = _gpus(spec)

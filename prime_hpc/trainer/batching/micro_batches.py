@@ -1,7 +1,7 @@
 """From the store's rank batches (numpy, flat) to the packed micro-batches that the model takes (torch).
 
-RL and SFT both train on `store.batches.RankBatch`: `rl.py` reads it from disk, `data/` and `fake_batch` build it.
-Called by `train_step.py`, `rl.py`, `sft.py`.
+RL and SFT both train on `store.batch.rank_batch.RankBatch`: `rl.py` reads it from disk, `data/` and `fake_batch` build
+it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from prime_hpc.config.sections.trainer import FakeDataConfig
-from prime_hpc.store.batches import NOT_SAMPLED, NOT_TRUNCATED, TRUNCATION, RankBatch, read_rank_batches
+from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, SPECS, TRUNCATION, RankBatch, select_micro_batches
+from prime_hpc.store.batches import read_rank_batches
 from prime_hpc.store.io import files
 from prime_hpc.store.messaging.file_transfer import Handover
-from prime_hpc.trainer.batching.columns import columns_of
 from prime_hpc.trainer.batching.rows import lay_out
 from prime_hpc.trainer.ops.attention import Packing, plan_packing
 from prime_hpc.trainer.ops.transfer import to_device
@@ -86,6 +86,17 @@ class MicroBatch:
         return self.targets.shape[0]
 
 
+_SEEN_BY_OBJECTIVES = (
+    "targets",
+    "sequence",
+    "temperatures",
+    "behaviour_logprobs",
+    "advantages",
+    "reference_logprobs",
+)
+"""Fields of `MicroBatch` with a value a target that objectives look at."""
+
+
 def objective_part(micro: MicroBatch) -> MicroBatch:
     """Return what the objective sees of a micro-batch with `ce_weights`: the targets of its own, everything said of
     those.
@@ -94,32 +105,11 @@ def objective_part(micro: MicroBatch) -> MicroBatch:
     """
     chosen = micro.trained
     assert chosen is not None and micro.trained_of_sequence is not None
-    sequence, reference = micro.sequence[chosen], micro.reference_logprobs
-    return replace(
-        micro,
-        targets=micro.targets[chosen],
-        sequence=sequence,
-        targets_of_sequence=micro.trained_of_sequence,
-        temperatures=micro.temperatures[chosen],
-        behaviour_logprobs=micro.behaviour_logprobs[chosen],
-        advantages=micro.advantages[chosen],
-        reference_logprobs=None if reference is None else reference[chosen],
-        ce_weights=None,
-        trained=None,
-        trained_of_sequence=None,
-    )
-
-
-def first_tokens(batch: RankBatch) -> NDArray[np.bool_]:
-    """bool[T], true at the first token of every sequence."""
-    first = np.zeros(batch.num_tokens + 1, dtype=bool)
-    first[batch.seq_offsets] = True  # an empty sequence shares its start with its successor
-    return first[:-1]
-
-
-def target_mask(batch: RankBatch) -> NDArray[np.bool_]:
-    """bool[T], the tokens that are trained: in the loss mask and not the first of their sequence."""
-    return batch.loss_mask & ~first_tokens(batch)
+    changes: dict[str, Any] = {"ce_weights": None, "trained": None, "trained_of_sequence": None}
+    for name in _SEEN_BY_OBJECTIVES:
+        values = getattr(micro, name)
+        changes[name] = None if values is None else values[chosen]
+    return replace(micro, targets_of_sequence=micro.trained_of_sequence, **changes)
 
 
 def make_micro_batch(
@@ -129,7 +119,7 @@ def make_micro_batch(
     parallel: Parallel | None = None,
     *,
     share_prefixes: bool = True,
-    own_rows: bool = False,
+    single_rows: bool = False,
     pads: bool = True,
     stream: Any = None,
 ) -> MicroBatch:
@@ -144,26 +134,25 @@ def make_micro_batch(
         index: of the micro-batch.
         device: of the tensors.
         parallel: the layout; None: the whole row.
-        share_prefixes: compute what samples of a group begin with once (`prefixes.py`); not where ranks split rows.
-        own_rows: give each sequence a row of its own, padded to the longest: what comes after a sequence does not
+        share_prefixes: compute what samples of a group begin with once (`prefix_attention.py`); not where ranks
+            split rows.
+        single_rows: give each sequence a row of its own, padded to the longest: what comes after a sequence does not
             change it in a causal model, whatever its layers are. Not with context parallelism.
         pads: plan how sequences are padded into buckets, for the kernel that needs it.
         stream: CUDA stream of the copy to the device; None: the current one.
     """
-    sequences, tokens = batch.sequences_of(index), batch.tokens_of(index)
-    kept = np.diff(batch.seq_offsets[sequences.start : sequences.stop + 1]) > 0
-    columns = columns_of(batch, sequences, tokens, kept)
-    lengths, ids, mask, ce = columns.lengths, columns.ids, columns.mask, columns.ce_weights
-    num_tokens = 0 if not kept.any() else len(ids)
-    starts = np.cumsum(lengths) - lengths
+    part, tokens = batch.micro_batch(index), batch.tokens_of(index)
+    lengths, ids, mask, ce = np.diff(part.seq_offsets), part.token_ids.astype(np.int64), part.loss_mask, part.ce_weights
     sequence_of = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.arange(len(ids)) - starts[sequence_of]
-    at = np.flatnonzero((mask | (ce > 0)) & (positions > 0))
+    positions = np.arange(len(ids)) - part.seq_offsets[sequence_of]
+    at = np.flatnonzero((mask if ce is None else mask | (ce > 0)) & (positions > 0))
     sequence = sequence_of[at]
     targets, num_sequences = ids[at], len(lengths)
-    truncation = _truncation(batch, sequences, kept, sequence, mask[at])
+    truncation = _truncation(part, sequence, mask[at])
     rows = lay_out(
-        *(ids, positions, at - 1, lengths, columns.groups, parallel), share_prefixes=share_prefixes, own_rows=own_rows
+        *(ids, positions, at - 1, lengths, part.group_ids, parallel),
+        share_prefixes=share_prefixes,
+        single_rows=single_rows,
     )
 
     def tensor(array: NDArray) -> torch.Tensor:
@@ -178,38 +167,34 @@ def make_micro_batch(
         targets=tensor(targets),
         sequence=tensor(sequence),
         targets_of_sequence=tensor(np.bincount(sequence, minlength=num_sequences)),
-        temperatures=tensor(np.where(mask[at], columns.temperatures[sequence], np.float32(1))),
-        behaviour_logprobs=tensor(columns.logprobs[at]),
-        advantages=tensor(columns.advantages[at]),
-        num_tokens=num_tokens,
+        temperatures=tensor(np.where(mask[at], part.temperatures[sequence], np.float32(1))),
+        behaviour_logprobs=tensor(part.logprobs[at]),
+        advantages=tensor(part.advantages[at]),
+        num_tokens=tokens.stop - tokens.start,
         num_shared=0 if rows.shared is None else len(rows.shared) - len(rows.ids),
-        targets_of_rollout=None if columns.rollouts is None else tensor(columns.rollouts),
+        targets_of_rollout=None if part.rollout_tokens is None else tensor(part.rollout_tokens.astype(np.int64)),
         own=rows.own,
-        ce_weights=tensor(ce[at]) if batch.ce_weights is not None else None,
-        trained=tensor(np.flatnonzero(mask[at])) if batch.ce_weights is not None else None,
+        ce_weights=None if ce is None else tensor(ce[at]),
+        trained=None if ce is None else tensor(np.flatnonzero(mask[at])),
+        trained_of_sequence=None if ce is None else tensor(np.bincount(sequence[mask[at]], minlength=num_sequences)),
         **sampled_from,
-        trained_of_sequence=(
-            tensor(np.bincount(sequence[mask[at]], minlength=num_sequences)) if batch.ce_weights is not None else None
-        ),
     )
     return to_device(micro, torch.device(device), stream)
 
 
-def _truncation(
-    batch: RankBatch, sequences: slice, kept: NDArray[np.bool_], sequence: NDArray[np.int64], sampled: NDArray[np.bool_]
-) -> dict[str, Any]:
+def _truncation(part: RankBatch, sequence: NDArray[np.int64], sampled: NDArray[np.bool_]) -> dict[str, Any]:
     """Fields of `MicroBatch` that say of each target which tokens it was sampled from; none where that was all.
 
     Args:
-        batch, sequences, kept: the targets' sequences.
-        sequence: int64[N], of each target, among the `kept` ones.
+        part: the micro-batch.
+        sequence: int64[N], of each target.
         sampled: bool[N], whether the policy sampled the target: else it is of the whole distribution.
     """
-    if batch.top_ps is None or not kept.any():
+    if part.top_ps is None:
         return {}
-    whole = NOT_TRUNCATED
-    values = {k: np.where(sampled, getattr(batch, k)[sequences][kept][sequence], whole[k]) for k in TRUNCATION}
-    if all((values[k] == whole[k]).all() for k in TRUNCATION):
+    whole: dict[str, Any] = {name: SPECS[name].absent for name in TRUNCATION}
+    values = {name: np.where(sampled, getattr(part, name)[sequence], whole[name]) for name in TRUNCATION}
+    if all((values[name] == whole[name]).all() for name in TRUNCATION):
         return {}
     top_p, top_k = values["top_ps"].astype(np.float32), values["top_ks"].astype(np.int64)
     bounded = bool(((top_p == 1) | (top_k > 0)).all())
@@ -239,7 +224,7 @@ class BatchFacts:
 
 def batch_facts(batch: RankBatch, step: int) -> BatchFacts:
     """Count what `BatchFacts` says; step n trains version n - 1."""
-    mask = target_mask(batch)
+    mask = batch.target_mask()
     lengths = np.diff(batch.seq_offsets)
     per_sequence = np.add.reduceat(np.append(mask, False), batch.seq_offsets[:-1]) if len(lengths) else np.zeros(0)
     versions = batch.versions[mask]
@@ -254,47 +239,8 @@ def batch_facts(batch: RankBatch, step: int) -> BatchFacts:
         lag_sum=float(lags.sum()),
         num_sampled=len(lags),
         lag_max=int(lags.max(initial=0)),
-        num_echo=0 if batch.ce_weights is None else int(((batch.ce_weights > 0) & ~first_tokens(batch)).sum()),
+        num_echo=0 if batch.ce_weights is None else int(((batch.ce_weights > 0) & ~batch.first_tokens()).sum()),
     )
-
-
-_PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "versions", "advantages")
-_PER_SEQUENCE = ("temperatures", "rewards", "sample_ids", "group_ids", "env_ids")
-
-
-def select_micro_batches(source: list[tuple[RankBatch, int]], num_micro_batches: int) -> RankBatch:
-    """Return a rank batch of the given (batch, micro-batch index) pairs, padded with empty micro-batches."""
-    picked = [(b, b.sequences_of(i), b.tokens_of(i)) for b, i in source]
-    empty = RankBatch.empty(0)
-    arrays = {f: np.concatenate([getattr(empty, f), *(getattr(b, f)[t] for b, _, t in picked)]) for f in _PER_TOKEN}
-    arrays |= {f: np.concatenate([getattr(empty, f), *(getattr(b, f)[s] for b, s, _ in picked)]) for f in _PER_SEQUENCE}
-    lengths = [np.diff(b.seq_offsets[s.start : s.stop + 1]) for b, s, _ in picked]
-    counts = [s.stop - s.start for _, s, _ in picked] + [0] * (num_micro_batches - len(picked))
-    arrays["seq_offsets"] = np.concatenate([[0], np.cumsum(np.concatenate([np.zeros(0, np.int64), *lengths]))])
-    arrays["micro_offsets"] = np.concatenate([[0], np.cumsum(counts)])
-    if any(b.ce_weights is not None for b, _, _ in picked):
-        rows = [np.zeros(b.num_tokens, np.float32) if b.ce_weights is None else b.ce_weights for b, _, _ in picked]
-        arrays["ce_weights"] = np.concatenate([row[t] for row, (_, _, t) in zip(rows, picked, strict=True)])
-    if any(b.top_ps is not None for b, _, _ in picked):
-        for name, whole in NOT_TRUNCATED.items():
-            parts = [np.full(b.num_sequences, whole) if b.top_ps is None else getattr(b, name) for b, _, _ in picked]
-            dtype = np.int32 if name == "top_ks" else np.float32
-            arrays[name] = np.concatenate([v[s] for v, (_, s, _) in zip(parts, picked, strict=True)]).astype(dtype)
-    if any(b.rollout_tokens is not None for b, _, _ in picked):
-        arrays["rollout_tokens"] = np.concatenate([_rollout_tokens(b)[s] for b, s, _ in picked])
-    if picked:
-        arrays["totals"] = picked[0][0].totals  # the step's, the same for all
-    for name in ("seq_offsets", "micro_offsets"):
-        arrays[name] = arrays[name].astype(np.int64)
-    return RankBatch(**arrays)
-
-
-def _rollout_tokens(batch: RankBatch) -> NDArray[np.int32]:
-    """int32[S], trained tokens of the rollouts that the sequences are of."""
-    if batch.rollout_tokens is not None:
-        return batch.rollout_tokens
-    ends = np.concatenate([[0], np.cumsum(target_mask(batch))])[batch.seq_offsets]
-    return np.diff(ends).astype(np.int32)
 
 
 def rows_fit(batch: RankBatch, budget: int) -> bool:
@@ -306,8 +252,9 @@ def rows_fit(batch: RankBatch, budget: int) -> bool:
     return bool((lengths > 0).all()) and all(len(n) * n.max() <= max(budget, n.max()) for n in parts if len(n))
 
 
-def with_own_rows(batch: RankBatch, groups: list[NDArray[np.int64]], num_micro_batches: int) -> RankBatch:
-    """The rank batch whose micro-batches hold the sequences of `groups` (`rows.group_rows`), and empty ones after."""
+def with_single_rows(batch: RankBatch, groups: list[NDArray[np.int64]], num_micro_batches: int) -> RankBatch:
+    """Return the rank batch whose micro-batches hold the sequences of `groups` (`rows.group_rows`), and empty ones
+    after."""
     single = replace(batch, micro_offsets=np.arange(batch.num_sequences + 1))
     chosen = [(single, int(i)) for group in groups for i in group]
     counts = [len(group) for group in groups] + [0] * (num_micro_batches - len(groups))
@@ -334,7 +281,7 @@ def redistribute(batches: list[RankBatch], rank: int, world_size: int) -> RankBa
     return select_micro_batches(own[rank], per_rank)
 
 
-def read_own_batch(
+def read_local_batch(
     directory: Path,
     rank: int,
     world_size: int,
@@ -342,7 +289,7 @@ def read_own_batch(
     *,
     deadline_s: float = files.VISIBLE_S,
 ) -> RankBatch:
-    """This rank's part of the batch in `directory`, also when it was packed for another number of ranks.
+    """Return this rank's part of the batch in `directory`, also when it was packed for another number of ranks.
 
     Args:
         directory: the batch's artifact.
@@ -380,45 +327,6 @@ def refuse_untrainable(batch: RankBatch, vocab_size: int, budget: int) -> None:
         tokens = batch.tokens_of(i)
         if tokens.stop - tokens.start > budget:
             raise ValueError(f"micro-batch {i} has {tokens.stop - tokens.start} tokens, more than {budget}")
-
-
-def pack_samples(lengths: NDArray[np.int64], num_ranks: int, budget: int) -> list[list[list[int]]]:
-    """Assign samples to micro-batches of at most `budget` tokens: first fit, longest first.
-
-    Args:
-        lengths: int64[N], each at most `budget`.
-        num_ranks: data-parallel ranks.
-        budget: tokens of one micro-batch.
-
-    Returns:
-        for each rank the same number of micro-batches (some may be empty), each a list of sample indices.
-    """
-    assert len(lengths) == 0 or int(lengths.max()) <= budget, f"a sample of {lengths.max()} tokens, above {budget}"
-    size = 1 << max(1, len(lengths) - 1).bit_length()
-    room = [budget] * (2 * size)  # a tree: leaf size + i is what bin i has left, a node the most of its two children
-    bins: list[list[int]] = []
-    order = np.argsort(-lengths, kind="stable")
-    for sample, need in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        node = 1
-        while node < size:  # the first bin with room, left before right
-            node = 2 * node if room[2 * node] >= need else 2 * node + 1
-        if node - size == len(bins):
-            bins.append([])
-        bins[node - size].append(sample)
-        room[node] -= need
-        while node > 1:
-            node //= 2
-            most = max(room[2 * node], room[2 * node + 1])
-            if room[node] == most:
-                break
-            room[node] = most
-    by_room = sorted(range(len(bins)), key=lambda i: room[size + i])
-    per_rank = -(-max(len(bins), 1) // num_ranks)
-    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    for position, i in enumerate(by_room):  # fullest first, to and fro over the ranks: balances their tokens
-        turn, place = divmod(position, num_ranks)
-        ranks[place if turn % 2 == 0 else num_ranks - 1 - place].append(bins[i])
-    return [micros + [[]] * (per_rank - len(micros)) for micros in ranks]
 
 
 def build_rank_batch(

@@ -5,7 +5,7 @@
 
 On a GPU a thread makes micro-batch i + 1 while micro-batch i is computed: packed into one buffer of pinned host memory,
 one copy on a stream of its own, for which the computation's stream (and never the host) waits. On a CPU there is
-nothing to overlap: they are made when they are asked for. Used by `train_step.py`.
+nothing to overlap: they are made when they are asked for.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import MicroBatch, make_micro_batch
 from prime_hpc.trainer.ops.transfer import map_tensors
 from prime_hpc.trainer.parallel import Parallel
@@ -30,7 +30,7 @@ class MicroBatches:
         parallel: Parallel,
         *,
         share_prefixes: bool,
-        own_rows: bool = False,
+        single_rows: bool = False,
         pads: bool = True,
         ahead: bool | None = None,
     ) -> None:
@@ -38,11 +38,11 @@ class MicroBatches:
         batch: this rank's.
         device: of the micro-batches.
         parallel: the layout.
-        share_prefixes, own_rows, pads: see `make_micro_batch`.
+        share_prefixes, single_rows, pads: see `make_micro_batch`.
         ahead: make them in a thread; default: on a GPU.
         """
         self._batch, self._device, self._parallel = batch, device, parallel
-        self._options = {"share_prefixes": share_prefixes, "own_rows": own_rows, "pads": pads}
+        self._options = {"share_prefixes": share_prefixes, "single_rows": single_rows, "pads": pads}
         self._ahead = device.type == "cuda" if ahead is None else ahead
         self._pool: ThreadPoolExecutor | None = None
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_hpc.trainer.ops.context_parallel import own_targets
+from prime_hpc.trainer.ops.context_parallel import local_targets
 from prime_hpc.trainer.ops.prefix_attention import shared_rows
 from prime_hpc.trainer.parallel import Parallel
 
@@ -47,7 +47,7 @@ def lay_out(
     parallel: Parallel | None,
     *,
     share_prefixes: bool,
-    own_rows: bool,
+    single_rows: bool,
 ) -> Rows:
     """From samples behind each other to what this rank computes.
 
@@ -59,18 +59,18 @@ def lay_out(
         groups: int64[S], samples of one group may begin alike.
         parallel: the layout; None: the whole row.
         share_prefixes: compute what samples of a group begin with once; not where ranks split rows.
-        own_rows: a row for each sample; not with context parallelism.
+        single_rows: a row for each sample; not with context parallelism.
     """
     multiple = 1 if parallel is None else parallel.row_multiple
-    if own_rows:
-        return Rows(*rows_of_their_own(ids, positions, predicting, lengths, multiple), num_rows=len(lengths))
+    if single_rows:
+        return Rows(*arrays_of_single_rows(ids, positions, predicting, lengths, multiple), num_rows=len(lengths))
     if parallel is not None and multiple > 1:
         fill = -len(ids) % multiple
         ids, positions = np.append(ids, np.zeros(fill, np.int64)), np.append(positions, np.arange(fill))
         lengths = np.append(lengths, fill) if fill else lengths
-        span = len(ids) // parallel.layout.cp
+        span = len(ids) // parallel.dims.cp
         first, stop = parallel.cp_rank * span, (parallel.cp_rank + 1) * span
-        own = own_targets(predicting, first, stop)
+        own = local_targets(predicting, first, stop)
         return Rows(ids[first:stop], positions[first:stop], predicting[own] - first, lengths, own=own)
     shared = shared_rows(ids, lengths, groups) if share_prefixes else None
     if shared is None:
@@ -79,7 +79,7 @@ def lay_out(
     return Rows(ids[where], positions[where], shared[predicting], lengths, shared=shared)
 
 
-def rows_of_their_own(
+def arrays_of_single_rows(
     ids: Indices, positions: Indices, predicting: Indices, lengths: Indices, multiple: int = 1
 ) -> tuple[Indices, Indices, Indices, Indices]:
     """From S samples behind each other to S rows of L tokens behind each other.
@@ -103,7 +103,7 @@ def rows_of_their_own(
 
 
 def group_rows(lengths: Indices, budget: int) -> list[Indices]:
-    """Samples by micro-batch, the longest first: ranks then meet with rows of similar length.
+    """Return samples by micro-batch, the longest first: ranks then meet with rows of similar length.
 
     Args:
         lengths: int64[S]; empty samples are left out.

@@ -27,8 +27,8 @@ from prime_hpc.store.checkpoint.checkpoints import TRAINER, CheckpointInfo, comm
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.disk import free_bytes
 from prime_hpc.store.io.lustre import lack_of_room
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.model_fingerprint import conflicts
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.random_state import random_state, set_random_state
 from prime_hpc.trainer.checkpointing.staging import HostStage
@@ -74,7 +74,7 @@ class SideGroup:
     """Small objects between ranks, beside the training's collectives."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Collective. `timeout_s`: longest wait for the slowest rank."""
+        """Make the group. Collective. `timeout_s`: longest wait for the slowest rank."""
         self._world_size = dist.get_world_size()
         self._group = None
         if self._world_size > 1:
@@ -253,7 +253,7 @@ class Checkpointer:
     def _in_background(
         self, save: _Save, plan: dcp_state.ShardPlan, parts: dict[str, torch.Tensor], event: "torch.cuda.Event | None"
     ) -> None:
-        """The save's thread: copy, let training go on, write."""
+        """Copy, let training go on, write: the save's thread."""
         failure: Exception | None = None
         try:
             room = self._room if self._room is not None and self._room.fits(parts) else self._make_room(parts)
@@ -295,7 +295,7 @@ class Checkpointer:
                 except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, then it is raised
                     failure = error
             save.size = sum(entry.size for entry in entries.values())
-            said = None if failure is None else f"rank {self._rank}: {_words(failure)}"
+            said = None if failure is None else f"rank {self._rank}: {_error_text(failure)}"
             gathered = self._side.gather((entries, results, said))
             verdict = None
             if gathered is not None:
@@ -318,7 +318,7 @@ class Checkpointer:
         try:
             action()
         except Exception as error:  # noqa: BLE001 - every rank raises it
-            return _words(error)
+            return _error_text(error)
         return None
 
     def _open_stage(self, save: _Save, num_bytes: int) -> None:
@@ -399,7 +399,7 @@ class Checkpointer:
             Unreadable: a file is not what the manifest says, or cannot be read; on all ranks.
         """
         verify_parts(info, self._paths)
-        problems = self.misfits(info)
+        problems = self.mismatches(info)
         progress = info.manifest.meta.get("progress")
         if progress is None:
             problems.append("its manifest states no progress (written by an older prime-hpc?)")
@@ -414,7 +414,7 @@ class Checkpointer:
         set_random_state(randoms)
         return {name: int(value) for name, value in progress.items()}
 
-    def misfits(self, info: CheckpointInfo) -> list[str]:
+    def mismatches(self, info: CheckpointInfo) -> list[str]:
         """In which respects a checkpoint's manifest says that it is not of this model or kind of run."""
         meta = info.manifest.meta
         found = conflicts(meta.get("identity") or {}, self._meta.get("identity") or {})
@@ -433,5 +433,5 @@ class Checkpointer:
         return found
 
 
-def _words(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"

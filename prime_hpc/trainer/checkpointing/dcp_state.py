@@ -1,6 +1,6 @@
 """The trainer's state through torch DCP: what is saved under which name, who writes which part, and how it is read.
 
-Used by `checkpoint.py`. Tensors carry their global shape, so a checkpoint loads under any number of ranks and any
+Tensors carry their global shape, so a checkpoint loads under any number of ranks and any
 sharding. The plan of who writes what is made once in an attempt, collectively; a save itself needs no torch collective:
 each rank writes its own file from tensors that may long have left the device.
 """
@@ -74,7 +74,7 @@ class _Planner(DefaultSavePlanner):
     parts: Mapping[str, torch.Tensor]
 
     def lookup_object(self, index: Any) -> Any:
-        """This rank's part of a tensor: with DTensors there is exactly one."""
+        """Return this rank's part of a tensor: with DTensors there is exactly one."""
         return self.parts[index.fqn]
 
 
@@ -87,7 +87,7 @@ class _SummedFiles(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """A new file."""
+        """Yield a new file."""
         assert mode == "wb"
         with open_summed(Path(path)) as file:
             yield file

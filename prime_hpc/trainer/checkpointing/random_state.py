@@ -15,8 +15,8 @@ def random_state(rank: int) -> dict[str, torch.Tensor]:
     version, internal, gauss_next = random.getstate()
     states = {
         "torch": torch.get_rng_state(),
-        "numpy": _packed(keys, position, has_gauss, gauss),
-        "python": _packed(internal, version, gauss_next is not None, gauss_next or 0.0),
+        "numpy": _state_tensor(keys, position, has_gauss, gauss),
+        "python": _state_tensor(internal, version, gauss_next is not None, gauss_next or 0.0),
     }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -41,7 +41,7 @@ def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
                 random.setstate((int(first), tuple(int(w) for w in words), float(gauss) if flag else None))
 
 
-def _packed(words: Any, *numbers: float) -> torch.Tensor:
+def _state_tensor(words: Any, *numbers: float) -> torch.Tensor:
     """uint32 words, then three numbers as 24 bytes (whole numbers this small are exact in float64)."""
     tail = np.array(numbers, dtype=np.float64).view(np.uint8)
     return torch.from_numpy(np.concatenate([np.asarray(words, np.uint32).view(np.uint8), tail]))

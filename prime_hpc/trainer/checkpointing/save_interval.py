@@ -1,6 +1,6 @@
 """When `ckpt.interval = auto` saves: from what steps, saves and failures of this run were seen to cost.
 
-Held by rank 0 alone (`trainer.py`), which tells the others. The arithmetic is `store.interval`'s.
+Held by rank 0 alone (`trainer.py`), which tells the others. The arithmetic is `store.checkpoint.optimal_interval`'s.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.site import read_site
 from prime_hpc.observe.metrics import parse_row
 from prime_hpc.store.checkpoint.optimal_interval import NO_EVENTS, Events, IntervalPlan, learn, mtbf_s, plan_interval
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing.checkpointer import SaveFigures
 
 GUESSED_BYTES_PER_S = 0.5e9
@@ -65,11 +65,11 @@ class SaveSchedule:
         return now - self._saved_at + self._step_s / 2 >= interval
 
     def began(self) -> None:
-        """A save began, whoever asked for it."""
+        """Note that a save began, whoever asked for it."""
         self._saved_at = self._clock()
 
     def measured(self, figures: SaveFigures) -> None:
-        """A save ended."""
+        """Note that a save ended."""
         weight = _WEIGHT if self._measured else 1.0
         self._save_s += weight * (figures.stall_s - self._save_s)
         self._write_s += weight * (figures.write_s - self._write_s)
@@ -120,7 +120,7 @@ def build_schedule(
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Attempts as written, newest word of each (the supervisor rewrites the file in one rename)."""
+    """Return attempts as written, newest word of each (the supervisor rewrites the file in one rename)."""
     if not path.exists():
         return []
     rows = [row for row in map(parse_row, path.read_bytes().splitlines()) if row is not None]

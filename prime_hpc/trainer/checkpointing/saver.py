@@ -1,6 +1,6 @@
 """When a rank saves, and who is told: the config's interval, requests over the bus, and what saves cost.
 
-Between the loops (through `trainer.py`) and `checkpoint.py`. Rank 0 decides; the loops carry its word to the others.
+Between the loops (through `trainer.py`) and `checkpointer.py`. Rank 0 decides; the loops carry its word to the others.
 
 Messages: "save" {"id": n} asks everyone to checkpoint at the next step boundary and to go on, once per id. "saved"
 {"step", "path", "ids"} says that a checkpoint is whole and which requests it answers (step 0: nothing was trained yet).
@@ -12,8 +12,8 @@ from typing import Protocol
 from loguru import logger
 
 from prime_hpc.config.sections.common import CkptConfig
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.messaging.bus import Bus
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer, SaveFigures
 from prime_hpc.trainer.checkpointing.save_interval import SaveSchedule
 
@@ -56,7 +56,7 @@ class Saver:
         self._rank, self._world_size = rank, world_size
         self._config, self._max_steps, self._schedule = config, max_steps, schedule
         self._is_prepared = False
-        self._heard_id: int | None = None
+        self._seen_request_id: int | None = None
         self._waiting_ids: list[int] = []
         self._figures: SaveFigures | None = None
 
@@ -77,13 +77,13 @@ class Saver:
 
     def _request(self) -> int | None:
         number = (self._bus.latest("save") or {}).get("id")
-        return number if isinstance(number, int) and number != self._heard_id else None
+        return number if isinstance(number, int) and number != self._seen_request_id else None
 
     def take_up(self) -> None:
         """On rank 0: the pending "save" counts as heard, and is answered by the next `save`."""
         number = self._request()
         if number is not None:
-            self._heard_id = number
+            self._seen_request_id = number
             self._waiting_ids.append(number)
 
     def prepare(self) -> None:
@@ -146,7 +146,7 @@ class Saver:
             self._take_note()
 
     def _take_note(self) -> None:
-        """The newest save is whole."""
+        """Note that the newest save is whole."""
         figures = self.checkpointer.take_figures()
         if self._rank != 0 or self.saved_step is None:
             return

@@ -1,7 +1,7 @@
 """The sums of a checkpoint that is about to be loaded: each rank reads the files that it wrote, or its share of them.
 
 The supervisor compares sizes alone: one process that read 840 GB before every attempt would take as long as many
-attempts do. What a rank finds broken is noted (`store.doubts`), and the next attempt reads it again before it goes back
+attempts do. What a rank finds broken is noted (`failed_reads`), and the next attempt reads it again before it goes back
 to an older.
 """
 
@@ -12,18 +12,18 @@ import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
-from prime_hpc.store.checkpoint.doubts import note_doubt
+from prime_hpc.store.checkpoint.failed_reads import record_failed_read
 from prime_hpc.store.errors import ArtifactError, StoreError, Unreadable
 from prime_hpc.store.io.retry_reads import Patience
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.manifest import check_file
+from prime_hpc.store.run_paths import RunPaths
 
 READ_S = 240.0
 """How long a rank tries to read what cannot be read; the others wait for it in a collective."""
 
 
 def share_of(names: list[str], rank: int, world_size: int) -> list[str]:
-    """The files whose sums a rank checks: its own `__<rank>_<n>.distcp`, of other numbers of ranks its share."""
+    """Return the files whose sums a rank checks: its own `__<rank>_<n>.distcp`, of other numbers of ranks its share."""
     return [name for name in names if _reader(name) % world_size == rank]
 
 
@@ -32,19 +32,19 @@ def _reader(name: str) -> int:
     return int(parts[2]) if len(parts) > 3 and parts[2].isdigit() else 0
 
 
-def verify_parts(info: CheckpointInfo, paths: RunPaths, heed: Callable[[], None] = lambda: None) -> None:
+def verify_parts(info: CheckpointInfo, paths: RunPaths, on_wait: Callable[[], None] = lambda: None) -> None:
     """Check all sums of a checkpoint, each rank some. Collective.
 
     Args:
         info: the checkpoint.
         paths: the run that is about to load it.
-        heed: see `Patience`.
+        on_wait: see `Patience`.
 
     Raises:
         Unreadable: on all ranks alike: a file differs (it is noted, and read again by the next attempt), or cannot be
             read.
     """
-    said = _verify_own(info, paths, Patience(READ_S, heed=heed))
+    said = _verify_share(info, paths, Patience(READ_S, on_wait=on_wait))
     rows: list[Any] = [said]
     if dist.get_world_size() > 1:
         rows = [None] * dist.get_world_size()
@@ -54,7 +54,7 @@ def verify_parts(info: CheckpointInfo, paths: RunPaths, heed: Callable[[], None]
         raise Unreadable(info.path, "; ".join(found[:3]))
 
 
-def _verify_own(info: CheckpointInfo, paths: RunPaths, patience: Patience) -> str | None:
+def _verify_share(info: CheckpointInfo, paths: RunPaths, patience: Patience) -> str | None:
     """Describe what is wrong with this rank's share; None where nothing is."""
     names = share_of(sorted(info.manifest.files), dist.get_rank(), dist.get_world_size())
     for name in names:
@@ -63,7 +63,7 @@ def _verify_own(info: CheckpointInfo, paths: RunPaths, patience: Patience) -> st
             patience(lambda path=path, entry=entry: check_file(path, entry, deep=True))  # type: ignore[misc]
         except ArtifactError as error:
             try:
-                note_doubt(paths, info.step, info.manifest, name, error)
+                record_failed_read(paths, info.step, info.manifest, name, error)
             except (StoreError, OSError) as failure:
                 logger.error(f"{error}; and this could not be noted for the next attempt: {failure}")
             return f"{error}; the next attempt reads it again, and goes back to an older checkpoint if it is so"

@@ -15,7 +15,7 @@ from loguru import logger
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.sft import SFTSourceConfig
 from prime_hpc.config.sections.trainer import FakeDataConfig
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.datafiles import find_data
 from prime_hpc.trainer.batching.micro_batches import fake_batch
 from prime_hpc.trainer.data.exchange import Exchange
@@ -43,7 +43,7 @@ class TrainingData(Protocol):
         """Go on where a checkpoint's progress says; what to save before a first step. Collective."""
 
     def next(self) -> tuple[RankBatch, Progress]:
-        """This rank's part of the next step, and the progress after it. Collective."""
+        """Return this rank's part of the next step, and the progress after it. Collective."""
 
     def close(self) -> None:
         """At the same step on every rank; not needed after a failure."""
@@ -65,7 +65,7 @@ class FakeData:
         self.figures: dict[str, float] = {}
 
     def start(self, progress: Mapping[str, int]) -> Progress:
-        """The number of samples is the position."""
+        """Start: the number of samples is the position."""
         self._position = progress.get("num_samples", 0)
         return {"num_samples": self._position}
 
@@ -90,7 +90,7 @@ class RealData:
     """Rows of a data set, shuffled, tokenised and packed ahead."""
 
     def __init__(self, trainer: "Trainer") -> None:
-        """Collective.
+        """Open it. Collective.
 
         Raises:
             SFTDataError: the data set, its tokenizer or its columns are not what they must be.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.data.build import open_together, recipe_of, shape_of
 from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError

@@ -1,7 +1,7 @@
 """The trainer's batches without an orchestrator: what `trainer.data.fake`, and a bench without it, train on.
 
-Called by `rl.py`. A bench of `rl` waits for the orchestrator's bench to end, so that the two never share a machine's
-cores, and takes the shape of the batches that it wrote: lengths, trained tokens, micro-batches, ranks.
+A bench of `rl` waits for the orchestrator's bench to end, so that the two never share a machine's cores, and takes the
+shape of the batches that it wrote: lengths, trained tokens, micro-batches, ranks.
 """
 
 import itertools
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.observe.bench import read_report
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.errors import ArtifactTimeout
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch, fake_batch
 from prime_hpc.trainer.trainer import Signal, Trainer

@@ -1,8 +1,8 @@
 """A data set's row as a conversation: columns, roles, content parts, tool calls, and which messages are trained.
 
-Called by `samples.py`. A row holds `messages` (and optionally `tools`), or `prompt` and `completion`: two lists of
-messages, of which only the completion is trained, or two strings, which become a user and an assistant message (plain
-text where there is no chat template). Accepted besides the plain form, because data sets are written so:
+A row holds `messages` (and optionally `tools`), or `prompt` and `completion`: two lists of messages, of which only the
+completion is trained, or two strings, which become a user and an assistant message (plain text where there is no chat
+template). Accepted besides the plain form, because data sets are written so:
 
 - content as a list of text parts; `messages`, `tools` or a call's arguments as a JSON string; no content beside calls;
 - `from`/`value` messages with the roles human, gpt, function;

@@ -1,8 +1,8 @@
 """Rows by number, wherever they lie: JSON lines by an index of offsets, Parquet and hub data sets memory-mapped.
 
-Called by `build.py`. Nothing is read whole: a row costs 8 bytes of (memory-mapped) index, and a rank reads the rows
-that it tokenises. What must be made once (line indices, unpacked files, Parquet as Arrow) goes into a cache directory
-under a name made of the file's path, size and time of change; rank 0 makes it, the others open it.
+Nothing is read whole: a row costs 8 bytes of (memory-mapped) index, and a rank reads the rows that it tokenises. What
+must be made once (line indices, unpacked files, Parquet as Arrow) goes into a cache directory under a name made of the
+file's path, size and time of change; rank 0 makes it, the others open it.
 
     jsonl           <key>.npy     int64[rows + 1], where each line begins
     jsonl.gz, .zst  <key>.jsonl   unpacked, then indexed
@@ -25,7 +25,7 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from prime_hpc.config.sections.sft import COLUMNS, SFTSourceConfig
-from prime_hpc.store.datafiles import SAVED_BY_DATASETS, DataFiles, has_columns, is_packed, missing_columns
+from prime_hpc.store.datafiles import SAVED_BY_DATASETS, DataFiles, has_columns, is_compressed, missing_columns
 from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors
 from prime_hpc.trainer.data.messages import SFTDataError
@@ -77,7 +77,7 @@ class JsonLines:
             SFTDataError: the file cannot be read, or is a JSON array.
         """
         self._shown = path
-        self._path = _unpacked(path, cache) if is_packed(path) else path
+        self._path = _decompressed(path, cache) if is_compressed(path) else path
         index = _cached(cache, self._path).with_suffix(".npy")
         if not index.exists():
             _write_index(self._path, index)
@@ -162,7 +162,7 @@ def _without_blank(
     return begins[keep]
 
 
-def _unpacked(path: Path, cache: Path) -> Path:
+def _decompressed(path: Path, cache: Path) -> Path:
     """Return the file's content as a plain file in the cache."""
     target = _cached(cache, path).with_suffix(".jsonl")
     if target.exists():
@@ -171,8 +171,8 @@ def _unpacked(path: Path, cache: Path) -> Path:
     files.make_dir(cache)
     partial = target.with_name(f".tmp-{target.name}-{files.unique_suffix()}")
     try:
-        with disk_errors(target), _opened(path) as packed, partial.open("wb") as plain:
-            shutil.copyfileobj(packed, plain, _BLOCK)
+        with disk_errors(target), _opened(path) as compressed, partial.open("wb") as plain:
+            shutil.copyfileobj(compressed, plain, _BLOCK)
         files.rename(partial, target)
     except (EOFError, gzip.BadGzipFile) as error:
         raise SFTDataError(f"{path} is no whole gzip file ({error})") from error

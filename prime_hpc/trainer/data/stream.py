@@ -1,7 +1,6 @@
 """The endless, shuffled stream of samples, cut into steps, without ever holding the data set.
 
-Called by `build.py`, run by `prefetch.py` in a thread of every rank. A step's samples depend on the stream alone, not
-on the number of ranks; so do the rows between two positions:
+A step's samples depend on the stream alone, not on the number of ranks; so do the rows between two positions:
 
     epoch e = a permutation of the rows drawn from (seed, e)     8 bytes a row
     round   = the next rows in that order, rank r reads and tokenises every world_size-th of them
@@ -20,8 +19,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_hpc.store.batches import RankBatch
-from prime_hpc.trainer.batching.micro_batches import build_rank_batch, pack_samples
+from prime_hpc.store.batch.packing import pack, pack_by_number
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.trainer.batching.micro_batches import build_rank_batch
 from prime_hpc.trainer.data.exchange import Exchange
 from prime_hpc.trainer.data.messages import SFTDataError
 from prime_hpc.trainer.data.samples import RowCounts, RowResult, SFTSample
@@ -234,18 +234,20 @@ class SampleStream:
 
     def _assign(self, lengths: NDArray[np.int64]) -> list[list[list[int]]]:
         """For each share its micro-batches, each a list of samples."""
+        if not len(lengths):
+            return [[[]] for _ in range(self._num_shares)]
         if self._shape.pack:
-            return pack_samples(lengths, self._num_shares, self._shape.micro_batch_tokens)
-        longest_first = np.argsort(-lengths, kind="stable")  # rows of like length meet in one micro-step
-        shares = pack_samples(np.ones(len(lengths), np.int64), self._num_shares, self._shape.rows)
-        return [[[int(longest_first[i]) for i in micro] for micro in micros] for micros in shares]
+            shares = pack(lengths, self._num_shares, self._shape.micro_batch_tokens)
+        else:
+            shares = pack_by_number(lengths, self._num_shares, self._shape.rows)
+        return [[micro.tolist() for micro in micros] for micros in shares]
 
     def _padded(self, length: int) -> int:
         multiple = self._shape.pad_multiple
         return length if multiple is None else -(-length // multiple) * multiple
 
     def _build(self, chosen: list[tuple[int, int]], lengths: NDArray[np.int64]) -> Batch:
-        """This rank's part of the batch."""
+        """Return this rank's part of the batch."""
         shares = self._assign(lengths)
         share_of = {sample: share for share, micros in enumerate(shares) for micro in micros for sample in micro}
         tokens = self._swap(chosen, lengths, share_of)
@@ -269,7 +271,7 @@ class SampleStream:
     ) -> dict[int, SFTSample]:
         """Return the samples of this rank's share, from the ranks that tokenised them."""
         exchange, first = self._exchange, self._next_row - len(self._waiting)
-        own_share = self._shares[exchange.rank]
+        local_share = self._shares[exchange.rank]
         sent: list[list[NDArray[np.uint8]]] = [[np.zeros(0, np.uint8)] for _ in range(self._num_shares)]
         coming: list[list[int]] = [[] for _ in range(exchange.world_size)]
         for i, (row, sub) in enumerate(chosen):
@@ -277,7 +279,7 @@ class SampleStream:
             if holder == exchange.rank:
                 sample = self._held[first + row][sub]
                 sent[share_of[i]] += [sample.token_ids.view(np.uint8), sample.loss_mask.view(np.uint8)]
-            if share_of[i] == own_share:
+            if share_of[i] == local_share:
                 coming[holder].append(i)
         by_share = [np.concatenate(parts) for parts in sent]
         sizes = [sum(5 * int(lengths[i]) for i in samples) for samples in coming]

@@ -190,7 +190,7 @@ class _Tokens:
         return len(ids) if self.ids[: len(ids)] == ids else None
 
     def _quick_place(self, prefix: str) -> int | None:
-        """The place where offsets and the last added token before it settle it; None: only encoding it all does."""
+        """Return the place if offsets and the last added token before it settle it; None: only encoding it all does."""
         end = len(prefix)
         place = self._encoding.char_to_token(end) if self._encoding is not None else None
         if place is None or self._encoding.token_to_chars(place)[0] != end:

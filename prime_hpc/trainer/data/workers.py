@@ -42,7 +42,7 @@ class Recipe:
         return open_rows(self.source, self.found, self.cache)
 
     def load_tokenizer(self) -> ChatTokenizer:
-        """The model's tokenizer and the chosen template.
+        """Return the model's tokenizer and the chosen template.
 
         Raises:
             SFTDataError: there is none.

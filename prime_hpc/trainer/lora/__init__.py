@@ -10,8 +10,6 @@
     slot_weights(policy, i), load_slot(policy, i, tensors)  PEFT's names
 
 Outside `use_slot`, and inside `without_adapter`, the model is the base model.
-
-Used by `model.py`, `train_step.py`, `trainer.py`, `publish.py` and whoever trains several runs in one model.
 """
 
 from prime_hpc.trainer.lora.linear import LoraLinear, add_lora

@@ -61,7 +61,7 @@ class _Piece:
         return parts[: self.shape[self.dim]].movedim(0, self.dim).contiguous()
 
     def split(self, table: torch.Tensor, whole: torch.Tensor) -> None:
-        """The reverse of `whole`; padding stays as it is."""
+        """Undo `whole`; padding stays as it is."""
         rows = whole.movedim(self.dim, 0)
         for rank in range(table.shape[0]):
             part = rows[rank * self.width : (rank + 1) * self.width].reshape(-1)
@@ -113,8 +113,8 @@ class Adapters:
         return {piece.name: p for piece, p in zip(self._pieces, self._slots[slot], strict=True)}
 
     def reset(self, slot: int, seed: int) -> None:
-        """A uniform in +-1 / sqrt(in) (Kaiming with a = sqrt(5), as PEFT has it), B zero. Not collective: every rank
-        draws all of A and keeps its shard, so the result does not depend on their number."""
+        """Draw A uniform in +-1 / sqrt(in) (Kaiming with a = sqrt(5), as PEFT has it), B zero. Not collective: every
+        rank draws all of A and keeps its shard, so the result does not depend on their number."""
         generator = torch.Generator().manual_seed(seed)
         for piece, parameter in zip(self._pieces, self._slots[slot], strict=True):
             whole = torch.zeros(piece.shape)
@@ -142,7 +142,7 @@ class Adapters:
             self._fill(piece, parameter, tensors[name])
 
     def weights(self, slot: int) -> dict[str, torch.Tensor]:
-        """Copies of a slot's whole float32 tensors on the CPU, under PEFT's names, on every rank."""
+        """Return copies of a slot's whole float32 tensors on the CPU, under PEFT's names, on every rank."""
         wholes = self._gather(slot)
         return {self.peft_name(p.name): w.detach().clone().cpu() for p, w in zip(self._pieces, wholes, strict=True)}
 
@@ -166,7 +166,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """The base model in here, also within `use`. Not collective."""
+        """Use the base model in here, also within `use`. Not collective."""
         with self._lent([None] * len(self._pieces)):
             yield
 
@@ -205,10 +205,10 @@ class Adapters:
 
     @torch.no_grad()
     def _fill(self, piece: _Piece, parameter: torch.nn.Parameter, whole: torch.Tensor) -> None:
-        own = whole.narrow(piece.dim, *self._own(piece))
+        own = whole.narrow(piece.dim, *self._shard_range(piece))
         _local(parameter).copy_(own)
 
-    def _own(self, piece: _Piece) -> tuple[int, int]:
+    def _shard_range(self, piece: _Piece) -> tuple[int, int]:
         """First row (or column) of this rank's shard, and how many."""
         num = piece.local_shape(self._rank)[piece.dim]
         return (self._rank * piece.width if num else 0), num
@@ -245,7 +245,7 @@ class Adapters:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard; shares memory."""
+    """Return this rank's shard; shares memory."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local().detach()
 

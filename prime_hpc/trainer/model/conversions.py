@@ -4,7 +4,7 @@ transformers loads many models from other tensors than its modules hold: mixture
 sets of names), some models fuse or split projections, others rename modules. How is stated as `WeightConverter`s and
 `WeightRenaming`s, which work on whole tensors. Here its own code runs on `Traced` tensors, which have a shape and know
 from where in the checkpoint each part of them comes. The outcome serves both ways: a rank reads its part of each tensor
-alone (`stored`), and what is published has the names and forms that the checkpoint came with (`version_files`).
+alone (`stored`), and what is published has the names and forms that the checkpoint came with (`weights.aux_files`).
 """
 
 import re
@@ -38,7 +38,7 @@ class Piece:
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int]) -> "Piece":
-        """A tensor that is stored as the model has it."""
+        """Make the piece of a tensor that is stored as the model has it."""
         box = tuple((0, size) for size in shape)
         return cls(name, box, box, tuple(range(len(shape))))
 

@@ -1,10 +1,10 @@
 """The policy under FSDP2: any Hugging Face causal LM, sharded, with packed attention and chunked log-probabilities.
 
-Called by `trainer.py`. Master parameters and optimizer state are float32; the forward and backward pass run in
+Master parameters and optimizer state are float32; the forward and backward pass run in
 `model.dtype`; gradients are reduced in float32.
 
 Loading: the model is built without memory (meta device), sharded, and every rank reads only its own rows from the
-memory-mapped safetensors (`stored.py`), whatever names and forms they have there (`conversions.py`).
+memory-mapped safetensors (`hf_checkpoint.py`), whatever names and forms they have there (`conversions.py`).
 """
 
 from pathlib import Path
@@ -52,10 +52,10 @@ class Policy(nn.Module):
     weights: WeightMap | None = None
     """Sources of its tensors in the checkpoint that they come from, and how they are published."""
 
-    def __init__(self, hf: Any, attn: str, chunk_tokens: int, parallel: Parallel, *, own_rows: bool = False) -> None:
+    def __init__(self, hf: Any, attn: str, chunk_tokens: int, parallel: Parallel, *, single_rows: bool = False) -> None:
         super().__init__()
         self.hf = hf
-        self.own_rows = own_rows
+        self.single_rows = single_rows
         """Whether each sample takes a row of its own, see `config.families`."""
         self.parallel = parallel
         self.partly_used: list[nn.Module] = []
@@ -189,7 +189,7 @@ def _build_empty(source: Path, config: ModelConfig) -> tuple[Any, Family]:
 
 
 def _attention_of(family: Family) -> str:
-    return "eager" if family.own_attention else attention.register()
+    return "eager" if family.custom_attention else attention.register()
 
 
 @torch.no_grad()
@@ -201,7 +201,7 @@ def _load_shards(policy: Policy, weights: WeightMap, device: torch.device) -> No
 
 def _announce(policy: Policy, config: ModelConfig, notes: list[str]) -> None:
     """Log what was loaded."""
-    count, layout = sum(p.numel() for p in policy.parameters()), policy.parallel.layout.describe()
+    count, layout = sum(p.numel() for p in policy.parameters()), policy.parallel.dims.describe()
     logger.info(f"{type(policy.hf).__name__}, {count:,} parameters, compute {compute_dtype(config)}, {layout}")
     if config.lora is not None and policy.adapters is not None:
         count, modules = policy.adapters.num_parameters, policy.adapters.modules
@@ -250,13 +250,13 @@ def load_policy(
         weights = map_weights(hf, stored)
         check_tied(weights)
         pinned = pin_rotary(hf, context)
-        own_rows = family.rows_as(rows) == "single"
+        single_rows = family.rows_as(rows) == "single"
     except ValueError as error:
         raise ValueError(f"model.name = {config.name}: {error}") from error
     why = family.reason or "trainer.rows = single"
-    if own_rows and parallel.cp is not None:
+    if single_rows and parallel.cp is not None:
         raise ValueError(f"trainer.parallel.cp: {config.name} trains one sample a row ({why}); set it to 1")
-    policy = Policy(hf, config.attn, chunk_tokens, parallel, own_rows=own_rows)
+    policy = Policy(hf, config.attn, chunk_tokens, parallel, single_rows=single_rows)
     policy.weights = weights
     policy.eval()  # for good: log-probabilities are the engine's, so no dropout in any pass, and nothing to restore
     if config.lora is not None:
@@ -270,6 +270,6 @@ def load_policy(
         policy.adapters = Adapters(policy.hf, config.lora, num_slots, everyone, device)
         policy.adapters.base_names = weights.base_names(policy.adapters.modules)
     if dist.get_rank() == 0:
-        _announce(policy, config, [*pinned, *([f"one sample a row: {why}"] if own_rows else [])])
+        _announce(policy, config, [*pinned, *([f"one sample a row: {why}"] if single_rows else [])])
     self_test(policy, device, FP8_ROUNDING if config.fp8 else torch.finfo(dtype).eps / 2, mixes_scales=config.fp8)
     return policy

@@ -43,7 +43,7 @@ def load_reference(experiment: Experiment, policy: Policy, device: torch.device)
         raise ConfigError(
             Problem(f"{name} has {others} tokens, the policy has {own}: no KL between them", "trainer.loss.kl.model")
         )
-    if reference.own_rows != policy.own_rows:
+    if reference.single_rows != policy.single_rows:
         families = [type(p.hf).__name__ for p in (policy, reference)]
         raise ConfigError(
             Problem(

@@ -9,8 +9,6 @@ vLLM chooses once, from `max_model_len` and the config, for short and long sampl
   s = `max_position_embeddings` / original;
 - `dynamic`: base * (factor * m / t - (factor - 1)) ^ (d / (d - 2)) with m = `max_position_embeddings` and t =
   `max_trained_positions` of the rotary parameters (default m, which leaves the base as it is).
-
-Called by `model.load_policy`.
 """
 
 from collections.abc import Iterator

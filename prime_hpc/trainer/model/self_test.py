@@ -1,4 +1,4 @@
-"""Return whether a loaded policy keeps samples apart: asked at every start, of the real model, kernel and layout.
+"""Return whether a loaded policy keeps samples apart: asked at every start, of the real model, kernel and ranks.
 
 Three short samples, two of which begin alike, go through the forward pass alone, behind each other in one row, and with
 their common beginning computed once (or, for families that train one sample a row, as rows of one padded batch). A
@@ -25,7 +25,7 @@ from loguru import logger
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch, make_micro_batch
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ FACTOR = 8.0
 """Bound of a difference between two ways of computing one sample, in units of the measured rounding."""
 NEIGHBOUR_FACTOR = 4.0
 """The same where only neighbours' tokens change, in models with experts, which may then multiply in other groups."""
-OWN_CODE_FACTOR = 64.0
+UPSTREAM_FACTOR = 64.0
 """The same against the model's own code: other kernels round at other places."""
 
 
@@ -61,7 +61,7 @@ class Found:
     """When only the neighbours' tokens change."""
     again: float
     """When nothing changes: 0 where kernels repeat themselves exactly."""
-    own_code: float | None
+    upstream: float | None
     """To the model's own code; None: not compared in this layout."""
 
 
@@ -118,13 +118,18 @@ class _Prober:
         """float64 log-probabilities of micro-batch `index`, one sample behind the other."""
         policy = self.policy
         micro = make_micro_batch(
-            self.batches[which], index, self.device, policy.parallel, share_prefixes=share, own_rows=policy.own_rows
+            self.batches[which],
+            index,
+            self.device,
+            policy.parallel,
+            share_prefixes=share,
+            single_rows=policy.single_rows,
         )
         with policy.packing(micro):
             values, _ = policy(micro)
         return values.detach().double()
 
-    def own_code(self, index: int) -> torch.Tensor:
+    def upstream(self, index: int) -> torch.Tensor:
         """float64 log-probabilities of a sample by the model's own forward pass, attention and output head."""
         batch, hf = self.batches[0], self.policy.hf
         ids = torch.from_numpy(batch.token_ids[batch.tokens_of(index)].astype(np.int64)).to(self.device)[None]
@@ -177,13 +182,13 @@ def measure(policy: "Policy", device: torch.device, unit: float) -> Found:
     }
     rows["again"] = _difference(together, prober.logprobs(0, 0))
     if parallel.tp is None and parallel.cp is None and parallel.ep is None:
-        rows["own_code"] = torch.stack([_difference(a, prober.own_code(i)) for i, a in enumerate(alone, 1)]).max()
+        rows["upstream"] = torch.stack([_difference(a, prober.upstream(i)) for i, a in enumerate(alone, 1)]).max()
     reshard_all(policy)
     table = torch.stack(list(rows.values())).float()
     if dist.is_initialized():
         dist.all_reduce(table, op=dist.ReduceOp.MAX)  # every rank judges alike
     found = dict(zip(rows, table.tolist(), strict=True))
-    return Found(**{"own_code": None, **found})
+    return Found(**{"upstream": None, **found})
 
 
 @torch.no_grad()
@@ -206,21 +211,21 @@ def self_test(policy: "Policy", device: torch.device, unit: float, *, mixes_scal
         found = measure(policy, device, unit)
     config = policy.hf.config.get_text_config()
     name = f"{type(policy.hf).__name__} (model_type {getattr(config, 'model_type', '?')})"
-    bound, own_bound = FACTOR * found.rounding, OWN_CODE_FACTOR * found.rounding
+    bound, upstream_bound = FACTOR * found.rounding, UPSTREAM_FACTOR * found.rounding
     repeats = (
         found.again == 0 and not mixes_scales and not any("expert" in name for name, _ in policy.hf.named_modules())
     )
     near = 0.0 if repeats else NEIGHBOUR_FACTOR * found.rounding
-    layout = "in rows of one batch" if policy.own_rows else "packed behind each other"
+    placed = "in rows of one batch" if policy.single_rows else "packed behind each other"
     problems = []
     if not found.together <= bound:
-        problems.append(f"{layout}, samples differ by {found.together:.2g} nats from each alone")
-    if not found.shared <= bound and not policy.own_rows:
+        problems.append(f"{placed}, samples differ by {found.together:.2g} nats from each alone")
+    if not found.shared <= bound and not policy.single_rows:
         problems.append(f"with a shared prompt, they differ by {found.shared:.2g}")
     if not found.neighbour <= near:
         problems.append(f"a sample moves by {found.neighbour:.2g} when only its neighbours' tokens change")
-    if found.own_code is not None and not found.own_code <= own_bound:
-        problems.append(f"the model's own code differs by {found.own_code:.2g} (bound {own_bound:.2g})")
+    if found.upstream is not None and not found.upstream <= upstream_bound:
+        problems.append(f"the model's own code differs by {found.upstream:.2g} (bound {upstream_bound:.2g})")
     if problems:
         raise SelfTestError(
             f"self-test: {name} cannot be trained like this: {'; '.join(problems)}, where rounding explains "

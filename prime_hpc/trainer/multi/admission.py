@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment, Problem
-from prime_hpc.config.child_runs import check_child
+from prime_hpc.config.child_config import check_child
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.snapshot import read_experiment
-from prime_hpc.store.artifact import ArtifactError, set_aside, verify_artifact
+from prime_hpc.store.artifact import ArtifactError, move_aside, verify_artifact
 from prime_hpc.store.checkpoint.checkpoints import CheckpointInfo
-from prime_hpc.store.checkpoint.doubts import Doubts, clear_doubts
+from prime_hpc.store.checkpoint.failed_reads import FailedReads, clear_failed_reads
 from prime_hpc.store.checkpoint.newest import choose_newest, expected_step
 from prime_hpc.store.checkpoint.rollback import rewind
-from prime_hpc.store.layout import RunPaths, claim_incarnation, record_start
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation, record_start
 
 READ_DEADLINE_S = 1.0
 """How long a version may be what a network file system shows while names change."""
@@ -53,14 +53,14 @@ def read_child(parent: Experiment, path: Path) -> Experiment:
     return child
 
 
-def prepare(parent: Experiment, path: Path, slot: int, doubts: Doubts, known: int = 0) -> Admission:
+def prepare(parent: Experiment, path: Path, slot: int, failed_reads: FailedReads, known: int = 0) -> Admission:
     """Begin an attempt of the child: claim it, choose the checkpoint, bring the directory back to its step.
 
     Args:
         parent: what all children share.
         path: the child's directory.
         slot: that it gets.
-        doubts: first readings of this child's files.
+        failed_reads: first readings of this child's files.
         known: the newest attempt that is known of.
 
     Raises:
@@ -70,13 +70,13 @@ def prepare(parent: Experiment, path: Path, slot: int, doubts: Doubts, known: in
     """
     child, paths = read_child(parent, path), RunPaths(path)
     expected = expected_step(paths, incarnation=known)
-    choice = choose_newest(paths, doubts, expected=expected, incarnation=known, unfit=_lacks_half)
+    choice = choose_newest(paths, failed_reads, expected=expected, incarnation=known, unfit=_lacks_half)
     incarnation = claim_incarnation(paths)
     step = choice.info.step if choice.info is not None else 0
     if incarnation > 1:  # what lies there before its first attempt was put there to be trained on
         record_start(paths, incarnation, step)
         rewind(paths, step, incarnation, keep=bool(choice.passed_over))
-        clear_doubts(paths)
+        clear_failed_reads(paths)
     republish = choice.info is not None and not _is_whole(paths, choice.info.step, incarnation)
     return Admission(path.name, path, child, slot, incarnation, choice.info, republish)
 
@@ -91,7 +91,7 @@ def _is_whole(paths: RunPaths, version: int, incarnation: int) -> bool:
         verify_artifact(paths.weights_step(version), deadline_s=READ_DEADLINE_S)
     except ArtifactError:
         if paths.weights_step(version).exists():
-            set_aside(paths, paths.weights_step(version), incarnation)
+            move_aside(paths, paths.weights_step(version), incarnation)
         return False
     return True
 

@@ -7,25 +7,24 @@ checkpoints and versions touch no other slot's tensors, so the order in which ru
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.runtime.role_context import RoleContext
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.layout import current_incarnation
 from prime_hpc.store.messaging.bus import BusClient
+from prime_hpc.store.run_paths import current_incarnation
 from prime_hpc.store.waiting import ArtifactWatch
-from prime_hpc.trainer.batching.micro_batches import read_own_batch, refuse_untrainable
+from prime_hpc.trainer.batching.micro_batches import read_local_batch, refuse_untrainable
 from prime_hpc.trainer.lora import slot_parameters
 from prime_hpc.trainer.multi.admission import Admission
-from prime_hpc.trainer.multi.collective_call import RunFailed, together
-from prime_hpc.trainer.replay.dump_failed_step import keep_for_replay
-from prime_hpc.trainer.rl import rl_objective
-from prime_hpc.trainer.train_step import Objective, StepRefused
+from prime_hpc.trainer.multi.collective_call import RunFailed, call_collectively
+from prime_hpc.trainer.objectives import MicroBatchLoss, loss_of
+from prime_hpc.trainer.replay.dump_failed_step import dump_for_replay
+from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Base, Trainer, check_schedule, open_trainer
 
 READ_S = 3.0
@@ -48,7 +47,7 @@ class Child:
 
     name: str
     trainer: Trainer
-    objective: Objective
+    objective: MicroBatchLoss
     budget: int
     """Tokens of one micro-batch that the trainer has memory for."""
     step: int
@@ -89,25 +88,25 @@ class Child:
             RunFailed, StepRefused, StoreError: on all ranks alike; this run cannot go on.
         """
         trainer, step, started = self.trainer, self.step + 1, time.perf_counter()
-        batch = together(lambda: self._read(step), same=lambda b: b.num_micro_batches)
+        batch = call_collectively(lambda: self._read(step), same=lambda b: b.num_micro_batches)
         metrics = trainer.train(step, batch, self.objective)
         self.step = step
         self.num_samples += int(metrics["num_sequences"])
         self.num_tokens += int(metrics["num_tokens"])
-        together(self._still_there)
-        together(lambda: trainer.publish(step))
+        call_collectively(self._still_there)
+        call_collectively(lambda: trainer.publish(step))
         trainer.bus.publish("consumed", step=step)
         if trainer.save_is_due(step):
             self.save()
-        together(lambda: trainer.prune_rollouts(step))
-        together(lambda: trainer.report(step, metrics, started))
+        call_collectively(lambda: trainer.prune_rollouts(step))
+        call_collectively(lambda: trainer.report(step, metrics, started))
         return metrics
 
     def _read(self, step: int) -> RankBatch:
         trainer = self.trainer
         self._still_there()
         directory = trainer.paths.rollouts_step(step)
-        batch = read_own_batch(directory, *trainer.part, trainer.handover, deadline_s=READ_S)
+        batch = read_local_batch(directory, *trainer.part, trainer.handover, deadline_s=READ_S)
         refuse_untrainable(batch, trainer.vocab_size, self.budget)
         return batch
 
@@ -120,7 +119,7 @@ class Child:
     def save(self) -> None:
         """Checkpoint the step that is done. Raises what `advance` does."""
         if self.step:
-            together(self._still_there)
+            call_collectively(self._still_there)
             self.trainer.save(self.step, progress=self.progress, batch_dir=self.trainer.paths.rollouts_step(self.step))
 
     def close(self, error: BaseException | None = None) -> str | None:
@@ -132,11 +131,11 @@ class Child:
         trainer, trouble = self.trainer, None
         try:
             if isinstance(error, StepRefused):
-                together(lambda: keep_for_replay(trainer, error))
+                call_collectively(lambda: dump_for_replay(trainer, error))
             trainer.finish_saves()
         except (RunFailed, StoreError) as failure:
             trouble = str(failure)
-        together(trainer.close)
+        call_collectively(trainer.close)
         trainer.saver.checkpointer.close()
         for parameter in slot_parameters(trainer.train_step.policy, trainer.train_step.slot):
             parameter.grad = None
@@ -163,18 +162,18 @@ def begin_child(base: Base, admission: Admission, budget: int, bus: BusClient) -
         check_schedule(experiment)
         return open_trainer(base, experiment, context, run_bus, _Silent(), admission.slot)
 
-    trainer = together(build)
-    objective = partial(rl_objective, experiment.trainer.loss)
+    trainer = call_collectively(build)
+    objective = loss_of(experiment)
     child = Child(admission.name, trainer, objective, budget, 0, 0, 0)
     if admission.resume is None:
         return child
     info = admission.resume
     load: Callable[[], dict[str, int]] = lambda: trainer.saver.checkpointer.load(info)  # noqa: E731
-    progress = together(load)
+    progress = call_collectively(load)
     child.step, trainer.saver.saved_step = info.step, info.step
     child.num_samples, child.num_tokens = progress.get("num_samples", 0), progress.get("num_tokens", 0)
     if admission.republish:
-        together(lambda: trainer.publish(info.step, prune=False))
+        call_collectively(lambda: trainer.publish(info.step, prune=False))
     if trainer.rank == 0:
         logger.info(f"{admission.name}: resumed from {info.path}: step {info.step}")
         trainer.saver.checkpointer.prune()

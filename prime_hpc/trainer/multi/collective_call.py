@@ -1,7 +1,7 @@
 """An action that may fail on one rank alone, so that all ranks learn of it instead of waiting for one another.
 
 What it is for: one run's broken file or full disk is an error of that run, on every rank, and the trainer goes on with
-the others. Called by `child.py` and `loop.py`.
+the others.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class RunFailed(RuntimeError):
         self.is_unread = is_unread
 
 
-def together(action: Callable[[], T], same: Callable[[T], Any] | None = None) -> T:
+def call_collectively(action: Callable[[], T], same: Callable[[T], Any] | None = None) -> T:
     """Run `action` on every rank. Collective; the action itself must fail outside its collectives, if it has any.
 
     Args:

@@ -43,15 +43,15 @@ class FairQueue:
         return self._limit
 
     def add(self, run: str) -> None:
-        """A run that begins at the virtual time of now."""
+        """Add a run that begins at the virtual time of now."""
         self._accounts[run] = _Account(self._now)
 
     def remove(self, run: str) -> None:
-        """It has left."""
+        """Remove a run that has left."""
         self._accounts.pop(run, None)
 
     def choose(self, ready: Collection[str]) -> str | None:
-        """The run to train next; None where no batch is ready.
+        """Return the run to train next; None where no batch is ready.
 
         Args:
             ready: runs whose next batch is whole.
@@ -73,7 +73,7 @@ class FairQueue:
         return sum((-a.passed, name) < own for name, a in waiting.items() if name != run)
 
     def trained(self, run: str, num_tokens: float, ready: Collection[str]) -> None:
-        """A step of `run` is done.
+        """Count a step of `run`.
 
         Args:
             run: the one that was chosen.

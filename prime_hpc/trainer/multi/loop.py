@@ -4,7 +4,7 @@
 
 A turn is one command, broadcast from rank 0 (`Command`); micro-batches of two runs are never mixed, and no tensor of a
 run is touched in another's turn. What goes wrong with one run (its files, its config, a refused step, the death of its
-orchestrator, its deadline) ends that run, its slot is free, and the next turn follows. Called by `trainer/main.py`.
+orchestrator, its deadline) ends that run, its slot is free, and the next turn follows.
 """
 
 import time
@@ -22,14 +22,14 @@ from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.child_runs import ChildState, write_state
 from prime_hpc.store.errors import StoreError
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.messaging.bus import BusClient
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.store.waiting import ArtifactWatch
 from prime_hpc.trainer.multi.admission import Admission
 from prime_hpc.trainer.multi.child_run import Child, begin_child
 from prime_hpc.trainer.multi.collective_call import RunFailed
 from prime_hpc.trainer.multi.fair_queue import FairQueue
-from prime_hpc.trainer.multi.run_slots import Leave, Roster
+from prime_hpc.trainer.multi.run_slots import Leave, RunSlots
 from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Status, load_base
 
@@ -91,12 +91,12 @@ class MultiTrainer:
         self._watches: dict[str, _Watch] = {}
         self._leaving: list[Leave] = []
         self._queue = FairQueue(num_slots)
-        self._roster: Roster | None = None
+        self._run_slots: RunSlots | None = None
         self._metrics: MetricsWriter | None = None
         self._num_steps, self._last_at = 0, time.perf_counter()
         self._idle_since = time.monotonic()
         if self._rank == 0:
-            self._roster = Roster(experiment, context.run_dir, context.incarnation, self._announce)
+            self._run_slots = RunSlots(experiment, context.run_dir, context.incarnation, self._announce)
             self._num_steps = last_step(self._paths.metrics("trainer"))  # of all its attempts
             self._metrics = MetricsWriter(self._paths.metrics("trainer"))
 
@@ -137,7 +137,7 @@ class MultiTrainer:
             self._bus.wait_for_any(PAUSE_S)
 
     def _next_command(self) -> Command | None:
-        assert self._roster is not None
+        assert self._run_slots is not None
         stop = self._bus.latest("stop")
         if stop is not None:
             return Command(Kind.END, save=bool(stop.get("save")), reason=str(stop.get("reason", "asked to")))
@@ -147,13 +147,13 @@ class MultiTrainer:
             if child.trainer.saver.is_asked:
                 child.trainer.saver.take_up()
                 return Command(Kind.SAVE, name)
-        self._leaving += self._roster.look()
+        self._leaving += self._run_slots.look()
         self._leaving += [leave for leave in map(self._trouble, self._children) if leave is not None]
         while self._leaving:
             leave = self._leaving.pop(0)
             if leave.name in self._children:
                 return Command(Kind.LEAVE, leave.name, leave=leave)
-        admission = self._roster.admit()
+        admission = self._run_slots.admit()
         if admission is not None:
             return Command(Kind.ADMIT, admission.name, admission=admission)
         ready = {name for name, watch in self._watches.items() if watch.batch.poll() is not None}
@@ -164,14 +164,14 @@ class MultiTrainer:
 
     def _idle(self) -> Command | None:
         """No run trains or waits: for how long?"""
-        assert self._roster is not None
-        if self._children or self._roster.waiting:
+        assert self._run_slots is not None
+        if self._children or self._run_slots.waiting:
             self._idle_since = time.monotonic()
         limit = self._experiment.trainer.runs_idle_timeout_s
         if time.monotonic() - self._idle_since < max(limit, PAUSE_S):
             return None
-        self._roster.look(now=True)
-        if self._roster.waiting or self._roster.is_settling:
+        self._run_slots.look(now=True)
+        if self._run_slots.waiting or self._run_slots.is_changing:
             return None
         return Command(Kind.END, reason=f"no run was left to train for trainer.runs_idle_timeout_s = {limit:g} s")
 
@@ -208,16 +208,16 @@ class MultiTrainer:
         except OF_A_RUN as error:
             self._failed(command.name, error)
         except Exception as error:
-            self._blame(command.name, error)
+            self._mark_failed(command.name, error)
             raise
 
     def _admit(self, command: Command) -> None:
         assert command.admission is not None
         child = begin_child(self._base, command.admission, self._experiment.micro_batch_tokens, self._bus)
         self._children[command.name] = child
-        if self._roster is not None:
+        if self._run_slots is not None:
             logger.info(f"{command.name}: takes slot {command.admission.slot} at step {child.step}")
-            self._roster.began(command.admission, child.step, child.progress)
+            self._run_slots.began(command.admission, child.step, child.progress)
             self._queue.add(command.name)
             self._watches[command.name] = _Watch(child.next_batch())
 
@@ -225,17 +225,17 @@ class MultiTrainer:
         child = self._children[name]
         started = time.perf_counter()
         metrics = child.advance()
-        if self._roster is not None:
+        if self._run_slots is not None:
             ready = {n for n, w in self._watches.items() if w.batch.poll() is not None}
             self._queue.trained(name, metrics["num_tokens"], ready)
             self._watches[name] = _Watch(child.next_batch())
-            self._roster.trained(name, child.step, child.num_samples, child.num_tokens)
+            self._run_slots.trained(name, child.step, child.num_samples, child.num_tokens)
             self._report(child, metrics, started)
         if child.is_done:
             self._close(name, "done", None)
 
     def _report(self, child: Child, metrics: dict[str, float], started: float) -> None:
-        """A row among the parent's own metrics: the trainer's share of time, and whose step it was."""
+        """Log a row among the parent's own metrics: the trainer's share of time, and whose step it was."""
         now = time.perf_counter()
         self._num_steps += 1
         row: dict[str, Any] = {"run": child.name, "run/step": child.step}
@@ -257,24 +257,24 @@ class MultiTrainer:
     def _failed(self, name: str, error: BaseException) -> None:
         if name in self._children:
             self._close(name, "failed", str(error), error)
-        elif self._roster is not None and isinstance(error, RunFailed) and error.is_unread:
-            self._roster.put_back(name, str(error))
-        elif self._roster is not None:  # it could not even begin
-            self._roster.ended(name, "failed", str(error))
+        elif self._run_slots is not None and isinstance(error, RunFailed) and error.is_unread:
+            self._run_slots.put_back(name, str(error))
+        elif self._run_slots is not None:  # it could not even begin
+            self._run_slots.ended(name, "failed", str(error))
 
     def _close(self, name: str, phase: Any, reason: str | None, error: BaseException | None = None) -> None:
         """End a run and free its slot."""
         trouble = self._children.pop(name).close(error)
         if trouble is not None:
             phase, reason = "failed", "; ".join(filter(None, [reason, trouble]))
-        if self._roster is not None:
+        if self._run_slots is not None:
             self._watches.pop(name, None)
             self._queue.remove(name)
-            self._roster.ended(name, phase, reason)
+            self._run_slots.ended(name, phase, reason)
 
-    def _blame(self, name: str, error: BaseException) -> None:
-        """This rank cannot go on, in the turn of one run. Should that run be the reason, the next attempt leaves it
-        out: it is marked as failed by whoever saw it."""
+    def _mark_failed(self, name: str, error: BaseException) -> None:
+        """Mark a run as failed in whose turn this rank cannot go on. Should it be the reason, the next attempt leaves
+        it out: it is marked as failed by whoever saw it."""
         if isinstance(error, RuntimeError | OSError) or name not in self._children:
             return  # a lost rank, memory, the network: whose turn it was says nothing
         child = self._children[name]
@@ -288,7 +288,7 @@ class MultiTrainer:
             logger.error(f"{name}: {reason}; and this could not be written: {failure}")
 
     def _end(self, command: Command) -> None:
-        """The last turn. What still trains goes on in the trainer's next attempt."""
+        """Take the last turn. What still trains goes on in the trainer's next attempt."""
         for name in list(self._children):
             child, trouble = self._children[name], None
             try:

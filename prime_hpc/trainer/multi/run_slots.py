@@ -5,7 +5,7 @@
                        '-- passed over until it is (said once)      slot freed, `state.json` says why
 
 Everything that can be wrong with one directory is that child's failure, or a warning where it may not even be one; it
-never ends the trainer. Called by `loop.py`; no torch in here.
+never ends the trainer.
 """
 
 import time
@@ -17,13 +17,13 @@ from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.run_files import RUN_YAML
-from prime_hpc.store.checkpoint.doubts import Doubts
+from prime_hpc.store.checkpoint.failed_reads import FailedReads
 from prime_hpc.store.child_runs import STOP as STOP_FILE
 from prime_hpc.store.child_runs import ChildState, Phase, list_children, read_state_strictly, write_state
 from prime_hpc.store.errors import PROOFS, InDoubt, StoreError, Unreadable
 from prime_hpc.store.io import files
 from prime_hpc.store.io.retry_reads import as_unreadable
-from prime_hpc.store.layout import RunPaths, current_incarnation
+from prime_hpc.store.run_paths import RunPaths, current_incarnation
 from prime_hpc.trainer.multi.admission import Admission, prepare, read_child
 
 STOPPED = "the file STOP was found"
@@ -68,13 +68,13 @@ class _Seen:
 class _Unread:
     """A run that cannot begin because something of it cannot be read now."""
 
-    doubts: Doubts
+    failed_reads: FailedReads
     since: float | None = None
     """Of what cannot be read; a doubt has a wait of its own."""
     next_try: float = 0.0
 
 
-class Roster:
+class RunSlots:
     """Rank 0 only. Directories are looked at by `look`, slots are given by `admit` and freed by `ended`."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Roster:
         return [name for _, name in sorted(rows)]
 
     @property
-    def is_settling(self) -> bool:
+    def is_changing(self) -> bool:
         """True if a directory cannot be read as a run, and changed so lately that it may still be being written; or
         whether none can be seen at all.
         """
@@ -174,7 +174,7 @@ class Roster:
         return found
 
     def _look_at(self, name: str, moment: float) -> None:
-        """A directory without a slot: is it a run that wants one?"""
+        """Look whether a directory without a slot is a run that wants one."""
         seen = self._seen.setdefault(name, _Seen(moment))
         path = self._dir / name
         if moment < seen.next_look:
@@ -203,7 +203,7 @@ class Roster:
         except ConfigError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno not in PROOFS:
                 raise error.__cause__ from error
-            self._refuse_when_settled(name, seen, path, str(error), moment)
+            self._refuse_when_unchanged(name, seen, path, str(error), moment)
             return
         self._lives_known[name] = before.incarnation if before is not None else 0
         was = f", goes on (it was {before.phase})" if before is not None else ""
@@ -211,14 +211,14 @@ class Roster:
         self._set(name, ChildState("waiting", "for a slot", max_steps=experiment.max_steps))
 
     def _gone(self, name: str) -> None:
-        """A run without a slot was deleted. A step in the midst of a deletion fails before all of it is gone: the
-        last word on such a run is that it was removed, too."""
+        """Forget a run without a slot that was deleted. A step in the midst of a deletion fails before all of it is
+        gone: the last word on such a run is that it was removed, too."""
         if self._phase(name) in ("waiting", "failed"):
             self.ended(name, "removed", DELETED)
         self._seen.pop(name, None)
         self._states.pop(name, None)
 
-    def _refuse_when_settled(self, name: str, seen: _Seen, path: Path, reason: str, moment: float) -> None:
+    def _refuse_when_unchanged(self, name: str, seen: _Seen, path: Path, reason: str, moment: float) -> None:
         try:
             status = (path / RUN_YAML).stat()
         except OSError:
@@ -252,14 +252,14 @@ class Roster:
         """Give a free slot to the run that has waited longest; None where there is neither. Runs that cannot begin
         have failed by then."""
         for name in self.waiting:
-            unread = self._unread.setdefault(name, _Unread(Doubts(self._parent.supervisor.recheck_s)))
+            unread = self._unread.setdefault(name, _Unread(FailedReads(self._parent.supervisor.recheck_s)))
             if None not in self._slots:
                 break
             if self._clock() < unread.next_try:
                 continue
             slot, known = self._slots.index(None), self._lives_known.get(name, 0)
             try:
-                admission = prepare(self._parent, self._dir / name, slot, unread.doubts, known)
+                admission = prepare(self._parent, self._dir / name, slot, unread.failed_reads, known)
             except (ConfigError, StoreError, OSError) as error:
                 trouble = as_unreadable(error.__cause__ if isinstance(error, ConfigError) else error)
                 if trouble is not None:
@@ -277,7 +277,7 @@ class Roster:
         return None
 
     def _put_off(self, name: str, unread: _Unread, trouble: Unreadable) -> None:
-        """It waits, and others take their turn.
+        """Let it wait, and others take their turn.
 
         Raises:
             Unreadable: for so long that, with nothing else to train, this trainer's attempt is over; the next one goes
@@ -295,12 +295,12 @@ class Roster:
         self._set(name, replace(self._states[name], phase="waiting", reason=str(trouble), slot=None))
 
     def put_back(self, name: str, reason: str) -> None:
-        """A run that was given a slot could not begin, for something could not be read: it waits for another try."""
+        """Have a run wait for another try that was given a slot and could not begin: something could not be read."""
         if name in self._slots:
             self._slots[self._slots.index(name)] = None
             self._lives.pop(name, None)
         self._seen.setdefault(name, _Seen(self._clock()))
-        unread = self._unread.setdefault(name, _Unread(Doubts(self._parent.supervisor.recheck_s)))
+        unread = self._unread.setdefault(name, _Unread(FailedReads(self._parent.supervisor.recheck_s)))
         self._states.setdefault(name, ChildState("waiting"))
         self._put_off(name, unread, Unreadable(self._dir / name, reason))
 
@@ -321,13 +321,13 @@ class Roster:
         )
 
     def trained(self, name: str, step: int, num_samples: int, num_tokens: int) -> None:
-        """A step of a run is done."""
+        """Note a run's step."""
         before = self._states[name]
         state = replace(before, step=step, num_samples=num_samples, num_tokens=num_tokens)
         self._set(name, state, write=time.time() - before.time > STATE_S)
 
     def ended(self, name: str, phase: Phase, reason: str | None) -> None:
-        """A run ended (or never began); its slot is free."""
+        """Free the slot of a run that ended (or never began)."""
         if phase == "failed" and name in self._slots and RUN_YAML not in files.list_dir(self._dir / name):
             phase, reason = "removed", f"{DELETED} ({reason})"
         if name in self._slots:
@@ -344,7 +344,7 @@ class Roster:
             self._seen.setdefault(name, _Seen(self._clock()))
 
     def _clear(self, path: Path) -> None:
-        """A step that was under way when its directory was deleted may have written into it once more."""
+        """Clear a deleted directory again: a step that was under way then may have written into it once more."""
         left = files.list_dir(path)
         if left and set(left) <= OURS:
             try:

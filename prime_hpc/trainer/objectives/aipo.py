@@ -16,10 +16,9 @@ clip off (up to e^20). A non-finite advantage or log pi makes the loss non-finit
 import math
 
 from prime_hpc.config.sections.trainer import LossConfig
-from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, Bounds, Targets, Terms, register
+from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, Bounds, Targets, Terms
 
 
-@register("aipo", normalize="token")
 def aipo(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
     """See the module; `trainer.loss.delta` is the clip."""
     limit = math.log(config.delta)

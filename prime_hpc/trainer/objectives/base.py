@@ -1,16 +1,17 @@
-"""Base of every objective, and the registry by config name."""
+"""Base of every objective, and how one is found by its config name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 import torch
 
 from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.import_path import import_object
+from prime_hpc.config.named_code import OBJECTIVES, Bounds
 from prime_hpc.config.sections.names import is_import_path
 from prime_hpc.config.sections.trainer import LossConfig
 
+_KEY = "trainer.loss.type"
 MAX_LOG_RATIO = 20.0
 """Ratios saturate at e^20 = 5e8, with gradient 0 beyond: an exponential that overflows would turn a gradient of 0
 into NaN. A token that far off carries no usable signal, and the mismatch metrics show it."""
@@ -29,14 +30,6 @@ class LossStats:
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         for name, value in other.maxima.items():
             self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """The trust region's width on both sides: `trainer.loss.clip_low` and `clip_high`, or the objective's own."""
-
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -85,59 +78,12 @@ class Terms:
 Objective = Callable[[Targets, LossConfig, Bounds], Terms]
 
 
-@dataclass(frozen=True)
-class Registered:
-    """An objective with what its paper sets."""
-
-    name: str
-    function: Objective
-    normalize: str
-    """`token`, `sequence` or `batch`: what `trainer.loss.normalize = auto` means."""
-    default_bounds: Callable[[LossConfig], Bounds]
-
-    def bounds(self, config: LossConfig) -> Bounds:
-        """Return the configured bounds, with the objective's own where the config states none."""
-        own = self.default_bounds(config)
-        low = own.low if config.clip_low is None else config.clip_low
-        return Bounds(low, own.high if config.clip_high is None else config.clip_high)
-
-
-_REGISTRY: dict[str, Registered] = {}
-
-
-def register(
-    name: str, *, normalize: str, bounds: Bounds | Callable[[LossConfig], Bounds] = Bounds(0.2, 0.2)
-) -> Callable[[Objective], Objective]:
-    """Make a function known as `name`, with its paper's normalisation and bounds."""
-
-    def decorate(function: Objective) -> Objective:
-        assert name not in _REGISTRY, f"objective {name} is registered twice"
-        default = bounds if callable(bounds) else lambda config: bounds
-        _REGISTRY[name] = Registered(name, function, normalize, default)
-        return function
-
-    return decorate
-
-
-def get_objective(name: str) -> Registered:
-    """Return the objective called `name`, or the user's own at `module:function` (normalised over tokens).
+def get_objective(name: str) -> Objective:
+    """Return the objective called `name`, or the user's own at `module:function`.
 
     Raises:
         ConfigError: unknown, or the import fails; says why.
     """
-    if name in _REGISTRY:
-        return _REGISTRY[name]
-    if not is_import_path(name):
-        raise ConfigError(Problem(f"{name!r} is unknown; known: {', '.join(sorted(_REGISTRY))}", "trainer.loss.type"))
-    return Registered(name, _import(name), "token", lambda config: Bounds(0.2, 0.2))
-
-
-def _import(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(Problem(f"cannot import {name!r}: {error}", "trainer.loss.type")) from error
-    if not callable(found):
-        raise ConfigError(Problem(f"{name!r} is a {type(found).__name__}, not a function", "trainer.loss.type"))
-    return found
+    if name not in OBJECTIVES and not is_import_path(name):
+        raise ConfigError(Problem(f"{name!r} is unknown; known: {', '.join(sorted(OBJECTIVES))}", _KEY))
+    return import_object(OBJECTIVES[name].place if name in OBJECTIVES else name, _KEY)

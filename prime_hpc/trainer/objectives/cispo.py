@@ -13,10 +13,9 @@ with delta = 1 + clip_high.
 import math
 
 from prime_hpc.config.sections.trainer import LossConfig
-from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, Bounds, Targets, Terms, register
+from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, Bounds, Targets, Terms
 
 
-@register("cispo", normalize="token", bounds=Bounds(1.0, 4.0))
 def cispo(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
     """See the module."""
     low = math.log(1 - bounds.low) if bounds.low < 1 else -math.inf

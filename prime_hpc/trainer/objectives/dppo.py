@@ -17,12 +17,7 @@ Edge cases: the mask is a constant (no gradient). r saturates at e^+-20. Probabi
 import torch
 
 from prime_hpc.config.sections.trainer import LossConfig
-from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms, register
-
-
-def default_bounds(config: LossConfig) -> Bounds:
-    """0.2 for total variation, 0.05 for KL."""
-    return Bounds(0.05, 0.05) if config.divergence == "kl" else Bounds(0.2, 0.2)
+from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms
 
 
 def _binary_kl(log_mu: torch.Tensor, log_pi: torch.Tensor) -> torch.Tensor:
@@ -34,7 +29,6 @@ def _binary_kl(log_mu: torch.Tensor, log_pi: torch.Tensor) -> torch.Tensor:
     return this + rest_mu * (rest_mu.clamp(min=tiny).log() - rest_pi.clamp(min=tiny).log())
 
 
-@register("dppo", normalize="token", bounds=default_bounds)
 def dppo(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
     """See the module; `trainer.loss.divergence` picks D."""
     log_pi, log_mu, advantages = targets.logprobs.detach(), targets.anchor, targets.advantages

@@ -10,11 +10,10 @@ Edge cases: as in `ppo_clip.py`. The gradient's size grows with the mean length 
 """
 
 from prime_hpc.config.sections.trainer import LossConfig
-from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms, register
+from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms
 from prime_hpc.trainer.objectives.ppo_clip import clipped_surrogate
 
 
-@register("dr_grpo", normalize="batch", bounds=Bounds(0.2, 0.2))
 def dr_grpo(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
     """See the module."""
     return clipped_surrogate(targets, targets.log_ratio(), config, bounds)

@@ -14,7 +14,7 @@ from prime_hpc.trainer.batching.micro_batches import MicroBatch
 
 
 def echo_loss(micro: MicroBatch, logprobs: torch.Tensor, num_echo: int) -> torch.Tensor:
-    """This micro-batch's share of it, 0-dim.
+    """Return this micro-batch's share of it, 0-dim.
 
     Args:
         micro: `ce_weights` of all its targets; None where it has none.

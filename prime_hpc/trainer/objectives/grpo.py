@@ -14,11 +14,10 @@ Edge cases: as in `ppo_clip.py`. Short sequences weigh more a token than long on
 """
 
 from prime_hpc.config.sections.trainer import LossConfig
-from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms, register
+from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms
 from prime_hpc.trainer.objectives.ppo_clip import clipped_surrogate
 
 
-@register("grpo", normalize="sequence", bounds=Bounds(0.2, 0.2))
 def grpo(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
     """See the module."""
     return clipped_surrogate(targets, targets.log_ratio(), config, bounds)

@@ -14,11 +14,10 @@ without targets has no loss.
 """
 
 from prime_hpc.config.sections.trainer import LossConfig
-from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, Bounds, Targets, Terms, register
+from prime_hpc.trainer.objectives.base import MAX_LOG_RATIO, Bounds, Targets, Terms
 from prime_hpc.trainer.objectives.ppo_clip import clipped_surrogate
 
 
-@register("gspo", normalize="sequence", bounds=Bounds(3e-4, 4e-4))
 def gspo(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
     """See the module."""
     mean = targets.sequence_mean(targets.logprobs - targets.anchor)[targets.sequence]

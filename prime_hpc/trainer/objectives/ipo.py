@@ -11,10 +11,9 @@ Edge cases: as in `dppo.py`.
 import torch
 
 from prime_hpc.config.sections.trainer import LossConfig
-from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms, register
+from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms
 
 
-@register("ipo", normalize="token", bounds=Bounds(0.1, 0.1))
 def ipo(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
     """See the module."""
     moved = targets.logprobs.detach().exp() - targets.anchor.exp()

@@ -1,9 +1,9 @@
-"""Negative log-likelihood of the batch's tokens, whoever sampled them: imitation (`orchestrator.advantage.type = sft`).
+"""Negative log-likelihood of the batch's tokens, whoever sampled them: supervised fine-tuning, and over rollouts
+imitation (`orchestrator.advantage.type = sft`).
 
     l_t = - log pi(t)
 
-The same as supervised fine-tuning's loss, over rollouts. Advantages are not looked at, and there is no importance
-ratio; a KL penalty may stand beside it.
+Advantages are not looked at, and there is no importance ratio; a KL penalty may stand beside it.
 
 Edge cases: what the engine reported does not matter here, so log mu = -inf is harmless; the mismatch alarm is off,
 since another model may have sampled the tokens. All trained tokens count, those of bad rollouts too.
@@ -11,12 +11,24 @@ since another model may have sampled the tokens. All trained tokens count, those
 
 import torch
 
+from prime_hpc.config.named_code import Bounds
 from prime_hpc.config.sections.trainer import LossConfig
-from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms, register
+from prime_hpc.trainer.batching.micro_batches import MicroBatch
+from prime_hpc.trainer.objectives.base import LossStats, Targets, Terms
 
 
-@register("nll", normalize="token")
 def nll(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
     """See the module."""
     loss = -targets.logprobs
     return Terms(loss, torch.zeros_like(loss, dtype=torch.bool))
+
+
+def sft_loss(micro: MicroBatch | None, logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
+    """- sum_t w_t log pi(t); with `token` weights the mean over the batch.
+
+    Args:
+        micro: not looked at; other losses do.
+        logprobs: float32 `[N]`, differentiable.
+        weights: float32 `[N]`.
+    """
+    return -(weights * logprobs).sum(), LossStats({"nll": -logprobs.detach().sum()}, {})

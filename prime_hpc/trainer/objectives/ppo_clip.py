@@ -17,7 +17,7 @@ start of an inner epoch. Ratios saturate at e^+-20 with gradient 0. A = 0: no gr
 import torch
 
 from prime_hpc.config.sections.trainer import LossConfig
-from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms, register
+from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms
 
 
 def clipped_surrogate(targets: Targets, log_ratio: torch.Tensor, config: LossConfig, bounds: Bounds) -> Terms:
@@ -34,7 +34,6 @@ def clipped_surrogate(targets: Targets, log_ratio: torch.Tensor, config: LossCon
     return Terms(-gain, clipped)
 
 
-@register("ppo_clip", normalize="token", bounds=Bounds(0.2, 0.2))
 def ppo_clip(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
     """See the module."""
     return clipped_surrogate(targets, targets.log_ratio(), config, bounds)

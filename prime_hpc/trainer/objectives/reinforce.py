@@ -12,10 +12,9 @@ Edge cases: what the engine reported does not matter here, so log mu = -inf is h
 import torch
 
 from prime_hpc.config.sections.trainer import LossConfig
-from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms, register
+from prime_hpc.trainer.objectives.base import Bounds, Targets, Terms
 
 
-@register("reinforce", normalize="token")
 def reinforce(targets: Targets, config: LossConfig, bounds: Bounds) -> Terms:
     """See the module."""
     loss = -targets.advantages * targets.logprobs

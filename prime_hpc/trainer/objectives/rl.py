@@ -15,7 +15,7 @@ from prime_hpc.trainer.objectives.kl import kl_estimate
 
 def normalization(config: LossConfig) -> str:
     """`token`, `sequence` or `batch`: the configured one, or with `auto` that of the objective's paper."""
-    return get_objective(config.type).normalize if config.normalize == "auto" else config.normalize
+    return config.objective.normalize if config.normalize == "auto" else config.normalize
 
 
 def requires_reference(config: LossConfig) -> bool:
@@ -51,7 +51,7 @@ def rl_loss(
         sequence=micro.sequence,
         targets_of_sequence=micro.targets_of_sequence,
     )
-    terms = objective.function(targets, config, objective.bounds(config))
+    terms = objective(targets, config, config.bounds)
     stats = mismatch_stats(logprobs, behaviour)
     stats.sums["clipped"] = terms.clipped.sum().float()
     per_target = terms.loss

@@ -1,7 +1,7 @@
 """Packed varlen attention: the sequences of one packed row attend only within themselves.
 
-`model.py` registers it with transformers' `AttentionInterface`, so that any HF causal LM uses it;
-`train_step.py` opens the `packing` context around the forward and backward pass of a micro-batch.
+`model.py` registers it with transformers' `AttentionInterface`, so that any HF causal LM uses it; `train_step.py` opens
+the `packing` context around the forward and backward pass of a micro-batch.
 
 Three ways to the same result, none of which builds a `[tokens, tokens]` mask:
 - torch's own varlen kernel (CUDA, half precision): FlashAttention 2, or 3 on a Hopper where `flash_attn_interface` is;
@@ -11,7 +11,8 @@ Three ways to the same result, none of which builds a `[tokens, tokens]` mask:
   sequence, so causality alone hides it; padded queries are thrown away.
 
 Models with layers that know nothing of packing (convolutions, state spaces, linear attention) get their sequences as
-rows of their own instead, padded at the end (`batches.make_micro_batch`); attention sees these rows as one packed row.
+rows of their own instead, padded at the end (`micro_batches.make_micro_batch`); attention sees these rows as one packed
+row.
 """
 
 import functools
@@ -81,7 +82,7 @@ class Packing:
         return self._derived[size]
 
     def padded(self) -> "Packing":
-        """This packing with buckets, for a layer that no other kernel serves."""
+        """Return this packing with buckets, for a layer that no other kernel serves."""
         if self.buckets:
             return self
         if 0 not in self._derived:
@@ -141,7 +142,7 @@ def plan_packing(
     Args:
         lengths: int[S], tokens of each sequence in row order; all positive, S >= 1.
         device: what attends: the cost of a kernel call depends on it.
-        rows: `prefixes.shared_rows`, where sequences share tokens.
+        rows: `prefix_attention.shared_rows`, where sequences share tokens.
         num_rows: of the model's input: 1, or as many as sequences, all of one length.
         pads: plan the buckets of `padded_attention` too.
     """
@@ -448,7 +449,7 @@ def packed_attention_forward(
     sliding_window: int | _NotPassed | None = _NOT_PASSED,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature.
+    """Attend, with the signature of transformers' attention functions.
 
     Args:
         query: `[R, H, T, D]`; key: `[R, KV, T, D]`; value: `[R, KV, T, E]`; R = 1 for a packed row, which may be split

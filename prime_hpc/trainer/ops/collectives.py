@@ -43,7 +43,7 @@ def _sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return x
 
 
-def _own_part(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _local_part(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     assert x.shape[0] % mesh.size() == 0, (x.shape, mesh.size())
     return x.chunk(mesh.size())[mesh.get_local_rank()].contiguous()
 
@@ -78,14 +78,14 @@ def leave_parallel(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 @torch.compiler.disable
 def split_rows(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's share of the rows `[n, ...]` (a multiple of the ranks) that all ranks hold."""
-    return _Moved.apply(x, mesh, _own_part, _all_parts)
+    """Return this rank's share of the rows `[n, ...]` (a multiple of the ranks) that all ranks hold."""
+    return _Moved.apply(x, mesh, _local_part, _all_parts)
 
 
 @torch.compiler.disable
 def join_rows(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Return the inverse of `split_rows`: what follows is computed alike on all ranks."""
-    return _Moved.apply(x, mesh, _all_parts, _own_part)
+    return _Moved.apply(x, mesh, _all_parts, _local_part)
 
 
 @torch.compiler.disable

@@ -5,8 +5,7 @@
     targets          ->  a rank computes those that its own hidden states predict; log-probabilities (floats per
                          token) are then gathered, so that objectives see whole sequences
 
-Called by `batches.make_micro_batch` (which tokens), `attention` (heads) and `model.Policy` (log-probabilities). Each
-rank's gradient is that of its own targets; FSDP, which shards over `cp` as well, adds them up.
+Each rank's gradient is that of its own targets; FSDP, which shards over `cp` as well, adds them up.
 """
 
 from collections.abc import Callable
@@ -67,7 +66,7 @@ def scatter_heads(
     return returned.transpose(0, 1).flatten(1, 2)
 
 
-def own_targets(target_index: np.ndarray, first: int, stop: int) -> slice:
+def local_targets(target_index: np.ndarray, first: int, stop: int) -> slice:
     """Return the targets that the hidden states of tokens `first` .. `stop` predict; `target_index` never falls."""
     return slice(*np.searchsorted(target_index, [first, stop]).tolist())
 

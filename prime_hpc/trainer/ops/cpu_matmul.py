@@ -37,7 +37,10 @@ def _takes(*tensors: torch.Tensor) -> bool:
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` of two matrices, whatever their strides; not differentiable where oneDNN takes it."""
+    """Compute `a @ b` of two matrices, whatever their strides; not differentiable where oneDNN takes it.
+
+    Of the result's strides nothing is promised.
+    """
     if not _takes(a, b):
         return a @ b
     if a.shape[0] > b.shape[1] and a.shape[1] > a.shape[0]:
@@ -57,27 +60,27 @@ def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b.T`."""
+    """Compute `a @ b.T`."""
     return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
 
 
 class _Linear(torch.autograd.Function):
-    """`x @ weight.T`, `[..., in] -> [..., out]`."""
+    """`x @ weight.T`, `[rows, in] -> [rows, out]`.
+
+    The result is contiguous, and no view of anything: models look at it as heads or as complex numbers, and add to it
+    in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x.reshape(-1, x.shape[-1]), weight.T).view(*x.shape[:-1], weight.shape[0])
+        return _onednn(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
-        flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = product(flat, weight).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            grad_weight = product(flat.T, x.reshape(-1, x.shape[-1])).contiguous()
+        grad_x = _onednn(grad, weight.T) if ctx.needs_input_grad[0] else None
+        grad_weight = product(grad.T, x).contiguous() if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight
 
 
@@ -91,7 +94,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if not _takes(x, weight):
         return F.linear(x, weight, bias)
-    out = _Linear.apply(x, weight)
+    out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias
 
 

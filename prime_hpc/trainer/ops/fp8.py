@@ -1,10 +1,10 @@
 """Matrix products of the transformer blocks in 8-bit floating point (`model.fp8`).
 
-Called by `model.py`. Forward pass and the gradient to the input run in float8 e4m3 with one scale a row, computed from
-the row as it is (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv 2209.05433, per-tensor there; a row's
-own scale loses less to outliers). The gradient to the weight stays in the compute dtype: it sums over tokens and is
-what training is most sensitive to. Parameters, their gradients and the optimizer know nothing of it. The output head
-and routers stay in the compute dtype: log-probabilities are compared to the engine's.
+Forward pass and the gradient to the input run in float8 e4m3 with one scale a row, computed from the row as it is
+(Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv 2209.05433, per-tensor there; a row's own scale loses
+less to outliers). The gradient to the weight stays in the compute dtype: it sums over tokens and is what training is
+most sensitive to. Parameters, their gradients and the optimizer know nothing of it. The output head and routers stay in
+the compute dtype: log-probabilities are compared to the engine's.
 
 Runs on GPUs of compute capability 8.9 and above (Ada, Hopper, Blackwell); on CPU it is emulated, for tests.
 """
@@ -28,7 +28,7 @@ def quantize_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scaled_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`a @ b.T` in float8: a `[m, k]`, b `[n, k]`, result `[m, n]` in `dtype`."""
+    """Compute `a @ b.T` in float8: a `[m, k]`, b `[n, k]`, result `[m, n]` in `dtype`."""
     (left, left_scale), (right, right_scale) = quantize_rows(a), quantize_rows(b)
     return torch._scaled_mm(left, right.t(), scale_a=left_scale, scale_b=right_scale.t(), out_dtype=dtype)
 

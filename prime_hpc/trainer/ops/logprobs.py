@@ -72,7 +72,7 @@ def _chunk_logits(
 def _softmax_sums(
     logits: torch.Tensor, top: torch.Tensor, *, with_entropy: bool, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over the vocabulary, `[n]` each, of e = exp(l - top) and, with entropy, of e (l - top).
+    """Return sums over the vocabulary, `[n]` each, of e = exp(l - top) and, with entropy, of e (l - top).
 
     The logits' memory is overwritten: by e where `keep` is set.
     """

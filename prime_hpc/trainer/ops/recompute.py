@@ -44,8 +44,8 @@ _KEPT = (
 
 @functools.cache
 def kept_operators() -> tuple[Any, ...]:
-    """The overloads of `_KEPT` that exist here, and make their results themselves: what one writes into a given buffer,
-    as compiled graphs do, would be overwritten when the graph uses the buffer again."""
+    """Return the overloads of `_KEPT` that exist here, and make their results themselves: what one writes into a given
+    buffer, as compiled graphs do, would be overwritten when the graph uses the buffer again."""
     found: list[Any] = []
     for library, names in _KEPT:
         for name in names:
@@ -73,7 +73,7 @@ class HostCopy:
         source.record_stream(self._stream)  # its memory is not used again before the copy is done
 
     def restore(self) -> torch.Tensor:
-        """The tensor on its device again, a leaf that requires a gradient where the original did."""
+        """Put the tensor on its device again, a leaf that requires a gradient where the original did."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return self._host.to(self._device, non_blocking=True).requires_grad_(self._requires_grad)
@@ -108,7 +108,7 @@ def _keep_products() -> Any:
 def _offloaded(
     original: Callable[..., Any], run: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kw: Any
 ) -> Any:
-    """The checkpointed block on `hidden`, which nobody holds on the device after the forward pass."""
+    """Run the checkpointed block on `hidden`, which nobody holds on the device after the forward pass."""
     copy = HostCopy(hidden)
     first = [hidden]
 

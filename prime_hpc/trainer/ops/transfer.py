@@ -36,7 +36,7 @@ def pack(tensors: list[torch.Tensor], *, pin: bool) -> tuple[torch.Tensor, list[
 
 
 def unpack(buffer: torch.Tensor, starts: list[int], like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of the buffer, with the shapes and dtypes of `like`."""
+    """Return views of the buffer, with the shapes and dtypes of `like`."""
     parts = (buffer[start : start + t.nbytes] for start, t in zip(starts, like, strict=True))
     return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, like, strict=True)]
 

@@ -59,7 +59,7 @@ def _build(module: nn.Module, config: OptimConfig, parameters: Iterable[nn.Param
 
 
 def _used(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups that hold anything, divided by device mesh: one fused kernel takes parameters of one mesh."""
+    """Return groups that hold anything, divided by device mesh: one fused kernel takes parameters of one mesh."""
     found = []
     for group in groups:
         by_mesh: dict[Any, list[Any]] = {}

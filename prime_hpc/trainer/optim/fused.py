@@ -26,7 +26,7 @@ class Fused:
     groups: int = 1
 
     def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The matrices [..., rows, columns], copies."""
+        """Return the matrices [..., rows, columns], copies."""
         blocks = whole.movedim(self.dim, -2)
         blocks = blocks.reshape(*blocks.shape[:-2], self.groups, sum(self.sizes), blocks.shape[-1])
         parts = blocks.split(self.sizes, dim=-2)
@@ -69,7 +69,7 @@ def _gate_up(owner: nn.Module, name: str, weight: torch.Tensor) -> Fused | None:
 
 
 def _attention(owner: nn.Module, name: str, child: Any, weight: torch.Tensor) -> Fused | None:
-    """Queries, keys and values, by the config's heads."""
+    """Return queries, keys and values, by the config's heads."""
     config = getattr(owner, "config", None)
     if config is None or weight.ndim != 2:
         return None

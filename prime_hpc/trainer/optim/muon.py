@@ -148,8 +148,8 @@ def _by_layout(parameters: list[torch.Tensor], fused: Mapping[int, Fused]) -> li
     """Parameters of one shape, one sharding and the same parts together, in an order that every rank shares."""
     found: dict[Any, list[torch.Tensor]] = {}
     for p in parameters:
-        layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else ()
-        found.setdefault((tuple(p.shape), p.dtype, layout, fused.get(id(p))), []).append(p)
+        sharding = (p.device_mesh, p.placements) if isinstance(p, DTensor) else ()
+        found.setdefault((tuple(p.shape), p.dtype, sharding, fused.get(id(p))), []).append(p)
     return list(found.values())
 
 
@@ -163,21 +163,21 @@ def _chunks(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 def _orthogonalize_all(
     matrices: list[torch.Tensor], direction: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """`direction` of each; sharded ones (all of one layout) come back with the sharding that they had."""
+    """`direction` of each; sharded ones (all sharded alike) come back with the sharding that they had."""
     first = matrices[0]
     if not isinstance(first, DTensor):
         return [direction(m) for m in matrices]
     if first.ndim == 3 and all(p.is_replicate() or p.is_shard(0) for p in first.placements):
         return [_local(m, direction) for m in matrices]
     if first.device_mesh.ndim > 1:
-        return [_own_part(direction(m.full_tensor()), m) for m in matrices]  # type: ignore[attr-defined]
+        return [_local_part(direction(m.full_tensor()), m) for m in matrices]  # type: ignore[attr-defined]
     stacked = torch.stack(matrices)
     kept = stacked.placements  # type: ignore[attr-defined]
     whole = _local(stacked.redistribute(placements=[Shard(0)]), direction)  # type: ignore[attr-defined]
     return list(whole.redistribute(placements=kept).unbind(0))
 
 
-def _own_part(whole: torch.Tensor, sharded: Any) -> torch.Tensor:
+def _local_part(whole: torch.Tensor, sharded: Any) -> torch.Tensor:
     """`whole`, sharded like `sharded`: no communication."""
     mesh, placements = sharded.device_mesh, sharded.placements
     shape, offset = compute_local_shape_and_global_offset(sharded.shape, mesh, placements)

@@ -2,7 +2,7 @@
 
 `keep_in_host_memory(optimizer)` makes `optimizer.step` go through the parameters bucket by bucket: state to the device,
 update, state back. What a rank holds on the device is then parameters, gradients and one bucket's state, instead of
-Adam's 8 bytes a parameter more. Used by `optim.build`; checkpoints read the state where it lies.
+Adam's 8 bytes a parameter more.
 """
 
 from collections.abc import Callable, Iterator

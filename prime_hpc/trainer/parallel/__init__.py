@@ -1,12 +1,12 @@
 """How a model's parameters and a batch's tokens are spread over the trainer's ranks.
 
-    parallel = build_parallel(experiment.trainer.parallel.layout(world_size), device)
-    policy = load_policy(config, source, parallel, device, ...)      # model.py, which calls `distribute`
+    parallel = build_parallel(experiment.trainer.parallel.dims(world_size), device)
+    policy = load_policy(config, source, parallel, device, ...)      # model/policy.py, which calls `distribute`
 
 - `mesh`: the layout's device meshes and process groups, and this rank's place in them;
 - `distribute`: tensor parallel, expert parallel, recomputation, compilation and FSDP2, in this order;
-- `tensor`, `context`, `expert`: what each dimension does to the modules and to the tokens;
-- `collectives`: the communication that gradients flow through;
+- `tensor`, `expert`: what each dimension does to the modules (context parallelism and the communication that gradients
+  flow through: `trainer.ops`);
 - `gradients`: sums and norms of gradients whose parameters lie on different meshes.
 """
 

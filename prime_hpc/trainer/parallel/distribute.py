@@ -72,7 +72,7 @@ def distribute(
     # The root's input is a whole micro-batch: FSDP would round its float fields, temperatures among them, to `dtype`.
     exact = replace(precision, cast_forward_inputs=False)
     for module in experts:
-        placement = functools.partial(_expert_dimension, ranks=parallel.layout.expert_shard)
+        placement = functools.partial(_expert_dimension, ranks=parallel.dims.expert_shard)
         fully_shard(
             module, mesh=parallel.expert_fsdp, mp_policy=precision, reshard_after_forward=reshard,
             shard_placement_fn=placement,
@@ -113,7 +113,7 @@ def gathers_from_itself(parallel: Parallel) -> bool:
 
 
 def _check_heads(hf: Any, parallel: Parallel) -> None:
-    config, tp, cp = hf.config.get_text_config(), parallel.layout.tp, parallel.layout.cp
+    config, tp, cp = hf.config.get_text_config(), parallel.dims.tp, parallel.dims.cp
     heads = config.num_attention_heads
     repeats(heads // tp, (getattr(config, "num_key_value_heads", None) or heads) // tp, cp)
 

@@ -39,7 +39,7 @@ def split_experts(hf: Any, parallel: Parallel) -> list[nn.Module]:
     Raises:
         ValueError: a dense model, or a number of experts that the ranks do not divide.
     """
-    modules, width = expert_modules(hf), parallel.layout.ep
+    modules, width = expert_modules(hf), parallel.dims.ep
     if width > 1 and not modules:
         raise ValueError(f"trainer.parallel.ep = {width}: {type(hf).__name__} has no experts; set it to 1")
     for module in modules:
@@ -106,7 +106,7 @@ def _num_experts(module: nn.Module) -> int:
 
 
 def _compute(module: nn.Module, experts: LocalExperts, *inputs: torch.Tensor) -> torch.Tensor:
-    """The model's own code over `experts`."""
+    """Run the model's own code over `experts`."""
     return type(module).forward(experts, *inputs)
 
 

@@ -60,8 +60,8 @@ def num_holders(parameter: torch.Tensor) -> int:
 
 
 def squared_norm(parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """This rank's share of the squared norm of all gradients, float64: summed over all ranks every element counts
-    once, however many ranks hold it."""
+    """Return this rank's share of the squared norm of all gradients, float64: summed over all ranks every element
+    counts once, however many ranks hold it."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     by_holders: dict[int, list[torch.Tensor]] = {}
     for p in parameters:

@@ -1,4 +1,4 @@
-"""The layout's device meshes and process groups. Built by `trainer.py`; carried by `model.Policy`.
+"""The parallel dimensions' device meshes and process groups. Built by `trainer.py`; carried by `model.Policy`.
 
 Two views of the same ranks. Parameters that every token passes lie on (dp_replicate, fsdp, tp), where `fsdp` runs over
 dp_shard and cp: ranks that split a row hold the same weights, so FSDP shards over them and sums their gradients. Where
@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from prime_hpc.config.sections.parallel import Layout
+from prime_hpc.config.sections.parallel import ParallelDims
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """The layout, and this rank's place in it."""
+    """The parallel dimensions, and this rank's place in it."""
 
-    layout: Layout
+    dims: ParallelDims
     rank: int
     fsdp: DeviceMesh
     """(dp_replicate, fsdp), or (fsdp,) of a single copy."""
@@ -32,54 +32,54 @@ class Parallel:
 
     @property
     def data_rank(self) -> int:
-        """The part of the batch that this rank reads, out of `layout.num_data_ranks`."""
-        return self.layout.data_rank(self.rank)
+        """The part of the batch that this rank reads, out of `dims.num_data_ranks`."""
+        return self.dims.data_rank(self.rank)
 
     @property
     def leads(self) -> bool:
         """True if this rank is the first of those that read its part of the batch."""
-        return self.rank % self.layout.ranks_per_part == 0
+        return self.rank % self.dims.ranks_per_part == 0
 
     @property
     def cp_rank(self) -> int:
         """This rank's place among those that split a row."""
-        return self.rank // self.layout.tp % self.layout.cp
+        return self.rank // self.dims.tp % self.dims.cp
 
     @property
     def tp_rank(self) -> int:
         """This rank's place among those that split the matrices."""
-        return self.rank % self.layout.tp
+        return self.rank % self.dims.tp
 
     @property
     def row_multiple(self) -> int:
         """Packed rows are filled up to a multiple of this, so that ranks can split their tokens evenly."""
-        return self.layout.ranks_per_part
+        return self.dims.ranks_per_part
 
 
-def build_parallel(layout: Layout, device: torch.device | str) -> Parallel:
-    """Return the meshes of a layout. Collective over the default process group.
+def build_parallel(dims: ParallelDims, device: torch.device | str) -> Parallel:
+    """Return the meshes of the parallel dimensions. Collective over the default process group.
 
     Args:
-        layout: of as many ranks as the process group has.
+        dims: of as many ranks as the process group has.
         device: of this rank.
     """
     kind, rank = torch.device(device).type, dist.get_rank()
-    assert layout.world_size == dist.get_world_size(), (layout, dist.get_world_size())
-    weights = _mesh(kind, {"dp_replicate": layout.dp_replicate, "fsdp": layout.fsdp, "tp": layout.tp}, "fsdp")
+    assert dims.world_size == dist.get_world_size(), (dims, dist.get_world_size())
+    weights = _mesh(kind, {"dp_replicate": dims.dp_replicate, "fsdp": dims.fsdp, "tp": dims.tp}, "fsdp")
     cp = ep = expert_fsdp = None
-    if layout.cp > 1:
-        rows = _mesh(kind, {"data": layout.num_data_ranks, "cp": layout.cp, "other": layout.tp}, "cp")
+    if dims.cp > 1:
+        rows = _mesh(kind, {"data": dims.num_data_ranks, "cp": dims.cp, "other": dims.tp}, "cp")
         cp = rows["cp"]
-    if layout.ep > 1 or layout.tp > 1:
-        experts = {"dp_replicate": layout.dp_replicate, "expert_fsdp": layout.expert_shard, "ep": layout.ep}
+    if dims.ep > 1 or dims.tp > 1:
+        experts = {"dp_replicate": dims.dp_replicate, "expert_fsdp": dims.expert_shard, "ep": dims.ep}
         mesh = _mesh(kind, experts, "expert_fsdp")
         expert_fsdp = _part(mesh, "dp_replicate", "expert_fsdp")
-        ep = mesh["ep"] if layout.ep > 1 else None
+        ep = mesh["ep"] if dims.ep > 1 else None
     return Parallel(
-        layout=layout,
+        dims=dims,
         rank=rank,
         fsdp=_part(weights, "dp_replicate", "fsdp"),
-        tp=weights["tp"] if layout.tp > 1 else None,
+        tp=weights["tp"] if dims.tp > 1 else None,
         cp=cp,
         expert_fsdp=expert_fsdp,
         ep=ep,

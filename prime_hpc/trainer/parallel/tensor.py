@@ -1,6 +1,6 @@
 """Tensor parallel: heads, feed-forward channels and the vocabulary split over the ranks of `tp`.
 
-Called by `distribute`. What is split how is the model's own plan (transformers' `base_model_tp_plan`):
+What is split how is the model's own plan (transformers' `base_model_tp_plan`):
 
 - `colwise` (q, k, v, gate, up): each rank has some rows of the weight, so some of the outputs; inputs are whole;
 - `rowwise` (o, down): each rank has the columns for its part of the inputs; outputs are summed over ranks;
@@ -32,7 +32,7 @@ COLUMN, ROW, PARTLY_USED = "colwise", "rowwise", "replicated_with_grad_allreduce
 
 
 def local(parameter: torch.Tensor | None) -> Any:
-    """This rank's part of a parameter, differentiable."""
+    """Return this rank's part of a parameter, differentiable."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -40,7 +40,7 @@ class ColumnLinear(nn.Linear):
     """`[.., in] -> [.., out / ranks]`; the module around it lets the inputs in (`_enter`)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's outputs."""
+        """Compute this rank's outputs."""
         return linear(x, local(self.weight), local(self.bias))
 
 
@@ -118,7 +118,9 @@ def _refusal(hf: Any, reason: str) -> str:
 
 def _check_sizes(hf: Any, width: int) -> None:
     config = hf.config.get_text_config()
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(_refusal(hf, "it has no attention heads to deal out"))
     sizes = {
         "attention heads": heads,
         "key-value heads": getattr(config, "num_key_value_heads", None) or heads,

@@ -1,7 +1,6 @@
 """Two steps of the real trainer in the pretended world, and what they took."""
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prime_hpc.config import Experiment
 from prime_hpc.config.sections.trainer import FakeDataConfig
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import fake_batch
 from prime_hpc.trainer.model.policy import Policy
+from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
 from prime_hpc.trainer.rehearsal.pretend import flash_workspace, pretended, start_fake_process_group
 from prime_hpc.trainer.rehearsal.tracker import MemoryTracker
-from prime_hpc.trainer.rl import rl_objective
-from prime_hpc.trainer.sft import sft_objective
-from prime_hpc.trainer.train_step import Objective, TrainStep
+from prime_hpc.trainer.train_step import TrainStep
 from prime_hpc.trainer.trainer import Base, build_train_step, load_base
 
 CPU = torch.device("cpu")
@@ -56,7 +54,7 @@ def rehearse(experiment: Experiment, folder: Path) -> dict[str, Any]:
         tracker, base = _run(experiment, on_gpu, folder)
     finally:
         dist.destroy_process_group()
-    if experiment.trainer.layout.ep > 1:
+    if experiment.trainer.parallel_dims.ep > 1:
         notes.append("every expert gets the same number of tokens")
     return {
         "peak": tracker.peak.total,
@@ -95,11 +93,11 @@ def _without_compile(experiment: Experiment) -> tuple[Experiment, list[str]]:
 def logit_widths(policy: Policy) -> tuple[int, ...]:
     """Tokens whose logits this rank computes, and rows of the head while it is whole."""
     vocab = policy.hf.get_output_embeddings().weight.shape[0]
-    return (vocab, vocab // policy.parallel.layout.tp)
+    return (vocab, vocab // policy.parallel.dims.tp)
 
 
 def train(train_step: TrainStep, experiment: Experiment, tracker: MemoryTracker, policy: Policy) -> None:
-    """Some steps on full micro-batches, each phase under its name."""
+    """Train some steps on full micro-batches, each phase under its name."""
     step_optimizer = train_step.optimizer.step
 
     def counted_step(*args: Any, **kwargs: Any) -> Any:
@@ -108,17 +106,12 @@ def train(train_step: TrainStep, experiment: Experiment, tracker: MemoryTracker,
             return step_optimizer(*args, **kwargs)
 
     train_step.optimizer.step = counted_step  # type: ignore[method-assign]
-    objective = objective_of(experiment)
+    objective = loss_of(experiment)
     for step, num_micro_batches in enumerate(MICRO_BATCHES, 1):
         tracker.phase = f"step {step}, forward and backward"
         batch = full_batch(experiment, policy, num_micro_batches)
         with tracker.kind("activations"):
             train_step.run(step, batch, objective)
-
-
-def objective_of(experiment: Experiment) -> Objective:
-    """Return the loss of the config's kind."""
-    return partial(rl_objective, experiment.trainer.loss) if experiment.kind == "rl" else sft_objective
 
 
 def full_batch(experiment: Experiment, policy: Policy, num_micro_batches: int) -> RankBatch:

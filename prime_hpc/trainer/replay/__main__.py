@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from prime_hpc.store.batches import list_batches
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,6 +1,6 @@
-"""Keep the batch and the weights of a step that was refused (NaN, mismatch), for `again.kept_step`.
+"""Keep the batch and the weights of a step that was refused (NaN, mismatch), for `replay.kept_step`.
 
-`trainer/main.py` calls it before the run ends; a restart of the run rewinds its own batches and weights, but never
+Written before the run ends; a restart of the run rewinds its own batches and weights, but never
 touches `failed/`.
 """
 
@@ -8,16 +8,17 @@ import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.config import write_snapshot
-from prime_hpc.store.batches import RankBatch, write_batch
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batches import write_batch
 from prime_hpc.store.io import files
-from prime_hpc.store.layout import RunPaths
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.policy import compute_dtype
 from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Trainer
 from prime_hpc.trainer.weights.publish import build_publisher
 
 
-def keep_for_replay(trainer: Trainer, error: StepRefused) -> None:
+def dump_for_replay(trainer: Trainer, error: StepRefused) -> None:
     """Write batch, weights and config of the refused step into `<run>/failed/step_<n>`. Collective.
 
     Raises:
@@ -40,9 +41,9 @@ def keep_for_replay(trainer: Trainer, error: StepRefused) -> None:
     )
     publisher.publish(step - 1)
     if parts is not None:
-        own = parts[:: trainer.parallel.layout.ranks_per_part]  # ranks that share a part of the batch hold it alike
+        own = parts[:: trainer.parallel.dims.ranks_per_part]  # ranks that share a part of the batch hold it alike
         write_batch(kept, step, [part for part in own if part is not None], state={})
-        if trainer.train_step.policy.adapters is None:  # else the kept version is an adapter, see `again.kept_step`
+        if trainer.train_step.policy.adapters is None:  # else the kept version is an adapter, see `replay.kept_step`
             model = experiment.model.model_copy(update={"name": str(kept.weights_step(step - 1).resolve())})
             experiment = experiment.model_copy(update={"model": model})
         write_snapshot(experiment, kept.root, ["replay"])

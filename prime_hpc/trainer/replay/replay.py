@@ -6,7 +6,6 @@ has `trainer.deterministic`. SFT takes its batches from the data set instead of 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,16 +17,18 @@ from prime_hpc.observe.logs import setup_logger
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime.role_context import RoleContext
-from prime_hpc.store.batches import RankBatch, find_batch, list_batches
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batches import find_batch, list_batches
 from prime_hpc.store.checkpoint.checkpoints import resolve_resume
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.messaging.bus import BusClient
-from prime_hpc.trainer.batching.micro_batches import read_own_batch
-from prime_hpc.trainer.data.build import without_padding
+from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.batching.micro_batches import read_local_batch
+from prime_hpc.trainer.data.build import build_data, without_padding
 from prime_hpc.trainer.lora import load_slot
 from prime_hpc.trainer.main import seed_everything, start_process_group
+from prime_hpc.trainer.objectives import loss_of
 from prime_hpc.trainer.replay.sequences import sequence_lines
-from prime_hpc.trainer.train_step import Objective, StepRefused
+from prime_hpc.trainer.train_step import StepRefused
 from prime_hpc.trainer.trainer import Trainer, build_trainer
 from prime_hpc.trainer.weights.lora_files import read_adapter
 
@@ -37,7 +38,7 @@ Given = tuple[RankBatch, dict[str, float]]
 
 @contextmanager
 def opened(experiment: Experiment, scratch: Path) -> Iterator[Trainer]:
-    """A trainer on this rank that writes its metrics below `scratch` and hears nobody. Collective."""
+    """Yield a trainer on this rank that writes its metrics below `scratch` and hears nobody. Collective."""
     device = start_process_group(experiment)
     experiment, rank = plain(experiment, dist.get_world_size()), dist.get_rank()
     setup_logger(f"replay[{rank}]", level=experiment.log.level if rank == 0 else "WARNING")
@@ -64,26 +65,16 @@ def plain(experiment: Experiment, num_ranks: int) -> Experiment:
 def batches_of(trainer: Trainer, source: RunPaths, progress: dict[str, int]) -> Iterator[Callable[[int], Given]]:
     """Step -> this rank's batch and figures; SFT's come in order, from the step after the one `progress` is of."""
     if trainer.experiment.kind == "rl":
-        yield lambda step: (read_own_batch(find_batch(source, step), *trainer.part), {})
+        yield lambda step: (read_local_batch(find_batch(source, step), *trainer.part), {})
         return
-    from prime_hpc.trainer.data.build import build_data
-
     data = build_data(trainer)
     data.start(progress)
     yield lambda step: (data.next()[0], data.figures)
     data.close()
 
 
-def objective_of(experiment: Experiment) -> Objective:
-    """Build the objective that the run minimises."""
-    from prime_hpc.trainer.rl import rl_objective
-    from prime_hpc.trainer.sft import sft_objective
-
-    return partial(rl_objective, experiment.trainer.loss) if experiment.kind == "rl" else sft_objective
-
-
 def train_again(trainer: Trainer, source: RunPaths, start: int, stop: int, metrics: MetricsWriter | None) -> bool:
-    """Steps `start` + 1 .. `stop`; False when a step is refused. Collective.
+    """Train steps `start` + 1 .. `stop`; False when a step is refused. Collective.
 
     Raises:
         StoreError: a checkpoint or a batch is not whole.
@@ -91,7 +82,7 @@ def train_again(trainer: Trainer, source: RunPaths, start: int, stop: int, metri
     progress: dict[str, int] = {}
     if start:
         progress = trainer.saver.checkpointer.load(resolve_resume(source.checkpoints, start, deep=False))
-    objective = objective_of(trainer.experiment)
+    objective = loss_of(trainer.experiment)
     with batches_of(trainer, source, progress) as batch_of:
         for step in range(start + 1, stop + 1):
             try:
@@ -109,7 +100,7 @@ def train_again(trainer: Trainer, source: RunPaths, start: int, stop: int, metri
 
 
 def run_steps(run_dir: Path, scratch: Path, start: int, stop: int) -> bool:
-    """Steps `start` + 1 .. `stop` of a run again, one row a step in `scratch`'s metrics. Collective.
+    """Train steps `start` + 1 .. `stop` of a run again, one row a step in `scratch`'s metrics. Collective.
 
     Args:
         run_dir: the run.
@@ -137,10 +128,10 @@ def kept_step(kept: RunPaths, scratch: Path) -> bool:
     with opened(load_run(kept.root), scratch) as trainer:
         if trainer.train_step.policy.adapters is not None:
             load_slot(trainer.train_step.policy, 0, read_adapter(kept.weights_step(step - 1)))
-        batch = read_own_batch(kept.rollouts_step(step), *trainer.part)
+        batch = read_local_batch(kept.rollouts_step(step), *trainer.part)
         lines = sequence_lines(trainer, batch)
         try:
-            metrics = trainer.train_step.run(step, batch, objective_of(trainer.experiment))
+            metrics = trainer.train_step.run(step, batch, loss_of(trainer.experiment))
             outcome = f"step {step} passes: " + " ".join(f"{k} {v:.4g}" for k, v in metrics.items())
             passes = True
         except StepRefused as error:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from prime_hpc.store.batches import RankBatch
+from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.trainer import Trainer
 
 SHOWN = 10

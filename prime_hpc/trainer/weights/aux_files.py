@@ -2,7 +2,7 @@
 
 Written and made durable once in an attempt; later versions get hard links to the files of the one before, which nobody
 changes any more. A tokenizer is some 10 MB in ten files: more than an adapter, and each file that is to be durable
-waits for the disk. Used by both publishers, on rank 0.
+waits for the disk.
 """
 
 import errno
@@ -38,7 +38,7 @@ class AuxFiles:
         return {name: self._linked(name, stage) or self._written(name, stage) for name in self._sources}
 
     def committed(self, version: Path) -> None:
-        """A version with these files has its name now."""
+        """Note that a version with these files has its name now."""
         self._last = version
 
     def _linked(self, name: str, stage: Path) -> FileEntry | None:

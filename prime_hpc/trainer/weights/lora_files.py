@@ -14,11 +14,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from prime_hpc.config.sections.lora import LoraConfig
-from prime_hpc.store.artifact import Manifest, commit_stage, hash_files, own_stage, prepare_stage, stage_dir
+from prime_hpc.store.artifact import Manifest, commit_stage, fenced_stage, hash_files, prepare_stage, stage_dir
 from prime_hpc.store.io import files as store_files
 from prime_hpc.store.io.disk import disk_errors
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.model_fingerprint import weights_fingerprint
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.lora.slots import slot_weights
 from prime_hpc.trainer.weights.aux_files import AuxFiles
 
@@ -118,7 +118,7 @@ class AdapterPublisher:
         final = self._paths.weights_step(version)
         stage = stage_dir(final, self._incarnation)
         try:
-            with own_stage(stage, self._paths, self._incarnation):
+            with fenced_stage(stage, self._paths, self._incarnation):
                 prepare_stage(final, self._incarnation, run=self._paths)
                 with disk_errors(final):
                     save_file({k: v.contiguous() for k, v in tensors.items()}, stage / WEIGHTS_FILE, {"format": "pt"})

@@ -1,17 +1,17 @@
 """Publishing a weight version, all ranks at once, as an artifact that Hugging Face and vLLM load as it is.
 
-Called by `rl.py` and `sft.py` after an optimizer step. With `model.lora` a version is the adapter alone, see
-`lora.files.AdapterPublisher`. Else it has a safetensors file per rank, and every rank writes the rows that it holds of
-each tensor to their places in these files; one whose parts lie on several nodes, or are no whole rows, is gathered and
-written by the rank whose file it stands in (`version_files`). Then each rank seals its file. Rank 0 adds the index,
-config.json and the tokenizer of the source model (`aux_files`), and commits.
+With `model.lora` a version is the adapter alone, see `lora_files.AdapterPublisher`. Else it is a safetensors file per
+rank, and every rank hands the rows that it holds of each tensor, with their places in these files, to the transport
+(`weight_transport.transport`); one whose parts lie on several nodes, or are no whole rows, is gathered and handed over
+by the rank whose file it stands in (`write_plan`). Then each rank seals what it wrote. Rank 0 adds the index,
+config.json and the tokenizer of the source model (`aux_files`) to a version that is whole, and commits.
 """
 
 import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,21 +20,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, own_stage, prepare_stage, stage_dir
+from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, fenced_stage, prepare_stage, stage_dir
 from prime_hpc.store.io import files as store_files
-from prime_hpc.store.io.shared_writer import RangeFile, open_ranges
-from prime_hpc.store.layout import RunPaths
 from prime_hpc.store.model_files import INDEX
+from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.weights.aux_files import AuxFiles, Content
 from prime_hpc.trainer.weights.lora_files import AdapterPublisher
 from prime_hpc.trainer.weights.safetensors_layout import host_bytes
 from prime_hpc.trainer.weights.write_plan import UNUSED_FILE, plan_version
+from prime_hpc.weight_transport.transport import Place, Sender, VersionForm, WholeFile, load_transport
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 MAX_PENDING_WRITES = 2
 """Tensors in host memory that wait to be written."""
 _SKIPPED = {"config.json", "manifest.json", ".gitattributes", "README.md"}
+Sealed = tuple[dict[str, FileEntry], dict[str, Any]]
+"""A rank's files, and its facts for the manifest."""
 
 
 class VersionPublisher(Protocol):
@@ -53,19 +56,30 @@ def build_publisher(
     incarnation: int,
     model_name: str,
     slot: int = 0,
+    weights: WeightsConfig | None = None,
 ) -> VersionPublisher:
     """Build the publisher that fits the policy; arguments as `Publisher`'s, and of a policy with adapters whose it
     is."""
     if policy.adapters is not None:
         return AdapterPublisher(policy, source, paths, incarnation=incarnation, model_name=model_name, slot=slot)
-    return Publisher(policy, source, paths, dtype=dtype, incarnation=incarnation, model_name=model_name)
+    return Publisher(
+        policy, source, paths, dtype=dtype, incarnation=incarnation, model_name=model_name, weights=weights
+    )
 
 
 class Publisher:
     """Writes weight versions of one policy. All methods are collective."""
 
     def __init__(
-        self, policy: Policy, source: Path, paths: RunPaths, *, dtype: torch.dtype, incarnation: int, model_name: str
+        self,
+        policy: Policy,
+        source: Path,
+        paths: RunPaths,
+        *,
+        dtype: torch.dtype,
+        incarnation: int,
+        model_name: str,
+        weights: WeightsConfig | None = None,
     ) -> None:
         """Args:
         policy: sharded model.
@@ -74,13 +88,16 @@ class Publisher:
         dtype: floating-point dtype of the published weights.
         incarnation: number of the run's attempt.
         model_name: for the manifest.
+        weights: names the transport; default: whole files.
         """
         self._policy, self._source, self.paths = policy, source, paths
         self._dtype, self.incarnation, self._model_name = dtype, incarnation, model_name
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         assert policy.weights is not None, "a policy from `load_policy`"
         self._plan = plan_version(dict(policy.named_weights()), policy.weights, dtype)
-        self.aux_files = AuxFiles(self._aux_file_paths() if self._rank == 0 else {})
+        self._aux_files = AuxFiles(self._aux_file_paths() if self._rank == 0 else {})
+        weights = weights or WeightsConfig()
+        self.sender: Sender = load_transport(weights.transport).sender(weights, self._written_files(), self._rank)
 
     def publish(self, version: int) -> Manifest | None:
         """Write and commit `weights/step_<version>`.
@@ -95,27 +112,31 @@ class Publisher:
         stage = stage_dir(final, self.incarnation)
         aux_files: Future[dict[str, FileEntry]] | None = None
         try:
-            with own_stage(stage, self.paths, self.incarnation):
-                if self._rank == 0:
-                    prepare_stage(final, self.incarnation, run=self.paths, file_bytes=self._plan.file_bytes)
-                dist.barrier()  # the stage exists
-                self._await_stage(stage)
+            with fenced_stage(stage, self.paths, self.incarnation):
+                form = self._open_stage(version, stage, final)
                 with ThreadPoolExecutor(1, thread_name_prefix="publish") as beside:
                     if self._rank == 0:
-                        aux_files = beside.submit(self.aux_files.put, stage)
-                    entries = self._write_files(stage)
+                        aux_files = beside.submit(self.put_aux_files, form, stage)
+                    sealed = self._write_files(form, stage)
                 gathered: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
-                dist.gather_object(entries, gathered)
+                dist.gather_object(sealed, gathered)
                 if gathered is None or aux_files is None:
                     return None
-                manifest = self.manifest(version, [*gathered, aux_files.result()])
-                manifest = commit_stage(stage, final, manifest, run=self.paths)
-                self.aux_files.committed(final)
-                return manifest
+                return self.commit(version, form, gathered, aux_files.result())
         except BaseException:
             if self._rank == 0:  # whatever ended this, nothing half-written stays behind
                 store_files.clear_away(stage)
             raise
+
+    def _open_stage(self, version: int, stage: Path, final: Path) -> VersionForm:
+        """Rank 0 makes the stage and decides the form; both are there for all when this returns. Collective."""
+        box = [VersionForm()]
+        if self._rank == 0:
+            prepare_stage(final, self.incarnation, run=self.paths, file_bytes=self.file_bytes)
+            box = [self.sender.plan(version)]
+        dist.broadcast_object_list(box, src=0)  # the stage exists
+        self._await_stage(stage)
+        return box[0]
 
     def _await_stage(self, stage: Path) -> None:
         """Until the stage is visible on every node: one rank a node looks. Collective."""
@@ -125,61 +146,72 @@ class Publisher:
                 store_files.await_name(stage)
             dist.barrier()
 
-    def _write_files(self, stage: Path) -> dict[str, FileEntry]:
-        """Write what this rank holds to its places, then make its own file durable; its entry. Collective."""
+    def _write_files(self, form: VersionForm, stage: Path) -> Sealed:
+        """Write what this rank holds to its places, then make its own files durable. Collective."""
         with contextlib.ExitStack() as stack:
-            files = self.open_files(stage, stack)
-            writer = stack.enter_context(_Writer())  # ends before the files are closed
-            for (name, offset), values in self.own_blocks():
-                writer.write(files[name], offset, values)
+            self.sender.open(form, stage, stack)
+            writer = stack.enter_context(_Writer(self.sender))  # ends before the files are closed
+            for place, values in self.local_blocks():
+                writer.write(place, values)
             writer.finish()
             dist.barrier()  # all ranks have written
-            return self.seal(files)
+            return self.sender.finalize()
 
-    def own_blocks(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
-        """Return what this rank writes: (file, offset) and the values as they are published, on the
-        device. Collective."""
+    def local_blocks(self) -> Iterator[tuple[Place, torch.Tensor]]:
+        """Return what this rank writes: places and the values as they are published, on the device. Collective."""
         tensors = dict(self._policy.named_weights())
         for file in self._plan.mine():
             for name in file.tensors:
                 if name in self._plan.in_place:
                     for offset, values in self._plan.blocks(file, name, tensors[name]):
-                        yield (file.name, offset), values
+                        yield Place(file.name, offset, values.dtype.itemsize), values
         for file, name in self._plan.gathered():
             whole = gather(tensors[name], self._plan.dtype(file, name))
             if file.owner == self._rank:
                 for offset, values in self._plan.blocks(file, name, whole):
-                    yield (file.name, offset), values
+                    yield Place(file.name, offset, values.dtype.itemsize), values
 
-    def open_files(self, stage: Path, stack: contextlib.ExitStack) -> dict[str, RangeFile]:
-        """The files into which this rank writes, open as long as `stack`; its own have their headers."""
-        files = {file.name: stack.enter_context(open_ranges(stage / file.name)) for file in self._plan.mine()}
-        for file in self._plan.mine():
-            if file.owner == self._rank:
-                files[file.name].write_at(0, file.layout.header)
-        return files
+    def _written_files(self) -> list[WholeFile]:
+        """Return the files into which this rank writes."""
+        return [
+            WholeFile(file.name, file.layout.size, file.layout.header, file.owner == self._rank)
+            for file in self._plan.mine()
+        ]
 
-    def seal(self, files: Mapping[str, RangeFile]) -> dict[str, FileEntry]:
-        """Make this rank's own files durable, once all ranks have written; their entries."""
-        own = [file for file in self._plan.files if file.owner == self._rank]
-        return {file.name: files[file.name].seal(file.layout.size) for file in own}
+    def put_aux_files(self, form: VersionForm, stage: Path) -> dict[str, FileEntry]:
+        """On rank 0: what lies beside the tensors of a whole version."""
+        return self._aux_files.put(stage) if form.is_whole else {}
 
     @property
     def file_bytes(self) -> int:
         """Size of the largest file."""
         return self._plan.file_bytes
 
-    def manifest(self, version: int, parts: Iterable[Mapping[str, FileEntry]]) -> Manifest:
-        """Of a version, from what each rank sealed."""
-        return Manifest(
+    def commit(
+        self, version: int, form: VersionForm, sealed: Sequence[Sealed], aux_files: Mapping[str, FileEntry]
+    ) -> Manifest:
+        """On rank 0: give a version its name, from what each rank sealed.
+
+        Raises:
+            StoreError: disk full, fenced, or other content has this name.
+        """
+        final = self.paths.weights_step(version)
+        parts = [*(entries for entries, _ in sealed), aux_files]
+        dtype = str(self._dtype).removeprefix("torch.")
+        manifest = Manifest(
             kind="weights",
             step=version,
             version=version,
             writer="trainer",
             incarnation=self.incarnation,
             files={name: entry for part in parts for name, entry in part.items()},
-            meta={"model": self._model_name, "dtype": str(self._dtype).removeprefix("torch.")},
+            meta={"model": self._model_name, "dtype": dtype, **self.sender.meta([facts for _, facts in sealed])},
         )
+        manifest = commit_stage(stage_dir(final, self.incarnation), final, manifest, run=self.paths)
+        self.sender.sent(manifest)
+        if form.is_whole:
+            self._aux_files.committed(final)
+        return manifest
 
     def _aux_file_paths(self) -> dict[str, Content]:
         """config.json with the published dtype, the index, generation config, tokenizer, remote code, tensors that no
@@ -205,20 +237,21 @@ def gather(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Writer:
-    """Writes in a thread of its own: meanwhile the next tensor is cast and comes from the device."""
+    """Hands to the sender in a thread of its own: meanwhile the next tensor is cast and comes from the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="write")
         self._pending: deque[Future[None]] = deque()
 
     def __enter__(self) -> "_Writer":
         return self
 
-    def write(self, file: RangeFile, offset: int, values: torch.Tensor) -> None:
+    def write(self, place: Place, values: torch.Tensor) -> None:
         content = host_bytes(values)
         if len(self._pending) == MAX_PENDING_WRITES:
             self._pending.popleft().result()
-        self._pending.append(self._thread.submit(file.write_at, offset, content))
+        self._pending.append(self._thread.submit(self._sender.write, place, content))
 
     def finish(self) -> None:
         while self._pending:

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,18 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from prime_hpc.store.artifact import FileEntry, Manifest, StoreError, commit_stage, own_stage, prepare_stage, stage_dir
+from prime_hpc.store.artifact import FileEntry, Manifest, StoreError, fenced_stage, prepare_stage, stage_dir
 from prime_hpc.store.io import files as store_files
-from prime_hpc.store.io.shared_writer import RangeFile
 from prime_hpc.trainer.checkpointing.checkpointer import SideGroup
 from prime_hpc.trainer.checkpointing.staging import HostStage
 from prime_hpc.trainer.threads import rank_thread
-from prime_hpc.trainer.weights.publish import Publisher, VersionPublisher
+from prime_hpc.trainer.weights.publish import Publisher, Sealed, VersionPublisher
 from prime_hpc.trainer.weights.safetensors_layout import host_bytes
+from prime_hpc.weight_transport.transport import Place, VersionForm
 
 
-def _name(key: tuple[str, int]) -> str:
-    return f"{key[0]} {key[1]}"
+def _name(place: Place) -> str:
+    return f"{place.file} {place.offset}"
 
 
 TIMEOUT_S = 1800.0
@@ -50,8 +50,8 @@ class _Pending:
     version: int
     stage: Path
     final: Path
-    parts: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    """The writes of this rank: (file, offset) -> host memory."""
+    parts: dict[Place, torch.Tensor] = field(default_factory=dict)
+    """The writes of this rank: host memory by place."""
     copied: "torch.cuda.Event | None" = None
     failure: StoreError | None = None
     """Before the thread began."""
@@ -80,7 +80,7 @@ class BesidePublisher:
     """Begins versions of one `Publisher`. `begin`, `wait_for_version` and `finish` are collective."""
 
     def __init__(self, publisher: Publisher, announce: Announce, timeout_s: float) -> None:
-        """Collective.
+        """Open it. Collective.
 
         Args:
             publisher: whose plan and files they are.
@@ -136,9 +136,9 @@ class BesidePublisher:
             raise StoreError(f"weights version {pending.version} was not published: {pending.error}") from pending.error
 
     @torch.no_grad()
-    def _copy(self) -> "tuple[dict[tuple[str, int], torch.Tensor], torch.cuda.Event | None, StoreError | None]":
-        """This rank's blocks in host memory, as soon as the event has happened; or why there is no room for them."""
-        blocks = self._publisher.own_blocks
+    def _copy(self) -> "tuple[dict[Place, torch.Tensor], torch.cuda.Event | None, StoreError | None]":
+        """Copy this rank's blocks to host memory, once the event has happened; or say why there is no room for them."""
+        blocks = self._publisher.local_blocks
         failure: StoreError | None = None
         if self._room is None:
             shapes = {_name(key): torch.empty_like(values, device="meta") for key, values in blocks()}
@@ -148,7 +148,7 @@ class BesidePublisher:
                 self._room.touch()
             except StoreError as error:
                 failure = error
-        copied: dict[tuple[str, int], torch.Tensor] = {}
+        copied: dict[Place, torch.Tensor] = {}
         event = None
         for key, values in blocks():  # also without room: other ranks' tensors may have to be gathered
             if self._room is not None:
@@ -157,7 +157,7 @@ class BesidePublisher:
         return copied, event, failure
 
     def _in_background(self, pending: _Pending) -> None:
-        """The thread of a version."""
+        """Write a version, in its thread."""
         started = time.perf_counter()
         try:
             manifest = self._write(pending)
@@ -174,45 +174,46 @@ class BesidePublisher:
             StoreError: some rank failed (on that rank: what it failed with).
         """
         publisher, aux_files = self._publisher, None
+        form = VersionForm()
         try:
-            self._agree(self._tried(lambda: self._open_stage(pending)) if self._rank == 0 else None)
+            form = self._agree_on_form(pending)
             with ThreadPoolExecutor(1, thread_name_prefix="aux_files") as beside, contextlib.ExitStack() as stack:
                 if self._rank == 0:
-                    aux_files = beside.submit(publisher.aux_files.put, pending.stage)
-                files: dict[str, RangeFile] = {}
-                self._agree_all(self._tried(lambda: files.update(self._write_ranges(pending, stack))))
-                entries: dict[str, FileEntry] = {}
-                failed = self._tried(lambda: entries.update(publisher.seal(files)))
-                gathered = self._side.gather((entries, failed and f"rank {self._rank}: {failed}"))
+                    aux_files = beside.submit(publisher.put_aux_files, form, pending.stage)
+                self._agree_all(self._tried(lambda: self._write_ranges(pending, form, stack)))
+                sealed: list[Sealed] = []
+                failed = self._tried(lambda: sealed.append(publisher.sender.finalize()))
+                gathered = self._side.gather((sealed, failed and f"rank {self._rank}: {failed}"))
                 manifest: list[Manifest] = []
                 if gathered is not None and aux_files is not None:
-                    put = aux_files
+                    put: Future[dict[str, FileEntry]] = aux_files
+                    every = [one for part, _ in gathered for one in part]
                     failed = "; ".join(said for _, said in gathered if said) or self._tried(
-                        lambda: manifest.append(
-                            commit_stage(
-                                pending.stage,
-                                pending.final,
-                                publisher.manifest(pending.version, [*(part for part, _ in gathered), put.result()]),
-                                run=publisher.paths,
-                            )
-                        )
+                        lambda: manifest.append(publisher.commit(pending.version, form, every, put.result()))
                     )
                 self._agree(failed)
         except BaseException:
             if self._rank == 0:  # whatever ended this, nothing half-written stays behind
                 store_files.clear_away(pending.stage)
             raise
-        if not manifest:
-            return None
-        publisher.aux_files.committed(pending.final)
-        return manifest[0]
+        return manifest[0] if manifest else None
 
-    def _open_stage(self, pending: _Pending) -> None:
-        publisher = self._publisher
-        prepare_stage(pending.final, publisher.incarnation, run=publisher.paths, file_bytes=publisher.file_bytes)
+    def _agree_on_form(self, pending: _Pending) -> VersionForm:
+        """Rank 0 makes the stage and decides the form; raises on every rank where it cannot."""
+        publisher, chosen = self._publisher, [VersionForm()]
 
-    def _write_ranges(self, pending: _Pending, stack: contextlib.ExitStack) -> dict[str, RangeFile]:
-        """This rank's part of the files, which stay open."""
+        def open_stage() -> None:
+            prepare_stage(pending.final, publisher.incarnation, run=publisher.paths, file_bytes=publisher.file_bytes)
+            chosen[0] = publisher.sender.plan(pending.version)
+
+        verdict = self._tried(open_stage) if self._rank == 0 else None
+        verdict, form = self._side.broadcast((verdict, chosen[0]))
+        if verdict:
+            raise StoreError(verdict)
+        return form
+
+    def _write_ranges(self, pending: _Pending, form: VersionForm, stack: contextlib.ExitStack) -> None:
+        """Write this rank's part of the files, which stay open."""
         if pending.failure is not None:
             raise pending.failure
         if self._rank != 0:
@@ -221,11 +222,10 @@ class BesidePublisher:
         if pending.copied is not None:
             torch.cuda.set_device(pending.copied.device)  # a new thread's own is the first of the node
             pending.copied.synchronize()
-        with own_stage(pending.stage, publisher.paths, publisher.incarnation):
-            files = publisher.open_files(pending.stage, stack)
-            for (name, offset), values in pending.parts.items():
-                files[name].write_at(offset, host_bytes(values))
-        return files
+        with fenced_stage(pending.stage, publisher.paths, publisher.incarnation):
+            publisher.sender.open(form, pending.stage, stack)
+            for place, values in pending.parts.items():
+                publisher.sender.write(place, host_bytes(values))
 
     def _tried(self, action: Callable[[], Any]) -> str | None:
         """Why an action failed, for the other ranks; None where it did not."""

@@ -72,7 +72,9 @@ class SafetensorsLayout:
     """The layout of a file that holds these tensors in this order."""
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
-        """Raises:
+        """Check the arguments.
+
+        Raises:
         ValueError: a dtype that the format does not know.
         """
         self.specs = {spec.name: spec for spec in specs}

@@ -11,6 +11,8 @@ What it does to the calls that come from its own node:
 - the control file (JSON, read when it changes) makes calls fail or wait:
   {"latency_s": 0.01, "faults": [{"op": "write", "errno": "ENOSPC", "match": "rollouts", "nth": 3, "times": 2}]}:
   the third and fourth write below a path that holds `rollouts` fail. Without `nth` the next ones do.
+- `--rate BYTES` bytes a second are read, and as many written, one after another as over a wire; what was read stays in
+  the kernel's cache then, as a client of a network file system keeps it.
 
 Stamps (client and time of the last change of a name) are extended attributes of the backing files.
 """
@@ -87,12 +89,29 @@ class Control:
         return first <= fault["count"] < first + fault.get("times", 1)
 
 
+class Wire:
+    """So many bytes a second, one call after another."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s, self._free_at, self._lock = bytes_per_s, 0.0, threading.Lock()
+
+    def carry(self, count: int) -> None:
+        """Wait until so many bytes have passed."""
+        if not self._bytes_per_s:
+            return
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + count / self._bytes_per_s
+            end = self._free_at
+        time.sleep(max(0.0, end - time.monotonic()))
+
+
 class Client(Operations):
     """One client's view of the backing directory."""
 
     use_ns = True
 
-    def __init__(self, root: Path, client: str, names_s: float, control: Control) -> None:
+    def __init__(self, root: Path, client: str, names_s: float, control: Control, rate: float = 0.0) -> None:
+        self.wires = Wire(rate), Wire(rate)
         self.root, self.client, self.names_s, self.control = os.path.realpath(root), client, names_s, control
         os.makedirs(f"{self.root}/{REPLACED}", exist_ok=True)
 
@@ -169,9 +188,12 @@ class Client(Operations):
         return 0
 
     def read(self, path: str, size: int, offset: int, fi: Any) -> bytes:
-        return os.pread(fi.fh, size, offset)
+        content = os.pread(fi.fh, size, offset)
+        self.wires[0].carry(len(content))
+        return content
 
     def write(self, path: str, data: bytes, offset: int, fi: Any) -> int:
+        self.wires[1].carry(len(data))
         return os.pwrite(fi.fh, data, offset)
 
     def truncate(self, path: str, length: int, fi: Any = None) -> None:
@@ -256,9 +278,10 @@ def main() -> None:
     parser.add_argument("--misses", type=float, default=0.0)
     parser.add_argument("--attributes", type=float, default=0.0)
     parser.add_argument("--control", type=Path)
+    parser.add_argument("--rate", type=float, default=0.0)
     args = parser.parse_args()
     FUSE(
-        Client(args.root, args.client, args.names, Control(args.control)),
+        Client(args.root, args.client, args.names, Control(args.control), args.rate),
         str(args.mount),
         raw_fi=True,
         foreground=True,
@@ -269,6 +292,8 @@ def main() -> None:
         fsname="hostile",
         subtype=args.client,
         default_permissions=True,
+        kernel_cache=bool(args.rate),
+        big_writes=bool(args.rate),  # libfuse 2: not a page a call
     )
 
 

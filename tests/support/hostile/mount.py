@@ -65,7 +65,13 @@ class Node:
 
 @contextlib.contextmanager
 def hostile_mounts(
-    folder: Path, *, clients: int = 2, names_s: float = 0.0, misses_s: float = 0.0, attributes_s: float = 0.0
+    folder: Path,
+    *,
+    clients: int = 2,
+    names_s: float = 0.0,
+    misses_s: float = 0.0,
+    attributes_s: float = 0.0,
+    rate: float = 0.0,
 ) -> Iterator[list[Node]]:
     """Mount `folder / "back"` once per client as `folder / "n<i>"`; unmounted at the end, whatever happened."""
     (folder / "back").mkdir(parents=True, exist_ok=True)
@@ -75,7 +81,7 @@ def hostile_mounts(
             node = Node(folder / f"n{number}", folder / f"n{number}.json")
             node.path.mkdir(exist_ok=True)
             flags = ["--client", node.path.name, "--names", names_s, "--misses", misses_s]
-            flags += ["--attributes", attributes_s, "--control", node.control]
+            flags += ["--attributes", attributes_s, "--control", node.control, "--rate", rate]
             stack.enter_context(_mounted(folder / "back", node.path, [str(flag) for flag in flags]))
             nodes.append(node)
         yield nodes

@@ -1,0 +1,1 @@
+"""Verbs of the cluster and its nodes."""

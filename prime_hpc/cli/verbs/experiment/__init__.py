@@ -1,0 +1,1 @@
+"""Verbs of an experiment file: what would run, and start it."""

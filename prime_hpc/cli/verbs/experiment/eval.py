@@ -1,0 +1,80 @@
+"""`prime-hpc eval`: evaluate in the foreground, or compare two evaluations that are there.
+
+Exit codes: 0 done, 1 it failed (or too many episodes did; the results are there), 2 wrong usage or config,
+130 interrupted; started again, it goes on with the episodes that are missing.
+"""
+
+import json
+import sys
+
+from prime_hpc.cli.common import Given, load, parse, print_json
+
+
+def run(argv: list[str], program: str) -> int:
+    """Do it; returns the exit code. Raises ConfigError."""
+    given = parse("eval", argv)
+    if "--compare" in given:
+        return _compare(given)
+    return run_alone(argv, program, "eval")
+
+
+def run_alone(argv: list[str], program: str, kind: str) -> int:
+    """Run a job without a trainer (`eval`, `synthesize`); returns the exit code.
+
+    Raises:
+        ConfigError: as the config is wrong.
+    """
+    given = parse(kind, argv)
+    loaded = load(given.words, kind, program)
+    says_where = ("inference", f"{kind}.client")  # keys that say which servers are meant
+    if not any(key.startswith(says_where) for key in loaded.provenance) and not loaded.experiment.clean:
+        url = _local_server(loaded.experiment.model.name)
+        if url is not None:
+            print(f"{program}: {url} serves {loaded.experiment.model.name}: attached (--inference starts another)")
+            loaded = load([*given.words, "--client.base-url", url], kind, program)
+    from prime_hpc import launch
+
+    if "--json" not in given:
+        return launch.run(loaded)
+    code = _with_stdout_aside(lambda: launch.run(loaded))
+    path = loaded.experiment.run_dir / "results" / "summary.json"
+    if path.is_file():
+        print_json(json.loads(path.read_text(encoding="utf-8")))
+    return code
+
+
+def _local_server(model: str) -> str | None:
+    """Return the server that this user has started here by hand (`inference`), where it serves this model."""
+    from prime_hpc.client.http import ask
+    from prime_hpc.client.keys import find_key
+    from prime_hpc.config.sections.inference import DEFAULT_PORT
+
+    url = f"http://127.0.0.1:{DEFAULT_PORT}/v1"
+    key = find_key(url)
+    if key is None:
+        return None
+    try:
+        served = {row["id"] for row in json.loads(ask(f"{url}/models", timeout_s=2, key=key))["data"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return url if model in served else None
+
+
+def _with_stdout_aside(call):  # type: ignore[no-untyped-def]
+    """Keep standard output for the JSON alone; what the run says meanwhile goes to standard error."""
+    out, sys.stdout = sys.stdout, sys.stderr
+    try:
+        return call()
+    finally:
+        sys.stdout = out
+
+
+def _compare(given: Given) -> int:
+    from prime_hpc.evals.compare import compare, lines, read_side
+
+    found = compare(*map(read_side, given.arguments(2, least=2)))
+    if "--json" in given:
+        print_json(found)
+    else:
+        print("\n".join(lines(found)))
+    return 0

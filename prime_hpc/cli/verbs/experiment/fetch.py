@@ -1,0 +1,62 @@
+"""`prime-hpc fetch FILE`: bring what a run's nodes will look for onto shared storage: models, data sets, benchmarks.
+
+Exit codes: 0 all is there; 1 something is missing, or could not be fetched; 2 wrong config.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_hpc.cli.common import load, parse, print_json
+
+if TYPE_CHECKING:
+    from prime_hpc.launch.fetch.presence import Presence
+
+
+def run(argv: list[str], program: str) -> int:
+    """Fetch what is missing; with --check only say it."""
+    given = parse("fetch", argv)
+    into = given.get("--into")
+    loaded = load(given.words, "plan", program)
+    from prime_hpc.config.site import load_site
+    from prime_hpc.launch.fetch.fetch import fetch_all
+
+    done = fetch_all(
+        loaded.experiment,
+        load_site(loaded.experiment.slurm.site),
+        into=None if into is None else Path(into),
+        check="--check" in given,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    if "--json" in given:
+        print_json(done.as_dict())
+    else:
+        for one in done.found:
+            print(_line(one, one.need.name in done.fetched, done.problems.get(one.need.name, "")))
+        for note in done.notes:
+            print(f"note: {note}")
+        if not done.found:
+            print("nothing to fetch: no model, data set or environment of it comes from elsewhere")
+    return 0 if done.is_complete else 1
+
+
+def _line(one: "Presence", is_new: bool, problem: str) -> str:
+    """Return a need for people: `there  model  owner/name  1.2 GiB  PATH`."""
+    state = "missing" if not one.is_there else "fetched" if is_new else "there"
+    need = one.need
+    name = " ".join(filter(None, [need.name, need.subset and f"({need.subset})", need.split and f"[{need.split}]"]))
+    words = [f"{state:<8}{need.kind:<12}{name}"]
+    if one.is_there:
+        words += [] if one.num_bytes is None else [_size(one.num_bytes)]
+        words += [] if one.path is None else [str(one.path)]
+        return "  ".join(words)
+    text = "  ".join(words) + f"  {need.key}: {', '.join(one.lacks)}" + (f" in {one.path}" if one.path else "")
+    return "; ".join(filter(None, [text, problem, one.remedy]))
+
+
+def _size(num_bytes: int) -> str:
+    """Return bytes in one unit."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"

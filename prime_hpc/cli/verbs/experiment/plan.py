@@ -1,0 +1,86 @@
+"""`prime-hpc plan FILE`: where each role would run, in a Slurm job or on this machine; `--rehearse`: in what memory;
+`--when`: when it would start, and in which shape first.
+
+Exit codes: 0 said, 2 wrong config, 3 (`--when`) Slurm names a start for no shape.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from prime_hpc.cli.common import Given, load, parse, print_json
+from prime_hpc.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prime_hpc.config import Experiment, Loaded
+    from prime_hpc.config.sections.slurm import SiteConfig
+
+GPU_MEMORY = "--gpu-memory-gib"
+
+
+def run(argv: list[str], program: str) -> int:
+    """Print the plan."""
+    given = parse("plan", argv)
+    gpu_gib = given.positive(GPU_MEMORY, "GiB")
+    if gpu_gib is not None and "--rehearse" not in given:
+        raise ConfigError(f"{GPU_MEMORY} belongs to --rehearse")
+    timeout_s = given.positive("--timeout")
+    if timeout_s is not None and "--when" not in given:
+        raise ConfigError("--timeout belongs to --when")
+    loaded = load(given.words, "plan", program)
+    if "--when" in given:
+        return _when(given, loaded, timeout_s)
+    from prime_hpc.launch import plan_text
+    from prime_hpc.launch.plan.local_plan import resolve_launch
+
+    experiment, site = loaded.experiment, None
+    plan: dict[str, Any]
+    if resolve_launch(experiment) == "local":
+        text = plan_text(loaded)
+        plan = {"launch": "local", "name": experiment.name, "kind": experiment.kind, "text": text.splitlines()}
+    else:
+        from prime_hpc.config.site import load_site
+        from prime_hpc.launch.plan.slurm_plan import slurm_plan, slurm_plan_text
+
+        site = load_site(experiment.slurm.site)
+        plan = slurm_plan(experiment, site)
+        text = slurm_plan_text(experiment, plan)
+        gpu_gib = gpu_gib or plan["memory"]["gpu_gib"].get("trainer")
+    if "--rehearse" in given:
+        text += _rehearse(experiment, site, plan, gpu_gib)
+    if "--json" in given:
+        print_json(plan)
+    else:
+        print(text, end="")
+    return 0
+
+
+def _when(given: Given, loaded: "Loaded", timeout_s: float | None) -> int:
+    """Print when each shape would start."""
+    from prime_hpc.launch.plan.when import ask_when, refuse_without_slurm
+    from prime_hpc.slurm.client import ASK_TIMEOUT_S
+    from prime_hpc.slurm.sbatch_errors import SlurmRefused
+
+    if "--rehearse" in given:
+        raise ConfigError("--rehearse and --when are two questions: ask one after the other")
+    refuse_without_slurm(loaded.experiment, "--when")
+    ranking = ask_when(given.words, loaded, timeout_s=timeout_s or ASK_TIMEOUT_S)
+    if "--json" in given:
+        print_json(ranking.as_dict())
+    else:
+        print(ranking.text(), end="")
+    return 0 if ranking.best is not None else SlurmRefused.exit_code
+
+
+def _rehearse(experiment: "Experiment", site: "SiteConfig | None", plan: dict[str, Any], gpu_gib: float | None) -> str:
+    """Add the rehearsal to the plan; returns it for people."""
+    from prime_hpc.launch.estimate.micro_batch import largest_for, with_micro_batch
+    from prime_hpc.launch.rehearse import rehearsal_text, rehearse
+
+    decided, chosen = with_micro_batch(experiment, site)
+    plan["rehearsal"] = rehearse(decided, gpu_gib)
+    larger = largest_for(experiment, gpu_gib) if chosen is None else None
+    if larger is not None and larger.tokens > decided.micro_batch_tokens:
+        plan["rehearsal"]["notes"].append(
+            f"by the estimate {larger.tokens} tokens would fit {larger.gpu_gib:g} GiB: gpu_memory_gib in the site "
+            "profile makes them the default, trainer.micro_batch_tokens states them"
+        )
+    return rehearsal_text(decided, plan["rehearsal"])

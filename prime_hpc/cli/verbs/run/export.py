@@ -1,0 +1,104 @@
+"""`prime-hpc export RUN`: the run's rollouts as one Parquet file; with `--merged STEP` a version as a whole model (an
+adapter with its base model in it; one that holds only what changed, with what it stands against).
+
+Exit codes: 0 written; 1 the merge failed half-way; 2 there is nothing to export, a version is damaged, or pyarrow is
+not installed.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from prime_hpc.cli.common import parse, print_json
+from prime_hpc.config import Experiment, load_run
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.store.batches import list_batches
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.export import COMPRESSIONS, export_batches
+from prime_hpc.store.run_dirs import find_run
+from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.store.weights import holds_changes, list_versions
+from prime_hpc.weight_transport.delta_image import restore
+
+MERGE_TIMEOUT_S = 24 * 3600.0
+"""A model of hundreds of gigabytes from a busy file system."""
+
+
+def run(argv: list[str], program: str) -> int:
+    """Export; prints what was written."""
+    given = parse("export", argv)
+    [word] = given.arguments(1, least=1)
+
+    run_dir = find_run(word)
+    paths = RunPaths(run_dir)
+    if "--merged" in given:
+        return _merge(load_run(run_dir), paths, given.flags)
+    steps = _chosen(given.get("--steps"), list_batches(paths), run_dir)
+    output = Path(given.get("--output") or run_dir / "rollouts.parquet")
+    compression = given.get("--compression") or "zstd"
+    if compression not in COMPRESSIONS:
+        raise ConfigError(f"--compression {compression}: must be one of {', '.join(COMPRESSIONS)}")
+    names = [env.name or env.id for env in load_run(run_dir).orchestrator.env]
+    try:
+        done = export_batches(paths, steps, output, names, compression=compression)
+    except StoreError as error:
+        raise ConfigError(str(error)) from error
+    if "--json" in given:
+        facts = {"path": str(done.path), "steps": [steps[0], steps[-1]], "num_steps": done.num_steps}
+        facts |= {"num_sequences": done.num_sequences, "num_tokens": done.num_tokens, "num_bytes": done.num_bytes}
+        print_json(facts)
+    else:
+        print(
+            f"{done.path}: {done.num_sequences:,} sequences, {done.num_tokens:,} tokens of {done.num_steps} steps, "
+            f"{done.num_bytes / 2**20:.1f} MiB ({done.num_bytes / max(done.num_tokens, 1):.1f} bytes a token)"
+        )
+    return 0
+
+
+def _merge(experiment: Experiment, paths: RunPaths, values: dict[str, str]) -> int:
+    """Write a version as one model directory; an adapter's in a process of its own: it needs torch."""
+    versions, wanted = list_versions(paths), values["--merged"]
+    version = max(versions, default=None) if wanted == "latest" else int(wanted) if wanted.isdigit() else None
+    if experiment.model.lora is None and (
+        version is None or version not in versions or not holds_changes(paths.weights_step(version))
+    ):
+        raise ConfigError(f"{paths.root} trains the whole model: its weights/step_<n> need no merging")
+    if version is None or version not in versions:
+        there = ", ".join(map(str, versions)) or "none"
+        raise ConfigError(f"--merged {wanted}: no such version in {paths.weights}; there are {there}")
+    output = Path(values.get("--output") or paths.root / f"merged_{version:06d}")
+    if experiment.model.lora is None:
+        return _restore(paths, version, output, values)
+    options = ["--dtype", values["--dtype"]] if "--dtype" in values else []
+    command = [sys.executable, "-P", "-m", "prime_hpc.trainer.weights.merge_lora"]
+    command += [str(paths.weights_step(version)), experiment.model.name, str(output), *options]
+    return subprocess.run(command, check=False, timeout=MERGE_TIMEOUT_S).returncode
+
+
+def _restore(paths: RunPaths, version: int, output: Path, values: dict[str, str]) -> int:
+    """Write the whole version that a chain of changes stands for."""
+    if "--dtype" in values:
+        raise ConfigError("--dtype is for adapters: a version is written as it was published")
+    try:
+        restore(paths.weights_step(version), output)
+    except StoreError as error:
+        raise ConfigError(str(error)) from error
+    print(f"{output}: version {version}, whole")
+    return 0
+
+
+def _chosen(text: str | None, there: list[int], run_dir: Path) -> list[int]:
+    """Return the stored steps within `A:B`, `A:`, `:B` or `A`."""
+    if not there:
+        raise ConfigError(f"{run_dir}: no rollouts are stored")
+    if text is None:
+        return there
+    first, colon, last = text.partition(":")
+    if not all(part.isdigit() for part in (first, last) if part) or text in ("", ":"):
+        raise ConfigError(f"--steps {text}: must be A:B, A:, :B or A")
+    low = int(first or there[0])
+    high = int(last or there[-1]) if colon else low
+    chosen = [step for step in there if low <= step <= high]
+    if not chosen:
+        raise ConfigError(f"--steps {text}: there are {there[0]}..{there[-1]}")
+    return chosen

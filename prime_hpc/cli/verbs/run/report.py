@@ -1,0 +1,60 @@
+"""`prime-hpc report RUN ...`: one HTML page of a run, several, or a sweep, that opens without a network or a server.
+
+Exit codes: 0 written; 1 it could not be written (the disk is full, no permission); 2 there is no such run.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from prime_hpc.cli.common import parse, print_json
+from prime_hpc.launch.monitor.status import collect
+from prime_hpc.report.chosen_runs import choose_runs, refuse_no_directory
+from prime_hpc.report.page import render_page, write_page
+from prime_hpc.report.run_view import limits_for, view_run
+
+NAME = "report.html"
+MOST = 1000
+"""Words that the command line takes; more runs than a page shows are left out by name."""
+
+
+def run(argv: list[str], program: str) -> int:
+    """Read the runs, write the page, say where it is."""
+    given = parse("report", argv)
+    words = given.arguments(MOST, least=1)
+
+    chosen = choose_runs(words)
+    output = Path(given.get("--output") or chosen.home / NAME).expanduser()
+    refuse_no_directory(output)
+    statuses, _ = collect(chosen.paths, chosen.home)
+    by_path = {status.path: status for status in statuses}
+    limits = limits_for(len(chosen.paths))
+    runs = []
+    for path, name in zip(chosen.paths, chosen.names, strict=True):
+        status = by_path[str(path)]
+        status.name = name
+        runs.append(view_run(path, status, limits))
+    made = time.strftime("%Y-%m-%d %H:%M %Z")
+    try:
+        write_page(output, render_page(runs, title=chosen.title, made=made))
+    except OSError as error:
+        print(f"{program}: error: {output}: {error.strerror}; choose another place with --output", file=sys.stderr)
+        return 1
+    size = output.stat().st_size
+    if "--json" in given:
+        facts = [
+            {key: one[key] for key in ("name", "path", "status", "figures", "accounting", "split", "notes")}
+            for one in runs
+        ]
+        print_json({"path": str(output), "bytes": size, "left_out": chosen.num_left_out, "runs": facts})
+    else:
+        more = f", {chosen.num_left_out} more left out" if chosen.num_left_out else ""
+        print(f"{output}: {len(runs)} run{'s' * (len(runs) > 1)}{more}, {size / 1e6:.2f} MB; open it in a browser")
+    if "--open" in given:
+        import webbrowser
+
+        if not webbrowser.open(output.resolve().as_uri()):
+            print(
+                f"{program}: no browser could be started here; copy the file to a machine that has one", file=sys.stderr
+            )
+    return 0

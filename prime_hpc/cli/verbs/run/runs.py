@@ -1,0 +1,75 @@
+"""`prime-hpc runs add|list|remove|resume PARENT ...`: the runs below a run whose trainer trains many.
+
+Exit codes: 0 done; 2 wrong usage, or a run that cannot share the parent's trainer.
+"""
+
+from prime_hpc.cli.common import parse, print_json
+from prime_hpc.cli.verb_table import VERBS
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.launch.child_commands import (
+    Row,
+    add_child,
+    find_child,
+    find_parent,
+    list_rows,
+    load_child,
+    remove_child,
+    resume_child,
+)
+from prime_hpc.observe.table import align
+
+TIMEOUT_S = 600.0
+"""Wait for the save of a run that is removed."""
+
+
+def run(argv: list[str], program: str) -> int:
+    """Do what the first word says."""
+    if not argv or argv[0] not in VERBS["runs"].actions:
+        raise ConfigError(f"usage: {parse('runs', []).usage}")
+    action = argv[0]
+    given = parse("runs", argv[1:], action)
+    if not given.words:
+        raise ConfigError(f"usage: {given.usage}")
+    parent_word, arguments = given.words[0], given.words[1:]
+    as_json = "--json" in given
+    parent = find_parent(parent_word)
+    if action == "add":
+        return _add(parent_word, arguments, given.get("--id"), as_json)
+    if action == "list":
+        given.arguments(1)
+        rows = list_rows(parent.directory)
+        print_json([row.as_dict() for row in rows]) if as_json else print(render(rows), end="")
+        return 0
+    path = find_child(parent.directory, given.arguments(2, least=2)[1])
+    if action == "remove":
+        said = remove_child(path, delete="--delete" in given, timeout_s=given.positive("--timeout") or TIMEOUT_S)
+    else:
+        said = resume_child(path) + "; the trainer takes it up when a slot is free"
+    print_json({"name": path.name, "path": str(path), "said": said}) if as_json else print(f"{path.name}: {said}")
+    return 0
+
+
+def _add(parent_word: str, arguments: list[str], identifier: str | None, as_json: bool) -> int:
+    parent = find_parent(parent_word)
+    path = add_child(parent, load_child(parent, arguments, identifier))
+    if as_json:
+        print_json({"name": path.name, "path": str(path)})
+    else:
+        print(f"added {path}; the trainer takes it up when a slot is free")
+    return 0
+
+
+def render(rows: list[Row]) -> str:
+    """One line a run."""
+    if not rows:
+        return "no runs yet; add one with `prime-hpc runs add PARENT CHILD.yaml`\n"
+    table = [("RUN", "STATE", "STEP", "SLOT", "TOKENS", "NOTE")]
+    for row in rows:
+        state = row.state
+        if state is None:
+            table.append((row.name, "new", "-", "-", "-", "not seen by a trainer yet"))
+            continue
+        slot = "-" if state.slot is None else str(state.slot)
+        step = f"{state.step}/{state.max_steps}"
+        table.append((row.name, state.phase, step, slot, f"{state.num_tokens:,}", state.reason or ""))
+    return "\n".join(align(table)) + "\n"

@@ -1,0 +1,205 @@
+"""`prime-hpc status [RUN|FOLDER]`: how one run is, or all under a folder (default: the outputs folder).
+
+Exit codes: 0 it was said; 2 there is no such run.
+"""
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from prime_hpc.cli.common import parse, print_json
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.launch.monitor.run_facts import RunStatus, span
+from prime_hpc.launch.monitor.status import Ask, PatientAsk, ask_slurm, collect, status_of
+from prime_hpc.observe.console import duration, sparkline
+from prime_hpc.observe.table import pad
+from prime_hpc.slurm.hostlist import compress_hosts
+from prime_hpc.store.run_dirs import find_run, is_run, list_runs, outputs_folder
+
+SHOWN = 50
+REFRESH_S, LONGEST_REFRESH_S = 2.0, 30.0
+"""Between two pages; many runs on a slow file system are read again less often."""
+ASK_EVERY_S = 10.0
+"""With --watch Slurm is not asked more often than this."""
+_COLORS = {"completed": "32", "running": "36", "saving": "36", "failed": "31", "lost": "31"}
+
+
+def run(argv: list[str], program: str) -> int:
+    """Print the status; with --watch again and again until Ctrl-C, or until the one run is over."""
+    given = parse("status", argv)
+    rest = given.arguments(1)
+    folder = outputs_folder()
+    one: Path | None = None
+    if rest:
+        path = Path(rest[0]).expanduser()
+        if path.is_dir() and not is_run(path) and not is_run(folder / rest[0]):
+            folder = path
+        else:
+            one = _one_or_folder(rest[0])
+            if not is_run(one):
+                folder, one = one, None
+    limit = None if "--all" in given else SHOWN
+    if "--watch" in given:
+        return _watch(one, folder, limit, as_json="--json" in given)
+    if "--json" in given:
+        print_json(_document(one, folder, limit, ask_slurm))
+    else:
+        print(_page(one, folder, limit, ask_slurm), end="")
+    return 0
+
+
+def _one_or_folder(word: str) -> Path:
+    """Return the run that is meant, or a folder of runs (a sweep) under the outputs folder."""
+    try:
+        return find_run(word)
+    except ConfigError:
+        if (outputs_folder() / word).is_dir() and list_runs(outputs_folder() / word):
+            return outputs_folder() / word
+        raise
+
+
+def _document(one: Path | None, folder: Path, limit: int | None, ask: Ask) -> dict[str, object]:
+    if one is not None:
+        return status_of(one, ask=ask).as_dict()
+    runs, more = collect(list_runs(folder), folder, ask=ask, limit=limit)
+    return {"folder": str(folder), "runs": [status.as_dict() for status in runs], "more": more}
+
+
+def _page(one: Path | None, folder: Path, limit: int | None, ask: Ask) -> str:
+    if one is not None:
+        return render_one(status_of(one, ask=ask))
+    runs, more = collect(list_runs(folder), folder, ask=ask, limit=limit)
+    return render_table(runs, folder, more)
+
+
+def _watch(one: Path | None, folder: Path, limit: int | None, as_json: bool) -> int:
+    ask = PatientAsk(ASK_EVERY_S)
+    try:
+        while True:
+            began = time.monotonic()
+            if as_json:
+                print_json(_document(one, folder, limit, ask))
+            else:
+                page = _page(one, folder, limit, ask)
+                clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
+                print(f"{clear}{page}{time.strftime('%H:%M:%S')}, refreshed by itself; Ctrl-C ends", flush=True)
+            pause_s = min(LONGEST_REFRESH_S, max(REFRESH_S, 10 * (time.monotonic() - began)))
+            if one is not None and status_of(one, ask=ask, details=False).is_final:
+                return 0
+            time.sleep(pause_s)
+    except KeyboardInterrupt:
+        print()
+        return 0
+
+
+# --- for people -------------------------------------------------------------------------------------------------
+
+
+def _painted(text: str, state: str) -> str:
+    color = _COLORS.get(state)
+    if color is None or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{color}m{text}\x1b[0m"
+
+
+def _clock(epoch: float) -> str:
+    """Local time; with the date where it is not today's."""
+    moment, today = time.localtime(epoch), time.localtime()
+    return time.strftime("%H:%M" if moment[:3] == today[:3] else "%Y-%m-%d %H:%M", moment)
+
+
+def _ago(epoch: float) -> str:
+    return f"{span(max(0.0, time.time() - epoch))} ago"
+
+
+def _left(seconds: float) -> str:
+    return duration(seconds) if seconds < 360_000 else span(seconds)
+
+
+def _steps(status: RunStatus) -> str:
+    if status.step is None and status.max_steps is None:
+        return "-"
+    return f"{status.step or 0}/{status.max_steps if status.max_steps is not None else '?'}"
+
+
+def _note(status: RunStatus) -> str:
+    starts = f"starts about {_clock(status.starts)}" if status.starts is not None else ""
+    return "; ".join(part for part in (status.note, starts) if part)
+
+
+def render_one(status: RunStatus) -> str:
+    """Everything about one run, a line a subject."""
+    head = [status.name, _painted(status.state, status.state), f"step {_steps(status)}"]
+    if status.figure and status.value is not None:
+        head.append(f"{status.figure} {status.value:.4g} {sparkline(status.trend, 24)}".rstrip())
+    rows: list[tuple[str, str]] = []
+    if _note(status):
+        rows.append(("note", _note(status)))
+    job = [f"job {status.job_id}"] if status.job_id else []
+    if status.attempt is not None:
+        job.append(f"attempt {status.attempt}" + (f" ({status.why})" if status.why else ""))
+    if status.since is not None:
+        job.append(f"since {_clock(status.since)}")
+    rows.append(("attempt", ", ".join(job) or "none yet"))
+    left = [f"{_left(status.time_left_s)} of the job's time left"] if status.time_left_s is not None else []
+    left += [f"about {duration(status.eta_s)} to the last step"] if status.eta_s is not None else []
+    rows.append(("time", ", ".join(left)))
+    rows.append(("stall", status.stall or ""))
+    rows += [("alarms" if i == 0 else "", text) for i, text in enumerate(status.alarms)]
+    rows.append(("nodes", _nodes(status)))
+    rows.append(("roles", ", ".join(f"{label} {state}" for label, state in status.roles.items())))
+    rows += [("runs" if i == 0 else "", f"{name} {what}") for i, (name, what) in enumerate(status.runs.items())]
+    if status.checkpoint is not None:
+        made = f", saved {_ago(status.checkpoint_time)}" if status.checkpoint_time is not None else ""
+        rows.append(("checkpoint", f"step {status.checkpoint}{made}"))
+    if status.outcome is not None:
+        when = f" {_ago(status.ended)}" if status.ended is not None else ""
+        rows.append(("last end", f"{status.outcome}{when}: {status.cause or 'no cause was written'}"))
+    rows += [("logs" if i == 0 else "", log) for i, log in enumerate(status.logs.values())]
+    if not status.logs:
+        rows.append(("logs", "none yet"))
+    lines = [f"  {label:<11}{text}" for label, text in rows if text]
+    return "\n".join(["  ".join(head), f"  {'directory':<11}{status.path}", *lines]) + "\n"
+
+
+def _nodes(status: RunStatus) -> str:
+    by_hosts: dict[str, list[str]] = {}
+    for label, hosts in status.nodes.items():
+        by_hosts.setdefault(compress_hosts(hosts), []).append(label)
+    return "; ".join(f"{', '.join(labels)}: {hosts}" for hosts, labels in by_hosts.items() if hosts)
+
+
+def render_table(runs: list[RunStatus], folder: Path, more: int = 0) -> str:
+    """One line a run."""
+    if not runs:
+        return f"no runs under {folder}\n"
+    header = ("RUN", "STATE", "STEP", "REWARD/LOSS", "TREND", "ATT", "NODES", "LEFT", "JOB", "NOTE")
+    table = [header]
+    for status in runs:
+        nodes = {host for hosts in status.nodes.values() for host in hosts}
+        table.append(
+            (
+                status.name,
+                status.state,
+                _steps(status),
+                "-" if status.value is None else f"{status.value:.3f}{' loss' if status.figure == 'loss' else ''}",
+                sparkline(status.trend, 10) if not status.is_final else "",
+                "-" if status.attempt is None else str(status.attempt),
+                str(len(nodes)) if nodes and not status.is_final else "-",
+                "-" if status.time_left_s is None else _left(status.time_left_s),
+                status.job_id or "-",
+                _note(status).partition("\n")[0],
+            )
+        )
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    lines = []
+    for number, (*cells, note) in enumerate(pad(table)):
+        note = note[: max(10, room - sum(len(cell) + 2 for cell in cells))]
+        if number:
+            cells[1] = _painted(cells[1], table[number][1])
+        lines.append("  ".join([*cells, note]).rstrip())
+    if more:
+        lines.append(f"and {more} older runs that are over (--all shows them)")
+    return "\n".join(lines) + "\n"

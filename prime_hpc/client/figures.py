@@ -1,0 +1,45 @@
+"""A server's figures of the moment, for whoever asks why nothing goes on: requests, and whether it samples."""
+
+import time
+
+from prime_hpc.client.http import ask
+
+TIMEOUT_S = 0.4
+BETWEEN_S = 0.4
+_NAMES = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:generation_tokens_total": "sampled",
+}
+
+
+def server_figures(url: str, key: str) -> dict[str, float | str]:
+    """Ask a server for its metrics, twice; takes 1.2 s at most.
+
+    Args:
+        url: of the server, with or without `/v1`.
+        key: that it wants.
+
+    Returns:
+        `running`, `waiting`: requests; `sampled_per_s`: tokens between the two questions; or `error`.
+    """
+    address = f"{url.removesuffix('/v1')}/metrics"
+    try:
+        first, began = parse_figures(ask(address, timeout_s=TIMEOUT_S, key=key).decode()), time.monotonic()
+        time.sleep(BETWEEN_S)
+        last = parse_figures(ask(address, timeout_s=TIMEOUT_S, key=key).decode())
+    except OSError as error:
+        return {"error": f"its own /metrics does not answer: {error}"}
+    sampled = last.pop("sampled", 0.0) - first.get("sampled", 0.0)
+    return {**last, "sampled_per_s": round(sampled / (time.monotonic() - began), 1)}
+
+
+def parse_figures(text: str) -> dict[str, float]:
+    """Add up the figures of interest over a server's engines; `text` is in Prometheus' form."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        short = _NAMES.get(name.partition("{")[0])
+        if short is not None:
+            found[short] = found.get(short, 0.0) + float(value)
+    return found

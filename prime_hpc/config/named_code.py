@@ -1,0 +1,106 @@
+"""The code that a config may name: objectives, advantage algorithms, inference backends, weight transports, one
+row each.
+
+A row says where the code is (`module:attribute`, imported by the role that runs it) and the facts about it that the
+config, lint and the other rooms must know without importing it. To add one, write its file and a row here.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The trust region's width on both sides of a ratio of 1 (of `dppo` and `ipo`: of a probability)."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class ObjectiveEntry:
+    """An objective of `trainer.loss.type`, with what its paper sets."""
+
+    place: str
+    normalize: Literal["token", "sequence", "batch"] = "token"
+    """The divisor of a token's loss with `trainer.loss.normalize = auto`."""
+    bounds: Bounds = Bounds(0.2, 0.2)
+    """Its own, used where `clip_low` and `clip_high` state none."""
+    kl_bounds: Bounds | None = None
+    """The same with `divergence = kl`, where that differs."""
+    dual_clip: bool = False
+    """It takes `trainer.loss.dual_clip`."""
+    masks_mismatch: bool = False
+    """It masks tokens by their distance to the engine's policy itself: no importance correction beside it."""
+    imitates: bool = False
+    """It learns the batch's tokens whoever sampled them: it has no importance ratio and looks at no advantage."""
+
+
+_TRAINER = "prime_hpc.trainer.objectives"
+OBJECTIVES = {
+    "aipo": ObjectiveEntry(f"{_TRAINER}.aipo:aipo"),
+    "reinforce": ObjectiveEntry(f"{_TRAINER}.reinforce:reinforce"),
+    "ppo_clip": ObjectiveEntry(f"{_TRAINER}.ppo_clip:ppo_clip", dual_clip=True),
+    "grpo": ObjectiveEntry(f"{_TRAINER}.grpo:grpo", "sequence", dual_clip=True),
+    "dr_grpo": ObjectiveEntry(f"{_TRAINER}.dr_grpo:dr_grpo", "batch", dual_clip=True),
+    "gspo": ObjectiveEntry(f"{_TRAINER}.gspo:gspo", "sequence", Bounds(3e-4, 4e-4)),
+    "cispo": ObjectiveEntry(f"{_TRAINER}.cispo:cispo", bounds=Bounds(1.0, 4.0)),
+    "dppo": ObjectiveEntry(f"{_TRAINER}.dppo:dppo", kl_bounds=Bounds(0.05, 0.05), masks_mismatch=True),
+    "ipo": ObjectiveEntry(f"{_TRAINER}.ipo:ipo", bounds=Bounds(0.1, 0.1), masks_mismatch=True),
+    "nll": ObjectiveEntry(f"{_TRAINER}.nll:nll", imitates=True),
+}
+"""Name -> objective. One of your own (`module:function`) has the defaults."""
+
+
+@dataclass(frozen=True)
+class AlgorithmEntry:
+    """An algorithm of `orchestrator.advantage.type`."""
+
+    place: str
+    min_group: int = 2
+    """Fewest rollouts of a prompt that it can score; 2: it compares them."""
+    teacher: Literal["", "model", "self"] = ""
+    """The scorer of the tokens before it is called: nobody, `orchestrator.teacher`, or the policy itself, shown the
+    task's demonstration."""
+    imitates: bool = False
+    """`orchestrator.teacher` samples in the policy's place."""
+
+
+_ADVANTAGES = "prime_hpc.orchestrator.algorithms"
+ALGORITHMS = {
+    "grpo": AlgorithmEntry(f"{_ADVANTAGES}.grpo:grpo"),
+    "grpo_no_std": AlgorithmEntry(f"{_ADVANTAGES}.grpo:dr_grpo"),
+    "dr_grpo": AlgorithmEntry(f"{_ADVANTAGES}.grpo:dr_grpo"),
+    "rloo": AlgorithmEntry(f"{_ADVANTAGES}.rloo:rloo"),
+    "opo": AlgorithmEntry(f"{_ADVANTAGES}.opo:opo"),
+    "max_rl": AlgorithmEntry(f"{_ADVANTAGES}.max_rl:max_rl"),
+    "rae": AlgorithmEntry(f"{_ADVANTAGES}.rae:RoleAdvantage", min_group=1),
+    "reinforce": AlgorithmEntry(f"{_ADVANTAGES}.reinforce:reinforce", min_group=1),
+    "none": AlgorithmEntry(f"{_ADVANTAGES}.reinforce:reinforce", min_group=1),
+    "hierarchical_grpo": AlgorithmEntry(f"{_ADVANTAGES}.hierarchical_grpo:HierarchicalGRPO", min_group=1),
+    "opd": AlgorithmEntry(f"{_ADVANTAGES}.opd:Distillation", min_group=1, teacher="model"),
+    "opsd": AlgorithmEntry(f"{_ADVANTAGES}.opsd:SelfDistillation", min_group=1, teacher="self"),
+    "sft": AlgorithmEntry(f"{_ADVANTAGES}.sft_distill:sft", min_group=1, imitates=True),
+}
+"""Name -> algorithm. One of your own says its `min_group` and `teacher` as attributes, which are read where it runs."""
+
+BACKENDS = {
+    "vllm": "prime_hpc.inference.vllm.backend:VLLM",
+    "transformers": "prime_hpc.inference.transformers.backend:TRANSFORMERS",
+}
+"""Inference backend -> where it is (`prime_hpc/inference/backend.py` states what it must be able to)."""
+
+TRANSPORTS = {
+    "files": "prime_hpc.weight_transport.files:FILES",
+    "delta": "prime_hpc.weight_transport.delta:DELTA",
+}
+"""Weight transports (`weights.transport`): `WeightTransport` of prime_hpc/weight_transport/transport.py."""
+
+NAMES: dict[str, Collection[str]] = {
+    "ObjectiveName": OBJECTIVES,
+    "AdvantageName": ALGORITHMS,
+    "BackendName": BACKENDS,
+    "TransportName": TRANSPORTS,
+}
+"""Type of a key in the schema -> the names that it takes besides an import path."""

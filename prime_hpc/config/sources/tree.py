@@ -1,0 +1,226 @@
+"""The tree while the sources are laid over each other: statements placed by the schema, the last one of a key wins."""
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config.errors import ConfigError, Origin, Problem, nearest_path
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.renamed_keys import notice, stated_twice
+from prime_hpc.config.schema import Node, all_paths, locate, resolve, type_text
+from prime_hpc.config.secret import MASK, anchored, masked, names_secret
+from prime_hpc.config.sources.coerce import CoerceError, coerce, is_reference, mapping, switch
+from prime_hpc.config.sources.flags import ALIASES, REPLACED, Entry
+from prime_hpc.config.sources.interpolate import interpolate
+from prime_hpc.config.validate import validate
+
+Segments = tuple[str, ...]
+
+
+class Tree:
+    """The tree while the sources are laid over each other, lowest precedence first."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.values: dict[str, Any] = {}
+        self.provenance: dict[str, Origin] = {}
+        self.problems = list(problems)
+        self.warnings: list[str] = []
+        self.claims: dict[str, list[tuple[str | None, Any, Origin]]] = {}
+        """Dotted path -> (component, value, origin) of every statement, in order."""
+        self.names: dict[str, dict[bool, Origin]] = {}
+        """Dotted path -> where it was stated last under its old name (True), and under its own."""
+        self.noticed: set[tuple[str, str, str]] = set()
+        """Old name, source and its name of every warning about one."""
+
+    def copy(self) -> "Tree":
+        """Return another tree with the same statements, for one more layer; news of the base are not repeated."""
+        tree = Tree(self.problems)
+        tree.values = copy.deepcopy(self.values)
+        tree.provenance = dict(self.provenance)
+        tree.claims = {key: list(rows) for key, rows in self.claims.items()}
+        tree.names = {key: dict(names) for key, names in self.names.items()}
+        tree.noticed = self.noticed
+        return tree
+
+    def place(self, entries: Iterable[Entry]) -> None:
+        """Lay statements over what is there."""
+        for entry in entries:
+            node = locate(entry.segments, entry.scope)
+            if node is None:
+                self.problems.append(unknown_key(entry))
+                continue
+            if not self._note_name(node, entry):
+                continue
+            try:
+                self._state(node, entry)
+            except CoerceError as error:
+                self.problems.append(Problem(str(error), node.dotted, entry.origin))
+
+    def _note_name(self, node: Node, entry: Entry) -> bool:
+        """Warn of a key's old name, once a source; return False where one source states the key under both names.
+
+        Of two sources the later one wins, whatever each calls it: a config of the user's on top of a newer recipe.
+        """
+        if entry.origin.source == "default":
+            return True
+        names, origin = self.names.setdefault(node.dotted, {}), entry.origin
+        source = _source(origin)
+        other = names.get(not node.is_old_name)
+        if other is not None and _source(other) == source:
+            pair = (origin, other) if node.is_old_name else (other, origin)
+            self.problems.append(stated_twice(node.dotted, *pair))
+            return False
+        names[node.is_old_name] = origin
+        if node.is_old_name:
+            segments = [segment.replace("-", "_") for segment in entry.segments]
+            old, above = ".".join(segments), ".".join(segments[:-1])
+            is_said = (above, *source) in self.noticed and segments[-1] == node.path[-1]  # with its section
+            if not is_said and (old, *source) not in self.noticed:
+                self.warnings.append(notice(old, node.dotted, origin))
+                self.noticed.add((old, *source))
+        return True
+
+    def _state(self, node: Node, entry: Entry) -> None:
+        value = entry.value
+        if node.kind == "section":
+            self._state_section(node, entry)
+            return
+        if node.kind in ("free", "sections") and value is None and not node.optional:
+            return  # an empty `key:` of a YAML file states nothing
+        value = coerce(value, node, typed=entry.typed)
+        if node.kind == "leaf" and isinstance(value, str):  # a file in a file's own folder, else in this one
+            folder = Path(entry.document.name).parent if entry.document is not None else Path()
+            value = anchored(value, folder, node.path[-1])
+        if isinstance(value, dict) and (node.kind == "free" or (node.annotation is Any and value)):
+            self._descend(node, entry, value)
+        elif node.kind == "sections" and isinstance(value, list):
+            self._set(node, [], entry)
+            self.place(entry.child(str(index), element) for index, element in enumerate(value))
+        else:
+            self._set(node, value, entry)
+
+    def _state_section(self, node: Node, entry: Entry) -> None:
+        value = entry.value
+        if is_reference(value):
+            self._set(node, value, entry)
+            return
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            value = mapping(value)
+        if isinstance(value, dict):
+            self._descend(node, entry, value)
+            return
+        on = switch(value)
+        if on is None:
+            raise CoerceError(f"expected a section of keys, got {masked(repr(value))}")
+        if on:
+            self._open(node, entry)
+        elif node.optional:
+            self._set(node, None, entry)
+        elif value is not None:  # an empty section of a YAML file is null: nothing is stated
+            raise CoerceError(f"cannot be switched off: it must be {type_text(node.annotation)}")
+
+    def _descend(self, node: Node, entry: Entry, value: dict[str, Any]) -> None:
+        self._open(node, entry)
+        self.place(entry.child(str(name), inner) for name, inner in value.items())
+
+    def _open(self, node: Node, entry: Entry) -> None:
+        """Make sure that a mapping is there, keeping what it has."""
+        parent = self._parent(node, entry)
+        if parent is None:
+            return
+        present = _get(parent, node.path[-1])
+        if not isinstance(present, dict) and not is_reference(present):
+            self._set(node, {}, entry)
+
+    def _set(self, node: Node, value: Any, entry: Entry) -> None:
+        parent = self._parent(node, entry)
+        if parent is None:
+            return
+        if isinstance(parent, list):
+            index = int(node.path[-1])
+            parent[index : index + 1] = [value]
+        else:
+            parent[node.path[-1]] = value
+        for record in (self.provenance, self.claims):
+            for below in [key for key in record if key.startswith(node.dotted + ".")]:
+                del record[below]
+        self.provenance[node.dotted] = entry.origin
+        self.claims.setdefault(node.dotted, []).append((entry.component or node.component, value, entry.origin))
+
+    def _parent(self, node: Node, entry: Entry) -> dict[str, Any] | list[Any] | None:
+        """Return the mapping or list that holds a key; sections above it that are off are switched on."""
+        here: Any = self.values
+        for depth, name in enumerate(node.path[:-1], 1):
+            below = _get(here, name)
+            if is_reference(below):
+                message = f"{'.'.join(node.path[:depth])} is {below!r} as a whole: a key below it cannot be stated"
+                self.problems.append(Problem(message, node.dotted, entry.origin))
+                return None
+            if not isinstance(below, dict | list):
+                above = resolve(node.path[:depth])
+                below = [] if above is not None and above.kind == "sections" else {}
+                if isinstance(here, list):
+                    here.append(below)
+                else:
+                    here[name] = below
+            here = below
+            if isinstance(here, list) and not (node.path[depth].isdigit() and int(node.path[depth]) <= len(here)):
+                message = f"no element {node.path[depth]!r}: the list has {len(here)}"
+                self.problems.append(Problem(message, node.dotted, entry.origin))
+                return None
+        return here
+
+    def experiment(self) -> Experiment:
+        """Check the tree. Raises ConfigError with everything that is wrong."""
+        self._find_conflicts()
+        values = interpolate(self.values, self.provenance, self.problems)
+        experiment = validate(values, self.provenance, self.problems)
+        if experiment is None:
+            raise ConfigError(self.problems)
+        return experiment
+
+    def _find_conflicts(self) -> None:
+        """Two components may not state different values of a key they share, unless something above decides."""
+        for dotted, claims in self.claims.items():
+            component, value, origin = claims[-1]
+            if component is None:
+                continue
+            for other, other_value, other_origin in claims[:-1]:
+                differs = other not in (None, component) and other_value != value
+                if differs and other_origin.source == origin.source:
+                    theirs, ours = (MASK if names_secret(dotted) else repr(v) for v in (other_value, value))
+                    message = (
+                        f"{other} states {theirs} ({other_origin}), {component} states {ours} ({origin}): "
+                        f"one experiment has one {dotted}; state it once"
+                    )
+                    self.problems.append(Problem(message, dotted, origin))
+                    break
+
+
+def _get(container: Any, name: str) -> Any:
+    if isinstance(container, list):
+        return container[int(name)] if int(name) < len(container) else None
+    return container.get(name)
+
+
+def unknown_key(entry: Entry) -> Problem:
+    """Return the problem of a key that does not exist, with the key that was probably meant."""
+    typed = ".".join(entry.segments)
+    wanted = tuple(segment.replace("-", "_") for segment in entry.segments)
+    if entry.origin.source == "command line" and (instead := REPLACED.get(".".join(wanted))) is not None:
+        return Problem(f"there is no such key: {instead}", typed, entry.origin)
+    index = next((segment for segment in wanted if segment.isdigit()), "0")
+    candidates = [path.replace(".0.", f".{index}.") for path in (*all_paths(), *ALIASES)]
+    near = nearest_path(".".join((entry.scope, *wanted)), candidates) if entry.scope else None
+    near = near or nearest_path(".".join(wanted), candidates)
+    if near is None:
+        return Problem("unknown key", typed, entry.origin)
+    near = ".".join(ALIASES[near][0]) if near in ALIASES else near
+    shown = f"--{near.replace('_', '-')}" if entry.origin.source == "command line" else near
+    return Problem(f"unknown key; did you mean {shown}?", typed, entry.origin)
+
+
+def _source(origin: Origin) -> tuple[str, str]:
+    """Return the source of a statement: each file is one, the command line and the environment are one each."""
+    return origin.source, origin.where if origin.source == "file" else ""

@@ -1,0 +1,217 @@
+"""The command that makes a sandbox with bubblewrap, and why a node cannot.
+
+New user, process, mount, network, IPC, UTS and cgroup namespaces, no way to make others inside, no capability. Visible,
+read-only: /usr, a few files of /etc, the Python that runs there, what the configuration names. Writable: /work alone
+(with /tmp in it) and /dev/shm, both in memory and limited.
+
+Where this process is root's, sandboxes belong to `nobody`, for the kernel limits no process of root's; what a sandbox
+may read is then shown to `nobody` in a mount namespace of its own, since a Python below /root is not.
+"""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from prime_hpc.config.sections.orchestrator import SandboxConfig
+from prime_hpc.envs.errors import EnvError
+
+LEAST_VERSION = (0, 8, 0)
+"""Of bwrap: the first that lets nobody make namespaces inside."""
+NOBODY = 65534
+SHM_MIB = 16
+ETC = (
+    "ld.so.cache",
+    "ld.so.conf",
+    "ld.so.conf.d",
+    "alternatives",
+    "localtime",
+    "mime.types",
+    "ssl/certs",
+    "ssl/openssl.cnf",
+)
+"""Below /etc: what programs need and what says nothing of users and machines."""
+ETC_OF_NETWORK = ("resolv.conf", "hosts", "nsswitch.conf", "services", "protocols", "ca-certificates", "pki")
+ANSWER_S = 20.0
+"""Longest wait for `bwrap --version` and for the mounts of a stage, on slow file systems."""
+_LINKS = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
+
+_SYSCTLS = (
+    ("/proc/sys/user/max_user_namespaces", "0", "user.max_user_namespaces is 0"),
+    ("/proc/sys/kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone is 0"),
+    (
+        "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
+        "1",
+        "kernel.apparmor_restrict_unprivileged_userns is 1 (bwrap needs an AppArmor profile that allows userns)",
+    ),
+)
+
+
+def find_bwrap() -> str:
+    """Return the path of bwrap.
+
+    Raises:
+        EnvError: it is not installed, too old, or does not answer.
+    """
+    path, node = shutil.which("bwrap"), socket.gethostname()
+    if path is None:
+        raise EnvError(
+            f"there is no bubblewrap (bwrap) on {node}: install it on every node that plays environments, as root "
+            "(apt-get install bubblewrap, dnf install bubblewrap), or put a bwrap into the PATH of the job"
+        )
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=ANSWER_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EnvError(f"{path} on {node} does not answer: {error}") from error
+    numbers = re.search(r"(\d+)\.(\d+)\.(\d+)", said)
+    version = tuple(map(int, numbers.groups())) if numbers else ()
+    if version < LEAST_VERSION:
+        least = ".".join(map(str, LEAST_VERSION))
+        raise EnvError(
+            f"{path} on {node} is {said.strip() or 'no bubblewrap'}; sandboxes need {least} or newer, where namespaces "
+            "cannot be made inside"
+        )
+    return path
+
+
+def explain_refusal(said: str) -> str:
+    """Return why bwrap could not make a sandbox on this node, and what an administrator can do."""
+    reasons = [reason for path, value, reason in _SYSCTLS if _read(path) == value]
+    if not reasons and "namespace" not in said and "Operation not permitted" not in said and "setting up" not in said:
+        return said or "it ended without a word"
+    why = "; ".join(reasons) or "the kernel or the container around it refuses user namespaces"
+    return (
+        f"{said or 'it ended without a word'}: this node gives users no namespaces ({why}). Code runs in no sandbox "
+        "without them: have them allowed (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone), or play "
+        "this environment on nodes that have them"
+    )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def python_of(config: SandboxConfig) -> list[str]:
+    """Return the start of a Python command inside: this interpreter, isolated, with its packages if they are wanted."""
+    if config.packages:
+        return [sys.executable, "-I"]
+    return [str(Path(sys._base_executable).resolve()), "-I", "-S"]  # type: ignore[attr-defined]
+
+
+def shown_paths(config: SandboxConfig) -> list[str]:
+    """Return what is read-only inside besides the system: the interpreter, its packages, what the config names.
+
+    Raises:
+        EnvError: a path that the config names is not there.
+    """
+    for path in config.read_only:
+        if not Path(path).exists():
+            raise EnvError(f"sandbox.read_only: {path} is not there, or cannot be seen, on {socket.gethostname()}")
+    paths = [sys.base_prefix, str(Path(python_of(config)[0]).resolve().parent.parent)]
+    if config.packages:
+        paths += [sys.prefix, str(Path(sys.prefix).resolve())]
+    found: list[str] = []
+    for path in [*paths, *config.read_only]:
+        inside = Path("/usr") in (Path(path), *Path(path).parents)
+        if not inside and path not in found:
+            found.append(path)
+    return found
+
+
+def environment(config: SandboxConfig) -> dict[str, str]:
+    """Return all variables of a command's environment."""
+    programs = [str(Path(python_of(config)[0]).parent), "/usr/local/bin", "/usr/bin", "/bin"]
+    # one thread: a library that starts one for each core of the node meets the limits at once
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {"PATH": ":".join(programs), "HOME": "/work", "TMPDIR": "/tmp", "LANG": "C.UTF-8", **one_thread}
+
+
+class Stage:
+    """The user that makes the sandboxes, and the places at which that user finds what is shown in them.
+
+    For an ordinary user: itself, and the paths as they are. For root: `nobody`, in a mount namespace in which the paths
+    are mounted where `nobody` reaches them; a process of ours holds it open, and ends with this one.
+    """
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self.prefix: list[str] = []
+        self.sources = {path: path for path in paths}
+        self._holder: subprocess.Popen[bytes] | None = None
+        self._folder = ""
+        if os.geteuid() == 0:
+            self._enter()
+
+    def _enter(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="prime-hpc-stage-")
+        Path(self._folder).chmod(0o755)
+        mounts: list[str] = []
+        for number, path in enumerate(self.sources):
+            place = Path(self._folder, str(number))
+            place.mkdir() if Path(path).is_dir() else place.touch()
+            mounts += [path, str(place)]
+            self.sources[path] = str(place)
+        script = (
+            'while [ $# -gt 0 ]; do mount --bind "$1" "$2" || exit 1; shift 2; done; echo ready; exec cat >/dev/null'
+        )
+        argv = ["unshare", "--mount", "--propagation", "private", "--", "sh", "-c", script, "sh", *mounts]
+        try:
+            self._holder = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        except OSError as error:
+            raise EnvError(f"root's sandboxes belong to nobody, which needs util-linux's unshare: {error}") from error
+        assert self._holder.stdout is not None
+        said = self._holder.stdout.readline().decode(errors="replace").strip()
+        if said != "ready":
+            self.close()
+            raise EnvError(f"root's sandboxes need a mount namespace, which this node refuses: {said}")
+        place_of = f"--mount=/proc/{self._holder.pid}/ns/mnt"
+        self.prefix = ["nsenter", place_of, "--setuid", str(NOBODY), "--setgid", str(NOBODY), "--"]
+
+    def close(self) -> None:
+        """Give it up; sandboxes that run go on."""
+        if self._holder is not None:
+            assert self._holder.stdin is not None and self._holder.stdout is not None
+            self._holder.stdin.close()
+            self._holder.stdout.close()
+            self._holder.wait()
+            self._holder = None
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)  # the mounts were in the other namespace
+
+
+def command(bwrap: str, config: SandboxConfig, stage: Stage) -> list[str]:
+    """Return the command up to the program that is to be process 1."""
+    argv = [*stage.prefix, bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1"]
+    argv += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    argv += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
+    if config.network:
+        argv += ["--share-net"]
+    argv += ["--ro-bind", "/usr", "/usr"]
+    for name in _LINKS:
+        link = Path("/", name)
+        if link.is_symlink():
+            argv += ["--symlink", str(link.readlink()), str(link)]
+        elif link.is_dir():
+            argv += ["--ro-bind", str(link), str(link)]
+    argv += ["--dir", "/etc"]
+    for name in (*ETC, *(ETC_OF_NETWORK if config.network else ())):
+        file = Path("/etc", name)
+        if file.exists():
+            argv += ["--ro-bind", str(file.resolve()), str(file)]
+    argv += ["--proc", "/proc", "--dev", "/dev", "--size", str(SHM_MIB << 20), "--tmpfs", "/dev/shm"]
+    argv += ["--remount-ro", "/dev", "--size", str(config.disk_mib << 20), "--tmpfs", "/work"]
+    argv += ["--dir", "/work/.tmp", "--symlink", "work/.tmp", "/tmp", "--chdir", "/work"]
+    for path, source in stage.sources.items():
+        argv += ["--ro-bind", source, path]
+    for name, value in environment(config).items():
+        argv += ["--setenv", name, value]
+    return [*argv, "--remount-ro", "/", "--"]

@@ -1,0 +1,296 @@
+"""One sandbox as the host sees it: started by bubblewrap with the guest as its first process, asked over a socket.
+
+The guest holds a command's deadline and limits; this side has the last word: a guest that does not answer in time is
+ended from outside, and with it everything inside.
+"""
+
+import asyncio
+import contextlib
+import functools
+import marshal
+import os
+import signal
+import socket
+import struct
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from prime_hpc.config.sections.orchestrator import SandboxConfig
+from prime_hpc.envs.sandbox.bubblewrap import Stage, command, environment, explain_refusal, python_of
+
+GRACE_S = 5.0
+"""How long after a deadline the guest may take to say so, and how long a sandbox may take to end by itself."""
+MOST_ANSWER = 1 << 28
+"""Bytes of an answer at most."""
+PER_SANDBOX_PROCESSES = (5, 14)
+"""Linux release since which the kernel counts a user's processes in each user namespace by themselves."""
+
+
+class SandboxFailed(RuntimeError):
+    """A sandbox did not start, is gone, or refuses a file: the fault is not that of a command in it."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    """Exit code; minus the signal that ended it."""
+    ended_by: str
+    """The limit: `wall`, `cpu`, `memory`, `processes`, `files`, `hidden` (it kept from being looked at), `gone` (it
+    took the sandbox with it); empty: none."""
+    stdout: bytes
+    stderr: bytes
+    dropped: int
+    """Bytes of output beyond the limit."""
+    verdict: str
+    """Of a Python program that came to its end: `passed`, or how it failed."""
+
+
+BOOT = (
+    "import marshal, os\n"
+    "size, data = int.from_bytes(os.read(0, 4), 'big'), b''\n"
+    "while len(data) < size:\n"
+    "    data += os.read(0, size - len(data)) or os._exit(1)\n"
+    "code, limits = marshal.loads(data)\n"
+    "scope = {'__name__': 'guest'}\n"
+    "exec(code, scope)\n"
+    "scope['main'](limits)"
+)
+"""The first process's command line: takes its program from the host, by which it is of the same release of Python."""
+
+
+@functools.cache
+def guest_code() -> CodeType:
+    """Return the program of a sandbox's first process."""
+    path = Path(__file__).with_name("guest.py")
+    return compile(path.read_text(encoding="utf-8"), "guest.py", "exec")
+
+
+def guest_limits(config: SandboxConfig) -> dict[str, int]:
+    """Return what the guest holds, in bytes and numbers."""
+    release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    counted = release >= PER_SANDBOX_PROCESSES
+    return {
+        "memory": config.memory_mib << 20,
+        "disk": config.disk_mib << 20,
+        "files": config.files,
+        "processes": config.processes,
+        "kernel_processes": config.processes + 1 if counted else 0,
+        "open_files": config.open_files,
+        "output": config.output_kib << 10,
+    }
+
+
+class Sandbox:
+    """One sandbox, from its start to its end. One command at a time."""
+
+    def __init__(self, config: SandboxConfig, bwrap: str, stage: Stage) -> None:
+        self.config = config
+        self._argv = [*command(bwrap, config, stage), *python_of(config), "-c", BOOT]
+        self._env = environment(config)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._turn = asyncio.Lock()
+        self._ran = False
+        """Whether a command was begun in it: what goes wrong from then on may be its doing."""
+
+    @property
+    def pid(self) -> int:
+        """Of the process that made it, for the tests' eyes."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start it and wait until it answers.
+
+        Raises:
+            SandboxFailed: it does not, within `start_s`; says why.
+        """
+        ours, theirs = socket.socketpair()
+        errors = os.memfd_create("sandbox-errors")
+        try:
+            with theirs:
+                # the parent of `die-with-parent` is this thread: the event loop's
+                self._process = subprocess.Popen(self._argv, stdin=theirs.fileno(), stdout=errors, stderr=errors)
+            ours.setblocking(False)
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            program = marshal.dumps((guest_code(), guest_limits(self.config)))
+            self._writer.write(len(program).to_bytes(4, "big") + program)
+            async with asyncio.timeout(self.config.start_s):
+                await self._receive()
+        except (OSError, ValueError, asyncio.IncompleteReadError, TimeoutError) as error:
+            ours.close()
+            late = isinstance(error, TimeoutError)
+            await self.stop(at_once=True)
+            said = os.pread(errors, 2000, 0).decode(errors="replace").strip()
+            if late:
+                said = f"it did not answer within {self.config.start_s:g} s (sandbox.start_s). {said}".strip()
+                raise SandboxFailed(f"a sandbox cannot be started: {said}") from error
+            if isinstance(error, OSError) and self._process is None:
+                said = str(error)
+            raise SandboxFailed(f"a sandbox cannot be started: {explain_refusal(said)}") from error
+        except BaseException:
+            ours.close()
+            await self.stop(at_once=True)
+            raise
+        finally:
+            os.close(errors)
+
+    def is_alive(self) -> bool:
+        """Return whether it still runs."""
+        return self._process is not None and self._process.poll() is None
+
+    async def run(
+        self,
+        argv: list[str] | None = None,
+        *,
+        program: str = "",
+        given: bytes = b"",
+        env: dict[str, str] | None = None,
+        may_exit: bool = False,
+        wall_s: float | None = None,
+        cpu_s: float | None = None,
+    ) -> Ended:
+        """Run a command, or a Python program, and end whatever it has left behind.
+
+        Once a command was begun, a sandbox that ends or does not work any more is that command's doing, and an outcome
+        like any other: else what a model writes could have its episode not counted.
+
+        A program has passed only where its process says so with a word that it was told for this time: one that ends
+        its process before its checks has not. (The program could look for the word in its own interpreter, as it could
+        tamper with the checks there.)
+
+        Args:
+            argv: the command; None: `program` is run, in a copy of the guest's interpreter.
+            program: Python source.
+            given: standard input.
+            env: variables besides the sandbox's own.
+            may_exit: whether `sys.exit(0)` is a program's end like any other.
+            wall_s: deadline; default `command_s`.
+            cpu_s: CPU time of all its processes; default `cpu_s` of the configuration.
+
+        Raises:
+            SandboxFailed: the sandbox was gone before its first command began.
+        """
+        source = program.encode(errors="surrogatepass")
+        wall_s = self.config.command_s if wall_s is None else wall_s
+        order: dict[str, Any] = {"op": "run", "wall_s": wall_s, "env": {**self._env, **(env or {})}}
+        order["cpu_s"] = self.config.cpu_s if cpu_s is None else cpu_s
+        if argv is None:
+            order |= {"program": len(source), "word": os.urandom(16).hex(), "may_exit": may_exit}
+        else:
+            order["argv"] = argv
+        spoiled = self._ran
+        try:
+            lines, payload = await self._ask(order, source + given if argv is None else given, wall_s + GRACE_S)
+            if lines[0] == "error" and spoiled:
+                raise ConnectionError(lines[1])
+            if lines[0] == "ended":
+                _, code, ended_by, split, dropped, verdict = lines
+                out, err = payload[: int(split)], payload[int(split) :]
+                return Ended(int(code), ended_by, out, err, int(dropped), verdict)
+        except (OSError, ValueError, asyncio.IncompleteReadError, TimeoutError) as error:
+            if not self._ran:
+                raise SandboxFailed(f"the sandbox was gone: {type(error).__name__}: {error}") from error
+            await self.stop(at_once=True)
+            return Ended(-signal.SIGKILL, "wall" if isinstance(error, TimeoutError) else "gone", b"", b"", 0, "")
+        raise SandboxFailed(f"a command cannot be started in the sandbox: {' '.join(lines[1:])}")
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file, relative to the folder of commands.
+
+        Raises:
+            SandboxFailed: it cannot be written.
+        """
+        await self._file({"op": "write", "path": path}, data)
+
+    async def read(self, path: str, most: int | None = None) -> bytes:
+        """Return a regular file's content, its first `most` bytes.
+
+        Raises:
+            SandboxFailed: it cannot be read.
+        """
+        return await self._file({"op": "read", "path": path, "most": most}, b"")
+
+    async def _file(self, order: dict[str, Any], data: bytes) -> bytes:
+        try:
+            lines, payload = await self._ask(order, data, self.config.command_s + GRACE_S)
+        except (OSError, ValueError, asyncio.IncompleteReadError, TimeoutError) as error:
+            raise SandboxFailed(f"{order['op']} {order['path']!r}: the sandbox is gone ({error})") from error
+        if lines[0] != "ok":
+            raise SandboxFailed(f"{order['op']} {order['path']!r}: {' '.join(lines[1:])}")
+        return payload
+
+    async def _ask(self, order: dict[str, Any], payload: bytes, seconds: float) -> tuple[list[str], bytes]:
+        """Send an order and wait for the answer; a caller that is cancelled meanwhile ends the sandbox."""
+        async with self._turn:
+            if self._writer is None or not self.is_alive():
+                raise ConnectionError("it has ended")
+            head = marshal.dumps(order)
+            try:
+                async with asyncio.timeout(seconds):
+                    self._writer.write(struct.pack(">II", len(head), len(payload)) + head + payload)
+                    self._ran |= order["op"] == "run"
+                    await self._writer.drain()
+                    return await self._receive()
+            except asyncio.CancelledError:
+                self.kill()
+                raise
+
+    async def _receive(self) -> tuple[list[str], bytes]:
+        """Wait for an answer: the lines of its head, and its bytes. Nothing in it is believed but as text."""
+        assert self._reader is not None
+        head, payload = struct.unpack(">II", await self._reader.readexactly(8))
+        if head + payload > MOST_ANSWER:
+            raise ValueError("an answer without end")
+        lines = (await self._reader.readexactly(head)).decode(errors="replace").split("\n", 5)
+        return lines, await self._reader.readexactly(payload)
+
+    def kill(self) -> None:
+        """End it from outside, with all that is in it; the process that made it ends when nothing is left inside."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        pid, children = self._process.pid, []
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(child), signal.SIGKILL)
+        if not children:  # it has not come so far, or this kernel does not say
+            self._process.kill()
+
+    def _wait(self, seconds: float) -> bool:
+        """Return whether it has ended; what made it ends last, once nothing is left inside."""
+        assert self._process is not None
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    async def stop(self, *, at_once: bool = False) -> None:
+        """End it and wait until nothing of it is left."""
+        if self._writer is not None:
+            self._writer.close()  # the guest ends, and with it everything else
+            self._writer = None
+        if self._process is None:
+            return
+
+        def end() -> None:
+            if not at_once and self._wait(GRACE_S):
+                return
+            self.kill()
+            if not self._wait(GRACE_S) and self._process is not None:
+                self._process.kill()
+                self._wait(GRACE_S)
+
+        began = time.monotonic()
+        await asyncio.to_thread(end)
+        if self._process.poll() is None:
+            raise SandboxFailed(f"process {self.pid} of a sandbox did not end in {time.monotonic() - began:.0f} s")

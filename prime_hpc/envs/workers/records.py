@@ -1,0 +1,52 @@
+"""Ended episodes as plain values for the socket, and back, to the last bit: arrays travel as their bytes."""
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.workers.frames import FrameError
+
+_ARRAYS = {"token_ids": "int32", "loss_mask": "bool", "logprobs": "float32", "versions": "int32", "roles": "uint8"}
+"""Fields of a `Sample` that are arrays, and of what."""
+_RESULT = tuple(field.name for field in fields(EpisodeResult))
+_SAMPLE = tuple(field.name for field in fields(Sample))
+
+
+def result_to_plain(result: EpisodeResult) -> dict[str, Any]:
+    """Return an ended episode as msgpack takes it."""
+    plain = {name: getattr(result, name) for name in _RESULT}
+    return plain | {"state": result.state.value, "samples": [_sample_to_plain(sample) for sample in result.samples]}
+
+
+def _sample_to_plain(sample: Sample) -> dict[str, Any]:
+    plain = {name: getattr(sample, name) for name in _SAMPLE}
+    for name, kind in _ARRAYS.items():
+        if plain[name] is not None:
+            plain[name] = np.ascontiguousarray(plain[name], dtype=kind).tobytes()
+    return plain
+
+
+def result_from_plain(plain: Any) -> EpisodeResult:
+    """Return the ended episode that was sent.
+
+    Raises:
+        FrameError: fields are missing or unknown, or arrays of a sample differ in length.
+    """
+    try:
+        samples = [_sample_from_plain(sample) for sample in plain["samples"]]
+        return EpisodeResult(**(plain | {"state": EpisodeState(plain["state"]), "samples": samples}))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FrameError(f"not the record of an episode: {type(error).__name__}: {error}") from error
+
+
+def _sample_from_plain(plain: dict[str, Any]) -> Sample:
+    arrays = {}
+    for name, kind in _ARRAYS.items():
+        if plain[name] is not None:
+            arrays[name] = np.frombuffer(bytearray(plain[name]), dtype=kind)  # a bytearray: it may be written to
+    sample = Sample(**(plain | arrays))
+    if len({len(array) for array in arrays.values()}) != 1:
+        raise ValueError("the arrays of a sample differ in length")
+    return sample

@@ -1,0 +1,99 @@
+"""The process of a server, before anything heavy is imported: its scratch folder, its parent's death, its own end."""
+
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+SCRATCH_PREFIX = "phpc-"
+LOCK_NAME = "alive"
+MAX_SCRATCH_LEN = 64
+"""A unix socket's path ends at 107 bytes, and vLLM appends a 36-character name."""
+
+PR_SET_PDEATHSIG = 1
+SPAWNER = "PRIMEHPC_SPAWNER"
+"""Process id of the server, or of the engine, that spawns what reads it."""
+
+HARD_END_S = 4.5
+"""After a signal the process is gone by then, whatever still hangs: the supervisor waits 5 s."""
+
+
+def make_scratch() -> Path:
+    """Return a new short-named folder for this server's sockets and temporary files; leftovers of dead servers are
+    removed.
+
+    A folder is its owner's while a lock on the file `alive` in it is held: by the server and by the engines that it
+    forked. So the folder of a killed server is recognised whatever process-id namespace it lived in.
+    """
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > MAX_SCRATCH_LEN - 20:
+        parent = Path("/tmp")
+    for stale in parent.glob(f"{SCRATCH_PREFIX}*"):
+        if stale.stat().st_uid == os.getuid() and not _is_held(stale / LOCK_NAME):
+            shutil.rmtree(stale, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=parent))
+    # Never closed: the lock must live exactly as long as the processes.
+    descriptor = os.open(scratch / LOCK_NAME, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return scratch
+
+
+def die_with_parent() -> None:
+    """Have every process forked from here killed when this one dies, however it dies.
+
+    A server that gets SIGKILL would otherwise leave engines behind that hold memory, GPUs and ports. What it spawns
+    (vLLM's engines on CUDA) runs none of this: it calls `die_with_spawner`.
+    """
+    os.environ[SPAWNER] = str(os.getpid())
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+
+    def before() -> None:  # runs in whoever forks: an engine's own children watch the engine
+        nonlocal parent
+        parent = os.getpid()
+
+    def in_child() -> None:
+        # This process's signal handling is none of the child's business. Above all the event loop's wake-up socket:
+        # through it a signal that the child gets would be taken for one of ours.
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the request was made
+            os._exit(1)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+
+
+def die_with_spawner() -> None:
+    """In a spawned process, before anything else: be killed when the process that spawned it dies, however it dies."""
+    spawner = os.environ.get(SPAWNER)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if spawner is not None and os.getppid() != int(spawner):  # it died before the request was made
+        os._exit(1)
+    die_with_parent()  # an engine has processes of its own: tensor-parallel workers
+
+
+def end_hard_soon() -> None:
+    """Exit after `HARD_END_S` from a SIGTERM on, should the orderly end not have come through by then."""
+    timer = threading.Timer(HARD_END_S, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_RDWR)
+    except FileNotFoundError:
+        return True  # a server that is just making its folder
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,231 @@
+"""From the experiment tree to vLLM's command line and environment. Pure functions.
+
+Imports neither torch nor vllm: what is built here can be shown by a plan and tested in milliseconds.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from prime_hpc.client.http import SERVERS_KEEP_ALIVE_S
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.secret import revealed
+from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, section
+
+Device = Literal["cpu", "cuda"]
+
+WORKER_EXTENSION = "prime_hpc.inference.vllm.worker.PolicyWorker"
+
+GIB = 1 << 30
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM has room; a smaller adapter is padded."""
+MAX_VERSIONS_AT_ONCE = 4
+"""Of one adapter in one batch of the engine: each costs GPU memory, requests of further ones wait."""
+SPARE_ADAPTERS = 4
+"""Versions beyond those that stay loaded in host memory while requests still use them."""
+
+OWNED = {
+    "model": "model.name",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "seed": "seed",
+    "max_model_len": "inference.max_model_len",
+    "host": "inference.server.host",
+    "port": "inference.server.port",
+    "api_key": "inference.api_key",
+    "data_parallel_size": "inference.data_parallel_size",
+    "data_parallel_size_local": "inference.data_parallel_size_local",
+    "data_parallel_address": "inference.data_parallel_address",
+    "data_parallel_rpc_port": "inference.data_parallel_rpc_port",
+    "data_parallel_start_rank": "inference.data_parallel_start_rank",
+    "headless": "inference.headless",
+    "tensor_parallel_size": "inference.tensor_parallel_size",
+    "pipeline_parallel_size": "inference.pipeline_parallel_size",
+    "gpu_memory_utilization": "inference.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "inference.kv_cache_gib (on a CPU inference.cpu_kv_cache_gib)",
+    "max_num_seqs": "inference.max_num_seqs",
+    "enforce_eager": "inference.enforce_eager",
+    "enable_sleep_mode": "inference.sleep",
+    "enable_lora": "model.lora",
+    "max_lora_rank": "model.lora.rank",
+}
+"""vLLM arguments that the tree states elsewhere, and where."""
+
+FIXED = {
+    "served_model_name": f"clients ask for {POLICY!r}",
+    "worker_extension_cls": "weight updates need it",
+    "enable_scale_out": "token-in token-out generation needs it",
+    "logprobs_mode": "the trainer's importance ratio needs log-probabilities after temperature",
+    "generation_config": "a model's own defaults would change the sampling silently",
+    "override_generation_config": "it would change the sampling; orchestrator.sampling states it",
+    "logits_processors": "the trainer cannot compute the log-probabilities of what they make of the distribution",
+    "api_server_count": "one process holds the policy version",
+}
+"""vLLM arguments that cannot be chosen, and why."""
+
+CPU_DEFAULTS: dict[str, Any] = {
+    # The episodes of a group share their prompt. vLLM's own choice on CPU, 128, is longer than many a whole prompt, and
+    # only full blocks can be shared; its CPU kernels want multiples of 32.
+    "block_size": 32,
+    "enable_prefix_caching": True,
+    # They are computed at every step for a /metrics that nobody scrapes on a CPU machine.
+    "disable_log_stats": True,
+}
+"""Defaults on CPU only; `inference.vllm` overrides them."""
+
+
+def build_argv(experiment: Experiment, *, device: Device, replica: int, port: int) -> list[str]:
+    """vLLM's `serve` arguments of one replica.
+
+    Args:
+        experiment: the whole tree.
+        device: what the engines run on.
+        replica: index of this server.
+        port: HTTP port of this server.
+
+    Raises:
+        ValueError: `inference.vllm` repeats what the tree states elsewhere or what cannot be chosen.
+    """
+    config = section(experiment)
+    _check_pass_through(config.vllm)
+    model = experiment.model
+    options: dict[str, Any] = {
+        "model": model.name,
+        "served_model_name": list(dict.fromkeys([POLICY, model.name])),
+        "host": config.server.host,
+        "port": port,
+        "dtype": model.dtype,
+        "max_model_len": experiment.max_model_len,
+        "seed": experiment.seed + REPLICA_SEED_STRIDE * replica,
+        "trust_remote_code": model.trust_remote_code or None,
+        "generation_config": "vllm",
+        "enable_scale_out": True,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER_EXTENSION,
+        "disable_uvicorn_access_log": True,
+        "uvicorn_log_level": "warning",
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.enforce_eager if config.enforce_eager is not None else _is_eager(config, device),
+        "headless": config.headless or None,
+    }
+    options |= _parallel_options(config) | _adapter_options(experiment)
+    if device == "cpu":
+        options |= {"kv_cache_memory_bytes": round(config.cpu_kv_cache_gib * GIB), **CPU_DEFAULTS}
+        if config.gpus_per_engine == 1:
+            options["distributed_executor_backend"] = "uni"  # see build_env
+    else:
+        options["gpu_memory_utilization"] = config.gpu_memory_utilization
+        options["enable_sleep_mode"] = config.sleep or None
+        if config.kv_cache_gib is not None:
+            options["kv_cache_memory_bytes"] = round(config.kv_cache_gib * GIB)
+    options |= {key.replace("-", "_"): value for key, value in revealed(config.vllm).items()}
+    if model.head_dtype == "float32":
+        options["hf_overrides"] = {**(options.get("hf_overrides") or {}), "head_dtype": "float32"}
+    return [token for key, value in options.items() for token in _flag(key, value)]
+
+
+def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[str, str]:
+    """Environment variables that vLLM must see before it is imported.
+
+    Args:
+        experiment: the whole tree.
+        device: what the engines run on.
+        scratch: this server's own folder for sockets and temporary files; its path must be short.
+    """
+    config = section(experiment)
+    env = {
+        "TMPDIR": str(scratch),
+        "VLLM_RPC_BASE_PATH": str(scratch),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # Weight updates go through our own guarded routes; the dev routes would open far more.
+        "VLLM_SERVER_DEV_MODE": "0",
+        # `guard` stands before every route; vLLM's own check, of some of them, would only want the same key again.
+        "VLLM_API_KEY": "",
+        "TOKENIZERS_PARALLELISM": "false",
+        # vLLM's own 5 s are shorter than clients keep a connection: a request would meet its end now and then.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVERS_KEEP_ALIVE_S),
+    }
+    if not config.headless and config.data_parallel_address is None:
+        # All engines are on this node: what they listen on need not be seen from another.
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    if Path(experiment.model.name).is_dir():
+        # A local model needs no hub: without this every start asks it, and waits where there is no route.
+        env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if config.batch_invariant:
+        if device == "cpu":
+            raise ValueError("inference.batch_invariant: vLLM has such kernels for GPUs alone; leave it out on a CPU")
+        env["VLLM_BATCH_INVARIANT"] = "1"
+    if device == "cpu":
+        env |= {
+            # `auto` would pin every engine to the first cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(config.cpu_threads),
+        }
+        if config.gpus_per_engine == 1:
+            # Keeps the worker inside the engine's process: one process less a rank, no shared-memory hop a step.
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return env
+
+
+def _parallel_options(config: InferenceConfig) -> dict[str, Any]:
+    """Tensor, pipeline and data parallelism; data-parallel placement only where there is more than one rank."""
+    options: dict[str, Any] = {"tensor_parallel_size": config.tensor_parallel_size}
+    if config.pipeline_parallel_size > 1:
+        options["pipeline_parallel_size"] = config.pipeline_parallel_size
+    if config.data_parallel_size > 1:
+        options |= {
+            "data_parallel_size": config.data_parallel_size,
+            "data_parallel_size_local": config.data_parallel_size_local,
+            "data_parallel_address": config.data_parallel_address,
+            "data_parallel_rpc_port": config.data_parallel_rpc_port,
+            "data_parallel_start_rank": config.data_parallel_start_rank,
+        }
+    return options
+
+
+def _is_eager(config: InferenceConfig, device: Device) -> bool:
+    """Return whether nothing is compiled: on a CPU, but of a pipeline's stages vLLM runs there compiled ones alone."""
+    return device == "cpu" and config.pipeline_parallel_size == 1
+
+
+def _adapter_options(experiment: Experiment) -> dict[str, Any]:
+    """Room for the adapters of all runs that share the engines, each in the versions that may sample at once."""
+    lora, num_names = experiment.model.lora, experiment.trainer.max_concurrent_runs
+    if lora is None or experiment.kind == "sft":
+        return {}
+    at_once = num_names * min(experiment.async_level + 1, MAX_VERSIONS_AT_ONCE)
+    return {
+        "enable_lora": True,
+        "max_lora_rank": next(rank for rank in VLLM_RANKS if rank >= lora.rank),
+        "max_loras": max(2, at_once),
+        "max_cpu_loras": max(2, at_once) + num_names + SPARE_ADAPTERS,
+    }
+
+
+def _check_pass_through(extra: dict[str, Any]) -> None:
+    for key in extra:
+        name = key.replace("-", "_")
+        if name in OWNED:
+            raise ValueError(f"inference.vllm.{key}: the tree states this as {OWNED[name]}; set it there")
+        if name in FIXED:
+            raise ValueError(f"inference.vllm.{key} cannot be chosen: {FIXED[name]}")
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """One option as command-line tokens. None is left out; False becomes `--no-...`.
+
+    vLLM's `disable_...` switches are off unless given and mostly know no `--no-disable-...`: False leaves them out.
+    """
+    flag = "--" + name.replace("_", "-")
+    if value is None or (value is False and name.startswith("disable_")):
+        return []
+    if isinstance(value, bool):
+        return [flag] if value else ["--no-" + name.replace("_", "-")]
+    if isinstance(value, dict):
+        return [flag, json.dumps(value)]
+    if isinstance(value, list | tuple):
+        return [flag, *map(str, value)]
+    return [flag, str(value)]

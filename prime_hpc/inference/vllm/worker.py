@@ -1,0 +1,194 @@
+"""Weight updates inside a vLLM worker. vLLM mixes `PolicyWorker` into its Worker class in every engine.
+
+Two calls, so that no engine is touched before all of them can read the new version:
+`policy_open` opens and checks the files while requests go on, `policy_apply` loads them while generation is paused.
+Called through `collective_rpc` by `weight_updates`. Method names must not collide with the Worker's own
+(`update_weights`, `reload_weights`, ... exist there).
+"""
+
+import contextlib
+import os
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+
+from prime_hpc.inference.check_version import server_scratch, weight_files
+from prime_hpc.inference.vllm import cpu_lora
+from prime_hpc.runtime.process_memory import keep_freed_memory
+from prime_hpc.store.messaging.listeners import shut_listeners
+from prime_hpc.weight_transport.transport import VersionReader
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Prepacked = Mapping[torch.nn.Module, "weakref.ReferenceType[Any]"]
+
+
+class PolicyWorker:
+    """Mixed into vLLM's Worker; `self` is that worker."""
+
+    # Class attributes: vLLM never calls a mixin's __init__.
+    _policy_stack: contextlib.ExitStack | None = None
+    _policy_handles: Sequence[Any] = ()
+    _policy_reader: VersionReader | None = None
+
+    if TYPE_CHECKING:
+        vllm_config: VllmConfig
+        model_runner: Any
+        rank: int
+
+        def reload_weights(self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+            """Put weights in the place of those that are served (vLLM's own)."""
+
+    def policy_start(self) -> None:
+        """Before anything is served: mend what vLLM gets wrong on CPU, and what makes its reloads there slow."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            return
+        if self.vllm_config.lora_config is not None:
+            cpu_lora.install()
+        if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":  # no engine is on another node (`args.build_env`)
+            shut_listeners()  # the engines are connected, and the HTTP server does not listen yet
+        keep_freed_memory()
+        _prepack_no_embeddings(self.model_runner.get_model())
+
+    def policy_open(self, folder: str, transport: str) -> dict[str, Any]:
+        """Open the files of the next version (memory-mapped: a node reads each byte once for all its workers).
+
+        The server has fetched it for its own node; the workers of a further node do it here, the first of them for all.
+
+        Args:
+            folder: as it was published.
+            transport: that made it.
+
+        Returns:
+            `{"rank", "num_tensors"}`, or `{"rank", "error"}` where a file cannot be read here. Never raises for a
+            bad file: the engine must survive it.
+        """
+        self._policy_close()
+        stack = contextlib.ExitStack()
+        num_tensors = 0
+        if self._policy_reader is None:
+            self._policy_reader = VersionReader(server_scratch())
+        try:
+            files = weight_files(self._policy_reader.fetch(Path(folder), transport))
+            handles = [stack.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files]
+            num_tensors = sum(len(handle.keys()) for handle in handles)
+        except Exception as error:  # noqa: BLE001 - safetensors raises its own type, which pickles badly across processes
+            stack.close()
+            return {"rank": self._policy_rank(), "error": f"{type(error).__name__}: {error}"}
+        self._policy_stack, self._policy_handles = stack, handles
+        return {"rank": self._policy_rank(), "num_tensors": num_tensors}
+
+    def policy_apply(self) -> dict[str, Any]:
+        """Load the opened version into the model. Generation must be paused.
+
+        Returns:
+            `{"rank", "seconds"}`.
+
+        Raises:
+            RuntimeError: nothing is open, or the load failed half-way: this engine's weights are undefined.
+        """
+        start = time.perf_counter()
+        if self._policy_stack is None:
+            raise RuntimeError("policy_apply without policy_open")
+        try:
+            model = self.model_runner.get_model()
+            prepacked = _prepacked_copies(model)
+            self.reload_weights(weights_iterator=self._policy_tensors())
+            _prepack_again(model, prepacked)
+        finally:
+            self._policy_close()
+        return {"rank": self._policy_rank(), "seconds": round(time.perf_counter() - start, 4)}
+
+    def _policy_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        tied = self.vllm_config.model_config.hf_text_config.tie_word_embeddings
+        names = set()
+        for handle in self._policy_handles:
+            for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                names.add(name)
+                if not (tied and name == "lm_head.weight"):
+                    yield name, handle.get_tensor(name)
+
+    def _policy_close(self) -> None:
+        stack = self._policy_stack
+        self._policy_stack, self._policy_handles = None, []
+        if stack is not None:
+            stack.close()
+
+    def _policy_rank(self) -> str:
+        return f"dp{self.vllm_config.parallel_config.data_parallel_index}/rank{self.rank}"
+
+
+def _prepack_no_embeddings(model: torch.nn.Module) -> None:
+    """Spare vLLM's prepacked copies, for matrix products on CPU, of embeddings that are only looked up.
+
+    It makes one of every embedding at every load. An output head is no plain embedding; and should a model multiply by
+    one all the same, torch's own product does it with the weight itself.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+
+    names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    module: Any
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        is_plain = type(module) is VocabParallelEmbedding and type(method) is UnquantizedEmbeddingMethod
+        is_head_too = names[id(module)] > 1
+        if is_plain and not is_head_too and "cpu_linear" in vars(module):
+            method.process_weights_after_loading = _leave_as_it_is
+            module.cpu_linear = torch.nn.functional.linear
+
+
+def _leave_as_it_is(layer: torch.nn.Module) -> None:
+    """Instead of packing."""
+
+
+def _prepacked_copies(model: torch.nn.Module) -> Prepacked:
+    """Return the prepacked copies of linear weights that vLLM's CPU kernels made. Weakly held: each may go as soon as
+    there is a new one.
+    """
+    return {
+        module: weakref.ref(vars(module)["cpu_linear"]) for module in model.modules() if "cpu_linear" in vars(module)
+    }
+
+
+def _prepack_again(model: torch.nn.Module, prepacked: Prepacked) -> None:
+    """Renew the prepacked copies of weights that vLLM's CPU kernels keep and its own reload forgets.
+
+    Args:
+        model: that was loaded again.
+        prepacked: their copies before that: where the reload made another, it is not made twice.
+
+    Two cases, both silent without this: a tied output head has no tensor of its own in the checkpoint, so its prepacked
+    copy stays that of the old version; and mixture-of-experts layers skip packing when they are loaded again.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
+        elif _is_stale(module, prepacked) and _has_weight(module):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _is_stale(module: torch.nn.Module, prepacked: Prepacked) -> bool:
+    linear = vars(module).get("cpu_linear")
+    return module in prepacked and linear is prepacked[module]() and linear is not torch.nn.functional.linear
+
+
+def _has_weight(module: torch.nn.Module) -> bool:
+    """Layers whose kernel dropped the plain weight were prepacked anew by the reload itself."""
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.numel() > 0

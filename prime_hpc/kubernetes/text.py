@@ -1,0 +1,119 @@
+"""The objects of a run as text: one YAML stream for kubectl, or a Helm chart."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from prime_hpc import __version__
+from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.kubernetes.manifests import Manifest, Values, manifests
+from prime_hpc.kubernetes.placement import SUPERVISOR, components_of, for_pods, object_name, section_of
+
+_MARK = re.compile(r"""["']?@@([^@]+)@@["']?""")
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """The mark that stands in a template until the chart's expression takes its place."""
+
+    expression: str
+
+    def __str__(self) -> str:
+        return f"@@{self.expression}@@"
+
+
+def yaml_stream(objects: list[Manifest]) -> str:
+    """Return the objects for `kubectl apply -f -`."""
+    return "".join(f"---\n{_dump(manifest)}" for manifest in objects)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as they are; no line is folded, so that marks stay whole."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+def _dump(data: Any) -> str:
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=1_000_000, allow_unicode=True))
+
+
+def write_chart(experiment: Experiment, folder: Path) -> list[Path]:
+    """Write a Helm chart of the experiment: the objects of `manifests`, the cluster's part of them as values.
+
+    Args:
+        experiment: as it was resolved.
+        folder: new, or an earlier chart's.
+
+    Returns:
+        the files.
+
+    Raises:
+        ConfigError: the experiment cannot run as pods, or the folder is no chart's or cannot be written.
+    """
+    if folder.exists() and any(folder.iterdir()) and not (folder / "Chart.yaml").is_file():
+        raise ConfigError(Problem(f"{folder} holds something else than a chart; name a new folder", "--chart"))
+    section, components = section_of(experiment), components_of(for_pods(experiment))
+    stated = Values.of(section, components, "")
+    values = {
+        "image": stated.image,
+        "imagePullSecrets": stated.image_pull_secrets,
+        "nodeSelector": stated.node_selector,
+        "tolerations": stated.tolerations,
+        "envFrom": stated.env_from,
+        "storage": stated.storage,
+        "storageClassName": stated.storage_class,
+        "sharedMemory": stated.shared_memory,
+        "resources": dict(stated.resources),
+    }
+    names = [SUPERVISOR, *(component.name for component in components if component.name != SUPERVISOR)]
+    references = Values(
+        image=_value("image"),
+        image_pull_secrets=_value("imagePullSecrets"),
+        node_selector=_value("nodeSelector"),
+        tolerations=_value("tolerations"),
+        env_from=_value("envFrom"),
+        key=str(_Reference("randAlphaNum 40 | toJson")),
+        storage=_value("storage"),
+        storage_class=_value("storageClassName"),
+        shared_memory=_value("sharedMemory"),
+        resources={name: _value(f"resources.{name}") for name in names},
+    )
+    about = {
+        "apiVersion": "v2",
+        "name": object_name(experiment),
+        "description": f"prime-hpc: the experiment {experiment.name}",
+        "type": "application",
+        "version": "0.1.0",
+        "appVersion": __version__,
+    }
+    files = {"Chart.yaml": _dump(about), "values.yaml": _dump(values)}
+    for manifest in manifests(experiment, references):
+        name = f"{manifest['kind'].lower()}-{manifest['metadata']['labels']['app.kubernetes.io/component']}.yaml"
+        files[f"templates/{name}"] = _template(manifest)
+    try:
+        (folder / "templates").mkdir(parents=True, exist_ok=True)
+        for old in (folder / "templates").glob("*.yaml"):
+            old.unlink()
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(Problem(f"{folder} cannot be written: {error.strerror}", "--chart")) from error
+    return [folder / name for name in files]
+
+
+def _value(path: str) -> str:
+    return str(_Reference(f".Values.{path} | toJson"))
+
+
+def _template(manifest: Manifest) -> str:
+    """Return a template: braces of the experiment's own escaped, marks replaced by the chart's expressions."""
+    text = _dump(manifest).replace("{{", '{{ "{{" }}')
+    return _MARK.sub(lambda match: "{{ " + match[1] + " }}", text)

@@ -1,0 +1,192 @@
+"""The runs below a run whose trainer trains many: made, listed, stopped and brought back.
+
+A child appears by one rename with all that belongs to it; the trainer finds it at one of its next looks. A parent that
+was not submitted yet is named by its experiment file: its children wait in its directory.
+"""
+
+import os
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config import ConfigError, Experiment, Problem, load_experiment, load_run, write_snapshot
+from prime_hpc.config.child_config import as_child, check_child, is_parent
+from prime_hpc.config.run_files import RUN_YAML
+from prime_hpc.config.sources.load import Loaded
+from prime_hpc.store.child_runs import PREFIX, STATE, STOP, ChildState, child_name, list_children, read_state
+from prime_hpc.store.run_dirs import find_run
+
+POLL_S = 0.5
+_EXPERIMENTS = (".yaml", ".yml", ".toml")
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The directory of child runs."""
+
+    directory: Path
+    experiment: Experiment
+    source: Path
+    """The file that states what children inherit."""
+
+
+def find_parent(word: str) -> Parent:
+    """Return the parent that a word means: a run (directory, name, job id), or an experiment file not submitted yet.
+
+    Raises:
+        ConfigError: there is none, or its trainer trains one run only.
+    """
+    file = Path(word).expanduser()
+    if file.suffix in _EXPERIMENTS and file.is_file():
+        experiment = load_experiment([str(file)], "submit").experiment
+        source, directory = file.absolute(), experiment.run_dir.resolve()
+    else:
+        directory = find_run(word).resolve()
+        source, experiment = directory / RUN_YAML, load_run(directory)
+    if not is_parent(experiment):
+        message = f"{word} trains one run; to train several, set it to how many may train at once"
+        raise ConfigError(Problem(message, "trainer.max_concurrent_runs"))
+    return Parent(directory, experiment, source)
+
+
+def load_child(parent: Parent, arguments: list[str], identifier: str | None) -> Loaded:
+    """Return a child's experiment: its own file and flags over what the parent states.
+
+    Args:
+        parent: the parent.
+        arguments: the child's file (`child.yaml`) and `--key value` flags.
+        identifier: its id; None: the `name` that its file states, else the file's name.
+
+    Raises:
+        ConfigError: it is no experiment that could share the parent's trainer.
+    """
+    files = [a for a in arguments if not a.startswith("-") and Path(a).suffix in _EXPERIMENTS][:1]
+    own = "--trainer.max-concurrent-runs=1"
+    loaded = load_experiment([str(parent.source), own, *_without_resume(parent.experiment), *arguments], "submit")
+    if identifier is None:
+        stated = loaded.experiment.name
+        is_own = stated != parent.experiment.name
+        identifier = stated if is_own else Path(files[0]).stem if files else ""
+    name = child_name(identifier)
+    if name is None:
+        message = f"{identifier!r} names no child: letters, digits, dot, dash and underscore; give it with --id"
+        raise ConfigError(Problem(message, "name"))
+    child = as_child(loaded.experiment, parent.directory, name)
+    check_child(parent.experiment, child)
+    return Loaded(child, loaded.provenance, loaded.argv, loaded.entrypoint, loaded.warnings, loaded.files)
+
+
+def _without_resume(parent: Experiment) -> list[str]:
+    return ["--ckpt.resume-step=none"] if parent.ckpt is not None and parent.ckpt.resume_step is not None else []
+
+
+def add_child(parent: Parent, loaded: Loaded) -> Path:
+    """Make a child's directory; returns it.
+
+    Raises:
+        ConfigError: there is a child of this id, its environments are not installed, or the disk is full.
+    """
+    from prime_hpc.launch.checks import check
+
+    final = loaded.experiment.run_dir
+    if os.path.lexists(final):
+        raise ConfigError(Problem(f"{final} exists already; choose another --id, or remove it first", "name"))
+    check(loaded, "orchestrator")
+    stage = final.with_name(f".adding-{final.name}-{os.getpid()}")
+    try:
+        stage.mkdir(parents=True)
+        write_snapshot(loaded.experiment, stage, sys.argv)
+        stage.rename(final)
+    except OSError as error:
+        shutil.rmtree(stage, ignore_errors=True)
+        raise ConfigError(Problem(f"{final} cannot be made: {error.strerror}", "name")) from error
+    return final
+
+
+@dataclass(frozen=True)
+class Row:
+    """A child as `runs list` shows it."""
+
+    name: str
+    path: str
+    state: ChildState | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"name": self.name, "path": self.path, **(asdict(self.state) if self.state else {"phase": "new"})}
+
+
+def list_rows(parent_dir: Path) -> list[Row]:
+    """All children of a run directory."""
+    return [Row(n, str(parent_dir / n), read_state(parent_dir / n)) for n in list_children(parent_dir)]
+
+
+def find_child(parent_dir: Path, word: str) -> Path:
+    """Return a child's directory by its id.
+
+    Raises:
+        ConfigError: there is none; names those that there are.
+    """
+    names = list_children(parent_dir)
+    for name in (word, PREFIX + word):
+        if name in names:
+            return parent_dir / name
+    raise ConfigError(f"{parent_dir} has no run {word!r}; there are {', '.join(names) or 'none'}")
+
+
+def remove_child(path: Path, *, delete: bool, timeout_s: float) -> str:
+    """Have a child saved and ended (and its directory deleted); returns what became of it.
+
+    A child that no trainer has seen is deleted at once.
+
+    Raises:
+        ConfigError: it did not end in time.
+    """
+    state = read_state(path)
+    if state is None:
+        if (path / "incarnation").is_dir() and not delete:
+            raise ConfigError(f"{path.name} was trained before and waits to be taken up: say --delete to delete it")
+        delete, said = True, "no trainer had seen it"
+    elif state.has_ended:
+        said = f"it was {state.phase} already"
+    else:
+        said = _stop_child(path, timeout_s)
+    if not delete:
+        return f"{said}; its directory stays (`prime-hpc runs resume` brings it back)"
+    trash = path.with_name(f".removed-{path.name}-{os.getpid()}")
+    path.rename(trash)  # gone for everybody at once
+    if trash.is_symlink():
+        trash.unlink()  # what it points at is not the parent's
+    else:
+        shutil.rmtree(trash)
+    return f"{said}; its directory is deleted"
+
+
+def _stop_child(path: Path, timeout_s: float) -> str:
+    (path / STOP).touch()
+    end = time.monotonic() + timeout_s
+    while (state := read_state(path)) is None or not state.has_ended:
+        if time.monotonic() > end:
+            (path / STOP).unlink(missing_ok=True)
+            message = f"{path.name} did not end within {timeout_s:g} s (does the parent run?)"
+            raise ConfigError(f"{message}; its directory can be deleted all the same: the trainer goes on without it")
+        time.sleep(POLL_S)
+    return f"{state.phase} after step {state.step}"
+
+
+def resume_child(path: Path) -> str:
+    """Have a child that ended be taken up again; returns what was said of it before.
+
+    Raises:
+        ConfigError: it has not ended, or has no step left.
+    """
+    state = read_state(path)
+    if state is None or not state.has_ended:
+        raise ConfigError(f"{path.name} has not ended: it is {state.phase if state is not None else 'new'}")
+    if state.phase == "done" and load_run(path).max_steps <= state.step:
+        raise ConfigError(f"{path.name} is done with its {state.step} steps: add another run, or raise its max_steps")
+    (path / STATE).unlink(missing_ok=True)
+    return f"it was {state.phase} at step {state.step}" + (f" ({state.reason})" if state.reason else "")

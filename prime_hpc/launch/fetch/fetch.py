@@ -1,0 +1,124 @@
+"""Looks for what an experiment needs where its nodes will look for it, and fetches what is missing, one after another.
+
+What is there already is not asked for again; what was broken off goes on. The environment is that of the job's roles
+(site profile, `slurm.env`), without what would keep the hub's clients off the network.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.launch.fetch.needs import Need, needs_of
+from prime_hpc.launch.fetch.presence import Presence, benchmark_file, datasets_cache, job_environ, look, snapshot_of
+from prime_hpc.launch.for_slurm import is_for_slurm
+from prime_hpc.store.model_config import hub_cache
+
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+"""Variables that keep the hub's clients off the network."""
+
+
+@dataclass
+class Fetched:
+    """Things that were looked for, and the downloads that followed."""
+
+    found: list[Presence] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+    """Name -> why it could not be fetched."""
+    fetched: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing is missing."""
+        return all(one.is_there for one in self.found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rows = [
+            asdict(one.need)
+            | {
+                "path": None if one.path is None else str(one.path),
+                "bytes": one.num_bytes,
+                "there": one.is_there,
+                "fetched": one.need.name in self.fetched,
+                "lacks": one.lacks,
+                "can_fetch": one.can_fetch,
+                "problem": self.problems.get(one.need.name, ""),
+                "remedy": one.remedy,
+            }
+            for one in self.found
+        ]
+        return {"complete": self.is_complete, "needs": rows, "notes": self.notes}
+
+
+def fetch_all(
+    experiment: Experiment,
+    site: SiteConfig,
+    *,
+    into: Path | None = None,
+    check: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Fetched:
+    """Look for everything, and fetch what is missing.
+
+    Args:
+        experiment: names the things.
+        site: its environment says where the nodes look.
+        into: another HF_HOME, to which the hub's models and data sets go.
+        check: only look.
+        say: is told of each download before it begins.
+    """
+    theirs = job_environ(experiment, site) if is_for_slurm(experiment, site) else dict(os.environ)
+    environ = dict(theirs)
+    if into is not None:
+        folder = into.expanduser().absolute()
+        for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE"):
+            environ.pop(name, None)
+        environ["HF_HOME"] = str(folder)
+    done = Fetched()
+    for need in needs_of(experiment):
+        one = look(need, environ)
+        if not check and not one.is_there and one.can_fetch:
+            say(f"fetching {need.kind} {need.name} ({', '.join(one.lacks)} missing)")
+            done.problems[need.name] = _download(need, environ)
+            one = look(need, environ)
+            if one.is_there:
+                done.fetched.append(need.name)
+            elif not done.problems[need.name]:
+                done.problems[need.name] = f"the hub's copy has no {', '.join(one.lacks)}"
+        done.found.append(one)
+    kinds = {one.need.kind for one in done.found}
+    if into is not None and (
+        ("model" in kinds and hub_cache(theirs) != hub_cache(environ))
+        or ("dataset" in kinds and datasets_cache(theirs) != datasets_cache(environ))
+    ):
+        done.notes.append(
+            f"the job looks in {hub_cache(theirs)}: state slurm.env.HF_HOME: {environ['HF_HOME']} in the experiment, "
+            "or env.HF_HOME in the site profile"
+        )
+    return done
+
+
+def _download(need: Need, environ: Mapping[str, str]) -> str:
+    """Fetch in a process of its own; returns what went wrong."""
+    order: dict[str, Any] = asdict(need)
+    if need.kind == "model":
+        snapshot = snapshot_of(need.name, hub_cache(environ))
+        order |= {"cache": str(hub_cache(environ)), "revision": snapshot.name if snapshot is not None else None}
+    elif need.kind == "benchmark":
+        order["to"] = str(benchmark_file(need, environ).parent)
+    online = {name: value for name, value in environ.items() if name not in OFFLINE}
+    command = [sys.executable, "-P", "-m", "prime_hpc.launch.fetch.download"]
+    # no deadline of its own: a model takes as long as it takes, and each read of the hub's clients has one
+    process = subprocess.run(command, input=json.dumps(order), env=online, stdout=subprocess.PIPE, text=True)
+    try:
+        return str(json.loads(process.stdout)["problem"])
+    except (ValueError, KeyError):
+        return f"the process that fetched ended with exit status {process.returncode}"

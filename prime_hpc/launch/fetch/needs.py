@@ -1,0 +1,124 @@
+"""Things from elsewhere that an experiment's nodes will look for: models, data sets, benchmarks, environments.
+
+Read from the config alone, and from the sources of installed environments; nothing is imported, nothing is asked for.
+"""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.engine_groups import MODELS, engine_roles, served_by
+from prime_hpc.config.sections.sft import SFTSourceConfig
+from prime_hpc.envs.benchmarks.registry import BENCHMARKS
+from prime_hpc.envs.env_config import BUNDLED
+from prime_hpc.launch.checks import is_installed, stated_environments, taskset_module, trained_names
+from prime_hpc.launch.fetch.named_datasets import datasets_named_in
+from prime_hpc.store.model_config import is_local_path
+
+PROMPTS = "prompts"
+"""The bundled taskset whose rows are the files that it names."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """One thing that is looked for, as the config names it."""
+
+    kind: Literal["model", "dataset", "files", "benchmark", "environment"]
+    key: str
+    """Key of the config that names it."""
+    name: str
+    """Of the hub, or a path."""
+    subset: str | None = None
+    """Of a data set: one of its configurations."""
+    split: str | None = None
+    """Of a data set; None: all."""
+    data: str | None = None
+    """Of a benchmark: the file or folder that the environment states."""
+
+
+def needs_of(experiment: Experiment) -> list[Need]:
+    """Return what a run of it will look for, each thing once."""
+    found = [*_models(experiment), *_rows(experiment), *_environments(experiment)]
+    first: dict[tuple[Any, ...], Need] = {}
+    for need in found:
+        first.setdefault((need.kind, need.name, need.subset, need.split, need.data), need)
+    return list(first.values())
+
+
+def _models(experiment: Experiment) -> Iterator[Need]:
+    """Models that are trained, served, compared with, or draft for one that is served."""
+    names = trained_names(experiment) if experiment.trains else {}
+    for role in engine_roles(experiment):
+        view = served_by(experiment, role)
+        names[MODELS[role]] = view.model.name
+        draft = view.inference.vllm.get("speculative_config") if view.inference is not None else None
+        if isinstance(draft, str):
+            draft = _object(draft)
+        if isinstance(draft, dict) and isinstance(draft.get("model"), str):
+            names[f"{role}.vllm.speculative_config.model"] = draft["model"]
+    teacher = experiment.orchestrator.teacher
+    if experiment.kind == "rl" and teacher is not None and teacher.model and is_local_path(teacher.model):
+        names[MODELS["teacher"]] = teacher.model
+    for key, name in names.items():
+        yield Need("model", key, name)
+
+
+def _object(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _rows(experiment: Experiment) -> Iterator[Need]:
+    """Rows of supervised fine-tuning."""
+    if experiment.kind != "sft":
+        return
+    sources: dict[str, SFTSourceConfig | None] = {
+        "sft.data": experiment.sft.data,
+        "sft.eval": experiment.sft.eval_source,
+    }
+    for key, source in sources.items():
+        if source is None or source.type == "fake":
+            continue
+        if source.name is not None:
+            yield Need("dataset", f"{key}.name", source.name, source.subset, source.split)
+        for path in source.paths:
+            yield Need("files", f"{key}.path", path)
+
+
+def _environments(experiment: Experiment) -> Iterator[Need]:
+    """Environments that are not installed, and the data of those that are."""
+    for key, env in stated_environments(experiment):
+        known = env.id.replace("_", "-").lower()
+        if known == PROMPTS:
+            for path in env.args.get("files") or []:
+                yield Need("files", f"{key}.args.files", str(path))
+        elif known in BENCHMARKS:
+            data = env.args.get("data")
+            yield Need("benchmark", f"{key}.id", known, data=str(data) if data else None)
+        elif not is_installed(env.id):
+            yield Need("environment", f"{key}.id", env.id)
+        elif known not in BUNDLED:
+            for named in datasets_named_in(_sources(env.id), env.args):
+                yield Need("dataset", f"{key}.id", named.name, named.subset, named.split)
+
+
+def _sources(identifier: str) -> list[Path]:
+    """Return the Python files of an installed environment; of a module path that module's alone."""
+    module = taskset_module(identifier)
+    package, _, inner = module.partition(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return []
+    origin = Path(spec.origin)
+    if origin.name != "__init__.py":
+        return [origin]
+    if not inner:
+        return sorted(origin.parent.rglob("*.py"))
+    path = origin.parent.joinpath(*inner.split("."))
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]

@@ -1,0 +1,60 @@
+"""Lint of the processes that play episodes: cores for them, and addresses that nobody would use."""
+
+import os
+from collections.abc import Iterator, Sequence
+
+from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
+from prime_hpc.launch.lint.lint_finding import Finding, Subject
+
+
+def _playing(subject: Subject) -> tuple[str, EnvServersConfig, Sequence[EnvConfig]]:
+    """Return the section that states them, what it states, and its environments (of `eval`, those with arguments)."""
+    experiment = subject.experiment
+    if experiment.trains:
+        return "orchestrator", experiment.orchestrator.env_servers, experiment.orchestrator.env
+    return experiment.kind, experiment.episodes.env_servers, experiment.episodes.env
+
+
+def _num_cores(subject: Subject) -> int | None:
+    """CPUs of the node that plays; None: nobody says."""
+    if not subject.is_slurm:
+        return len(os.sched_getaffinity(0))
+    role = next((name for name in ("orchestrator", "trainer", "inference") if name in subject.roles), None)
+    if role is None:
+        return None
+    options = subject.roles[role].options
+    if asked := options.get("cpus-per-task"):
+        return int(str(asked))
+    sizes = [part.cpus_per_node for part in subject.facts_of(role)] if "exclusive" in options else []
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def workers(subject: Subject) -> Iterator[Finding]:
+    """Workers that would share cores, and addresses at which none is started."""
+    if subject.experiment.kind == "sft":
+        return
+    section, servers, environments = _playing(subject)
+    stated = [servers.workers if env.workers is None else env.workers for env in environments] or [servers.workers]
+    if servers.addresses:
+        if not any(stated):
+            yield Finding(
+                "PH231",
+                "error",
+                f"{section}.env_servers.addresses",
+                "no environment has workers (workers = 0): all would be played in the orchestrator's process, and "
+                "nothing there",
+                f"{section}.env_servers.workers: a number, or auto with max_workers; or take the addresses out",
+            )
+        return
+    wanted, cores = sum(count for count in stated if isinstance(count, int)), _num_cores(subject)
+    if wanted and cores is not None and wanted >= cores:
+        yield Finding(
+            "PH230",
+            "warning",
+            f"{section}.env_servers.workers",
+            f"{wanted} workers, and the orchestrator beside them, on a node with {cores} CPUs: they take turns",
+            "fewer, more CPUs for the node (slurm.cpus_per_task), or hosts elsewhere (addresses)",
+        )
+
+
+CHECKS = (workers,)

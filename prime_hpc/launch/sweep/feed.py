@@ -1,0 +1,254 @@
+"""`sweep submit --feed`: more points than Slurm takes at once, sent as the user's slots come free, in the foreground.
+
+Each round is an ordinary submit of as many points as there is room for: killed at any moment, the same command goes on
+and sends no point twice. A throttle (or lanes) is kept by not sending more, so that no job waits for another one.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from prime_hpc.config.errors import ConfigError, Problem
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.launch.sweep.prepare import Job
+from prime_hpc.launch.sweep.progress import RERUN, View
+from prime_hpc.launch.sweep.queue import NOT_TRIED
+from prime_hpc.launch.sweep.resolve import Base
+from prime_hpc.launch.sweep.spec import SweepFile
+from prime_hpc.launch.sweep.state import Sweep
+from prime_hpc.launch.sweep.submit import BAD_POINTS, OK, SLURM_REFUSED, Report, submit_sweep
+from prime_hpc.slurm.client import SlurmError
+from prime_hpc.slurm.placement import place_slurm
+from prime_hpc.slurm.queue_facts.submit_limits import (
+    SubmitLimit,
+    is_over_limit,
+    num_free,
+    queued_parts,
+    submit_limits,
+)
+from prime_hpc.slurm.sbatch_errors import SlurmRefused
+from prime_hpc.slurm.script import restart_mode
+from prime_hpc.slurm.submission_record import SubmissionUnderWay, read_record
+
+EVERY_S = 30.0
+"""Between two looks at the queue."""
+LIMITS_EVERY_S = 300.0
+"""After so long limits are read again: they may have changed."""
+OUTAGE_S = 1800.0
+"""A controller that is away for longer ends the command; nothing is lost."""
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Feed:
+    """Points still to be sent, and how many of them fit now. Lives as long as the command."""
+
+    file: SweepFile
+    todo: set[int] | None = None
+    """Points that were to be sent when the command began and are not yet; None before the first round."""
+    refused: set[int] = field(default_factory=set)
+    """Points that Slurm does not take, however long one waits."""
+    is_cancelled: bool = False
+    room_is: str = ""
+    """How much room there is, and who says so, for people."""
+    began: float = field(default_factory=time.time)
+    _invalid: dict[int, str] = field(default_factory=dict)
+    _most: int | None = None
+    _in_queue: int = 0
+    _limits: list[SubmitLimit] = field(default_factory=list)
+    _trouble: str = ""
+    _read: float = float("-inf")
+    _names: tuple[SiteConfig, str | None, str | None] | None = None
+
+    def take(self, sweep: Sweep, jobs: Sequence[Job], views: Sequence[View], site: SiteConfig) -> list[Job]:
+        """Return the points that are sent in this round, in order.
+
+        Args:
+            sweep: its rows get the reasons of points that an earlier round found invalid.
+            jobs: points that could be sent; in the first round all that are valid.
+            views: every point, for what is under way.
+            site: the cluster's profile.
+
+        Raises:
+            ConfigError: not even one of them can ever fit.
+            SlurmError: Slurm cannot be asked.
+        """
+        for index, reason in self._invalid.items():
+            sweep.rows[index] = replace(sweep.rows[index], reason=reason)
+        if any(row.kind == "cancel" and row.time > self.began for row in sweep.submits):
+            self.is_cancelled, self.todo = True, set()
+            return []
+        if self.todo is None:
+            self._invalid = {row.index: row.reason for row in sweep.current if row.reason is not None}
+        else:
+            jobs = [job for job in jobs if job.row.index in self.todo]
+        self.todo = {job.row.index for job in jobs}
+        if not jobs:
+            return []
+        slurm = jobs[0].experiment.slurm
+        self._names = (site, slurm.account or site.options.account, slurm.qos or site.options.qos)
+        room, limit = self.look()
+        under_way = [view for view in views if view.is_under_way]
+        if room is not None:
+            room -= self._to_come(sweep, jobs[0], under_way, site)
+        last = sweep.last_submits()
+        kinds = [last[view.row.index].kind for view in under_way if view.row.index in last]
+        chosen: list[Job] = []
+        for job in jobs:
+            slots, kind = _slots(job, site)
+            if limit is not None and slots > limit.most:
+                words = f"point {job.row.name} takes {slots} of the {limit.most} jobs that {limit.source} allows"
+                raise ConfigError(Problem(f"{words}: it can never be sent", "slurm"))
+            at_once = self.file.throttle if kind == "array" else self.file.lanes or self.file.throttle
+            fits = (room is None or slots <= room) and (at_once is None or kinds.count(kind) < at_once)
+            if not fits or (self._most is not None and len(chosen) >= self._most):
+                break
+            chosen.append(job)
+            kinds.append(kind)
+            room = None if room is None else room - slots
+        return chosen
+
+    def look(self) -> tuple[int | None, SubmitLimit | None]:
+        """Return how many more jobs may be submitted, and the limit that says so. Raises SlurmError."""
+        assert self._names is not None
+        if time.monotonic() - self._read > LIMITS_EVERY_S:
+            self._limits, self._trouble = submit_limits(*self._names)
+            self._read = time.monotonic()
+        parts = queued_parts()
+        self._in_queue = len(parts)
+        room, limit = num_free(self._limits, parts)
+        said = f"{limit.source} allows {limit.most}" if limit else self._trouble or "no limit is known"
+        self.room_is = f"{self._in_queue} jobs of yours are in the queue; {said}"
+        return room, limit
+
+    def is_full(self) -> bool:
+        """Ask anew; True if Slurm says that there is no room; where it cannot be asked, the next round says so."""
+        try:
+            return self._names is not None and self.look()[0] == 0
+        except SlurmError:
+            return False
+
+    def _to_come(self, sweep: Sweep, job: Job, under_way: Sequence[View], site: SiteConfig) -> int:
+        """Slots of successors that jobs under way have not queued yet."""
+        slots, _ = _slots(job, site)
+        own = len(place_slurm(job.experiment, site).components)
+        if slots == own:
+            return 0
+        records = [read_record(sweep.run_dir(view.row)) for view in under_way]
+        return own * sum(record is not None and record.get("successor") is None for record in records)
+
+    def settle(self, report: Report) -> Report:
+        """Take note of what became of a round: what Slurm took, what it refuses now, and what it refuses for good.
+
+        Returns:
+            the round without what is tried again.
+        """
+        assert self.todo is not None
+        bad = [part for part in report.parts if part["error"]]
+        too_many = [part for part in bad if is_over_limit(part["error"])]
+        sent = _points(part for part in report.parts if not part["error"])
+        most = max((len(part["points"]) for part in too_many), default=0)
+        again: list[dict[str, Any]] = []
+        if too_many and (self._in_queue or sent or most > 1):
+            self._most, self._read = max(1, most // 2), float("-inf")
+            again = [part for part in bad if part in too_many or part["error"].startswith(NOT_TRIED)]
+        elif self._most is not None:
+            self._most *= 2
+        waiting = _points(again)
+        self.refused |= _points(bad) - waiting
+        self._invalid |= {row.index: row.reason for row in report.invalid if row.reason is not None}
+        self.todo -= ({job.row.index for job in report.jobs} | set(self._invalid)) - waiting
+        return replace(
+            report,
+            parts=[part for part in report.parts if part not in again],
+            jobs=[job for job in report.jobs if job.row.index in sent],
+            code=SLURM_REFUSED if self.refused else BAD_POINTS if self._invalid else OK,
+        )
+
+
+def _points(parts: Iterable[dict[str, Any]]) -> set[int]:
+    return {index for part in parts for index in part["points"]}
+
+
+def _slots(job: Job, site: SiteConfig) -> tuple[int, str]:
+    """Jobs that Slurm counts for a point, its successor's too, and the kind of its submit."""
+    placement = place_slurm(job.experiment, site)
+    partition = str(placement.components[0].options.get("partition", ""))
+    lives = 2 if restart_mode(job.experiment, site, partition) == "successor" else 1
+    return lives * len(placement.components), "array" if placement.abilities.takes_arrays else "job"
+
+
+def feed_sweep(
+    base: Base,
+    *,
+    states: Sequence[str] = RERUN,
+    every_s: float = EVERY_S,
+    say: Say,
+    dry_run: bool = False,
+    pause: Callable[[float], None] = time.sleep,
+) -> Report:
+    """Send every point that is missing or failed now; returns when the last one is sent.
+
+    Args:
+        base: the sweep.
+        states: points in these are sent; one that fails meanwhile is not sent again.
+        every_s: pause between two looks at the queue.
+        say: told what goes on.
+        dry_run: say what the first round would send; write nothing.
+        pause: waits for so many seconds.
+
+    Raises:
+        ConfigError: as `submit_sweep`; or a point can never fit.
+        SlurmRefused: as `submit_sweep`, in the first round; later, Slurm was away for `OUTAGE_S`.
+    """
+    feed = Feed(base.spec.file)
+    total: Report | None = None
+    answered = time.monotonic()
+    try:
+        while True:
+            try:
+                report = submit_sweep(base, states=states, dry_run=dry_run, feed=feed)
+                answered = time.monotonic()
+            except (SlurmRefused, SubmissionUnderWay) as error:
+                if total is None or time.monotonic() - answered > OUTAGE_S:
+                    raise
+                say(f"asked again in {every_s:g} s: {error}")
+                pause(every_s)
+                continue
+            if report.is_local or dry_run or feed.todo is None:
+                return report
+            total = _added(total, feed.settle(report))
+            if not feed.todo:
+                break
+            _tell_and_wait(feed, total, say, lambda: pause(every_s))
+    except KeyboardInterrupt:
+        say(f"interrupted: {len(feed.todo or ())} points are not sent yet; the same command goes on")
+        raise
+    if feed.is_cancelled:
+        say("the sweep was cancelled meanwhile: nothing more is sent; the same command goes on with what is missing")
+    return total
+
+
+def _tell_and_wait(feed: Feed, total: Report, say: Say, pause: Callable[[], None]) -> None:
+    """Pause, at least once, and until Slurm has room."""
+    said = ""
+    feed.is_full()  # what was sent a moment ago counts
+    while True:
+        words = f"{len(total.jobs)} points sent, {len(feed.todo or ())} wait for room: {feed.room_is}"
+        if words != said:
+            say(words)
+            said = words
+        pause()
+        if not feed.is_full():
+            return
+
+
+def _added(total: Report | None, report: Report) -> Report:
+    """Return both rounds as one report, with the points as they were at the beginning."""
+    if total is None:
+        return report
+    warnings = list(dict.fromkeys([*total.warnings, *report.warnings]))
+    parts, jobs = [*total.parts, *report.parts], [*total.jobs, *report.jobs]
+    return replace(report, views=total.views, parts=parts, jobs=jobs, warnings=warnings)

@@ -1,0 +1,57 @@
+"""Names of the metrics that alarms may watch: `<file>.<name>` of `metrics/<file>.jsonl`, and facts of the run."""
+
+import re
+from difflib import get_close_matches
+
+TRAINER = (
+    *("loss", "grad_norm", "lr", "reward", "logprob_diff", "logprob_diff_max", "ratio", "ratio_max", "kl", "clipped"),
+    *("entropy", "lag_mean", "lag_max", "num_tokens", "num_sequences", "num_targets", "shared_tokens", "step_flops"),
+    *("mismatch_alarm", "tokens_per_s", "tokens_per_s_overall", "mfu", "echo_loss", "eval_loss", "idle_share"),
+    *("time/step", "time/wait", "time/forward_backward", "time/optim", "time/publish", "time/checkpoint"),
+    *("memory/allocated_gib", "memory/reserved_gib", "ckpt/stall_s", "ckpt/seconds", "ckpt/gib"),
+)
+"""`idle_share` is made of `time/wait` and `time/step`: the share of a step in which the trainer waits for its batch."""
+ORCHESTRATOR = (
+    *("reward/mean", "reward/std", "reward/shaped_mean", "groups/in_batch", "groups/trained", "groups/zero_signal"),
+    *("groups/unscorable", "groups/reward_spread", "groups/opened", "groups/completed", "groups/dropped"),
+    *("groups/rejected", "groups/stale", "rollouts/masked", "completion/tokens_mean", "completion/tokens_max"),
+    *("lag/mean", "lag/max", "episodes/completed", "episodes/failed", "episodes/timeout", "episodes/cancelled"),
+    *("episodes/usable", "episodes/truncated", "episodes/per_second", "episodes/server_retries", "tokens/prompt"),
+    *("tokens/sampled", "tokens/sampled_per_second", "time/step", "time/wait_weights", "time/wait_rollouts"),
+    *("time/wait_servers", "time/weight_update", "time/weight_pause", "batch/tokens", "batch/loss_tokens"),
+    *("batch/sequences", "batch/micro_batches", "queue/in_flight", "queue/complete_groups", "queue/sent_back"),
+    *("queue/in_flight_mean", "queue/idle_share"),
+    *("failed/share", "policy/served_version", "total/samples", "total/tokens"),
+)
+RUN = ("stall_s", "free_gib", "free_share", "time_left_s")
+"""Seconds of a stall, space of the run directory's file system, seconds to the job's end: looked at every 10 s."""
+NAMES = {"trainer": TRAINER, "orchestrator": ORCHESTRATOR, "run": RUN}
+_OPEN = {
+    "trainer": re.compile(r"(time|memory|ckpt|loss)/.+"),
+    "orchestrator": re.compile(r"(env|eval|env_workers|reward|teacher|curriculum|advantage)/.+"),
+}
+"""Names that depend on environments, objectives and algorithms."""
+
+
+def split_metric(metric: str) -> tuple[str, str]:
+    """Split `trainer.time/step` into its file and its name there."""
+    file, _, name = metric.partition(".")
+    return file, name
+
+
+def is_known(metric: str) -> bool:
+    """Return whether the product writes a metric of this name, or may."""
+    file, name = split_metric(metric)
+    is_open = file in _OPEN and _OPEN[file].fullmatch(name) is not None
+    return name in NAMES.get(file, ()) or is_open
+
+
+def near(metric: str) -> list[str]:
+    """Return up to three names that are meant where this one is unknown, the likeliest first."""
+    every = {f"{file}.{name}": f"{file}.{name}" for file, names in NAMES.items() for name in names}
+    plain = {full.partition(".")[2]: full for full in every}
+    name = split_metric(metric)[1]
+    found = [plain[name]] if name in plain else []
+    found += get_close_matches(metric, every, n=3, cutoff=0.6)
+    found += [plain[close] for close in get_close_matches(name, plain, n=3, cutoff=0.6)]
+    return list(dict.fromkeys(found))[:3]

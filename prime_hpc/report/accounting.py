@@ -1,0 +1,197 @@
+"""Hours of a run by what they were spent on, attempt by attempt.
+
+Of each attempt the trainer's time is split into start-up, training, waiting, publishing, saving, steps that a later
+attempt did again, and the end; the engines' into start-up, sampling, loading weights and idling. Times the devices of
+each role these are device-hours; devices that the job held without a role are named too, so that the sum is that of
+the allocation. Effective training time is training that lasted, over all the time from the first submission to the end.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prime_hpc.report.phases import AttemptSums
+from prime_hpc.report.series import number_of
+
+TRAINER_PARTS = ("start", "train", "lost", "wait", "publish", "save", "other", "end")
+ENGINE_PARTS = ("start", "sample", "load", "idle", "end")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices of a run's roles."""
+
+    kind: str
+    """`GPU`, or `process` where a rank or an engine computes on CPUs."""
+    trainer: int
+    engines: int
+
+
+def devices_of(config: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> Devices:
+    """Count ranks and the engines' devices in a resolved config, of this version or an older one."""
+    trainer = _whole(_section(config, "trainer").get("num_ranks")) if config.get("kind") in ("rl", "sft") else 0
+    engines = 0
+    for name in ("inference", "teacher_inference"):
+        section = _section(config, name)
+        if section and config.get("kind") != "sft":
+            widths = ("num_replicas", "data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+            count = 1
+            for width in widths:
+                count *= _whole(section.get(width)) or 1
+            engines += count
+    held = [_section(row, "allocated").get("gpus") for row in attempts]
+    is_gpu = any(_whole(gpus) for gpus in held) or config.get("device") == "cuda"
+    return Devices("GPU" if is_gpu else "process", trainer, engines)
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = tree.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _whole(value: Any) -> int:
+    number = number_of(value)
+    return int(number) if number is not None and 0 < number < 1e9 else 0
+
+
+def account(
+    attempts: Sequence[Mapping[str, Any]],
+    trainer: Sequence[AttemptSums],
+    orchestrator: Sequence[AttemptSums],
+    devices: Devices,
+    *,
+    submitted: float | None,
+    until: float,
+    ready: Mapping[int, float],
+) -> dict[str, Any]:
+    """Split the time of every attempt.
+
+    Args:
+        attempts: rows of `attempts.jsonl`.
+        trainer, orchestrator: sums of their steps, one an attempt.
+        devices: of the roles.
+        submitted: of the newest submission, epoch seconds.
+        until: end of what has not ended, epoch seconds.
+        ready: when all roles of an attempt were ready, for those that did not live to write it.
+
+    Returns:
+        `rows` one an attempt, `total`, and the facts of the devices.
+    """
+    rows: list[dict[str, Any]] = []
+    previous_end: float | None = None
+    for index, attempt in enumerate(attempts):
+        began = number_of(attempt.get("began")) or 0.0
+        ended = number_of(attempt.get("ended"))
+        later = attempts[index + 1].get("began") if index + 1 < len(attempts) else until
+        end = ended if ended is not None else max(began, _last_sign(trainer, orchestrator, index, number_of(later)))
+        if previous_end is None:
+            waited = max(0.0, began - submitted) if submitted is not None and submitted <= began else 0.0
+        else:
+            waited = max(0.0, began - previous_end)
+        previous_end = end
+        sums = trainer[index] if index < len(trainer) else AttemptSums()
+        served = orchestrator[index] if index < len(orchestrator) else AttemptSums()
+        rows.append(_row(attempt, began, end, ended is None, waited, sums, served, devices, ready))
+    return {
+        "rows": rows,
+        "total": _total(rows),
+        "unit": devices.kind,
+        "trainer_devices": devices.trainer,
+        "engine_devices": devices.engines,
+        "trainer_parts": TRAINER_PARTS,
+        "engine_parts": ENGINE_PARTS,
+    }
+
+
+def _last_sign(
+    trainer: Sequence[AttemptSums], orchestrator: Sequence[AttemptSums], index: int, later: float | None
+) -> float:
+    """End of an attempt that wrote none: the next one's begin bounds it, its last step is what is known."""
+    signs = [sums[index].last for sums in (trainer, orchestrator) if index < len(sums)]
+    known = [sign for sign in signs if sign is not None]
+    return max(known) if known else (later or 0.0)
+
+
+def _row(
+    attempt: Mapping[str, Any],
+    began: float,
+    end: float,
+    is_open: bool,
+    waited: float,
+    sums: AttemptSums,
+    served: AttemptSums,
+    devices: Devices,
+    ready: Mapping[int, float],
+) -> dict[str, Any]:
+    wall = max(0.0, end - began)
+    start = number_of(_section(attempt, "seconds").get("start"))
+    first = sums.first - began if sums.first is not None else wall
+    if start is None and attempt.get("attempt") in ready:
+        start = ready[attempt["attempt"]] - began
+    start = min(wall, max(0.0, start if start is not None else first))
+    parts = {name: sums.seconds.get(name, 0.0) for name in ("train", "wait", "publish", "save", "other")}
+    parts["lost"], parts["start"] = sums.lost, start
+    # the first step's wait began before all roles were ready: that part is start-up
+    overlap = max(0.0, start - first, sum(parts.values()) - wall)
+    parts["wait"] -= min(parts["wait"], overlap)
+    parts["end"] = max(0.0, wall - sum(parts.values()))
+    load = min(wall - start, served.seconds.get("pause", 0.0))
+    idle = served.seconds.get("wait_weights", 0.0) + served.seconds.get("wait_servers", 0.0)
+    idle = min(max(0.0, wall - start - load), idle)
+    tail = max(0.0, end - served.last) if served.last is not None else wall - start
+    tail = min(tail, max(0.0, wall - start - load - idle))
+    engines = {"start": start, "load": load, "idle": idle, "end": tail}
+    engines["sample"] = max(0.0, wall - sum(engines.values()))
+    allocated = _section(attempt, "allocated")
+    held = number_of(allocated.get("gpus" if devices.kind == "GPU" else "cpus"))
+    used = devices.trainer + devices.engines
+    return {
+        "attempt": attempt.get("attempt"),
+        "job": attempt.get("job_id"),
+        "why": attempt.get("why"),
+        "outcome": attempt.get("outcome") or ("under way" if is_open else None),
+        "cause": attempt.get("cause"),
+        "exit_code": attempt.get("exit_code"),
+        "resume_step": attempt.get("resume_step"),
+        "saved_step": attempt.get("saved_step"),
+        "next": attempt.get("next"),
+        "nodes": sorted({host for hosts in _section(attempt, "nodes").values() for host in hosts})
+        or ([attempt["host"]] if attempt.get("host") else []),
+        "lost_nodes": attempt.get("lost_nodes") or [],
+        "began": began,
+        "ended": None if is_open else end,
+        "waited": waited,
+        "wall": wall,
+        "steps": sums.num_steps,
+        "lost_steps": sums.num_lost,
+        "tokens": sums.tokens,
+        "trainer": {name: round(parts[name], 3) for name in TRAINER_PARTS},
+        "engines": {name: round(engines[name], 3) for name in ENGINE_PARTS},
+        "device_hours": wall * used / 3600,
+        "held": held,
+        "held_hours": None if held is None else wall * held / 3600,
+        "held_nodes": number_of(allocated.get("nodes")),
+    }
+
+
+def _total(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def of(key: str) -> float:
+        return sum(row[key] or 0.0 for row in rows)
+
+    trainer = {name: sum(row["trainer"][name] for row in rows) for name in TRAINER_PARTS}
+    engines = {name: sum(row["engines"][name] for row in rows) for name in ENGINE_PARTS}
+    wall, waited = of("wall"), of("waited")
+    return {
+        "wall": wall,
+        "waited": waited,
+        "trainer": trainer,
+        "engines": engines,
+        "steps": of("steps"),
+        "lost_steps": of("lost_steps"),
+        "lost_s": trainer["lost"],
+        "tokens": of("tokens"),
+        "device_hours": of("device_hours"),
+        "held_hours": of("held_hours") if all(row["held"] is not None for row in rows) and rows else None,
+        "effective": trainer["train"] / (wall + waited) if wall + waited > 0 else None,
+        "effective_running": trainer["train"] / wall if wall > 0 else None,
+    }

@@ -1,0 +1,69 @@
+"""Runs that a command line of `report` means: runs by name, directory or job, sweeps, folders of runs, and the runs
+below a run whose trainer trains many."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.store.child_runs import PREFIX
+from prime_hpc.store.run_dirs import find_run, is_run, list_runs, outputs_folder, run_name
+
+MOST_RUNS = 200
+
+
+@dataclass(frozen=True)
+class ChosenRuns:
+    """Runs for one page."""
+
+    paths: list[Path]
+    names: list[str]
+    home: Path
+    """Directory of the page, unless one is named."""
+    title: str
+    num_left_out: int = 0
+
+
+def choose_runs(words: Sequence[str]) -> ChosenRuns:
+    """Find the runs.
+
+    Raises:
+        ConfigError: a word means no run, sweep or folder of runs.
+    """
+    found: list[tuple[Path, str]] = []
+    homes: list[Path] = []
+    for word in words:
+        home, some = _of_word(word)
+        homes.append(home)
+        found += some
+    unique = list({path.resolve(): (path, name) for path, name in found}.values())
+    paths, names = [path for path, _ in unique], [name for _, name in unique]
+    if len(words) == 1:
+        home, title = homes[0], names[0] if len(names) == 1 else homes[0].resolve().name
+    else:
+        home, title = Path(), f"{len(names)} runs"
+    return ChosenRuns(paths[:MOST_RUNS], names[:MOST_RUNS], home, title, max(0, len(paths) - MOST_RUNS))
+
+
+def _of_word(word: str) -> tuple[Path, list[tuple[Path, str]]]:
+    direct = Path(word).expanduser()
+    for folder in (direct, outputs_folder() / word):
+        if folder.is_dir() and not is_run(folder):
+            below = _sorted(list_runs(folder), folder)
+            if below:
+                return folder, below
+    run = find_run(word)
+    children = [child for child in run.glob(f"{PREFIX}*") if child.is_dir() and is_run(child)]
+    return run, [(run, run.resolve().name), *_sorted(children, run.parent)]
+
+
+def _sorted(paths: Iterable[Path], folder: Path) -> list[tuple[Path, str]]:
+    return sorted(((path, run_name(path, folder)) for path in paths), key=lambda pair: pair[1])
+
+
+def refuse_no_directory(path: Path) -> None:
+    """Raise a ConfigError where the page's directory is none."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: {path.parent} is no directory; make it first")
+    if path.is_dir():
+        raise ConfigError(f"--output {path}: is a directory; name a file in it")

@@ -1,0 +1,85 @@
+"""The page: the data of one or more runs and everything that draws them, as a single HTML file.
+
+Scripts and styles are in `assets/`, inlined; curves are drawn by uPlot (MIT, `assets/uPlot.LICENSE`), which is vendored
+so that the page needs no network. Data is JSON in which `<` is escaped: no text of a rollout can end its element.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = ("uPlot.iife.min.js", "basics.js", "charts.js", "timeline.js", "rollouts.js", "compare.js", "views.js")
+STYLES = ("uPlot.min.css", "page.css")
+
+
+def render_page(runs: Sequence[Mapping[str, Any]], *, title: str, made: str) -> str:
+    """Return the HTML.
+
+    Args:
+        runs: of `view_run`, by one order.
+        title: of the page.
+        made: when and by what it was made.
+    """
+    data = {"title": title, "made": made, **_shared_config(runs)}
+    page = _asset("page.html")
+    parts = {
+        "TITLE": _escaped(title),
+        "STYLE": "\n".join(_asset(name) for name in STYLES),
+        "DATA": _json(data),
+        "SCRIPT": "\n".join(_asset(name) for name in SCRIPTS),
+    }
+    for name, text in parts.items():
+        before, marker, after = page.partition(f"<!--{name}-->")
+        assert marker, name
+        page = before + text + after
+    return page
+
+
+def _shared_config(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of several runs, what all have alike is stated once."""
+    if len(runs) < 2:
+        return {"runs": list(runs), "common": {}}
+    first = runs[0]["config"]
+    common = {k: v for k, v in first.items() if all(k in run["config"] and run["config"][k] == v for run in runs)}
+    own = [{**run, "config": {k: v for k, v in run["config"].items() if k not in common}} for run in runs]
+    return {"runs": own, "common": common}
+
+
+def _asset(name: str) -> str:
+    return (files("prime_hpc.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=str)
+    text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no UTF-8
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write the file; one of that name is replaced in one rename.
+
+    Raises:
+        OSError: the directory does not exist or is not writable, or the disk is full.
+    """
+    from prime_hpc.runtime.atomic_write import write_atomic
+
+    write_atomic(path, text)

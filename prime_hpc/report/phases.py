@@ -1,0 +1,183 @@
+"""Time of the trainer and the orchestrator by phase, from the rows of their steps: blocks for the timeline, sums for
+the accounting of each attempt.
+
+A trainer's step is, in this order, waiting for the batch, training (forward, backward, optimizer), publishing the new
+version, saving, and the rest. An orchestrator's step is waiting (for rollouts, for weights, for servers) and its own
+work; since its rows carry `spans`, their places in the step are known, before that their sums alone.
+"""
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prime_hpc.report.series import number_of, short
+
+TRAINER = ("wait", "train", "publish", "save", "other")
+ORCHESTRATOR = ("wait_rollouts", "wait_weights", "wait_servers", "work")
+MOST_BLOCKS = 20_000
+"""Held of a role; above that two neighbours become one."""
+MOST_SPANS = 40_000
+
+
+@dataclass
+class AttemptSums:
+    """Seconds by phase of the steps that ended within one attempt."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    lost: float = 0.0
+    """Seconds of steps that a later attempt did again."""
+    num_steps: int = 0
+    num_lost: int = 0
+    first: float | None = None
+    """Begin of the first step, epoch seconds."""
+    last: float | None = None
+    """End of the last one."""
+    tokens: float = 0.0
+
+
+class Phases:
+    """Collects a role's steps; memory is bounded whatever their number."""
+
+    def __init__(
+        self, names: Sequence[str], attempts: Sequence[Mapping[str, Any]], most_blocks: int = MOST_BLOCKS
+    ) -> None:
+        """Args:
+        names: of the phases, in their order; the last one is the rest of the step.
+        attempts: rows of `attempts.jsonl`.
+        most_blocks: held at once.
+        """
+        self._most = most_blocks
+        self._names = tuple(names)
+        self._began = [float(row.get("began") or 0.0) for row in attempts]
+        self._resumed = [int(row.get("resume_step") or 0) for row in attempts]
+        self.sums = [AttemptSums() for _ in attempts] or [AttemptSums()]
+        self._ends, self._starts = array("d"), array("d")
+        self._parts = [array("d") for _ in self._names]
+        self._steps = array("q")
+        self._merged = 1
+        self._in_block = 0
+        self.spans: dict[str, list[tuple[float, float]]] = {}
+        """Phase -> (begin, end) where rows tell them, epoch seconds."""
+        self.has_spans = False
+
+    def _attempt_of(self, moment: float) -> int:
+        return max(0, bisect_right(self._began, moment) - 1)
+
+    def add(self, row: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
+        """Take a step's row.
+
+        Args:
+            row: with `time` (its end), `step` and `time/step`.
+            seconds: of its phases but the last.
+        """
+        end, length = number_of(row.get("time")), number_of(row.get("time/step"))
+        step = row.get("step")
+        if end is None or length is None or not 0 <= length < 1e9 or not isinstance(step, int):
+            return
+        values = [max(0.0, seconds.get(name, 0.0)) for name in self._names[:-1]]
+        values.append(max(0.0, length - sum(values)))
+        index = self._attempt_of(end)
+        self._add_to_sums(index, step, end, length, values)
+        self.sums[index].tokens += number_of(row.get("num_tokens")) or 0.0
+        self._take_spans(row.get("spans"), end, self.sums[index])
+        self._add_block(step, end - length, end, values)
+
+    def _add_to_sums(self, index: int, step: int, end: float, length: float, values: list[float]) -> None:
+        sums = self.sums[index]
+        sums.num_steps += 1
+        sums.first = end - length if sums.first is None else min(sums.first, end - length)
+        sums.last = end if sums.last is None else max(sums.last, end)
+        if any(resumed < step for resumed in self._resumed[index + 1 :]):
+            sums.lost += sum(values[1:])
+            sums.num_lost += 1
+            sums.seconds[self._names[0]] = sums.seconds.get(self._names[0], 0.0) + values[0]
+            return
+        for name, value in zip(self._names, values, strict=True):
+            sums.seconds[name] = sums.seconds.get(name, 0.0) + value
+
+    def _take_spans(self, spans: Any, end: float, sums: AttemptSums) -> None:
+        if not isinstance(spans, list):
+            return
+        self.has_spans = True
+        for span in spans:
+            if not (isinstance(span, list) and len(span) == 3 and isinstance(span[0], str)):
+                continue
+            before, length = number_of(span[1]), number_of(span[2])
+            if before is None or length is None:
+                continue
+            if span[0] not in self._names:
+                sums.seconds[span[0]] = sums.seconds.get(span[0], 0.0) + length
+            found = self.spans.setdefault(span[0], [])
+            if len(found) < MOST_SPANS:
+                found.append((end - before, end - before + length))
+
+    def _add_block(self, step: int, start: float, end: float, values: list[float]) -> None:
+        if self._in_block and self._in_block < self._merged and start - self._ends[-1] < 60:
+            self._ends[-1] = end
+            for part, value in zip(self._parts, values, strict=True):
+                part[-1] += value
+            self._in_block += 1
+            return
+        self._ends.append(end)
+        self._starts.append(start)
+        self._steps.append(step)
+        for part, value in zip(self._parts, values, strict=True):
+            part.append(value)
+        self._in_block = 1
+        if len(self._ends) > self._most:
+            self._halve()
+
+    def _halve(self) -> None:
+        size = len(self._ends) // 2
+        self._starts = array("d", (self._starts[2 * i] for i in range(size)))
+        self._ends = array("d", (self._ends[2 * i + 1] for i in range(size)))
+        self._steps = array("q", (self._steps[2 * i] for i in range(size)))
+        self._parts = [array("d", (part[2 * i] + part[2 * i + 1] for i in range(size))) for part in self._parts]
+        self._merged *= 2
+        self._in_block = self._merged
+
+    def lane(self, origin: float, most: int) -> dict[str, Any]:
+        """Return the blocks for the page, times in seconds since `origin`, at most `most` of them."""
+        while len(self._ends) > most:
+            self._halve()
+        return {
+            "phases": list(self._names),
+            "steps": list(self._steps),
+            "merged": self._merged,
+            "start": [_millis(value - origin) for value in self._starts],
+            "end": [_millis(value - origin) for value in self._ends],
+            "parts": [[short(value) for value in part] for part in self._parts],
+            "spans": self._span_lists(origin),
+            "placed": self.has_spans or self._names == TRAINER,
+        }
+
+    def _span_lists(self, origin: float) -> dict[str, list[list[float]]]:
+        return {
+            name: [[_millis(begin - origin), _millis(end - origin)] for begin, end in found]
+            for name, found in self.spans.items()
+        }
+
+
+def _millis(seconds: float) -> float:
+    return round(seconds, 3)
+
+
+def trainer_seconds(row: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of a trainer row's phases, by the names of `TRAINER`."""
+
+    def of(*keys: str) -> float:
+        return sum(number_of(row.get(f"time/{key}")) or 0.0 for key in keys)
+
+    return {
+        "wait": of("wait"),
+        "train": of("forward_backward", "optim"),
+        "publish": of("publish"),
+        "save": of("checkpoint"),
+    }
+
+
+def orchestrator_seconds(row: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of an orchestrator row's phases, by the names of `ORCHESTRATOR`."""
+    return {name: number_of(row.get(f"time/{name}")) or 0.0 for name in ORCHESTRATOR[:-1]}

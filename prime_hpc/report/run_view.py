@@ -1,0 +1,265 @@
+"""One run as the plain data that its page shows: state, figures, curves, timeline, accounting, rollouts, config."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
+from prime_hpc.config.secret import MASK, Secret, anchored, hide
+from prime_hpc.launch.monitor.diff import flatten
+from prime_hpc.launch.monitor.run_facts import RunStatus
+from prime_hpc.report.accounting import account, devices_of
+from prime_hpc.report.phases import ORCHESTRATOR, TRAINER, Phases, orchestrator_seconds, trainer_seconds
+from prime_hpc.report.rollouts import Chosen, choose_rollouts
+from prime_hpc.report.series import Curves, number_of, read_lines
+from prime_hpc.report.split import suggest_split
+from prime_hpc.report.timeline import job_lanes, ready_times, role_lanes
+from prime_hpc.store.run_dirs import read_json, read_rows, read_submission
+from prime_hpc.store.run_paths import RunPaths
+
+KEY_METRICS = (
+    "reward/mean",
+    "loss",
+    "kl",
+    "entropy",
+    "ratio",
+    "grad_norm",
+    "lr",
+    "completion/tokens_mean",
+    "lag/mean",
+    "tokens_per_s",
+    "tokens_per_s_overall",
+    "tokens/sampled_per_second",
+    "mfu",
+    "time/step",
+)
+"""All that is kept of each of many runs."""
+_TABLE_CHARACTERS = 20_000
+_CONFIG_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of a run goes into the page."""
+
+    points: int
+    """Of a curve."""
+    blocks: int
+    """Of a lane of the timeline."""
+    rollout_bytes: int
+    all_metrics: bool
+    """False: `KEY_METRICS` alone."""
+
+
+def limits_for(num_runs: int) -> Limits:
+    """Return the limits with which a page of so many runs stays within some megabytes."""
+    if num_runs <= 1:
+        return Limits(2000, 12_000, 1_800_000, True)
+    if num_runs <= 4:
+        return Limits(1000, 6000, 1_800_000 // num_runs, True)
+    if num_runs <= 12:
+        return Limits(400, 2000, 1_200_000 // num_runs, True)
+    return Limits(150, 300, 0, False)
+
+
+def view_run(path: Path, status: RunStatus, limits: Limits) -> dict[str, Any]:
+    """Return the run's data, JSON-able. Whatever is absent or broken is left out, and named in `notes`."""
+    notes: list[str] = []
+    config = _config(path, notes)
+    attempts = read_rows(path / ATTEMPTS_JSONL)
+    submitted = number_of((read_submission(path) or {}).get("time"))
+    trainer, trained = Phases(TRAINER, attempts), Curves()
+    for row in _trainer_rows(path, trained):
+        trained.add(row)
+        trainer.add(row, trainer_seconds(row))
+    orchestrator, served = Phases(ORCHESTRATOR, attempts), Curves()
+    for row in read_lines(path / "metrics" / "orchestrator.jsonl", served.faults):
+        served.add(row)
+        orchestrator.add(row, orchestrator_seconds(row))
+    for role, curves in (("trainer", trained), ("orchestrator", served)):
+        notes += _faults(role, curves)
+    until = time.time() if status.is_under_way else 0.0
+    first_submitted = submitted if len(attempts) <= 1 else min(filter(None, [submitted, attempts[0].get("began")]))
+    spent = account(
+        attempts,
+        trainer.sums,
+        orchestrator.sums,
+        devices_of(config, attempts),
+        submitted=first_submitted,
+        until=until,
+        ready=ready_times(path / "metrics" / "roles.jsonl"),
+    )
+    origin = _origin(spent, submitted, trainer)
+    chosen = Chosen()
+    if limits.rollout_bytes and config.get("kind") != "sft":
+        chosen = choose_rollouts(RunPaths(path), _env_names(config), _model(config), limits.rollout_bytes)
+        notes += chosen.problems
+    tables = {"trainer": trained.table(limits.points), "orchestrator": served.table(limits.points)}
+    if not limits.all_metrics:
+        tables = {role: _only_key_metrics(table) for role, table in tables.items()}
+    return {
+        "name": status.name,
+        "path": str(path),
+        "kind": config.get("kind"),
+        "status": _status_facts(status),
+        "figures": _figures(trained, served, spent),
+        "config": {key: _plain(value) for key, value in flatten(config).items()},
+        "made": _made(path),
+        "curves": tables,
+        "points": {
+            key: sorted([version, value] for version, value in values.items())
+            for key, values in (trained.points | served.points).items()
+        },
+        "origin": origin,
+        "lanes": {
+            "job": job_lanes(spent, attempts, origin),
+            "roles": role_lanes(path / "metrics" / "roles.jsonl", spent, origin),
+            "trainer": trainer.lane(origin, limits.blocks),
+            "orchestrator": orchestrator.lane(origin, limits.blocks),
+        },
+        "accounting": spent,
+        "split": suggest_split(config, spent),
+        "rollouts": chosen.rollouts,
+        "rollout_facts": {
+            "stored_steps": chosen.num_steps,
+            "looked_at": chosen.num_stored,
+            "left_out": chosen.left_out,
+        },
+        "results": _results(path),
+        "notes": notes,
+    }
+
+
+def _trainer_rows(path: Path, curves: Curves) -> Iterator[dict[str, Any]]:
+    """Rows of the run's trainer; of a run below one whose trainer trains many, those that the parent wrote of it."""
+    own = path / "metrics" / "trainer.jsonl"
+    parent = path.parent / "metrics" / "trainer.jsonl"
+    if own.exists() or not (path.parent / RUN_YAML).exists() or not parent.exists():
+        yield from read_lines(own, curves.faults)
+        return
+    for row in read_lines(parent, curves.faults):
+        if row.get("run") == path.name and isinstance(row.get("run/step"), int):
+            yield row | {"step": row["run/step"]}
+
+
+def _config(path: Path, notes: list[str]) -> dict[str, Any]:
+    import yaml
+
+    file = path / RUN_YAML
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(_CONFIG_BYTES)
+        tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if not isinstance(tree, dict):
+            raise ValueError("it is no mapping")
+        hidden = hide(anchored(tree, path))
+        return hidden if isinstance(hidden, dict) else {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        notes.append(f"{file}: {error}")
+        return {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Secret):
+        return MASK
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else str(value)
+    return value if isinstance(value, str | int | bool) or value is None else str(value)
+
+
+def _env_names(config: Mapping[str, Any]) -> list[str]:
+    section = config.get("orchestrator")
+    envs = section.get("env") if isinstance(section, Mapping) else None
+    listed = envs if isinstance(envs, list) else []
+    return [str(env.get("name") or env.get("id")) for env in listed if isinstance(env, Mapping)]
+
+
+def _model(config: Mapping[str, Any]) -> str:
+    section = config.get("model")
+    return str(section.get("name") or "") if isinstance(section, Mapping) else ""
+
+
+def _made(path: Path) -> dict[str, Any]:
+    """Code, packages and command of the run."""
+    lock = read_json(path / LOCK_JSON) or {}
+    git = lock.get("git")
+    git = git if isinstance(git, dict) else {}
+    packages = lock.get("packages")
+    command = lock.get("command")
+    return {
+        "sha": git.get("sha"),
+        "changed": len(git.get("status") or []),
+        "python": lock.get("python"),
+        "host": lock.get("host"),
+        "time": lock.get("time"),
+        "command": " ".join(map(str, command)) if isinstance(command, list) else None,
+        "packages": packages if isinstance(packages, dict) else {},
+    }
+
+
+def _status_facts(status: RunStatus) -> dict[str, Any]:
+    keys = ("state", "note", "step", "max_steps", "cause", "outcome", "job_id", "checkpoint", "eta_s", "time_left_s")
+    return {key: getattr(status, key) for key in keys}
+
+
+def _figures(trained: Curves, served: Curves, spent: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers that a run came to, by their names in tables."""
+    last = trained.last_values() | {k: v for k, v in served.last_values().items() if k not in ("time/step",)}
+    total = spent["total"]
+    found: dict[str, float | None] = {
+        "steps": float(trained.last_step or served.last_step),
+        "reward (last step)": last.get("reward/mean", last.get("reward")),
+        "loss (last step)": last.get("loss"),
+        "KL to the engine (last step)": last.get("kl"),
+        "entropy (last step)": last.get("entropy"),
+    }
+    for key, points in sorted((trained.points | served.points).items()):
+        if points and key.endswith("/mean_reward"):
+            found[f"held-out {key.split('/')[1]} (last)"] = points[max(points)]
+        elif points and key == "eval/loss":
+            found["held-out loss (last)"] = points[max(points)]
+    trained_s = total["trainer"]["train"]
+    found |= {
+        "training tokens/s (while training)": total["tokens"] / trained_s if trained_s else None,
+        "hours": total["wall"] / 3600,
+        "hours in the queue or down": total["waited"] / 3600,
+        f"{spent['unit']}-hours": total["device_hours"],
+        "effective training time": total["effective"],
+        "attempts": float(len(spent["rows"])),
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _faults(role: str, curves: Curves) -> Iterable[str]:
+    faults = curves.faults
+    if faults.torn:
+        yield f"metrics/{role}.jsonl: {faults.torn} torn or foreign lines were left out"
+    if faults.not_finite:
+        worst = sorted(faults.not_finite.items(), key=lambda pair: -pair[1])[:5]
+        yield f"metrics/{role}.jsonl: not finite: " + ", ".join(f"{key} ({count} rows)" for key, count in worst)
+    if faults.left_out:
+        yield f"metrics/{role}.jsonl: {len(faults.left_out)} metrics beyond the first are not shown"
+
+
+def _only_key_metrics(table: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: {k: v for k, v in table[name].items() if k in KEY_METRICS} for name in ("mean", "low", "high")}
+    return table | kept
+
+
+def _origin(spent: Mapping[str, Any], submitted: float | None, trainer: Phases) -> float:
+    moments = [row["began"] - row["waited"] for row in spent["rows"]] + [sums.first for sums in trainer.sums]
+    known = [moment for moment in moments if moment]
+    return min(known) if known else submitted or 0.0
+
+
+def _results(path: Path) -> str | None:
+    """Return the table of an evaluation."""
+    try:
+        with (path / "results" / "table.txt").open(encoding="utf-8", errors="replace") as file:
+            return file.read(_TABLE_CHARACTERS)
+    except OSError:
+        return None

@@ -1,0 +1,193 @@
+"""A process's own word on what it does now, for whoever looks at it from outside while something hangs.
+
+    introduce("trainer", 3, run_dir)         once, at the process's start
+    doing("wait", awaits="batch 12")         at each change of phase: one small write into memory
+    explain("episodes", table.oldest)        details that are computed only when somebody asks
+
+Three anonymous files (memfd) hold the word, an answer, and stacks. Others of the same user read them by
+`/proc/PID/fd`, so that neither this process nor any file system has to answer:
+
+    word      what it does, since when; readable also while the process is stopped
+    answer    threads by name, tasks of event loops, details: a thread writes it when a byte comes through a pipe
+    stacks    of all threads, which `faulthandler` writes upon `DUMP_SIGNAL`, also while a call in C holds the
+              interpreter's lock
+
+`prime_hpc.runtime.look` is the other side. Where there is no memfd (other systems than Linux) all of it does nothing.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from itertools import islice
+from types import CodeType
+from typing import Any
+
+from prime_hpc.runtime.event_loops import living_loops
+from prime_hpc.runtime.role_context import NODE
+
+DUMP_SIGNAL = signal.SIGRTMIN + 5
+"""Real-time, which no library takes for its own. Sent only to processes that catch it."""
+WORD, ANSWER, STACKS = "prime-hpc-word", "prime-hpc-answer", "prime-hpc-stacks"
+WORD_BYTES = 4096
+MAX_FRAMES = 40
+"""Innermost frames of a thread or task that are told."""
+MAX_TASKS = 64
+TOKEN_BYTES = 8
+Frame = tuple[str, int, str]
+"""File, line, function."""
+Explanation = Callable[[], Any]
+
+
+class _Page:
+    """The three files of this process."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.row = row
+        self.lock = threading.Lock()
+        self.word = os.memfd_create(WORD)
+        self.answer = os.memfd_create(ANSWER)
+        self.stacks = os.memfd_create(STACKS)
+        fcntl.fcntl(self.stacks, fcntl.F_SETFL, fcntl.fcntl(self.stacks, fcntl.F_GETFL) | os.O_APPEND)
+        self.asks, door = os.pipe()
+        row["door"] = door
+
+    def write(self, **changes: Any) -> None:
+        with self.lock:
+            self.row.update(changes)
+            line = json.dumps(self.row, default=str).encode()[: WORD_BYTES - 1]
+            os.pwrite(self.word, line.ljust(WORD_BYTES), 0)
+
+
+_page: _Page | None = None
+_explanations: dict[str, Explanation] = {}
+
+
+def introduce(role: str, index: int, run_dir: str | os.PathLike[str], **facts: Any) -> None:
+    """Begin to tell. Once a process; again in a child that was forked, which must not speak for its parent.
+
+    Args:
+        role: as in logs.
+        index: rank, or number of the server.
+        run_dir: whose process it is.
+        facts: whatever else others may need to know of it.
+    """
+    global _page
+    if not hasattr(os, "memfd_create"):
+        return
+    if _page is not None and _page.row["pid"] == os.getpid():
+        _page.write(role=role, index=index, run_dir=os.fspath(run_dir), **facts)
+        return
+    _explanations.clear()  # a parent's
+    now = time.time()
+    row = {"role": role, "index": index, "pid": os.getpid(), "host": _host(), "began": now}
+    row |= {"run_dir": os.fspath(run_dir), "phase": "starting", "awaits": "", "since": now, **facts}
+    _page = _Page(row)
+    _page.write()
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        faulthandler.register(DUMP_SIGNAL, file=_page.stacks, all_threads=True)
+    threading.Thread(target=_answer_forever, args=(_page,), name="why", daemon=True).start()
+
+
+def _host() -> str:
+    """Return this node's name, as the run knows it."""
+    return os.environ.get(NODE) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def doing(phase: str, *, awaits: str = "", **facts: Any) -> None:
+    """Say what this process does from now on, and for whom or what it waits; nothing where it was not introduced.
+
+    The time of the change stands only where something changed.
+    """
+    page = _page
+    if page is None:
+        return
+    row = page.row
+    same = row["phase"] == phase and row["awaits"] == awaits
+    if same and all(row.get(key) == value for key, value in facts.items()):
+        return
+    page.write(phase=phase, awaits=awaits, **facts, **({} if same else {"since": time.time()}))
+
+
+def now_doing() -> dict[str, Any]:
+    """Return the phase, what it waits for and since when (epoch seconds); {} where it was not introduced."""
+    page = _page
+    return {} if page is None else {key: page.row[key] for key in ("phase", "awaits", "since")}
+
+
+def explain(name: str, explanation: Explanation) -> None:
+    """Have `explanation()` be part of every answer from now on: JSON-able, quick, callable from another thread."""
+    _explanations[name] = explanation
+
+
+# ------------------------------------------------------------------------------------------ the thread that answers
+
+
+def _answer_forever(page: _Page) -> None:
+    while token := os.read(page.asks, TOKEN_BYTES):
+        details: dict[str, Any] = {}
+        for name, explanation in list(_explanations.items()):
+            try:
+                details[name] = explanation()
+            except Exception as error:  # noqa: BLE001 - of any part of the process, which may be half-built or broken
+                details[name] = {"error": f"{type(error).__name__}: {error}"}
+        told = {"threads": _threads(), "tasks": _tasks(), "details": details}
+        answer = {"token": token.decode(errors="replace"), **told}
+        data = json.dumps(answer, default=str).encode() + b"\n"
+        os.ftruncate(page.answer, 0)
+        os.pwrite(page.answer, data, 0)
+
+
+def _threads() -> dict[str, list[Frame]]:
+    """Frames of every thread but this one, innermost first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own = threading.get_ident()
+    found: dict[str, list[Frame]] = {}
+    for ident, frame in sys._current_frames().items():
+        if ident != own:
+            name = names.get(ident, "thread")
+            name = name if name not in found else f"{name} {ident}"
+            found[name] = [_frame(f.f_code, line) for f, line in islice(traceback.walk_stack(frame), MAX_FRAMES)]
+    return found
+
+
+def _frame(code: CodeType, line: int | None) -> Frame:
+    return code.co_filename, line or 0, code.co_qualname
+
+
+def _tasks() -> list[dict[str, Any]]:
+    """Pending tasks of all event loops with the frames at which they wait, innermost first."""
+    rows = []
+    for loop in living_loops():
+        try:
+            tasks = asyncio.all_tasks(loop)
+        except RuntimeError:  # it changed again and again while it was read
+            continue
+        for task in list(tasks)[:MAX_TASKS]:
+            frames = _awaiting(task.get_coro())
+            rows.append({"name": task.get_name(), "frames": frames[::-1][:MAX_FRAMES]})
+    return rows
+
+
+def _awaiting(coroutine: Any) -> list[Frame]:
+    """Frames of a suspended coroutine and of those that it awaits, outermost first."""
+    frames: list[Frame] = []
+    while coroutine is not None and len(frames) < 10 * MAX_FRAMES:
+        for prefix in ("cr", "gi", "ag"):
+            frame = getattr(coroutine, f"{prefix}_frame", None)
+            if frame is not None:
+                frames.append(_frame(frame.f_code, frame.f_lineno))
+                coroutine = getattr(coroutine, f"{prefix}_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+                break
+        else:
+            break
+    return frames

@@ -1,0 +1,107 @@
+"""Process families: everything that a role started, found and ended without names or patterns.
+
+Roles start processes of their own (vLLM's engines, torchrun's ranks), partly in sessions of their own.
+"""
+
+import contextlib
+import ctypes
+import signal
+import time
+from collections.abc import Iterable
+
+import psutil
+
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+"""Loaded before any fork: a child may not take the loader's lock."""
+
+
+def become_subreaper() -> bool:
+    """Make orphaned descendants children of this process, so that they can be found and ended.
+
+    Returns whether the kernel agreed (Linux does; elsewhere orphans are found by the snapshots alone).
+    """
+    try:
+        return _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    except (OSError, AttributeError):
+        return False
+
+
+def die_with_parent() -> None:
+    """In a child between fork and exec: SIGKILL when the parent's thread ends. Linux; elsewhere it does nothing."""
+    with contextlib.suppress(OSError, AttributeError):
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Return the process and all its descendants, itself first; empty where it is gone."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def send(processes: Iterable[psutil.Process], signum: int) -> None:
+    """Send a signal to those that still live (psutil guards against re-used ids)."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process.send_signal(signum)
+
+
+def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that run and are no zombies."""
+    living = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+    return living
+
+
+def end_families(leaders: Iterable[int], grace_s: float, polite: int = signal.SIGTERM) -> list[int]:
+    """End the leaders by the signal `polite` and, after `grace_s`, whatever is left of their families.
+
+    Returns the ids of the processes that had to be killed.
+    """
+    leaders = list(leaders)
+    members = {p for pid in leaders for p in family(pid)}
+    send((p for p in members if p.pid in leaders), polite)
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and alive(members):
+        # children born meanwhile belong to the family too
+        members |= {p for pid in leaders for p in family(pid)}
+        time.sleep(0.05)
+    left = alive(members)
+    send(left, signal.SIGKILL)
+    return [p.pid for p in left]
+
+
+def marked(pid: int, variable: str, value: str) -> list[psutil.Process]:
+    """Descendants of `pid` that were started with this value of an environment variable: a role's, whoever is their
+    parent by now."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.environ().get(variable) == value:
+                    found.append(process)
+    return found
+
+
+def end_strays(pid: int, known: Iterable[int], grace_s: float) -> list[int]:
+    """End descendants of `pid` other than `known` ones and theirs: orphans that the subreaper inherited."""
+    spared = {process.pid for one in known for process in family(one)}
+    try:
+        strays = [p for p in psutil.Process(pid).children(recursive=True) if p.pid not in spared]
+    except psutil.NoSuchProcess:
+        return []
+    strays = alive(strays)
+    send(strays, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and alive(strays):
+        time.sleep(0.05)
+    left = alive(strays)
+    send(left, signal.SIGKILL)
+    return [p.pid for p in left]

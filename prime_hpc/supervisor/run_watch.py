@@ -1,0 +1,78 @@
+"""Beside the supervisor's loop: threads that watch the run, and can neither hold it up nor end it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config import Experiment
+from prime_hpc.runtime.clock import AwakeClock
+from prime_hpc.supervisor.alarms.alarm_watch import AlarmWatch
+from prime_hpc.supervisor.roles.process import Role
+from prime_hpc.supervisor.roles.slurm_step import StepRole
+from prime_hpc.supervisor.stalls.watch import StallWatch
+from prime_hpc.supervisor.stop_requests import Controls
+
+
+class RunWatch:
+    """All of them, from the attempt's start to `close`.
+
+    Args:
+        experiment: says what is watched.
+        run_dir: of the run.
+        attempt: its number.
+        clock: of the supervisor.
+        bus_statuses: the last word of each role's processes.
+        roles: of the attempt; more may come.
+        publish: of the hub.
+        controls: by which a save or the end is asked for.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        run_dir: Path,
+        attempt: int,
+        clock: AwakeClock,
+        bus_statuses: Mapping[tuple[str, int], Mapping[str, Any]],
+        roles: Sequence[Role],
+        publish: Callable[..., None],
+        controls: Controls,
+    ) -> None:
+        self._stalls = StallWatch(
+            run_dir,
+            run_dir / "logs" / f"attempt_{attempt}" / "stalls",
+            experiment.supervisor.stalls,
+            clock,
+            bus_statuses=bus_statuses,
+            publish=publish,
+            agents=lambda: [name for role in list(roles) if isinstance(role, StepRole) for name in role.agents()],
+        )
+
+        self._controls = controls
+        self._alarms = AlarmWatch(
+            run_dir, attempt, experiment.alarms, facts=self._figures, save=self._save, stop=controls.ask_to_stop
+        )
+
+    def _figures(self) -> dict[str, float | None]:
+        stall = self._stalls.facts()
+        return {"stall_s": float(stall["seconds"]) if stall else 0.0, "time_left_s": self._controls.time_left_s}
+
+    def _save(self) -> None:
+        self._controls.num_saves += 1
+
+    def on_message(self, message: Mapping[str, Any]) -> None:
+        """Take an agent's word."""
+        self._stalls.on_message(message)
+
+    def ask_why(self) -> None:
+        """Somebody wants to know who holds the run up."""
+        self._stalls.ask()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `status` shows."""
+        return {"stall": self._stalls.facts(), "alarms": self._alarms.shown()}
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._stalls.close()
+        self._alarms.close()

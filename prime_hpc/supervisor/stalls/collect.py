@@ -1,0 +1,182 @@
+"""One node's sight of a run, as a JSON-able object; and the report that is made of all nodes'.
+
+Called by the supervisor for its own node, by its agents for theirs, and by `prime-hpc why` through `stalls.on_node`.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.runtime.look import look, probe
+from prime_hpc.runtime.role_context import NODE
+from prime_hpc.supervisor.stalls.diagnose import Diagnosis, diagnose, label, phase
+from prime_hpc.supervisor.stalls.stacks import show, stacks_of
+
+GPUS_WITHIN_S = 5.0
+MOST_BYTES = 900_000
+"""Of one node's answer: a message of the bus may not be longer than 1 MiB."""
+LINE_BYTES = 1000
+_GPU_FIELDS = ("index", "utilization.gpu", "memory.used", "memory.total", "pstate")
+WHY = "WHY"
+"""File in the run directory by which the supervisor is asked."""
+LOOK_TOPIC = "look"
+"""Of the bus: the supervisor asks its agents."""
+Seen = dict[str, Any]
+"""`host`, `machine` (its boot, and the namespace of its process ids), `rows`, `probe`, `gpus`."""
+
+
+def look_here(run_dir: Path, *, pids: Collection[int] = (), by_name: bool = False) -> Seen:
+    """Look at the run's processes on this node, its file system and GPUs, all at once; takes 6 s at most.
+
+    Args:
+        run_dir: of the run.
+        pids: these processes and what they started.
+        by_name: all processes that say to be the run's.
+    """
+    found: Seen = {"host": os.environ.get(NODE) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()}
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    found["machine"] = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    questions = {
+        "rows": lambda: look(str(run_dir) if by_name else None, pids),
+        "probe": lambda: probe(run_dir),
+        "gpus": _gpus,
+    }
+
+    def ask(name: str) -> None:
+        found[name] = questions[name]()
+
+    threads = [threading.Thread(target=ask, args=(name,), name=name, daemon=True) for name in questions]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + GPUS_WITHIN_S + 1.0
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return {"rows": [], "probe": {}, "gpus": [], **found}
+
+
+def _gpus() -> list[dict[str, str]]:
+    """Use of this node's GPUs, by nvidia-smi; [] without one, or where it hangs (which it does with its driver)."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GPUS_WITHIN_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [{"error": str(error)}]
+    return [dict(zip(_GPU_FIELDS, line.split(", "), strict=False)) for line in done.stdout.splitlines()]
+
+
+def shortened(seen: Seen, most: int = MOST_BYTES) -> Seen:
+    """Leave out stacks, of those first that have the most, until the object is no longer than `most` bytes as JSON."""
+    rows = [dict(row) for row in seen["rows"]]
+    sizes = {n: len(json.dumps(row, default=str)) for n, row in enumerate(rows)}
+    for number in sorted(sizes, key=lambda n: -sizes[n]):
+        if sum(sizes.values()) <= most:
+            break
+        row = rows[number]
+        answer = row.get("answer") or {}
+        threads = {name: frames[:12] for name, frames in (answer.get("threads") or {}).items() if name == "MainThread"}
+        row["answer"] = {"threads": threads, "tasks": [], "details": answer.get("details")} if answer else None
+        row["stacks"] = str(row.get("stacks", ""))[-2000:]
+        sizes[number] = len(json.dumps(row, default=str))
+    return {**seen, "rows": rows}
+
+
+def to_lines(seen: Seen) -> Iterator[str]:
+    """Write what was seen as short lines, which no srun mixes with those of another node."""
+    data = base64.b64encode(zlib.compress(json.dumps(seen, default=str).encode())).decode()
+    name, pieces = secrets.token_hex(8), range(0, len(data), LINE_BYTES)
+    for number, start in enumerate(pieces):
+        yield f"{name} {number} {len(pieces)} {data[start : start + LINE_BYTES]}"
+
+
+def from_lines(lines: Iterable[str]) -> list[Seen]:
+    """Put together what `to_lines` has written, of several nodes in any order; what is not whole is left out."""
+    pieces: dict[tuple[str, str], dict[int, str]] = {}
+    for line in lines:
+        words = line.split()
+        if len(words) == 4 and words[1].isdigit() and words[2].isdigit():
+            pieces.setdefault((words[0], words[2]), {})[int(words[1])] = words[3]
+    found = []
+    for (_, count), parts in pieces.items():
+        with contextlib.suppress(ValueError, zlib.error):
+            if len(parts) == int(count):
+                found.append(json.loads(zlib.decompress(base64.b64decode("".join(parts[n] for n in sorted(parts))))))
+    return found
+
+
+def report(
+    run_dir: Path,
+    nodes: Iterable[Seen],
+    *,
+    patience_s: float,
+    facts: Mapping[str, Any] | None = None,
+    silent: Collection[str] = (),
+) -> dict[str, Any]:
+    """Put together what the nodes have seen, and name who holds the run up; `silent` are nodes that said nothing.
+
+    Returns:
+        `run`, `time`, `headline`, `diagnosis`, `processes`, `file_systems`, `gpus`, and the `facts` that are given.
+    """
+    nodes = list(nodes)
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for seen in nodes:  # two names of one machine (a development cluster) have seen the same processes
+        for row in seen["rows"]:
+            rows.setdefault((str(seen.get("machine", seen["host"])), int(row["pid"])), row)
+    probes = {seen["host"]: seen["probe"] for seen in nodes}
+    found = diagnose(list(rows.values()), probes, patience_s=patience_s, silent=silent)
+    return {
+        "run": str(run_dir),
+        "time": round(time.time(), 1),
+        "headline": found.headline(),
+        **(facts or {}),
+        "diagnosis": found.as_dict(),
+        "processes": list(rows.values()),
+        "file_systems": probes,
+        "gpus": {seen["host"]: seen["gpus"] for seen in nodes if seen["gpus"]},
+    }
+
+
+def text_of(document: Mapping[str, Any], *, with_stacks: bool = False) -> str:
+    """Write a report for people: the answer first, then what it rests on."""
+    found = Diagnosis(**document["diagnosis"])
+    lines = [document["headline"]]
+    for title, parts in (("waiting", found.chain), ("seen", found.evidence), ("do", [found.advice])):
+        lines += [f"  {title if n == 0 else '':<9}{part}" for n, part in enumerate(filter(None, parts))]
+    if slurm := document.get("slurm"):
+        lines.append(f"  {'slurm':<9}{slurm}")
+    for host, gpus in document["gpus"].items():
+        shown = [
+            g.get("error") or f"{g['index']}: {g['utilization.gpu']} %, {g['memory.used']}/{g['memory.total']} MiB"
+            for g in gpus
+        ]
+        lines.append(f"  {'gpus':<9}{host}: {'; '.join(shown)}")
+    rows = sorted(document["processes"], key=lambda r: (not r["word"], r["host"], r["pid"]))
+    for n, row in enumerate(r for r in rows if r["word"] or r["state"] not in ("S", "R")):
+        doing = phase(row["word"]) if row["word"] else row["comm"]
+        who = f"{label(row, rows)}, {row['host']}, process {row['pid']}"
+        lines.append(f"  {'processes' if n == 0 else '':<9} {who}: {row['state']}, {row['cpu']:.0%} CPU, {doing}")
+    if with_stacks:
+        lines += _stacks(rows)
+    return "\n".join(lines) + "\n"
+
+
+def _stacks(rows: Iterable[dict[str, Any]]) -> list[str]:
+    lines = []
+    for row in rows:
+        for name, stack in stacks_of(row):
+            lines.append(f"\n{row['word'].get('role', row['comm'])} process {row['pid']}, {name}, innermost first")
+            lines += [f"    {show(frame)}" for frame in stack]
+    return lines

@@ -1,0 +1,87 @@
+"""A whole run from the manifests of `render --target kubernetes`: their containers' commands as processes of this
+machine, a pod killed in the middle, another told to go. `tests.support.pods` plays the kubelet."""
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.pods import Kubelet, can_unshare
+from tests.support.runs import command, rows, steps, used_prompts
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.exhaustive,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not can_unshare(), reason="pods get names by a mount namespace of their own"),
+]
+NUM_STEPS = 6
+
+
+@pytest.fixture
+def kubelet(tmp_path: Path) -> Any:
+    made = command("python", Path("tools") / "make-starter", tmp_path / "starter")
+    assert made.returncode == 0, made.stderr
+    experiment = {
+        "name": "pods",
+        "seq_len": 128,
+        "max_steps": NUM_STEPS,
+        "model": {"name": str(tmp_path / "starter" / "model"), "dtype": "float32"},
+        "trainer": {"num_ranks": 2, "threads_per_rank": 1, "micro_batch_tokens": 1024, "optim": {"lr": 1e-3}},
+        "orchestrator": {
+            "batch_size": 16,
+            "rollouts_per_example": 4,
+            "max_concurrent": 16,
+            "sampling": {"max_tokens": 16},
+            "env": [{"id": "reverse-text"}],
+        },
+        "inference": {"backend": "transformers", "data_parallel_size": 2},
+        "ckpt": {"interval": 2},
+        "device": "cpu",
+        "slurm": {"gpus_per_node": 0, "trainer": {"nodes": 2}, "inference": {"nodes": 2}},
+        "kubernetes": {"image": "none", "grace_s": 120},
+    }
+    (tmp_path / "exp.yaml").write_text(yaml.safe_dump(experiment))
+    made = command("prime-hpc", "render", tmp_path / "exp.yaml", "--target", "kubernetes")
+    assert made.returncode == 0, made.stderr
+    cluster = Kubelet(list(yaml.safe_load_all(made.stdout)), tmp_path)
+    yield cluster
+    cluster.close()
+
+
+def saved(run_dir: Path, step: int) -> bool:
+    return (run_dir / "checkpoints" / f"step_{step}" / "manifest.json").exists()
+
+
+def test_a_run_survives_a_lost_pod_and_an_eviction_and_gives_all_pods_back(kubelet: Kubelet, tmp_path: Path) -> None:
+    run_dir = tmp_path / "shared" / "outputs" / "pods"
+    for name in kubelet.pods:
+        kubelet.start(name)
+    todo = [(2, "pods-trainer-1", signal.SIGKILL), (4, "pods-inference-0", signal.SIGTERM)]
+    deadline = time.monotonic() + 800
+    while not kubelet.is_over():
+        assert time.monotonic() < deadline, (tmp_path / "pods-supervisor.log").read_text()[-3000:]
+        kubelet.tick()
+        if todo and saved(run_dir, todo[0][0]) and all(pod.process for pod in kubelet.pods.values()):
+            _, name, number = todo.pop(0)
+            kubelet.kill(name, number)
+        time.sleep(0.3)
+    said = (tmp_path / "pods-supervisor.log").read_text()
+    assert {name: pod.exits[-1] for name, pod in kubelet.pods.items()} == dict.fromkeys(kubelet.pods, 0), said[-3000:]
+    assert kubelet.pods["pods-trainer-1"].exits == [-signal.SIGKILL, 0], "an Indexed Job's pod comes back by its name"
+    attempts = [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
+    assert attempts[0]["outcome"] == "node_lost" and attempts[0]["lost_nodes"] == ["pods-trainer-1.pods"], attempts
+    assert attempts[-1]["outcome"] == "completed"
+    assert all(attempt["resume_step"] >= 2 for attempt in attempts[1:])
+    assert steps(run_dir) == list(range(1, NUM_STEPS + 1))
+    prompts = [prompt for step in steps(run_dir) for prompt in used_prompts(run_dir, step)]
+    assert len(prompts) == len(set(prompts)) == NUM_STEPS * 4
+    assert max(row["lag_max"] for row in rows(run_dir, "trainer")) <= 2
+    key = next((tmp_path / "Secret").rglob("key")).read_text()
+    for path in run_dir.rglob("*"):
+        assert not path.is_file() or key.encode() not in path.read_bytes(), path
+    assert not list((run_dir / "secrets").glob("step-*")), "what the pods were told is removed"

@@ -1,0 +1,380 @@
+"""Environments' processes without the processes: what is said to them, who plays what, and workers that misbehave."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.workers.assignments import MAX_SUSPECTED, Assignments
+from prime_hpc.envs.workers.fleet import Fleet
+from prime_hpc.envs.workers.frames import MAX_FRAME, FrameError, Unpacker, pack
+from prime_hpc.envs.workers.host_link import Connection, Ending
+from prime_hpc.envs.workers.records import result_from_plain, result_to_plain
+from prime_hpc.envs.workers.settings import plain_options, pool_options
+
+CODE = {"the environment's code": "abc"}
+
+
+def a_result(reward: float = 0.1 + 0.2) -> EpisodeResult:
+    sample = Sample(
+        token_ids=np.array([5, 6, 7], dtype=np.int32),
+        loss_mask=np.array([False, True, True]),
+        logprobs=np.array([0, -0.1, -1e-30], dtype=np.float32),
+        versions=np.array([-1, 3, 4], dtype=np.int32),
+        num_turns=1,
+        reward=reward,
+    )
+    metrics: dict[str, Any] = {"share": np.float64(1 / 3), "single": np.float32(0.5)}
+    text = "a lone surrogate \ud800"
+    return EpisodeResult(
+        EpisodeState.COMPLETED, True, samples=[sample], reward=reward, metrics=metrics, prompt_text=text
+    )
+
+
+def sent(message: bytes) -> dict[str, Any]:
+    (found,) = Unpacker().feed(message)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- messages
+
+
+def test_a_result_comes_back_to_the_last_bit() -> None:
+    result = a_result()
+    found = result_from_plain(sent(pack("ended", result=result_to_plain(result)))["result"])
+    assert (found.reward, found.metrics, found.prompt_text) == (result.reward, result.metrics, result.prompt_text)
+    for name, value in vars(result.samples[0]).items():
+        other = vars(found.samples[0])[name]
+        assert np.array_equal(other, value) and getattr(other, "dtype", None) == getattr(value, "dtype", None)
+    found.samples[0].token_ids[0] = 1  # as writable as one that was played here
+
+
+def test_messages_come_whole_however_they_are_cut() -> None:
+    stream = pack("one", n=1) + pack("two", data=b"\x00" * 1000)
+    unpacker = Unpacker()
+    found = [message for byte in stream for message in unpacker.feed(bytes([byte]))]
+    assert [m["op"] for m in found] == ["one", "two"] and found[1]["data"] == b"\x00" * 1000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (MAX_FRAME + 1).to_bytes(4, "big"),
+        b"\x00\x00\x00\x01\xc1",
+        b"\x00\x00\x00\x01\x05",
+        b"\x00\x00\x00\x02\x81\x01",
+        b"\x00\x00\x00\x04\xc7\x01\x05\x00",
+    ],
+    ids=["too long", "no msgpack", "no map", "cut short", "an extension type"],
+)
+def test_what_is_no_message_ends_the_connection(data: bytes) -> None:
+    with pytest.raises(FrameError):
+        Unpacker().feed(data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"state": "splendid"}, {"surprise": 1}, {"samples": [{}]}, {"samples": 3}],
+)
+def test_what_is_no_record_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(FrameError):
+        result_from_plain(result_to_plain(a_result()) | change)
+
+
+def test_arrays_of_different_length_are_refused() -> None:
+    plain = result_to_plain(a_result())
+    plain["samples"][0]["versions"] = b"\x00" * 4
+    with pytest.raises(FrameError, match="differ in length"):
+        result_from_plain(plain)
+
+
+def test_a_worker_is_told_secrets_and_nothing_that_was_not_stated() -> None:
+    env = EnvConfig(id="x", args={"api_key": "the-secret", "n": 3})
+    options = pool_options(sent(pack("open", options=plain_options(env, [], None, sampling={"top_k": 5})))["options"])
+    (made,) = options["envs"]
+    assert made.args["api_key"].reveal() == "the-secret" and made.args["n"] == 3 and made.workers == 0
+    assert made.model_fields_set == {"id", "args", "workers"}
+    assert options["sampling"].parameters() == {"top_k": 5}
+
+
+# ------------------------------------------------------------------------------------------------- assignments
+
+
+def test_an_answer_counts_once_and_of_the_attempt_that_is_out() -> None:
+    book = Assignments()
+    episode = book.open(7, 0)
+    book.assign(episode, "a")
+    assert book.answered("b", episode.ident, 1) is None  # another worker's
+    assert book.lost("a", None).again == [episode] and book.waiting() == [episode]
+    book.assign(episode, "b")
+    assert book.answered("b", episode.ident, 1) is None  # of the attempt before
+    assert book.answered("a", episode.ident, 2) is None
+    assert book.answered("b", episode.ident, 2) is episode
+    assert book.answered("b", episode.ident, 2) is None  # twice
+    assert book.num_dropped == 4 and not len(book)
+
+
+def test_the_culprit_has_failed_and_its_neighbours_are_innocent() -> None:
+    book = Assignments()
+    one, other = book.open(0, 0), book.open(1, 0)
+    for _ in range(2 * MAX_SUSPECTED):
+        for episode in (one, other):
+            if episode in book.waiting():
+                book.assign(episode, "a")
+        losses = book.lost("a", 999)  # known, and none of these
+        assert losses.again == [one, other]
+    for episode in (one, other):
+        book.assign(episode, "a")
+    losses = book.lost("a", one.ident)
+    assert (losses.guilty, losses.again, losses.unlucky) == ([one], [other], [])
+
+
+def test_who_was_there_too_often_is_not_tried_again() -> None:
+    book = Assignments()
+    episode = book.open(0, 0)
+    for _ in range(MAX_SUSPECTED - 1):
+        book.assign(episode, "a")
+        assert book.lost("a", 0).again == [episode]
+    book.assign(episode, "a")
+    assert book.lost("a", 0).unlucky == [episode] and not len(book)
+
+
+# ------------------------------------------------------------------------------- workers that misbehave, scripted
+
+
+class Scripted:
+    """A host whose workers do as a test says: `behave(worker)` for each that is started."""
+
+    def __init__(self, behave: "Callable[[Peer], Awaitable[None]]") -> None:
+        self.behave = behave
+        self.peers: list[Peer] = []
+
+    async def connect(self, label: str, memory_bytes: int) -> Connection:
+        ours, theirs = socket.socketpair()
+        made = Connection(self, len(self.peers), *(await asyncio.open_connection(sock=ours)))  # type: ignore[arg-type]
+        peer = Peer(made, *(await asyncio.open_connection(sock=theirs)))
+        self.peers.append(peer)
+        peer.task = asyncio.create_task(peer.run(self.behave))
+        return made
+
+    def kill(self, number: int, why: str) -> None:
+        self.peers[number].end(-9, why=why)
+
+
+class Peer:
+    """The worker's end of a connection."""
+
+    task: "asyncio.Task[None]"
+
+    def __init__(self, connection: Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connection, self.reader, self.writer = connection, reader, writer
+        self.unpacker = Unpacker()
+        self.inbox: list[dict[str, Any]] = []
+
+    async def run(self, behave: "Callable[[Peer], Awaitable[None]]") -> None:
+        await behave(self)
+
+    async def hear(self, op: str) -> dict[str, Any]:
+        """The next message of this kind; ends the worker where it is told to stop."""
+        while True:
+            for message in self.inbox:
+                if message["op"] == op:
+                    self.inbox.remove(message)
+                    return message
+            data = await self.reader.read(1 << 16)
+            if not data:
+                self.end(0)
+                await asyncio.Event().wait()
+            self.inbox += self.unpacker.feed(data)
+
+    async def open(self, code: dict[str, str] = CODE) -> None:
+        await self.hear("open")
+        self.say("opened", fingerprint=code)
+
+    def say(self, op: str, **fields: Any) -> None:
+        self.writer.write(pack(op, **fields))
+
+    def answer(self, order: dict[str, Any], reward: float) -> None:
+        result = result_to_plain(a_result(reward))
+        self.say("ended", id=order["id"], attempt=order["attempt"], result=result)
+
+    def end(self, code: int, episode: int = 0, why: str = "") -> None:
+        if not self.connection.ended.done():
+            self.connection.ended.set_result(Ending(code, episode, why))
+        self.writer.close()
+
+
+async def with_fleet(
+    behave: Callable[[Peer], Awaitable[None]], use: Callable[[Fleet], Awaitable[None]], **limits: Any
+) -> Fleet:
+    fleet = Fleet(
+        "toy",
+        1,
+        EnvServersConfig(**limits),
+        [Scripted(behave)],
+        options={},
+        moved=list,
+        expected=CODE,
+        timeout_s=60.0,
+    )
+    try:
+        async with asyncio.timeout(60):
+            await fleet.start()
+            await use(fleet)
+    finally:
+        await fleet.close()
+    return fleet
+
+
+def test_a_second_answer_and_one_for_an_episode_given_up_are_dropped() -> None:
+    given_up = asyncio.Event()
+
+    async def behave(peer: Peer) -> None:
+        await peer.open()
+        first = await peer.hear("play")
+        peer.answer(first, 1.0)
+        peer.answer(first, 2.0)
+        second = await peer.hear("play")
+        given_up.set()
+        cancelled = await peer.hear("cancel")
+        assert (cancelled["id"], cancelled["attempt"]) == (second["id"], second["attempt"])
+        peer.answer(second, 3.0)
+        peer.answer(await peer.hear("play"), 4.0)
+
+    async def use(fleet: Fleet) -> None:
+        assert (await fleet.run(0, 0)).reward == 1.0
+        playing = asyncio.create_task(fleet.run(1, 0))
+        await given_up.wait()
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert (await fleet.run(2, 0)).reward == 4.0
+
+    fleet = asyncio.run(with_fleet(behave, use))
+    assert fleet.metrics()["dropped_answers"] == 2 and fleet.metrics()["episodes"] == 2
+
+
+def test_an_answer_of_a_dead_workers_time_is_dropped_by_its_successor() -> None:
+    orders: list[dict[str, Any]] = []
+
+    async def behave(peer: Peer) -> None:
+        await peer.open()
+        orders.append(await peer.hear("play"))
+        if len(orders) == 1:
+            peer.end(-11, episode=orders[0]["id"] + 1)
+            return
+        peer.answer(orders[0], 1.0)  # as if it had survived
+        peer.answer(orders[1], 2.0)
+
+    async def use(fleet: Fleet) -> None:
+        assert (await fleet.run(0, 0)).reward == 2.0
+
+    fleet = asyncio.run(with_fleet(behave, use))
+    assert fleet.metrics()["dropped_answers"] == 1 and fleet.metrics()["replayed"] == 1
+
+
+def test_other_code_is_refused_by_name() -> None:
+    async def behave(peer: Peer) -> None:
+        await peer.open({"the environment's code": "xyz"})
+        await peer.hear("never")
+
+    async def use(fleet: Fleet) -> None:
+        raise AssertionError("it must not start")
+
+    with pytest.raises(EnvError, match="the environment's code \\(abc here, xyz there\\) differs"):
+        asyncio.run(with_fleet(behave, use))
+
+
+def test_a_worker_that_comes_back_with_other_code_plays_nothing() -> None:
+    lives = 0
+
+    async def behave(peer: Peer) -> None:
+        nonlocal lives
+        lives += 1
+        await peer.open(CODE if lives == 1 else {"the environment's code": "xyz"})
+        await peer.hear("play")
+        peer.end(1)
+
+    async def use(fleet: Fleet) -> None:
+        result = await fleet.run(0, 0)
+        assert result.state is EpisodeState.FAILED and "xyz there" in result.reason
+
+    asyncio.run(with_fleet(behave, use))
+
+
+def test_one_that_dies_again_and_again_is_given_up() -> None:
+    async def behave(peer: Peer) -> None:
+        await peer.hear("open")
+        peer.end(7)
+
+    async def use(fleet: Fleet) -> None:
+        raise AssertionError("it must not start")
+
+    with pytest.raises(EnvError, match="exit code 7"):
+        asyncio.run(with_fleet(behave, use, max_restarts=0))
+
+
+@pytest.mark.parametrize(
+    ("said", "silence_s"), [(b"\x00\x00\x00\x01\x05", 60.0), (b"", 0.1)], ids=["nonsense", "nothing"]
+)
+def test_a_worker_that_says_nonsense_or_nothing_is_ended_and_its_episode_played_again(
+    said: bytes, silence_s: float
+) -> None:
+    lives = 0
+
+    async def behave(peer: Peer) -> None:
+        nonlocal lives
+        lives += 1
+        await peer.open()
+        order = await peer.hear("play")
+        if lives == 1:
+            peer.writer.write(said)
+            await peer.hear("never")
+        peer.answer(order, 5.0)
+
+    async def use(fleet: Fleet) -> None:
+        assert (await fleet.run(0, 0)).reward == 5.0
+
+    assert asyncio.run(with_fleet(behave, use, silence_s=silence_s)).metrics()["restarts"] >= 1
+
+
+def test_episodes_in_flight_end_with_the_fleet() -> None:
+    async def behave(peer: Peer) -> None:
+        await peer.open()
+        await peer.hear("never")
+
+    async def use(fleet: Fleet) -> None:
+        playing = asyncio.create_task(fleet.run(0, 0))
+        await asyncio.sleep(0)
+        await fleet.close()
+        assert (await playing).state is EpisodeState.CANCELLED
+
+    asyncio.run(with_fleet(behave, use))
+
+
+def test_a_task_that_takes_long_to_make_costs_an_episode_none_of_its_time() -> None:
+    async def behave(peer: Peer) -> None:
+        await peer.open()
+        order = await peer.hear("play")
+        peer.say("making", id=order["id"], attempt=order["attempt"])
+        asked.set()
+        await made.wait()
+        peer.say("begun", id=order["id"], attempt=order["attempt"])
+        peer.answer(order, 7.0)
+
+    async def use(fleet: Fleet) -> None:
+        playing = asyncio.create_task(fleet.run(0, 0))
+        await asked.wait()
+        while fleet._timers:  # its deadline is lifted
+            await asyncio.sleep(0.01)
+        made.set()
+        assert (await playing).reward == 7.0
+
+    asked, made = asyncio.Event(), asyncio.Event()
+    asyncio.run(with_fleet(behave, use))

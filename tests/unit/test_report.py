@@ -1,0 +1,289 @@
+"""`prime-hpc report`: what it makes of run directories, whole, torn, foreign or long. The page itself is opened in
+test_report_page.py."""
+
+import json
+import math
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.cli import main
+from prime_hpc.observe.metrics import MetricsWriter
+from prime_hpc.orchestrator.metrics import MOST_SPANS, SampleLog, StepStats, joined
+from prime_hpc.report import series
+from prime_hpc.report.phases import TRAINER, Phases, trainer_seconds
+from prime_hpc.report.series import Curves
+from prime_hpc.store.attempts import read_attempts, rewrite_row
+from prime_hpc.supervisor.status_file import LiveStatus
+from tests.support.made_runs import BEGAN, STEP_S, Life, add_batches, add_samples, config_of, log_at, make_run
+
+FOUR_LIVES = [
+    Life(0, 10, "requeued", "the time limit comes near", next="requeue"),
+    Life(10, 17, "failed", "trainer rank 1 was killed", gap_s=20),
+    Life(15, 25, "requeued", "node n2 is lost", gap_s=40, next="requeue"),
+    Life(25, 40, gap_s=2),
+]
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any, str]:
+    code = main(["report", *map(str, words), "--json"])
+    out, err = capsys.readouterr()
+    return code, json.loads(out) if out.startswith("{") else out, err
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    text = page.read_text(encoding="utf-8")
+    return json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+
+
+# ---------------------------------------------------------------------------------------------------- curves
+
+
+def test_each_step_is_drawn_as_long_as_they_fit() -> None:
+    curves = Curves()
+    for step in range(1, 101):
+        curves.add({"step": step, "time/step": 1.0, "loss": step / 2})
+    table = curves.table(2000)
+    assert (table["width"], table["steps"]) == (1, list(range(1, 101)))
+    assert table["mean"]["loss"][:3] == [0.5, 1, 1.5] and table["low"] == {}
+
+
+def test_a_peak_of_one_step_is_seen_among_a_hundred_thousand() -> None:
+    curves = Curves(max_cells=1024)
+    for step in range(100_000):
+        curves.add({"step": step, "time/step": 1.0, "loss": 1.0 if step != 77_777 else 50.0})
+    table = curves.table(200)
+    assert len(table["steps"]) <= 200 and table["width"] == 512
+    place = table["steps"].index(77_777 // 512 * 512)
+    assert (table["low"]["loss"][place], table["high"]["loss"][place]) == (1, 50)
+    assert table["mean"]["loss"][place] == pytest.approx(1 + 49 / 512, rel=1e-4)
+    assert max(value for i, value in enumerate(table["high"]["loss"]) if i != place) == 1
+
+
+def test_steps_done_again_replace_what_stood_there() -> None:
+    curves = Curves()
+    for step, value in [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (3, 30.0)]:
+        curves.add({"step": step, "time/step": 1.0, "loss": value})
+    curves.add({"step": 1, "eval/e/mean_reward": 0.5})  # of an earlier version, after a later batch: nothing goes back
+    table = curves.table(10)
+    assert (table["steps"], table["mean"]["loss"]) == ([1, 2, 3], [1, 2, 30])
+    assert curves.points == {"eval/e/mean_reward": {1: 0.5}}
+
+
+def test_gaps_and_values_that_are_not_finite() -> None:
+    curves = Curves()
+    for step, value in [(1, 1.0), (2, "nan"), (3, math.inf), (4, None), (6, 2.0)]:
+        curves.add({"step": step, "time/step": 1.0, "loss": value})
+    table = curves.table(10)
+    assert table["mean"]["loss"] == [1, None, None, None, None, 2]
+    assert curves.faults.not_finite == {"loss": 2}
+
+
+def test_memory_is_bounded_whatever_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(series, "_PENDING", 128)
+
+    def peak(num_rows: int) -> int:
+        curves, phases = Curves(max_cells=256), Phases(TRAINER, [{"began": 0.0}], most_blocks=256)
+        tracemalloc.start()
+        for step in range(num_rows):
+            row = {"step": step, "time": 2.0 * step, "time/step": 1.0, "time/wait": 0.5, "loss": 1.0}
+            curves.add(row)
+            phases.add(row, trainer_seconds(row))
+        curves.table(100)
+        size = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return size
+
+    peak(1000)
+    assert peak(4000) < 1.3 * peak(1000)
+
+
+# ------------------------------------------------------------------------------------- accounting, timeline
+
+
+def test_the_time_of_every_attempt_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "four", FOUR_LIVES)
+    code, found, _ = report(capsys, run)
+    assert code == 0
+    [one] = found["runs"]
+    rows, total = one["accounting"]["rows"], one["accounting"]["total"]
+    assert [row["cause"] for row in rows] == [life.cause for life in FOUR_LIVES]
+    for row in rows:
+        assert sum(row["trainer"].values()) == pytest.approx(row["wall"], abs=0.01)
+        assert sum(row["engines"].values()) == pytest.approx(row["wall"], abs=0.01)
+    # attempt 2 went on to step 17, attempt 3 began again at 15
+    assert (rows[1]["lost_steps"], rows[1]["steps"]) == (2, 7)
+    assert rows[1]["trainer"]["lost"] == pytest.approx(2 * (STEP_S - 0.5), abs=0.01)
+    assert [row["waited"] for row in rows[1:]] == pytest.approx([20, 40, 2])
+    assert total["trainer"]["train"] == pytest.approx(40 * 1.0, abs=0.05)
+    split = one["split"]
+    assert (split["trainer"], split["engines"], split["suggested_trainer"] + split["suggested_engines"]) == (2, 2, 4)
+    assert 0.2 < split["trainer_idle"] < 0.3 and split["overlap"]
+    assert total["effective"] == pytest.approx(total["trainer"]["train"] / (total["wall"] + total["waited"]))
+    assert one["accounting"]["unit"] == "process" and total["device_hours"] == pytest.approx(total["wall"] * 4 / 3600)
+    assert rows[0]["engines"]["load"] == pytest.approx(10 * 0.05, abs=0.01)  # the pauses, not the loads
+    lanes = data_of(run / "report.html")["runs"][0]["lanes"]
+    states = [span["state"] for span in lanes["job"]]
+    assert states == ["start", "run", "queue", "start", "run", "down", "start", "run", "queue", "start", "run"]
+    assert lanes["trainer"]["placed"] and len(lanes["trainer"]["steps"]) == 42
+    first = lanes["orchestrator"]["spans"]["wait_weights"][0]
+    assert first[1] - first[0] == pytest.approx(0.5)
+
+
+def test_held_devices_are_the_allocations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = {"nodes": 2.0, "cpus": 32.0, "gpus": 8.0}
+    run = make_run(tmp_path / "gpus", [Life(0, 5, allocated=held), Life(5, 9, allocated=held)])
+    accounting = report(capsys, run)[1]["runs"][0]["accounting"]
+    assert accounting["unit"] == "GPU"
+    assert accounting["total"]["held_hours"] == pytest.approx(accounting["total"]["wall"] * 8 / 3600)
+
+
+def test_changes_of_roles_become_lanes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "roles", [Life(0, 3)])
+    live = LiveStatus(run, attempt=1)
+    live.write(roles={"trainer": "starting", "inference-0": "starting"})
+    live.write(roles={"trainer": "running", "inference-0": "starting"})
+    live.write(roles={"trainer": "running", "inference-0": "starting"})
+    assert (run / "metrics" / "roles.jsonl").read_text().count("\n") == 3
+    rows = [json.loads(line) for line in (run / "metrics" / "roles.jsonl").read_text().splitlines()]
+    for row, moment in zip(rows, (BEGAN + 5, BEGAN + 5, BEGAN + 15), strict=True):
+        row["time"] = moment
+    (run / "metrics" / "roles.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert report(capsys, run)[0] == 0
+    roles = data_of(run / "report.html")["runs"][0]["lanes"]["roles"]
+    assert roles["trainer"] == [["starting", 0.0, 10.0], ["running", 10.0, 17.0]]
+    assert roles["inference-0"] == [["starting", 0.0, 17.0]]
+
+
+def test_a_killed_attempt_was_ready_when_its_roles_were(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "killed", [Life(0, 3)])
+    [row] = read_attempts(run / "attempts.jsonl")
+    rewrite_row(run / "attempts.jsonl", row | {"seconds": {}, "ended": None, "outcome": None})
+    states = [("trainer", "starting", 0), ("engine", "starting", 0), ("trainer", "ready", 3), ("engine", "ready", 9)]
+    lines = [{"time": BEGAN + 5 + s, "attempt": 1, "role": role, "state": state} for role, state, s in states]
+    (run / "metrics" / "roles.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    [accounted] = report(capsys, run)[1]["runs"][0]["accounting"]["rows"]
+    assert accounted["trainer"]["start"] == pytest.approx(9)
+    assert accounted["wall"] == pytest.approx(10 + 3 * STEP_S)  # until its last step: more is not known
+
+
+def test_waits_are_placed_and_bounded() -> None:
+    stats = StepStats(0.0)
+    stats.add_wait("rollouts", 0.0, 1.0)
+    stats.add_wait("rollouts", 1.001, 2.0)
+    stats.add_wait("weights", 2.5, 3.0)
+    row = stats.drain(4.0, [("load", 1.5, 1.75)])
+    assert row["time/wait_rollouts"] == pytest.approx(1.999)
+    assert row["spans"] == [["wait_rollouts", 4.0, 2.0], ["load", 2.5, 0.25], ["wait_weights", 1.5, 0.5]]
+    many = joined([("a" if i % 2 else "b", float(i), i + 0.5) for i in range(1000)])
+    assert len(many) <= MOST_SPANS and min(s[1] for s in many) == 0 and max(s[2] for s in many) == 999.5
+
+
+# -------------------------------------------------------------------------------------------------- bad input
+
+
+def test_no_run_is_refused_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "folder").mkdir()
+    code, _, err = report(capsys, tmp_path / "folder")
+    assert code == 2 and "no run" in err and str(tmp_path / "folder") in err
+    assert list((tmp_path / "folder").iterdir()) == []
+    code, _, err = report(capsys, tmp_path / "absent")
+    assert code == 2 and "no run" in err
+
+
+def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", [Life(0, 2)])
+    code, _, err = report(capsys, run, "--output", tmp_path / "none" / "x.html")
+    assert code == 2 and "is no directory" in err
+    code, _, err = report(capsys, run, "--output", tmp_path)
+    assert code == 2 and "name a file" in err
+
+
+def test_an_existing_page_is_replaced_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, page = make_run(tmp_path / "run", [Life(0, 2)]), tmp_path / "page.html"
+    page.write_text("old")
+    with page.open() as old:
+        assert report(capsys, run, "--output", page)[0] == 0
+        assert old.read() == "old"  # another file took the name: a reader of the old one is not disturbed
+    assert page.read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
+
+
+def test_half_written_foreign_and_broken_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", [Life(0, 4, outcome=None)])
+    add_batches(run, [1, 2])
+    (run / "rollouts" / "step_000002" / "rank_0000.safetensors").write_bytes(b"short")
+    with (run / "metrics" / "trainer.jsonl").open("ab") as file:
+        file.write(b'[1, 2]\n\xff\xfe\n{"step": "x", "time/step": 1}\n{"step": 5, "time": "nan", "time/step"')
+    with (run / "attempts.jsonl").open("ab") as file:
+        file.write(b'{"attempt": 2, "began": null, "seconds": 7, "nodes": [], "later": {}}\n{"atte')
+    code, found, _ = report(capsys, run)
+    assert code == 0
+    notes = "\n".join(found["runs"][0]["notes"])
+    assert "3 torn or foreign lines" in notes and "batch 2" in notes and "token ids are shown" in notes
+    (run / "run.yaml").write_text("kind: [rl\n")
+    for name in ("metrics/trainer.jsonl", "metrics/orchestrator.jsonl", "attempts.jsonl"):
+        (run / name).unlink()
+    code, found, _ = report(capsys, run)
+    assert code == 0 and "run.yaml" in found["runs"][0]["notes"][0]
+
+
+def test_nothing_of_a_rollout_ends_the_data_and_secrets_stay_hidden(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", [Life(0, 3)])
+    evil = "</script><script>document.title='run'</script><!--"
+    add_samples(run, [evil, "\u2028 &amp; \ud83d"])
+    assert report(capsys, run)[0] == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert evil not in text and text.count("</script>") == 2
+    assert "sk-hidden" not in text
+    assert evil in [row["completion"] for row in data_of(run / "report.html")["runs"][0]["rollouts"]]
+
+
+def test_a_sample_that_is_no_utf8_ends_nobody(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path / "samples.jsonl", 2)
+    log.write(1, [{"completion": "half a pair: \ud83d"}])
+    log.close()
+    assert json.loads((tmp_path / "samples.jsonl").read_text())["completion"] == "half a pair: ?"
+
+
+# --------------------------------------------------------------------------------------- several runs, size
+
+
+def test_runs_of_one_trainer_come_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parent = make_run(tmp_path / "many", [Life(0, 4)])
+    child = make_run(parent / "run_a", [Life(0, 2)])
+    (child / "metrics" / "trainer.jsonl").unlink()  # the parent's trainer writes of all its runs
+    writer = MetricsWriter(parent / "metrics" / "trainer.jsonl")
+    for step, own in ((5, 1), (6, 2)):
+        log_at(writer, step, BEGAN + 30 + step, loss=0.25 * own, **{"run": "run_a", "run/step": own, "time/step": 1.0})
+    writer.close()
+    code, found, _ = report(capsys, parent)
+    assert code == 0 and [run["name"] for run in found["runs"]] == ["many", "many/run_a"]
+    curves = data_of(parent / "report.html")["runs"][1]["curves"]["trainer"]
+    assert (curves["steps"], curves["mean"]["loss"]) == ([1, 2], [0.25, 0.5])
+
+
+def test_several_runs_state_what_they_share_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for lr in (1e-6, 3e-6):
+        name = f"lr{lr:g}"
+        make_run(tmp_path / "sweep" / name, [Life(0, 3)], config=config_of(name, trainer__optim__lr=lr))
+    code, found, _ = report(capsys, tmp_path / "sweep")
+    assert code == 0 and [run["name"] for run in found["runs"]] == ["lr1e-06", "lr3e-06"]
+    data = data_of(tmp_path / "sweep" / "report.html")
+    assert [run["config"]["trainer.optim.lr"] for run in data["runs"]] == [1e-6, 3e-6]
+    assert data["common"]["trainer.num_ranks"] == 2 and "trainer.num_ranks" not in data["runs"][0]["config"]
+
+
+def test_a_thousand_steps_stay_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "long", [Life(0, 1000)])
+    add_batches(run, range(1, 60), sequences=64)
+    code, found, _ = report(capsys, run)
+    assert code == 0 and found["bytes"] < 5e6
+    facts = data_of(run / "report.html")["runs"][0]
+    assert facts["rollout_facts"]["stored_steps"] == 59 and len(facts["rollouts"]) > 100
+    kinds = {row["kind"] for row in facts["rollouts"]}
+    assert kinds == {"best", "worst", "random"}

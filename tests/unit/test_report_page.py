@@ -1,0 +1,176 @@
+"""The page of `prime-hpc report` in a real browser: every view opens, nothing complains, nothing is fetched.
+
+Needs Playwright (in the `dev` extra) and a Chromium of the system: `apt-get install chromium`.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.cli import main
+from tests.support.made_runs import Life, add_batches, add_samples, config_of, make_run
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+expect = sync_api.expect
+expect.set_options(timeout=60_000)  # of what is drawn in the browser's own time
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+
+EVIL = "</script><script>document.title='ran'</script><img src=x onerror=\"document.title='ran'\">"
+ONE = ["Overview", "Curves", "Throughput", "Timeline", "Accounting", "Rollouts", "Config"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield started
+        started.close()
+
+
+class Page:
+    """An opened report; `complaints` are all that its console said, and every request."""
+
+    def __init__(self, browser: Any, path: Path, **context: Any) -> None:
+        self.tab = browser.new_page(viewport={"width": 1280, "height": 900}, **context)
+        self.complaints: list[str] = []
+        self.tab.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
+        self.tab.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.tab.on("request", lambda request: self._note(request.url))
+        self.tab.goto(path.resolve().as_uri())
+
+    def _note(self, url: str) -> None:
+        if not url.startswith(("file://", "data:")):
+            self.complaints.append(f"fetched {url}")
+
+    def views(self) -> list[str]:
+        return self.tab.eval_on_selector_all("nav button", "buttons => buttons.map(b => b.textContent)")
+
+    def open(self, view: str) -> None:
+        self.tab.click(f"nav button:text-is('{view}')")
+        self.tab.wait_for_function(
+            "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
+        )
+
+
+@pytest.fixture(scope="module")
+def page_of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    lives = [Life(0, 9, "requeued", "the time limit comes near", next="requeue"), Life(9, 15, "failed", "killed")]
+    run = make_run(tmp_path_factory.mktemp("page") / "run", [*lives, Life(12, 20)])
+    add_batches(run, range(1, 21))
+    add_samples(run, [EVIL, "fine"])
+    assert main(["report", str(run)]) == 0
+    return run / "report.html"
+
+
+def test_every_view_opens(browser: Any, page_of_one: Path) -> None:
+    page = Page(browser, page_of_one, color_scheme="dark")
+    assert page.views() == ONE
+    assert page.tab.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.tab.click("button[aria-label='light or dark']")
+    assert page.tab.evaluate("document.documentElement.dataset.theme") == "light"
+    for view in ONE:
+        page.open(view)
+        expect(page.tab.locator("body")).to_have_attribute("data-view", view)
+        assert len(page.tab.inner_text("main")) > 80, view
+        wide = page.tab.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert wide <= 0, f"{view} is wider than the window"
+    page.open("Throughput")
+    expect(page.tab.locator("[data-split]")).to_contain_text("suggested")
+    page.open("Overview")
+    expect(page.tab.locator(".chart canvas").nth(2)).to_be_attached()
+    assert page.complaints == []
+    page.tab.close()
+
+
+def test_text_of_a_rollout_never_runs(browser: Any, page_of_one: Path) -> None:
+    page = Page(browser, page_of_one)
+    page.open("Rollouts")
+    page.tab.fill("input[type=search]", "onerror")
+    page.tab.wait_for_function("() => document.querySelectorAll('tr.pick').length === 1")
+    expect(page.tab.locator(".card.text")).to_contain_text(EVIL)
+    assert page.tab.title() == "run" and page.complaints == []
+    page.tab.close()
+
+
+def test_rollouts_are_read_token_by_token(browser: Any, page_of_one: Path) -> None:
+    page = Page(browser, page_of_one)
+    page.open("Rollouts")
+    page.tab.select_option("select[aria-label=kind]", "best")
+    first = page.tab.inner_text("tr.pick.on")
+    tokens = page.tab.locator(".turn.policy .tokens span")
+    expect(tokens).to_have_count(6)
+    assert "by the engine, version" in (tokens.first.get_attribute("title") or "")
+    page.tab.select_option("select[aria-label='colour tokens by']", "version")
+    expect(page.tab.locator(".card.text .bar")).to_contain_text("version")
+    page.tab.locator("tr.pick").nth(3).click()
+    expect(page.tab.locator("tr.pick.on")).not_to_have_text(first, use_inner_text=True)
+    page.tab.select_option("select[aria-label=kind]", "")
+    expect(page.tab.locator("tr.pick")).to_have_count(40)
+    page.tab.click("button[data-next]")
+    expect(page.tab.locator(".reader")).to_contain_text("page 2 of")
+    assert page.complaints == []
+    page.tab.close()
+
+
+def test_the_timeline_zooms_to_a_step_and_says_what_it_is(browser: Any, page_of_one: Path) -> None:
+    page = Page(browser, page_of_one)
+    page.open("Timeline")
+    length = page.tab.evaluate("P.lastTimeline.range()[2]")
+    box = page.tab.locator("canvas.timeline").bounding_box()
+    page.tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
+    for _ in range(12):
+        page.tab.mouse.wheel(0, -200)
+    page.tab.wait_for_function(
+        "length => P.lastTimeline.range()[1] - P.lastTimeline.range()[0] < 0.2 * length", arg=length
+    )
+    page.tab.select_option("select[aria-label=attempt]", "1")
+    page.tab.wait_for_function(
+        "length => { const [a, b] = P.lastTimeline.range(); return 0 < a && a < b && b < length; }", arg=length
+    )
+    lane = page.tab.evaluate("P.lastTimeline.lanes.findIndex(lane => lane.name === 'trainer')")
+    page.tab.mouse.move(box["x"] + 0.75 * box["width"], box["y"] + 26 + 34 * lane + 13)
+    page.tab.wait_for_function("() => /trainer, step \\d+/.test(document.querySelector('.tip').textContent)")
+    assert page.complaints == []
+    page.tab.close()
+
+
+def test_several_runs_side_by_side(browser: Any, tmp_path: Path) -> None:
+    for index, lr in enumerate((1e-6, 3e-6, 1e-5)):
+        config = config_of(f"p{index}", trainer__optim__lr=lr, seed=index % 2)
+        make_run(tmp_path / "sweep" / f"p{index}", [Life(0, 20)], config=config, seed=index)
+    assert main(["report", str(tmp_path / "sweep"), "--output", str(tmp_path / "x.html")]) == 0
+    page = Page(browser, tmp_path / "x.html")
+    assert page.views() == ["Compare", *ONE]
+    expect(page.tab.locator("path.line")).to_have_count(3)
+    expect(page.tab.locator("main table thead").first).to_contain_text("trainer.optim.lr")
+    axis = page.tab.locator("rect.hit").first.bounding_box()
+    page.tab.mouse.move(axis["x"] + axis["width"] / 2, axis["y"] + 2)
+    page.tab.mouse.down()
+    page.tab.mouse.move(axis["x"] + axis["width"] / 2, axis["y"] + axis["height"] / 4)
+    page.tab.mouse.up()
+    expect(page.tab.locator("path.line.off").first).to_be_attached()
+    assert page.tab.locator("path.line.off").count() < 3
+    page.tab.select_option("select[aria-label=metric]", "trainer: entropy")
+    expect(page.tab.locator("[data-chart='trainer: entropy'] canvas")).to_have_count(1)
+    page.tab.locator("tr.pick").nth(1).click()
+    page.open("Config")
+    page.tab.select_option("select[aria-label='compare with']", "0")
+    expect(page.tab.locator("td.diff")).to_have_count(6)  # name, learning rate and seed, of both
+    assert page.complaints == []
+    page.tab.close()
+
+
+def test_an_empty_run_opens_too(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [])
+    assert main(["report", str(run)]) == 0
+    page = Page(browser, run / "report.html")
+    for view in ONE:
+        page.open(view)
+    assert page.complaints == []
+    page.tab.close()

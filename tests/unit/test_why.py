@@ -1,0 +1,330 @@
+"""Words and stacks of real processes, read from outside; and who is named from what is seen of a run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.cli.verbs.run import why
+from prime_hpc.client.figures import parse_figures
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.runtime import activity
+from prime_hpc.runtime.look import look, probe
+from prime_hpc.supervisor.stalls.collect import from_lines, report, shortened, text_of, to_lines
+from prime_hpc.supervisor.stalls.diagnose import diagnose
+from prime_hpc.supervisor.stalls.stacks import package_of, parse_dump, user_frame
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 60.0
+SCRIPT = """
+import asyncio, ctypes, os, sys, time
+from prime_hpc.runtime import activity
+from prime_hpc.runtime.event_loops import new_event_loop
+kind, run_dir = sys.argv[1:]
+activity.introduce("trainer", 3, run_dir)
+activity.explain("broken", lambda: 1 / 0)
+activity.explain("number", lambda: 7)
+async def reward():
+    await asyncio.sleep(1000)
+async def episode():
+    await asyncio.create_task(reward(), name="env task 3")
+activity.doing("wait", awaits="batch 12")
+if kind == "fork" and os.fork():
+    os.wait()
+print("there", flush=True)
+if kind == "coroutine":
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(episode())
+elif kind == "holds-the-lock":  # a mutex that is locked twice, by a call that keeps the interpreter to itself
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+time.sleep(1000)
+"""
+
+
+class Talker:
+    """A process that tells what it does."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.run_dir = str(folder / kind)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, kind, self.run_dir], stdout=subprocess.PIPE, env=environment
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"there\n"
+
+    def look(self) -> dict[str, Any]:
+        return next(row for row in look(self.run_dir) if row["pid"] == self.process.pid)
+
+    def close(self) -> None:
+        for row in look(self.run_dir):
+            os.kill(row["pid"], signal.SIGKILL)
+        self.process.wait(LIMIT_S)
+
+
+@pytest.fixture
+def talker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Talker]:
+    one = Talker(request.param, tmp_path)
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("talker", ["coroutine"], indirect=True)
+def test_a_process_tells_its_word_its_threads_and_its_tasks(talker: Talker) -> None:
+    row = talker.look()
+    assert (row["word"]["role"], row["word"]["index"], row["word"]["awaits"]) == ("trainer", 3, "batch 12")
+    answer = row["answer"]
+    tasks = {task["name"]: task["frames"] for task in answer["tasks"]}
+    assert [frame[2] for frame in tasks["env task 3"]] == ["sleep", "reward"]
+    assert "MainThread" in answer["threads"]
+    assert answer["details"]["number"] == 7
+    assert "ZeroDivisionError" in answer["details"]["broken"]["error"]
+    assert talker.look()["answer"]["details"]["number"] == 7, "it answers again"
+
+
+@pytest.mark.parametrize("talker", ["holds-the-lock"], indirect=True)
+def test_a_call_that_holds_the_interpreter_still_shows_its_stack(talker: Talker) -> None:
+    row = talker.look()
+    assert "answer" not in row
+    assert dict(parse_dump(row["stacks"]))["MainThread"][0][2] == "<module>"
+    assert row["state"] == "S" and talker.process.poll() is None
+
+
+@pytest.mark.parametrize("talker", ["sleeps"], indirect=True)
+def test_a_stopped_process_is_seen_with_its_last_word(talker: Talker) -> None:
+    talker.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, talker.process.pid, os.WSTOPPED | os.WNOWAIT)
+    row = talker.look()
+    assert (row["state"], row["word"]["phase"]) == ("T", "wait")
+    assert "answer" not in row and "stacks" not in row
+    talker.process.send_signal(signal.SIGCONT)
+    assert "answer" in talker.look(), "and no signal had been left for it"
+
+
+@pytest.mark.parametrize("talker", ["fork"], indirect=True)
+def test_a_forked_child_does_not_speak_for_its_parent(talker: Talker) -> None:
+    rows = look(talker.run_dir)
+    assert [bool(row["word"]) for row in sorted(rows, key=lambda row: row["pid"])] == [True, False]
+
+
+def test_who_tells_nothing_is_not_signalled(tmp_path: Path) -> None:
+    silent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    try:
+        (row,) = look(pids=[silent.pid])
+        assert row["word"] == {} and "answer" not in row
+        assert silent.poll() is None
+    finally:
+        silent.kill()
+        silent.wait()
+
+
+def test_a_word_is_told_only_where_it_changes(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:  # the test's own process tells nothing
+        activity.introduce("trainer", 0, tmp_path)
+        activity.doing("wait", awaits="x")
+        since = activity.now_doing()["since"]
+        activity.doing("wait", awaits="x", step=3)
+        same = activity.now_doing()["since"] == since
+        activity.doing("optim")
+        os._exit(0 if same and activity.now_doing()["phase"] == "optim" else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_probe(tmp_path: Path) -> None:
+    assert "seconds" in probe(tmp_path)
+    assert "error" in probe(tmp_path / "absent")
+
+
+# ------------------------------------------------------------------------------------------------ the verdict
+
+NOW = 1000.0
+TASKSET = "/home/me/envs/mine.py"
+LIBRARY = "/venv/lib/python3.11/site-packages/verifiers/rubric.py"
+SLEEP = "/usr/lib/python3.11/asyncio/tasks.py"
+LOOP = ["/usr/lib/python3.11/selectors.py", 468, "EpollSelector.select"]
+
+
+def row(role: str, index: int = 0, /, **facts: Any) -> dict[str, Any]:
+    """A process as `look` sees it."""
+    pid = facts.pop("pid", 100 + 10 * len(role) + index)
+    word = {"role": role, "index": index, "phase": facts.pop("phase", "serving"), "awaits": facts.pop("awaits", "")}
+    word |= {"since": NOW - facts.pop("seconds", 300.0), "pid": pid, **facts.pop("word", {})}
+    answer = {"threads": {"MainThread": [LOOP]}, "tasks": [], "details": facts.pop("details", {})}
+    answer |= {key: facts.pop(key) for key in ("tasks", "threads") if key in facts}
+    known = {"host": "n1", "pid": pid, "parent": 1, "comm": "python", "state": "S", "cpu": 0.0, "waits": {}}
+    return {**known, "word": word, "answer": answer, **facts}
+
+
+def waiting_trainer(num_ranks: int = 2) -> list[dict[str, Any]]:
+    return [
+        row("trainer", r, phase="wait", awaits="rank 0" if r else "batch 5 from the orchestrator")
+        for r in range(num_ranks)
+    ]
+
+
+def orchestrator(awaits: str = "rollouts", **facts: Any) -> dict[str, Any]:
+    episodes = [{"env": "mine", "task": 4, "server": 0, "seconds": 312.0}]
+    servers = [{"url": "http://n2:1/v1", "ready": True, "version": 3, "loads": False}]
+    details = {"running": 4, "oldest": episodes, "servers": servers, "wanted": 3, **facts.pop("more", {})}
+    given = {"phase": "collect batch 5", "awaits": awaits, "details": {"orchestrator": details}}
+    return row("orchestrator", **(given | facts))
+
+
+def server(**figures: Any) -> dict[str, Any]:
+    figures = {"running": 0, "waiting": 0, "sampled_per_s": 0.0, **figures}
+    return row("inference", word={"url": "http://n2:1/v1"}, details={"figures": figures}, host="n2")
+
+
+def test_the_reward_function_is_named_with_its_line() -> None:
+    stack = [[SLEEP, 649, "sleep"], [TASKSET, 29, "Task.reward_fn"], [LIBRARY, 9, "score"]]
+    found = diagnose(
+        [*waiting_trainer(), orchestrator(tasks=[{"name": "Task-9", "frames": stack}]), server()], {}, now=NOW
+    )
+    assert (found.kind, found.role, found.is_hang) == ("environment", "orchestrator", True)
+    assert found.headline() == "environment 'mine', in reward_fn (envs/mine.py:29), for 312 s"
+    assert [line.split(":")[0] for line in found.chain[:2]] == ["trainer rank 0", "orchestrator"]
+
+
+def test_a_reward_that_blocks_a_worker_is_found_in_its_dump() -> None:
+    dump = f'Thread 0x1 (most recent call first):\n  File "{TASKSET}", line 7 in reward_fn\n\n'
+    dump += 'Current thread 0x2 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 1 in wait\n'
+    worker = row("environment", 7, word={"label": "mine[0]"}, answer=None, stacks=dump)
+    found = diagnose([*waiting_trainer(), orchestrator(), server(), worker], {}, now=NOW)
+    assert (found.kind, found.where) == ("environment", "reward_fn (envs/mine.py:7)")
+
+
+def test_long_episodes_are_no_hang() -> None:
+    found = diagnose([*waiting_trainer(), orchestrator(), server(running=4, sampled_per_s=80.0)], {}, now=NOW)
+    assert (found.kind, found.is_hang) == ("works", False)
+
+
+@pytest.mark.parametrize("figures", [{"running": 4}, {"error": "its own /metrics does not answer"}])
+def test_an_engine_that_samples_nothing(figures: dict[str, Any]) -> None:
+    found = diagnose([*waiting_trainer(), orchestrator(), server(**figures)], {}, now=NOW)
+    assert (found.kind, found.role, found.host, found.is_hang) == ("engine", "inference", "n2", True)
+
+
+@pytest.mark.parametrize(("role", "text"), [("trainer", "trainer rank 1 on n1"), ("inference", "inference server 1")])
+def test_a_stopped_process_outweighs_what_waits_for_it(role: str, text: str) -> None:
+    stopped = row(role, 1, state="T", phase="optim", pid=77)
+    rows = [*waiting_trainer(1), orchestrator(), server(), stopped]
+    found = diagnose(rows, {}, now=NOW)
+    assert found.headline().startswith(text) and found.kind == "stopped"
+    assert "kill -CONT 77" in found.advice
+
+
+def test_a_suspended_job() -> None:
+    found = diagnose([one | {"state": "T"} for one in (*waiting_trainer(), orchestrator())], {}, now=NOW)
+    assert found.culprit.startswith("every process of the run") and "scontrol resume" in found.advice
+
+
+def test_an_engines_stopped_child_is_named_with_its_server() -> None:
+    child = row("inference") | {"word": {}, "state": "T", "comm": "EngineCore", "pid": 9, "parent": server()["pid"]}
+    found = diagnose([*waiting_trainer(), orchestrator(), server(), child | {"host": "n2"}], {}, now=NOW)
+    assert found.culprit.startswith("EngineCore (process 9) of inference server 0 on n2 is stopped")
+
+
+def test_a_file_system_that_hangs_and_a_process_that_the_kernel_holds() -> None:
+    rows = [*waiting_trainer(), orchestrator(), server()]
+    found = diagnose(rows, {"n1": {"seconds": 0.0}, "n2": {"hangs": 3.0}}, now=NOW)
+    assert (found.kind, found.host, found.is_hang) == ("file system", "n2", True)
+    held = [*rows, row("trainer", 5, waits={"77": "rpc_wait_bit_killable"}, state="D")]
+    found = diagnose(held, {"n1": {"seconds": 0.0}}, now=NOW)
+    assert (found.kind, found.index) == ("file system", 5) and "rpc_wait_bit_killable" in found.evidence[0]
+
+
+def collectives(number: int) -> dict[str, Any]:
+    return {"collectives": [{"group": "0", "number": number, "name": "all_gather", "sizes": [[4]], "is_over": False}]}
+
+
+def test_the_rank_that_did_not_come() -> None:
+    ranks = [row("trainer", r, phase="forward_backward", details=collectives(70)) for r in range(4)]
+    ranks[2] = row("trainer", 2, phase="forward_backward", details=collectives(69))
+    found = diagnose([*ranks, orchestrator("weights")], {}, now=NOW)
+    assert (found.kind, found.index, found.is_hang) == ("rank", 2, True)
+    assert any("rank 2" in line and "number 69" in line for line in found.evidence)
+
+
+def test_a_rank_at_another_phase_and_one_that_alone_computes() -> None:
+    ranks = [row("trainer", r, phase="checkpoint" if r == 1 else "optim") for r in range(3)]
+    assert diagnose(ranks, {}, now=NOW).index == 1
+    busy = [row("trainer", r, phase="optim", cpu=0.98 if r == 0 else 0.0) for r in range(2)]
+    assert diagnose(busy, {}, now=NOW).index == 0
+
+
+def test_weights_that_engines_load_or_the_trainer_has_not_made() -> None:
+    servers = [{"url": "http://n2:1/v1", "ready": True, "version": 3, "loads": True}]
+    rows = [*waiting_trainer(), orchestrator("weights", more={"servers": servers, "oldest": []}), server()]
+    assert diagnose(rows, {}, now=NOW).kind == "engine"
+    publishing = row("trainer", 0, phase="publish")
+    found = diagnose([publishing, orchestrator("weights"), server()], {}, now=NOW)
+    assert (found.kind, found.role) == ("trainer", "trainer")
+
+
+def test_an_orchestrator_that_is_blocked_is_gone_or_alone() -> None:
+    blocked = orchestrator(threads={"MainThread": [["/x/prime_hpc/orchestrator/loop.py", 3, "score"]]})
+    found = diagnose([*waiting_trainer(), blocked, server()], {}, now=NOW)
+    assert (found.kind, found.where) == ("orchestrator", "score (orchestrator/loop.py:3)")
+    assert diagnose(waiting_trainer(), {}, now=NOW).kind == "gone"
+    gone = orchestrator(more={"servers": [{"url": "http://n9:1/v1", "ready": False, "version": 0, "loads": False}]})
+    assert diagnose([*waiting_trainer(), gone, server()], {}, now=NOW).kind == "gone"
+
+
+def test_a_node_that_says_nothing_and_a_run_of_another_version() -> None:
+    found = diagnose([*waiting_trainer(), orchestrator(), server()], {}, now=NOW, silent=["n7"])
+    assert (found.kind, found.host) == ("node", "n7")
+    old = row("trainer") | {"word": {}}
+    found = diagnose([old], {}, now=NOW)
+    assert (found.kind, found.is_hang) == ("silent", False) and "another version" in found.advice
+
+
+def test_a_wait_that_is_short_is_no_hang() -> None:
+    rows = [row("trainer", 0, phase="forward_backward", seconds=2.0), orchestrator("weights", seconds=2.0)]
+    assert not diagnose(rows, {}, now=NOW).is_hang
+
+
+def test_a_report_for_people_and_a_short_one(tmp_path: Path) -> None:
+    seen = {"host": "n1", "machine": "m", "rows": [*waiting_trainer(), orchestrator()], "probe": {}, "gpus": []}
+    document = report(tmp_path, [seen, seen], patience_s=60.0, facts={"slurm": "job 7 is RUNNING"})
+    assert len(document["processes"]) == 3, "two nodes of one machine have seen the same"
+    lines = [*to_lines(seen), *to_lines({**seen, "host": "n2"})]
+    assert {one["host"] for one in from_lines([*reversed(lines), "srun: something", ""])} == {"n1", "n2"}
+    assert from_lines(lines[1:])[-1]["host"] == "n2"
+    text = text_of(json.loads(json.dumps(document)), with_stacks=True)
+    assert text.splitlines()[0] == document["headline"] and "job 7 is RUNNING" in text and "innermost first" in text
+    many = {**seen, "rows": [orchestrator(tasks=[{"name": "t", "frames": [LOOP] * 40}] * 64)]}
+    assert len(json.dumps(shortened(many, 3000))) < 3000 < len(json.dumps(many))
+
+
+def test_frames_and_figures() -> None:
+    assert package_of(LIBRARY) == "verifiers" and package_of(SLEEP) == "python" and package_of(TASKSET) == ""
+    installed = "/venv/lib/python3.11/site-packages/my_env/env.py"
+    assert user_frame([[SLEEP, 1, "sleep"], [LIBRARY, 2, "score"], [installed, 3, "f"]]) == "f (my_env/env.py:3)"
+    assert user_frame([[SLEEP, 1, "sleep"], [LIBRARY, 2, "score"]]) == ""
+    text = '# HELP x\nvllm:num_requests_running{engine="0"} 2\nvllm:num_requests_running{engine="1"} 1.0\n'
+    assert parse_figures(text) == {"running": 3.0}
+
+
+def test_runs_that_cannot_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="no run"):
+        why.run([str(tmp_path / "absent")], "prime-hpc")
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "run.yaml").write_text("name: [")
+    (half / "attempts.jsonl").write_text('{"attempt": 1, "beg')
+    assert why.run([str(half)], "prime-hpc") == 3
+    assert "not started" in capsys.readouterr().out
+    over = {"attempt": 1, "began": time.time() - 9, "ended": time.time(), "outcome": "completed", "cause": "done"}
+    (half / "attempts.jsonl").write_text(json.dumps({**over, "host": "n1", "pid": 1}) + "\n")
+    assert why.run([str(half), "--json"], "prime-hpc") == 3
+    assert json.loads(capsys.readouterr().out)["headline"].startswith("the run is over (completed)")
