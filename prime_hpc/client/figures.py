@@ -6,10 +6,13 @@ from prime_hpc.client.http import ask
 
 TIMEOUT_S = 0.4
 BETWEEN_S = 0.4
+KV_USE = "kv_use"
+"""Share of the KV cache that is in use, 0 to 1: of several engines the fullest one's."""
 _NAMES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
     "vllm:generation_tokens_total": "sampled",
+    "vllm:kv_cache_usage_perc": KV_USE,
 }
 
 
@@ -35,11 +38,19 @@ def server_figures(url: str, key: str) -> dict[str, float | str]:
 
 
 def parse_figures(text: str) -> dict[str, float]:
-    """Add up the figures of interest over a server's engines; `text` is in Prometheus' form."""
+    """Add up the figures of interest over a server's engines; `text` is in Prometheus' form.
+
+    Lines that are none of its are left out.
+    """
     found: dict[str, float] = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
         short = _NAMES.get(name.partition("{")[0])
-        if short is not None:
-            found[short] = found.get(short, 0.0) + float(value)
+        if short is None:
+            continue
+        try:
+            number = float(value)
+        except ValueError:
+            continue
+        found[short] = max(found.get(short, 0.0), number) if short == KV_USE else found.get(short, 0.0) + number
     return found

@@ -3,6 +3,7 @@
 Fed by the roles' own metrics files (the truth), driven by the supervisor's tick. It decides nothing.
 """
 
+import math
 import sys
 import time
 from collections import deque
@@ -18,13 +19,16 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float], width: int = 12) -> str:
-    """Return the last `width` values as block characters, scaled between their least and greatest."""
+    """Return the last `width` values as block characters, scaled between their least and greatest; of one that is not
+    finite a gap."""
     shown = values[-width:]
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
-    span = (high - low) or 1.0
-    return "".join(BLOCKS[min(len(BLOCKS) - 1, int((v - low) / span * len(BLOCKS)))] for v in shown)
+    finite = [value for value in shown if math.isfinite(value)]
+    if not finite:
+        return " " * len(shown)
+    low, last = min(finite), len(BLOCKS) - 1
+    span = (max(finite) - low) or 1.0
+    levels = [min(last, int((v - low) / span * len(BLOCKS))) if math.isfinite(v) else None for v in shown]
+    return "".join(" " if level is None else BLOCKS[level] for level in levels)
 
 
 def short(number: float) -> str:

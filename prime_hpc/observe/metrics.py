@@ -228,6 +228,17 @@ def _ends_torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
+def number_of(value: Any) -> float | None:
+    """Return a metric's value as a float, "nan" and "inf" too, as the writer spells them; None: it is no number."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
+    return None
+
+
 def parse_row(line: bytes | str) -> dict[str, Any] | None:
     """One line of a metrics file; None for a torn one (a killed writer)."""
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_hpc.observe.metrics import parse_row
+from prime_hpc.observe.metrics import number_of, parse_row
 
 MAX_CELLS = 1 << 14
 """Of a curve while it is read."""
@@ -49,17 +49,6 @@ def read_lines(path: Path, faults: Faults) -> Iterator[dict[str, Any]]:
                 yield row
             elif line.strip():
                 faults.torn += 1
-
-
-def number_of(value: Any) -> float | None:
-    """Return a metric's value as a float, "nan" and "inf" too, as the writer spells them; None: it is no number."""
-    if isinstance(value, bool) or value is None:
-        return None
-    if isinstance(value, int | float):
-        return float(value)
-    if value in ("nan", "inf", "-inf"):
-        return float(value)
-    return None
 
 
 class _Cells:

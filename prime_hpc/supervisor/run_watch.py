@@ -9,6 +9,7 @@ from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.supervisor.alarms.alarm_watch import AlarmWatch
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.roles.slurm_step import StepRole
+from prime_hpc.supervisor.server_loads import ServerLoads, doing
 from prime_hpc.supervisor.stalls.watch import StallWatch
 from prime_hpc.supervisor.stop_requests import Controls
 
@@ -25,6 +26,7 @@ class RunWatch:
         roles: of the attempt; more may come.
         publish: of the hub.
         controls: by which a save or the end is asked for.
+        environment: of the roles.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class RunWatch:
         roles: Sequence[Role],
         publish: Callable[..., None],
         controls: Controls,
+        environment: Mapping[str, str],
     ) -> None:
         self._stalls = StallWatch(
             run_dir,
@@ -48,6 +51,8 @@ class RunWatch:
             agents=lambda: [name for role in list(roles) if isinstance(role, StepRole) for name in role.agents()],
         )
 
+        self._bus_statuses = bus_statuses
+        self._loads = ServerLoads(roles, environment)
         self._controls = controls
         self._alarms = AlarmWatch(
             run_dir, attempt, experiment.alarms, facts=self._figures, save=self._save, stop=controls.ask_to_stop
@@ -70,9 +75,15 @@ class RunWatch:
 
     def facts(self) -> dict[str, Any]:
         """Return what `status` shows."""
-        return {"stall": self._stalls.facts(), "alarms": self._alarms.shown()}
+        return {
+            "stall": self._stalls.facts(),
+            "alarms": self._alarms.shown(),
+            "servers": self._loads.facts(),
+            "doing": doing(dict(self._bus_statuses)),
+        }
 
     def close(self) -> None:
         """Watch no more."""
         self._stalls.close()
         self._alarms.close()
+        self._loads.close()

@@ -120,7 +120,8 @@ class Supervisor:
         stall_s = self._experiment.slurm.restart.stall_s
         self._pulse = Pulse(lambda: hub.publish("pulse", time=time.time()), self._clock, stall_s)
         run = self._experiment, self._paths.root, self._attempt.attempt, self._clock
-        self._run_watch = RunWatch(*run, self._bus_statuses, self._roles, hub.publish, self._controls)
+        told = self._bus_statuses, self._roles, hub.publish, self._controls, self._environment
+        self._run_watch = RunWatch(*run, *told)
         ended = Ended(1, "the supervisor itself failed")
         try:
             self._check_nodes()

@@ -101,6 +101,15 @@ class RunStatus:
     """Why the present step stands still, and the file that says more."""
     alarms: list[str] = field(default_factory=list)
     """Those that fired last in the newest attempt."""
+    idle_share: float | None = None
+    """Share of its last steps in which the trainer waited for a batch."""
+    servers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By role label, how busy each server is: `running` and `waiting` requests, `kv_use` (0 to 1), `sampled_per_s`; or
+    `error`."""
+    doing: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """By role, what its processes do and for whom they wait: rows of `phase`, `awaits`, `since`, `count`."""
+    slurm: str | None = None
+    """Slurm's state of the job, with its reason."""
     host: str | None = None
     """Of the newest attempt's supervisor."""
     pid: int | None = None

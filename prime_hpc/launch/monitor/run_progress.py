@@ -1,6 +1,6 @@
 """Figures of a run from the ends of its files: step, reward, pace, checkpoint, logs."""
 
-import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.launch.monitor.run_facts import Evidence, RunStatus, integer, number
+from prime_hpc.observe.metrics import number_of, parse_row
 
 _TAIL_BYTES = 96_000
 _STEP_KEYS = ("time/step", "reward/mean")
@@ -42,7 +43,14 @@ def _from_metrics(status: RunStatus, path: Path) -> None:
         status.figure, status.value, status.trend = "reward" if rewards else "loss", series[-1], series[-40:]
     if trained:
         status.step = integer(trained[-1].get("step"))
-    times = sorted(_values(trained[-20:], "time/step"))
+    last = trained[-20:]
+    waits = [(number_of(row.get("time/wait")), number_of(row.get("time/step"))) for row in last]
+    known = [
+        (wait, step) for wait, step in waits if wait is not None and step is not None and math.isfinite(wait + step)
+    ]
+    whole = sum(step for _, step in known)
+    status.idle_share = min(1.0, sum(wait for wait, _ in known) / whole) if whole > 0 else None
+    times = sorted(_values(last, "time/step"))
     if times and status.state in ("running", "saving") and status.max_steps and status.step is not None:
         status.eta_s = times[len(times) // 2] * max(0, status.max_steps - status.step)
 
@@ -50,25 +58,24 @@ def _from_metrics(status: RunStatus, path: Path) -> None:
 def tail_rows(path: Path, num_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
     """Return the last rows of a metrics file, oldest first; those of an earlier attempt that were done again are left
     out."""
+    # an evaluation of an earlier version may come after a later batch: it is no step's row
+    rows = [row for row in tail_json(path, num_bytes) if not row.keys().isdisjoint(_STEP_KEYS)]
+    newest = {row["step"]: row for row in rows}
+    last = rows[-1]["step"] if rows else 0
+    return [newest[step] for step in sorted(newest) if step <= last]
+
+
+def tail_json(path: Path, num_bytes: int) -> list[dict[str, Any]]:
+    """Return the JSON objects with a `step` in the end of a file; torn lines are left out, an absent file has none."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - num_bytes))
-            lines = file.read().splitlines()
+            lines = file.read(num_bytes).splitlines()
     except OSError:
         return []
-    rows: list[dict[str, Any]] = []
-    for line in lines[1:] if size > num_bytes else lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        # an evaluation of an earlier version may come after a later batch: it is no step's row
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and not row.keys().isdisjoint(_STEP_KEYS):
-            rows.append(row)
-    newest = {row["step"]: row for row in rows}
-    last = rows[-1]["step"] if rows else 0
-    return [newest[step] for step in sorted(newest) if step <= last]
+    found = (parse_row(line) for line in (lines[1:] if size > num_bytes else lines))
+    return [row for row in found if row is not None and isinstance(row.get("step"), int)]
 
 
 def add_checkpoint(status: RunStatus, path: Path) -> None:
@@ -132,4 +139,6 @@ def line_of(path: Path, start: str, after: str = "") -> str | None:
 
 
 def _values(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
-    return [float(row[key]) for row in rows if isinstance(row.get(key), int | float)]
+    """Return a metric's values, those that are no finite numbers left out."""
+    found = (number_of(row.get(key)) for row in rows)
+    return [value for value in found if value is not None and math.isfinite(value)]

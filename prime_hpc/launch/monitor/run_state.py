@@ -83,7 +83,7 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
         status.roles = {str(k): str(v) for k, v in roles.items()} if isinstance(roles, dict) else {}
         runs = own.get("runs")
         status.runs = {str(k): str(v) for k, v in runs.items()} if isinstance(runs, dict) else {}
-        status.alarms = [str(text) for text in own.get("alarms") or []]
+        _take_word(status, own)
     over = next((row for row in reversed(one.attempts) if row.get("ended") is not None), None)
     if over is not None:
         status.cause, status.outcome, status.ended = over.get("cause"), over.get("outcome"), number(over["ended"])
@@ -96,11 +96,22 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
     else:
         _judge_ended(status, one, queue)
     if status.is_final:
-        status.time_left_s = None
+        status.time_left_s, status.servers, status.doing = None, {}, {}
     elif isinstance(stall := word.get("stall"), dict):
-        status.stall = f"step {stall.get('step', 0) + 1} for {span(stall.get('seconds', 0))}: {stall.get('headline')}"
+        step, seconds = integer(stall.get("step")) or 0, number(stall.get("seconds")) or 0.0
+        status.stall = f"step {step + 1} for {span(seconds)}: {stall.get('headline')}"
         status.stall += f"; see {stall.get('file')}"
     return status
+
+
+def _take_word(status: RunStatus, own: dict[str, Any]) -> None:
+    """Take what the supervisor says of the roles; what another version says in another form is left out."""
+    alarms, servers, doing = own.get("alarms"), own.get("servers"), own.get("doing")
+    status.alarms = [str(text) for text in alarms] if isinstance(alarms, list) else []
+    if isinstance(servers, dict):
+        status.servers = {str(k): load for k, load in servers.items() if isinstance(load, dict)}
+    for role, rows in doing.items() if isinstance(doing, dict) else ():
+        status.doing[str(role)] = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
 def _judge_submission(status: RunStatus, one: Evidence, queue: Queue, now: float) -> None:
@@ -307,6 +318,7 @@ def _may_start(job: "JobInfo") -> bool:
 
 def _take_job(status: RunStatus, job: "JobInfo", state: str) -> None:
     status.state, status.job_id = state, job.job_id
+    status.slurm = f"{job.state} ({job.reason})" if job.reason else job.state
     if job.is_pending:
         status.starts = job.start
         status.nodes, status.roles = {}, {}

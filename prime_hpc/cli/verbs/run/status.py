@@ -1,6 +1,7 @@
 """`prime-hpc status [RUN|FOLDER]`: how one run is, or all under a folder (default: the outputs folder).
 
-Exit codes: 0 it was said; 2 there is no such run.
+With --watch a view of the terminal that refreshes by itself; into a file or a pipe, and on a terminal that knows no
+cursor, pages one after another. Exit codes: 0 it was said; 2 there is no such run, or no more.
 """
 
 import os
@@ -30,17 +31,10 @@ def run(argv: list[str], program: str) -> int:
     """Print the status; with --watch again and again until Ctrl-C, or until the one run is over."""
     given = parse("status", argv)
     rest = given.arguments(1)
-    folder = outputs_folder()
-    one: Path | None = None
-    if rest:
-        path = Path(rest[0]).expanduser()
-        if path.is_dir() and not is_run(path) and not is_run(folder / rest[0]):
-            folder = path
-        else:
-            one = _one_or_folder(rest[0])
-            if not is_run(one):
-                folder, one = one, None
     limit = None if "--all" in given else SHOWN
+    if "--watch" in given and "--json" not in given and _can_draw():
+        return _live(rest[0] if rest else None, limit)
+    one, folder = _meant(rest[0] if rest else None)
     if "--watch" in given:
         return _watch(one, folder, limit, as_json="--json" in given)
     if "--json" in given:
@@ -48,6 +42,28 @@ def run(argv: list[str], program: str) -> int:
     else:
         print(_page(one, folder, limit, ask_slurm), end="")
     return 0
+
+
+def _can_draw() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
+
+
+def _live(word: str | None, limit: int | None) -> int:
+    from prime_hpc.launch.monitor.live.watch import watch_run_or_folder  # rich: a tenth of a second of every status
+
+    return watch_run_or_folder(lambda: _meant(word), PatientAsk(ASK_EVERY_S), limit)
+
+
+def _meant(word: str | None) -> tuple[Path | None, Path]:
+    """Return the one run that a word means, and the folder of runs that is meant otherwise."""
+    folder = outputs_folder()
+    if word is None:
+        return None, folder
+    path = Path(word).expanduser()
+    if path.is_dir() and not is_run(path) and not is_run(folder / word):
+        return None, path
+    one = _one_or_folder(word)
+    return (one, folder) if is_run(one) else (None, one)
 
 
 def _one_or_folder(word: str) -> Path:
