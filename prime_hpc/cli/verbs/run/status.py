@@ -99,8 +99,7 @@ def _watch(one: Path | None, folder: Path, limit: int | None, as_json: bool) -> 
                 print_json(_document(one, folder, limit, ask))
             else:
                 page = _page(one, folder, limit, ask)
-                clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
-                print(f"{clear}{page}{time.strftime('%H:%M:%S')}, refreshed by itself; Ctrl-C ends", flush=True)
+                print(f"{page}{time.strftime('%H:%M:%S')}, refreshed by itself; Ctrl-C ends", flush=True)
             pause_s = min(LONGEST_REFRESH_S, max(REFRESH_S, 10 * (time.monotonic() - began)))
             if one is not None and status_of(one, ask=ask, details=False).is_final:
                 return 0
@@ -115,7 +114,7 @@ def _watch(one: Path | None, folder: Path, limit: int | None, as_json: bool) -> 
 
 def _painted(text: str, state: str) -> str:
     color = _COLORS.get(state)
-    if color is None or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+    if color is None or not _can_draw() or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[{color}m{text}\x1b[0m"
 

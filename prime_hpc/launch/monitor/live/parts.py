@@ -103,7 +103,7 @@ def legend(parts: Mapping[str, float], *, ascii_only: bool) -> str:
 
 def curve(name: str, values: Sequence[float], width: int, *, ascii_only: bool) -> Text:
     """Return a metric's name, last value and last values, `width` columns wide."""
-    text = Text(f"{name:<9.9} ", "dim")
+    text = Text().append(f"{name:<9.9} ", "dim")
     text.append(f"{number(values[-1]):>8} ", "bold")
     return text.append(plain(sparkline(list(values), max(1, width - 19)), ascii_only=ascii_only), "cyan")
 

@@ -60,7 +60,7 @@ def run_page(live: LiveRun, width: int, *, ascii_only: bool = False) -> Renderab
 
 
 def _head(status: RunStatus, width: int, *, ascii_only: bool) -> Text:
-    text = Text(parts.clean(status.name), "bold", no_wrap=True, overflow="ellipsis")
+    text = Text(no_wrap=True, overflow="ellipsis").append(parts.clean(status.name), "bold")
     text.append("  ").append_text(parts.state(status.state))
     if status.step is None and status.max_steps is None:
         return text

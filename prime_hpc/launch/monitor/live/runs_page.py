@@ -17,7 +17,7 @@ _WIDE = 110
 
 def runs_page(live: LiveRuns, width: int, height: int, *, ascii_only: bool = False) -> RenderableType:
     """Return the page, at most `height` lines."""
-    head = Text(parts.clean(live.folder), "bold", no_wrap=True, overflow="ellipsis")
+    head = Text(no_wrap=True, overflow="ellipsis").append(parts.clean(live.folder), "bold")
     counts = Counter(status.state for status in live.runs)
     alarms = sum(bool(status.alarms) for status in live.runs if status.is_under_way)
     words = [f"{count} {word}" for word, count in counts.most_common()]
