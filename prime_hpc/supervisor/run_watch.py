@@ -22,11 +22,11 @@ class RunWatch:
         run_dir: of the run.
         attempt: its number.
         clock: of the supervisor.
+        environment: of the roles.
         bus_statuses: the last word of each role's processes.
         roles: of the attempt; more may come.
         publish: of the hub.
         controls: by which a save or the end is asked for.
-        environment: of the roles.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class RunWatch:
         run_dir: Path,
         attempt: int,
         clock: AwakeClock,
+        environment: Mapping[str, str],
         bus_statuses: Mapping[tuple[str, int], Mapping[str, Any]],
         roles: Sequence[Role],
         publish: Callable[..., None],
         controls: Controls,
-        environment: Mapping[str, str],
     ) -> None:
         self._stalls = StallWatch(
             run_dir,

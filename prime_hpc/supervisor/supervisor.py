@@ -119,9 +119,8 @@ class Supervisor:
         self._hub, self._reaper = hub, Reaper()
         stall_s = self._experiment.slurm.restart.stall_s
         self._pulse = Pulse(lambda: hub.publish("pulse", time=time.time()), self._clock, stall_s)
-        run = self._experiment, self._paths.root, self._attempt.attempt, self._clock
-        told = self._bus_statuses, self._roles, hub.publish, self._controls, self._environment
-        self._run_watch = RunWatch(*run, *told)
+        run = self._experiment, self._paths.root, self._attempt.attempt, self._clock, self._environment
+        self._run_watch = RunWatch(*run, self._bus_statuses, self._roles, hub.publish, self._controls)
         ended = Ended(1, "the supervisor itself failed")
         try:
             self._check_nodes()

@@ -98,7 +98,7 @@ def text_of(live: LiveRun | LiveRuns, width: int = 100, height: int = 60, encodi
     console = Console(file=file, width=width, height=height, color_system=None, force_terminal=False)
     console.print(draw(live, width, height, not encoding.startswith("utf")))
     file.flush()
-    return file.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    return file.buffer.getvalue().decode(encoding)
 
 
 def test_one_run_tells_what_a_user_asks(tmp_path: Path) -> None:

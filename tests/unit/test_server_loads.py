@@ -100,7 +100,7 @@ def test_without_the_key_the_reason_is_told(tmp_path: Any, server: Server) -> No
 
 def test_processes_that_do_the_same_are_told_as_one() -> None:
     wait = {"phase": "wait", "awaits": "batch 3"}
-    statuses = {
+    statuses: dict[tuple[str, int], dict[str, Any]] = {
         ("trainer", 1): {"doing": wait | {"since": 5.0}},
         ("trainer", 0): {"doing": wait | {"since": 4.0}},
         ("trainer", 2): {"doing": {"phase": "optim", "awaits": "", "since": 7.0}},
