@@ -144,6 +144,13 @@ VERBS: dict[str, Verb] = {
         "run.status",
         False,
     ),
+    "metrics": Verb(
+        "A run's figures in Prometheus' text form; --scrape-config: how Prometheus reads all runs of a folder.",
+        "[RUN|FOLDER]",
+        (("--scrape-config", "print a configuration for Prometheus instead; makes the folder's token"),),
+        "run.metrics",
+        False,
+    ),
     "why": Verb(
         "Who waits for whom now, and who holds the run up: on this machine, or on all nodes of its job.",
         "RUN",

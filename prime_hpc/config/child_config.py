@@ -12,7 +12,7 @@ from prime_hpc.config.experiment import Experiment
 
 OWN = (
     *("name", "output_dir", "seed", "max_steps", "async_level", "seq_len", "ckpt", "log"),
-    *("wandb", "mlflow", "tensorboard"),
+    *("wandb", "mlflow", "tensorboard", "prometheus"),
     "orchestrator",
     *("trainer.optim", "trainer.scheduler", "trainer.loss", "trainer.batch_timeout_s", "trainer.keep_weights"),
     *("trainer.micro_batch_tokens", "trainer.max_concurrent_runs", "trainer.runs_idle_timeout_s"),

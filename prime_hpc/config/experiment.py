@@ -10,7 +10,14 @@ from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.secret import secrets_of
 from prime_hpc.config.sections.base import Section
-from prime_hpc.config.sections.common import CkptConfig, LogConfig, MlflowConfig, ModelConfig, WandbConfig
+from prime_hpc.config.sections.common import (
+    CkptConfig,
+    LogConfig,
+    MlflowConfig,
+    ModelConfig,
+    PrometheusConfig,
+    WandbConfig,
+)
 from prime_hpc.config.sections.inference import InferenceConfig, TeacherInferenceConfig
 from prime_hpc.config.sections.names import directory_name
 from prime_hpc.config.sections.network import NetworkConfig
@@ -55,6 +62,8 @@ class Experiment(Section):
     """Send the numbers to MLflow too."""
     tensorboard: bool = False
     """Write the numbers as TensorBoard's event files too: `<run>/tensorboard/<role>` (pip install tensorboard)."""
+    prometheus: PrometheusConfig | None = None
+    """Hand figures to Prometheus; off when absent."""
     log: LogConfig = LogConfig()
     """Logging."""
     weights: WeightsConfig = WeightsConfig()

@@ -66,13 +66,17 @@ class MlflowRun:
     def _begin(self) -> tuple[Any, str]:
         from mlflow import MlflowClient
         from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
 
         uri, experiment, name, parameters, id_file = self._arguments
         client = MlflowClient(tracking_uri=uri)
         if id_file.exists():
-            run_id = id_file.read_text(encoding="ascii").strip()
-            client.update_run(run_id, status="RUNNING")
-            return client, run_id
+            run_id = id_file.read_text(encoding="ascii", errors="replace").strip()
+            try:
+                client.update_run(run_id, status="RUNNING")
+                return client, run_id
+            except MlflowException as error:  # of another server, or deleted there
+                logger.warning(f"MLflow does not know the run of {id_file} ({error}); a new one begins")
         found = client.get_experiment_by_name(experiment)
         where = found.experiment_id if found is not None else client.create_experiment(experiment)
         run_id = client.create_run(where, run_name=name).info.run_id

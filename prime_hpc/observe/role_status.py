@@ -16,6 +16,7 @@ from loguru import logger
 
 from prime_hpc.runtime.activity import now_doing
 from prime_hpc.runtime.atomic_write import write_atomic
+from prime_hpc.runtime.process_memory import resident_bytes
 from prime_hpc.runtime.role_context import RoleContext
 
 STATUS_FILE = "status.json"
@@ -130,7 +131,8 @@ class RoleStatus:
         with self._lock:
             self._row.update(changes)
             self._row["count"] += 1  # tells which word is newer also where the clock is set back
-            row = {**self._row, "doing": now_doing(), "time": time.time()}
+            used = {"memory_bytes": resident_bytes(os.getpid()), "cpu_s": round(time.process_time(), 2)}
+            row = {**self._row, "doing": now_doing(), **used, "time": time.time()}
             if self._bus is not None:
                 self._bus.publish("status", **row)
             return row

@@ -9,6 +9,20 @@ from prime_hpc.store.messaging.bus import BusServer
 from prime_hpc.store.messaging.network import Network
 
 
+def host_of_hub(network: Network, environment: Mapping[str, str], *, on_nodes: bool) -> tuple[str, str | None]:
+    """Return the address on which the supervisor listens, and the name by which others reach it where that is every
+    address of the node.
+
+    Raises:
+        ConfigError: no such network on this node.
+    """
+    host = sockets.loopback()
+    if on_nodes:
+        place = network.place("control")
+        host = sockets.ALL if place is None else place.address
+    return host, environment.get(NODE) if sockets.is_wildcard(host) else None
+
+
 def open_hub(
     environment: Mapping[str, str],
     incarnation: int,
@@ -23,9 +37,5 @@ def open_hub(
         StoreError: it cannot listen.
     """
     network = Network.from_env(environment)
-    host = sockets.loopback()
-    if on_nodes:
-        place = network.place("control")
-        host = sockets.ALL if place is None else place.address
-    own = environment.get(NODE) if sockets.is_wildcard(host) else None
+    host, own = host_of_hub(network, environment, on_nodes=on_nodes)
     return BusServer(host, on_message=on_message, incarnation=incarnation, ports=network.ports, advertise=own)

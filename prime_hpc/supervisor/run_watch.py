@@ -7,9 +7,10 @@ from typing import Any
 from prime_hpc.config import Experiment
 from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.supervisor.alarms.alarm_watch import AlarmWatch
+from prime_hpc.supervisor.prometheus.exporter import Exporter
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.roles.slurm_step import StepRole
-from prime_hpc.supervisor.server_loads import ServerLoads, doing
+from prime_hpc.supervisor.server_loads import EVERY_S, ServerLoads, doing
 from prime_hpc.supervisor.stalls.watch import StallWatch
 from prime_hpc.supervisor.stop_requests import Controls
 
@@ -23,6 +24,7 @@ class RunWatch:
         attempt: its number.
         clock: of the supervisor.
         environment: of the roles.
+        on_nodes: what listens does so for other machines too.
         bus_statuses: the last word of each role's processes.
         roles: of the attempt; more may come.
         publish: of the hub.
@@ -36,6 +38,7 @@ class RunWatch:
         attempt: int,
         clock: AwakeClock,
         environment: Mapping[str, str],
+        on_nodes: bool,
         bus_statuses: Mapping[tuple[str, int], Mapping[str, Any]],
         roles: Sequence[Role],
         publish: Callable[..., None],
@@ -52,11 +55,21 @@ class RunWatch:
         )
 
         self._bus_statuses = bus_statuses
-        self._loads = ServerLoads(roles, environment)
+        prometheus = experiment.prometheus
+        self._loads = (
+            ServerLoads(roles, environment)
+            if prometheus is None
+            else ServerLoads(roles, environment, min(EVERY_S, prometheus.every_s), keep_texts=True)
+        )
         self._controls = controls
         self._alarms = AlarmWatch(
             run_dir, attempt, experiment.alarms, facts=self._figures, save=self._save, stop=controls.ask_to_stop
         )
+        self._exporter: Exporter | None = None
+        if prometheus is not None:
+            sources = bus_statuses, roles, self._loads, lambda: controls.time_left_s
+            self._exporter = Exporter(experiment, run_dir, environment, *sources)
+            self._exporter.start(on_nodes=on_nodes)
 
     def _figures(self) -> dict[str, float | None]:
         stall = self._stalls.facts()
@@ -87,3 +100,5 @@ class RunWatch:
         self._stalls.close()
         self._alarms.close()
         self._loads.close()
+        if self._exporter is not None:
+            self._exporter.close()

@@ -28,10 +28,19 @@ class ServerLoads:
         roles: of the attempt; more may come.
         environment: of the roles, with the servers' keys.
         every_s: between two questions to a server.
+        keep_texts: whole answers are wanted, too.
     """
 
-    def __init__(self, roles: Sequence[Role], environment: Mapping[str, str], every_s: float = EVERY_S) -> None:
-        self._roles, self._every_s = roles, every_s
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        environment: Mapping[str, str],
+        every_s: float = EVERY_S,
+        *,
+        keep_texts: bool = False,
+    ) -> None:
+        self._roles, self._every_s, self._keep_texts = roles, every_s, keep_texts
+        self._texts: dict[str, str] = {}
         self._keys = {name: environment.get(variable, "") for name, variable in KEY_VARIABLES.items()}
         self._loads: dict[str, Load] = {}
         self._sampled: dict[str, tuple[float, float]] = {}
@@ -48,6 +57,11 @@ class ServerLoads:
         there = {role.spec.label for role in list(self._roles) if role.state == "ready"}
         return {label: load for label, load in list(self._loads.items()) if label in there}
 
+    def texts(self) -> dict[str, str]:
+        """Return by label what each server that serves now has answered last, whole."""
+        there = self.facts()
+        return {label: text for label, text in list(self._texts.items()) if label in there}
+
     def _run(self) -> None:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="server-loads") as pool:
             while not self._closed.wait(self._every_s):
@@ -63,9 +77,12 @@ class ServerLoads:
             text = ask(f"{address.removesuffix('/health')}/metrics", timeout_s=TIMEOUT_S, key=key).decode()
         except (OSError, ValueError) as error:
             self._sampled.pop(label, None)
+            self._texts.pop(label, None)
             self._loads[label] = {"error": f"{type(error).__name__}: {error}"}
             return
         self._loads[label] = self._load(label, parse_figures(text))
+        if self._keep_texts:
+            self._texts[label] = text
 
     def _load(self, label: str, figures: dict[str, float]) -> Load:
         """Make a rate of the tokens sampled since the last answer; a server that was started again counts anew."""

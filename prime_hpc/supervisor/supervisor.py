@@ -108,9 +108,8 @@ class Supervisor:
         activity.introduce("supervisor", 0, self._paths.root)
         self._controls.install()
         try:
-            hub = open_hub(
-                self._environment, self._attempt.incarnation, self._on_message, on_nodes=self._steps is not None
-            )
+            on_nodes = self._steps is not None
+            hub = open_hub(self._environment, self._attempt.incarnation, self._on_message, on_nodes=on_nodes)
         except (ConfigError, StoreError) as error:  # no port that it may use, no such network on this node
             self._controls.restore()
             logger.error(str(error))
@@ -119,7 +118,7 @@ class Supervisor:
         self._hub, self._reaper = hub, Reaper()
         stall_s = self._experiment.slurm.restart.stall_s
         self._pulse = Pulse(lambda: hub.publish("pulse", time=time.time()), self._clock, stall_s)
-        run = self._experiment, self._paths.root, self._attempt.attempt, self._clock, self._environment
+        run = self._experiment, self._paths.root, self._attempt.attempt, self._clock, self._environment, on_nodes
         self._run_watch = RunWatch(*run, self._bus_statuses, self._roles, hub.publish, self._controls)
         ended = Ended(1, "the supervisor itself failed")
         try:

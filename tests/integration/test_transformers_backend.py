@@ -249,7 +249,7 @@ def test_what_it_cannot_do_is_refused(world: World, tmp_path: Path) -> None:
         assert len(await sample(http, [1, 2], max_tokens=2)) == 1
         assert (await http.get("/health")).status_code == 200
         figures = (await http.get("/metrics")).text
-        assert "vllm:num_requests_running 0\n" in figures and "prime_hpc:policy_version 0\n" in figures
+        assert "vllm:num_requests_running 0\n" in figures and "prime_hpc_policy_version 0\n" in figures
 
     run(world, talk)
 

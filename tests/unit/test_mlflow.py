@@ -53,3 +53,17 @@ def test_a_server_that_hangs_or_is_not_there_holds_nobody_up(tmp_path: Path, mon
         writer.close()
         assert time.monotonic() - began < 60
     assert len((tmp_path / "t.jsonl").read_text().splitlines()) == mlflow_run.MOST_WAITING + 9
+
+
+def test_a_run_that_the_server_does_not_know_is_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / "mlflow").mkdir()
+    (tmp_path / "mlflow" / "trainer.id").write_text("0123456789abcdef0123456789abcdef\n")
+    writer = open_metrics(experiment(experiment="mine"), "trainer", tmp_path / "trainer.jsonl", tmp_path)
+    writer.log(1, loss=0.5)
+    writer.close()
+    client = MlflowClient(f"file:{tmp_path / 'mlflow' / 'store'}")
+    found = client.get_experiment_by_name("mine")
+    assert found is not None
+    (run,) = client.search_runs([found.experiment_id])
+    assert run.data.metrics["loss"] == 0.5
+    assert (tmp_path / "mlflow" / "trainer.id").read_text().strip() == run.info.run_id

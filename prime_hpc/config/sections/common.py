@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from prime_hpc.config.sections.base import Section
 from prime_hpc.config.sections.lora import LoraConfig
@@ -102,9 +102,37 @@ class CkptConfig(Section):
         return value
 
 
+class PrometheusConfig(Section):
+    """Figures of all roles and servers for Prometheus, from the supervisor."""
+
+    serve: bool = True
+    """Answer `GET /metrics` to whoever sends the token in `<folder>/token`, and to nobody else."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port of the supervisor's node; 0: a free one, told in `<folder>/<run>.json`."""
+    textfile: bool = False
+    """Write `<folder>/<run>.prom` for node exporter's textfile collector, where no port may be opened."""
+    folder: Path | None = None
+    """Directory of the token, targets and text files; default `<output_dir>/.prometheus`, which its runs share."""
+    servers: bool = True
+    """Hand on what the servers say of themselves, all of it."""
+    every_s: float = Field(15.0, ge=1)
+    """Seconds between two collections."""
+
+    @field_validator("folder")
+    @classmethod
+    def _from_here(cls, value: Any) -> Any:
+        return _absolute(value)
+
+    @model_validator(mode="after")
+    def _does_something(self) -> "PrometheusConfig":
+        if not self.serve and not self.textfile:
+            raise ValueError("neither serve nor textfile: leave the section out, or switch one of them on")
+        return self
+
+
 class MlflowConfig(Section):
-    """MLflow: a run for the trainer, one for the orchestrator; a later attempt goes on in them (pip install
-    mlflow-skinny)."""
+    """MLflow beside the files: a run for the trainer and one for the orchestrator, in which a later attempt goes on.
+    Needs `pip install mlflow-skinny`."""
 
     tracking_uri: str | None = None
     """A server's address; default: MLFLOW_TRACKING_URI, else files in `<run>/mlflow/store`."""

@@ -70,14 +70,15 @@ class _Handlers:
     async def metrics(self, request: Request) -> Response:
         """Figures in Prometheus' text form, under vLLM's names where it has them."""
         engine = self._engine
-        figures = {
-            "vllm:num_requests_running": engine.num_running,
-            "vllm:num_requests_waiting": engine.num_waiting,
-            "vllm:generation_tokens_total": engine.num_sampled,
-            "vllm:prompt_tokens_total": engine.num_prefilled,
-            "prime_hpc:policy_version": engine.version,
-        }
-        return PlainTextResponse("".join(f"{name} {value}\n" for name, value in figures.items()))
+        figures = (
+            ("vllm:num_requests_running", "gauge", "Requests that are being sampled.", engine.num_running),
+            ("vllm:num_requests_waiting", "gauge", "Requests that wait for room in the batch.", engine.num_waiting),
+            ("vllm:generation_tokens_total", "counter", "Tokens sampled.", engine.num_sampled),
+            ("vllm:prompt_tokens_total", "counter", "Prompt tokens computed.", engine.num_prefilled),
+            ("prime_hpc_policy_version", "gauge", "Version that samples now.", engine.version),
+        )
+        rows = (f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, text, value in figures)
+        return PlainTextResponse("".join(rows))
 
     async def _answer(
         self,

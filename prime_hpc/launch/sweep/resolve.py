@@ -32,6 +32,7 @@ NOT_COMPUTED = (
     "wandb",
     "mlflow",
     "tensorboard",
+    "prometheus",
     "clean",
 )
 """Sections that say where and how a point runs, not what it computes: two points that differ in nothing else are the

@@ -1,0 +1,438 @@
+"""A run's figures for Prometheus: the table of names, the text, the endpoint that answers to its token alone."""
+
+import gzip
+import http.client
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from prime_hpc import cli
+from prime_hpc.config import Experiment
+from prime_hpc.observe import metric_names
+from prime_hpc.supervisor.prometheus import endpoint, families
+from prime_hpc.supervisor.prometheus.endpoint import Endpoint
+from prime_hpc.supervisor.prometheus.exporter import Exporter
+from prime_hpc.supervisor.prometheus.families import FAMILIES, PREFIX, target_of
+from prime_hpc.supervisor.prometheus.figures import Figures
+from prime_hpc.supervisor.prometheus.folder import FOLDER, TOKEN, read_token, take_token
+from prime_hpc.supervisor.prometheus.servers import merge
+from prime_hpc.supervisor.server_loads import ServerLoads
+from tests.unit.test_live import append, make_run, sampled_row, trainer_row
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 280
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def parsed(text: str) -> Samples:
+    """Samples by name and labels, `run` aside, as Prometheus' own parser reads them."""
+    found: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = tuple(sorted((k, v) for k, v in sample.labels.items() if k != "run"))
+            assert (sample.name, labels) not in found
+            found[sample.name, labels] = sample.value
+    return found
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[PREFIX + name, tuple(sorted(labels.items()))]
+
+
+# ------------------------------------------------------------------------------------------------ names
+
+
+def test_the_document_shows_the_table() -> None:
+    document = (ROOT / "slurm" / "MONITORING.md").read_text().splitlines()
+    missing = [line for line in families.table() if line not in document]
+    assert not missing, "paste into slurm/MONITORING.md:\n" + "\n".join(families.table())
+    assert [line for line in document if line.startswith(f"| `{PREFIX}")] == families.table()[2:]
+
+
+def test_names_are_as_prometheus_wants_them() -> None:
+    for name, family in FAMILIES.items():
+        assert re.fullmatch(r"prime_hpc_[a-z][a-z0-9_]*[a-z0-9]", name)
+        assert name.endswith("_total") == (family.kind == "counter"), name
+        assert not re.search(r"(_gib|_ms|_share|_percent|_count|_s)$", name), name
+        assert "run" not in family.labels and family.text.endswith(".")
+
+
+def test_every_metric_of_the_product_has_a_family() -> None:
+    for role, names in (("trainer", metric_names.TRAINER), ("orchestrator", metric_names.ORCHESTRATOR)):
+        for name in names:
+            if name == "idle_share":  # made of others by the alarms
+                continue
+            target = target_of(role, name)
+            assert target is not None and not target.name.endswith("_other"), (role, name)
+    every = {target.name for rows in (families.TRAINER_ROWS, families.ORCHESTRATOR_ROWS) for target in rows.values()}
+    assert every <= {name.removeprefix(PREFIX) for name in FAMILIES}
+
+
+@pytest.mark.parametrize(
+    ("role", "metric", "name", "labels"),
+    [
+        ("trainer", "time/forward_backward", "trainer_phase_seconds_total", ("forward_backward",)),
+        ("trainer", "memory/allocated_gib", "trainer_memory_bytes", ("allocated",)),
+        ("trainer", "loss/value", "trainer_part_loss", ("value",)),
+        ("trainer", "new", "trainer_other", ("new",)),
+        ("orchestrator", "reward/a/b/mean", "env_reward", ("a/b", "mean")),
+        ("orchestrator", "env/maze/won", "env_metric", ("maze", "won")),
+        ("orchestrator", "eval/maze/mean_reward", "env_eval", ("maze", "mean_reward")),
+        ("orchestrator", "env_workers/maze/busy", "env_worker_busy_ratio", ("maze",)),
+        ("orchestrator", "env_workers/eval/maze/restarts", "env_worker_events_total", ("eval/maze", "restarts")),
+        ("orchestrator", "teacher/reverse_kl", "orchestrator_other", ("teacher/reverse_kl",)),
+    ],
+)
+def test_open_names(role: str, metric: str, name: str, labels: tuple[str, ...]) -> None:
+    target = target_of(role, metric)
+    assert target is not None and (target.name, target.labels) == (name, labels)
+    assert len(FAMILIES[PREFIX + name].labels) == len(labels)
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+
+def test_rows_become_counters_and_gauges() -> None:
+    figures = Figures('a "run"\\')
+    for step in (1, 2, 3):
+        more = {"num_tokens": 1000, "memory/allocated_gib": 2.0, "loss": "nan" if step == 3 else 0.5}
+        figures.take_row("trainer", trainer_row(step, **more))
+        worker = {"env_workers/maze/episodes": 10 * step, "episodes/completed": 4, "tokens/sampled": "inf"}
+        figures.take_row("orchestrator", sampled_row(step, **worker))
+    figures.take_row("orchestrator", {"step": 2, "eval/maze/mean_reward": 0.75, "episodes/completed": 100})
+    text = figures.text(now=5.0)
+    assert text.count('run="a \\"run\\"\\\\"') == len([line for line in text.splitlines() if line[0] != "#"])
+    found = parsed(text)
+    assert value(found, "trainer_steps_total") == 3 and value(found, "trainer_tokens_total") == 3000
+    assert value(found, "trainer_phase_seconds_total", phase="wait") == 12.0
+    assert value(found, "trainer_memory_bytes", kind="allocated") == 2 * 2**30
+    assert value(found, "trainer_loss") != value(found, "trainer_loss")  # NaN
+    assert value(found, "orchestrator_episodes_total", state="completed") == 12  # an evaluation's row is no step
+    assert (PREFIX + "orchestrator_tokens_total", (("kind", "sampled"),)) not in found
+    assert value(found, "env_worker_events_total", env="maze", event="episodes") == 30
+    assert value(found, "env_eval", env="maze", metric="mean_reward") == 0.75
+    assert value(found, "run_collected_timestamp_seconds") == 5.0
+
+
+def test_the_supervisors_word_and_processes() -> None:
+    figures = Figures("demo")
+    figures.take_word({"state": "starting", "attempt": 2, "roles": {"trainer": "starting"}, "stall": None}, "rl")
+    word = {"state": "running", "attempt": 2, "job_id": "12", "step": 3, "max_steps": 9, "roles": {"trainer": "ready"}}
+    figures.take_word(word | {"stall": {"seconds": 70.0}}, "rl")
+    figures.take_processes({("trainer", 3): {"step": 3, "time": 7.0, "host": "n1", "pid": 4, "memory_bytes": 2048}})
+    figures.take_attempts([{"ended": 1.0, "outcome": "requeued"}, {"ended": None}])
+    for row in ({"rule": "kl", "actions": ["warn"]}, {"rule": "kl", "action": "mail"}):
+        figures.take_alarm(row)
+    found = parsed(figures.text())
+    assert (
+        value(found, "run_state", state="running") == 1
+        and (PREFIX + "run_state", (("state", "starting"),)) not in found
+    )
+    assert value(found, "run_info", kind="rl", attempt="2", job_id="12") == 1
+    assert value(found, "run_stall_seconds") == 70 and value(found, "role_state", role="trainer", state="ready") == 1
+    assert value(found, "process_resident_memory_bytes", role="trainer", index="3") == 2048
+    assert value(found, "run_attempts_ended_total", outcome="requeued") == 1
+    assert value(found, "run_alarms_total", rule="kl") == 1
+
+
+@pytest.mark.parametrize("word", [{}, {"roles": 3, "stall": "x", "step": "7", "attempt": None}, {"max_steps": True}])
+def test_words_of_another_version(word: dict[str, Any]) -> None:
+    figures = Figures("demo")
+    figures.take_word(word, "rl")
+    assert parsed(figures.text())
+
+
+def test_metrics_by_the_thousand_are_bounded() -> None:
+    figures = Figures("demo")
+    figures.take_row("orchestrator", {"step": 1, **{f"env/e/{number}": number for number in range(10_000)}})
+    assert figures.text().count(PREFIX + "env_metric{") == 2000
+
+
+VLLM = """\
+# HELP vllm:num_requests_running Requests.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="policy"} %d
+# HELP vllm:ttft_seconds Time.
+# TYPE vllm:ttft_seconds histogram
+vllm:ttft_seconds_bucket{engine="0",le="0.5"} 1.0
+vllm:ttft_seconds_bucket{engine="0",le="+Inf"} 2.0
+vllm:ttft_seconds_count{engine="0"} 2.0
+vllm:ttft_seconds_sum{engine="0"} 1.5
+# HELP vllm:ttft_seconds_created Time.
+# TYPE vllm:ttft_seconds_created gauge
+vllm:ttft_seconds_created{engine="0"} 1.7e+09
+# HELP tokens_total Tokens.
+# TYPE tokens_total counter
+tokens_total 5.0
+bare 1
+<html>not a metric</html>
+stolen{run="other"} 1
+"""
+
+
+def test_servers_are_merged_with_every_family_once() -> None:
+    text = merge({"inference[0]": VLLM % 3, "inference[1]": VLLM % 4}, "demo")
+    assert text.count("# TYPE vllm:num_requests_running gauge") == 1 and "_created" not in text
+    found = parsed(text)
+    labels = (("engine", "0"), ("model_name", "policy"), ("server", "inference[1]"))
+    assert found["vllm:num_requests_running", labels] == 4
+    assert found["vllm:ttft_seconds_bucket", (("engine", "0"), ("le", "+Inf"), ("server", "inference[0]"))] == 2
+    assert found["tokens_total", (("server", "inference[0]"),)] == 5
+    assert not any(name == "stolen" for name, _ in found)
+    assert merge({}, "demo") == ""
+
+
+# ------------------------------------------------------------------------------------------------ the endpoint
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[int, Endpoint]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    found = Endpoint(listener, "secret", "demo", lambda: "figure 1\n")
+    yield listener.getsockname()[1], found
+    found.close()
+
+
+def ask(port: int, path: str = "/metrics", method: str = "GET", **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    connection.request(method, path, headers={name.replace("_", "-"): text for name, text in headers.items()})
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, gzip.decompress(body) if answer.headers.get("Content-Encoding") == "gzip" else body
+
+
+def test_who_has_the_token_is_answered(served: tuple[int, Endpoint]) -> None:
+    port, _ = served
+    assert ask(port, Authorization="Bearer secret") == (200, b"figure 1\n")
+    assert ask(port, "/metrics?run=demo", Authorization="bearer secret", Accept_Encoding="gzip") == (200, b"figure 1\n")
+    assert ask(port, "/metrics?run=other", Authorization="Bearer secret")[0] == 404
+    assert ask(port, "/", Authorization="Bearer secret")[0] == 404
+    assert ask(port, method="POST", Authorization="Bearer secret")[0] == 405
+
+
+@pytest.mark.parametrize(
+    "given", ["", "Bearer", "Bearer wrong", "Bearer secre", "Bearer secrett", "Basic secret", "secret"]
+)
+@pytest.mark.parametrize(("method", "path"), [("GET", "/metrics"), ("POST", "/metrics"), ("GET", "/x?run=other")])
+def test_strangers_are_told_nothing(served: tuple[int, Endpoint], given: str, method: str, path: str) -> None:
+    headers = {"Authorization": given} if given else {}
+    assert ask(served[0], path, method, **headers) == (401, b"")
+
+
+def test_two_tokens_are_none(served: tuple[int, Endpoint]) -> None:
+    with socket.create_connection(("127.0.0.1", served[0]), timeout=WAIT_S) as sock:
+        both = "Authorization: Bearer wrong\r\nAuthorization: Bearer secret\r\n"
+        sock.sendall(f"GET /metrics HTTP/1.1\r\n{both}\r\n".encode())
+        assert sock.recv(100).startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET", b"\x16\x03\x01 TLS\r\n\r\n", b"GET / FTP/1\r\n\r\n", b"x" * 20_000])
+def test_who_sends_no_request_is_hung_up_on(
+    served: tuple[int, Endpoint], sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "REQUEST_S", 0.2)
+    with socket.create_connection(("127.0.0.1", served[0]), timeout=WAIT_S) as sock:
+        sock.sendall(sent)
+        try:
+            assert sock.recv(100) == b""
+        except ConnectionResetError:  # with bytes that were not read
+            pass
+
+
+def test_idle_strangers_keep_nobody_out(served: tuple[int, Endpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "REQUEST_S", float(WAIT_S))
+    idle = [socket.create_connection(("127.0.0.1", served[0]), timeout=WAIT_S) for _ in range(100)]
+    try:
+        assert ask(served[0], Authorization="Bearer secret")[0] == 200
+        gone = 0
+        for sock in idle[: 100 - endpoint.MOST_CONNECTIONS - 1]:
+            gone += sock.recv(1) == b""
+        assert gone == 100 - endpoint.MOST_CONNECTIONS - 1
+    finally:
+        for sock in idle:
+            sock.close()
+
+
+# ------------------------------------------------------------------------------------------------ the token
+
+
+def test_runs_that_begin_at_once_share_a_token(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        tokens = set(pool.map(lambda _: take_token(tmp_path / FOLDER), range(16)))
+    assert len(tokens) == 1 and len(tokens.pop()) >= 32
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == [TOKEN]
+    assert (tmp_path / FOLDER / TOKEN).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_token_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    take_token(tmp_path)
+    (tmp_path / TOKEN).chmod(0o640)
+    with pytest.raises(OSError, match="not this user's alone"):
+        take_token(tmp_path)
+    (tmp_path / TOKEN).unlink()
+    (tmp_path / TOKEN).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        take_token(tmp_path)
+    (tmp_path / TOKEN).unlink()
+    (tmp_path / TOKEN).touch(0o600)
+    with pytest.raises(OSError, match="is empty"):
+        read_token(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ a run
+
+
+def experiment(**prometheus: Any) -> Experiment:
+    tree = {
+        "name": "demo",
+        "prometheus": {"every_s": 1, **prometheus},
+        "orchestrator": {"env": [{"id": "reverse-text"}]},
+    }
+    return Experiment.model_validate(tree)
+
+
+def start(run: Path, **prometheus: Any) -> Exporter:
+    statuses = {("trainer", 0): {"step": 20, "time": 5.0, "host": "n1", "pid": 7, "memory_bytes": 1e9, "cpu_s": 3.5}}
+    exporter = Exporter(experiment(**prometheus), run, {}, statuses, [], ServerLoads([], {}), lambda: 90.0)
+    exporter.start(on_nodes=False)
+    return exporter
+
+
+def until(path: Path) -> None:
+    end = time.monotonic() + WAIT_S
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_run_is_served_and_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, folder = make_run(tmp_path / "demo"), tmp_path / FOLDER
+    exporter = start(run)
+    try:
+        until(folder / "demo.json")
+        (group,) = json.loads((folder / "demo.json").read_text())
+        host, _, port = group["targets"][0].rpartition(":")
+        assert host == "127.0.0.1" and group["labels"] == {"instance": "demo", "__param_run": "demo"}
+        assert ask(int(port))[0] == 401
+        append(run / "metrics" / "trainer.jsonl", [trainer_row(21, num_tokens=7)])
+        end, found = time.monotonic() + WAIT_S, {}
+        while (PREFIX + "trainer_tokens_total", ()) not in found:
+            assert time.monotonic() < end
+            status, body = ask(int(port), "/metrics?run=demo", Authorization=f"Bearer {read_token(folder)}")
+            assert status == 200
+            found = parsed(body.decode())
+            time.sleep(0.05)
+        assert value(found, "trainer_tokens_total") == 7 and value(found, "trainer_steps_total") == 1
+        assert value(found, "run_walltime_left_seconds") == 90 and value(found, "run_step") == 20
+        assert value(found, "process_cpu_seconds_total", role="trainer", index="0") == 3.5
+        assert cli.main(["metrics", str(run)]) == 0
+        assert value(parsed(capsys.readouterr().out), "trainer_tokens_total") == 7
+    finally:
+        exporter.close()
+    assert [path.name for path in folder.iterdir()] == [TOKEN]
+    with pytest.raises(OSError):
+        ask(int(port))
+
+
+def test_a_text_file_where_no_port_may_be_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "points.jsonl").touch()
+    run, file = make_run(tmp_path / "sweep" / "p1"), tmp_path / "sweep" / FOLDER / "sweep__p1.prom"
+    exporter = start(run, serve=False, textfile=True)
+    try:
+        until(file)
+        text = file.read_text()
+        assert value(parsed(text), "run_max_steps") == 40 and 'run="sweep/p1"' in text
+        assert [path.name for path in file.parent.iterdir()] == [file.name]
+        assert cli.main(["metrics", str(run)]) == 0
+        assert capsys.readouterr().out.splitlines()[0] == text.splitlines()[0]
+    finally:
+        exporter.close()
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("trouble", ["port", "folder", "token"])
+def test_trouble_is_said_and_the_run_goes_on(tmp_path: Path, trouble: str) -> None:
+    run, more, taken = make_run(tmp_path / "demo"), {}, socket.create_server(("127.0.0.1", 0))
+    if trouble == "port":
+        more = {"port": taken.getsockname()[1]}
+    elif trouble == "folder":
+        (tmp_path / FOLDER).write_text("a file")
+    else:
+        (tmp_path / FOLDER).mkdir()
+        (tmp_path / FOLDER / TOKEN).touch(0o644)
+    said: list[str] = []
+    from loguru import logger
+
+    handler = logger.add(lambda message: said.append(str(message)), level="WARNING")
+    exporter = start(run, **more)
+    try:
+        end = time.monotonic() + WAIT_S
+        while not said:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    finally:
+        logger.remove(handler)
+        exporter.close()
+        taken.close()
+    assert "prometheus:" in said[0] and "the run goes on without" in said[0]
+
+
+def test_neither_served_nor_written_is_an_error() -> None:
+    with pytest.raises(ValueError, match="textfile"):
+        experiment(serve=False)
+
+
+def test_the_verb_reads_files_of_any_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIMEHPC_OUTPUTS", str(tmp_path))
+    run = make_run(tmp_path / "demo")
+    with (run / "metrics" / "trainer.jsonl").open("ab") as file:
+        file.write(b'{"step": 21, "ti\n\xff\n[1]\n')
+    assert cli.main(["metrics", "demo"]) == 0
+    found = parsed(capsys.readouterr().out)
+    assert value(found, "trainer_steps_total") == 20 and value(found, "orchestrator_reward", stat="mean") == 21 / 40
+    assert value(found, "filesystem_free_bytes") > 0
+    assert cli.main(["metrics", "dem"]) == 2 and "did you mean demo" in capsys.readouterr().err
+    assert cli.main(["metrics"]) == 2
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "run.yaml").touch()
+    capsys.readouterr()
+    assert cli.main(["metrics", "empty"]) == 0 and parsed(capsys.readouterr().out)
+
+
+def test_a_run_that_does_not_answer_is_read_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, folder = make_run(tmp_path / "demo"), tmp_path / FOLDER
+    take_token(folder)
+    (folder / "demo.json").write_text('[{"targets": ["127.0.0.1:1"], "labels": {}}]')
+    assert cli.main(["metrics", str(run)]) == 0
+    streams = capsys.readouterr()
+    assert "does not answer" in streams.err and value(parsed(streams.out), "trainer_steps_total") == 20
+    (folder / "demo.json").write_text("[]")
+    assert cli.main(["metrics", str(run)]) == 0 and not capsys.readouterr().err
+
+
+def test_the_scrape_config_is_prometheus_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["metrics", "--scrape-config", str(tmp_path)]) == 0
+    (job,) = yaml.safe_load(capsys.readouterr().out)["scrape_configs"]
+    assert job["authorization"]["credentials_file"] == str(tmp_path / FOLDER / TOKEN)
+    assert job["file_sd_configs"][0]["files"] == [str(tmp_path / FOLDER / "*.json")]
+    assert read_token(tmp_path / FOLDER)
+    run = make_run(tmp_path / "runs" / "demo")
+    (run / "run.yaml").write_text(f"kind: rl\nprometheus:\n  serve: true\n  folder: {tmp_path / 'mine'}\n")
+    assert cli.main(["metrics", "--scrape-config", str(run)]) == 0
+    assert str(tmp_path / "mine" / TOKEN) in capsys.readouterr().out
+    (tmp_path / FOLDER / TOKEN).chmod(0o644)
+    assert cli.main(["metrics", "--scrape-config", str(tmp_path)]) == 2
+    assert "not this user's alone" in capsys.readouterr().err
