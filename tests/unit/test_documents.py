@@ -28,8 +28,9 @@ FOREIGN_FLAGS = (
     "--test-only",
     *("--nv", "--rocm", "--mpi", "--standalone", "--nproc-per-node", "--no-deps", "--no-build-isolation"),
     "--extra-index-url",
+    *("--config.file", "--collector.textfile.directory", "--logdir"),
 )
-"""Flags of sbatch, srun, apptainer, torchrun and pip."""
+"""Flags of sbatch, srun, apptainer, torchrun, pip, Prometheus, node exporter and TensorBoard."""
 FILE = re.compile(
     r"(?:[\w.-]+/)*[\w.-]+\.(?:py|yaml|toml|md|def|sh)\b(?!\()|(?:tools|slurm|tests|configs|sweeps)/[\w./-]+"
 )
