@@ -133,7 +133,7 @@ class Figures:
 
 
 class _Collected:
-    """What `generate_latest` asks for its metrics."""
+    """Stands for a registry, which `generate_latest` asks for its metrics."""
 
     def __init__(self, metrics: Sequence["Metric"]) -> None:
         self._metrics = metrics
