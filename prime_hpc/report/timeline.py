@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.report.series import Faults, number_of, read_lines
+from prime_hpc.store.run_dirs import IN_PLACE
 
 MOST_LANES = 64
 MOST_SPANS = 20_000
@@ -38,7 +39,8 @@ def _gap(index: int, row: Mapping[str, Any], attempts: Sequence[Mapping[str, Any
     """A job waits in the queue before it begins, and where it comes back by itself; else nothing runs."""
     if index == 0:
         return "queue" if row["job"] else "waiting"
-    return "queue" if attempts[index - 1].get("next") or row["job"] else "down"
+    following = attempts[index - 1].get("next")
+    return "queue" if following != IN_PLACE and (following or row["job"]) else "down"
 
 
 def ready_times(path: Path) -> dict[int, float]:

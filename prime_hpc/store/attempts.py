@@ -51,7 +51,7 @@ class Attempt:
     allocated: dict[str, float] = field(default_factory=dict)
     """Of a Slurm job: its `nodes`, `cpus` and, where they are known, `gpus`."""
     next: str | None = None
-    """How the run comes back: requeue, successor, or None."""
+    """How the run comes back, see `AttemptRow.next`."""
 
 
 class Ended(Exception):

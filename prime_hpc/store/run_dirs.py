@@ -26,6 +26,10 @@ _ROLES = ("trainer", "orchestrator", "inference")
 _JOB_ID = re.compile(r"\d+([_+]\d+)?")
 
 
+IN_PLACE = "in_place"
+"""`AttemptRow.next`: the run goes on in the same job."""
+
+
 class AttemptRow(TypedDict, total=False):
     """A line of `attempts.jsonl`, as `store.attempts.Attempt` writes it; versions before knew fewer fields."""
 
@@ -50,6 +54,7 @@ class AttemptRow(TypedDict, total=False):
     lost_nodes: list[str]
     allocated: dict[str, float]
     next: str | None
+    """`requeue`, `successor`, `slurm`, `IN_PLACE`; None: it does not come back."""
 
 
 class SubmissionRecord(TypedDict, total=False):

@@ -17,9 +17,10 @@ supervisor, who is told of it, may still want a save.
 Started by `steps.StepRole`; imports nothing heavy.
 
 Messages, all on the bus:
-    agent -> hub   "agent"       {label, start_number, key, event: hello|beat|exited|looked, ...}
+    agent -> hub   "agent"       {label, start_number, key, event: hello|beat|adopted|exited|looked, ...}
     hub -> agents  "launch/<label>"  an LaunchOrder as JSON
     hub -> agents  "end/<label>" {start_number, grace_s};  "pulse" every few seconds;
+                   "adopt/<label>" {start_number, incarnation}: the run's next attempt takes this server over;
                    "look" {asked}: why does the step stand still?
 """
 
@@ -148,6 +149,8 @@ class Agent:
         self._label, self._start_number = label, start_number
         self._environ = environ
         self._context = RoleContext.from_env("agent", run_dir, environ=environ)
+        self._incarnation = self._context.incarnation
+        """Of the newest attempt that it belongs to: a server may outlive its own."""
         self._paths = RunPaths(run_dir)
         self._fence_s = float(environ.get(FENCE, "60"))
         self._reached_at = environ.get(NODE) or socket.gethostname()
@@ -178,7 +181,7 @@ class Agent:
         self._grace_s = 5.0
         self._over = threading.Event()
         self._bus = BusClient(self._context.bus_address, f"agent-{label}", incarnation=self._context.incarnation)
-        for topic in (f"launch/{label}", f"end/{label}", "pulse", LOOK_TOPIC):
+        for topic in (f"launch/{label}", f"end/{label}", f"adopt/{label}", "pulse", LOOK_TOPIC):
             self._bus.subscribe(topic, lambda message, topic=topic: self._inbox.put((topic, message)))  # type: ignore[misc]
 
     def run(self) -> int:
@@ -295,6 +298,9 @@ class Agent:
         elif topic.startswith("launch/") and message["start_number"] == self._start_number and not self._has_order:
             self._has_order = True
             self._orders.put(LaunchOrder(**message))
+        elif topic.startswith("adopt/") and message.get("start_number") == self._start_number:
+            self._incarnation = int(message["incarnation"])
+            self._say("adopted", incarnation=self._incarnation)
         elif topic.startswith("end/") and message.get("start_number") == self._start_number:
             self._grace_s = float(message.get("grace_s", self._grace_s))
             self._told_to_end = True
@@ -309,10 +315,12 @@ class Agent:
     def _look_for_newer_attempt(self) -> None:
         look_s = min(FENCE_LOOK_S, self._fence_s / 4)
         while self._fenced is None and not self._over.wait(look_s):
+            own = self._incarnation
             try:
-                check_incarnation(self._paths, self._context.incarnation)
+                check_incarnation(self._paths, own)
             except FencedError as error:
-                self._fenced = str(error)
+                if own == self._incarnation:  # it was not adopted while it looked
+                    self._fenced = str(error)
             except (StoreError, OSError) as error:  # the file system does not answer: the pulse still decides
                 self._output.write_line(f"[{self._host}] agent: {error}")
 

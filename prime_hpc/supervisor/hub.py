@@ -1,12 +1,15 @@
-"""The hub at which all roles of an attempt meet."""
+"""The hub at which all roles of an attempt meet, beside those of earlier attempts at which servers still are."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.runtime.role_context import NODE
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.bus import BusServer
 from prime_hpc.store.messaging.network import Network
+
+Listener = Callable[[str, dict[str, Any]], None]
 
 
 def host_of_hub(network: Network, environment: Mapping[str, str], *, on_nodes: bool) -> tuple[str, str | None]:
@@ -23,19 +26,53 @@ def host_of_hub(network: Network, environment: Mapping[str, str], *, on_nodes: b
     return host, environment.get(NODE) if sockets.is_wildcard(host) else None
 
 
-def open_hub(
-    environment: Mapping[str, str],
-    incarnation: int,
-    on_message: Callable[[str, dict[str, Any]], None],
-    *,
-    on_nodes: bool,
-) -> BusServer:
-    """Open the hub: on this machine alone, or (`on_nodes`) on the network that the config names for it.
+class Hubs:
+    """One hub an attempt of this job. Servers that outlive their attempt stay at its hub; everybody else who is still
+    there belongs to an attempt that is over and is not heard."""
 
-    Raises:
-        ConfigError: no port that it may use, no such network on this node.
-        StoreError: it cannot listen.
-    """
-    network = Network.from_env(environment)
-    host, own = host_of_hub(network, environment, on_nodes=on_nodes)
-    return BusServer(host, on_message=on_message, incarnation=incarnation, ports=network.ports, advertise=own)
+    def __init__(self) -> None:
+        self._open: list[BusServer] = []
+        self._listener: Listener = lambda topic, payload: None
+
+    def open(
+        self, environment: Mapping[str, str], incarnation: int, listener: Listener, *, on_nodes: bool
+    ) -> BusServer:
+        """Open the hub of an attempt: on this machine alone, or (`on_nodes`) on the network that the config names.
+
+        Args:
+            environment: of the roles.
+            incarnation: of the attempt; who states a lower one is not heard.
+            listener: called with (topic, payload) of each message from now on, in a hub's thread.
+
+        Raises:
+            ConfigError: no port that it may use, no such network on this node.
+            StoreError: it cannot listen.
+        """
+        network = Network.from_env(environment)
+        host, own = host_of_hub(network, environment, on_nodes=on_nodes)
+        number = len(self._open)
+
+        def hear(topic: str, payload: dict[str, Any]) -> None:
+            if number == len(self._open) - 1 or _is_of_server(topic, payload):
+                self._listener(topic, payload)
+
+        self._listener = listener
+        hub = BusServer(host, on_message=hear, incarnation=incarnation, ports=network.ports, advertise=own)
+        self._open.append(hub)
+        return hub
+
+    def publish(self, topic: str, /, **payload: Any) -> None:
+        """Tell everybody. Never raises, never blocks."""
+        for hub in list(self._open):
+            hub.publish(topic, **payload)
+
+    def close(self) -> None:
+        """Close them all."""
+        for hub in self._open:
+            hub.close()
+
+
+def _is_of_server(topic: str, payload: Mapping[str, Any]) -> bool:
+    """Return whether a server, or its agent, speaks."""
+    name = payload.get("label") if topic == "agent" else payload.get("role") if topic == "status" else None
+    return str(name).split("[")[0] in ENGINE_ROLES

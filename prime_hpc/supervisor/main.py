@@ -40,6 +40,7 @@ from prime_hpc.store.messaging.network import Network
 from prime_hpc.store.messaging.sockets import PortRange
 from prime_hpc.store.run_dirs import AttemptRow
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.supervisor.attempt.bad_nodes import nodes_to_avoid, record_bad_nodes
 from prime_hpc.supervisor.attempt.crash_recovery import cancel_stale_steps, close_crashed_attempts
 from prime_hpc.supervisor.attempt.early_end import (
     EXIT_UNREADABLE,
@@ -50,10 +51,11 @@ from prime_hpc.supervisor.attempt.early_end import (
     tell_unreadable_apart,
     write_early_end,
 )
+from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.attempt.lost_batch_host import Return
 from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, FINAL, decide, mode_of_run, return_to_queue
 from prime_hpc.supervisor.attempt.start import begin_attempt, run_paths
-from prime_hpc.supervisor.preflight.phase import Checkup, nodes_to_avoid, record_bad_nodes
+from prime_hpc.supervisor.preflight.phase import Checkup
 from prime_hpc.supervisor.roles import ports
 from prime_hpc.supervisor.roles.caches import NODE_LOCAL
 from prime_hpc.supervisor.roles.slurm_spec import slurm_specs, spare_hosts
@@ -159,6 +161,8 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
             controls.restore()
     try:
         code = supervisor.run()
+        while supervisor.left is not None and (following := begin_in_place(supervisor, experiment, run_dir, patience)):
+            supervisor, code = following, following.run()
     finally:
         ports.release(sockets.reserved())
     is_bench = experiment.trainer.bench or experiment.orchestrator.bench

@@ -6,6 +6,7 @@ The same object on a laptop, under submitit's LocalExecutor and as a Slurm job's
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,21 @@ from prime_hpc.config.child_config import is_parent
 from prime_hpc.observe.console import Console
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
-from prime_hpc.runtime.process_tree import become_subreaper, end_families, end_strays, family
+from prime_hpc.runtime.process_tree import become_subreaper, family
 from prime_hpc.runtime.role_context import role_environment
 from prime_hpc.store.attempts import Attempt, Ended, write_attempt
-from prime_hpc.store.errors import FencedError, StoreError
+from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
-from prime_hpc.store.run_paths import check_incarnation
 from prime_hpc.supervisor.agent import BEAT_S, FENCE, FENCE_LOOK_S
+from prime_hpc.supervisor.attempt.fence import Fence
 from prime_hpc.supervisor.attempt.start import run_paths, saved_step_if_known
 from prime_hpc.supervisor.heartbeat import Pulse
-from prime_hpc.supervisor.hub import open_hub
+from prime_hpc.supervisor.hub import Hubs
 from prime_hpc.supervisor.preflight.phase import Checkup
 from prime_hpc.supervisor.reaper import Reaper
 from prime_hpc.supervisor.roles.child_orchestrators import ChildOrchestrators
+from prime_hpc.supervisor.roles.ending import end_roles, reap_roles
+from prime_hpc.supervisor.roles.kept_servers import KeptServers, keep_servers
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.roles.replicas import Replicas
 from prime_hpc.supervisor.roles.slurm_step import StepContext, StepRole, StepSpec
@@ -63,6 +66,7 @@ class Supervisor:
         spares: list[str] | None = None,
         checkup: Checkup | None = None,
         controls: Controls | None = None,
+        kept: KeptServers | None = None,
     ) -> None:
         """Args:
         experiment, run_dir, attempt: what is run.
@@ -73,6 +77,7 @@ class Supervisor:
         spares: nodes of a homogeneous job that take over a lost server.
         checkup: of the nodes, before any role starts.
         controls: that listen since the attempt began; default: new ones.
+        kept: servers of the job's earlier attempt, which serve on; `specs` are the other roles.
         """
         self._experiment = experiment
         self._paths = run_paths(experiment, run_dir)
@@ -82,23 +87,28 @@ class Supervisor:
         self._environment = environment
         self._steps = steps
         self._checkup = checkup
-        self._roles: list[Role] = []
-        self._clock = AwakeClock()
-        self._replicas = Replicas(experiment.slurm.restart.replica_retry_s, spares or [], self._clock.now)
-        self._bus_statuses: dict[tuple[str, int], dict[str, Any]] = {}
+        self._kept = kept
+        self.left: KeptServers | None = None
+        """After `run`: servers that serve on, for the run's next attempt in this job (`follow`)."""
+        self._roles: list[Role] = list(kept.roles) if kept is not None else []
+        self._clock = kept.clock if kept is not None else AwakeClock()
+        retry_s = experiment.slurm.restart.replica_retry_s
+        self._replicas = kept.replicas if kept is not None else Replicas(retry_s, spares or [], self._clock.now)
+        self._bus_statuses: dict[tuple[str, int], dict[str, Any]] = kept.statuses if kept is not None else {}
+        self._hubs = kept.hubs if kept is not None else Hubs()
+        self._ended_by: tuple[Role | None, list[str]] = None, []  # the role, and its nodes that were lost
         self._stop: tuple[StopRequest, float] | None = None
         self._next_health: dict[str, float] = {}
-        self._next_fence_look = 0.0
-        self._is_fenced = False
+        self._fence = Fence(self._paths, attempt.incarnation, FENCE_LOOK_S, self._clock.now)
         self._last_tick, self._missed = self._clock.now(), 0.0
         self._asking_s = 0.0
         self._ready_at: float | None = None
-        self._saves_asked = 0
         self._children: ChildOrchestrators | None = None
         self._console = Console(run_dir, experiment.max_steps, kind=experiment.kind, clock=self._clock)
         lead_s = experiment.slurm.restart.signal_lead_s
         self._controls = controls or Controls(run_dir, steps.allocation if steps else None, lead_s)
         self._controls.needs_s = self._console.needs_s
+        self._saves_asked = self._controls.num_saves
         self._live = LiveStatus(run_dir, attempt=attempt.attempt, job_id=attempt.job_id)
 
     def run(self) -> int:
@@ -107,21 +117,18 @@ class Supervisor:
         self._others = [process.pid for process in family(os.getpid())[1:]]  # here before: none of the run's
         activity.introduce("supervisor", 0, self._paths.root)
         self._controls.install()
-        try:
-            on_nodes = self._steps is not None
-            hub = open_hub(self._environment, self._attempt.incarnation, self._on_message, on_nodes=on_nodes)
-        except (ConfigError, StoreError) as error:  # no port that it may use, no such network on this node
-            self._controls.restore()
-            logger.error(str(error))
-            self._write_down(Ended(2, str(error)))
-            return 2
-        self._hub, self._reaper = hub, Reaper()
-        stall_s = self._experiment.slurm.restart.stall_s
-        self._pulse = Pulse(lambda: hub.publish("pulse", time=time.time()), self._clock, stall_s)
+        hubs, stall_s = self._hubs, self._experiment.slurm.restart.stall_s
+        if self._kept is not None:
+            self._reaper, self._pulse = self._kept.reaper, self._kept.pulse
+        else:
+            self._reaper = Reaper()
+            self._pulse = Pulse(lambda: hubs.publish("pulse", time=time.time()), self._clock, stall_s)
+        on_nodes = self._steps is not None
         run = self._experiment, self._paths.root, self._attempt.attempt, self._clock, self._environment, on_nodes
-        self._run_watch = RunWatch(*run, self._bus_statuses, self._roles, hub.publish, self._controls)
+        self._run_watch = RunWatch(*run, self._bus_statuses, self._roles, hubs.publish, self._controls)
         ended = Ended(1, "the supervisor itself failed")
         try:
+            self._open_hub()
             self._check_nodes()
             self._start()
             activity.doing("supervising")
@@ -134,14 +141,25 @@ class Supervisor:
         except (OSError, StoreError) as error:  # a full disk under the logs, a process table that is full
             ended = Ended(1, f"the supervisor could not go on: {error}")
         finally:
-            ended = self._or_fenced(ended)
+            ended = self._fence.true_end(ended)
+            self.left = self._servers_to_leave(ended)
             self._end(ended)
-            self._pulse.close()
             self._run_watch.close()
-            hub.close()
-            self._reaper.close()
-            self._controls.restore()
+            if self.left is None:
+                self._pulse.close()
+                hubs.close()
+                self._reaper.close()
+                self._controls.restore()
         return ended.code
+
+    def follow(self, attempt: Attempt) -> "Supervisor":
+        """Return the run's next attempt in this job, with the servers that this one left."""
+        assert self.left is not None
+        swap = self.left.swap
+        others = [spec for spec in self._specs if isinstance(spec, StepSpec) and not spec.is_server]
+        specs = [replace(spec, hosts=tuple(swap.get(host, host) for host in spec.hosts)) for spec in others]
+        run = self._experiment, self._paths.root, attempt, list[RoleSpec](specs), self._urls, self._environment
+        return Supervisor(*run, self._steps, controls=self._controls, kept=self.left)
 
     def _on_message(self, topic: str, payload: dict[str, Any]) -> None:
         if topic == "status" and {"role", "index", "time", "state"} <= payload.keys():
@@ -154,7 +172,12 @@ class Supervisor:
                 if isinstance(role, StepRole) and role.spec.label == payload.get("label"):
                     role.on_message(payload)
 
-    # ------------------------------------------------------------------------------------------------ start
+    def _open_hub(self) -> None:
+        incarnation, on_nodes = self._attempt.incarnation, self._steps is not None
+        try:
+            self._hub = self._hubs.open(self._environment, incarnation, self._on_message, on_nodes=on_nodes)
+        except (ConfigError, StoreError) as error:  # no port that it may use, no such network on this node
+            raise Ended(2, str(error)) from error
 
     def _check_nodes(self) -> None:
         """Preflight. Raises Ended where a node is bad, or where somebody wants the attempt to end."""
@@ -181,11 +204,13 @@ class Supervisor:
         environment = {**self._environment, **facts, "PYTHONUNBUFFERED": "1"}
         environment[FENCE] = str(self._experiment.slurm.restart.fence_s)
         if is_parent(self._experiment):
-            run, hub = (self._paths.root, self._experiment, self._attempt, self._environment), self._hub
-            self._children = ChildOrchestrators(*run, hub.publish, self._reaper, clock=self._clock.now)
+            run = self._paths.root, self._experiment, self._attempt, self._environment
+            self._children = ChildOrchestrators(*run, self._hubs.publish, self._reaper, clock=self._clock.now)
         latest = self._paths.root / "logs" / "latest"
         files.make_dir(latest.parent)
         files.replace_link(latest, f"attempt_{self._attempt.attempt}")
+        if self._kept is not None:
+            self._attempt.nodes |= self._kept.link_logs(latest.parent, self._attempt.attempt)
         for spec in self._specs:
             role = self._make_role(spec, environment)
             self._roles.append(role)  # before it starts: its agents may speak at once
@@ -211,7 +236,7 @@ class Supervisor:
             self._attempt.nodes[spec.label] = list(spec.hosts)
             grace = self._experiment.supervisor.grace_s
             return StepRole(
-                spec, log_dir, environment, self._bus_statuses, self._steps, self._hub.publish, grace, self._clock.now
+                spec, log_dir, environment, self._bus_statuses, self._steps, self._hubs.publish, grace, self._clock.now
             )
         return Role(spec, log_dir, environment, self._bus_statuses, self._clock.now)
 
@@ -220,7 +245,7 @@ class Supervisor:
     def _tick(self) -> None:
         self._detect_own_stall()
         self._pulse.tick()
-        self._end_if_fenced()
+        self._fence.look()
         self._handle_requests()
         for role in self._roles:
             if role.state == "waiting" and may_start(role, self._roles):
@@ -284,29 +309,6 @@ class Supervisor:
             logger.warning(f"the supervisor was stopped for {stopped:.0f} s (suspended?); the run goes on where it was")
             self._controls.was_stopped(stopped)
 
-    def _end_if_fenced(self) -> None:
-        """End where a newer attempt of the run has begun elsewhere: this one may change nothing any more."""
-        now = self._clock.now()
-        if now < self._next_fence_look:
-            return
-        self._next_fence_look = now + FENCE_LOOK_S
-        try:
-            check_incarnation(self._paths, self._attempt.incarnation)
-        except FencedError as error:
-            self._is_fenced = True
-            raise Ended(1, str(error)) from error
-        except OSError as error:  # the file system does not answer: whoever writes will see
-            logger.warning(f"{self._paths.incarnation} cannot be listed: {error}")
-
-    def _or_fenced(self, ended: Ended) -> Ended:
-        """Return the end as it truly is: what fails after a newer attempt has begun fails because of it."""
-        self._next_fence_look = 0.0
-        try:
-            self._end_if_fenced()
-        except Ended as fenced:
-            return fenced
-        return ended
-
     def _handle_requests(self) -> None:
         """Signals, the files SAVE and STOP, the time limit."""
         if self._controls.force_requested:
@@ -323,7 +325,7 @@ class Supervisor:
         if self._controls.num_saves > self._saves_asked:
             self._saves_asked = self._controls.num_saves
             logger.info("a save was asked for (the file SAVE, or an alarm): saving at the next step boundary")
-            self._hub.publish("save", id=self._attempt.attempt * 10_000 + self._saves_asked)
+            self._hubs.publish("save", id=self._attempt.attempt * 10_000 + self._saves_asked)
         if self._stop is not None:
             request, deadline = self._stop
             if self._clock.now() > deadline:
@@ -335,7 +337,7 @@ class Supervisor:
                 raise Ended(request.code, request.reason, request.outcome)
             logger.warning(f"{request.reason}: saving, then ending (at most {request.budget_s:.0f} s)")
             self._stop = (request, self._clock.now() + request.budget_s)
-            self._hub.publish("stop", reason=request.reason, save=True)
+            self._hubs.publish("stop", reason=request.reason, save=True)
 
     def _look_at(self, role: Role) -> None:
         role.send_launch_order(self._known_urls())
@@ -398,9 +400,9 @@ class Supervisor:
         can_go_on = self._steps is not None and self._steps.no_kill and role.is_server and role.was_ready
         others = any(r.state == "ready" for r in self._roles if r.spec.name == role.spec.name and r is not role)
         if not can_go_on or not others or not isinstance(role, StepRole):
-            self._kill_and_log(role, cause)
+            self._kill_and_log(role, cause, hosts)
             raise Ended(1, cause, "node_lost")
-        self._hub.publish("server", role=role.spec.name, index=role.spec.index, state="lost", url=role.url)
+        self._hubs.publish("server", role=role.spec.name, index=role.spec.index, state="lost", url=role.url)
         role.kill()
         self._reaper.forget(role.pid)
         where = self._replicas.mark_lost(role, hosts)
@@ -438,48 +440,48 @@ class Supervisor:
             raise Ended(request.code or 1, f"{request.reason}; nothing was saved: {cause}", request.outcome)
         raise Ended(1, cause)
 
-    def _kill_and_log(self, role: Role, cause: str) -> None:
+    def _kill_and_log(self, role: Role, cause: str, lost: Sequence[str] = ()) -> None:
         tail = role.log_excerpt()
         role.kill()
         role.reap()
         self._reaper.forget(role.pid)
         role.state = "dead"
+        self._ended_by = role, list(lost)
         logger.error(f"{cause}\n--- end of {role.log_file} ---\n{tail}\n---")
 
-    # ------------------------------------------------------------------------------------------------ end
+    def _servers_to_leave(self, ended: Ended) -> KeptServers | None:
+        """Return the servers, where another role crashed that had been at work; None: everything ends."""
+        role, lost = self._ended_by
+        is_possible = self._experiment.slurm.restart.in_place and self._steps is not None and self._children is None
+        if not is_possible or role is None or role.is_server or not role.was_ready:
+            return None
+        if self._fence.is_fenced or self._stop is not None or ended.outcome not in ("failed", "node_lost"):
+            return None
+        led_by = self._replicas, self._hubs, self._pulse, self._reaper, self._clock
+        return keep_servers(self._roles, lost, self._bus_statuses, *led_by)
 
     def _end(self, ended: Ended) -> None:
-        """End every role with all it started, and write down how the attempt ended."""
-        self._hub.publish("stop", reason=ended.cause, save=False)
+        """End every role that no later attempt takes over, with all it started, and write down how this one ended."""
+        self._hubs.publish("stop", reason=ended.cause, save=False)
         grace = self._experiment.supervisor.grace_s
-        for role in self._roles:
-            role.ask_to_end()
-        if self._steps is not None:
-            self._wait_for_steps(grace + 3.0)
-            for role in self._roles:
-                role.kill()
-        families = [role.pid for role in self._roles if role.was_started]
-        families += self._children.pids if self._children is not None else []
-        killed = end_families(families, grace)
+        kept = self.left.roles if self.left is not None else []
+        over = [role for role in self._roles if role not in kept]
+        children = self._children.pids if self._children is not None else []
+        killed = end_roles(over, grace, children, self._pulse.tick)
         if self._children is not None:
             self._children.end(ended.cause)
-        for role in self._roles:
-            role.reap()
-        killed += end_strays(os.getpid(), [*self._others, self._reaper.pid], grace_s=1.0)
-        if killed:
+        serving = [role.pid for role in kept if role.was_started]
+        if killed := [*killed, *reap_roles(over, [*self._others, self._reaper.pid, *serving])]:
             logger.debug(f"processes that had to be killed: {killed}")
         self._console.close()
         self._write_down(ended)
         level = "INFO" if ended.code == 0 else "ERROR"
         logger.log(level, f"attempt {self._attempt.attempt} ended: {ended.outcome} ({ended.cause})")
 
-    def _wait_for_steps(self, timeout_s: float) -> None:
-        deadline = self._clock.now() + timeout_s
-        while self._clock.now() < deadline and any(role.is_alive for role in self._roles):
-            time.sleep(0.1)
-
     def _write_down(self, ended: Ended) -> None:
-        if self._or_fenced(ended) is not ended or self._is_fenced:  # the newer attempt has written this one's end
+        if (
+            self._fence.true_end(ended) is not ended or self._fence.is_fenced
+        ):  # the newer attempt has written this one's end
             return
         now = time.time()
         attempt = self._attempt

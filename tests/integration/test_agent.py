@@ -148,6 +148,21 @@ def test_a_newer_life_ends_it_though_the_old_supervisor_still_pulses(lead: Lead,
     assert gone(members)
 
 
+@pytest.mark.parametrize("lead", [8.0], indirect=True)
+def test_adopted_by_the_next_life_it_goes_on_until_one_begins_after_that(lead: Lead, tmp_path: Path) -> None:
+    lead.hear("hello")
+    lead.order(*sleeper(tmp_path / "pids"))
+    members = pids(lead, tmp_path / "pids")
+    lead.hub.publish(f"adopt/{LABEL}", start_number=1, incarnation=2)
+    assert lead.hear("adopted")["incarnation"] == 2
+    assert claim_incarnation(lead.paths) == 2
+    for _ in range(3):  # longer than it takes to look for a newer one
+        lead.hear("beat")
+    assert lead.agent.poll() is None and not gone(members)
+    claim_incarnation(lead.paths)
+    assert lead.hear("exited")["code"] == EXIT_FENCED
+
+
 def test_an_order_for_a_newer_start_of_the_step_ends_it(lead: Lead) -> None:
     lead.hear("hello")
     lead.hub.publish(f"launch/{LABEL}", **vars(LaunchOrder(2, ["n2"], [["true"]])))

@@ -6,10 +6,13 @@ with inference servers.
 """
 
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -225,6 +228,27 @@ def test_a_crash_is_tried_again_but_not_for_ever(cluster: Cluster, experiment: P
     assert [life["outcome"] for life in lives] == ["failed", "failed"], "max_crashes = 1: one more try"
     assert [life["next"] for life in lives] == ["requeue", None]
     assert "trainer ended with exit code 1" in lives[0]["cause"]
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_crashes_starts_again_inside_the_job(cluster: Cluster, experiment: Path, undisturbed: Path) -> None:
+    job, run_dir = submit(cluster, experiment, "in-place")
+    wait_for_step(cluster, run_dir, 12)
+    os.kill(rank_processes(run_dir)[0], signal.SIGKILL)
+    lives = assert_finished(cluster, job, run_dir, undisturbed)
+    assert [life["next"] for life in lives] == ["in_place", None]
+    assert [life["restarts"] for life in lives] == [0, 0] and lives[1]["resume_step"] >= 10
+    assert {life["job_id"] for life in lives} == {job}
+
+
+def rank_processes(run_dir: Path) -> list[int]:
+    """Return the process ids of the trainer's ranks on all nodes."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if str(run_dir) in words and "prime_hpc.trainer.main" in words and "prime_hpc.trainer.torchrun" not in words:
+            found.append(process.pid)
+    return found
 
 
 @pytest.mark.exhaustive

@@ -114,3 +114,29 @@ def test_packed_an_inference_node_lost_for_good_the_trainer_goes_on(cluster: Clu
     assert life["outcome"] == "stopped"
     assert life["saved_step"] > before
     assert job
+
+
+def test_packed_a_trainer_node_lost_a_spare_takes_its_place_and_the_servers_serve_on(
+    cluster: Cluster, experiment: Path
+) -> None:
+    flags = ("--slurm.layout", "packed", "--slurm.spare-nodes", 1, "--max-steps", 40)
+    trainer = ("--trainer.num-ranks", 2, "--slurm.trainer.nodes", 2)
+    servers = ("--slurm.inference.nodes", 1, "--inference.data-parallel-size", 1)
+    job, run_dir = submit(cluster, experiment, "spare", *flags, *trainer, *servers)
+    cluster.wait_until(lambda: last_step(run_dir) >= 6, "the first steps", timeout=START_S)
+    nodes = attempts(run_dir)[0]["nodes"]
+    host = nodes["trainer"][1]  # the first one is the batch host
+    cluster.drill("power-off", host)
+    cluster.wait_state(job, "COMPLETED", timeout=START_S + 60)
+
+    first, second = attempts(run_dir)
+    assert (first["outcome"], first["lost_nodes"], first["next"]) == ("node_lost", [host], "in_place")
+    assert (second["outcome"], second["job_id"], second["restarts"]) == ("completed", job, 0)
+    assert second["nodes"]["inference[0]"] == nodes["inference[0]"]
+    assert second["nodes"]["trainer"][0] == nodes["trainer"][0] and host not in second["nodes"]["trainer"]
+    assert (run_dir / "logs" / "supervisor.log").read_text().count("started inference[0]") == 1
+    for step in range(second["resume_step"] + 1, 41):
+        manifest = json.loads((run_dir / "rollouts" / f"step_{step:06d}" / "manifest.json").read_text())
+        assert manifest["incarnation"] == second["incarnation"]
+    prompts = [position for step in range(1, 41) for position in used_prompts(run_dir, step)]
+    assert len(prompts) == len(set(prompts))

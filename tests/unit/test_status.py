@@ -204,6 +204,7 @@ def test_an_attempt_that_wrote_no_end(
         ("preempted", {"next": "requeue"}, [job("PENDING", reason="BeginTime")], "requeued", "BeginTime"),
         ("preempted", {"next": "requeue"}, [job("COMPLETING")], "requeued", "preempted"),
         ("requeued", {"next": "requeue"}, [job("RUNNING", restarts=1)], "starting", ""),
+        ("failed", {"next": "in_place", "cause": "OOM"}, [job("RUNNING")], "starting", "OOM"),
         ("requeued", {"next": "requeue", "cause": "USR1"}, [], "lost", "was to come back (USR1), but job 12 is gone"),
         ("requeued", {"next": None, "cause": "USR1"}, [], "failed", "USR1"),
     ],

@@ -104,6 +104,10 @@ class RestartConfig(Section):
     """`requeue` the same job; a `successor` queued beforehand with afternotok; `auto` asks the site profile."""
     signal_lead_s: int = Field(120, ge=5)
     """Slurm warns the job so long before its time limit; everyone saves and the job comes back."""
+    in_place: bool = True
+    """After a crash of the trainer or the orchestrator, or with a spare node for a lost one of theirs, these start
+    again inside the job, from the newest checkpoint, while the servers serve on; the second time in a row that nothing
+    new was saved, the job is requeued."""
     max_crashes: int = Field(3, ge=0)
     """Crashes in a row without a newly saved step after which the job stays down."""
     max_attempts: int = Field(200, ge=1)
@@ -182,7 +186,7 @@ class SlurmConfig(SlurmOptions):
     shape: str | None = None
     """Name of the shape in force, over what else the files state; a run keeps the one that it began with."""
     spare_nodes: int = Field(0, ge=0)
-    """Homogeneous jobs: nodes kept free for the server of a lost inference node."""
+    """Homogeneous jobs: nodes kept free to take the place of lost ones."""
     setup: list[str] = []
     """Shell lines of the batch script before the supervisor starts, after the site's."""
     env: Variables = {}

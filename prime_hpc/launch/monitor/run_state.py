@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_hpc.launch.monitor.run_facts import Evidence, Queue, RunStatus, integer, number, span
 from prime_hpc.launch.monitor.run_progress import last_row_time
-from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, by_hand
+from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow, SubmissionRecord, by_hand
 
 if TYPE_CHECKING:
     from prime_hpc.slurm.jobs import JobInfo
@@ -271,6 +271,8 @@ def _judge_ended(status: RunStatus, one: Evidence, queue: Queue) -> None:
     elif job is not None and job.is_active and not job.is_pending:
         if _is_next_attempt(job, last):
             _take_job(status, job, "starting")
+        elif last.get("next") == IN_PLACE:
+            status.state = "starting"
         elif outcome != "failed" or _is_to_come_back(last):
             status.state = "requeued"
     elif _is_to_come_back(last) and queue.trouble:

@@ -14,11 +14,14 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
+
+from prime_hpc.config import Experiment
 
 DAY_S = 86400.0
 COMPACT_BYTES = 1 << 20
@@ -104,6 +107,19 @@ def read_ledger(path: Path, days: float, now: float | None = None) -> dict[str, 
             count = found[row["node"]].count + 1 if row["node"] in found else 1
             found[row["node"]] = BadNode(row["node"], str(row["cause"]), str(row["run"]), row["time"], count)
     return found
+
+
+def record_bad_nodes(experiment: Experiment, bad: dict[str, str]) -> None:
+    """Write bad nodes into the ledger that the runs of this output directory share."""
+    path = ledger_path(experiment.output_dir)
+    for node, cause in bad.items():
+        record(path, node, cause, experiment.name)
+
+
+def nodes_to_avoid(experiment: Experiment, lost: Sequence[str]) -> list[str]:
+    """Nodes that the next attempt should not get: those just lost, and those of the ledger that are not forgotten."""
+    known = bad_nodes(ledger_path(experiment.output_dir), experiment.slurm.restart.bad_node_days)
+    return list(dict.fromkeys([*lost, *known]))
 
 
 def compact(path: Path, days: float = 365.0, now: float | None = None, rest_s: float = REST_S) -> int:

@@ -1,4 +1,4 @@
-"""Preflight as the first phase of an attempt in a Slurm job, and what is done about bad nodes.
+"""Preflight as the first phase of an attempt in a Slurm job.
 
 `main` makes a `Checkup` where the config wants one, or the site has a container; the supervisor runs it before it
 starts any role.
@@ -11,7 +11,6 @@ from pathlib import Path
 from loguru import logger
 
 from prime_hpc.config import Experiment
-from prime_hpc.supervisor.attempt.bad_nodes import bad_nodes, ledger_path, record
 from prime_hpc.supervisor.preflight.images import start_images
 from prime_hpc.supervisor.preflight.launcher import module_arguments
 from prime_hpc.supervisor.preflight.run import FOLDER, REPORT, HostCheck, PreflightPlan, Report, run_preflight
@@ -101,16 +100,3 @@ class Checkup:
                 on_gpus = any(spec.is_on_gpus for spec in here)
                 checks.append(HostCheck(host, component, max(needed) + 1 if needed else 0, on_gpus, roles, stated))
         return checks
-
-
-def record_bad_nodes(experiment: Experiment, bad: dict[str, str]) -> None:
-    """Write bad nodes into the ledger that the runs of this output directory share."""
-    path = ledger_path(experiment.output_dir)
-    for node, cause in bad.items():
-        record(path, node, cause, experiment.name)
-
-
-def nodes_to_avoid(experiment: Experiment, lost: Sequence[str]) -> list[str]:
-    """Nodes that the next attempt should not get: those just lost, and those of the ledger that are not forgotten."""
-    known = bad_nodes(ledger_path(experiment.output_dir), experiment.slurm.restart.bad_node_days)
-    return list(dict.fromkeys([*lost, *known]))

@@ -35,16 +35,21 @@ class Replicas:
             self._num_tries.pop(role.spec.label, None)
         return role.state == "ready"
 
+    def take_spares(self, lost: Sequence[str]) -> dict[str, str] | None:
+        """Return a spare node for each lost one, which it is no longer after that; None: there are too few."""
+        if len(self._spares) < len(lost):
+            return None
+        return {host: self._spares.pop(0) for host in lost}
+
     def mark_lost(self, role: StepRole, lost: Sequence[str]) -> str:
         """Take a server out of the run; returns what will become of it, for people."""
         role.state = "away"
         self._on_trial.add(role.spec.label)
-        if lost and len(self._spares) >= len(lost):
-            taken = [self._spares.pop(0) for _ in lost]
-            swap = dict(zip(lost, taken, strict=True))
+        swap = self.take_spares(lost) if lost else None
+        if swap is not None:
             role.hosts = [swap.get(host, host) for host in role.hosts]
             self._due[role.spec.label] = 0.0
-            return f"its server is started on the spare node {', '.join(taken)}"
+            return f"its server is started on the spare node {', '.join(swap.values())}"
         if self.has_failed_again(role) and role.can_be_substituted:
             role.is_substitute_job = True  # the job no longer holds the node
         self._num_tries[role.spec.label] = self._num_tries.get(role.spec.label, 0) + 1

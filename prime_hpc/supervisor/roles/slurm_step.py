@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.runtime.role_context import ATTEMPT
+from prime_hpc.runtime.role_context import ATTEMPT, INCARNATION
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError, clean_environment, run_slurm
 from prime_hpc.slurm.containers import Container, one_node_srun
@@ -189,6 +189,7 @@ class StepRole(Role):
         self._ending = False
         self._said_before = 0
         """Size of the log when the stand-in was sent."""
+        self._adopted: dict[str, int] = {}
 
     @property
     def health_url(self) -> str | None:
@@ -235,7 +236,7 @@ class StepRole(Role):
     def start(self) -> None:
         """Start the step's agents on its hosts; what they run follows with `lead`."""
         self.start_number += 1
-        self._hellos, self._exits, self._beats, self._problems = {}, {}, {}, {}
+        self._hellos, self._exits, self._beats, self._problems, self._adopted = {}, {}, {}, {}, {}
         self._ordered = self._ending = False
         arguments = ["prime_hpc.supervisor.agent", str(self._context.run_dir), self.spec.label, str(self.start_number)]
         if self.is_substitute_job:
@@ -291,6 +292,8 @@ class StepRole(Role):
         self._beats[key] = self._clock()
         if event == "hello":
             self._hellos[key] = message
+        elif event == "adopted":
+            self._adopted[key] = int(message["incarnation"])
         elif event == "warned":
             self.warned = True
         elif event == "exited":
@@ -318,6 +321,15 @@ class StepRole(Role):
         if self._context.container is not None:
             self.started = self._clock()  # the image has had a deadline of its own
         self._publish(f"launch/{self.spec.label}", **{**vars(order), "start_number": self.start_number})
+
+    def offer_to(self, incarnation: int) -> None:
+        """Have its agents, and those of its later starts, belong to the run's next attempt."""
+        self._environment = {**self._environment, INCARNATION: str(incarnation)}
+        self._publish(f"adopt/{self.spec.label}", start_number=self.start_number, incarnation=incarnation)
+
+    def belongs_to(self, incarnation: int) -> bool:
+        """Return whether all its agents have said so."""
+        return len(self._adopted) == self._num_tasks and set(self._adopted.values()) == {incarnation}
 
     def lost_hosts(self, silence_s: float) -> list[str]:
         """Hosts whose agents spoke once and have been silent for longer than `silence_s`."""

@@ -1,0 +1,71 @@
+"""The next attempt inside the same job, after a crash or a lost node that the allocation can bear.
+
+Going back to the queue costs a wait and the start of every engine. Where the trainer or the orchestrator crashed and
+its nodes are well, or a spare node can take a lost one's place, only these two start again, from the newest checkpoint;
+the servers serve on, and are told which version to go back to. The second time in a row that nothing new was saved, the
+job goes back to the queue: the nodes may be the reason.
+"""
+
+from pathlib import Path
+
+from loguru import logger
+
+from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.store.attempts import read_attempts, rewrite_row
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.io.retry_reads import Patience
+from prime_hpc.store.run_dirs import IN_PLACE
+from prime_hpc.supervisor.attempt.bad_nodes import record_bad_nodes
+from prime_hpc.supervisor.attempt.early_end import StartEnded
+from prime_hpc.supervisor.attempt.restart_policy import attempts_without_progress, decide, mode_of_run
+from prime_hpc.supervisor.attempt.start import begin_attempt, run_paths
+from prime_hpc.supervisor.supervisor import Supervisor
+
+
+def begin_in_place(ended: Supervisor, experiment: Experiment, run_dir: Path, patience: Patience) -> Supervisor | None:
+    """Begin the run's next attempt with the servers that `ended` left.
+
+    Args:
+        ended: an attempt that is over and written down, with `left`.
+        experiment, run_dir: the run.
+        patience: with what cannot be read.
+
+    Returns:
+        the attempt, not running yet; None: the job ends, its servers have, and the restart policy decides the rest.
+    """
+    left = ended.left
+    assert left is not None
+    why_not: str | None
+    try:
+        paths = run_paths(experiment, run_dir)
+        rows = read_attempts(paths.attempts)
+        why_not = _reason_against(experiment, run_dir, rows)
+        if why_not is None and (silent := left.hand_over(rows[-1]["incarnation"] + 1)):
+            why_not = f"{', '.join(silent)} did not answer"
+        if why_not is None:
+            last = rows[-1]
+            record_bad_nodes(experiment, dict.fromkeys(last["lost_nodes"], last["cause"] or ""))
+            rewrite_row(paths.attempts, {**last, "next": IN_PLACE})
+            attempt = begin_attempt(
+                experiment, run_dir, job_id=last.get("job_id"), restarts=last.get("restarts"), patience=patience
+            )
+            attempt.allocated = dict(last.get("allocated") or {})
+            where = "".join(f"; {spare} takes the place of {lost}" for lost, spare in left.swap.items())
+            logger.warning(
+                f"attempt {attempt.attempt} ({attempt.why}) begins in the same job, its servers serve on{where}"
+            )
+            return ended.follow(attempt)
+    except (StoreError, OSError, StartEnded, ConfigError) as error:
+        why_not = str(error)
+    logger.warning(f"the run does not go on inside this job: {why_not}")
+    left.end(experiment.supervisor.grace_s)
+    return None
+
+
+def _reason_against(experiment: Experiment, run_dir: Path, rows: list) -> str | None:
+    """Why the job goes back to the queue, or down, instead."""
+    decision = decide(rows, experiment.slurm.restart, mode_of_run(run_dir))
+    if not decision.again:
+        return decision.why
+    idle = attempts_without_progress(rows)
+    return f"{idle} attempts in a row saved nothing new" if idle > 1 else None

@@ -1,0 +1,75 @@
+"""A job with a server and a trainer on made-up nodes, led over several attempts, with a stand-in for srun.
+
+usage: python -m tests.support.led_job RUN_DIR JSON
+JSON: {"restart": {...}, "trainer": [actions]}; the trainer follows the actions (see `scripted_role`) on node n1, the
+server answers on n2, n3 is spare. Exits with the last attempt's code.
+"""
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+from prime_hpc.config import Experiment, write_snapshot
+from prime_hpc.observe.logs import setup_logger
+from prime_hpc.slurm.allocation import Allocation
+from prime_hpc.store.attempts import begin
+from prime_hpc.store.io.retry_reads import Patience
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation
+from prime_hpc.supervisor.agent import LaunchOrder
+from prime_hpc.supervisor.attempt.in_place import begin_in_place
+from prime_hpc.supervisor.roles.slurm_step import Hellos, StepContext, StepSpec
+from prime_hpc.supervisor.roles.spec import RoleSpec
+from prime_hpc.supervisor.supervisor import Supervisor
+
+SRUN = f"""#!{sys.executable}
+import os, subprocess, sys
+(nodes,) = (word.partition("=")[2] for word in sys.argv if word.startswith("--nodelist="))
+first = next(i for i, word in enumerate(sys.argv) if i and not word.startswith("-"))
+own = {{"SLURMD_NODENAME": nodes, "PRIMEHPC_NODE": "127.0.0.1"}}
+sys.exit(subprocess.run(sys.argv[first:], env=os.environ | own).returncode)
+"""
+
+
+def main() -> int:
+    run_dir, facts = Path(sys.argv[1]), json.loads(sys.argv[2])
+    srun = run_dir.parent / "bin" / "srun"
+    srun.parent.mkdir(exist_ok=True)
+    srun.write_text(SRUN)
+    srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
+    os.environ["PATH"] = f"{srun.parent}:{os.environ['PATH']}"
+    setup_logger("supervisor", file=run_dir / "logs" / "supervisor.log")
+
+    def follow(role: str, actions: list[str], hosts: tuple[str, ...], hellos: Hellos) -> LaunchOrder:
+        port = hellos[f"{hosts[0]}/0"]["ports"][0]
+        command = [sys.executable, "-m", "tests.support.scripted_role", role, str(run_dir)]
+        command += [action.replace("PORT", str(port)) for action in actions]
+        return LaunchOrder(start_number=0, nodes=list(hosts), commands=[command], grace_s=1.0)
+
+    def serve(spec: StepSpec, hellos: Hellos, urls: object) -> LaunchOrder:
+        return follow("inference", ["serve:PORT", "ready", "sleep:600"], spec.hosts, hellos)
+
+    def train(spec: StepSpec, hellos: Hellos, urls: object) -> LaunchOrder:
+        return follow("trainer", facts["trainer"], spec.hosts, hellos)
+
+    specs: list[RoleSpec] = [
+        StepSpec("inference", [], 300.0, hosts=("n2",), order=serve, is_server=True),
+        StepSpec("trainer", [], 300.0, hosts=("n1",), order=train),
+    ]
+    tree = {"output_dir": str(run_dir.parent), "name": run_dir.name, "kind": "sft", "max_steps": 1}
+    tree |= {"supervisor": {"grace_s": 1}, "slurm": {"restart": facts["restart"]}}
+    experiment = Experiment.model_validate({**tree, "sft": {"data": {"type": "fake"}}})
+    write_snapshot(experiment, run_dir, ["led_job"])
+    paths = RunPaths(run_dir)
+    attempt = begin(paths.attempts, incarnation=claim_incarnation(paths), why="test", resume_step=None, job_id="7")
+    steps = StepContext(Allocation("7", (("n1", "n2", "n3"),), "n1", 0), run_dir, no_kill=True)
+    supervisor = Supervisor(experiment, run_dir, attempt, specs, {}, dict(os.environ), steps, ["n3"])
+    code = supervisor.run()
+    while supervisor.left and (following := begin_in_place(supervisor, experiment, run_dir, Patience(30.0))):
+        supervisor, code = following, following.run()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
