@@ -91,7 +91,8 @@ def _overview() -> str:
 
 def run_verb(verb: str, argv: list[str], program: str) -> int:
     """Resolve the config of a verb's command line and do what the verb says. Returns the exit code."""
-    if "--help" in argv or "-h" in argv:
+    own = argv[: argv.index("--")] if "--" in argv else argv  # what follows is a command of the user's
+    if "--help" in own or "-h" in own:
         print(_help(verb, program), end="")
         return OK
     from prime_hpc.config.errors import ConfigError

@@ -180,6 +180,16 @@ VERBS: dict[str, Verb] = {
         "run.logs",
         False,
     ),
+    "shell": Verb(
+        "A shell, or one command, where a role of a running run is: on its node, with its environment.",
+        "RUN [-- COMMAND ...]",
+        (
+            ("--role ROLE", "supervisor, trainer, orchestrator, eval, synthesize or inference (default: supervisor)"),
+            ("--rank N", "rank of the trainer, or number of the server (default: 0)"),
+        ),
+        "run.shell",
+        False,
+    ),
     "cancel": Verb(
         "End a run: it saves first, unless told not to.",
         "RUN ...",

@@ -100,6 +100,18 @@ def probe(folder: str | os.PathLike[str], within_s: float = PROBE_WITHIN_S) -> R
     return dict(found) if found else {"hangs": within_s}
 
 
+def words_here(run_dir: str) -> list[Row]:
+    """Return the words of all processes on this node that say to be a run's; compared as text, nothing is waited for.
+
+    Args:
+        run_dir: of the run.
+
+    Returns:
+        the words (`role`, `index`, `began`, ...), `pid` being the process's id out here, not in its container.
+    """
+    return [{**one.word, "pid": one.pid} for one in _own_processes().values() if one.word.get("run_dir") == run_dir]
+
+
 # ------------------------------------------------------------------------------------------------ /proc
 
 
@@ -117,6 +129,16 @@ def _stat(folder: Path) -> _Stat | None:
 
 def _members(run_dir: str | None, pids: Collection[int]) -> list[_Seen]:
     """Find this user's processes that belong to the run, with the first of two looks at them."""
+    table = _own_processes(pids)
+    roots = set(pids) | {p for p, one in table.items() if run_dir is not None and one.word.get("run_dir") == run_dir}
+    members = [one for one in table.values() if _ancestors(one.pid, table) & roots]
+    for one in members:
+        one.threads = _threads(one.pid)
+    return members
+
+
+def _own_processes(pids: Collection[int] = ()) -> dict[int, _Seen]:
+    """Return this user's processes, and these, with what they say of themselves."""
     table: dict[int, _Seen] = {}
     own = os.getuid()
     for folder in Path("/proc").glob("[0-9]*"):
@@ -126,11 +148,7 @@ def _members(run_dir: str | None, pids: Collection[int]) -> list[_Seen]:
                 table[int(folder.name)] = _Seen(int(folder.name), stat)
     for one in table.values():
         _find_word(one)
-    roots = set(pids) | {p for p, one in table.items() if run_dir is not None and one.word.get("run_dir") == run_dir}
-    members = [one for one in table.values() if _ancestors(one.pid, table) & roots]
-    for one in members:
-        one.threads = _threads(one.pid)
-    return members
+    return table
 
 
 def _ancestors(pid: int, table: dict[int, _Seen]) -> set[int]:

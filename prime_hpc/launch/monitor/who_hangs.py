@@ -88,6 +88,18 @@ def find_target(word: str) -> Target:
         return Target(path, status_of(path))
 
 
+def why_idle(status: RunStatus) -> str:
+    """Return why nothing of the run can be looked at; "" where its processes should be there."""
+    note = f": {status.note}" if status.note else ""
+    if status.is_final:
+        return f"the run is over ({status.state}){note}"
+    if status.state in ("pending", "requeued", "submitting"):
+        return f"the run waits in the queue, {status.state}{note}"
+    if status.state in ("not started", "by hand"):
+        return f"the run is {status.state}{note}"
+    return ""
+
+
 def _job_by_name(name: str) -> JobInfo | None:
     """Find the job of a run whose directory cannot be read, among this user's."""
     try:

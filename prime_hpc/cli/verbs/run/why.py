@@ -7,8 +7,7 @@ nothing runs that could be looked at: the run waits in the queue, is over, or wa
 from typing import Any
 
 from prime_hpc.cli.common import parse, print_json
-from prime_hpc.launch.monitor.run_facts import RunStatus
-from prime_hpc.launch.monitor.who_hangs import ask_why, find_target
+from prime_hpc.launch.monitor.who_hangs import ask_why, find_target, why_idle
 from prime_hpc.supervisor.stalls.collect import text_of
 from prime_hpc.supervisor.stalls.diagnose import PATIENCE_S
 
@@ -22,7 +21,7 @@ def run(argv: list[str], program: str) -> int:
     patience_s = given.positive("--after") or PATIENCE_S
     timeout_s = given.positive("--timeout") or TIMEOUT_S
     target = find_target(word)
-    if target.status is not None and (idle := _idle(target.status)):
+    if target.status is not None and (idle := why_idle(target.status)):
         document: dict[str, Any] = {"run": str(target.path), "headline": idle, "state": target.status.state}
         print_json(document) if "--json" in given else print(idle)
         return 3
@@ -32,15 +31,3 @@ def run(argv: list[str], program: str) -> int:
     else:
         print(text_of(document, with_stacks="--stacks" in given), end="")
     return 1 if document["diagnosis"]["is_hang"] else 0
-
-
-def _idle(status: RunStatus) -> str:
-    """Return why nothing of the run can be looked at; "" where its processes should be there."""
-    note = f": {status.note}" if status.note else ""
-    if status.is_final:
-        return f"the run is over ({status.state}){note}"
-    if status.state in ("pending", "requeued", "submitting"):
-        return f"the run waits in the queue, {status.state}{note}"
-    if status.state in ("not started", "by hand"):
-        return f"the run is {status.state}{note}"
-    return ""
