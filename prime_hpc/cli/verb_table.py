@@ -300,6 +300,20 @@ VERBS: dict[str, Verb] = {
         "run.export",
         False,
     ),
+    "archive": Verb(
+        "Pack what is final of a run that is over into one verified file, or bring it back from there.",
+        "RUN DESTINATION | --restore FILE FOLDER",
+        (
+            ("--checkpoints WHICH", "all, last (default) or none"),
+            ("--rollouts", "batches too"),
+            ("--folder", "as plain files below DESTINATION, not as one packed file"),
+            ("--delete-source", "delete the run once its archive is verified"),
+            ("--restore", "the other way round: the run directory from an archive"),
+            ("--json", "print as JSON"),
+        ),
+        "run.archive",
+        False,
+    ),
     "doctor": Verb(
         "Say what of this machine, its Slurm and a directory would trouble a run.",
         "[--path DIR]",

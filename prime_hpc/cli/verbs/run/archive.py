@@ -1,0 +1,95 @@
+"""`prime-hpc archive RUN DESTINATION`, and `prime-hpc archive --restore FILE FOLDER`.
+
+Exit codes: 0 written and read back, or restored; 1 broken off: a full disk, a damaged file, a file that changed (the
+same command goes on where it was); 2 there is no such run, or the command line is wrong; 3 the run is under way,
+nothing was copied.
+"""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from prime_hpc.cli.common import Given, parse, print_json
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.launch.archive.archive import delete_source, destination, make_archive
+from prime_hpc.launch.archive.contents import choose
+from prime_hpc.launch.archive.restore import restore
+from prime_hpc.launch.monitor.run_facts import FINAL
+from prime_hpc.launch.monitor.status import status_of
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.run_dirs import find_run
+
+_IDLE = (*FINAL, "not started")
+
+
+def run(argv: list[str], program: str) -> int:
+    """Make an archive, or bring a run back from one."""
+    given = parse("archive", argv)
+    first, second = given.arguments(2, least=2)
+    try:
+        return _restore(given, Path(first), Path(second)) if "--restore" in given else _archive(given, first, second)
+    except ConfigError:
+        raise
+    except (StoreError, OSError) as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _archive(given: Given, word: str, target: str) -> int:
+    wanted = given.get("--checkpoints") or "last"
+    if wanted not in ("all", "last", "none"):
+        raise ConfigError(f"--checkpoints {wanted}: must be all, last or none")
+    run_dir = find_run(word).absolute()
+    if not _is_idle(run_dir):
+        return 3
+    rollouts, folder = "--rollouts" in given, "--folder" in given
+    path = destination(target, run_dir.name, folder=folder)
+    done, chosen = make_archive(
+        run_dir,
+        path,
+        wanted,  # type: ignore[arg-type]
+        rollouts=rollouts,
+        folder=folder,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    if "--delete-source" in given:
+        if not _is_idle(run_dir):
+            return 3
+        delete_source(run_dir, chosen, choose(run_dir, wanted, rollouts=rollouts))  # type: ignore[arg-type]
+        done.deleted = True
+    if "--json" in given:
+        print_json(asdict(done))
+        return 0
+    share = f", {done.packed_bytes / 2**20:.1f} MiB packed" if not folder else ""
+    steps = ", ".join(map(str, done.checkpoints)) or "none"
+    print(f"{done.path}: {done.num_files} files, {done.num_bytes / 2**20:.1f} MiB{share}; checkpoints: {steps}")
+    for note in done.notes:
+        print(f"note: {note}")
+    print(f"{run_dir} is deleted" if done.deleted else f"{run_dir} is as it was (--delete-source deletes it)")
+    return 0
+
+
+def _is_idle(run_dir: Path) -> bool:
+    """Return whether nothing writes to a run, and nothing will by itself; says so where it is not."""
+    status = status_of(run_dir, details=False)
+    if status.state in _IDLE:
+        return True
+    what = f"{run_dir} is {status.state}{f': {status.note}' if status.note else ''}"
+    print(f"prime-hpc archive: error: {what}; end it first (prime-hpc cancel)", file=sys.stderr)
+    return False
+
+
+def _restore(given: Given, archive: Path, folder: Path) -> int:
+    for flag in ("--checkpoints", "--rollouts", "--folder", "--delete-source"):
+        if flag in given:
+            raise ConfigError(f"{flag} says how an archive is made, and goes not with --restore")
+    done = restore(archive.expanduser().absolute(), folder.expanduser().absolute())
+    if "--json" in given:
+        print_json(asdict(done))
+        return 0
+    print(f"{done.path}: {done.num_files} files, every one as it was archived")
+    for note in done.notes:
+        print(f"note: {note}")
+    if done.checkpoints:
+        print(f"prime-hpc resume {done.path} goes on from step {done.checkpoints[0]}")
+    return 0

@@ -1,0 +1,78 @@
+"""The files of an archive as a plain folder: what is there, with its source's size and time, is not copied again.
+
+The counterpart of `packed_file`.
+"""
+
+import os
+from pathlib import Path
+
+import xxhash
+
+from prime_hpc.launch.archive.packed_file import CHUNK
+from prime_hpc.store.errors import ArtifactError, StoreError
+from prime_hpc.store.io.disk import disk_errors
+from prime_hpc.store.io.files import FileEntry, hash_file
+
+
+class FolderCopy:
+    """A folder that is filled, or gone on with."""
+
+    def __init__(self, part: Path) -> None:
+        """Fill `part`."""
+        self._part = part
+
+    def write(self, files: dict[str, Path], sums: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        """Copy what is missing; returns the sums of all files, by name.
+
+        Raises:
+            ArtifactError: a source is damaged: its sum is not that of its artifact's manifest.
+            StoreError: the disk is full, or a source changed while it was copied.
+        """
+        found: dict[str, FileEntry] = {}
+        with disk_errors(self._part):
+            self._part.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name, source in files.items():
+                target = self._part / name
+                found[name] = _known(source, target) or _copy(source, target)
+                if (wanted := sums.get(name)) not in (None, found[name]):
+                    target.unlink(missing_ok=True)
+                    raise ArtifactError(source, f"xxh3 {wanted.xxh3}", f"xxh3 {found[name].xxh3}")
+        return found
+
+    def finish(self, small: dict[str, bytes], links: dict[str, str]) -> None:
+        """Write links and small files."""
+        with disk_errors(self._part):
+            for name, target in links.items():
+                path = self._part / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)
+                path.symlink_to(target)
+            for name, data in small.items():
+                (self._part / name).write_bytes(data)
+
+
+def _known(source: Path, target: Path) -> FileEntry | None:
+    """Return the sum of a file that an earlier try has copied whole: its time is set last."""
+    try:
+        ours, its = target.stat(), source.stat()
+    except FileNotFoundError:
+        return None
+    return hash_file(target) if (ours.st_size, ours.st_mtime_ns) == (its.st_size, its.st_mtime_ns) else None
+
+
+def _copy(source: Path, target: Path) -> FileEntry:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest, size = xxhash.xxh3_64(), 0
+    with source.open("rb", buffering=0) as file, target.open("wb") as out:
+        about = os.fstat(file.fileno())
+        while data := file.read(CHUNK):
+            digest.update(data)
+            out.write(data)
+            size += len(data)
+        after = os.fstat(file.fileno())
+        out.flush()
+        os.fsync(out.fileno())
+    if (size, after.st_mtime_ns) != (about.st_size, about.st_mtime_ns):
+        raise StoreError(f"{source}: changed while it was copied: does something still write there?")
+    os.utime(target, ns=(about.st_atime_ns, about.st_mtime_ns))
+    return FileEntry(size, digest.hexdigest())

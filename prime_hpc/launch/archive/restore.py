@@ -1,0 +1,96 @@
+"""Bring a run back from its archive: every file is compared before the run directory has its name.
+
+The run goes on with `prime-hpc resume`: its checkpoints lie in the run directory itself now, wherever they were.
+"""
+
+import os
+import shutil
+import tarfile
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.run_files import RUN_YAML
+from prime_hpc.config.sources.files import dump_yaml, parse_yaml
+from prime_hpc.launch.archive.archive import INDEX, compare, folder_sums, read_index
+from prime_hpc.launch.archive.packed_file import SUFFIXES, opened
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.io import files
+from prime_hpc.store.io.disk import disk_errors
+from prime_hpc.store.io.files import FileEntry
+
+
+@dataclass
+class Restored:
+    """Result of bringing a run back."""
+
+    path: str
+    num_files: int
+    checkpoints: list[int]
+    notes: list[str] = field(default_factory=list)
+
+
+def restore(archive: Path, folder: Path) -> Restored:
+    """Unpack an archive.
+
+    Args:
+        archive: a packed file, or a folder that is one.
+        folder: becomes the run directory; where it exists, the run directory is made in it under the run's name.
+
+    Raises:
+        StoreError: the archive is damaged, not whole, or of another version; the disk is full; something is in the way.
+    """
+    if not archive.exists() or (archive.is_file() and not archive.name.endswith(SUFFIXES)):
+        raise StoreError(f"{archive}: is no archive of a run (one ends in {', '.join(SUFFIXES)}, or is a folder)")
+    parent = folder if folder.is_dir() else folder.parent
+    part = parent / f".restore-{archive.name}.part"
+    with disk_errors(part):
+        files.remove_tree(part) if part.exists() else None
+        part.mkdir(mode=0o700, parents=True)
+        _copy_folder(archive, part) if archive.is_dir() else _unpack(archive, part)
+    if not (part / INDEX).is_file():
+        raise StoreError(f"{archive}: holds no {INDEX}: it is no archive of a run, or was broken off")
+    index = read_index((part / INDEX).read_bytes(), archive)
+    compare(archive, {name: FileEntry(*entry) for name, entry in index["files"].items()}, folder_sums(part))
+    final = folder / str(index["run"]) if folder.is_dir() else folder
+    if final.exists():
+        files.discard(part)
+        raise StoreError(f"{final}: is there already; name another folder")
+    _bring_home(part)
+    os.chmod(part, 0o755)  # noqa: PTH101 - a directory of our own making
+    files.rename(part, final)
+    files.fsync_dir(final.parent)
+    return Restored(str(final), len(index["files"]), list(index["checkpoints"]), list(index["left_out"]))
+
+
+def _unpack(archive: Path, part: Path) -> None:
+    with opened(archive, archive.name) as members:
+        for info in members:
+            _refuse_outside(info, archive)
+            members.extract(info, part, filter="data")
+
+
+def _refuse_outside(info: tarfile.TarInfo, archive: Path) -> None:
+    pure = PurePosixPath(info.name)
+    if pure.is_absolute() or ".." in pure.parts or not (info.isreg() or info.issym()):
+        raise StoreError(f"{archive}: holds {info.name!r}, which no archive of a run does")
+
+
+def _copy_folder(archive: Path, part: Path) -> None:
+    shutil.copytree(archive, part, symlinks=True, dirs_exist_ok=True)
+
+
+def _bring_home(run_dir: Path) -> None:
+    """Have the config say that the checkpoints lie in the run directory."""
+    path = run_dir / RUN_YAML
+    if not path.is_file():
+        return
+    try:
+        tree: dict[str, Any] = parse_yaml(path.read_text(encoding="utf-8"), str(path))[0]
+    except (ConfigError, UnicodeDecodeError):
+        return  # as it was: whoever reads it says what is wrong
+    ckpt = tree.get("ckpt")
+    if isinstance(ckpt, dict) and ckpt.get("path"):
+        ckpt["path"] = None
+        files.write_atomic(path, dump_yaml(tree).encode())

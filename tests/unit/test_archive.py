@@ -1,0 +1,240 @@
+"""`prime-hpc archive`: made, broken off and gone on with, compared, restored, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.cli import main
+from prime_hpc.launch.archive import packed_file
+from prime_hpc.launch.archive.contents import choose
+from prime_hpc.launch.stop_resume import load_to_resume
+from prime_hpc.store.attempts import Attempt, write_attempt
+from prime_hpc.store.checkpoint.checkpoints import list_checkpoints
+from prime_hpc.store.checkpoint.newest import POINTER
+from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.store.weights import list_versions
+from tests.support.checkpoints import damage, make_checkpoint, make_weights
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run of four steps that was stopped, with two checkpoints and three versions."""
+    return make(tmp_path / "there" / "run")
+
+
+def make(path: Path, checkpoints: Path | None = None) -> Path:
+    """Write a run directory; `checkpoints`: they lie outside."""
+    (path / "logs" / "attempt_1" / "trainer").mkdir(parents=True)
+    ckpt = f"ckpt: {{path: {checkpoints or 'null'}}}\n"
+    env = "orchestrator: {env: [{id: reverse-text}]}\n"
+    (path / "run.yaml").write_text(f"output_dir: {path.parent}\nname: {path.name}\nmax_steps: 9\n{ckpt}{env}")
+    (path / "logs" / "latest").symlink_to("attempt_1")
+    (path / "logs" / "attempt_1" / "trainer" / "trainer.log").write_text("a line\n" * 1000)
+    (path / "secrets").mkdir()
+    (path / "secrets" / "slurm.env.HF_TOKEN").write_text("hf_secret")
+    (path / "metrics").mkdir()
+    (path / "metrics" / "trainer.jsonl").write_text('{"step": 4, "loss": 1.0}\n')
+    paths = RunPaths(path, checkpoints)
+    for step in (2, 4):
+        make_checkpoint(paths, step)
+    for version in (2, 3, 4):
+        make_weights(paths, version)
+    if checkpoints is not None:
+        (path / POINTER).write_text(json.dumps({"path": str(checkpoints)}))
+    now = time.time()
+    attempt = Attempt(1, 1, now - 9, "first start", ended=now, outcome="stopped", cause="STOP")
+    write_attempt(path / "attempts.jsonl", attempt)
+    return path
+
+
+def ask(capsys: pytest.CaptureFixture, *words: object, code: int = 0) -> Any:
+    """Say it; returns the answer, or what was said on standard error."""
+    found = main(["archive", *map(str, words), *(["--json"] if code == 0 else [])])
+    told = capsys.readouterr()
+    assert found == code, told.err
+    return json.loads(told.out) if code == 0 else told.err
+
+
+def content(folder: Path) -> dict[str, bytes | str]:
+    return {
+        p.relative_to(folder).as_posix(): str(p.readlink()) if p.is_symlink() else p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_symlink() or p.is_file()
+    }
+
+
+@pytest.mark.parametrize("suffix", [".tar.zst", ".tar.gz", ".tar", ""])
+def test_what_comes_back_is_what_went_in_and_can_go_on(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, suffix: str
+) -> None:
+    target = tmp_path / "kept" / f"a{suffix}" if suffix else tmp_path / "kept"
+    done = ask(capsys, run_dir, target, *([] if suffix else ["--folder"]))
+    path = tmp_path / "kept" / (f"a{suffix}" if suffix else "run")
+    assert done["path"] == str(path) and done["checkpoints"] == [4] and not done["deleted"]
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "nothing else is left there"
+    assert any("secrets/" in note for note in done["notes"]) and any("2 left out" in note for note in done["notes"])
+    (tmp_path / "new").mkdir()
+    back = Path(ask(capsys, "--restore", path, tmp_path / "new")["path"])
+    assert back == tmp_path / "new" / "run"
+    before, after = content(run_dir), content(back)
+    left = ("checkpoints/step_2/", "weights/step_000002/", "weights/step_000003/", "rollouts/", "secrets/")
+    assert {n: c for n, c in before.items() if not n.startswith(left)} == {
+        n: c for n, c in after.items() if n != "archive.json"
+    }
+    assert load_to_resume(back, ["--max-steps", "9"]).experiment.run_dir == back
+
+
+def test_all_checkpoints_and_rollouts_from_where_they_are_and_the_source_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    outside = tmp_path / "big" / "checkpoints"
+    run_dir = make(tmp_path / "there" / "run", outside)
+    damage(outside / "step_2", "truncate")
+    before = content(run_dir)
+    path = tmp_path / "a.tar"
+    done = ask(capsys, run_dir, path, "--checkpoints", "all", "--rollouts", "--delete-source")
+    assert done["deleted"] and not run_dir.exists() and (outside / "step_4").is_dir()
+    assert done["checkpoints"] == [4] and any("2 left out (which are not whole)" in note for note in done["notes"])
+    back = Path(ask(capsys, "--restore", path, tmp_path / "back" / "again")["path"])
+    assert back == tmp_path / "back" / "again"
+    assert [info.step for info in list_checkpoints(RunPaths(back).checkpoints, deep=True)] == [4]
+    assert {n for n in content(back) if n.startswith("rollouts/")} == {n for n in before if n.startswith("rollouts/")}
+    ckpt = load_to_resume(back, []).experiment.ckpt
+    assert ckpt is not None and ckpt.path is None, "they lie in the run directory now"
+
+
+def test_without_checkpoints_the_last_weights_stay(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    damage_last = RunPaths(run_dir).weights_step(4) / "model.safetensors"
+    damage_last.write_bytes(damage_last.read_bytes()[:-1])
+    done = ask(capsys, run_dir, tmp_path / "a.tar", "--checkpoints", "none")
+    assert any("version 4 left out, it is not whole" in note for note in done["notes"])
+    back = Path(ask(capsys, "--restore", tmp_path / "a.tar", tmp_path / "back")["path"])
+    assert list_versions(RunPaths(back)) == [3] and not (back / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_broken_off_it_goes_on_where_it_was(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, folder: bool
+) -> None:
+    """A damaged file stops it in the middle; once that is mended, what was copied before is not read again."""
+    shard = run_dir / "weights" / "step_000004" / "model.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    words = [run_dir, tmp_path / "kept" / ("" if folder else "a.tar.gz"), *(["--folder"] if folder else [])]
+    assert str(shard) in ask(capsys, *words, code=1)
+    part = tmp_path / "kept" / ("run.part" if folder else "a.tar.gz.part")
+    assert part.exists() and not part.with_suffix("").exists()
+    shard.write_bytes(whole)
+    if not folder:
+        with part.open("ab") as file:
+            file.write(b"torn")  # as a kill in the middle of a member leaves it
+        monkeypatch.setattr(packed_file, "SYNC_BYTES", 0)
+    logs = {p: p.stat().st_ino for p in part.rglob("*.log")} if folder else {}
+    ask(capsys, *words)
+    final = tmp_path / "kept" / ("run" if folder else "a.tar.gz")
+    assert {final / p.relative_to(part): i for p, i in logs.items()} == {
+        p: p.stat().st_ino for p in final.rglob("*.log")
+    }
+    if not folder:
+        with tarfile.open(final) as archive:  # by a program that knows nothing of members packed apart
+            names = archive.getnames()
+        assert len(names) == len(set(names)) and "weights/step_000004/model.safetensors" in names
+    assert ask(capsys, "--restore", final, tmp_path / "back")["num_files"] > 10
+    assert "is there already" in ask(capsys, *words, code=1)
+
+
+def test_a_full_disk_loses_nothing(run_dir: Path, tmp_path: Path) -> None:
+    """On a small tmpfs of its own; with more room the same command ends it."""
+    if subprocess.run(["unshare", "-Urm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here: a small tmpfs cannot be mounted")
+    (run_dir / "logs" / "big.log").write_bytes(os.urandom(1 << 20))
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    words = f"{sys.executable} -P -m prime_hpc.cli archive {run_dir} {mount}/a.tar --delete-source"
+    script = f"mount -t tmpfs -o size=800k none {mount}; {words}; echo first $?; ls {mount}; "
+    script += f"mount -o remount,size=8m {mount}; {words}; echo second $?; ls {mount}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=280,
+        check=False,
+    )
+    assert "disk full" in done.stderr and "may not be enough" in done.stderr, done.stderr
+    assert "first 1\na.tar.part\na.tar.part.journal\n" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.endswith("second 0\na.tar\n"), done.stdout + done.stderr
+    assert not run_dir.exists(), "deleted after the second try, not after the first"
+
+
+def test_a_damaged_archive_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "a.tar"
+    ask(capsys, run_dir, path)
+    data = path.read_bytes()
+    back = tmp_path / "back"
+    at = data.index(b"a line\n") + 3
+    for broken, said in (
+        (data[:at] + b"X" + data[at + 1 :], "trainer.log: expected xxh3"),
+        (data[: len(data) // 2], "no whole archive"),
+        (b"", "no archive.json"),
+        (data.replace(b'"format": 1', b'"format": 2'), "is of format 2"),
+        (data.replace(b'"run": "run"', b'"run": "rum"'), "archive.json is damaged"),
+    ):
+        (tmp_path / "b.tar").write_bytes(broken)
+        told = ask(capsys, "--restore", tmp_path / "b.tar", back, code=1)
+        assert said in told or (said == "no archive.json" and "archive" in told), told
+        assert not back.exists()
+    evil = tmp_path / "evil.tar"
+    with tarfile.open(evil, "w") as archive:
+        archive.addfile(tarfile.TarInfo("../outside"))
+    assert "no archive of a run does" in ask(capsys, "--restore", evil, back, code=1)
+    assert "is no archive" in ask(capsys, "--restore", run_dir / "run.yaml", back, code=1)
+    assert "is there already" in ask(capsys, "--restore", path, run_dir.parent, code=1)
+
+
+def test_what_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert "all, last or none" in ask(capsys, run_dir, tmp_path / "a.tar", "--checkpoints", "some", code=2)
+    assert "no run" in ask(capsys, tmp_path / "none", tmp_path / "a.tar", code=2)
+    assert "argument is missing" in ask(capsys, run_dir, code=2)
+    assert "goes not with --restore" in ask(capsys, "--restore", "a", "b", "--rollouts", code=2)
+    assert "lies in the run directory itself" in ask(capsys, run_dir, run_dir / "a.tar", code=1)
+    row = json.loads((run_dir / "attempts.jsonl").read_text())
+    row |= {"ended": None, "outcome": None, "host": os.uname().nodename, "pid": os.getpid(), "process": None}
+    (run_dir / "attempts.jsonl").write_text(json.dumps(row) + "\n")
+    told = ask(capsys, run_dir, tmp_path / "a.tar", "--delete-source", code=3)
+    assert "end it first" in told and not (tmp_path / "a.tar").exists() and run_dir.exists()
+
+
+def test_half_written_or_of_another_version_it_is_kept_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "weights" / "step_000001").mkdir(parents=True)  # without its manifest
+    (run_dir / "run.yaml").write_text("a_key_of_another_version: 1\nckpt: {pa")
+    done = ask(capsys, run_dir, tmp_path / "a.tar", "--delete-source")
+    assert done["deleted"] and any("version 1 left out" in note for note in done["notes"])
+    back = Path(ask(capsys, "--restore", tmp_path / "a.tar", tmp_path / "back")["path"])
+    assert (back / "run.yaml").read_text() == "a_key_of_another_version: 1\nckpt: {pa"
+
+
+def test_a_run_that_changed_meanwhile_is_not_deleted(run_dir: Path, tmp_path: Path) -> None:
+    from prime_hpc.launch.archive.archive import delete_source
+    from prime_hpc.store.errors import StoreError
+
+    chosen = choose(run_dir, "last", rollouts=False)
+    (run_dir / "metrics" / "trainer.jsonl").write_text('{"step": 5, "loss": 0.5}\n')
+    with pytest.raises(StoreError, match=r"metrics/trainer\.jsonl has changed"):
+        delete_source(run_dir, chosen, choose(run_dir, "last", rollouts=False))
+    assert run_dir.exists()
