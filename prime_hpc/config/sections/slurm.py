@@ -275,6 +275,11 @@ class SiteConfig(Section):
     """Container of the roles."""
     scratch: Path | None = None
     """Shared scratch directory, for people."""
+    purge_days: float | None = Field(None, gt=0)
+    """Days after which the site deletes files below `scratch` (without it: anywhere); `status`, `lint` and `submit`
+    warn before. Absent: none are deleted."""
+    purge_by: Literal["atime", "mtime"] = "atime"
+    """Counted from a file's last reading, or from its last change."""
     internet: bool | None = None
     """Compute nodes reach the internet; false: lint says what is not on disk (`prime-hpc fetch` brings it)."""
     node_local: str | None = None

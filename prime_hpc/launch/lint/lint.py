@@ -20,6 +20,7 @@ from prime_hpc.launch.lint import (
     network_rules,
     offline_rules,
     parallel_rules,
+    purge_rules,
     run_rules,
     sharing_rules,
     slurm_rules,
@@ -49,6 +50,7 @@ _SLURM_ALONE: tuple[Check, ...] = (
     *container_rules.CHECKS,
     *network_rules.CHECKS,
     *offline_rules.CHECKS,
+    *purge_rules.CHECKS,
 )
 """Of a job that trains nothing, like the one above: what is said of steps, batches and checkpoints is not for it."""
 _SLURM: tuple[Check, ...] = (*_SLURM_ALONE, *time_rules.CHECKS)

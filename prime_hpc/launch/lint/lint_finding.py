@@ -87,6 +87,7 @@ CODES = {
     "PH327": "port range",
     "PH328": "a job that does not come back",
     "PH329": "nodes without internet, and what is not on disk",
+    "PH332": "files that the site purges before the job may be over",
 }
 """Stable codes: a number is never given a new meaning. 1xx the model, 2xx the run, 3xx Slurm and the site."""
 

@@ -116,6 +116,8 @@ class RunStatus:
     """Of the newest attempt's supervisor, on its host."""
     checkpoint: int | None = None
     checkpoint_time: float | None = None
+    purge: str | None = None
+    """When the site deletes files of it, where that is soon."""
     logs: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -15,6 +15,7 @@ from prime_hpc.config.site import cluster_name, has_accounting
 from prime_hpc.launch.monitor.run_facts import Evidence, Queue, RunStatus, read_evidence
 from prime_hpc.launch.monitor.run_progress import add_checkpoint, add_figures, log_paths
 from prime_hpc.launch.monitor.run_state import is_sending, jobs_in_doubt, judge
+from prime_hpc.launch.purge import purge_warning
 from prime_hpc.slurm.client import SlurmError, asked_cluster, on_cluster
 from prime_hpc.store.run_dirs import run_name
 
@@ -105,6 +106,7 @@ def status_of(path: Path, *, ask: Ask = ask_slurm, details: bool = True) -> RunS
         add_figures(status, evidence)
         add_checkpoint(status, path)
         status.logs = log_paths(path, status.attempt)
+        status.purge = purge_warning(path)
         if status.state == "lost" and status.job_id and not queue.trouble and status.job_id not in queue.jobs:
             status.note += _from_accounting(status.job_id) if has_accounting(path) else ""
     return status

@@ -163,6 +163,7 @@ def render_one(status: RunStatus) -> str:
     rows.append(("time", ", ".join(left)))
     rows.append(("stall", status.stall or ""))
     rows += [("alarms" if i == 0 else "", text) for i, text in enumerate(status.alarms)]
+    rows.append(("purge", status.purge or ""))
     rows.append(("nodes", _nodes(status)))
     rows.append(("roles", ", ".join(f"{label} {state}" for label, state in status.roles.items())))
     rows += [("runs" if i == 0 else "", f"{name} {what}") for i, (name, what) in enumerate(status.runs.items())]
