@@ -28,7 +28,7 @@ _LEFT = (*_ARTIFACTS, SECRETS, "leases", "failed", POINTER)
 
 @dataclass
 class Chosen:
-    """What goes into an archive."""
+    """The content of an archive."""
 
     files: dict[str, Path] = field(default_factory=dict)
     """Name in the archive -> the file."""
@@ -37,7 +37,7 @@ class Chosen:
     sums: dict[str, FileEntry] = field(default_factory=dict)
     """Of files of artifacts: what their own manifests say."""
     notes: list[str] = field(default_factory=list)
-    """What is left out, for people."""
+    """Things left out, for people."""
     checkpoints: list[int] = field(default_factory=list)
     """Steps of the run's own that go along."""
     stamps: dict[str, tuple[int, int]] = field(default_factory=dict)

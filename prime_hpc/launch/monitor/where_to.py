@@ -33,7 +33,7 @@ _NOT_NOW = {
 
 
 class NotThereError(ConfigError):
-    """What is asked for is not there now: the run is over, waits, or has lost a node. Exit code 3."""
+    """Nothing is there now: the run is over, waits, or has lost a node. Exit code 3."""
 
     exit_code = 3
 
