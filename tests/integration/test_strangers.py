@@ -63,6 +63,7 @@ def test_another_user_gets_nothing_from_a_one_machine_run(tmp_path: Path) -> Non
             "env": [{"id": "reverse-text"}],
         },
         "inference": {"cpu_kv_cache_gib": 0.25, "data_parallel_size": 2, "server": {"port": 0}},
+        "prometheus": {},
     }
     (tmp_path / "exp.yaml").write_text(yaml.safe_dump(tree))
     run_dir, log = tmp_path / "run", tmp_path / "log"
@@ -84,7 +85,7 @@ def test_another_user_gets_nothing_from_a_one_machine_run(tmp_path: Path) -> Non
         f"{sum(one['messages'] for one in found)} messages, {NUM_IDLE * len(found)} idle connections"
     )
     assert len(found) == len(ports) >= 3
-    assert sum(one["http"] for one in found) == 1, "the server of the policy"
+    assert sum(one["http"] for one in found) == 2, "the server of the policy, and the figures for Prometheus"
     for one in found:
         assert one["told"] == [], (ports[one["port"]], one)
         assert one["held"] == 0 and one["idle_gone"] == NUM_IDLE, (ports[one["port"]], one)
@@ -94,5 +95,7 @@ def test_another_user_gets_nothing_from_a_one_machine_run(tmp_path: Path) -> Non
     assert len(prompts) == len(set(prompts))
     texts = [file for file in run_dir.rglob("*") if file.is_file() and file.stat().st_size < 10_000_000]
     assert not [file for file in texts if key.encode() in file.read_bytes()], "the key is in no file"
+    token = (tmp_path / ".prometheus" / "token").read_bytes().strip()
+    assert len(token) >= 32 and not [file for file in texts if token in file.read_bytes()]
     assert "mischief" not in log.read_text()
     assert not Path("/tmp/stranger").exists()

@@ -120,6 +120,12 @@ def test_other_vllm_arguments_pass_through_by_their_own_name() -> None:
     assert found["--middleware"] == ["a.B", "c.D"]
 
 
+def test_figures_are_kept_where_prometheus_reads_them() -> None:
+    assert "--disable-log-stats" in options()
+    assert "--disable-log-stats" not in options(prometheus={})
+    assert "--disable-log-stats" in options(prometheus={"servers": False})
+
+
 @pytest.mark.parametrize(
     ("key", "reason"),
     [
