@@ -111,8 +111,11 @@ def test_after_a_crash_the_trainer_starts_again_and_the_server_serves_on(
 
 
 def test_the_second_time_in_a_row_the_job_goes_back_to_the_queue(start: Callable[..., Job], tmp_path: Path) -> None:
-    job = start(["beat:0.5", "ready", f"await:{tmp_path}/go", "exit:3"])
+    crash = [f"await:{tmp_path}/go", f"once:{tmp_path}/crashed:exit:3", f"await:{tmp_path}/again", "exit:3"]
+    job = start(["beat:0.5", "ready", *crash])
     job.let_go()
+    job.wait(lambda: job.said().count("trainer is ready") == 2, "the trainer is ready again")
+    (tmp_path / "again").touch()
     first, second = job.ended()
     assert job.process.returncode == 1
     assert [first["next"], second["next"]] == ["in_place", None]
