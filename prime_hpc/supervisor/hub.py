@@ -32,6 +32,7 @@ class Hubs:
 
     def __init__(self) -> None:
         self._open: list[BusServer] = []
+        self._newest = object()
         self._listener: Listener = lambda topic, payload: None
 
     def open(
@@ -50,20 +51,21 @@ class Hubs:
         """
         network = Network.from_env(environment)
         host, own = host_of_hub(network, environment, on_nodes=on_nodes)
-        number = len(self._open)
+        for over in self._open[1:]:  # nobody is there any more: servers are those of the first attempt
+            over.close()
+        newest = self._newest = object()
 
         def hear(topic: str, payload: dict[str, Any]) -> None:
-            if number == len(self._open) - 1 or _is_of_server(topic, payload):
+            if self._newest is newest or _is_of_server(topic, payload):
                 self._listener(topic, payload)
 
-        self._listener = listener
         hub = BusServer(host, on_message=hear, incarnation=incarnation, ports=network.ports, advertise=own)
-        self._open.append(hub)
+        self._listener, self._open = listener, [*self._open[:1], hub]
         return hub
 
     def publish(self, topic: str, /, **payload: Any) -> None:
         """Tell everybody. Never raises, never blocks."""
-        for hub in list(self._open):
+        for hub in self._open:
             hub.publish(topic, **payload)
 
     def close(self) -> None:
