@@ -4,6 +4,7 @@ MLflow's HTTP calls wait and are repeated for minutes where a server hangs: what
 is lost there (the JSON-lines file has it). Needs `pip install mlflow-skinny`.
 """
 
+import os
 import queue
 import re
 import threading
@@ -64,6 +65,8 @@ class MlflowRun:
             logger.warning(f"MLflow is off from here: {error} (needs pip install mlflow-skinny)")
 
     def _begin(self) -> tuple[Any, str]:
+        if self._arguments[0].startswith("file:"):  # newer ones take a folder from those alone who insist
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException

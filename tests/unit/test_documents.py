@@ -28,9 +28,9 @@ FOREIGN_FLAGS = (
     "--test-only",
     *("--nv", "--rocm", "--mpi", "--standalone", "--nproc-per-node", "--no-deps", "--no-build-isolation"),
     "--extra-index-url",
-    *("--config.file", "--collector.textfile.directory", "--logdir"),
+    *("--config.file", "--collector.textfile.directory", "--logdir", "--backend-store-uri"),
 )
-"""Flags of sbatch, srun, apptainer, torchrun, pip, Prometheus, node exporter and TensorBoard."""
+"""Flags of sbatch, srun, apptainer, torchrun, pip, Prometheus, node exporter, TensorBoard and MLflow."""
 FILE = re.compile(
     r"(?:[\w.-]+/)*[\w.-]+\.(?:py|yaml|toml|md|def|sh)\b(?!\()|(?:tools|slurm|tests|configs|sweeps)/[\w./-]+"
 )

@@ -20,7 +20,7 @@ def experiment(**mlflow: str) -> Experiment:
 @pytest.fixture(autouse=True)
 def own_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
 
 
 def test_a_later_attempt_goes_on_in_the_same_runs(tmp_path: Path) -> None:

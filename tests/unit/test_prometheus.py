@@ -141,6 +141,7 @@ def test_the_supervisors_word_and_processes() -> None:
     assert value(found, "run_stall_seconds") == 70 and value(found, "role_state", role="trainer", state="ready") == 1
     assert value(found, "process_resident_memory_bytes", role="trainer", index="3") == 2048
     assert value(found, "run_attempts_ended_total", outcome="requeued") == 1
+    assert value(found, "run_attempts_ended_total", outcome="failed") == 0
     assert value(found, "run_alarms_total", rule="kl") == 1
 
 
@@ -334,6 +335,7 @@ def test_a_run_is_served_and_found(tmp_path: Path, capsys: pytest.CaptureFixture
             time.sleep(0.05)
         assert value(found, "trainer_tokens_total") == 7 and value(found, "trainer_steps_total") == 1
         assert value(found, "run_walltime_left_seconds") == 90 and value(found, "run_step") == 20
+        assert value(found, "run_alarms_total", rule="kl") == 0
         assert value(found, "process_cpu_seconds_total", role="trainer", index="0") == 3.5
         assert cli.main(["metrics", str(run)]) == 0
         assert value(parsed(capsys.readouterr().out), "trainer_tokens_total") == 7

@@ -22,6 +22,7 @@ from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.network import Network
 from prime_hpc.store.run_dirs import read_json, read_rows
+from prime_hpc.supervisor.alarms.rules import rules_of
 from prime_hpc.supervisor.hub import host_of_hub
 from prime_hpc.supervisor.prometheus.endpoint import Endpoint
 from prime_hpc.supervisor.prometheus.figures import Figures
@@ -64,6 +65,8 @@ class Exporter:
         self._folder = folder_of(run_dir, self._config.folder)
         self._run = label_of(run_dir)
         self._figures = Figures(self._run)
+        for rule in rules_of(experiment.alarms):  # from zero on: the first one is an increase, too
+            self._figures.put("run_alarms_total", 0.0, rule.title)
         self._tails = {role: Tail(run_dir / "metrics" / f"{role}.jsonl") for role in ROWS}
         self._alarms = Tail(run_dir / ALARMS_JSONL)
         self._text = ""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Labels = tuple[str, ...]
 ALREADY_COUNTED = ("env_worker_events_total",)
 """Counters whose rows tell the whole count, not what a step adds."""
+OUTCOMES = ("completed", "failed", "interrupted", "node_lost", "requeued", "stopped")
+"""Ends of an attempt, told from zero on."""
 _STEP_KEY = {"trainer": "time/step", "orchestrator": "reward/mean"}
 """Only a row with this one is that of a step; others are evaluations."""
 _MOST_SERIES = 2000
@@ -88,7 +90,8 @@ class Figures:
 
     def take_attempts(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Take `attempts.jsonl`."""
-        ended = Counter(str(row.get("outcome")) for row in rows if row.get("ended") is not None)
+        ended = Counter(dict.fromkeys(OUTCOMES, 0))
+        ended.update(str(row.get("outcome")) for row in rows if row.get("ended") is not None)
         self.replace("run_attempts_ended_total", {(outcome,): float(count) for outcome, count in ended.items()})
 
     def take_alarm(self, row: Mapping[str, Any]) -> None:
