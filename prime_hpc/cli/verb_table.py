@@ -333,6 +333,18 @@ VERBS: dict[str, Verb] = {
         False,
         {"list": ("--json",), "show": ("--json",), "probe": ("--output", "--json")},
     ),
+    "env": Verb(
+        "The Python environment as one file, which a job's nodes unpack or mount: env pack | show FILE.",
+        "pack | show FILE",
+        (
+            ("--output FILE", "pack: write it there (default: beside the environment)"),
+            ("--format KIND", "pack: squashfs (default where mksquashfs is), tar.zst or tar.gz"),
+            ("--json", "print as JSON"),
+        ),
+        "cluster.env",
+        False,
+        {"pack": ("--output", "--format", "--json"), "show": ("--json",)},
+    ),
     "completion": Verb(
         'Shell completion: eval "$(prime-hpc completion bash)".',
         "bash|zsh|fish",

@@ -18,6 +18,7 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sources.flags import parse_flags
 from prime_hpc.slurm.hostlist import index_ranges
 from prime_hpc.slurm.options import JOB_WIDE, Mode, Options, options_with, resolve_mode, split_names
+from prime_hpc.slurm.packed_env.facts import pack_of, python_words
 from prime_hpc.slurm.placement import Component, Placement
 from prime_hpc.slurm.submission_record import submission_environment
 
@@ -89,7 +90,7 @@ def render_job(
         *_setup(experiment, site),
         *_environment(experiment, site),
         *_submission(placement, run_dir, token if array is None else None),
-        *_command(experiment, run_dir, python, command_tail, array),
+        *_command(experiment, site, run_dir, python, command_tail, array),
     ]
     literal = any(re.search(r"'[^']*[$`][^']*'", line) for line in body)
     lines += [
@@ -241,9 +242,15 @@ def _submission(placement: Placement, run_dir: Path, token: str | None) -> list[
 
 
 def _command(
-    experiment: Experiment, run_dir: Path, python: str, command_tail: Sequence[str], array: ArrayPart | None
+    experiment: Experiment,
+    site: SiteConfig,
+    run_dir: Path,
+    python: str,
+    command_tail: Sequence[str],
+    array: ArrayPart | None,
 ) -> list[str]:
-    command = [python, "-P", "-m", "prime_hpc.launch.job"]
+    begin = python_words(pack_of(experiment, site), site.node_local, python)
+    command = [*begin, "-P", "-m", "prime_hpc.launch.job"]
     if array is not None:
         words = f'{shlex.join([*command, "--point", str(array.sweep_dir)])} "$SLURM_ARRAY_TASK_ID"'
     else:

@@ -73,8 +73,8 @@ EXIT_FENCED = 76
 
 @dataclass(frozen=True)
 class LaunchOrder:
-    """Commands that the agents of one step are to start. `{node_rank}`, `{local_rank}` and `{rank}` are put in by
-    each."""
+    """Commands that the agents of one step are to start. `{node_rank}`, `{local_rank}`, `{rank}` and `{python}` are
+    put in by each."""
 
     start_number: int
     nodes: list[str]
@@ -330,7 +330,12 @@ class Agent:
         self._grace_s = order.grace_s
         node_rank = order.nodes.index(self._host)
         rank = node_rank * order.tasks_per_node + self._local
-        facts = {"node_rank": str(node_rank), "local_rank": str(self._local), "rank": str(rank)}
+        facts = {
+            "node_rank": str(node_rank),
+            "local_rank": str(self._local),
+            "rank": str(rank),
+            "python": sys.executable,
+        }
         template = order.commands[node_rank if len(order.commands) > 1 else 0]
         command = [_fill(token, facts) for token in template]
         environment = {**self._environ, **node_caches(self._environ)}

@@ -30,6 +30,7 @@ from prime_hpc.slurm.containers import container_of
 from prime_hpc.slurm.gpu_split import refuse_cpu_builds
 from prime_hpc.slurm.hostlist import compress_hosts
 from prime_hpc.slurm.options import Mode
+from prime_hpc.slurm.packed_env.facts import SHARED_PYTHON, pack_of, python_words
 from prime_hpc.slurm.placement import place_slurm
 from prime_hpc.store.attempts import read_attempts, rewrite_row
 from prime_hpc.store.errors import PROOFS, StoreError, Unreadable
@@ -228,6 +229,7 @@ def _prepare(
         for name in OF_THE_BATCH_HOST:  # a CPU-only component's steps would take them for their own
             environment.pop(name, None)
         environment = for_srun(environment) | revealed({**site.env, **experiment.slurm.env})
+        shared_python = environment.pop(SHARED_PYTHON, sys.executable)
         if site.node_local:
             environment.setdefault(NODE_LOCAL, site.node_local)
         steps = StepContext(
@@ -236,6 +238,7 @@ def _prepare(
             no_kill=placement.abilities.survives_lost_node or not allocation.by_slurm,
             srun_args=(*site.srun_args, *experiment.slurm.srun_args),
             container=container_of(experiment, site, run_dir, allocation.job_id, environment),
+            python=python_words(pack_of(experiment, site), site.node_local, shared_python),
         )
         if allocation.by_slurm:
             mode = patience(lambda: tell_unreadable_apart(lambda: mode_of_run(run_dir)))

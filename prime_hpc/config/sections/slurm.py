@@ -187,6 +187,8 @@ class SlurmConfig(SlurmOptions):
     """Name of the shape in force, over what else the files state; a run keeps the one that it began with."""
     spare_nodes: int = Field(0, ge=0)
     """Homogeneous jobs: nodes kept free to take the place of lost ones."""
+    env_pack: Path | None = None
+    """Packed Python environment (`prime-hpc env pack`) that each node unpacks or mounts; default: the site's."""
     setup: list[str] = []
     """Shell lines of the batch script before the supervisor starts, after the site's."""
     env: Variables = {}
@@ -275,6 +277,8 @@ class SiteConfig(Section):
     """Container of the roles."""
     scratch: Path | None = None
     """Shared scratch directory, for people."""
+    env_pack: Path | None = None
+    """`slurm.env_pack` of every experiment that does not state it."""
     purge_days: float | None = Field(None, gt=0)
     """Days after which the site deletes files below `scratch` (without it: anywhere); `status`, `lint` and `submit`
     warn before. Absent: none are deleted."""

@@ -19,6 +19,7 @@ from prime_hpc.launch.lint import (
     model_rules,
     network_rules,
     offline_rules,
+    pack_rules,
     parallel_rules,
     purge_rules,
     run_rules,
@@ -51,6 +52,7 @@ _SLURM_ALONE: tuple[Check, ...] = (
     *network_rules.CHECKS,
     *offline_rules.CHECKS,
     *purge_rules.CHECKS,
+    *pack_rules.CHECKS,
 )
 """Of a job that trains nothing, like the one above: what is said of steps, batches and checkpoints is not for it."""
 _SLURM: tuple[Check, ...] = (*_SLURM_ALONE, *time_rules.CHECKS)

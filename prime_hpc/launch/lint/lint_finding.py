@@ -88,6 +88,7 @@ CODES = {
     "PH328": "a job that does not come back",
     "PH329": "nodes without internet, and what is not on disk",
     "PH332": "files that the site purges before the job may be over",
+    "PH333": "the packed Python environment",
 }
 """Stable codes: a number is never given a new meaning. 1xx the model, 2xx the run, 3xx Slurm and the site."""
 

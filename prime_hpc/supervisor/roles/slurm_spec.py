@@ -3,7 +3,6 @@
 The counterpart of `roles` (one machine).
 """
 
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -89,7 +88,8 @@ def _gpus(group: RoleGroup) -> list[int] | None:
 
 
 def _python(site: SiteConfig) -> str:
-    return site.container.python if site.container else sys.executable
+    """Return the Python of a role: the container's, else that of its agent, which may be the node's own."""
+    return site.container.python if site.container else "{python}"
 
 
 def _threads(ranks: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,8 @@ class StepContext:
     """Homogeneous jobs: a step outlives a lost node."""
     srun_args: tuple[str, ...] = ()
     container: Container | None = None
+    python: Sequence[str] = (sys.executable,)
+    """Begins the command of a process outside of the container: Python, or what becomes it on the node."""
 
     @property
     def hello_timeout_s(self) -> float:
@@ -125,7 +127,7 @@ class StepContext:
             command.append("--label")
         command += self.srun_args
         if self.container is None or outside:
-            return [*command, sys.executable, "-P", "-m", *arguments]
+            return [*command, *self.python, "-P", "-m", *arguments]
         return [*command, *self.container.srun_args(), *self.container.command(), "-P", "-m", *arguments]
 
     def substitute_command(
@@ -140,7 +142,7 @@ class StepContext:
         command += [f"--{k}" if v is True else f"--{k}={v}" for k, v in own.items() if v is not False]
         command += [f"--job-name={name}", f"--output={str(log).replace('%', '%%')}", "--open-mode=append"]
         if self.container is None:
-            return [*command, f"--wrap=exec {shlex.join([sys.executable, '-P', '-m', *arguments])}"]
+            return [*command, f"--wrap=exec {shlex.join([*self.python, '-P', '-m', *arguments])}"]
         box = replace(self.container, name=None)  # the name is of this job's containers
         step = one_node_srun([*self.srun_args, *box.srun_args()], SET_BY_SBATCH)
         return [*command, f"--wrap=exec {step} {shlex.join([*box.command(), '-P', '-m', *arguments])}"]

@@ -10,7 +10,8 @@ What it does to the calls that come from its own node:
   itself, these are its own dentry and attribute caches.
 - the control file (JSON, read when it changes) makes calls fail or wait:
   {"latency_s": 0.01, "faults": [{"op": "write", "errno": "ENOSPC", "match": "rollouts", "nth": 3, "times": 2}]}:
-  the third and fourth write below a path that holds `rollouts` fail. Without `nth` the next ones do.
+  the third and fourth write below a path that holds `rollouts` fail. Without `nth` the next ones do. With `slow`, a
+  list of such operations, these alone wait.
 - `--rate BYTES` bytes a second are read, and as many written, one after another as over a wire; what was read stays in
   the kernel's cache then, as a client of a network file system keeps it.
 
@@ -54,6 +55,7 @@ class Control:
         self._path = path
         self._seen: tuple[int, int] | None = None
         self._latency_s = 0.0
+        self._slow: list[str] = []
         self._faults: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
@@ -64,7 +66,7 @@ class Control:
         with self._lock:
             self._refresh()
             number = next((f["errno"] for f in self._faults if self._is_due(f, op, path)), None)
-        if self._latency_s:
+        if self._latency_s and (not self._slow or op in self._slow):
             time.sleep(self._latency_s)
         if number is not None:
             raise FuseOSError(getattr(errno, number))
@@ -76,6 +78,7 @@ class Control:
             if self._seen != (stat.st_mtime_ns, stat.st_ino):
                 content = json.loads(self._path.read_text())
                 self._latency_s, self._faults = content.get("latency_s", 0.0), content.get("faults", [])
+                self._slow = content.get("slow", [])
                 self._seen = stat.st_mtime_ns, stat.st_ino
         except FileNotFoundError:
             self._latency_s, self._faults, self._seen = 0.0, [], None

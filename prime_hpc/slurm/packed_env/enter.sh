@@ -1,0 +1,116 @@
+#!/bin/sh
+# Become the Python of a packed environment on this node; the first step of a node brings it there.
+#
+#   sh enter.sh PACK NODE_LOCAL SHARED_PYTHON ARGUMENT...
+#
+# Where that is not possible it says why, and becomes the Python on shared storage. Only a shell and coreutils are
+# needed, and what unpacks the file: nothing is read from the environment on shared storage.
+set -u
+pack=$1 named=$2 shared=$3
+shift 3
+export PRIMEHPC_SHARED_PYTHON="$shared"
+trap : USR1 # Slurm's warning must not end this shell: the next look at the time limit sees it
+python=$shared
+format='' kind='' machine='' version='' hash='' size='' sha256='' root='' env=''
+began=$(date +%s)
+
+say() { echo "prime-hpc env: $(uname -n): $*" >&2; }
+
+prepare() {
+    while read -r key value; do
+        case $key in
+            format) format=$value ;; kind) kind=$value ;; machine) machine=$value ;; python) version=$value ;;
+            hash) hash=$value ;; size) size=$value ;; sha256) sha256=$value ;;
+        esac
+    done <"$pack.facts" || { say "$pack.facts cannot be read"; return 1; }
+    [ "$format" = 1 ] || { say "$pack.facts is of format '$format', this prime-hpc reads 1: pack again"; return 1; }
+    [ "$machine" = "$(uname -m)" ] || { say "$pack was made for $machine, this node is $(uname -m)"; return 1; }
+    found=$(stat -Lc %s "$pack") || return 1
+    [ "$found" = "$size" ] || { say "$pack has $found bytes, not $size: pack again"; return 1; }
+    eval "root=\"${named:-/tmp}\"/prime-hpc-$(id -u)" # $USER, $SLURM_JOB_ID and the like are this node's
+    mkdir -p "${root%/*}" && { mkdir -m 700 "$root" 2>/dev/null || :; }
+    # what lies in it will be executed: nobody else may have prepared it
+    if [ -L "$root" ] || [ ! -O "$root" ] || [ "$(stat -c %a "$root")" != 700 ]; then
+        say "$root is not a directory of this user alone"
+        return 1
+    fi
+    env=$root/env-$hash
+    # unpacked files are read several times as fast as through FUSE
+    bring unpack "$env" || { [ "$kind" = squashfs ] && mount_image; } || return 1
+    told=$("$env/bin/python" -V 2>&1)
+    [ "$told" = "Python $version" ] || { say "$pack has Python $version, but its interpreter here says '$told'"; return 1; }
+    python=$env/bin/python
+}
+
+bring() { # FUNCTION PLACE: once a node, whole or not at all
+    [ -e "$2" ] && return 0
+    waited=0
+    until mkdir "$2.lock" 2>/dev/null; do
+        [ -e "$2" ] && return 0
+        holder=$(cat "$2.lock/pid" 2>/dev/null)
+        if { [ -n "$holder" ] && ! kill -0 "$holder" 2>/dev/null; } || { [ -z "$holder" ] && [ "$waited" -ge 10 ]; }; then
+            rm -rf "$2.lock" # whoever held it was killed
+        fi
+        waited=$((waited + 1))
+        [ "$waited" -le 1800 ] || { say "$2.lock is held for half an hour"; return 1; }
+        sleep 1
+    done
+    echo "$$" >"$2.lock/pid"
+    if [ ! -e "$2" ]; then
+        rm -rf "$2".part*
+        if "$1" "$2.part" && mv "$2.part" "$2"; then
+            say "brought $pack to $2 in $(($(date +%s) - began)) s"
+        else
+            rm -rf "$2.part" "$2.lock"
+            say "$pack could not be brought to $2 (is there room? $(df -Pk "$root" | awk 'NR == 2 {print int($4 / 1024)}') MiB free)"
+            return 1
+        fi
+    fi
+    rm -rf "$2.lock"
+}
+
+check_sum() { # FILE
+    [ "$(sha256sum <"$1" | cut -d' ' -f1)" = "$sha256" ] || { say "$1 is damaged: its sum is not that of $pack.facts"; return 1; }
+}
+
+copy_image() { cp "$pack" "$1" && check_sum "$1"; }
+
+mount_image() { # for this step alone: its processes end with the step
+    if ! command -v squashfuse >/dev/null || [ ! -w /dev/fuse ]; then
+        say "it cannot be mounted either: no squashfuse, or no right to /dev/fuse"
+        return 1
+    fi
+    bring copy_image "$env.sqsh" || return 1
+    for old in "$root"/mnt-*; do
+        [ ! -d "$old" ] || [ -e "$old/bin/python" ] || { fusermount -uz "$old" 2>/dev/null; rmdir "$old" 2>/dev/null; }
+    done
+    at=$root/mnt-$hash-${SLURM_JOB_ID:-0}-${SLURM_STEP_ID:-$$}-${SLURM_LOCALID:-0}
+    [ -e "$at/bin/python" ] && { env=$at; return 0; }
+    mkdir -p "$at" 2>/dev/null
+    if told=$(squashfuse "$env.sqsh" "$at" 2>&1); then
+        say "it is mounted instead"
+        env=$at
+        return 0
+    fi
+    say "it cannot be mounted either ($told)"
+    rmdir "$at" 2>/dev/null
+    return 1
+}
+
+unpack() { # FOLDER
+    case $kind in
+        squashfs) command -v unsquashfs >/dev/null || { say "there is no unsquashfs here"; return 1; } ;;
+        tar.zst) command -v zstd >/dev/null || { say "there is no zstd here: pack with --format tar.gz"; return 1; } ;;
+    esac
+    check_sum "$pack" || return 1
+    case $kind in
+        squashfs) unsquashfs -n -q -d "$1" "$pack" >/dev/null ;;
+        tar.zst) mkdir "$1" && zstd -dcq "$pack" | tar -xf - -C "$1" ;;
+        tar.gz) mkdir "$1" && gzip -dc "$pack" | tar -xf - -C "$1" ;;
+        *) say "$pack is of kind '$kind', which this prime-hpc does not know"; return 1 ;;
+    esac
+}
+
+prepare || say "$shared is used instead"
+trap - USR1
+exec "$python" "$@"
