@@ -369,6 +369,12 @@ VERBS: dict[str, Verb] = {
         ),
         "experiment.eval",
     ),
+    "serve": Verb(
+        "A service for the tinker client: its users train adapters on one's own nodes, step by step; until interrupted.",
+        "--tinker [@ FILE ...] [--KEY VALUE ...]",
+        (("--tinker", "the protocol of the tinker client (of PyPI)"),),
+        "experiment.serve",
+    ),
     "synthesize": Verb(
         "Have a teacher play environments or answer prompts, in the foreground: rows for `sft`, or replies in files.",
         "[@ FILE ...] --environment-ids A,B | --prompts FILE [--KEY VALUE ...]",

@@ -211,6 +211,14 @@ class InferenceClient:
         }
         return parse_choice((await self._call("POST", "/inference/v1/generate", body))["choices"][0])
 
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask `/inference/v1/generate` as the caller has it; returns the server's answer as it came.
+
+        Raises:
+            InferenceError: refused, failed, or no answer in time.
+        """
+        return await self._call("POST", "/inference/v1/generate", body)
+
     async def score(self, token_ids: Sequence[int] | np.ndarray, model: str = POLICY) -> np.ndarray:
         """Log-probability of every token given those before it, at temperature 1; one token is sampled and ignored.
 

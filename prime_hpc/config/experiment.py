@@ -224,6 +224,11 @@ class Experiment(Section):
             self._can_distil()
         if self.trainer.max_concurrent_runs > 1:
             self._can_train_many()
+        elif self.trainer.tinker is not None:
+            raise ValueError(
+                "trainer.tinker serves the adapters of a trainer of many: set trainer.max_concurrent_runs (2 or more) "
+                "to the number of adapters that may be in training at once"
+            )
         if self.model.fp8:
             self._can_use_fp8()
         for key in ("tp", "ep"):

@@ -165,8 +165,10 @@ def train(experiment: Experiment, context: RoleContext, bus: BusClient, status: 
     seed_everything(experiment.seed, dist.get_rank())
     if is_parent(experiment):
         from prime_hpc.trainer.multi.loop import run_multi
+        from prime_hpc.trainer.tinker.worker import run_tinker
 
-        run_multi(experiment, context, device, bus, status)
+        run_many = run_multi if experiment.trainer.tinker is None else run_tinker
+        run_many(experiment, context, device, bus, status)
         dist.barrier()
         dist.destroy_process_group()
         return

@@ -144,7 +144,7 @@ class TrainStep:
             batch = RankBatch.empty(1)
         facts = batch_facts(batch, step)
         with self.timer("forward_backward", on_device=True), self.adapted():
-            stats, num_shared = self._forward_backward(self.lay_out(batch), objective, facts)
+            stats, num_shared = self.accumulate(self.lay_out(batch), objective, facts)
         with self.timer("optim", on_device=True):
             metrics = self._reduce(step, facts, stats, num_shared)
             self._check_finite(step, batch, metrics)
@@ -196,10 +196,14 @@ class TrainStep:
             num_targets, num_sequences = batch.totals.tolist()
         return num_targets, num_sequences, num_echo
 
-    def _forward_backward(
-        self, batch: RankBatch, objective: MicroBatchLoss, facts: BatchFacts
-    ) -> tuple[LossStats, int]:
-        """Accumulate gradients over the micro-batches.
+    def accumulate(self, batch: RankBatch, objective: MicroBatchLoss, facts: BatchFacts) -> tuple[LossStats, int]:
+        """Accumulate gradients over the micro-batches, inside `adapted`; under `no_grad` compute the losses alone.
+        Collective.
+
+        Args:
+            batch: of `lay_out`.
+            objective: the loss.
+            facts: of the batch.
 
         Between the batch's denominators and the last backward pass the host waits for the device in no micro-batch:
         kernels are launched ahead of it, and statistics stay there.
@@ -252,7 +256,8 @@ class TrainStep:
         loss, stats = objective(micro, logprobs, weights)
         if echo is not None:
             loss, stats.sums["echo_loss"] = loss + echo, echo.detach()
-        loss.backward()
+        if torch.is_grad_enabled():
+            loss.backward()
         stats.sums["loss"] = loss.detach()
         if self._with_entropy:
             stats.sums["entropy"] = entropy.sum()

@@ -201,6 +201,18 @@ class ProfileConfig(Section):
         return self
 
 
+class TinkerConfig(Section):
+    """A service for the `tinker` client (`prime-hpc serve --tinker`): its users train adapters step by step."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every address of the machine. Requests are not encrypted: reach another machine
+    through ssh, or in a network that you trust."""
+    port: int = Field(8780, ge=0, le=65535)
+    """Port; 0 takes a free one. `<run>/tinker.key` holds the key that clients must send."""
+    session_timeout_s: float = Field(600, gt=0)
+    """A client that gives no sign of life for so long has ended: its adapters give their places back to others."""
+
+
 class TrainerConfig(Section):
     """FSDP2 training under torchrun, for RL and SFT alike."""
 
@@ -256,6 +268,8 @@ class TrainerConfig(Section):
     an adapter, optimizer, schedule, progress and orchestrator of its own; so many train at once, others wait."""
     runs_idle_timeout_s: float = Field(300, ge=0)
     """With `max_concurrent_runs`: end so long after the last run has ended."""
+    tinker: TinkerConfig | None = None
+    """With `max_concurrent_runs`: no runs of ours, but adapters that clients of the `tinker` package train."""
     deterministic: bool = False
     """Repeat a step to the last bit on CUDA too (resume, replay): kernels without atomics, NCCL rings alone, no
     autotuning; slower, and an operation that has no such kernel is refused. A CPU does without it."""

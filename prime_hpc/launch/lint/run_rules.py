@@ -285,7 +285,7 @@ def checkpoints(subject: Subject) -> Iterator[Finding]:
 def runs(subject: Subject) -> Iterator[Finding]:
     """Report a trainer of many runs that has none."""
     experiment = subject.experiment
-    if is_parent(experiment) and not list_children(experiment.run_dir):
+    if is_parent(experiment) and experiment.trainer.tinker is None and not list_children(experiment.run_dir):
         yield Finding(
             "PH210",
             "warning",

@@ -84,6 +84,11 @@ def evaluation_line(experiment: Experiment) -> str:
 def runs_line(experiment: Experiment) -> str:
     """Of a trainer that trains many runs: how many, and which there are."""
     trainer, names = experiment.trainer, list_children(experiment.run_dir)
+    if trainer.tinker is not None and experiment.model.lora is not None:
+        return (
+            f"those of tinker clients: at most {trainer.max_concurrent_runs} adapters of rank "
+            f"{experiment.model.lora.rank} or less at once, served on {trainer.tinker.host} port {trainer.tinker.port}"
+        )
     known = f"{len(names)} below it: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else "none yet"
     return (
         f"at most {trainer.max_concurrent_runs} at once, an adapter and an orchestrator each; {known}; ends "
@@ -94,6 +99,8 @@ def runs_line(experiment: Experiment) -> str:
 def orchestrator_line(experiment: Experiment) -> str:
     """Describe who samples, and how much."""
     orchestrator = experiment.orchestrator
+    if experiment.trainer.tinker is not None:
+        return "none: tinker clients bring their own data and environments"
     envs = ", ".join(env.name or env.id for env in orchestrator.env) or "none"
     own = "one for each run that trains; where it states nothing else: " if is_parent(experiment) else ""
     return (

@@ -94,6 +94,7 @@ class Adapters:
                 self._pieces.append(piece)
                 self._flat_size += piece.size
         self._slots = [[self._empty(piece) for piece in self._pieces] for _ in range(num_slots)]
+        self._configs = [config] * num_slots
         self._in_use: int | None = None
         self.base_names: Mapping[str, str] = {}
         """Of the modules that the base's checkpoint calls otherwise: their names there, which engines know."""
@@ -112,15 +113,24 @@ class Adapters:
         """`<module>.lora_A` and `<module>.lora_B` -> sharded parameter of a slot. Not collective."""
         return {piece.name: p for piece, p in zip(self._pieces, self._slots[slot], strict=True)}
 
-    def reset(self, slot: int, seed: int) -> None:
+    def config_of(self, slot: int) -> LoraConfig:
+        """Return the shape of a slot's adapter: of another rank only where `reset` was told so. Not collective."""
+        return self._configs[slot]
+
+    def reset(self, slot: int, seed: int, rank: int | None = None) -> None:
         """Draw A uniform in +-1 / sqrt(in) (Kaiming with a = sqrt(5), as PEFT has it), B zero. Not collective: every
-        rank draws all of A and keeps its shard, so the result does not depend on their number."""
+        rank draws all of A and keeps its shard, so the result does not depend on their number.
+
+        A lower LoRA `rank` than the config's is that adapter exactly, its scale included: the other rows of A and
+        columns of B are zero, so are their gradients, and so they stay under any optimizer.
+        """
+        self._configs[slot] = self.config.model_copy(update={"rank": rank or self.config.rank})
         generator = torch.Generator().manual_seed(seed)
         for piece, parameter in zip(self._pieces, self._slots[slot], strict=True):
             whole = torch.zeros(piece.shape)
             if piece.dim == _DIMS["lora_A"]:
                 bound = 1 / math.sqrt(piece.shape[1])
-                whole.uniform_(-bound, bound, generator=generator)
+                whole[:rank].uniform_(-bound, bound, generator=generator)
             self._fill(piece, parameter, whole)
 
     def load(self, slot: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -143,8 +153,11 @@ class Adapters:
 
     def weights(self, slot: int) -> dict[str, torch.Tensor]:
         """Return copies of a slot's whole float32 tensors on the CPU, under PEFT's names, on every rank."""
-        wholes = self._gather(slot)
-        return {self.peft_name(p.name): w.detach().clone().cpu() for p, w in zip(self._pieces, wholes, strict=True)}
+        wholes, rank = self._gather(slot), self._configs[slot].rank
+        return {
+            self.peft_name(p.name): w.detach().narrow(1 - p.dim, 0, rank).clone().cpu()
+            for p, w in zip(self._pieces, wholes, strict=True)
+        }
 
     @contextlib.contextmanager
     def use(self, slot: int) -> Iterator[None]:
@@ -156,6 +169,8 @@ class Adapters:
         with_grad = torch.is_grad_enabled()
         wholes = [whole.requires_grad_(with_grad) for whole in self._gather(slot)]
         self._in_use = slot
+        for linear in self._linears.values():
+            linear.lora_scale = self._configs[slot].scale
         try:
             with self._lent(wholes):
                 yield
@@ -275,9 +290,9 @@ def slot_parameters(policy: "Policy", slot: int) -> list[torch.nn.Parameter]:
     return list(_of(policy).named_parameters(slot).values())
 
 
-def reset_slot(policy: "Policy", slot: int, seed: int) -> None:
-    """Start a slot anew as the base model; the same for any number of ranks."""
-    _of(policy).reset(slot, seed)
+def reset_slot(policy: "Policy", slot: int, seed: int, rank: int | None = None) -> None:
+    """Start a slot anew as the base model; the same for any number of ranks. `rank`: see `Adapters.reset`."""
+    _of(policy).reset(slot, seed, rank)
 
 
 def slot_weights(policy: "Policy", slot: int) -> dict[str, torch.Tensor]:

@@ -98,7 +98,7 @@ class AdapterPublisher:
         linears = [name for name, m in policy.hf.named_modules() if isinstance(m, torch.nn.Linear)]
         adapters = policy.adapters
         base = str(source.resolve()) if Path(model_name).expanduser().is_dir() else model_name
-        config = peft_config(adapters.config, adapters.modules, linears, base)
+        config = peft_config(adapters.config_of(slot), adapters.modules, linears, base)
         content = (json.dumps(config, indent=2) + "\n").encode()
         self._rank_of_adapter = config["r"]
         self._aux_files = AuxFiles({CONFIG_FILE: content, **tokenizer_files(source)})

@@ -1,0 +1,246 @@
+"""One adapter in training, on every rank: a slot of the shared model, its gradients, its Adam, its saves.
+
+All methods are collective. An adapter touches no other slot's tensors, so the order in which adapters take turns
+changes no bit of any.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.named_code import Bounds
+from prime_hpc.config.sections.trainer import OptimConfig, SchedulerConfig
+from prime_hpc.store.checkpoint.checkpoints import load_checkpoint
+from prime_hpc.store.model_fingerprint import model_identity
+from prime_hpc.store.run_paths import RunPaths, claim_incarnation
+from prime_hpc.trainer.batching.micro_batches import batch_facts
+from prime_hpc.trainer.checkpointing import dcp_state
+from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
+from prime_hpc.trainer.checkpointing.verify import verify_parts
+from prime_hpc.trainer.lora import reset_slot, slot_named_parameters
+from prime_hpc.trainer.multi.collective_call import call_collectively
+from prime_hpc.trainer.optim import build_optimizer
+from prime_hpc.trainer.parallel.distribute import reshard_all
+from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm
+from prime_hpc.trainer.tinker.batches import BadRequestError, Collected, Example, part_of, per_example, summed_loss
+from prime_hpc.trainer.tinker.paths import Saved, Shape
+from prime_hpc.trainer.train_step import TrainStep
+from prime_hpc.trainer.trainer import Base
+from prime_hpc.trainer.weights.lora_files import AdapterPublisher, adapter_identity
+
+_ATTENTION = ("attn", "attention", "mixer")
+"""Parts of the names of the modules that `train_attn` is about; all others are `train_mlp`'s."""
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """Parameters of one optimizer step (AdamW, arXiv 1711.05101)."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_norm: float
+    """Largest norm of the gradient; 0: not clipped."""
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Rank 0: what a forward (and backward) pass computed."""
+
+    logprobs: list[np.ndarray]
+    """Of each example, [T]."""
+    losses: list[np.ndarray]
+    """Likewise, of each token."""
+    loss: float
+    """Their sum."""
+    num_tokens: int
+
+
+class Adapter:
+    """An adapter that holds a slot."""
+
+    def __init__(self, base: Base, experiment: Experiment, slot: int, shape: Shape, paths: RunPaths) -> None:
+        """Begin as the base model.
+
+        Args:
+            base: the shared model.
+            experiment: of the service.
+            slot: that it gets.
+            shape: of the adapter; its rank is at most the service's.
+            paths: its directory.
+        """
+        self.slot, self.steps = slot, 0
+        self._base, self._paths, self._budget = base, paths, experiment.micro_batch_tokens
+        self._refusal: str | None = None
+        policy, rank = base.policy, dist.get_rank()
+        reset_slot(policy, slot, shape.seed, shape.rank)
+        named = slot_named_parameters(policy, slot)
+        self._parameters = list(named.values())
+        trained = [p for name, p in named.items() if _is_trained(name, shape)]
+        # Adam's own parameters come with each step
+        self._optimizer = build_optimizer(policy, OptimConfig(type="adamw"), trained)
+        self._trained: list[torch.Tensor] = list(trained)
+        config = experiment.trainer
+        self._train_step = TrainStep(
+            policy,
+            self._optimizer,
+            optim=OptimConfig(type="adamw"),
+            scheduler=SchedulerConfig(),
+            max_steps=1,
+            normalize="token",
+            reshard=config.reshard_after_forward,
+            device=base.device,
+            peak_flops=base.peak_flops,
+            with_entropy=False,
+            slot=slot,
+            share_prefixes=False,
+            row_tokens=self._budget,
+        )
+        call_collectively(lambda: claim_incarnation(paths, after=0) if rank == 0 else None)  # nobody else's, ever
+        assert policy.adapters is not None
+        identity = adapter_identity(policy.adapters.config_of(slot), base.source)
+        meta = {"model": experiment.model.name, "kind": "tinker", "identity": model_identity(base.source)}
+        self._checkpointer = Checkpointer(
+            policy, self._optimizer, paths, incarnation=1, meta=meta | {"adapter": identity}, slot=slot
+        )
+        self._publisher = AdapterPublisher(
+            policy, base.source, paths, incarnation=1, model_name=experiment.model.name, slot=slot
+        )
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def run_pass(
+        self, examples: Sequence[Example], loss_fn: str, bounds: Bounds, *, forward_only: bool
+    ) -> PassResult | None:
+        """Do a forward pass, and a backward pass whose gradients are added to those that are there.
+
+        Returns:
+            the result on rank 0, None elsewhere.
+        """
+        step, parallel = self._train_step, self._base.policy.parallel
+        part = part_of(examples, parallel.data_rank, parallel.dims.num_data_ranks, self._budget)
+        batch, collected = step.lay_out(part), Collected([], [])
+        objective = summed_loss(loss_fn, bounds, collected)
+        with torch.set_grad_enabled(not forward_only), step.adapted():
+            stats, _ = step.accumulate(batch, objective, batch_facts(batch, 1))
+        if forward_only:
+            reshard_all(self._base.policy)
+        own = (per_example(batch, collected), float(stats.sums["loss"])) if parallel.leads else ({}, 0.0)
+        rows = _gather(own, self._base.control)
+        if rows is None:
+            return None
+        of_example = {i: arrays for found, _ in rows for i, arrays in found.items()}
+        return PassResult(
+            [of_example[i][0] for i in range(len(examples))],
+            [of_example[i][1] for i in range(len(examples))],
+            sum(loss for _, loss in rows),
+            sum(len(e.tokens) for e in examples),
+        )
+
+    def refuse_step(self, why: str) -> None:
+        """Drop the gradients: those of a pass that failed are missing among them. The next step is refused."""
+        self._refusal = why
+        self._drop_gradients()
+
+    def update(self, adam: AdamStep) -> dict[str, float]:
+        """Step the optimizer with the gradients that are there, and drop them; returns metrics.
+
+        Raises:
+            BadRequestError: the gradients are not whole or not finite; weights and optimizer are as before.
+        """
+        if self._refusal is not None:
+            why, self._refusal = self._refusal, None
+            raise BadRequestError(f"no step was taken, and the gradients were dropped: {why}")
+        squared = squared_norm(self._trained, self._base.device)
+        dist.all_reduce(squared)
+        norm = math.sqrt(squared.item()) if squared.item() >= 0 else math.nan
+        if not math.isfinite(norm):
+            self._drop_gradients()
+            raise BadRequestError(
+                f"no step was taken: the gradient's norm is {norm}. The gradients were dropped, the weights are as "
+                "before; look at the data of the last forward_backward, or lower the learning rate"
+            )
+        if adam.max_norm > 0 and norm > adam.max_norm:
+            torch._foreach_mul_(local_gradients(self._trained), adam.max_norm / (norm + 1e-6))
+        for group in self._optimizer.param_groups:
+            group["lr"], group["betas"] = adam.learning_rate, adam.betas
+            group["eps"], group["weight_decay"] = adam.eps, adam.weight_decay
+        self._optimizer.step()
+        self._drop_gradients()
+        self.steps += 1
+        return {"grad_norm:mean": norm, "lr:mean": adam.learning_rate, "steps:max": float(self.steps)}
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    # ------------------------------------------------------------------------------------------------ saves
+
+    @property
+    def has_optimizer(self) -> bool:
+        """True if the optimizer has a state: from its first step on."""
+        return bool(self._optimizer.state)
+
+    def save(self, number: int) -> None:
+        """Write weights and optimizer as checkpoint `number`.
+
+        Raises:
+            StoreError: disk full, fenced.
+        """
+        self._checkpointer.save(number, progress={"steps": self.steps}, batch_dir=None)
+
+    def publish(self, number: int) -> None:
+        """Write the weights for the engines as version `number`.
+
+        Raises:
+            StoreError: disk full, fenced.
+        """
+        call_collectively(lambda: self._publisher.publish(number))
+
+    def load(self, saved: Saved, *, with_optimizer: bool) -> None:
+        """Take the weights of a save, and its optimizer's state; without, the optimizer begins anew.
+
+        Raises:
+            BadRequestError: it is of another model, or of another shape.
+            StoreError: it cannot be read.
+        """
+        info = call_collectively(lambda: load_checkpoint(saved.run.checkpoints, saved.save.number))
+        verify_parts(info, self._paths)
+        problems = self._checkpointer.mismatches(info)
+        if problems:
+            raise BadRequestError(f"{saved.path} cannot be loaded here: {'; '.join(problems)}")
+        self._drop_gradients()
+        self._refusal = None
+        self._optimizer.state.clear()
+        if with_optimizer and saved.save.has_optimizer:
+            dcp_state.create_optimizer_state(self._optimizer)
+        state = dcp_state.named_state(self._base.policy, self._optimizer, self.slot)
+        dcp_state.load_state(info.trainer_dir, state)
+        self.steps = saved.save.steps if with_optimizer else 0
+
+    def close(self) -> None:
+        """Give its slot back."""
+        self._drop_gradients()
+        self._checkpointer.close()
+
+
+def _is_trained(name: str, shape: Shape) -> bool:
+    """Return whether a parameter is of the parts that the adapter was asked to train."""
+    is_attention = any(part in name for part in _ATTENTION)
+    return shape.train_attn if is_attention else shape.train_mlp
+
+
+def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
+    """Every rank's value on rank 0, None elsewhere."""
+    if dist.get_world_size() == 1:
+        return [value]
+    rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, rows, group=group)
+    return rows

@@ -1,0 +1,250 @@
+"""The routes of the service, behind its key.
+
+Whoever sends another key, or none, learns nothing: every route answers 401 alike. Errors are JSON, `{"detail": ...}`:
+404 for what is not here, 410 for a session that is over, 422 for what cannot be understood. What is wrong with an
+operation is the result of its future instead.
+"""
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from aiohttp import web
+from loguru import logger
+from pydantic import BaseModel, ValidationError
+
+from prime_hpc.trainer.tinker import requests as wanted
+from prime_hpc.trainer.tinker.batches import BadRequestError
+from prime_hpc.trainer.tinker.paths import KINDS, as_checkpoint, tinker_path
+from prime_hpc.trainer.tinker.service import GoneError, Service
+from prime_hpc.trainer.tinker.wire import PROTOBUF, BadWireError, read_forward_backward
+
+MOST_BYTES = 256 << 20
+"""Of one request; the client sends at most 5 MB of data at once."""
+LONG_POLL_S = 20.0
+"""A question for a result is answered within this, if only to say that there is none yet; the client asks again."""
+_UNAUTHORIZED = {"detail": "this service needs its key: X-API-Key"}
+T = TypeVar("T", bound=BaseModel)
+
+
+def build_app(service: Service, key: str) -> web.Application:
+    """Build the application."""
+    app = web.Application(client_max_size=MOST_BYTES, middlewares=[_gate(key), _errors])
+    routes = _Routes(service)
+    posts = {
+        "client/config": routes.config,
+        "client/dynamic_config": routes.nothing,
+        "create_session": routes.create_session,
+        "session_heartbeat": routes.heartbeat,
+        "telemetry": routes.telemetry,
+        "create_model": routes.create_model,
+        "get_info": routes.info,
+        "unload_model": routes.unload,
+        "forward_backward": routes.forward_backward,
+        "optim_step": routes.optim_step,
+        "save_weights": routes.save_weights,
+        "save_weights_for_sampler": routes.save_for_sampler,
+        "load_weights": routes.load_weights,
+        "weights_info": routes.weights_info,
+        "create_sampling_session": routes.create_sampler,
+        "asample": routes.sample,
+        "retrieve_future": routes.retrieve,
+        "cancel_future": routes.nothing,
+        "sessions/{session_id}/finish": routes.finish,
+    }
+    gets = {
+        "healthz": routes.health,
+        "get_server_capabilities": routes.capabilities,
+        "samplers/{sampler_id}": routes.sampler,
+        "sessions/{session_id}": routes.session,
+        "training_runs/{model_id}/checkpoints": routes.checkpoints,
+        "checkpoints": routes.checkpoints,
+    }
+    app.add_routes([web.post(f"/api/v1/{path}", handler) for path, handler in posts.items()])
+    app.add_routes([web.get(f"/api/v1/{path}", handler) for path, handler in gets.items()])
+    app.add_routes([web.delete("/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}", routes.delete)])
+    return app
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _gate(key: str) -> Any:
+    """Middleware, outermost: nothing is reached without the key."""
+    expected = key.encode()
+
+    @web.middleware
+    async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.getall("X-API-Key", [])
+        if len(given) != 1 or not hmac.compare_digest(given[0].encode(), expected):
+            return web.json_response(_UNAUTHORIZED, status=401, headers={"Connection": "close"})
+        return await handler(request)
+
+    return gate
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return _refused(error.status, f"{request.method} {request.path}: {error.reason}; not served here")
+    except GoneError as error:
+        return _refused(404, str(error))
+    except ValidationError as error:
+        return _refused(422, wanted.explain(error))
+    except (BadRequestError, BadWireError) as error:
+        return _refused(422, str(error))
+    except Exception as error:  # noqa: BLE001 - one request's trouble, which its client is told; the others go on
+        logger.opt(exception=True).error(f"{request.method} {request.path} failed")
+        return _refused(500, f"{type(error).__name__}: {error}")
+
+
+def _refused(status: int, message: str) -> web.Response:
+    return web.json_response({"detail": message}, status=status)
+
+
+async def _read(request: web.Request, kind: type[T]) -> T:
+    """Return the body. Raises a ValidationError where it is no such request."""
+    return kind.model_validate_json(await request.read())
+
+
+class _Routes:
+    """Each reads a request, asks the service, answers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Say that this service answers."""
+        return web.json_response({"status": "ok"})
+
+    async def nothing(self, request: web.Request) -> web.Response:
+        """Take note of nothing: the client's own defaults hold, and what it cancels ends by itself."""
+        return web.json_response({})
+
+    async def config(self, request: web.Request) -> web.Response:
+        """Tell the client how to behave: keys alone, each result asked for by itself, custom losses on its side."""
+        off = ("pjwt_auth_enabled", "proto_compress_fwdbwd", "sample_use_retrieve_futures", "custom_loss_server_side")
+        return web.json_response(dict.fromkeys(off, False))
+
+    async def telemetry(self, request: web.Request) -> web.Response:
+        """Drop what the client reports of itself."""
+        return web.json_response({"status": "accepted"})
+
+    async def capabilities(self, request: web.Request) -> web.Response:
+        """Name the one model."""
+        return web.json_response({"supported_models": [self._service.describe_model()]})
+
+    async def create_session(self, request: web.Request) -> web.Response:
+        """Begin a session."""
+        return web.json_response(self._service.create_session(await _read(request, wanted.CreateSession)))
+
+    async def heartbeat(self, request: web.Request) -> web.Response:
+        """Note a sign of life; 410 ends those of a session that is over."""
+        body = json.loads(await request.read())
+        try:
+            self._service.heartbeat(str(body.get("session_id")))
+        except GoneError as error:
+            return _refused(410, str(error))
+        return web.json_response({"type": "session_heartbeat"})
+
+    async def session(self, request: web.Request) -> web.Response:
+        """List adapters and samplers of a session."""
+        return web.json_response(self._service.describe_session(request.match_info["session_id"]))
+
+    async def finish(self, request: web.Request) -> web.Response:
+        """End a session."""
+        self._service.finish(request.match_info["session_id"])
+        return web.json_response({})
+
+    async def create_model(self, request: web.Request) -> web.Response:
+        """Have an adapter created."""
+        return _future(self._service.create(await _read(request, wanted.CreateModel)))
+
+    async def load_weights(self, request: web.Request) -> web.Response:
+        """Have an adapter created from a save, or take its weights."""
+        body = await _read(request, wanted.LoadWeights)
+        if body.session_id is not None and body.model_seq_id is not None:
+            return _future(self._service.create_from(body))
+        return _future(self._service.load(body))
+
+    async def info(self, request: web.Request) -> web.Response:
+        """Describe an adapter."""
+        return web.json_response(self._service.info((await _read(request, wanted.OfModel)).model_id))
+
+    async def unload(self, request: web.Request) -> web.Response:
+        """Have an adapter give its slot back."""
+        model_id = (await _read(request, wanted.OfModel)).model_id
+        self._service.remove(model_id)
+        return _future(f"{model_id}:remove")
+
+    async def forward_backward(self, request: web.Request) -> web.Response:
+        """Have a forward (and backward) pass done."""
+        return _future(self._service.run_pass(read_forward_backward(await request.read())))
+
+    async def optim_step(self, request: web.Request) -> web.Response:
+        """Have the optimizer step."""
+        return _future(self._service.update(await _read(request, wanted.OptimStep)))
+
+    async def save_weights(self, request: web.Request) -> web.Response:
+        """Have weights and optimizer saved."""
+        return _future(self._service.save(await _read(request, wanted.SaveWeights)))
+
+    async def save_for_sampler(self, request: web.Request) -> web.Response:
+        """Have weights saved for the engines."""
+        return _future(self._service.publish(await _read(request, wanted.SaveForSampler)))
+
+    async def create_sampler(self, request: web.Request) -> web.Response:
+        """Begin a sampler."""
+        sampler_id = self._service.create_sampler(await _read(request, wanted.CreateSampler))
+        return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler_id})
+
+    async def sampler(self, request: web.Request) -> web.Response:
+        """Describe a sampler."""
+        return web.json_response(self._service.describe_sampler(request.match_info["sampler_id"]))
+
+    async def sample(self, request: web.Request) -> web.Response:
+        """Have sequences sampled."""
+        return web.json_response(self._service.sample(await _read(request, wanted.Sample)))
+
+    async def retrieve(self, request: web.Request) -> web.Response:
+        """Answer with a result, or with 408 that there is none yet."""
+        request_id = (await _read(request, wanted.Retrieve)).request_id
+        future = await self._service.result(request_id, LONG_POLL_S)
+        if future is None:
+            waits = self._service.waits_for_slot(request_id)
+            state = {"queue_state": "paused_capacity" if waits else "active"}
+            reason = {"queue_state_reason": "every adapter slot of this service is taken"} if waits else {}
+            return web.json_response({"type": "try_again", "request_id": request_id, **state, **reason}, status=408)
+        return web.Response(body=future.body, content_type=PROTOBUF if future.is_protobuf else "application/json")
+
+    async def weights_info(self, request: web.Request) -> web.Response:
+        """Describe a save."""
+        body = json.loads(await request.read())
+        shape = self._service.shelf.find(str(body.get("tinker_path"))).shape
+        facts = {"train_unembed": False, "train_mlp": shape.train_mlp, "train_attn": shape.train_attn}
+        return web.json_response({"base_model": shape.base_model, "is_lora": True, "lora_rank": shape.rank} | facts)
+
+    async def checkpoints(self, request: web.Request) -> web.Response:
+        """List the saves of an adapter, or of all."""
+        model_id, shelf = request.match_info.get("model_id"), self._service.shelf
+        rows = [
+            as_checkpoint(shelf.find(tinker_path(model, kind, name)))
+            for model in ([model_id] if model_id is not None else shelf.models())
+            for kind in KINDS
+            for name in shelf.index(model).saves[kind]
+        ]
+        return web.json_response({"checkpoints": rows})
+
+    async def delete(self, request: web.Request) -> web.Response:
+        """Delete a save."""
+        given = request.match_info
+        path = f"tinker://{given['model_id']}/{given['kind']}/{given['name']}"
+        self._service.shelf.delete(self._service.shelf.find(path))
+        return web.json_response({})
+
+
+def _future(request_id: str) -> web.Response:
+    return web.json_response({"request_id": request_id, "model_id": request_id.rpartition(":")[0]})

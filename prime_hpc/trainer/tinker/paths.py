@@ -1,0 +1,199 @@
+"""`tinker://` paths: where what an adapter saved lies on the shared file system, and what is known of it.
+
+    <run>/tinker/<adapter>/index.json                      shape of the adapter, and its saves by name
+    <run>/tinker/<adapter>/checkpoints/step_<n>/           tinker://<adapter>/weights/<name>: with the optimizer
+    <run>/tinker/<adapter>/weights/step_<n>/               tinker://<adapter>/sampler_weights/<name>: for the engines
+
+Saves are the store's own artifacts; the index is replaced in one rename after the artifact it names is whole. All of it
+outlives the service: a later one reads what an earlier one wrote.
+"""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from prime_hpc.runtime.atomic_write import write_atomic
+from prime_hpc.store.io import files
+from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.tinker.batches import BadRequestError
+
+SCHEME = "tinker://"
+INDEX = "index.json"
+Kind = Literal["weights", "sampler_weights"]
+KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_MODEL = re.compile(r"([0-9a-f]{8,32}):train:(\d{1,9})")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an adapter was created as."""
+
+    base_model: str
+    rank: int
+    seed: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    user_metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save of an adapter."""
+
+    number: int
+    """Of its artifact: `step_<number>`."""
+    time: float
+    """Seconds since the epoch."""
+    steps: int
+    """Optimizer steps done."""
+    has_optimizer: bool = False
+    """Whether the optimizer had a state yet."""
+    user_metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Index:
+    """All that is known of an adapter's saves."""
+
+    shape: Shape
+    saves: dict[str, dict[str, Save]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    """Kind -> name -> save."""
+
+    def with_save(self, kind: Kind, name: str, save: Save) -> "Index":
+        """Return the index with one more save."""
+        return Index(self.shape, {**self.saves, kind: {**self.saves[kind], name: save}})
+
+    def without(self, kind: Kind, name: str) -> "Index":
+        """Return the index without a save."""
+        return Index(self.shape, {**self.saves, kind: {n: s for n, s in self.saves[kind].items() if n != name}})
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that a path names."""
+
+    path: str
+    model_id: str
+    kind: Kind
+    name: str
+    shape: Shape
+    save: Save
+    run: RunPaths
+
+    @property
+    def folder(self) -> Path:
+        """Its artifact."""
+        number = self.save.number
+        return self.run.checkpoint_step(number) if self.kind == "weights" else self.run.weights_step(number)
+
+
+def tinker_path(model_id: str, kind: Kind, name: str) -> str:
+    """Return the client's name of a save."""
+    return f"{SCHEME}{model_id}/{kind}/{name}"
+
+
+def check_name(name: str) -> str:
+    """Return a save's name.
+
+    Raises:
+        BadRequestError: it could be no file's name.
+    """
+    if not _NAME.fullmatch(name):
+        raise BadRequestError(f"{name!r} names no save: letters, digits and . _ - alone, at most 128")
+    return name
+
+
+class Shelf:
+    """The saves of all adapters below a run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._root = run_dir / "tinker"
+
+    def of_model(self, model_id: str) -> RunPaths:
+        """Return the directory of an adapter, which need not be there."""
+        match = _MODEL.fullmatch(model_id)
+        if match is None:
+            raise BadRequestError(f"{model_id!r} is no id of an adapter of this service")
+        return RunPaths(self._root / f"{match[1]}-{match[2]}")
+
+    def models(self) -> Iterator[str]:
+        """All adapters that ever saved or trained here."""
+        for name in sorted(files.list_dir(self._root)):
+            session, _, number = name.partition("-")
+            if _MODEL.fullmatch(f"{session}:train:{number}"):
+                yield f"{session}:train:{number}"
+
+    def index(self, model_id: str) -> Index:
+        """Return what is known of an adapter.
+
+        Raises:
+            BadRequestError: there never was one of this id.
+        """
+        path = self.of_model(model_id).root / INDEX
+        try:
+            found = json.loads(path.read_bytes())
+            saves: dict[str, dict[str, Save]] = {}
+            for kind in KINDS:
+                saves[kind] = {name: Save(**row) for name, row in found["saves"][kind].items()}
+            return Index(Shape(**found["shape"]), saves)
+        except FileNotFoundError:
+            raise BadRequestError(f"there is no adapter {model_id} here") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BadRequestError(f"what adapter {model_id} saved cannot be read: {path}: {error}") from error
+
+    def write(self, model_id: str, index: Index) -> None:
+        """Replace the index of an adapter."""
+        root = self.of_model(model_id).root
+        files.make_dir(root)
+        write_atomic(root / INDEX, json.dumps(asdict(index), indent=1), sync_name=True)
+
+    def find(self, path: str, kind: Kind | None = None) -> Saved:
+        """Return the save that a path names.
+
+        Args:
+            path: `tinker://...`
+            kind: that it must be of; None: any.
+
+        Raises:
+            BadRequestError: there is none; says what there is.
+        """
+        parts = path.removeprefix(SCHEME).split("/")
+        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
+            raise BadRequestError(f"{path} is no path of a save: {SCHEME}<adapter>/weights/<name>, or sampler_weights")
+        model_id, found, name = parts[0], parts[1], parts[2]
+        known: Kind = "weights" if found == "weights" else "sampler_weights"
+        if kind is not None and known != kind:
+            wanted = "save_state" if kind == "weights" else "save_weights_for_sampler"
+            raise BadRequestError(f"{path} is of kind {known}; what is wanted here comes from {wanted}")
+        index = self.index(model_id)
+        if name not in index.saves[known]:
+            there = ", ".join(index.saves[known]) or "nothing yet"
+            raise BadRequestError(f"{path}: adapter {model_id} has saved {there} under {known}")
+        return Saved(path, model_id, known, name, index.shape, index.saves[known][name], self.of_model(model_id))
+
+    def delete(self, saved: Saved) -> None:
+        """Delete a save: first its name, then its artifact."""
+        self.write(saved.model_id, self.index(saved.model_id).without(saved.kind, saved.name))
+        shutil.rmtree(saved.folder, ignore_errors=True)
+
+
+def new_save(number: int, steps: int, *, has_optimizer: bool, user_metadata: dict[str, str] | None) -> Save:
+    """Return a save of this moment."""
+    return Save(number, time.time(), steps, has_optimizer, dict(user_metadata or {}))
+
+
+def as_checkpoint(saved: Saved) -> dict[str, Any]:
+    """Return a save as the client lists checkpoints."""
+    return {
+        "checkpoint_id": f"{saved.kind}/{saved.name}",
+        "checkpoint_type": "training" if saved.kind == "weights" else "sampler",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(saved.save.time)),
+        "tinker_path": saved.path,
+        "user_metadata": saved.save.user_metadata,
+    }
