@@ -370,7 +370,7 @@ VERBS: dict[str, Verb] = {
         "experiment.eval",
     ),
     "serve": Verb(
-        "A service for the tinker client: its users train adapters on one's own nodes, step by step; until interrupted.",
+        "Serve the tinker client, in the foreground: its users train adapters on your own nodes, step by step.",
         "--tinker [@ FILE ...] [--KEY VALUE ...]",
         (("--tinker", "the protocol of the tinker client (of PyPI)"),),
         "experiment.serve",

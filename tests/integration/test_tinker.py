@@ -1,9 +1,6 @@
 """The tinker service with the unchanged client of PyPI: losses are our own path's, what was saved outlives the service,
 adapters do not disturb each other, and what is wrong is said to whom it concerns."""
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker import AuthenticationError, NotFoundError, RequestFailedError, RestClient, types
+from tinker import types
 
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch
 from tests.support.many_runs import log_of, make_child, make_parent, put_batch, run_trainer
 from tests.support.runs import rows
-from tests.support.tiny_model import make_tiny_model
 from tests.support.tinker_world import TinkerWorld, datum
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
