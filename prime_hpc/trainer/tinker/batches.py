@@ -44,9 +44,9 @@ class _Loss:
     values: str
     """Input that multiplies the tokens' terms."""
     uses_ratio: bool
-    """Whether it needs the sampler's `logprobs`."""
+    """True if it needs the sampler's `logprobs`."""
     config: Mapping[str, float]
-    """What may be said in `loss_fn_config`, with the defaults."""
+    """Options of `loss_fn_config`, with their defaults."""
 
 
 LOSSES = {
@@ -172,7 +172,7 @@ def _shifted(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @dataclass
 class Collected:
-    """What a pass computed, in the order of a batch's targets."""
+    """Results of a pass, in the order of a batch's targets."""
 
     logprobs: list[torch.Tensor]
     losses: list[torch.Tensor]

@@ -53,7 +53,7 @@ class Failure:
 
     message: str
     is_user: bool
-    """Whether the request was wrong; else it is this service's trouble."""
+    """True if the request was wrong; else it is this service's trouble."""
 
 
 class Board:

@@ -32,7 +32,7 @@ _MODEL = re.compile(r"([0-9a-f]{8,32}):train:(\d{1,9})")
 
 @dataclass(frozen=True)
 class Shape:
-    """What an adapter was created as."""
+    """The form in which an adapter was created."""
 
     base_model: str
     rank: int
@@ -53,7 +53,7 @@ class Save:
     steps: int
     """Optimizer steps done."""
     has_optimizer: bool = False
-    """Whether the optimizer had a state yet."""
+    """True if the optimizer had a state by then."""
     user_metadata: dict[str, str] = field(default_factory=dict)
 
 

@@ -158,7 +158,7 @@ class _EngineUrls:
         attached = client.urls if client.base_url is not None else []
         self._stated = list(context.inference_urls) or attached
         self.expected = experiment.inference is not None or bool(attached)
-        """Whether there are to be any."""
+        """True if there are to be any."""
         self._said: dict[int, str] = {}
         bus.subscribe("status", self._on_status)
 

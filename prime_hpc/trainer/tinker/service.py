@@ -33,7 +33,7 @@ UNNAMED = "unnamed-"
 
 
 class GoneError(LookupError):
-    """What is asked for is not here (any more); the message says why."""
+    """Nothing of that name is here (any more); the message says why."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _Line:
 
 
 class Service:
-    """What the routes do."""
+    """The work behind the routes."""
 
     def __init__(self, experiment: Experiment, shelf: Shelf, engines: Engines | None, source: str, vocab_size: int):
         """`source`: directory of the base model; `engines`: None where there are none."""

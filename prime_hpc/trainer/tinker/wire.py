@@ -58,7 +58,7 @@ class Datum:
     tokens: NDArray[np.int64]
     """[T] the model's input."""
     inputs: dict[str, NDArray[Any]]
-    """What the loss needs, by name, in the tensors' own shapes."""
+    """Inputs of the loss, by name, in the tensors' own shapes."""
 
 
 @dataclass(frozen=True)
