@@ -77,7 +77,7 @@ def client_data(data: list[dict[str, Any]], loss: str) -> list[types.Datum]:
     return made
 
 
-OWN = {
+OWN: dict[str, dict[str, Any]] = {
     "cross_entropy": {"type": "nll"},
     "ppo": {"type": "ppo_clip", "normalize": "token"},
     "importance_sampling": {"type": "ppo_clip", "normalize": "token", "clip_low": 1.0, "clip_high": 1e6},
