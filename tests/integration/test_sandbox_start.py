@@ -78,6 +78,9 @@ def test_commands_get_input_variables_and_their_python() -> None:
             assert (ended.code, ended.stdout) == (3, b"3145728\nw /work\n")
             ended = await box.run(["python3", "-c", "import sys; print(sys.version_info[:2], sys.stdin.read())"])
             assert ended.stdout.decode() == f"{sys.version_info[:2]} \n"
+            for name in ("python", "python3"):  # also where no file of this name lies beside the interpreter
+                ended = await box.run([name, "-c", "import os, sys; print(os.path.realpath(sys.executable))"])
+                assert ended.stdout.decode().strip() == str(Path(sys._base_executable).resolve())  # type: ignore[attr-defined]
             assert (await box.run(["no-such-program"])).code == 127
             assert (await box.run(["sh", "-c", "kill -9 $$"])).code == -9
             await box.write("a/b", bytes(range(256)))

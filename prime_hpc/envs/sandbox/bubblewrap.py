@@ -39,6 +39,8 @@ ETC = (
 ETC_OF_NETWORK = ("resolv.conf", "hosts", "nsswitch.conf", "services", "protocols", "ca-certificates", "pki")
 ANSWER_S = 20.0
 """Longest wait for `bwrap --version` and for the mounts of a stage, on slow file systems."""
+PYTHON_LINKS = "/opt/prime-hpc/bin"
+"""Inside: `python` and `python3` are this interpreter, also where the system's own `python3` is another version."""
 _LINKS = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 
 _SYSCTLS = (
@@ -128,7 +130,7 @@ def shown_paths(config: SandboxConfig) -> list[str]:
 
 def environment(config: SandboxConfig) -> dict[str, str]:
     """Return all variables of a command's environment."""
-    programs = [str(Path(python_of(config)[0]).parent), "/usr/local/bin", "/usr/bin", "/bin"]
+    programs = [PYTHON_LINKS, str(Path(python_of(config)[0]).parent), "/usr/local/bin", "/usr/bin", "/bin"]
     # one thread: a library that starts one for each core of the node meets the limits at once
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {"PATH": ":".join(programs), "HOME": "/work", "TMPDIR": "/tmp", "LANG": "C.UTF-8", **one_thread}
@@ -210,6 +212,9 @@ def command(bwrap: str, config: SandboxConfig, stage: Stage) -> list[str]:
     argv += ["--proc", "/proc", "--dev", "/dev", "--size", str(SHM_MIB << 20), "--tmpfs", "/dev/shm"]
     argv += ["--remount-ro", "/dev", "--size", str(config.disk_mib << 20), "--tmpfs", "/work"]
     argv += ["--dir", "/work/.tmp", "--symlink", "work/.tmp", "/tmp", "--chdir", "/work"]
+    if not config.packages:  # a virtual environment has them, and is found by its own path alone
+        for name in ("python", "python3"):
+            argv += ["--symlink", python_of(config)[0], f"{PYTHON_LINKS}/{name}"]
     for path, source in stage.sources.items():
         argv += ["--ro-bind", source, path]
     for name, value in environment(config).items():
