@@ -14,7 +14,7 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.config import Experiment
 from prime_hpc.config.run_files import ALARMS_JSONL, ATTEMPTS_JSONL, STATUS_JSON
 from prime_hpc.config.sections.common import PrometheusConfig
 from prime_hpc.observe.console import Tail
@@ -105,9 +105,9 @@ class Exporter:
     def _try(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except (OSError, ConfigError) as error:
+        except Exception as error:  # noqa: BLE001 - a disk, a port, a package that is missing: the run goes on
             if not self._has_complained:
-                logger.warning(f"prometheus: {error}; the run goes on without")
+                logger.warning(f"prometheus: {type(error).__name__}: {error}; the run goes on without")
             self._has_complained = True
 
     def _listen(self, on_nodes: bool) -> None:
