@@ -91,6 +91,9 @@ def test_what_comes_back_is_what_went_in_and_can_go_on(
         n: c for n, c in after.items() if n != "archive.json"
     }
     assert load_to_resume(back, ["--max-steps", "9"]).experiment.run_dir == back
+    ask(capsys, back, tmp_path / "second.tar")
+    twice = Path(ask(capsys, "--restore", tmp_path / "second.tar", tmp_path / "twice")["path"])
+    assert content(twice).keys() == after.keys(), "a restored run can be archived again"
 
 
 def test_all_checkpoints_and_rollouts_from_where_they_are_and_the_source_goes(

@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from prime_hpc import __version__
-from prime_hpc.launch.archive.contents import Checkpoints, Chosen, choose
+from prime_hpc.launch.archive.contents import INDEX, Checkpoints, Chosen, choose
 from prime_hpc.launch.archive.folder_copy import FolderCopy
 from prime_hpc.launch.archive.packed_file import CHUNK, SUFFIXES, Member, PackedFile, best_suffix, opened
 from prime_hpc.store.errors import ArtifactError, StoreError
@@ -24,8 +24,6 @@ from prime_hpc.store.io import files
 from prime_hpc.store.io.disk import disk_errors, free_bytes
 from prime_hpc.store.io.files import FileEntry
 
-INDEX = "archive.json"
-"""Name of the member with the sums."""
 FORMAT = 1
 Say = Callable[[str], None]
 

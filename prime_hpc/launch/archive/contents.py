@@ -23,7 +23,9 @@ from prime_hpc.store.weights import list_versions, read_chain
 
 Checkpoints = Literal["all", "last", "none"]
 _ARTIFACTS = ("checkpoints", "weights", "rollouts", "rollouts_packed")
-_LEFT = (*_ARTIFACTS, SECRETS, "leases", "failed", POINTER)
+INDEX = "archive.json"
+"""Name of the member with the sums; a run that was restored has that of the archive it came from."""
+_LEFT = (*_ARTIFACTS, INDEX, SECRETS, "leases", "failed", POINTER)
 
 
 @dataclass

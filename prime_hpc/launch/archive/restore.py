@@ -13,7 +13,8 @@ from typing import Any
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.sources.files import dump_yaml, parse_yaml
-from prime_hpc.launch.archive.archive import INDEX, compare, folder_sums, read_index
+from prime_hpc.launch.archive.archive import compare, folder_sums, read_index
+from prime_hpc.launch.archive.contents import INDEX
 from prime_hpc.launch.archive.packed_file import SUFFIXES, opened
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
