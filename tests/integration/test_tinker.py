@@ -1,6 +1,9 @@
 """The tinker service with the unchanged client of PyPI: losses are our own path's, what was saved outlives the service,
 adapters do not disturb each other, and what is wrong is said to whom it concerns."""
 
+import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker import types
+from tinker import AuthenticationError, NotFoundError, RequestFailedError, RestClient, UnprocessableEntityError, types
+from tinker.types import RequestErrorCategory
 
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch
 from tests.support.many_runs import log_of, make_child, make_parent, put_batch, run_trainer
-from tests.support.runs import rows
+from tests.support.runs import rows, wait_until
 from tests.support.tinker_world import TinkerWorld, datum
 from tests.support.tiny_model import make_tiny_model
 
@@ -118,3 +122,148 @@ def test_losses_are_those_of_our_own_trainer(tmp_path: Path, model: Path, world:
         print(f"{loss}: own {curve}, client {theirs[loss]}")
         assert len(curve) == STEPS and np.ptp(curve) > 0
         np.testing.assert_allclose(theirs[loss], curve, rtol=2e-5, atol=2e-6)
+
+
+def adapter_of(client: Any, model: Path, **changes: Any) -> Any:
+    """A new adapter in training."""
+    return client.create_lora_training_client(base_model=str(model), **{"rank": 4, "seed": 5, **changes}).result()
+
+
+def test_saves_outlive_a_service_that_is_killed(tmp_path: Path, model: Path) -> None:
+    world = TinkerWorld(tmp_path / "service", model).start()
+    client = world.client()
+    adapter = adapter_of(client, model)
+    train(adapter, 7, "ppo", range(1, 3))
+    path = adapter.save_state("half", user_metadata={"why": "test"}).result().path
+    on = train(adapter, 7, "ppo", range(3, 6))
+    with pytest.raises(RequestFailedError, match="exists"):
+        adapter.save_state("half").result()
+    big = [datum(np.random.default_rng(i).integers(0, 300, 60).tolist(), weights=np.ones(59)) for i in range(512)]
+    lost = adapter.forward_backward(big, "cross_entropy")
+    wait_until(lambda: adapter._turn_counter == 10, 60, "the pass was taken in")  # 5 x 2, save, save, pass
+    world.kill()
+    world.start()
+    with pytest.raises(ValueError, match="started again since"):
+        lost.result()
+    with world.client() as second:
+        resumed = second.create_training_client_from_state_with_optimizer(path).result()
+        assert resumed.get_info().lora_rank == 4
+        assert train(resumed, 7, "ppo", range(3, 6)) == on  # bit for bit
+        anew = second.create_training_client_from_state(path).result()
+        again = train(anew, 7, "ppo", range(3, 6))
+        assert again[0] == on[0] and again[1:] != on[1:]  # the same weights, Adam's moments begin anew
+    rest = RestClient(base_url=world.url, api_key=world.key)
+    (listed,) = rest.list_checkpoints(path.split("/")[2]).result().checkpoints
+    assert (listed.tinker_path, listed.user_metadata) == (path, {"why": "test"})
+    world.kill()
+
+
+def test_adapters_do_not_disturb_each_other(world: TinkerWorld, model: Path) -> None:
+    with world.client() as alone:
+        adapter = adapter_of(alone, model, seed=11)
+        expected = train(adapter, 11, "importance_sampling", range(1, 5))
+    with world.client() as first, world.client() as second:
+        mine, other = adapter_of(first, model, seed=11), adapter_of(second, model, seed=12, rank=2)
+        third = second.create_lora_training_client(base_model=str(model), rank=4)  # no slot is free: it waits
+        both: dict[str, list[float]] = {"mine": [], "other": []}
+        for step in range(1, 5):
+            both["other"] += train(other, 12, "cross_entropy", range(step, step + 1))
+            both["mine"] += train(mine, 11, "importance_sampling", range(step, step + 1))
+        assert both["mine"] == expected and both["other"][-1] < both["other"][0]
+        assert not third.done()
+        first.close("success").result()
+        assert train(third.result(), 13, "cross_entropy", range(1, 2))
+
+
+def refusal(future: Any) -> str:
+    """Words of a request that failed for its user's fault."""
+    with pytest.raises(RequestFailedError) as failed:
+        future.result()
+    assert failed.value.category is RequestErrorCategory.User
+    return str(failed.value)
+
+
+def test_what_is_wrong_with_a_request_is_said_and_harms_nothing(world: TinkerWorld, model: Path) -> None:
+    with world.client() as client:
+        assert "is not served here" in refusal(client.create_lora_training_client(base_model="Qwen/Qwen3-8B"))
+        wide = client.create_lora_training_client(base_model=str(model), rank=8)
+        assert "rank 8 is above 4" in refusal(wide)
+        dimuon = types.DimuonOptimizerConfig()
+        muon = client.create_lora_training_client(base_model=str(model), rank=4, optimizer=dimuon)
+        assert "'dimuon' is not served" in refusal(muon)
+        adapter = adapter_of(client, model)
+        good = client_data(samples(3, 1), "cross_entropy")
+        before = adapter.forward(good, "cross_entropy").result().metrics["loss:sum"]
+        wrong = {
+            "token 999999": [datum([1, 2, 999999], weights=[1, 1])],
+            "token -3": [datum([-3, 2, 7], weights=[1, 1])],
+            "more than the 64": [datum(list(range(90)), weights=np.ones(89))],
+            "not finite": [datum([1, 2, 3], weights=[1, np.nan])],
+            "has shape": [datum([1, 2, 3], weights=[1, 1, 1])],
+            "takes target_tokens, weights": [datum([1, 2, 3], weights=[1, 1], mask=[1, 1])],
+            "the one after it": [types.Datum(types.ModelInput.from_ints([1, 2]), shifted([9, 9]))],
+        }
+        for words, data in wrong.items():
+            passed = adapter.forward_backward(good + data, "cross_entropy")
+            stepped = adapter.optim_step(types.AdamParams(**ADAM))
+            assert words in refusal(passed)
+            assert "no step was taken" in refusal(stepped)
+        assert "'dro' is not served" in refusal(adapter.forward(good, "dro"))
+        assert "lacks advantages, logprobs" in refusal(adapter.forward(good, "ppo"))
+        low = adapter.forward(client_data(samples(3, 1), "ppo"), "ppo", {"clip_low_threshold": 2.0})
+        assert "0 <= low <= 1 <= high" in refusal(low)
+        assert "beta1" in refusal(adapter.optim_step(types.AdamParams(learning_rate=1e-3, beta1=1.5)))
+        assert "no path of a save" in refusal(adapter.load_state("tinker://x"))
+        assert "names no save" in refusal(adapter.save_state("../../evil"))
+        assert adapter.forward(good, "cross_entropy").result().metrics["loss:sum"] == before
+        sampler = client.create_sampling_client(base_model=str(model)).result()
+        with pytest.raises(UnprocessableEntityError, match="no engines"):
+            sampler.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams(max_tokens=2)).result()
+        other = world.client()
+        other.create_lora_training_client(base_model=str(model), rank=4).result()
+        ask(world, "unload_model", {"model_id": adapter.model_id})
+        with pytest.raises(NotFoundError, match="its session is over"):
+            adapter.forward_backward(good, "cross_entropy").result()
+        other.close("success").result()
+
+
+def shifted(targets: list[int]) -> dict[str, Any]:
+    return {"target_tokens": types.TensorData.from_numpy(np.asarray(targets, np.int64))}
+
+
+def ask(world: TinkerWorld, route: str, body: Any, key: str | None = None) -> tuple[int, Any]:
+    """Status and answer of a request that no client of ours would make."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"{world.url}/api/v1/{route}", data=data, method="POST")
+    request.add_header("X-API-Key", world.key if key is None else key)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_strangers_learn_nothing_and_other_clients_are_told_what_is_missing(world: TinkerWorld, model: Path) -> None:
+    with pytest.raises(AuthenticationError, match="needs its key"):
+        world.client(key="tml-" + "0" * 40).create_lora_training_client(base_model=str(model)).result()
+    for route in ("create_session", "retrieve_future", "no/such/route", "healthz"):
+        assert ask(world, route, {}, key="tml-wrong")[0] == 401
+    assert (world.directory / "tinker.key").stat().st_mode & 0o777 == 0o600
+    assert ask(world, "forward", {})[0] == 404
+    status, answer = ask(world, "optim_step", {"model_id": "x"})
+    assert status == 422 and "seq_id" in answer["detail"]
+    assert ask(world, "create_model", b"no json")[0] == 422
+    assert ask(world, "forward_backward", b"\xff\xff\xff")[0] == 422
+    assert ask(world, "session_heartbeat", {"session_id": "gone"})[0] == 410
+    assert ask(world, "retrieve_future", {"request_id": "gone:1"})[0] == 404
+    session = ask(world, "create_session", {"sdk_version": "99.0", "a_new_field": [1]})[1]["session_id"]
+    old = {"session_id": session, "model_seq_id": 0, "base_model": str(model), "lora_config": {"rank": 4, "new": 1}}
+    created = ask(world, "create_model", old)[1]["request_id"]
+    assert ask(world, "retrieve_future", {"request_id": created})[1]["model_id"] == f"{session}:train:0"
+    for number, rate in ((2, "NaN"), (3, "Infinity"), (1, '"fast"')):  # they come in another order than they are meant
+        body = f'{{"model_id": "{session}:train:0", "seq_id": {number}, "adam_params": {{"learning_rate": {rate}}}}}'
+        assert ask(world, "optim_step", body.encode())[0] == 200
+    for number in (1, 2, 3):
+        result = ask(world, "retrieve_future", {"request_id": f"{session}:train:0:{number}"})[1]
+        assert result["category"] == "user" and "learning_rate" in result["error"] and "no step" in result["error"]
+    assert ask(world, f"sessions/{session}/finish", {})[0] == 200
