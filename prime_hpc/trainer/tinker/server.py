@@ -6,9 +6,11 @@ a user may write one of his own into it. The client insists that it begins with 
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ PREFIX = "tml-"
 KEY_FILE = "tinker.key"
 START_S = 30.0
 STOP_S = 3.0
+LINGER_S = 20.0
+"""So long a port may be taken that a service before this one had."""
 
 
 class Server:
@@ -119,15 +123,18 @@ class Server:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    try:
-        sock = sockets.bind(host, port)
-        sock.listen(1024)
-    except OSError as error:
-        raise ValueError(
-            f"cannot listen on {sockets.join(host, port)}: {error.strerror}; set trainer.tinker.port to a free "
-            "one, or 0"
-        ) from error
-    return sock
+    """Take the port, also where connections of a service that was killed still linger on it."""
+    end = time.monotonic() + LINGER_S
+    while True:
+        try:
+            return sockets.listen(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= end:
+                raise ValueError(
+                    f"cannot listen on {sockets.join(host, port)}: {error.strerror}; set trainer.tinker.port to a free "
+                    "one, or 0"
+                ) from error
+        time.sleep(0.5)
 
 
 def own_key(path: Path) -> str:
