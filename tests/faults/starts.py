@@ -187,6 +187,7 @@ class _Stub:
     """In the place of the supervisor's main loop: the start is over."""
 
     on_start: Callable[[], None] = staticmethod(lambda: None)
+    left = None
 
     def __init__(self, experiment: Experiment, run_dir: Path, attempt: Attempt, *_: Any) -> None:
         self.run_dir, self.attempt = run_dir, attempt

@@ -265,7 +265,8 @@ def test_the_server_process(world: World, tmp_path: Path) -> None:
 
         def running() -> int:
             text = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {find_key(server.url)}"}).text
-            return sum(int(line.split()[1]) for line in text.splitlines() if "num_requests" in line)
+            samples = [line.split() for line in text.splitlines() if not line.startswith("#")]
+            return sum(int(float(value)) for name, value in samples if "num_requests" in name)
 
         async def talk() -> list[Any]:
             async with InferenceClient(server.url) as client:
