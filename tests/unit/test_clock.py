@@ -36,7 +36,7 @@ class Wall:
 @pytest.fixture
 def wall(monkeypatch: pytest.MonkeyPatch) -> Wall:
     wall = Wall()
-    clock = SimpleNamespace(time=wall.time, monotonic=time.monotonic)
+    clock = SimpleNamespace(time=wall.time, monotonic=time.monotonic, process_time=time.process_time)
     monkeypatch.setattr(status_module, "time", clock)
     return wall
 

@@ -420,7 +420,8 @@ def test_in_a_real_terminal(tmp_path: Path) -> None:
     terminal.until("step 20/40")
     assert "\x1b[?1049h" in terminal.text  # a screen of its own, so that the shell's lines come back
     terminal.resize(10, 40)
-    narrow = terminal.until("make the window taller")
+    terminal.until("make the window taller")
+    narrow = terminal.until("make the window taller")  # the first one may have been begun for the wide window
     assert all(len(line) <= 40 for line in STEERS.sub("", narrow.rpartition("\x1b[H")[2]).splitlines())
     assert terminal.end() == 0
     assert STEERS.sub("", terminal.text.rpartition("\x1b[?1049l")[2]).count("step 20/40") == 1

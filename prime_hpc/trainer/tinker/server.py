@@ -25,6 +25,7 @@ from prime_hpc.store.io.private import open_private
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.auth import new_secret
 from prime_hpc.store.messaging.bus import BusClient
+from prime_hpc.trainer.threads import rank_thread
 from prime_hpc.trainer.tinker.app import build_app
 from prime_hpc.trainer.tinker.board import Board
 from prime_hpc.trainer.tinker.engines import Engines
@@ -69,7 +70,7 @@ class Server:
         self._service = Service(experiment, Shelf(context.run_dir), engines, str(source.absolute()), vocab_size)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started, self._stopping = threading.Event(), asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="tinker-http", daemon=True)
+        self._thread = rank_thread(self._run, name="tinker-http")
         self._error: BaseException | None = None
 
     @property
