@@ -1,5 +1,5 @@
-"""The tinker service with the unchanged client of PyPI: losses are our own path's, adapters do not disturb each other,
-and what is wrong is said to whom it concerns."""
+"""The tinker service with the unchanged client of PyPI: losses are our own path's, what was saved outlives the service,
+adapters do not disturb each other, and what is wrong is said to whom it concerns."""
 
 import json
 import urllib.error
@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker import AuthenticationError, NotFoundError, RequestFailedError, UnprocessableEntityError, types
+from tinker import AuthenticationError, NotFoundError, RequestFailedError, RestClient, UnprocessableEntityError, types
 from tinker.types import RequestErrorCategory
 
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.trainer.batching.micro_batches import build_rank_batch
 from tests.support.many_runs import log_of, make_child, make_parent, put_batch, run_trainer
-from tests.support.runs import rows
+from tests.support.runs import rows, wait_until
 from tests.support.tinker_world import TinkerWorld, datum
 from tests.support.tiny_model import make_tiny_model
 
@@ -127,6 +127,36 @@ def test_losses_are_those_of_our_own_trainer(tmp_path: Path, model: Path, world:
 def adapter_of(client: Any, model: Path, **changes: Any) -> Any:
     """A new adapter in training."""
     return client.create_lora_training_client(base_model=str(model), **{"rank": 4, "seed": 5, **changes}).result()
+
+
+def test_saves_outlive_a_service_that_is_killed(tmp_path: Path, model: Path) -> None:
+    world = TinkerWorld(tmp_path / "service", model).start()
+    client = world.client()
+    adapter = adapter_of(client, model)
+    train(adapter, 7, "ppo", range(1, 3))
+    path = adapter.save_state("half", user_metadata={"why": "test"}).result().path
+    on = train(adapter, 7, "ppo", range(3, 6))
+    with pytest.raises(RequestFailedError, match="exists"):
+        adapter.save_state("half").result()
+    big = [datum(np.random.default_rng(i).integers(0, 300, 60).tolist(), weights=np.ones(59)) for i in range(512)]
+    begun = adapter._turn_counter
+    lost = [adapter.forward_backward(big, "cross_entropy") for _ in range(4)][-1]
+    wait_until(lambda: adapter._turn_counter == begun + 4, 60, "the passes were taken in")
+    world.kill()
+    world.start()
+    with pytest.raises(ValueError, match="started again since"):
+        lost.result()
+    with world.client() as second:
+        resumed = second.create_training_client_from_state_with_optimizer(path).result()
+        assert resumed.get_info().lora_rank == 4
+        assert train(resumed, 7, "ppo", range(3, 6)) == on  # bit for bit
+        anew = second.create_training_client_from_state(path).result()
+        again = train(anew, 7, "ppo", range(3, 6))
+        assert again[0] == on[0] and again[1:] != on[1:]  # the same weights, Adam's moments begin anew
+    rest = RestClient(base_url=world.url, api_key=world.key)
+    (listed,) = rest.list_checkpoints(path.split("/")[2]).result().checkpoints
+    assert (listed.tinker_path, listed.user_metadata) == (path, {"why": "test"})
+    world.kill()
 
 
 def test_adapters_do_not_disturb_each_other(world: TinkerWorld, model: Path) -> None:
