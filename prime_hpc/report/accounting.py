@@ -12,6 +12,8 @@ from typing import Any
 
 from prime_hpc.report.phases import AttemptSums
 from prime_hpc.report.series import number_of
+from prime_hpc.report.spans import Held, held_spans
+from prime_hpc.slurm.queue_facts.job_lives import JobLife
 
 TRAINER_PARTS = ("start", "train", "lost", "wait", "publish", "save", "other", "end")
 ENGINE_PARTS = ("start", "sample", "load", "idle", "end")
@@ -63,6 +65,7 @@ def account(
     submitted: float | None,
     until: float,
     ready: Mapping[int, float],
+    lives: Sequence[JobLife] = (),
 ) -> dict[str, Any]:
     """Split the time of every attempt.
 
@@ -73,17 +76,20 @@ def account(
         submitted: of the newest submission, epoch seconds.
         until: end of what has not ended, epoch seconds.
         ready: when all roles of an attempt were ready, for those that did not live to write it.
+        lives: of the run's jobs, where Slurm's accounting says.
 
     Returns:
-        `rows` one an attempt, `total`, and the facts of the devices.
+        `rows` one an attempt, `total`, the facts of the devices, and `slurm`: what Slurm accounted for, or None.
     """
     rows: list[dict[str, Any]] = []
     previous_end: float | None = None
+    spans = held_spans(attempts, lives)
     for index, attempt in enumerate(attempts):
         began = number_of(attempt.get("began")) or 0.0
         ended = number_of(attempt.get("ended"))
         later = attempts[index + 1].get("began") if index + 1 < len(attempts) else until
         end = ended if ended is not None else max(began, _last_sign(trainer, orchestrator, index, number_of(later)))
+        began, end = spans[index].widened(began, end)
         if previous_end is None:
             waited = max(0.0, began - submitted) if submitted is not None and submitted <= began else 0.0
         else:
@@ -91,10 +97,12 @@ def account(
         previous_end = end
         sums = trainer[index] if index < len(trainer) else AttemptSums()
         served = orchestrator[index] if index < len(orchestrator) else AttemptSums()
-        rows.append(_row(attempt, began, end, ended is None, waited, sums, served, devices, ready))
+        is_open = ended is None and spans[index].until is None
+        rows.append(_row(attempt, began, end, is_open, waited, sums, served, devices, ready, spans[index]))
     return {
         "rows": rows,
         "total": _total(rows),
+        "slurm": _slurm(rows, lives, spans, devices),
         "unit": devices.kind,
         "trainer_devices": devices.trainer,
         "engine_devices": devices.engines,
@@ -122,18 +130,24 @@ def _row(
     served: AttemptSums,
     devices: Devices,
     ready: Mapping[int, float],
+    span: Held,
 ) -> dict[str, Any]:
     wall = max(0.0, end - began)
     start = number_of(_section(attempt, "seconds").get("start"))
+    if start is not None:
+        start += (number_of(attempt.get("began")) or began) - began
     first = sums.first - began if sums.first is not None else wall
     if start is None and attempt.get("attempt") in ready:
         start = ready[attempt["attempt"]] - began
     start = min(wall, max(0.0, start if start is not None else first))
     parts = {name: sums.seconds.get(name, 0.0) for name in ("train", "wait", "publish", "save", "other")}
     parts["lost"], parts["start"] = sums.lost, start
-    # the first step's wait began before all roles were ready: that part is start-up
+    # the first step's wait began before all roles were ready: that part is start-up; and a job that is told to end goes
+    # on for some seconds that Slurm does not charge
     overlap = max(0.0, start - first, sum(parts.values()) - wall)
-    parts["wait"] -= min(parts["wait"], overlap)
+    for name in ("wait", "other", "save", "publish", "train", "lost", "start"):
+        parts[name] -= min(parts[name], overlap)
+        overlap = max(0.0, sum(parts.values()) - wall)
     parts["end"] = max(0.0, wall - sum(parts.values()))
     load = min(wall - start, served.seconds.get("pause", 0.0))
     idle = served.seconds.get("wait_weights", 0.0) + served.seconds.get("wait_servers", 0.0)
@@ -144,6 +158,8 @@ def _row(
     engines["sample"] = max(0.0, wall - sum(engines.values()))
     allocated = _section(attempt, "allocated")
     held = number_of(allocated.get("gpus" if devices.kind == "GPU" else "cpus"))
+    if held is None and span.life is not None:  # the environment of a heterogeneous job does not tell its GPUs
+        held = span.life.gpus if devices.kind == "GPU" else span.life.cpus
     used = devices.trainer + devices.engines
     return {
         "attempt": attempt.get("attempt"),
@@ -194,4 +210,27 @@ def _total(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "held_hours": of("held_hours") if all(row["held"] is not None for row in rows) and rows else None,
         "effective": trainer["train"] / (wall + waited) if wall + waited > 0 else None,
         "effective_running": trainer["train"] / wall if wall > 0 else None,
+    }
+
+
+def _slurm(
+    rows: Sequence[Mapping[str, Any]], lives: Sequence[JobLife], spans: Sequence[Held], devices: Devices
+) -> dict[str, Any] | None:
+    """Hours that Slurm charged, beside the sum of the rows; those of lives in which no attempt began stand apart."""
+    is_gpu = devices.kind == "GPU"
+    if not lives or (is_gpu and any(life.gpus is None for life in lives)):
+        return None
+
+    def hours(life: JobLife) -> float:
+        return (life.gpu_s if is_gpu else life.cpu_s) / 3600
+
+    claimed = {id(span.life) for span in spans}
+    charged = sum(map(hours, lives))
+    idle = sum(hours(life) for life in lives if id(life) not in claimed)
+    held = sum(row["held_hours"] or 0.0 for row in rows)
+    return {
+        "hours": charged,
+        "without_attempt": idle,
+        "difference": (held + idle) / charged - 1 if charged else None,
+        "lives": len(lives),
     }

@@ -1,7 +1,7 @@
 """One run as the plain data that its page shows: state, figures, curves, timeline, accounting, rollouts, config."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from prime_hpc.report.rollouts import Chosen, choose_rollouts
 from prime_hpc.report.series import Curves, number_of, read_lines
 from prime_hpc.report.split import suggest_split
 from prime_hpc.report.timeline import job_lanes, ready_times, role_lanes
+from prime_hpc.slurm.queue_facts.job_lives import JobLife
 from prime_hpc.store.run_dirs import read_json, read_rows, read_submission
 from prime_hpc.store.run_paths import RunPaths
 
@@ -64,8 +65,15 @@ def limits_for(num_runs: int) -> Limits:
     return Limits(150, 300, 0, False)
 
 
-def view_run(path: Path, status: RunStatus, limits: Limits) -> dict[str, Any]:
-    """Return the run's data, JSON-able. Whatever is absent or broken is left out, and named in `notes`."""
+def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobLife] = ()) -> dict[str, Any]:
+    """Return the run's data, JSON-able. Whatever is absent or broken is left out, and named in `notes`.
+
+    Args:
+        path: of the run.
+        status: of the run.
+        limits: of the page.
+        lives: of the run's jobs, where Slurm's accounting says.
+    """
     notes: list[str] = []
     config = _config(path, notes)
     attempts = read_rows(path / ATTEMPTS_JSONL)
@@ -90,6 +98,7 @@ def view_run(path: Path, status: RunStatus, limits: Limits) -> dict[str, Any]:
         submitted=first_submitted,
         until=until,
         ready=ready_times(path / "metrics" / "roles.jsonl"),
+        lives=lives,
     )
     origin = _origin(spent, submitted, trainer)
     chosen = Chosen()

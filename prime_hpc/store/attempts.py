@@ -49,7 +49,8 @@ class Attempt:
     lost_nodes: list[str] = field(default_factory=list)
     """Nodes that fell silent."""
     allocated: dict[str, float] = field(default_factory=dict)
-    """Of a Slurm job: its `nodes`, `cpus` and, where they are known, `gpus`."""
+    """Of a Slurm job: its `nodes`, `cpus` and, where they are known, `gpus`, and `since` when it has them (epoch
+    seconds)."""
     next: str | None = None
     """How the run comes back, see `AttemptRow.next`."""
 

@@ -80,6 +80,12 @@ P.views.Timeline = function (run) {
     P.el("div", { class: "card" }, holder), P.legend(Array.from(named.values())),
     run.lanes.orchestrator.start.length && !run.lanes.orchestrator.placed ? P.el("p", { class: "soft small" }, "This run did not record when in a step the orchestrator waited: its lane shows each step's shares.") : null];
 };
+P.bySlurm = function (spent) {
+  const slurm = spent.slurm;
+  if (!slurm) return "whole allocation; Slurm's accounting did not say";
+  const idle = slurm.without_attempt ? ", " + P.hours(slurm.without_attempt) + " of it before an attempt began" : "";
+  return "Slurm charged " + P.hours(slurm.hours) + idle;
+};
 P.views.Accounting = function (run) {
   const spent = run.accounting, rows = spent.rows;
   if (!rows.length) return [P.el("p", { class: "soft" }, "No attempt has been recorded.")];
@@ -96,7 +102,7 @@ P.views.Accounting = function (run) {
     return [P.el("h2", {}, title + ": " + spent.unit + "-hours (" + devices + " " + (spent.unit === "GPU" ? "GPUs" : "processes") + ")"), P.el("div", { class: "card wide" }, P.table(list, rows, { last: [total] }))];
   };
   const held = spent.total.held_hours, kind = spent.unit === "GPU" ? "GPU" : "CPU";
-  const tiles = [P.tile(spent.unit + "-hours", P.hours(spent.total.device_hours), "of the roles"), held !== null ? P.tile(kind + "-hours held", P.hours(held), "whole allocation, as Slurm counts it") : null, P.tile("effective training time", P.percent(spent.total.effective), P.percent(spent.total.effective_running) + " of the time running"), P.tile("work lost", P.span(spent.total.lost_s), spent.total.lost_steps + " steps done again"), P.tile("queue or down", P.span(spent.total.waited), "before and between attempts")];
+  const tiles = [P.tile(spent.unit + "-hours", P.hours(spent.total.device_hours), "of the roles"), held !== null ? P.tile(kind + "-hours held", P.hours(held), P.bySlurm(spent)) : null, P.tile("effective training time", P.percent(spent.total.effective), P.percent(spent.total.effective_running) + " of the time running"), P.tile("work lost", P.span(spent.total.lost_s), spent.total.lost_steps + " steps done again"), P.tile("queue or down", P.span(spent.total.waited), "before and between attempts")];
   return [P.el("div", { class: "tiles" }, tiles), P.el("div", { class: "card" }, P.stacks(spent)), P.el("h2", {}, "Attempts"), P.el("div", { class: "card wide" }, P.table(columns, rows)),
     table("Trainer", spent.trainer_parts, "trainer", spent.trainer_devices), table("Engines", spent.engine_parts, "engines", spent.engine_devices)];
 };

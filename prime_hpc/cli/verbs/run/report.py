@@ -12,6 +12,7 @@ from prime_hpc.launch.monitor.status import collect
 from prime_hpc.report.chosen_runs import choose_runs, refuse_no_directory
 from prime_hpc.report.page import render_page, write_page
 from prime_hpc.report.run_view import limits_for, view_run
+from prime_hpc.report.spans import ask_lives
 
 NAME = "report.html"
 MOST = 1000
@@ -29,11 +30,12 @@ def run(argv: list[str], program: str) -> int:
     statuses, _ = collect(chosen.paths, chosen.home)
     by_path = {status.path: status for status in statuses}
     limits = limits_for(len(chosen.paths))
+    lives = ask_lives(chosen.paths)
     runs = []
     for path, name in zip(chosen.paths, chosen.names, strict=True):
         status = by_path[str(path)]
         status.name = name
-        runs.append(view_run(path, status, limits))
+        runs.append(view_run(path, status, limits, lives.get(path, ())))
     made = time.strftime("%Y-%m-%d %H:%M %Z")
     try:
         write_page(output, render_page(runs, title=chosen.title, made=made))
