@@ -164,6 +164,8 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         code = supervisor.run()
         while supervisor.left is not None and (following := begin_in_place(supervisor, experiment, run_dir, patience)):
             supervisor, code = following, following.run()
+    except StartEnded as end:
+        return _end_early(run_dir, environment, in_job, end.request)
     finally:
         ports.release(sockets.reserved())
     is_bench = experiment.trainer.bench or experiment.orchestrator.bench

@@ -7,12 +7,10 @@ server answers on n2, n3 is spare. Exits with the last attempt's code.
 
 import json
 import os
-import stat
 import sys
 from pathlib import Path
 
 from prime_hpc.config import Experiment, write_snapshot
-from prime_hpc.observe.logs import setup_logger
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.store.attempts import begin
 from prime_hpc.store.io.retry_reads import Patience
@@ -22,6 +20,7 @@ from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.roles.slurm_step import Hellos, StepContext, StepSpec
 from prime_hpc.supervisor.roles.spec import RoleSpec
 from prime_hpc.supervisor.supervisor import Supervisor
+from tests.support.led_run import stand_in
 
 SRUN = f"""#!{sys.executable}
 import os, subprocess, sys
@@ -34,12 +33,7 @@ sys.exit(subprocess.run(sys.argv[first:], env=os.environ | own).returncode)
 
 def main() -> int:
     run_dir, facts = Path(sys.argv[1]), json.loads(sys.argv[2])
-    srun = run_dir.parent / "bin" / "srun"
-    srun.parent.mkdir(exist_ok=True)
-    srun.write_text(SRUN)
-    srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
-    os.environ["PATH"] = f"{srun.parent}:{os.environ['PATH']}"
-    setup_logger("supervisor", file=run_dir / "logs" / "supervisor.log")
+    stand_in(run_dir, SRUN)
 
     def follow(role: str, actions: list[str], hosts: tuple[str, ...], hellos: Hellos) -> LaunchOrder:
         port = hellos[f"{hosts[0]}/0"]["ports"][0]

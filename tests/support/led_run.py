@@ -39,14 +39,19 @@ while True:
 """
 
 
-def main() -> int:
-    run_dir, facts = Path(sys.argv[1]), json.loads(sys.argv[2])
+def stand_in(run_dir: Path, program: str) -> None:
+    """Put a program into the place of srun, beside the run, and the supervisor's log into the run."""
     srun = run_dir.parent / "bin" / "srun"
     srun.parent.mkdir(exist_ok=True)
-    srun.write_text(SRUN)
+    srun.write_text(program)
     srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
     os.environ["PATH"] = f"{srun.parent}:{os.environ['PATH']}"
     setup_logger("supervisor", file=run_dir / "logs" / "supervisor.log")
+
+
+def main() -> int:
+    run_dir, facts = Path(sys.argv[1]), json.loads(sys.argv[2])
+    stand_in(run_dir, SRUN)
 
     def order(spec: StepSpec, hellos: Hellos, urls: object) -> LaunchOrder:
         command = [sys.executable, "-m", "tests.support.scripted_role", "trainer", str(run_dir), *facts["actions"]]

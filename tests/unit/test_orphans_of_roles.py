@@ -60,12 +60,14 @@ from prime_hpc.supervisor.roles.spec import RoleSpec
 import os, psutil
 become_subreaper()
 folder = Path(sys.argv[1])
-leader = "setsid sleep 600 & echo $! > " + str(folder / "engine") + "; kill -9 $$"
+ready = folder / "ready"  # memory that it takes a while to give back, in which it shows no environment any more
+hold = f"import pathlib, time; held = b'x' * (600 << 20); pathlib.Path('{ready}').touch(); time.sleep(600)"
+leader = f'setsid {sys.executable} -c "{hold}" & echo $! > {folder}/engine; kill -9 $$'
 role = Role(RoleSpec("inference", ["sh", "-c", leader], 60.0), folder / "logs", dict(os.environ))
 other = Role(RoleSpec("inference", ["sleep", "600"], 60.0, index=1), folder / "logs", dict(os.environ))
 role.start()
 other.start()
-while role.running:
+while role.running or not ready.exists():
     time.sleep(0.02)
 engine = int((folder / "engine").read_text())
 assert psutil.pid_exists(engine)

@@ -14,7 +14,7 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.store.attempts import read_attempts, rewrite_row
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io.retry_reads import Patience
-from prime_hpc.store.run_dirs import IN_PLACE
+from prime_hpc.store.run_dirs import IN_PLACE, AttemptRow
 from prime_hpc.supervisor.attempt.bad_nodes import record_bad_nodes
 from prime_hpc.supervisor.attempt.early_end import StartEnded
 from prime_hpc.supervisor.attempt.restart_policy import attempts_without_progress, decide, mode_of_run
@@ -32,6 +32,9 @@ def begin_in_place(ended: Supervisor, experiment: Experiment, run_dir: Path, pat
 
     Returns:
         the attempt, not running yet; None: the job ends, its servers have, and the restart policy decides the rest.
+
+    Raises:
+        StartEnded: somebody wants the run to end; the servers have.
     """
     left = ended.left
     assert left is not None
@@ -55,14 +58,17 @@ def begin_in_place(ended: Supervisor, experiment: Experiment, run_dir: Path, pat
                 f"attempt {attempt.attempt} ({attempt.why}) begins in the same job, its servers serve on{where}"
             )
             return ended.follow(attempt)
-    except (StoreError, OSError, StartEnded, ConfigError) as error:
+    except StartEnded:  # a signal or STOP: no crash, after which the job would come back
+        left.end(experiment.supervisor.grace_s)
+        raise
+    except (StoreError, OSError, ConfigError) as error:
         why_not = str(error)
     logger.warning(f"the run does not go on inside this job: {why_not}")
     left.end(experiment.supervisor.grace_s)
     return None
 
 
-def _reason_against(experiment: Experiment, run_dir: Path, rows: list) -> str | None:
+def _reason_against(experiment: Experiment, run_dir: Path, rows: list[AttemptRow]) -> str | None:
     """Why the job goes back to the queue, or down, instead."""
     decision = decide(rows, experiment.slurm.restart, mode_of_run(run_dir))
     if not decision.again:

@@ -81,6 +81,7 @@ class Role:
         self._command: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._mark = ""
+        self._killed: list[psutil.Process] = []
         self._healthy_at = 0.0
 
     @property
@@ -279,7 +280,8 @@ class Role:
         """SIGKILL the whole family at once, and what its leader left behind when it died: engines hold their GPUs for
         as long as they live, and the next server would find no memory."""
         if self._process is not None:
-            send({*family(self.pid), *self._marked()}, 9)
+            self._killed = list({*family(self.pid), *self._marked()})
+            send(self._killed, 9)
 
     def _marked(self) -> list[psutil.Process]:
         return marked(os.getpid(), MARK, self._mark) if self._mark else []
@@ -287,7 +289,8 @@ class Role:
     def reap(self) -> None:
         """Collect the exit code so that no zombie stays, and wait until what `kill` ended has given everything back."""
         deadline = time.monotonic() + GONE_S
-        while alive(self._marked()) and time.monotonic() < deadline:
+        # one that is about to end shows no environment any more, and still has its GPU
+        while alive([*self._killed, *self._marked()]) and time.monotonic() < deadline:
             time.sleep(0.05)
         if self._process is not None:
             try:
