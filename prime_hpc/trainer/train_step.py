@@ -9,6 +9,7 @@ packed into micro-batches or spread over ranks.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -196,7 +197,13 @@ class TrainStep:
             num_targets, num_sequences = batch.totals.tolist()
         return num_targets, num_sequences, num_echo
 
-    def accumulate(self, batch: RankBatch, objective: MicroBatchLoss, facts: BatchFacts) -> tuple[LossStats, int]:
+    def accumulate(
+        self,
+        batch: RankBatch,
+        objective: MicroBatchLoss,
+        facts: BatchFacts,
+        retarget: Callable[[int, MicroBatch], MicroBatch] | None = None,
+    ) -> tuple[LossStats, int]:
         """Accumulate gradients over the micro-batches, inside `adapted`; under `no_grad` compute the losses alone.
         Collective.
 
@@ -204,6 +211,7 @@ class TrainStep:
             batch: of `lay_out`.
             objective: the loss.
             facts: of the batch.
+            retarget: returns the i-th micro-batch with other targets than its own tokens.
 
         Between the batch's denominators and the last backward pass the host waits for the device in no micro-batch:
         kernels are launched ahead of it, and statistics stay there.
@@ -225,9 +233,10 @@ class TrainStep:
             for i, micro in enumerate(micros):
                 last = i == len(micros) - 1
                 num_shared += micro.num_shared
+                changed = micro if retarget is None else retarget(i, micro)
                 self._prepare_backward(last)
-                with self.policy.packing(micro):
-                    total.add(self._micro_batch(micro, objective, *denominators))
+                with self.policy.packing(changed):
+                    total.add(self._micro_batch(changed, objective, *denominators))
         if self._parallel.tp is not None:
             sum_over([p for m in self.policy.partly_used for p in m.parameters()], self._parallel.tp)
         return total, num_shared

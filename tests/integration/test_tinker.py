@@ -176,6 +176,110 @@ def test_adapters_do_not_disturb_each_other(world: TinkerWorld, model: Path) -> 
         assert train(third.result(), 13, "cross_entropy", range(1, 2))
 
 
+def logprobs_of(adapter: Any, *data: types.Datum) -> list[np.ndarray]:
+    """Log pi of each datum's targets, in their shape."""
+    found = adapter.forward(list(data), "cross_entropy").result()
+    return [np.asarray(row["logprobs"].data).reshape(row["logprobs"].shape) for row in found.loss_fn_outputs]
+
+
+def datum_of(tokens: list[int], targets: np.ndarray, weights: np.ndarray) -> types.Datum:
+    """Targets that need not be the next tokens."""
+    fields: Any = {"target_tokens": targets.astype(np.int64), "weights": weights.astype(np.float32)}
+    made = {name: types.TensorData.from_numpy(array) for name, array in fields.items()}
+    return types.Datum(types.ModelInput.from_ints(tokens), made)
+
+
+def test_targets_may_be_any_tokens_and_several_at_once(world: TinkerWorld, model: Path) -> None:
+    rng = np.random.default_rng(4)
+    tokens, weights = rng.integers(0, 300, 30).tolist(), rng.random((29, 2))
+    following, others = np.array(tokens[1:]), np.full(29, 7)
+    both = np.stack([following, others], axis=1)
+    one = datum_of(tokens[:-1], following, weights[:, 0])
+    other = datum_of(tokens[:-1], others, weights[:, 1])
+    joint = datum_of(tokens[:-1], both, weights)
+    padded = datum_of(tokens[:-1], np.where(np.arange(29) < 12, 0, following), weights[:, 0])
+    with world.client() as client:
+        adapter = adapter_of(client, model)
+        found = logprobs_of(adapter, one, joint, other, padded)
+        assert [row.shape for row in found] == [(29,), (29, 2), (29,), (29,)]
+        np.testing.assert_allclose(found[1], np.stack([found[0], found[2]], axis=1), rtol=1e-5)
+        np.testing.assert_allclose(found[3][12:], found[0][12:], rtol=1e-5)
+        assert np.abs(found[3][:12] - found[0][:12]).min() > 1e-4
+    curves: list[list[float]] = []
+    for data in ([joint], [one, other]):
+        with world.client() as client:
+            adapter = adapter_of(client, model, seed=9)
+            curves.append([])
+            for _ in range(3):
+                curves[-1].append(adapter.forward_backward(data, "cross_entropy").result().metrics["loss:sum"])
+                adapter.optim_step(types.AdamParams(**ADAM)).result()
+    np.testing.assert_allclose(curves[0], curves[1], rtol=2e-5)
+    assert curves[0][-1] < 0.95 * curves[0][0]
+
+
+def test_custom_losses_give_the_gradients_of_the_losses_that_they_are(world: TinkerWorld, model: Path) -> None:
+    def squared(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+        return sum((row**2).sum() for row in logprobs), {"custom": 1.0}
+
+    def negated(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+        weights = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
+        return -sum((row * w).sum() for row, w in zip(logprobs, weights, strict=True)), {}
+
+    data = client_data(samples(2, 1), "cross_entropy")
+    curves: dict[str, list[float]] = {"served": [], "negated": [], "squared": []}
+    for name, loss in (("served", None), ("negated", negated), ("squared", squared)):
+        with world.client() as client:
+            adapter = adapter_of(client, model, seed=3)
+            for _ in range(3):
+                passed = adapter.forward_backward(data, "cross_entropy") if loss is None else None
+                passed = passed or adapter.forward_backward_custom(data, loss)
+                adapter.optim_step(types.AdamParams(**ADAM)).result()
+                curves[name].append(passed.result().metrics["loss:sum"])
+    np.testing.assert_allclose(curves["negated"], curves["served"], rtol=2e-5)
+    assert curves["squared"][-1] < curves["squared"][0]
+
+
+def test_saves_are_listed_described_and_expire(world: TinkerWorld, model: Path) -> None:
+    rest = RestClient(base_url=world.url, api_key=world.key)
+    client = world.client(user_metadata={"recipe_name": "a"})
+    adapter = adapter_of(client, Path(*model.parts[-2:]), user_metadata={"renderer": "b"})  # <org>/<model>, say
+    kept = adapter.save_state("kept").result().path
+    brief = adapter.save_state("brief", ttl_seconds=3600).result().path
+    adapter.save_weights_for_sampler("kept", ttl_seconds=1).result()
+    assert "at least 1" in refusal(adapter.save_state("never", ttl_seconds=0))
+    assert "PEFT directory" in refusal(adapter.save_weights_external("weights"))
+    assert train(adapter, 1, "ppo", range(1, 2))  # the requests after those were not held up
+    run = rest.get_training_run_by_tinker_path(kept).result()
+    assert (run.training_run_id, run.base_model, run.lora_rank) == (adapter.model_id, str(model), 4)
+    assert run.user_metadata == {"recipe_name": "a", "renderer": "b"}
+    listed = {row.tinker_path: row for row in rest.list_checkpoints(adapter.model_id).result().checkpoints}
+    assert {kept, brief} <= set(listed) and listed[kept].expires_at is None and listed[brief].expires_at is not None
+    rest.set_checkpoint_ttl_from_tinker_path(brief, None).result()
+    rest.set_checkpoint_ttl_from_tinker_path(kept, 1).result()
+
+    def paths() -> list[str]:
+        return [row.tinker_path for row in rest.list_checkpoints(adapter.model_id).result().checkpoints]
+
+    wait_until(lambda: paths() == [brief], 30, "two saves have expired")
+    assert "has expired" in refusal(client.create_training_client_from_state(kept))
+    assert adapter.save_state("kept", ttl_seconds=1).result().path == kept  # its name is free again
+    wait_until(lambda: paths() == [brief], 30, "it has expired as well")
+    page = rest.list_user_checkpoints(limit=1).result()
+    assert page.checkpoints[0].tinker_path == brief and page.cursor is not None and page.cursor.total_count >= 1
+    first = rest.list_training_runs(limit=1).result()
+    assert first.cursor.total_count > 1 and first.training_runs[0].training_run_id == adapter.model_id
+    rest.delete_checkpoint_from_tinker_path(brief).result()
+    assert paths() == []
+    with pytest.raises(NotFoundError, match="no adapter"):
+        rest.get_training_run("0123456789abcdef:train:0").result()
+    with pytest.raises(NotFoundError, match="has saved"):
+        rest.delete_checkpoint_from_tinker_path(brief).result()
+    session = adapter.model_id.split(":")[0]
+    assert session in rest.list_sessions().result().sessions
+    assert rest.get_session(session).result().user_metadata == {"recipe_name": "a"}
+    client.close("success").result()
+
+
 def refusal(future: Any) -> str:
     """Words of a request that failed for its user's fault."""
     with pytest.raises(RequestFailedError) as failed:
@@ -202,7 +306,8 @@ def test_what_is_wrong_with_a_request_is_said_and_harms_nothing(world: TinkerWor
             "not finite": [datum([1, 2, 3], weights=[1, np.nan])],
             "has shape": [datum([1, 2, 3], weights=[1, 1, 1])],
             "takes target_tokens, weights": [datum([1, 2, 3], weights=[1, 1], mask=[1, 1])],
-            "the one after it": [types.Datum(types.ModelInput.from_ints([1, 2]), shifted([9, 9]))],
+            "65 targets a token": [types.Datum(types.ModelInput.from_ints([1, 2]), shifted(np.ones((2, 65))))],
+            "target_tokens has shape [1]": [types.Datum(types.ModelInput.from_ints([1, 2]), shifted([9]))],
         }
         for words, data in wrong.items():
             passed = adapter.forward_backward(good + data, "cross_entropy")
@@ -210,6 +315,10 @@ def test_what_is_wrong_with_a_request_is_said_and_harms_nothing(world: TinkerWor
             assert words in refusal(passed)
             assert "no step was taken" in refusal(stepped)
         assert "'dro' is not served" in refusal(adapter.forward(good, "dro"))
+        ones = types.TensorData.from_numpy(np.ones((2, 2), np.float32))
+        pairs = shifted(np.ones((2, 2))) | {"advantages": ones, "logprobs": ones}
+        several = types.Datum(types.ModelInput.from_ints([1, 2]), pairs)
+        assert "this loss takes one target a token" in refusal(adapter.forward([several], "ppo"))
         assert "lacks advantages, logprobs" in refusal(adapter.forward(good, "ppo"))
         low = adapter.forward(client_data(samples(3, 1), "ppo"), "ppo", {"clip_low_threshold": 2.0})
         assert "0 <= low <= 1 <= high" in refusal(low)
@@ -228,7 +337,7 @@ def test_what_is_wrong_with_a_request_is_said_and_harms_nothing(world: TinkerWor
         other.close("success").result()
 
 
-def shifted(targets: list[int]) -> dict[str, Any]:
+def shifted(targets: Any) -> dict[str, Any]:
     return {"target_tokens": types.TensorData.from_numpy(np.asarray(targets, np.int64))}
 
 

@@ -47,8 +47,8 @@ class TinkerWorld:
     def key(self) -> str:
         return (self.directory / "tinker.key").read_text()
 
-    def client(self, key: str | None = None) -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.url, api_key=key or self.key)
+    def client(self, key: str | None = None, **more: Any) -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.url, api_key=key or self.key, **more)
 
     def kill(self) -> None:
         if self.process is not None:

@@ -8,6 +8,7 @@ adapter.py    one adapter in training, on every rank: gradients, Adam, save, loa
 board.py      between the event loop and the ranks: operations in order, one adapter fairly after the other
 worker.py     the loop of the ranks: rank 0 decides, all obey
 engines.py    sampling: adapters brought into the engines as they are asked for
+sessions.py   records of clients, samplers and results
 service.py    sessions, adapters, samplers and futures: what the routes do
 app.py        the routes, behind the key
 """

@@ -19,7 +19,7 @@ from prime_hpc.config.sections.trainer import OptimConfig, SchedulerConfig
 from prime_hpc.store.checkpoint.checkpoints import load_checkpoint
 from prime_hpc.store.model_fingerprint import model_identity
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
-from prime_hpc.trainer.batching.micro_batches import batch_facts
+from prime_hpc.trainer.batching.micro_batches import MicroBatch, batch_facts
 from prime_hpc.trainer.checkpointing import dcp_state
 from prime_hpc.trainer.checkpointing.checkpointer import Checkpointer
 from prime_hpc.trainer.checkpointing.verify import verify_parts
@@ -28,7 +28,15 @@ from prime_hpc.trainer.multi.collective_call import call_collectively
 from prime_hpc.trainer.optim import build_optimizer
 from prime_hpc.trainer.parallel.distribute import reshard_all
 from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm
-from prime_hpc.trainer.tinker.batches import BadRequestError, Collected, Example, part_of, per_example, summed_loss
+from prime_hpc.trainer.tinker.batches import (
+    BadRequestError,
+    Collected,
+    Example,
+    part_of,
+    per_example,
+    retargeted,
+    summed_loss,
+)
 from prime_hpc.trainer.tinker.paths import Saved, Shape
 from prime_hpc.trainer.train_step import TrainStep
 from prime_hpc.trainer.trainer import Base
@@ -55,9 +63,9 @@ class PassResult:
     """Rank 0: what a forward (and backward) pass computed."""
 
     logprobs: list[np.ndarray]
-    """Of each example, [T]."""
+    """Of each example, [T] or [T, K]."""
     losses: list[np.ndarray]
-    """Likewise, of each token."""
+    """Likewise, of each target."""
     loss: float
     """Their sum."""
     num_tokens: int
@@ -128,11 +136,15 @@ class Adapter:
         part = part_of(examples, parallel.data_rank, parallel.dims.num_data_ranks, self._budget)
         batch, collected = step.lay_out(part), Collected([], [])
         objective = summed_loss(loss_fn, bounds, collected)
+
+        def retarget(index: int, micro: MicroBatch) -> MicroBatch:
+            return retargeted(micro, [examples[i] for i in batch.sample_ids[batch.sequences_of(index)]])
+
         with torch.set_grad_enabled(not forward_only), step.adapted():
-            stats, _ = step.accumulate(batch, objective, batch_facts(batch, 1))
+            stats, _ = step.accumulate(batch, objective, batch_facts(batch, 1), retarget)
         if forward_only:
             reshard_all(self._base.policy)
-        own = (per_example(batch, collected), float(stats.sums["loss"])) if parallel.leads else ({}, 0.0)
+        own = (per_example(batch, examples, collected), float(stats.sums["loss"])) if parallel.leads else ({}, 0.0)
         rows = _gather(own, self._base.control)
         if rows is None:
             return None

@@ -16,21 +16,23 @@ from pydantic import BaseModel, ValidationError
 
 from prime_hpc.trainer.tinker import requests as wanted
 from prime_hpc.trainer.tinker.batches import BadRequestError
-from prime_hpc.trainer.tinker.paths import KINDS, as_checkpoint, tinker_path
-from prime_hpc.trainer.tinker.service import GoneError, Service
+from prime_hpc.trainer.tinker.paths import Saved, as_checkpoint, as_training_run, newest_first
+from prime_hpc.trainer.tinker.service import Service
+from prime_hpc.trainer.tinker.sessions import GoneError
 from prime_hpc.trainer.tinker.wire import PROTOBUF, BadWireError, read_forward_backward
 
-MOST_BYTES = 256 << 20
+MOSRowBYTES = 256 << 20
 """Of one request; the client sends at most 5 MB of data at once."""
 LONG_POLL_S = 20.0
 """A question for a result is answered within this, if only to say that there is none yet; the client asks again."""
 _UNAUTHORIZED = {"detail": "this service needs its key: X-API-Key"}
 T = TypeVar("T", bound=BaseModel)
+Row = TypeVar("Row")
 
 
 def build_app(service: Service, key: str) -> web.Application:
     """Build the application."""
-    app = web.Application(client_max_size=MOST_BYTES, middlewares=[_gate(key), _errors])
+    app = web.Application(client_max_size=MOSRowBYTES, middlewares=[_gate(key), _errors])
     routes = _Routes(service)
     posts = {
         "client/config": routes.config,
@@ -45,6 +47,7 @@ def build_app(service: Service, key: str) -> web.Application:
         "optim_step": routes.optim_step,
         "save_weights": routes.save_weights,
         "save_weights_for_sampler": routes.save_for_sampler,
+        "save_weights_external": routes.save_external,
         "load_weights": routes.load_weights,
         "weights_info": routes.weights_info,
         "create_sampling_session": routes.create_sampler,
@@ -57,13 +60,17 @@ def build_app(service: Service, key: str) -> web.Application:
         "healthz": routes.health,
         "get_server_capabilities": routes.capabilities,
         "samplers/{sampler_id}": routes.sampler,
+        "sessions": routes.sessions,
         "sessions/{session_id}": routes.session,
-        "training_runs/{model_id}/checkpoints": routes.checkpoints,
+        "training_runs": routes.training_runs,
+        "training_runs/{model_id}": routes.training_run,
+        "training_runs/{model_id}/checkpoints": routes.checkpoints_of_run,
         "checkpoints": routes.checkpoints,
     }
+    save = "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"
     app.add_routes([web.post(f"/api/v1/{path}", handler) for path, handler in posts.items()])
     app.add_routes([web.get(f"/api/v1/{path}", handler) for path, handler in gets.items()])
-    app.add_routes([web.delete("/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}", routes.delete)])
+    app.add_routes([web.delete(save, routes.delete), web.put(f"{save}/ttl", routes.set_expiry)])
     return app
 
 
@@ -163,6 +170,10 @@ class _Routes:
         """Have an adapter created."""
         return _future(self._service.create(await _read(request, wanted.CreateModel)))
 
+    async def save_external(self, request: web.Request) -> web.Response:
+        """Refuse a save to be downloaded; the requests after it do not wait for it."""
+        return _future(self._service.export(await _read(request, wanted.SaveExternal)))
+
     async def load_weights(self, request: web.Request) -> web.Response:
         """Have an adapter created from a save, or take its weights."""
         body = await _read(request, wanted.LoadWeights)
@@ -227,23 +238,69 @@ class _Routes:
         facts = {"train_unembed": False, "train_mlp": shape.train_mlp, "train_attn": shape.train_attn}
         return web.json_response({"base_model": shape.base_model, "is_lora": True, "lora_rank": shape.rank} | facts)
 
+    async def sessions(self, request: web.Request) -> web.Response:
+        """List the sessions that are not over."""
+        rows, _ = _part(request, self._service.list_sessions())
+        return web.json_response({"sessions": rows})
+
+    async def training_runs(self, request: web.Request) -> web.Response:
+        """List all adapters that there ever were, by their last change."""
+        shelf = self._service.shelf
+        rows = [as_training_run(shelf, model_id) for model_id in shelf.models()]
+        rows.sort(key=lambda row: row["last_request_time"], reverse=True)
+        part, cursor = _part(request, rows)
+        return web.json_response({"training_runs": part, "cursor": cursor})
+
+    async def training_run(self, request: web.Request) -> web.Response:
+        """Describe an adapter, which need not be in training any more."""
+        return web.json_response(as_training_run(self._service.shelf, self._known(request)))
+
+    async def checkpoints_of_run(self, request: web.Request) -> web.Response:
+        """List the saves of an adapter, the newest first."""
+        saves = newest_first(self._service.shelf.saved(self._known(request)))
+        return web.json_response({"checkpoints": [as_checkpoint(saved) for saved in saves]})
+
     async def checkpoints(self, request: web.Request) -> web.Response:
-        """List the saves of an adapter, or of all."""
-        model_id, shelf = request.match_info.get("model_id"), self._service.shelf
-        rows = [
-            as_checkpoint(shelf.find(tinker_path(model, kind, name)))
-            for model in ([model_id] if model_id is not None else shelf.models())
-            for kind in KINDS
-            for name in shelf.index(model).saves[kind]
-        ]
-        return web.json_response({"checkpoints": rows})
+        """List the saves of all adapters, the newest first."""
+        shelf = self._service.shelf
+        saves = newest_first([saved for model_id in shelf.models() for saved in shelf.saved(model_id)])
+        part, cursor = _part(request, [as_checkpoint(saved) for saved in saves])
+        return web.json_response({"checkpoints": part, "cursor": cursor})
 
     async def delete(self, request: web.Request) -> web.Response:
         """Delete a save."""
-        given = request.match_info
-        path = f"tinker://{given['model_id']}/{given['kind']}/{given['name']}"
-        self._service.shelf.delete(self._service.shelf.find(path))
+        self._service.shelf.delete(self._saved(request))
         return web.json_response({})
+
+    async def set_expiry(self, request: web.Request) -> web.Response:
+        """Let a save expire, or keep it for good."""
+        saved = self._saved(request)
+        self._service.shelf.set_expiry(saved, (await _read(request, wanted.Expiry)).ttl_seconds)
+        return web.json_response({})
+
+    def _known(self, request: web.Request) -> str:
+        """Return the adapter of a path. Raises GoneError: there never was one of this id."""
+        model_id = request.match_info["model_id"]
+        try:
+            self._service.shelf.index(model_id)
+        except BadRequestError as error:
+            raise GoneError(str(error)) from error
+        return model_id
+
+    def _saved(self, request: web.Request) -> Saved:
+        """Return the save of a path. Raises GoneError: there is none."""
+        given = request.match_info
+        try:
+            return self._service.shelf.find(f"tinker://{given['model_id']}/{given['kind']}/{given['name']}")
+        except BadRequestError as error:
+            raise GoneError(str(error)) from error
+
+
+def _part(request: web.Request, rows: list[Row]) -> tuple[list[Row], dict[str, int]]:
+    """Return the rows that a request asks for, and where they lie among all."""
+    page = wanted.Page.model_validate(dict(request.query))
+    cursor = {"offset": page.offset, "limit": page.limit, "total_count": len(rows)}
+    return rows[page.offset : page.offset + page.limit], cursor
 
 
 def _future(request_id: str) -> web.Response:

@@ -1,8 +1,10 @@
 """The client's training data as the trainer's rank batches, and its losses by name through the trainer's objectives.
 
-A datum has an input x of T tokens and a target for each, the token after it: together one sequence of T + 1 tokens
-with T targets. Losses are sums over tokens, as the client's users expect, and no means: w are the weights of
-`cross_entropy`, A the advantages and r = pi / mu the ratio of the other losses.
+A datum has an input x of T tokens and a target for each: mostly the token after it, but any token may be asked for (0
+over a prompt, say), and of `cross_entropy` K of them at once, which is how a teacher's likeliest tokens are learned. A
+sequence of T + 1 tokens goes through the model, whose last one is there for its place alone. Losses are sums over
+targets, as the client's users expect, and no means: w are the weights of `cross_entropy`, A the advantages and
+r = pi / mu the ratio of the other losses.
 
     cross_entropy         - sum w log pi
     importance_sampling   - sum r A
@@ -27,6 +29,8 @@ from prime_hpc.trainer.batching.micro_batches import MicroBatch, build_rank_batc
 from prime_hpc.trainer.objectives import LossStats, MicroBatchLoss, Targets, get_objective
 from prime_hpc.trainer.tinker.wire import Datum
 
+MOST_TARGETS = 64
+"""Targets of one token: each has a row of the model's hidden state in memory."""
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 _THRESHOLDS = {LOW: 0.8, HIGH: 1.2}
 
@@ -63,10 +67,12 @@ class Example:
 
     tokens: NDArray[np.int32]
     """[T + 1] the input, and the last target."""
+    targets: NDArray[np.int64]
+    """[T] or [T, K] what each token of the input is to predict."""
     values: NDArray[np.float32]
-    """[T] weight or advantage of each target."""
+    """Like `targets`: weight or advantage of each."""
     logprobs: NDArray[np.float32]
-    """[T] log mu of each target; 0 where the loss has no ratio."""
+    """Likewise, log mu; 0 where the loss has no ratio."""
 
 
 def check_loss(name: str, config: Mapping[str, float | str]) -> Bounds:
@@ -126,26 +132,33 @@ def _example(datum: Datum, where: str, loss: _Loss, vocab_size: int, most_tokens
             f"{where}: {num} tokens and the target of the last one are more than the {most_tokens} that this service "
             "was started for (seq_len)"
         )
+    targets = datum.inputs["target_tokens"].astype(np.int64)
+    if targets.shape != (num,):
+        _check_several(targets.shape, num, where, loss)
     for name, array in datum.inputs.items():
-        if array.shape != (num,):
-            more = "; several targets a token are not served here" if array.ndim > 1 else ""
-            raise BadRequestError(f"{where}: {name} has shape {list(array.shape)}, model_input has {num} tokens{more}")
+        if array.shape != targets.shape:
+            raise BadRequestError(
+                f"{where}: {name} has shape {list(array.shape)}, target_tokens has {list(targets.shape)}"
+            )
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise BadRequestError(f"{where}: {name} holds a value that is not finite")
-    targets = datum.inputs["target_tokens"].astype(np.int64)
-    tokens = np.append(datum.tokens, targets[-1])
-    if tokens.min() < 0 or tokens.max() >= vocab_size or targets.min() < 0 or targets.max() >= vocab_size:
-        worst = next(int(i) for i in (*tokens, *targets) if not 0 <= i < vocab_size)
-        raise BadRequestError(f"{where}: token {worst}: the model has tokens 0 to {vocab_size - 1}")
-    if not np.array_equal(targets, tokens[1:]):
-        at = int(np.flatnonzero(targets != tokens[1:])[0])
-        raise BadRequestError(
-            f"{where}: target_tokens[{at}] = {targets[at]}, but the next token of model_input is {tokens[at + 1]}: "
-            "here the target of a token is the one after it"
-        )
-    ones, zeros = np.ones(num, np.float32), np.zeros(num, np.float32)
+    for token in (datum.tokens.min(), datum.tokens.max(), targets.min(), targets.max()):
+        if not 0 <= token < vocab_size:
+            raise BadRequestError(f"{where}: token {token}: the model has tokens 0 to {vocab_size - 1}")
+    ones, zeros = np.ones(targets.shape, np.float32), np.zeros(targets.shape, np.float32)
     values, logprobs = datum.inputs.get(loss.values, ones), datum.inputs.get("logprobs", zeros)
-    return Example(tokens.astype(np.int32), values.astype(np.float32), logprobs.astype(np.float32))
+    tokens = np.append(datum.tokens, targets[-1].flat[0]).astype(np.int32)
+    return Example(tokens, targets, values.astype(np.float32), logprobs.astype(np.float32))
+
+
+def _check_several(shape: tuple[int, ...], num: int, where: str, loss: _Loss) -> None:
+    """Raise a BadRequestError unless so many targets a token can be trained on."""
+    if len(shape) != 2 or shape[0] != num:
+        raise BadRequestError(f"{where}: target_tokens has shape {list(shape)}, model_input has {num} tokens")
+    if loss.uses_ratio:
+        raise BadRequestError(f"{where}: target_tokens has shape {list(shape)}: this loss takes one target a token")
+    if not 1 <= shape[1] <= MOST_TARGETS:
+        raise BadRequestError(f"{where}: {shape[1]} targets a token; there may be 1 to {MOST_TARGETS}")
 
 
 def part_of(examples: Sequence[Example], part: int, num_parts: int, budget: int) -> RankBatch:
@@ -157,17 +170,41 @@ def part_of(examples: Sequence[Example], part: int, num_parts: int, budget: int)
         budget: tokens of one micro-batch.
     """
     micro_batches = [m.tolist() for m in pack([len(e.tokens) for e in examples], num_parts, budget)[part]]
-    order = [i for micro in micro_batches for i in micro]
     masks = [np.ones(len(e.tokens), bool) for e in examples]
-    batch = build_rank_batch(micro_batches, [e.tokens for e in examples], masks)
-    values, logprobs = ([_shifted(getattr(examples[i], name)) for i in order] for name in ("values", "logprobs"))
-    nothing = [np.zeros(0, np.float32)]
-    return replace(batch, advantages=np.concatenate(nothing + values), logprobs=np.concatenate(nothing + logprobs))
+    return build_rank_batch(micro_batches, [e.tokens for e in examples], masks)
 
 
-def _shifted(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Values of the targets, as values of the tokens that they are."""
-    return np.concatenate([np.zeros(1, np.float32), values])
+def retargeted(micro: MicroBatch, examples: Sequence[Example]) -> MicroBatch:
+    """Return a micro-batch with its examples' targets in the place of its tokens.
+
+    Args:
+        micro: each token but the first of its sequences is a target.
+        examples: in the order of its sequences; none where it is empty.
+    """
+    if not examples:
+        return micro
+    counts = np.concatenate([np.full(len(e.targets), e.targets[0].size) for e in examples])
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    first, stop, _ = micro.own.indices(len(counts))
+    device = micro.targets.device
+
+    def joined(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([getattr(e, name).ravel() for e in examples])).to(device)
+
+    def repeated(values: torch.Tensor, times: NDArray[np.int64]) -> torch.Tensor:
+        return values.repeat_interleave(torch.from_numpy(times).to(device), output_size=int(times.sum()))
+
+    return replace(
+        micro,
+        target_index=repeated(micro.target_index, counts[first:stop]),
+        targets=joined("targets"),
+        sequence=repeated(micro.sequence, counts),
+        targets_of_sequence=torch.tensor([e.targets.size for e in examples], device=device),
+        temperatures=repeated(micro.temperatures, counts),
+        behaviour_logprobs=joined("logprobs"),
+        advantages=joined("values"),
+        own=slice(int(ends[first]), int(ends[stop])),
+    )
 
 
 @dataclass
@@ -205,17 +242,21 @@ def summed_loss(name: str, bounds: Bounds, collected: Collected) -> MicroBatchLo
     return loss
 
 
-def per_example(batch: RankBatch, collected: Collected) -> dict[int, tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    """Return index of the example -> log pi and loss of its targets, [T] each.
+def per_example(
+    batch: RankBatch, examples: Sequence[Example], collected: Collected
+) -> dict[int, tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    """Return index of the example -> log pi and loss of its targets, each in their shape.
 
     Args:
         batch: whose targets the notes are of.
+        examples: of the whole request.
         collected: by `summed_loss`.
     """
-    lengths = np.diff(batch.seq_offsets) - 1
-    ends = np.cumsum(lengths)[:-1]
+    shapes = [examples[i].targets.shape for i in batch.sample_ids]
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
     logprobs, losses = (
-        np.split(torch.cat(found).float().cpu().numpy(), ends) if len(lengths) else []
+        np.split(torch.cat(found).float().cpu().numpy(), ends) if shapes else []
         for found in (collected.logprobs, collected.losses)
     )
-    return {int(i): rows for i, rows in zip(batch.sample_ids, zip(logprobs, losses, strict=True), strict=True)}
+    rows = zip(batch.sample_ids, shapes, logprobs, losses, strict=True)
+    return {int(i): (found.reshape(shape), terms.reshape(shape)) for i, shape, found, terms in rows}

@@ -11,9 +11,10 @@ outlives the service: a later one reads what an earlier one wrote.
 import json
 import re
 import shutil
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,6 +56,13 @@ class Save:
     has_optimizer: bool = False
     """True if the optimizer had a state by then."""
     user_metadata: dict[str, str] = field(default_factory=dict)
+    expires: float | None = None
+    """Seconds since the epoch from which on it may be deleted; None: never."""
+
+    @property
+    def has_expired(self) -> bool:
+        """True if its time is over."""
+        return self.expires is not None and self.expires <= time.time()
 
 
 @dataclass(frozen=True)
@@ -110,10 +118,11 @@ def check_name(name: str) -> str:
 
 
 class Shelf:
-    """The saves of all adapters below a run directory."""
+    """The saves of all adapters below a run directory. Safe between threads; one process alone writes."""
 
     def __init__(self, run_dir: Path) -> None:
         self._root = run_dir / "tinker"
+        self._lock = threading.Lock()
 
     def of_model(self, model_id: str) -> RunPaths:
         """Return the directory of an adapter, which need not be there."""
@@ -175,17 +184,91 @@ class Shelf:
         if name not in index.saves[known]:
             there = ", ".join(index.saves[known]) or "nothing yet"
             raise BadRequestError(f"{path}: adapter {model_id} has saved {there} under {known}")
+        if index.saves[known][name].has_expired:
+            raise BadRequestError(f"{path} has expired (ttl_seconds)")
         return Saved(path, model_id, known, name, index.shape, index.saves[known][name], self.of_model(model_id))
 
+    def change(self, model_id: str, change: Callable[[Index], Index]) -> Index:
+        """Replace the index of an adapter by what `change` makes of it; returns the one before.
+
+        Raises:
+            BadRequestError: there never was an adapter of this id.
+        """
+        with self._lock:
+            before = self.index(model_id)
+            self.write(model_id, change(before))
+            return before
+
     def delete(self, saved: Saved) -> None:
-        """Delete a save: first its name, then its artifact."""
-        self.write(saved.model_id, self.index(saved.model_id).without(saved.kind, saved.name))
+        """Delete a save: first its name, where that is still this save's, then its artifact."""
+
+        def without(index: Index) -> Index:
+            known = index.saves[saved.kind].get(saved.name)
+            is_same = known is not None and known.number == saved.save.number
+            return index.without(saved.kind, saved.name) if is_same else index
+
+        self.change(saved.model_id, without)
         shutil.rmtree(saved.folder, ignore_errors=True)
 
+    def set_expiry(self, saved: Saved, ttl_seconds: int | None) -> None:
+        """Let a save expire so many seconds from now, or never."""
+        save = replace(saved.save, expires=expiry(ttl_seconds))
+        self.change(saved.model_id, lambda index: index.with_save(saved.kind, saved.name, save))
 
-def new_save(number: int, steps: int, *, has_optimizer: bool, user_metadata: dict[str, str] | None) -> Save:
+    def saved(self, model_id: str) -> list[Saved]:
+        """Return all saves of an adapter, those too whose time is over.
+
+        Raises:
+            BadRequestError: there never was an adapter of this id.
+        """
+        index, run = self.index(model_id), self.of_model(model_id)
+        return [
+            Saved(tinker_path(model_id, kind, name), model_id, kind, name, index.shape, save, run)
+            for kind in KINDS
+            for name, save in index.saves[kind].items()
+        ]
+
+    def delete_expired(self) -> list[str]:
+        """Delete the saves whose time is over; returns their paths. What cannot be read is left alone."""
+        deleted = []
+        for model_id in self.models():
+            try:
+                expired = [saved for saved in self.saved(model_id) if saved.save.has_expired]
+                for saved in expired:
+                    self.delete(saved)
+            except BadRequestError:
+                continue
+            deleted += [saved.path for saved in expired]
+        return deleted
+
+
+def expiry(ttl_seconds: int | None) -> float | None:
+    """Return the time, in seconds since the epoch, that is so many seconds from now; None for None.
+
+    Raises:
+        BadRequestError: no second at all.
+    """
+    if ttl_seconds is None:
+        return None
+    if ttl_seconds < 1:
+        raise BadRequestError(f"ttl_seconds = {ttl_seconds}: must be at least 1, or None to keep it for good")
+    return time.time() + ttl_seconds
+
+
+def new_save(
+    number: int,
+    steps: int,
+    *,
+    has_optimizer: bool,
+    user_metadata: dict[str, str] | None,
+    ttl_seconds: int | None = None,
+) -> Save:
     """Return a save of this moment."""
-    return Save(number, time.time(), steps, has_optimizer, dict(user_metadata or {}))
+    return Save(number, time.time(), steps, has_optimizer, dict(user_metadata or {}), expiry(ttl_seconds))
+
+
+def _as_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def as_checkpoint(saved: Saved) -> dict[str, Any]:
@@ -193,7 +276,35 @@ def as_checkpoint(saved: Saved) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{saved.kind}/{saved.name}",
         "checkpoint_type": "training" if saved.kind == "weights" else "sampler",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(saved.save.time)),
+        "time": _as_time(saved.save.time),
         "tinker_path": saved.path,
         "user_metadata": saved.save.user_metadata,
+        "expires_at": None if saved.save.expires is None else _as_time(saved.save.expires),
     }
+
+
+def as_training_run(shelf: Shelf, model_id: str) -> dict[str, Any]:
+    """Return an adapter as the client lists training runs.
+
+    Raises:
+        BadRequestError: there never was an adapter of this id.
+    """
+    shape, saves = shelf.index(model_id).shape, newest_first(shelf.saved(model_id))
+    touched = (shelf.of_model(model_id).root / INDEX).stat().st_mtime
+    last = {kind: next((as_checkpoint(saved) for saved in saves if saved.kind == kind), None) for kind in KINDS}
+    return {
+        "training_run_id": model_id,
+        "base_model": shape.base_model,
+        "model_owner": "",
+        "is_lora": True,
+        "lora_rank": shape.rank,
+        "last_request_time": _as_time(touched),
+        "last_checkpoint": last["weights"],
+        "last_sampler_checkpoint": last["sampler_weights"],
+        "user_metadata": shape.user_metadata,
+    }
+
+
+def newest_first(saves: list[Saved]) -> list[Saved]:
+    """Return the saves that have not expired, by time."""
+    return sorted((saved for saved in saves if not saved.save.has_expired), key=lambda saved: -saved.save.time)

@@ -76,6 +76,7 @@ class SaveWeights(OfModel):
     seq_id: int = Field(ge=0)
     path: str | None = None
     overwrite: bool = False
+    ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None
 
 
@@ -86,7 +87,27 @@ class SaveForSampler(OfModel):
     path: str | None = None
     sampling_session_seq_id: int | None = Field(None, ge=0)
     kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None
+
+
+class SaveExternal(OfModel):
+    """A save to be downloaded."""
+
+    seq_id: int = Field(ge=0)
+
+
+class Expiry(_Request):
+    """So long a save is to be kept; None: for good."""
+
+    ttl_seconds: int | None = None
+
+
+class Page(_Request):
+    """Part of a list."""
+
+    limit: int = Field(100, ge=1)
+    offset: int = Field(0, ge=0)
 
 
 class CreateSampler(_Request):

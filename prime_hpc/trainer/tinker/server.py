@@ -44,9 +44,15 @@ class Server:
     """Listens from `start` on."""
 
     def __init__(
-        self, experiment: Experiment, context: RoleContext, bus: BusClient, source: Path, vocab_size: int
+        self,
+        experiment: Experiment,
+        context: RoleContext,
+        bus: BusClient,
+        shelf: Shelf,
+        source: Path,
+        vocab_size: int,
     ) -> None:
-        """Take the port and the key.
+        """Take the port and the key; `shelf` is the one that the ranks' loop writes on.
 
         Raises:
             ValueError: the address cannot be listened on, or the key's file is not the user's alone.
@@ -67,7 +73,7 @@ class Server:
             room = experiment.trainer.max_concurrent_runs
             engines = Engines(self._urls.known, key or stated, room, experiment.max_model_len, wait_s)
         self._engines = engines
-        self._service = Service(experiment, Shelf(context.run_dir), engines, str(source.absolute()), vocab_size)
+        self._service = Service(experiment, shelf, engines, str(source.absolute()), vocab_size)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started, self._stopping = threading.Event(), asyncio.Event()
         self._thread = rank_thread(self._run, name="tinker-http")

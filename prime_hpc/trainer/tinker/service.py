@@ -7,10 +7,12 @@ in vain.
 """
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from loguru import logger
@@ -22,55 +24,17 @@ from prime_hpc.trainer.tinker import requests as wanted
 from prime_hpc.trainer.tinker.batches import BadRequestError, check_data, check_loss
 from prime_hpc.trainer.tinker.board import Board, Failure, Kind, Operation
 from prime_hpc.trainer.tinker.engines import Engines
-from prime_hpc.trainer.tinker.paths import Saved, Shape, Shelf, check_name
+from prime_hpc.trainer.tinker.paths import Saved, Shape, Shelf, check_name, expiry
+from prime_hpc.trainer.tinker.sessions import Future, GoneError, Line, Sampler, Session
 from prime_hpc.trainer.tinker.wire import ForwardBackward
 
 KEPT_S = 600.0
 """So long a result waits for the client, or for it to ask once more."""
 LOOK_S = 5.0
+SWEEP_S = 60.0
+"""Between two looks for saves whose time is over."""
 UNNAMED = "unnamed-"
 """Begins the name of a save that only a sampler of one session knows."""
-
-
-class GoneError(LookupError):
-    """Nothing of that name is here (any more); the message says why."""
-
-
-@dataclass
-class Future:
-    """A result on its way."""
-
-    model_id: str
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    body: bytes = b""
-    is_protobuf: bool = False
-    ended: float = 0.0
-
-
-@dataclass
-class Sampler:
-    """A sampler of a client: of a save, of the base model, or of whatever its adapter published last."""
-
-    saved: Saved | None
-    follows: str = ""
-    """The adapter, of an `inflight` sampler."""
-
-
-@dataclass
-class Session:
-    """One client."""
-
-    seen: float
-    models: list[str] = field(default_factory=list)
-    samplers: list[str] = field(default_factory=list)
-
-
-@dataclass
-class _Line:
-    """The numbers of an adapter's requests."""
-
-    next: int = 1
-    held: dict[int, Operation] = field(default_factory=dict)
 
 
 class Service:
@@ -86,7 +50,7 @@ class Service:
         self.board = Board(experiment.trainer.max_concurrent_runs, self._deliver)
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, Shape] = {}
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, Line] = {}
         self._samplers: dict[str, Sampler] = {}
         self._published: dict[str, Saved] = {}
         """Adapter -> its newest save for samplers that follow it."""
@@ -102,11 +66,16 @@ class Service:
     # ------------------------------------------------------------------------------------------------ sessions
 
     async def watch(self) -> None:
-        """End sessions that have fallen silent, forget results that nobody asked for; until cancelled."""
+        """End sessions that have fallen silent, forget results that nobody asked for, delete saves whose time is over;
+        until cancelled."""
         self._loop = asyncio.get_running_loop()
+        swept = -math.inf
         while True:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()
+            if now - swept > SWEEP_S:
+                swept = now
+                await asyncio.to_thread(self._sweep)
             for session_id, session in list(self._sessions.items()):
                 if now - session.seen > self._timeout_s:
                     logger.info(f"session {session_id}: silent for {self._timeout_s:g} s, it is over")
@@ -115,10 +84,18 @@ class Service:
                 if future.done.is_set() and now - future.ended > KEPT_S:
                     del self._futures[request_id]
 
+    def _sweep(self) -> None:
+        """Delete expired saves; on a file system that fails, the next sweep does."""
+        try:
+            for path in self.shelf.delete_expired():
+                logger.info(f"{path} was kept for its time (ttl_seconds), and is deleted")
+        except OSError as error:
+            logger.warning(f"saves whose time is over could not be deleted: {error}")
+
     def create_session(self, request: wanted.CreateSession) -> dict[str, Any]:
         """Begin a session."""
         session_id = uuid.uuid4().hex
-        self._sessions[session_id] = Session(time.monotonic())
+        self._sessions[session_id] = Session(time.monotonic(), user_metadata=_as_text(request.user_metadata))
         lora = self._experiment.model.lora
         assert lora is not None
         modules = ", ".join(lora.target_modules)
@@ -152,7 +129,12 @@ class Service:
     def describe_session(self, session_id: str) -> dict[str, Any]:
         """Adapters and samplers of a session."""
         session = self._session(session_id)
-        return {"training_run_ids": session.models, "sampler_ids": session.samplers}
+        ids = {"training_run_ids": session.models, "sampler_ids": session.samplers}
+        return {**ids, "user_metadata": session.user_metadata}
+
+    def list_sessions(self) -> list[str]:
+        """Sessions that are not over, the newest first."""
+        return list(reversed(self._sessions))
 
     # ------------------------------------------------------------------------------------------------ adapters
 
@@ -174,8 +156,7 @@ class Service:
             if not (lora.train_attn or lora.train_mlp):
                 raise BadRequestError("train_unembed alone: here the output head has no adapter")
             seed = self._experiment.seed if lora.seed is None else lora.seed
-            metadata = {str(k): str(v) for k, v in (request.user_metadata or {}).items()}
-            name = self._experiment.model.name
+            name, metadata = self._experiment.model.name, session.user_metadata | _as_text(request.user_metadata)
             shape = Shape(name, lora.rank, seed, lora.train_attn, lora.train_mlp, metadata)
             return Operation(Kind.CREATE, payload={"shape": shape})
 
@@ -192,7 +173,9 @@ class Service:
             self._check_optimizer(request.optimizer_config)
             saved = self.shelf.find(request.path, "weights")
             self._check_base(saved.shape.base_model)
-            payload = {"shape": saved.shape, "saved": saved, "with_optimizer": request.optimizer}
+            metadata = session.user_metadata | _as_text(request.user_metadata)
+            shape = replace(saved.shape, user_metadata=metadata)
+            payload = {"shape": shape, "saved": saved, "with_optimizer": request.optimizer}
             return Operation(Kind.CREATE, payload=payload)
 
         return self._begin(session, model_id, operation)
@@ -231,7 +214,7 @@ class Service:
 
         def operation() -> Operation:
             name = check_name(request.path or f"{request.seq_id:06d}")
-            payload = {"name": name, "overwrite": request.overwrite, "user_metadata": request.user_metadata}
+            payload = {"name": name, "overwrite": request.overwrite, **_kept(request)}
             return Operation(Kind.SAVE, payload=payload)
 
         return self._enqueue(request.model_id, request.seq_id, operation)
@@ -241,7 +224,7 @@ class Service:
 
         def operation() -> Operation:
             name = None if request.path is None else check_name(request.path)
-            payload: dict[str, Any] = {"name": name, "user_metadata": request.user_metadata}
+            payload: dict[str, Any] = {"name": name, **_kept(request)}
             if name is None:
                 number, session = request.sampling_session_seq_id, request.model_id.partition(":")[0]
                 if number is None:
@@ -250,6 +233,15 @@ class Service:
             return Operation(Kind.PUBLISH, payload=payload)
 
         return self._enqueue(request.model_id, request.seq_id, operation)
+
+    def export(self, request: wanted.SaveExternal) -> str:
+        """Refuse a save that is to be downloaded, in its turn; returns the future's id."""
+        where = self.shelf.of_model(request.model_id).weights
+        why = (
+            "save_weights_external is not served here: what save_weights_for_sampler writes is a PEFT directory "
+            f"already, {where}/step_<n> on the service's file system"
+        )
+        return self._enqueue(request.model_id, request.seq_id, lambda: Operation(Kind.REFUSE, payload={"why": why}))
 
     def remove(self, model_id: str) -> None:
         """Have an adapter give its slot back, before anything that is still in its line; what it saved stays."""
@@ -284,12 +276,14 @@ class Service:
     def _begin(self, session: Session, model_id: str, build: Callable[[], Operation]) -> str:
         if model_id not in session.models:
             session.models.append(model_id)
-            self._lines[model_id] = _Line(next=0)
+            self._lines[model_id] = Line(next=0)
         return self._enqueue(model_id, 0, build)
 
     def _check_base(self, name: str) -> None:
         served = self._experiment.model.name
-        if name not in (served, self._source):
+        asked, there = name.strip("/").split("/"), Path(served).parts
+        is_end = Path(served).is_absolute() and there[-len(asked) :] == tuple(asked)  # of a folder: <org>/<model>, say
+        if name not in (served, self._source) and not is_end:
             raise BadRequestError(f"base model {name!r} is not served here; there is {served!r}")
 
     def _check_optimizer(self, config: dict[str, Any] | None) -> None:
@@ -297,7 +291,7 @@ class Service:
         if kind != "adamw":
             raise BadRequestError(f"optimizer {kind!r} is not served here; there is 'adamw'")
 
-    def _line(self, model_id: str) -> _Line:
+    def _line(self, model_id: str) -> Line:
         if model_id not in self._lines:
             raise GoneError(
                 f"there is no adapter {model_id} here: its session is over, or this service was started again since; "
@@ -464,3 +458,13 @@ class Service:
         """Return whether a request is about an adapter that is still in line for a slot."""
         future = self._futures.get(request_id)
         return future is not None and future.model_id != "" and not self.board.has_slot(future.model_id)
+
+
+def _as_text(metadata: dict[str, Any] | None) -> dict[str, str]:
+    return {str(key): str(value) for key, value in (metadata or {}).items()}
+
+
+def _kept(request: wanted.SaveWeights | wanted.SaveForSampler) -> dict[str, Any]:
+    """Return what is noted beside a save."""
+    expiry(request.ttl_seconds)  # refused before anything is written
+    return {"user_metadata": request.user_metadata, "ttl_seconds": request.ttl_seconds}

@@ -7,6 +7,7 @@ on the wire that is the same.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -171,16 +172,20 @@ def write_forward_backward(outputs: Mapping[str, Sequence[NDArray[np.float32]]],
     """Return the answer to a forward (and backward) pass.
 
     Args:
-        outputs: name -> an array for each datum, in order.
+        outputs: name -> an array for each datum, in order; of one datum all have one shape, [T] or [T, K].
         metrics: `<name>:<how the client joins those of several requests>`.
     """
-    record = MESSAGES["ArrayRecord"](num_datums=len(next(iter(outputs.values()), [])))
-    for name, arrays in outputs.items():
-        offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64)
-        data = b"".join(np.ascontiguousarray(array, np.float32).tobytes() for array in arrays)
-        value = MESSAGES["BatchedTensor"](data=data, offsets=offsets.tobytes(), dtype=_FLOAT32)
-        record.fields.append(MESSAGES["NamedBatchedTensor"](key=name, value=value))
-    answer = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record])
+    answer = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    rows = [dict(zip(outputs, arrays, strict=True)) for arrays in zip(*outputs.values(), strict=True)]
+    for trailing, group in groupby(rows, lambda row: next(iter(row.values())).shape[1:]):
+        data = list(group)  # a record has one trailing shape
+        record = answer.loss_fn_outputs.add(num_datums=len(data))
+        for name in outputs:
+            arrays = [np.ascontiguousarray(row[name], np.float32) for row in data]
+            offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64)
+            content = b"".join(array.tobytes() for array in arrays)
+            tensor = {"data": content, "offsets": offsets.tobytes(), "dtype": _FLOAT32, "trailing_shape": trailing}
+            record.fields.append(MESSAGES["NamedBatchedTensor"](key=name, value=MESSAGES["BatchedTensor"](**tensor)))
     answer.metrics.extend(MESSAGES["NamedNumber"](key=name, value=value) for name, value in metrics.items())
     return answer.SerializeToString()
 

@@ -51,7 +51,7 @@ class Worker:
         self._server: Server | None = None
         if dist.get_rank() == 0:
             config = self._base.policy.hf.config.get_text_config()
-            self._server = Server(experiment, context, bus, self._base.source, config.vocab_size)
+            self._server = Server(experiment, context, bus, self._shelf, self._base.source, config.vocab_size)
 
     def run(self) -> None:
         """Operation after operation, until somebody says stop. Collective."""
@@ -103,7 +103,8 @@ class Worker:
             saves = self._shelf.index(model_id).saves
         except BadRequestError as error:
             return replace(operation, kind=Kind.REFUSE, payload={"why": str(error)})
-        if operation.kind is Kind.SAVE and name in saves["weights"] and not operation.payload["overwrite"]:
+        before = saves["weights"].get(name) if operation.kind is Kind.SAVE else None
+        if before is not None and not before.has_expired and not operation.payload["overwrite"]:
             why = f"{tinker_path(model_id, 'weights', name)} exists; choose another name, or say overwrite=True"
             return replace(operation, kind=Kind.REFUSE, payload={"why": why})
         return replace(operation, number=number)
@@ -182,17 +183,20 @@ class Worker:
 
     def _noted(self, operation: Operation, adapter: Adapter, kind: SaveKind, name: str) -> dict[str, Any]:
         """Write a save into the adapter's index, and delete what had its name."""
-        model_id, metadata = operation.model_id, operation.payload["user_metadata"]
+        model_id, payload = operation.model_id, operation.payload
 
         def note() -> None:
             if self._server is None:
                 return
-            index = self._shelf.index(model_id)
-            before = index.saves[kind].get(name)
             save = new_save(
-                operation.number, adapter.steps, has_optimizer=adapter.has_optimizer, user_metadata=metadata
+                operation.number,
+                adapter.steps,
+                has_optimizer=adapter.has_optimizer,
+                user_metadata=payload["user_metadata"],
+                ttl_seconds=payload["ttl_seconds"],
             )
-            self._shelf.write(model_id, index.with_save(kind, name, save))
+            index = self._shelf.change(model_id, lambda index: index.with_save(kind, name, save))
+            before = index.saves[kind].get(name)
             if before is not None and kind == "weights":  # engines may still want what was published
                 shutil.rmtree(self._shelf.of_model(model_id).checkpoint_step(before.number), ignore_errors=True)
 

@@ -1,0 +1,84 @@
+"""The saves of the tinker service's adapters: names, and the time until which they are kept."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from prime_hpc.trainer.tinker import paths
+from prime_hpc.trainer.tinker.batches import BadRequestError
+from prime_hpc.trainer.tinker.paths import Index, Kind, Shape, Shelf, new_save, tinker_path
+
+MODEL = "0123456789abcdef:train:0"
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    shelf = Shelf(tmp_path)
+    shelf.write(MODEL, Index(Shape("base", 4, 1)))
+    return shelf
+
+
+def put(shelf: Shelf, name: str, number: int, ttl_seconds: int | None = None, kind: Kind = "weights") -> str:
+    save = new_save(number, 0, has_optimizer=False, user_metadata=None, ttl_seconds=ttl_seconds)
+    shelf.change(MODEL, lambda index: index.with_save(kind, name, save))
+    path = tinker_path(MODEL, kind, name)
+    shelf.find(path).folder.mkdir(parents=True)
+    return path
+
+
+def test_what_has_expired_is_refused_and_deleted_and_nothing_else(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = paths.time.time()
+    monkeypatch.setattr(paths.time, "time", lambda: now)
+    kept, brief = put(shelf, "kept", 1), put(shelf, "brief", 2, 60)
+    longer, sampler = put(shelf, "longer", 3, 600), put(shelf, "brief", 4, 60, "sampler_weights")
+    folders = {path: shelf.find(path).folder for path in (kept, brief, longer, sampler)}
+    assert shelf.delete_expired() == []
+    monkeypatch.setattr(paths.time, "time", lambda: now + 61)
+    with pytest.raises(BadRequestError, match="has expired"):
+        shelf.find(brief)
+    assert sorted(shelf.delete_expired()) == sorted([brief, sampler])
+    assert {path for path, folder in folders.items() if folder.exists()} == {kept, longer}
+    shelf.set_expiry(shelf.find(longer), None)
+    shelf.set_expiry(shelf.find(kept), 5)
+    monkeypatch.setattr(paths.time, "time", lambda: now + 1e6)
+    assert shelf.delete_expired() == [kept]
+    assert shelf.find(longer).save.expires is None
+
+
+def test_a_save_that_took_the_name_of_a_deleted_one_stays(shelf: Shelf) -> None:
+    old = shelf.find(put(shelf, "name", 1))
+    path = put(shelf, "name", 2)
+    shelf.delete(old)
+    assert shelf.find(path).save.number == 2 and shelf.find(path).folder.exists() and not old.folder.exists()
+
+
+def test_changes_of_two_threads_are_all_kept(shelf: Shelf) -> None:
+    def fill(first: int) -> None:
+        for number in range(first, first + 50):
+            put(shelf, f"name-{number}", number)
+
+    threads = [threading.Thread(target=fill, args=(first,)) for first in (1, 101, 201)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(shelf.saved(MODEL)) == 150
+
+
+def test_a_save_of_an_earlier_version_has_no_end(shelf: Shelf) -> None:
+    path = put(shelf, "old", 1)
+    file = shelf.of_model(MODEL).root / paths.INDEX
+    found = json.loads(file.read_text())
+    del found["saves"]["weights"]["old"]["expires"]
+    file.write_text(json.dumps(found))
+    assert "expires" not in file.read_text() and not shelf.find(path).save.has_expired
+
+
+@pytest.mark.parametrize("ttl_seconds", [0, -1])
+def test_no_time_at_all_is_refused(ttl_seconds: int) -> None:
+    with pytest.raises(BadRequestError, match="at least 1"):
+        paths.expiry(ttl_seconds)
