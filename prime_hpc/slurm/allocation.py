@@ -86,7 +86,8 @@ def read_allocation(environ: Mapping[str, str] = os.environ) -> Allocation | Non
 def held_devices(environ: Mapping[str, str], allocation: Allocation) -> dict[str, float]:
     """Count the nodes, CPUs and GPUs that the job holds, as Slurm accounts for them; what it does not say is absent.
 
-    Slurm tells the GPUs of the batch host alone: those of a homogeneous job are as many on every node.
+    Slurm tells the GPUs of the batch host alone: those of a homogeneous job are as many on every node. `since` is when
+    the job began, epoch seconds; before 23.02 Slurm does not say.
     """
     if not allocation.by_slurm:
         return {}
@@ -98,6 +99,8 @@ def held_devices(environ: Mapping[str, str], allocation: Allocation) -> dict[str
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
     if gpus.isdigit() and not allocation.is_het:
         held["gpus"] = int(gpus) * len(allocation.all_hosts)
+    if environ.get("SLURM_JOB_START_TIME", "").isdigit():
+        held["since"] = float(environ["SLURM_JOB_START_TIME"])
     return held
 
 

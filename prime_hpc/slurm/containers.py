@@ -22,9 +22,12 @@ _APPTAINER = """\
 if [ -e /dev/nvidiactl ] || [ -e /dev/nvidia0 ]; then set -- --nv "$@"
 elif [ -e /dev/kfd ]; then set -- --rocm "$@"; fi
 if [ -n "${TMPDIR:-}" ] && [ -d "$TMPDIR" ]; then set -- --bind "$TMPDIR" "$@"; fi
-exec apptainer exec "$@"
+box=apptainer
+if ! command -v apptainer >/dev/null 2>&1 && command -v singularity >/dev/null 2>&1; then box=singularity; fi
+exec "$box" exec "$@"
 """
-"""On the node: which GPUs it has, and whether it has the job's TMPDIR, is not known before."""
+"""On the node: which GPUs it has, whether it has the job's TMPDIR, and under which of its two names the program is
+installed (singularity takes the same options), is not known before."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class RoleOptions:
     """sbatch options, without `nodes` and `ntasks-per-node`."""
     gpus_per_node: int
     partitions: tuple[str, ...]
-    """Those named, in order; () is the cluster's default."""
+    """Those named, in order, or those of the profile that the constraint stands for; () is the cluster's default."""
 
 
 def resolve(role: SlurmRole, experiment: Experiment, site: SiteConfig) -> RoleOptions:
@@ -90,11 +90,12 @@ def resolve(role: SlurmRole, experiment: Experiment, site: SiteConfig) -> RoleOp
         value = next((v for v in (getattr(level, name) for _, level in levels) if v is not None), None)
         if value is not None and value is not False:
             options[name.replace("_", "-")] = value if value is True else str(value)
-    partitions = split_names(str(options.get("partition", "")))
+    partitions = split_names(str(options.get("partition", ""))) or _by_constraint(options, site)
     count, request = _gpus(role, levels, partitions, site)
     options.update(request)
     options.update(_extra(role, levels))
     _by_node(options, count, role)
+    _whole_node_mem(options, site)
     for name, value in options.items():
         _check_value(name, value, key_of(role, name.replace("-", "_"), experiment))
     return RoleOptions(role, options, count, partitions)
@@ -116,6 +117,12 @@ def _levels(role: SlurmRole, experiment: Experiment, site: SiteConfig) -> list[t
 def split_names(text: str) -> tuple[str, ...]:
     """Split `a, b` into ("a", "b")."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _by_constraint(options: Options, site: SiteConfig) -> tuple[str, ...]:
+    """Partitions of the profile that the constraint stands for, where the site takes no partition's name."""
+    asked = options.get("constraint")
+    return tuple(name for name, part in site.partitions.items() if part.constraint and part.constraint == asked)
 
 
 def known_partitions(partitions: Iterable[str], site: SiteConfig) -> list[SitePartition]:
@@ -201,6 +208,15 @@ def _by_node(options: Options, gpus: int, role: SlurmRole) -> None:
             raise ConfigError(Problem(f"--{name}={value} is no number", key))
         else:
             options[home] = str(int(str(value)) * gpus)
+
+
+def _whole_node_mem(options: Options, site: SiteConfig) -> None:
+    """Say all of a node's memory in place as the site takes it."""
+    if re.fullmatch(r"0[KMGT]?B?", str(options.get("mem", "")).strip(), re.IGNORECASE):
+        if site.whole_node_mem is None:
+            del options["mem"]
+        else:
+            options["mem"] = site.whole_node_mem
 
 
 def _check_value(name: str, value: str | bool, key: str) -> None:

@@ -1,6 +1,6 @@
 """`prime-hpc site probe`: a draft of a site profile from what Slurm says of itself; a person checks it.
 
-    draft = probe()                # asks scontrol, sinfo and, where there is accounting, sacctmgr
+    draft = probe()                # asks scontrol, sinfo, `sbatch --test-only` and, where there is accounting, sacctmgr
     print(draft.text)              # YAML with comments; draft.site is the same, checked
 
 What Slurm cannot know (modules, scratch, containers, the right network interface) stays a comment.
@@ -8,7 +8,7 @@ What Slurm cannot know (modules, scratch, containers, the right network interfac
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.slurm.client import SlurmError, run_slurm
 from prime_hpc.slurm.hostlist import expand_hosts
+from prime_hpc.slurm.queue_facts.probe_submit import Ask, try_partitions
 
 TIMEOUT_S = 20.0
 GPU_MEMORY_GIB = {
@@ -23,8 +24,6 @@ GPU_MEMORY_GIB = {
     **{"a30": 24, "a10": 24, "l4": 24, "t4": 16, "p100": 16},
 }
 """Of GPU types that come with one size of memory (the A100 and the V100 do not)."""
-Ask = Callable[[Sequence[str], float], str]
-"""Runs a Slurm command with a timeout; raises SlurmError."""
 _PAIR = re.compile(r"(\w+)=(\S*)")
 _SETTING = re.compile(r"^(\S+)\s*=\s*(.*?)\s*$")
 _GPU = re.compile(r"(?:^|,)gpu(?::([^:(),]+))??:(\d+)(?=,|$)")
@@ -58,6 +57,8 @@ class Answers:
     types: list[NodeType]
     accounts: list[str] = field(default_factory=list)
     """Of this user; empty where accounting does not say."""
+    trials: dict[str, list[str]] = field(default_factory=dict)
+    """Partition -> what `sbatch --test-only` says of small jobs there, in lines."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def probe(ask: Ask = run_slurm, interfaces: Callable[[], list[str]] | None = Non
     """Ask Slurm and draft a profile.
 
     Raises:
-        SlurmError: Slurm is missing, hangs or refuses (the accounting alone may).
+        SlurmError: Slurm is missing, hangs or refuses (the accounting and sbatch alone may).
     """
     answers = ask_slurm(ask)
     cards = (interfaces or network_cards)()
@@ -93,7 +94,10 @@ def ask_slurm(ask: Ask) -> Answers:
             accounts = sorted({line.strip() for line in ask(words, TIMEOUT_S).splitlines() if line.strip()})
         except SlurmError:
             pass  # many sites close sacctmgr to users: the account stays a comment
-    return Answers(config, partitions, types, accounts)
+    names = [row["PartitionName"] for row in partitions]
+    with_gpus = {kind.partition for kind in types if kind.gpus}
+    trials = try_partitions(ask, names, accounts=accounts, with_gpus=with_gpus)
+    return Answers(config, partitions, types, accounts, trials)
 
 
 def parse_settings(text: str) -> dict[str, str]:
@@ -202,7 +206,7 @@ def _partition_lines(row: dict[str, str], answers: Answers) -> list[str]:
     notes += [f"only for groups {row['AllowGroups']}"] if row.get("AllowGroups", "ALL") != "ALL" else []
     notes += [f"only for accounts {row['AllowAccounts']}"] if row.get("AllowAccounts", "ALL") != "ALL" else []
     lines = [f"  {_scalar(name)}:" + (f"  # {'; '.join(notes)}" if notes else "")]
-    body: list[str] = []
+    body = [f"# {line}" for line in answers.trials.get(name, [])]
     total = sum(t.count for t in types) or int(row.get("TotalNodes", "0") or 0)
     if total:
         body.append(f"nodes: {total}")
@@ -243,6 +247,8 @@ def _option_lines(answers: Answers) -> list[str]:
         lines.append(f"# accounts of this user: {', '.join(answers.accounts)}")
     if "associations" in answers.config.get("AccountingStorageEnforce", ""):
         lines.append("# check: accounting is enforced: jobs without an account may be refused")
+    if any(line.startswith("--mem=0: refused") for said in answers.trials.values() for line in said):
+        lines.append("# whole_node_mem: ...   # check: --mem=0 was refused: what `mem: 0` is sent as, null: no --mem")
     return lines
 
 

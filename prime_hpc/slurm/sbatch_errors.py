@@ -89,7 +89,7 @@ def refusal(error: SlurmError, layout: str) -> SlurmRefused:
     """
     if error.is_unreachable:
         return SlurmRefused(Problem(str(error), "launch"))
-    words = _error_lines(error.stderr)
+    words = error_lines(error.stderr)
     low = words.lower()
     if (advice := LAYOUTS[layout].if_refused) and "not supported" in low:
         return SlurmRefused(Problem(f"Slurm refused the job: {words}; {advice}", "slurm.layout"))
@@ -103,8 +103,8 @@ def refusal(error: SlurmError, layout: str) -> SlurmRefused:
     return SlurmRefused(Problem(f"Slurm refused the job: {words}", "slurm"))
 
 
-def _error_lines(stderr: str) -> str:
-    """sbatch's lines without its prefixes, the summary first."""
+def error_lines(stderr: str) -> str:
+    """Return sbatch's lines without its prefixes, the summary first, as one line."""
     lines = [
         re.sub(r"^(sbatch: (error: |fatal: )?|allocation failure: )", "", line).strip() for line in stderr.splitlines()
     ]

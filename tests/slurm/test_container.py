@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.support.runs import rows
-from tests.support.slurm import DEVCLUSTER, SLURM_IS_MISSING, Cluster, ClusterError
+from tests.support.slurm import DEVCLUSTER, Cluster, start_or_skip
 from tests.support.small_jobs import CLI, attempts, make_folder, rl, sft, small_tree, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
@@ -31,12 +31,7 @@ exec '{python}' "$@"
 @pytest.fixture(scope="module")
 def boxed() -> Iterator[Cluster]:
     """A cluster that has apptainer, and in `shared` an image and a site profile that names it."""
-    try:
-        cluster = Cluster("--suite", "sid", "--gpu-nodes", "2", num_nodes=4)
-    except ClusterError as error:
-        if error.code == SLURM_IS_MISSING:
-            pytest.skip(f"no Slurm of sid: {error}")
-        raise
+    cluster = start_or_skip("--suite", "sid", "--gpu-nodes", "2", num_nodes=4)
     try:
         image = _image(cluster)
         root, base = DEVCLUSTER.parents[1], Path(sys.base_prefix).resolve()

@@ -136,6 +136,20 @@ def test_apptainer_gets_the_gpus_that_the_node_has(tmp_path: Path, device: str, 
     assert said.splitlines() == ["exec", *flag, *own, "/venv/bin/python", "-m", "x"]
 
 
+@pytest.mark.parametrize(
+    ("there", "started"), [(["singularity"], "singularity"), (["singularity", "apptainer"], "apptainer")]
+)
+def test_singularity_is_started_where_a_node_has_that_alone(tmp_path: Path, there: list[str], started: str) -> None:
+    for name in there:
+        fake = tmp_path / name
+        fake.write_text('#!/bin/sh\necho "$0"\n')
+        fake.chmod(0o755)
+    box = Container(site(**RUNTIMES["apptainer"]).container, tmp_path, ())  # type: ignore[arg-type]
+    command = ["/bin/sh", *box.command()[1:]]
+    said = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True).stdout
+    assert said == f"{tmp_path}/{started}\n"
+
+
 def test_a_cold_image_has_a_deadline_of_its_own(tmp_path: Path) -> None:
     config = site(start_timeout_s=900, **RUNTIMES["pyxis"]).container
     assert config is not None

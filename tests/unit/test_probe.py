@@ -4,13 +4,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prime_hpc.cli.verbs.cluster import site as verb
 from prime_hpc.config.site import parse_site
 from prime_hpc.slurm import probe_site
-from prime_hpc.slurm.client import SlurmError
+from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.queue_facts.probe_submit import try_partitions
+from tests.support.fake_slurm import FakeSlurm
 
 # recorded on the dev cluster (Slurm 22.05.8) with the commands of `probe.ask_slurm`
 DATA = Path(__file__).resolve().parents[1] / "data" / "slurm"
@@ -35,9 +38,12 @@ LARGE = {
 }
 
 
-def asker(words: dict[str, str], accounts: str | None = "rl\nrl\nvision\n") -> Callable[[Sequence[str], float], str]:
-    def ask(argv: Sequence[str], timeout_s: float) -> str:
+def asker(words: dict[str, str], accounts: str | None = "rl\nrl\nvision\n") -> Callable[..., str]:
+    def ask(argv: Sequence[str], timeout_s: float, **_: Any) -> str:
         assert timeout_s > 0
+        if argv[0] == "sbatch":
+            assert argv == ["sbatch", "--test-only"]
+            return "sbatch: Job 9 to start at 2026-11-22T07:05:14 using 1 processors on nodes n1 in partition gpu\n"
         if argv[0] == "sacctmgr":
             if accounts is None:
                 raise SlurmError(argv, 1, "Access/permission denied")
@@ -69,6 +75,9 @@ def test_the_dev_clusters_own_words(tmp_path: Path) -> None:
     }
     assert site.het_jobs and site.requeue and not site.sacct and site.node_local == "/tmp"
     assert "several node types" in draft.text and "eth0 (10.0.0.1)" in draft.text
+    for name in site.partitions:
+        lines = draft.text.partition(f"\n  {name}:")[2].splitlines()
+        assert lines[1].startswith("    # this user may submit here") and "    # a het job: accepted" in lines[:6]
     path = tmp_path / "drafted.yaml"
     path.write_text(draft.text)
     assert parse_site(path) == site, "the text is what was checked"
@@ -130,6 +139,101 @@ def test_preemption_needs_a_stronger_partition_on_the_same_nodes() -> None:
     assert probe_site.preempt_mode(weak, [weak, apart], config) == "off"
     assert probe_site.preempt_mode(weak, [weak, above], config) == "requeue"
     assert probe_site.preempt_mode(weak, [weak, above], {"PreemptType": "preempt/none"}) == "off"
+
+
+# ---- what may be submitted
+
+
+def test_what_a_site_refuses_stands_in_the_draft_in_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeSlurm(tmp_path)
+    fake.use(monkeypatch)
+    invalid = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"
+    fake.expect("--partition=closed", code=1, say=invalid)
+    fake.expect("--mem=0", code=1, say="sbatch: error: Memory specification can not be satisfied")
+    fake.expect(
+        "hetjob", code=1, say="sbatch: error: Job components are not allowed here\nsbatch: error: ask the staff"
+    )
+    fake.expect("--account=rl", after=5)
+    fake.expect("--partition=gpu", code=1, say="sbatch: error: state an account")
+    said = try_partitions(run_slurm, ["cpu", "gpu", "closed"], accounts=["rl", "b"])
+    assert said["cpu"][:3] == [
+        "this user may submit here (sbatch --test-only: one node for a minute)",
+        "without --account: accepted",
+        "--mem=0: refused: Memory specification can not be satisfied",
+    ]
+    assert said["gpu"] == [
+        "this user may submit here (sbatch --test-only: one node for a minute, --account=rl)",
+        "without --account: refused: state an account",
+        "--mem=0: refused: Memory specification can not be satisfied",
+        "--exclusive: accepted",
+        "a het job: refused: Job components are not allowed here; ask the staff",
+    ]
+    (only,) = said["closed"]
+    assert only.startswith("this user may not submit here") and only.endswith("combination specified")
+    assert fake.jobs() == [] and all(call == ["sbatch", "--test-only"] for call in fake.calls())
+
+
+def test_where_all_memory_is_refused_the_draft_names_the_key() -> None:
+    for words, named in (("refused: no", True), ("accepted", False)):
+        draft = probe_site.draft_site(probe_site.Answers({}, [], [], trials={"gpu": [f"--mem=0: {words}"]}), [])
+        assert ("# whole_node_mem: ..." in draft.text) is named
+
+
+def test_where_gpus_must_be_asked_for_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeSlurm(tmp_path)
+    fake.use(monkeypatch)
+    fake.expect("--gpus-per-node=1", after=5)
+    fake.expect("--partition", code=1, say="sbatch: error: state your GPUs")
+    said = try_partitions(run_slurm, ["gpu", "cpu"], with_gpus=["gpu"])
+    assert said["gpu"][0].endswith("one node for a minute, --gpus-per-node=1)")
+    assert said["gpu"][1] == "without --account: accepted"
+    assert said["cpu"] == ["this user may not submit here (sbatch --test-only: one node for a minute): state your GPUs"]
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "words"),
+    [
+        (None, "sbatch is not found on PATH", "gave no answer, no more was asked"),
+        (1, "sbatch: error: Unable to contact slurm controller (connect failure)", "gave no answer"),
+    ],
+)
+def test_a_silent_sbatch_costs_the_draft_nothing_else(code: int | None, stderr: str, words: str) -> None:
+    asked = []
+    others = asker(LARGE)
+
+    def ask(argv: Sequence[str], timeout_s: float, **more: Any) -> str:
+        if argv[0] == "sbatch":
+            asked.append(argv)
+            raise SlurmError(argv, code, stderr)
+        return others(argv, timeout_s, **more)
+
+    draft = probe_site.probe(ask, lambda: [])
+    assert list(draft.site.partitions) == ["no", "old"] and words in draft.text and len(asked) == 1
+
+
+def test_the_questions_end_with_their_time() -> None:
+    seconds = iter(range(1000))
+
+    def ask(argv: Sequence[str], timeout_s: float, **_: Any) -> str:
+        return "sbatch: Job 9 to start at 2026-11-22T07:05:14 using 1 processors on nodes n1 in partition gpu\n"
+
+    said = try_partitions(ask, ["a", "b", "c"], total_s=5, clock=lambda: next(seconds))
+    assert said["a"][-1] == "a het job: accepted" and said["b"] == ["not asked: the questions before took 5 s"]
+    assert "c" not in said
+
+
+def test_an_sbatch_that_submits_all_the_same_is_asked_once_and_its_job_cancelled() -> None:
+    calls = []
+
+    def ask(argv: Sequence[str], timeout_s: float, **_: Any) -> str:
+        calls.append(list(argv))
+        return "Submitted batch job 77\n" if argv[0] == "sbatch" else ""
+
+    said = try_partitions(ask, ["a", "b"])
+    assert calls == [["sbatch", "--test-only"], ["scancel", "77"]]
+    assert said == {"a": [said["a"][0]]} and "made job 77 of one minute; it was cancelled" in said["a"][0]
 
 
 # ---- the verb

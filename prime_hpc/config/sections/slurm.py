@@ -46,7 +46,7 @@ class SlurmOptions(Section):
     gpu_type: str | None = None
     """GPU type as the site names it, e.g. `h100`."""
     mem: str | None = None
-    """Memory a node, e.g. `500G`; `0` is all of it."""
+    """Memory a node, e.g. `500G`; `0` is all of it, in the words of the site profile's `whole_node_mem`."""
     cpus_per_task: int | None = Field(None, ge=1)
     """CPUs a node (one task a node is started)."""
     time: str | None = None
@@ -225,13 +225,17 @@ class SitePartition(Section):
     """Longest time limit; absent: none."""
     preempt: Literal["off", "requeue", "cancel", "suspend"] = "off"
     """The fate of a job of it that is preempted."""
+    constraint: str | None = None
+    """Features by which its nodes are asked for where the site takes no partition's name (`gpu&hbm80g`): a job that
+    states this `constraint` and no partition is taken to run on them."""
 
 
 class ContainerConfig(Section):
     """Container in which the roles run; the supervisor runs outside."""
 
     runtime: Literal["apptainer", "pyxis", "edf"] = "apptainer"
-    """`pyxis`: srun --container-image (enroot); `edf`: srun --environment, as at CSCS."""
+    """`apptainer`: or singularity, where a node has that alone; `pyxis`: srun --container-image (enroot); `edf`: srun
+    --environment, as at CSCS."""
     image: str
     """Path or URI; of `edf` an environment definition file, by path or by name."""
     mounts: list[str] = []
@@ -300,6 +304,9 @@ class SiteConfig(Section):
     """Accounting answers."""
     gpu_option: Literal["gres", "gpus-per-node", "none"] = "gres"
     """How GPUs are asked for; `none`: Slurm does not know them, whole nodes are given out."""
+    whole_node_mem: str | None = "0"
+    """Request that a job with `mem: 0`, all of a node's memory, makes here: a size such as `450G` where the site
+    refuses 0; null: no memory at all, where it may not be stated."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`device` of every experiment that does not state it; `cpu`: the GPUs exist in Slurm's tables alone."""
     startup_s: float = Field(300, ge=0)

@@ -107,7 +107,7 @@ def _memory_size(subject: Subject, role: SlurmRole, name: str) -> Iterator[Findi
             "error",
             key,
             f"{text} a node are asked of {name}, whose nodes have {part.mem_gib:.0f} GiB",
-            "less, or 0 for all of the node's",
+            f"less than {part.mem_gib:.0f}G",
         )
 
 
@@ -125,13 +125,14 @@ def resources(subject: Subject) -> Iterator[Finding]:
                 "neither CPUs nor whole nodes are asked for: one task a node gets the default, often one CPU",
                 "state cpus_per_task (all that go with the GPUs), or exclusive = true",
             )
-        if asked.gpus_per_node and not any(name in options for name in _MEMORY_OPTIONS):
+        stated = any(name in options for name in _MEMORY_OPTIONS) or subject.site.whole_node_mem is None
+        if asked.gpus_per_node and not stated:
             yield Finding(
                 "PH316",
                 "info",
                 key_of(role, "mem", experiment),
                 "no memory is asked for: the partition's default may be small",
-                "state mem; 0 is all of a node's, right for whole nodes",
+                "state mem: a size, or for whole nodes 0, all of a node's, where the site takes it",
             )
         if len([name for name in _MEMORY_OPTIONS if name in options]) > 1:
             yield Finding(

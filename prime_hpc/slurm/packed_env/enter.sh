@@ -102,13 +102,18 @@ unpack() { # FOLDER
         squashfs) command -v unsquashfs >/dev/null || { say "there is no unsquashfs here"; return 1; } ;;
         tar.zst) command -v zstd >/dev/null || { say "there is no zstd here: pack with --format tar.gz"; return 1; } ;;
     esac
-    check_sum "$pack" || return 1
+    # the sum is taken beside the unpacking, from the same pages; nothing of it is used before both are good
+    { check_sum "$pack" && : >"$env.lock/good"; } &
+    sum=$!
     case $kind in
         squashfs) unsquashfs -n -q -d "$1" "$pack" >/dev/null ;;
         tar.zst) mkdir "$1" && zstd -dcq "$pack" | tar -xf - -C "$1" ;;
         tar.gz) mkdir "$1" && gzip -dc "$pack" | tar -xf - -C "$1" ;;
-        *) say "$pack is of kind '$kind', which this prime-hpc does not know"; return 1 ;;
+        *) say "$pack is of kind '$kind', which this prime-hpc does not know" && false ;;
     esac
+    unpacked=$?
+    while kill -0 "$sum" 2>/dev/null; do wait "$sum"; done # a trapped signal ends a wait early
+    [ "$unpacked" = 0 ] && [ -e "$env.lock/good" ]
 }
 
 prepare || say "$shared is used instead"
