@@ -2,8 +2,9 @@
 
 Small models with real weights on 2 and 4 CPU ranks: RL, SFT and LoRA over the layouts. Measured is what torch's CPU
 allocator gave out on rank 0 (the profiler's memory events since start-up, so kernels' own buffers count as well) at the
-peak of a step after the first one; the median of a few such steps, because gloo's threads let go of a collective's
-tensors some time after it. Predicted is `prime_hpc.trainer.rehearsal` of the same config, which pretends the same CPU.
+peak of a step after the first one; the least of a few such steps, because gloo's threads let go of a collective's
+tensors some time after it, and the profiler does not see what they free. Predicted is `prime_hpc.trainer.rehearsal` of
+the same config, which pretends the same CPU.
 In bfloat16 the CPU's kernels take memory for themselves that no tensor shows (64 MiB here), so that case is off; so do
 oneDNN's in float32, which the trainer uses on other makers' CPUs (a copy of one chunk's logits): left out here.
 """
@@ -11,18 +12,16 @@ oneDNN's in float32, which the trainer uses on other makers' CPUs (a copy of one
 import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 TOP = Path(__file__).resolve().parents[2]
 DEADLINE_S = 3600
-REPEATS = 5
+REPEATS = 3
+STEP = "one step"
 SMALL: dict[str, Any] = {
     "vocab_size": 16_384,
     "hidden_size": 256,
@@ -105,42 +104,40 @@ def measured(case: dict[str, Any], models: Path, rank: int, store: str) -> int:
     """In a rank's process: bytes at the peak, of the real trainer's model and steps."""
     import torch
     import torch.distributed as dist
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity, profile, record_function
 
     from prime_hpc.trainer.objectives import loss_of
-    from prime_hpc.trainer.ops import cpu_matmul
     from prime_hpc.trainer.rehearsal.rehearse import MICRO_BATCHES, full_batch
     from prime_hpc.trainer.trainer import build_train_step, load_base
 
-    vars(cpu_matmul)["onednn_is_faster"] = lambda: False  # as the rehearsal pretends
     experiment = experiment_of(case, models)
     dist.init_process_group("gloo", store=dist.FileStore(store, case["ranks"]), rank=rank, world_size=case["ranks"])
     gc.collect()  # what an earlier case left must not be freed in this one
-    live = 0
-    peaks: list[int] = []
-
-    @contextmanager
-    def watched() -> Iterator[None]:
-        nonlocal live
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            yield
-        found = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-        peaks.append(live)
-        for event in sorted(found, key=lambda e: e.start_ns()):
-            live += event.nbytes()
-            peaks[-1] = max(peaks[-1], live)
-
-    with watched():
+    # one profile over all steps: what is freed between two of them has to be seen as well
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         base = load_base(experiment, torch.device("cpu"))
         train_step = build_train_step(base, experiment)
-    for step, count in enumerate((*MICRO_BATCHES, *[MICRO_BATCHES[-1]] * (REPEATS - 1)), 1):
-        batch = full_batch(experiment, base.policy, count)
-        dist.barrier()
-        with watched():
-            train_step.run(step, batch, loss_of(experiment))
+        for step, count in enumerate((*MICRO_BATCHES, *[MICRO_BATCHES[-1]] * (REPEATS - 1)), 1):
+            batch = full_batch(experiment, base.policy, count)
+            dist.barrier()
+            with record_function(STEP):
+                train_step.run(step, batch, loss_of(experiment))
     dist.barrier()
     dist.destroy_process_group()
-    return int(statistics.median(peaks[-REPEATS:]))
+    return min(step_peaks(profiler)[-REPEATS:])
+
+
+def step_peaks(profiler: Any) -> list[int]:
+    """Bytes at the peak of each step."""
+    events = profiler.profiler.kineto_results.events()
+    steps = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == STEP)
+    live, peaks = 0, [0] * len(steps)
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        for index, (begin, end) in enumerate(steps):
+            if begin <= event.start_ns() <= end:
+                peaks[index] = max(peaks[index], live)
+    return peaks
 
 
 def predicted(case: dict[str, Any], models: Path) -> dict[str, Any]:
@@ -155,7 +152,10 @@ def child(argv: list[str]) -> None:
     """`python rehearse.py measured|predicted CASES_JSON MODELS RANK FOLDER`: one JSON line a case into FOLDER."""
     from loguru import logger
 
+    from prime_hpc.trainer.ops import cpu_matmul
+
     logger.remove()
+    vars(cpu_matmul)["onednn_is_faster"] = lambda: False  # measured and predicted
     what, cases, models, rank, folder = argv[0], json.loads(argv[1]), Path(argv[2]), int(argv[3]), Path(argv[4])
     for case in cases:
         if what == "measured":
