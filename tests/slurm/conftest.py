@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.slurm import SLURM_IS_MISSING, Cluster, ClusterError
+from tests.support.slurm import Cluster, start_or_skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,12 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def cluster() -> Iterator[Cluster]:
     """The session's cluster: 4 GPU nodes n1-n4 and 2 CPU-only nodes n5-n6, all idle when a test begins."""
     suite = os.environ.get("PRIME_HPC_TEST_SLURM", "")
-    try:
-        cluster = Cluster(*(["--suite", suite] if suite else []))
-    except ClusterError as error:
-        if error.code == SLURM_IS_MISSING:
-            pytest.skip(f"no Slurm: {error}")
-        raise
+    cluster = start_or_skip(*(["--suite", suite] if suite else []))
     yield cluster
     cluster.down()
 

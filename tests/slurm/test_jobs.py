@@ -26,11 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS = 60
 
 
-@pytest.fixture(scope="session")
-def experiment(cluster: Cluster) -> Path:
-    """A tiny SFT experiment over two nodes."""
-    folder = Path(cluster.shared) / "jobs"
-    folder.mkdir(exist_ok=True)
+def write_experiment(folder: Path, **slurm: object) -> Path:
+    """A tiny SFT experiment over two nodes, with these keys of `slurm` beside its own."""
     make_tiny_model(folder / "model")
     tree = {
         "kind": "sft",
@@ -48,11 +45,20 @@ def experiment(cluster: Cluster) -> Path:
             "cpus_per_task": 2,
             "preflight": {"allreduce": False},
             "restart": {"node_timeout_s": 8, "fence_s": 15, "max_crashes": 1},
-        },
+        }
+        | slurm,
     }
     path = folder / "exp.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+@pytest.fixture(scope="session")
+def experiment(cluster: Cluster) -> Path:
+    """Of the session's cluster."""
+    folder = Path(cluster.shared) / "jobs"
+    folder.mkdir(exist_ok=True)
+    return write_experiment(folder)
 
 
 BROKEN_TRAINER = """

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.runs import rows
 from tests.support.sampled import sampled
-from tests.support.slurm import DEVCLUSTER, SLURM_IS_MISSING, Cluster, ClusterError
+from tests.support.slurm import DEVCLUSTER, SLURM_IS_MISSING, Cluster, ClusterError, start_or_skip
 from tests.support.small_jobs import CLI, attempts, make_folder, sft, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -21,12 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module", params=["trixie", pytest.param("sid", marks=pytest.mark.exhaustive)])
 def other(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A small cluster of that suite: GPU nodes n1 and n2, n3 without."""
-    try:
-        cluster = Cluster("--suite", request.param, "--gpu-nodes", "2", num_nodes=3)
-    except ClusterError as error:
-        if error.code == SLURM_IS_MISSING:
-            pytest.skip(f"no Slurm of {request.param}: {error}")
-        raise
+    cluster = start_or_skip("--suite", request.param, "--gpu-nodes", "2", num_nodes=3)
     yield cluster
     cluster.down()
 

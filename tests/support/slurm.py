@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 DEVCLUSTER = Path(__file__).resolve().parents[2] / "slurm" / "devcluster"
 DONE = frozenset(
     {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
@@ -26,6 +28,16 @@ class ClusterError(RuntimeError):
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
         self.code = code
+
+
+def start_or_skip(*options: str, num_nodes: int = 6) -> "Cluster":
+    """Start a cluster; a test without a Slurm is skipped and says why."""
+    try:
+        return Cluster(*options, num_nodes=num_nodes)
+    except ClusterError as error:
+        if error.code == SLURM_IS_MISSING:
+            pytest.skip(f"no Slurm: {error}")
+        raise
 
 
 class Cluster:

@@ -224,7 +224,9 @@ def test_lost_nodes(answers: dict[str, dict[str, Any]], monkeypatch: pytest.Monk
 def test_site_probe(answers: dict[str, dict[str, Any]]) -> None:
     names = {"config": "config", "partition": "partitions"}
 
-    def ask(argv: Sequence[str], _timeout_s: float) -> str:
+    def ask(argv: Sequence[str], _timeout_s: float, **_: Any) -> str:
+        if argv[0] == "sbatch":
+            raise client.SlurmError(argv, 1, "sbatch: error: Batch job submission failed: Invalid qos specification")
         name = {"sinfo": "node types", "sacctmgr": "associations"}.get(argv[0]) or names[argv[2]]
         return str(answers[name]["stdout"])
 

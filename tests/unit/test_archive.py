@@ -15,7 +15,7 @@ from prime_hpc.cli import main
 from prime_hpc.launch.archive import packed_file
 from prime_hpc.launch.archive.contents import choose
 from prime_hpc.launch.stop_resume import load_to_resume
-from prime_hpc.store.attempts import Attempt, write_attempt
+from prime_hpc.store.attempts import Attempt, process_token, write_attempt
 from prime_hpc.store.checkpoint.checkpoints import list_checkpoints
 from prime_hpc.store.checkpoint.newest import POINTER
 from prime_hpc.store.run_paths import RunPaths
@@ -214,7 +214,8 @@ def test_what_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "goes not with --restore" in ask(capsys, "--restore", "a", "b", "--rollouts", code=2)
     assert "lies in the run directory itself" in ask(capsys, run_dir, run_dir / "a.tar", code=1)
     row = json.loads((run_dir / "attempts.jsonl").read_text())
-    row |= {"ended": None, "outcome": None, "host": os.uname().nodename, "pid": os.getpid(), "process": None}
+    row |= {"ended": None, "outcome": None, "host": os.uname().nodename}
+    row |= {"pid": os.getpid(), "process": process_token(os.getpid())}
     (run_dir / "attempts.jsonl").write_text(json.dumps(row) + "\n")
     told = ask(capsys, run_dir, tmp_path / "a.tar", "--delete-source", code=3)
     assert "end it first" in told and not (tmp_path / "a.tar").exists() and run_dir.exists()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from prime_hpc.cli import main
+from prime_hpc.store.attempts import process_token
 from prime_hpc.supervisor.roles.shell_on_node import shown_environment
 from tests.support.fake_slurm import FakeSlurm
 
@@ -47,7 +48,8 @@ def is_under_way(path: Path, job_id: str | None, **fields: Any) -> None:
     now = time.time()
     nodes = {"trainer": ["n1", "n2"], "inference[0]": ["n3"], "inference[1]": ["n9"], "orchestrator": ["n1"]}
     row = {"attempt": 1, "began": now - 9, "why": "first start", "host": socket.gethostname(), "pid": os.getpid()}
-    row |= {"job_id": job_id, "ended": None, "restarts": 0, "process": None, "nodes": nodes, **fields}
+    row |= {"process": process_token(os.getpid()), "job_id": job_id, "ended": None, "restarts": 0, "nodes": nodes}
+    row |= fields
     (path / "attempts.jsonl").write_text(json.dumps(row) + "\n")
     roles = {"trainer": "ready", "inference[0]": "ready", "inference[1]": "away", "orchestrator": "ready"}
     word = {"time": now, "state": "running", "attempt": 1, "roles": roles, "nodes": nodes}
@@ -193,7 +195,7 @@ def test_nothing_runs(
 
 def test_in_a_container_of_the_users_own(run_dir: Path) -> None:
     """A mount and a user namespace, as apptainer and enroot make them."""
-    box = ["unshare", "--user", "--map-root-user", "--mount", "--fork"]
+    box = ["unshare", "--user", "--map-root-user", "--mount", "--fork", "--kill-child"]
     if subprocess.run([*box, "true"], capture_output=True, check=False).returncode:
         pytest.skip("user namespaces are not allowed here")
     is_under_way(run_dir, None)
