@@ -164,7 +164,7 @@ def read_rank_batches(
         return [_map(directory, name, manifest) for name in names(manifest)]
 
     files.await_name(directory, deadline_s=deadline_s)
-    return files.retry_read(read, deadline_s=deadline_s)
+    return files.retry_read(read, deadline_s=deadline_s, parent=directory.parent)
 
 
 def _map(directory: Path, name: str, manifest: Manifest) -> RankBatch:
@@ -194,7 +194,7 @@ def read_state(directory: Path, *, deadline_s: float = files.VISIBLE_S) -> dict[
         return json.loads((directory / STATE).read_bytes())
 
     files.await_name(directory, deadline_s=deadline_s)
-    return files.retry_read(read, deadline_s=deadline_s)
+    return files.retry_read(read, deadline_s=deadline_s, parent=directory.parent)
 
 
 def list_batches(paths: RunPaths) -> list[int]:

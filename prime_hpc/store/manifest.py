@@ -132,7 +132,7 @@ def read_manifest(directory: Path, *, deadline_s: float = 0.0) -> Manifest:
             raise _said(error, path, "a manifest") from error
         return Manifest.from_bytes(data, path)
 
-    return files.retry_read(read, deadline_s=deadline_s)
+    return files.retry_read(read, deadline_s=deadline_s, parent=directory.parent)
 
 
 def verify_artifact(
@@ -158,7 +158,7 @@ def verify_artifact(
                 check_file(directory / name, entry, deep=deep)
         return manifest
 
-    return files.retry_read(check, deadline_s=deadline_s)
+    return files.retry_read(check, deadline_s=deadline_s, parent=directory.parent)
 
 
 def check_file(path: Path, entry: FileEntry, *, deep: bool) -> None:

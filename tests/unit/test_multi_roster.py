@@ -9,7 +9,7 @@ from prime_hpc.config import ConfigError, Experiment, write_snapshot
 from prime_hpc.config.child_config import as_child, check_child
 from prime_hpc.config.snapshot import share
 from prime_hpc.store.artifact import ArtifactWriter
-from prime_hpc.store.child_runs import STATE, ChildState, child_name, list_children, read_state
+from prime_hpc.store.child_runs import STATE, ChildState, child_name, list_children, read_state, write_state
 from prime_hpc.store.run_paths import RunPaths, current_incarnation
 from prime_hpc.trainer.multi.run_slots import ENDED_LOOK_S, LOOK_S, UNCHANGED_S, Leave, RunSlots
 
@@ -172,6 +172,24 @@ def test_a_deletion_that_failed_a_step_half_way_is_a_deletion(world: World) -> N
     world.look()
     assert {(name, state.phase) for name, state in world.said} == {("run_a", "removed"), ("run_b", "removed")}
     assert not path.exists() and not waiting.exists()
+    world.child("run_a")
+    world.look()
+    assert world.admit() == "run_a"
+
+
+def test_a_run_put_back_in_the_midst_of_its_deletion_is_gone(world: World) -> None:
+    path = world.child("run_a")
+    world.look()
+    admission = world.roster.admit()
+    assert admission is not None
+    world.roster.put_back("run_a", "Input/output error")
+    shutil.rmtree(path)
+    path.mkdir()
+    write_state(path, ChildState("waiting"))  # the trainer's word came after the deletion
+    world.said.clear()
+    world.look()
+    assert [(name, state.phase) for name, state in world.said] == [("run_a", "removed")]
+    assert not path.exists() and world.roster.waiting == []
     world.child("run_a")
     world.look()
     assert world.admit() == "run_a"

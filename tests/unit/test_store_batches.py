@@ -1,7 +1,9 @@
 """Batches survive the disk bit for bit, cost at most 16 bytes a token, and damage is found."""
 
 import json
+import shutil
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from safetensors.numpy import load_file
 from prime_hpc.store.artifact import ArtifactError, ArtifactExists, FencedError, read_manifest
 from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, RankBatch
 from prime_hpc.store.batches import list_batches, read_rank_batch, read_state, remove_batches_after, write_batch
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths, claim_incarnation
 
 
@@ -200,3 +204,20 @@ def test_same_batch_again_other_batch_and_fencing(tmp_path):
     assert write_batch(paths, 2, [make_rank([5], [1])], state={}, incarnation=1).incarnation == 1
     assert json.loads((paths.rollouts_step(2) / "manifest.json").read_text())["incarnation"] == 1
     assert read_manifest(paths.rollouts_step(2)).version == 1
+
+
+def test_a_batch_whose_run_is_deleted_while_it_is_read_is_not_waited_for(tmp_path, monkeypatch):
+    paths, seconds = RunPaths(tmp_path / "run"), [0.0]
+    write_batch(paths, 1, [make_rank([3], [1])], state={"step": 1}, incarnation=0)
+
+    def deleted_after_it_was_listed(*_: object, **__: object) -> None:
+        shutil.rmtree(paths.root)
+
+    def sleep(pause: float) -> None:
+        seconds[0] += pause
+
+    monkeypatch.setattr(files, "await_name", deleted_after_it_was_listed)
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: seconds[0], sleep=sleep))
+    with pytest.raises(StoreError, match="was deleted while it was read"):
+        read_state(paths.rollouts_step(1))
+    assert files.GONE_S < seconds[0] < files.GONE_S + 1

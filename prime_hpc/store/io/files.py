@@ -377,16 +377,12 @@ def await_name(path: Path, *, deadline_s: float = VISIBLE_S) -> None:
         ArtifactError: it is not listed until the deadline.
         StoreError: its directory was deleted.
     """
-    began = time.monotonic()
 
     def look() -> None:
-        names = list_dir(path.parent)
-        if not names and time.monotonic() - began > GONE_S and not path.parent.is_dir():
-            raise StoreError(f"{path} cannot appear: {path.parent} was deleted")
-        if path.name not in names:
+        if path.name not in list_dir(path.parent):
             raise ArtifactError(path, f"this name in {path.parent} within {deadline_s:g} s", "none")
 
-    retry_read(look, deadline_s=deadline_s)
+    retry_read(look, deadline_s=deadline_s, parent=path.parent)
 
 
 def remove_tree(path: Path) -> None:
@@ -463,20 +459,41 @@ def unique_suffix() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-def retry_read(read: Callable[[], T], *, deadline_s: float, first_pause_s: float = 0.01) -> T:
+def retry_read(
+    read: Callable[[], T], *, deadline_s: float, first_pause_s: float = 0.01, parent: Path | None = None
+) -> T:
     """Call `read` until it succeeds or `deadline_s` seconds have passed (0: once), pausing 0.01 .. 0.5 s between.
 
     Retried: ArtifactError (size or content not yet what the manifest says), Unreadable, and ESTALE, ENOENT, EIO, which
     a network file system answers while names change. After the deadline the last error is raised.
+
+    Args:
+        read: what to do.
+        deadline_s: seconds from now.
+        first_pause_s: seconds between the first two calls.
+        parent: directory of what is read; where it is gone for `GONE_S`, nothing will appear in it.
+
+    Raises:
+        StoreError: `parent` was deleted.
     """
-    end = time.monotonic() + deadline_s
+    began = time.monotonic()
     pause = first_pause_s
     while True:
         try:
             return read()
         except (ArtifactError, Unreadable, OSError) as error:
             transient = isinstance(error, StoreError) or error.errno in _TRANSIENT
-            if not transient or time.monotonic() + pause > end:
+            waited = time.monotonic() - began
+            if not transient or waited + pause > deadline_s:
                 raise
+            if parent is not None and waited > GONE_S and _is_gone(parent):
+                raise StoreError(f"{parent} was deleted while it was read: {error}") from error
         time.sleep(pause)
         pause = min(pause * 2, 0.5)
+
+
+def _is_gone(directory: Path) -> bool:
+    """Return whether a directory was deleted; opening it asks the server, a look by name does not."""
+    with contextlib.suppress(OSError):
+        return not list_dir(directory) and not directory.is_dir()
+    return False

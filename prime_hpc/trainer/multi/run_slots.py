@@ -183,13 +183,13 @@ class RunSlots:
             self._say(seen, f"{path} is passed over: it is a file or a link, and a run needs a directory of its own")
             return
         inside = files.list_dir(path)
+        if RUN_YAML not in inside and self._phase(name) in ("waiting", "failed"):
+            self._gone(name)
+            return
         if self._phase(name) == "waiting":
             if STOP_FILE in inside:
                 (path / STOP_FILE).unlink(missing_ok=True)
                 self.ended(name, "stopped", STOPPED)
-            return
-        if RUN_YAML not in inside and self._phase(name) == "failed":
-            self._gone(name)
             return
         if RUN_YAML not in inside:
             self._say(seen, f"{path} is passed over as long as it holds no {RUN_YAML}: half-written, or no run")
@@ -215,8 +215,8 @@ class RunSlots:
         gone: the last word on such a run is that it was removed, too."""
         if self._phase(name) in ("waiting", "failed"):
             self.ended(name, "removed", DELETED)
-        self._seen.pop(name, None)
-        self._states.pop(name, None)
+        for known in (self._seen, self._states, self._unread):
+            known.pop(name, None)
 
     def _refuse_when_unchanged(self, name: str, seen: _Seen, path: Path, reason: str, moment: float) -> None:
         try:
