@@ -71,7 +71,7 @@ def pack_environment(venv: Path, output: Path | None, kind: str, say: Callable[[
         python=platform.python_version(),
         hash=known,
         size=str(part.stat().st_size),
-        sha256=_sha256(part),
+        blake2b=_blake2b(part),
         venv=str(venv.absolute()),
         files=str(count),
     )
@@ -120,6 +120,6 @@ def _run(kind: str, venv: Path, part: Path) -> None:
         raise StoreError(f"{part}: could not be made ({free:,.0f} MiB are free): {said or codes}")
 
 
-def _sha256(path: Path) -> str:
+def _blake2b(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "blake2b").hexdigest()

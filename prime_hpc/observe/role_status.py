@@ -75,7 +75,8 @@ class RoleStatus:
         self._report(state="ready", info=info)
 
     def beat(self, step: int | None = None, **info: Any) -> None:
-        """Still alive; optionally at `step`, with figures for the console."""
+        """Still alive; optionally at `step`, with figures for the console. `idle=True`: nobody asks for a step, so that
+        none that takes long is a stall."""
         changes: dict[str, Any] = {"info": {**self._row["info"], **info}}
         if step is not None:
             changes["step"] = step

@@ -30,7 +30,7 @@ NEEDED: tuple[str, ...] = (
     "mv",
     "sleep",
     "cp",
-    "sha256sum",
+    "b2sum",
     "cut",
 )
 NEEDED += ("tar", "gzip", "df", "awk")

@@ -6,11 +6,12 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from loguru import logger
 
+from prime_hpc.config.sections.supervisor import StallsConfig
 from prime_hpc.observe import logs, role_status
 from prime_hpc.observe.console import Console
 from prime_hpc.observe.role_status import RoleStatus
@@ -24,6 +25,8 @@ from prime_hpc.supervisor.attempt import restart_policy
 from prime_hpc.supervisor.heartbeat import PULSE_S, Pulse
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.roles.spec import RoleSpec
+from prime_hpc.supervisor.stalls import watch
+from tests.support.runs import wait_until
 
 WAIT_S = 20.0
 
@@ -234,3 +237,49 @@ def test_an_event_loop_that_stood_still_has_no_late_timers() -> None:
     loop = event_loops.new_event_loop(raw)
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         assert runner.run(standing_still()) == "in time"
+
+
+def test_a_trainer_that_nobody_asks_for_a_step_does_not_stand_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service, or a trainer of many runs, between two clients."""
+
+    class Clock:
+        seconds, looks = 0.0, 0
+
+        def now(self) -> float:
+            self.looks += 1
+            return self.seconds
+
+    clock = Clock()
+    told: list[tuple[int, float]] = []
+    info: dict[str, Any] = {"idle": True}
+    statuses = {("trainer", 0): {"state": "ready", "step": 3, "info": info}}
+    monkeypatch.setattr(watch, "TICK_S", 0.01)
+    monkeypatch.setattr(watch.StallWatch, "_look_into", lambda _, step, seconds: told.append((step, seconds)))
+    stalls = watch.StallWatch(
+        tmp_path,
+        tmp_path,
+        StallsConfig(factor=2, least_s=10),
+        cast("AwakeClock", clock),
+        bus_statuses=statuses,
+        publish=lambda *_, **__: None,
+        agents=list,
+    )
+
+    def pass_by(seconds: float) -> None:
+        clock.seconds += seconds
+        looks = clock.looks
+        wait_until(lambda: clock.looks > looks + 3, 30, "it looked")
+
+    try:
+        pass_by(0)
+        pass_by(1000)
+        assert told == []
+        info["idle"] = False
+        pass_by(15)
+        assert told == []  # counted from the end of the pause
+        pass_by(30)
+        assert [step for step, _ in told] == [3]
+    finally:
+        stalls.close()

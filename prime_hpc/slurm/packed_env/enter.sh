@@ -11,7 +11,7 @@ shift 3
 export PRIMEHPC_SHARED_PYTHON="$shared"
 trap : USR1 # Slurm's warning must not end this shell: the next look at the time limit sees it
 python=$shared
-format='' kind='' machine='' version='' hash='' size='' sha256='' root='' env=''
+format='' kind='' machine='' version='' hash='' size='' blake2b='' root='' env=''
 began=$(date +%s)
 
 say() { echo "prime-hpc env: $(uname -n): $*" >&2; }
@@ -20,10 +20,10 @@ prepare() {
     while read -r key value; do
         case $key in
             format) format=$value ;; kind) kind=$value ;; machine) machine=$value ;; python) version=$value ;;
-            hash) hash=$value ;; size) size=$value ;; sha256) sha256=$value ;;
+            hash) hash=$value ;; size) size=$value ;; blake2b) blake2b=$value ;;
         esac
     done <"$pack.facts" || { say "$pack.facts cannot be read"; return 1; }
-    [ "$format" = 1 ] || { say "$pack.facts is of format '$format', this prime-hpc reads 1: pack again"; return 1; }
+    [ "$format" = 2 ] || { say "$pack.facts is of format '$format', this prime-hpc reads 2: pack again"; return 1; }
     [ "$machine" = "$(uname -m)" ] || { say "$pack was made for $machine, this node is $(uname -m)"; return 1; }
     found=$(stat -Lc %s "$pack") || return 1
     [ "$found" = "$size" ] || { say "$pack has $found bytes, not $size: pack again"; return 1; }
@@ -70,7 +70,7 @@ bring() { # FUNCTION PLACE: once a node, whole or not at all
 }
 
 check_sum() { # FILE
-    [ "$(sha256sum <"$1" | cut -d' ' -f1)" = "$sha256" ] || { say "$1 is damaged: its sum is not that of $pack.facts"; return 1; }
+    [ "$(b2sum <"$1" | cut -d' ' -f1)" = "$blake2b" ] || { say "$1 is damaged: its sum is not that of $pack.facts"; return 1; }
 }
 
 copy_image() { cp "$pack" "$1" && check_sum "$1"; }

@@ -97,9 +97,9 @@ class StallWatch:
         return max(config.least_s, config.factor * statistics.median(self._seconds))
 
     def _trainers_step(self) -> int | None:
-        """Return the last step that rank 0 has told of; None before it is ready."""
+        """Return the last step that rank 0 has told of; None before it is ready, and while nobody asks for a step."""
         word = self._bus_statuses.get(("trainer", 0))
-        if word is None or word["state"] != "ready":
+        if word is None or word["state"] != "ready" or word["info"].get("idle"):
             return None
         return int(word["step"] if word.get("step") is not None else word["info"].get("step", 0))
 

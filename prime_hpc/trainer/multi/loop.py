@@ -94,7 +94,7 @@ class MultiTrainer:
         self._run_slots: RunSlots | None = None
         self._metrics: MetricsWriter | None = None
         self._num_steps, self._last_at = 0, time.perf_counter()
-        self._idle_since = time.monotonic()
+        self._idle_since, self._is_idle = time.monotonic(), False
         if self._rank == 0:
             self._run_slots = RunSlots(experiment, context.run_dir, context.incarnation, self._announce)
             self._num_steps = last_step(self._paths.metrics("trainer"))  # of all its attempts
@@ -165,7 +165,9 @@ class MultiTrainer:
     def _idle(self) -> Command | None:
         """No run trains or waits: for how long?"""
         assert self._run_slots is not None
-        if self._children or self._run_slots.waiting:
+        is_idle = not self._children and not self._run_slots.waiting
+        self._say_idle(is_idle)
+        if not is_idle:
             self._idle_since = time.monotonic()
         limit = self._experiment.trainer.runs_idle_timeout_s
         if time.monotonic() - self._idle_since < max(limit, PAUSE_S):
@@ -174,6 +176,12 @@ class MultiTrainer:
         if self._run_slots.waiting or self._run_slots.is_changing:
             return None
         return Command(Kind.END, reason=f"no run was left to train for trainer.runs_idle_timeout_s = {limit:g} s")
+
+    def _say_idle(self, is_idle: bool) -> None:
+        """No run is no stall."""
+        if is_idle != self._is_idle:
+            self._is_idle = is_idle
+            self._status.beat(idle=is_idle)
 
     def _trouble(self, name: str) -> Leave | None:
         """Why a run cannot go on, as far as others say or its clock tells."""
@@ -217,6 +225,7 @@ class MultiTrainer:
         self._children[command.name] = child
         if self._run_slots is not None:
             logger.info(f"{command.name}: takes slot {command.admission.slot} at step {child.step}")
+            self._say_idle(False)
             self._run_slots.began(command.admission, child.step, child.progress)
             self._queue.add(command.name)
             self._watches[command.name] = _Watch(child.next_batch())

@@ -48,6 +48,7 @@ class Worker:
         self._adapters: dict[str, Adapter] = {}
         self._numbers: dict[str, int] = {}
         self._num_steps = 0
+        self._is_idle = False
         self._server: Server | None = None
         if dist.get_rank() == 0:
             config = self._base.policy.hf.config.get_text_config()
@@ -88,6 +89,9 @@ class Worker:
                 logger.info(f"stopping: {stop.get('reason', 'asked to')}; adapters in training: {len(self._adapters)}")
                 return Operation(Kind.END)
             operation = self._server.board.take(PAUSE_S)
+            if self._is_idle != (operation is None):
+                self._is_idle = operation is None
+                self._status.beat(idle=self._is_idle)
             if operation is not None:
                 return self._prepared(operation)
             waited += PAUSE_S
