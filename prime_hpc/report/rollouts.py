@@ -1,5 +1,6 @@
 """Rollouts to read: of steps spread over the run the best, the worst and some at random, from the stored batches, and
-the texts that the run wrote for people (`metrics/samples.jsonl`).
+what the run wrote for people: texts (`metrics/samples.jsonl`), and tokens with both sides' probabilities
+(`metrics/tokens.jsonl`).
 
 Bounded whatever the run's size: so many steps are opened, so many characters go into the page; what is left out is
 counted. Token by token, where a batch is stored: text, the engine's log-probability, the version that sampled it.
@@ -74,21 +75,24 @@ def choose_rollouts(paths: RunPaths, env_names: Sequence[str], model: str, budge
     chosen = Chosen()
     texts = Budget(budget_bytes // 3)
     chosen.rollouts += _written(paths.metrics("samples"), texts)
-    budget = Budget(budget_bytes - budget_bytes // 3 + texts.left)
     try:
         steps = list_batches(paths)
     except OSError as error:
         steps = []
         chosen.problems.append(f"{paths.rollouts}: {error.strerror}")
     chosen.num_steps = len(steps)
-    decoder = TokenText.of(paths, model) if steps else None
+    logged = list(read_lines(paths.metrics("tokens"), Faults()))
+    decoder = TokenText.of(paths, model) if steps or logged else None
+    compared = Budget(budget_bytes // 3 + texts.left)
+    chosen.rollouts += _compared(logged, env_names, decoder, compared)
+    budget = Budget(budget_bytes - 2 * (budget_bytes // 3) + compared.left)
     for step in _spread(steps, STEPS_OPENED):
         try:
             chosen.rollouts += _of_step(paths, step, env_names, decoder, budget, chosen)
         except (StoreError, OSError, ValueError, KeyError) as error:
             if len(chosen.problems) < 5:
                 chosen.problems.append(f"batch {step}: {error}")
-    chosen.left_out = budget.num_left_out + texts.num_left_out
+    chosen.left_out = budget.num_left_out + texts.num_left_out + compared.num_left_out
     if decoder is not None and decoder.problem:
         chosen.problems.append(decoder.problem)
     return chosen
@@ -145,15 +149,12 @@ def _tokens_of(batch: RankBatch, sequence: int, decoder: TokenText | None) -> di
     first, last = (int(offset) for offset in batch.seq_offsets[sequence : sequence + 2])
     cut = max(0, last - first - MOST_TOKENS)
     window = slice(first, last - cut)
-    ids = batch.token_ids[window].tolist()
     sampled = batch.versions[window] >= 0
     advantages = batch.advantages[window][batch.loss_mask[window]]
+    logprobs = [v if s else None for v, s in zip(batch.logprobs[window].tolist(), sampled.tolist(), strict=True)]
     return {
-        "ids": [] if decoder is not None and not decoder.problem else ids,
-        "text": decoder.pieces(ids) if decoder is not None else [],
-        "logprobs": [
-            short(round(v, 3)) if s else None for v, s in zip(batch.logprobs[window].tolist(), sampled, strict=True)
-        ],
+        **_shown(batch.token_ids[window].tolist(), decoder),
+        "logprobs": _thousandths(logprobs),
         "versions": _runs(batch.versions[window].tolist()),
         "trained": _runs(batch.loss_mask[window].astype(int).tolist()),
         "advantage": short(float(advantages[0])) if len(advantages) else None,
@@ -161,6 +162,62 @@ def _tokens_of(batch: RankBatch, sequence: int, decoder: TokenText | None) -> di
         "num_tokens": last - first,
         "cut": cut,
     }
+
+
+def _compared(
+    logged: Sequence[dict[str, Any]], env_names: Sequence[str], decoder: TokenText | None, budget: Budget
+) -> list[dict[str, Any]]:
+    """Return rows of `tokens.jsonl`; of a step that was done again, the later attempt's."""
+    by_step: dict[int, dict[tuple[Any, Any], dict[str, Any]]] = {}
+    for line in logged:
+        if isinstance(line.get("step"), int):
+            by_step.setdefault(line["step"], {})[line.get("sample"), line.get("num_tokens")] = line
+    found = []
+    for step in _spread(sorted(by_step), STEPS_OPENED):
+        for line in by_step[step].values():
+            try:
+                row = _compared_row(line, env_names, decoder)
+            except (KeyError, TypeError, ValueError):
+                continue  # of another version
+            if budget.take(20 * len(row["ids"] or row["text"]) + sum(map(len, row["text"])) + 200):
+                found.append(row)
+    return found
+
+
+def _compared_row(line: dict[str, Any], env_names: Sequence[str], decoder: TokenText | None) -> dict[str, Any]:
+    env, ids = int(line["env"]), [int(i) for i in line["ids"]]
+    columns = {name: line[name] for name in ("logprobs", "trainer", "versions", "trained")}
+    if any(len(values) != len(ids) for values in columns.values()):
+        raise ValueError("columns of several lengths")
+    return {
+        **_shown(ids, decoder),
+        "kind": "both sides",
+        "step": line["step"],
+        "env": env_names[env] if 0 <= env < len(env_names) else str(env),
+        "reward": short(float(line["reward"])),
+        "sample": line["sample"],
+        "group": line["group"],
+        "logprobs": _thousandths(columns["logprobs"]),
+        "trainer": _thousandths(columns["trainer"]),
+        "versions": _runs(columns["versions"]),
+        "trained": _runs(columns["trained"]),
+        "advantage": short(float(line["advantage"])),
+        "temperature": short(float(line["temperature"])),
+        "num_tokens": int(line["num_tokens"]),
+        "cut": int(line["num_tokens"]) - len(ids),
+    }
+
+
+def _shown(ids: list[int], decoder: TokenText | None) -> dict[str, Any]:
+    """Return the pieces of text, or the ids where nothing decodes them."""
+    return {
+        "ids": [] if decoder is not None and not decoder.problem else ids,
+        "text": decoder.pieces(ids) if decoder is not None else [],
+    }
+
+
+def _thousandths(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else short(round(value, 3)) for value in values]
 
 
 def _runs(values: Sequence[int]) -> list[list[int]]:

@@ -38,6 +38,7 @@ from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
 from prime_hpc.trainer.parallel.distribute import gathers_from_itself, reshard_all
 from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm, sum_over
 from prime_hpc.trainer.perf import FlopsModel, PhaseTimer
+from prime_hpc.trainer.token_log import Watch
 
 _SUMS = ("num_tokens", "num_sequences", "num_targets", "squared_lengths", "reward_sum", "lag_sum", "num_sampled")
 
@@ -124,13 +125,16 @@ class TrainStep:
         if policy.adapters is not None:
             self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def run(self, step: int, batch: RankBatch, objective: MicroBatchLoss) -> dict[str, float]:
+    def run(
+        self, step: int, batch: RankBatch, objective: MicroBatchLoss, watch: Watch | None = None
+    ) -> dict[str, float]:
         """Turn version step - 1 into version `step`. Collective.
 
         Args:
             step: 1-based.
             batch: this rank's part; all ranks have the same number of micro-batches.
             objective: the loss.
+            watch: wraps the objective, to keep what it sees.
 
         Returns:
             metrics of the whole batch, the same on every rank.
@@ -145,7 +149,9 @@ class TrainStep:
             batch = RankBatch.empty(1)
         facts = batch_facts(batch, step)
         with self.timer("forward_backward", on_device=True), self.adapted():
-            stats, num_shared = self.accumulate(self.lay_out(batch), objective, facts)
+            laid_out = self.lay_out(batch)
+            watched = objective if watch is None else watch(laid_out, objective)
+            stats, num_shared = self.accumulate(laid_out, watched, facts)
         with self.timer("optim", on_device=True):
             metrics = self._reduce(step, facts, stats, num_shared)
             self._check_finite(step, batch, metrics)

@@ -1,7 +1,4 @@
-"""The trainer of a rank: what it holds for its whole life, and what RL and SFT loops do alike around a step.
-
-Built by `main.py`; used by `rl.py` and `sft.py`.
-"""
+"""The trainer of a rank: what it holds for its whole life, and what RL and SFT loops do alike around a step."""
 
 import os
 import time
@@ -45,6 +42,7 @@ from prime_hpc.trainer.parallel.gradients import whole_gradient_bytes
 from prime_hpc.trainer.perf import peak_flops
 from prime_hpc.trainer.profiling import StepProfiler
 from prime_hpc.trainer.ranks import control_group
+from prime_hpc.trainer.token_log import TokenLog, open_token_log, watching
 from prime_hpc.trainer.train_step import StepRefused, TrainStep
 from prime_hpc.trainer.weights.lora_files import adapter_identity
 from prime_hpc.trainer.weights.publish import VersionPublisher, build_publisher
@@ -101,6 +99,8 @@ class Trainer:
     """Directory of the model that training began with."""
     profiler: StepProfiler
     """Of `trainer.profile`."""
+    token_log: TokenLog | None = None
+    """Rank 0 only, with `trainer.log_tokens`."""
     control: dist.ProcessGroup | None = None
     """Of `agree`, see `ranks.control_group`."""
     packer: RolloutArchiver | None = None
@@ -229,7 +229,8 @@ class Trainer:
         """
         self.profiler.begin(step)
         try:
-            return self.train_step.run(step, batch, objective)
+            with watching(self.token_log, step) as watch:
+                return self.train_step.run(step, batch, objective, watch)
         except StepRefused:
             self.finish_saves()
             raise
@@ -416,6 +417,7 @@ def open_trainer(
         saver=_build_saver(experiment, context, paths, bus, policy, train_step.optimizer, base.source, slot),
         vocab_size=policy.hf.config.get_text_config().vocab_size,
         source=base.source,
+        token_log=open_token_log(experiment, paths) if rank == 0 else None,
         profiler=StepProfiler(experiment.trainer.profile, paths.root / "profile" / f"attempt_{context.attempt}", rank),
         control=base.control,
     )

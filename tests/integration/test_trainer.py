@@ -102,6 +102,29 @@ def one(tmp_path_factory: pytest.TempPathFactory, model: Path) -> RunPaths:
     return paths
 
 
+def test_rollouts_are_kept_with_the_probabilities_of_both_sides(model: Path, one: RunPaths) -> None:
+    """Of the first step by the model that it began with, in another forward pass; nothing else is as large."""
+    logged = [row for row in read_metrics(one.metrics("tokens")) if row["step"] == 1]
+    assert {row["step"] for row in read_metrics(one.metrics("tokens"))} == set(range(1, 7)) and len(logged) == 2
+    part = full_batch(1).micro_batch(0)
+    rewards = sorted(part.rewards.tolist())
+    assert [row["reward"] for row in logged] == pytest.approx([rewards[-1], rewards[0]])
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for row in logged:
+        sequence = part.sample_ids.tolist().index(row["sample"])
+        window = slice(*part.seq_offsets[sequence : sequence + 2].tolist())
+        assert row["ids"] == part.token_ids[window].tolist()
+        trained = np.flatnonzero(part.target_mask()[window])
+        assert np.flatnonzero(row["trained"]).tolist() == trained.tolist() and len(trained)
+        with torch.no_grad():
+            logits = policy(torch.tensor([row["ids"]])).logits[0].double() / row["temperature"]
+        expected = logits.log_softmax(-1)[trained - 1, [row["ids"][i] for i in trained]]
+        found = [row["trainer"][i] for i in trained]
+        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, rtol=0, atol=2e-5)
+        engine = [row["logprobs"][i] for i in trained]
+        assert engine == pytest.approx(part.logprobs[window][trained].tolist(), abs=2e-5)
+
+
 def test_two_ranks_equal_one_and_versions_load(tmp_path: Path, model: Path, one: RunPaths) -> None:
     two = write_run(tmp_path / "two", model, trainer=KEEP_ALL | {"publish_beside": True})
     write_batches(two, range(1, 4), 2)

@@ -5,15 +5,21 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 
 from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.store.attempts import Attempt, write_attempt
 from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batches import write_batch
+from prime_hpc.store.batches import read_rank_batch, write_batch
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.objectives import LossStats
+from prime_hpc.trainer.token_log import TokenLog
+
+if TYPE_CHECKING:
+    from prime_hpc.trainer.batching.micro_batches import MicroBatch
 
 BEGAN = 1_790_000_000.0
 STEP_S = 2.0
@@ -124,6 +130,17 @@ def add_batches(folder: Path, steps: Sequence[int], *, sequences: int = 8, seed:
             env_ids=np.zeros(sequences, np.int32),
         )
         write_batch(RunPaths(folder), step, [batch], state={})
+
+
+def add_tokens(folder: Path, steps: Sequence[int]) -> None:
+    """Write rollouts with the probabilities of both sides, of batches of `add_batches`: the trainer's are half."""
+    log = TokenLog(RunPaths(folder).metrics("tokens"), 2, 1)
+    for step in steps:
+        batch = read_rank_batch(RunPaths(folder).rollouts_step(step), 0)
+        objective = log.watch(batch, lambda *_: (torch.zeros(()), LossStats({}, {})))
+        logprobs = torch.from_numpy(batch.logprobs[batch.target_mask()] - np.float32(np.log(2)))
+        objective(cast("MicroBatch", None), logprobs, logprobs)
+        log.write(step)
 
 
 def add_samples(folder: Path, texts: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prime_hpc.cli import main
-from tests.support.made_runs import Life, add_batches, add_samples, config_of, make_run
+from tests.support.made_runs import Life, add_batches, add_samples, add_tokens, config_of, make_run
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -64,6 +64,7 @@ def page_of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = make_run(tmp_path_factory.mktemp("page") / "run", [*lives, Life(12, 20)])
     add_batches(run, range(1, 21))
     add_samples(run, [EVIL, "fine"])
+    add_tokens(run, [3, 9])
     assert main(["report", str(run)]) == 0
     return run / "report.html"
 
@@ -110,6 +111,12 @@ def test_rollouts_are_read_token_by_token(browser: Any, page_of_one: Path) -> No
     expect(page.tab.locator(".card.text .bar")).to_contain_text("version")
     page.tab.locator("tr.pick").nth(3).click()
     expect(page.tab.locator("tr.pick.on")).not_to_have_text(first, use_inner_text=True)
+    page.tab.select_option("select[aria-label=kind]", "both sides")
+    expect(page.tab.locator("tr.pick")).to_have_count(4)
+    page.tab.select_option("select[aria-label='colour tokens by']", "gap")
+    expect(page.tab.locator(".card.text .bar")).to_contain_text("far apart")
+    assert " by the trainer" in (tokens.first.get_attribute("title") or "")
+    assert float((tokens.first.get_attribute("style") or "").rsplit(",", 1)[1].rstrip(")")) == 0.6  # log 2 is far
     page.tab.select_option("select[aria-label=kind]", "")
     expect(page.tab.locator("tr.pick")).to_have_count(40)
     page.tab.click("button[data-next]")

@@ -275,6 +275,9 @@ class TrainerConfig(Section):
     autotuning; slower, and an operation that has no such kernel is refused. A CPU does without it."""
     profile: ProfileConfig | None = None
     """Trace some steps; off when absent."""
+    log_tokens: int = Field(2, ge=0)
+    """Rollouts of about 40 steps over the run that are written token by token, with the probabilities of engine and
+    trainer, into `metrics/tokens.jsonl` for `report`: so many a step, of rank 0's first micro-batch."""
     bench: bool = False
     """Run a few steps, print a table, end."""
 

@@ -87,8 +87,8 @@ P.views.Rollouts = function (run) {
   const order = P.el("select", { "aria-label": "order", change: function (event) { wanted.order = event.target.value; filter(); } }, [["step", "by step"], ["best", "best first"], ["worst", "worst first"], ["long", "longest first"]].map(function (o) { return P.el("option", { value: o[0] }, o[1]); }));
   let later = 0;
   const search = P.el("input", { type: "search", placeholder: "find text", "aria-label": "find text", input: function (event) { window.clearTimeout(later); later = window.setTimeout(function () { wanted.text = event.target.value; filter(); }, 120); } });
-  if (!rows.length) return [P.el("p", { class: "soft" }, "This run has stored no rollouts to read (batches, or metrics/samples.jsonl).")];
+  if (!rows.length) return [P.el("p", { class: "soft" }, "This run has stored no rollouts to read (batches, or metrics/samples.jsonl and tokens.jsonl).")];
   filter();
-  const says = "Of " + facts.stored_steps + " stored batches some over the whole run were opened (" + facts.looked_at.toLocaleString("en") + " sequences): of each the best two, the worst two and two at random; and what the run wrote down as samples." + (facts.left_out ? " " + facts.left_out + " did not fit into this page." : "");
+  const says = "Of " + facts.stored_steps + " stored batches some over the whole run were opened (" + facts.looked_at.toLocaleString("en") + " sequences): of each the best two, the worst two and two at random; and what the run wrote down as samples" + (rows.some(function (row) { return row.trainer; }) ? ", some with the trainer's probabilities (both sides)." : ".") + (facts.left_out ? " " + facts.left_out + " did not fit into this page." : "");
   return [P.el("div", { class: "bar" }, options("kind", distinct("kind"), "all kinds"), options("env", distinct("env"), "all environments"), order, search), P.el("p", { class: "soft small" }, says), P.el("div", { class: "reader" }, list, text)];
 };
