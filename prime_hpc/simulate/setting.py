@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment
-from prime_hpc.report.split import split_choices
+from prime_hpc.supervisor.attempt.device_split import split_choices
 
 SHAPE_KEYS = ("trainer", "inference", "servers", "async", "batch", "group", "concurrent")
 

@@ -43,6 +43,7 @@ from prime_hpc.store.run_dirs import AttemptRow
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.bad_nodes import nodes_to_avoid, record_bad_nodes
 from prime_hpc.supervisor.attempt.crash_recovery import cancel_stale_steps, close_crashed_attempts
+from prime_hpc.supervisor.attempt.device_split import split_line
 from prime_hpc.supervisor.attempt.early_end import (
     EXIT_UNREADABLE,
     StartEnded,
@@ -168,14 +169,26 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         return _end_early(run_dir, environment, in_job, end.request)
     finally:
         ports.release(sockets.reserved())
-    is_bench = experiment.trainer.bench or experiment.orchestrator.bench
-    for line in bench_tables(run_dir) if is_bench else write_report(run_dir, experiment.name, experiment.kind):
+    for line in _summary(experiment, run_dir):
         logger.info(line)
     if code == 0 and not experiment.trains and (failed := ended_badly(run_dir)):
         # not the run's own failure, after which a job would come back: it is complete, and says little
         logger.error("; ".join(failed))
         code = 1
     return code if allocation is None else _apply_restart_policy(experiment, run_dir, allocation, code)
+
+
+def _summary(experiment: Experiment, run_dir: Path) -> list[str]:
+    """Return what is said at the end of an attempt."""
+    if experiment.trainer.bench or experiment.orchestrator.bench:
+        return bench_tables(run_dir)
+    lines = write_report(run_dir, experiment.name, experiment.kind)
+    try:
+        line = split_line(experiment, run_dir, read_attempts(RunPaths(run_dir).attempts)[-1]["began"])
+    except (StoreError, OSError, LookupError, TypeError) as error:
+        logger.warning(f"how the devices were used cannot be told: {error}")
+        return lines
+    return lines if line is None else [*lines, line]
 
 
 def _end_early(run_dir: Path, environment: dict[str, str], in_job: bool, request: StopRequest) -> int:

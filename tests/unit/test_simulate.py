@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.report.split import best_split, split_choices
+from prime_hpc.observe.metrics import MetricsWriter
 from prime_hpc.simulate.calibration import fit_nonnegative
 from prime_hpc.simulate.costs import Costs
 from prime_hpc.simulate.events import simulate
 from prime_hpc.simulate.setting import Setting, other_shapes, parse_shape, reshaped, setting_of
+from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.supervisor.attempt.device_split import best_split, idle_shares, split_choices, split_line
 from tests.support.measured_runs import tree_of
 
 SETTING = Setting(
@@ -254,3 +256,34 @@ def test_the_suggested_split_is_what_the_model_finds_best() -> None:
     now = outcomes[3]
     found = best_split(3, 5, trainer_idle=now.trainer_idle, engines_idle=now.engines_idle, overlap=True)
     assert found[0] == best == 5
+
+
+def test_an_attempt_ends_with_the_split_that_its_idle_shares_suggest(tmp_path: Path) -> None:
+    tree = {
+        "name": "run",
+        "output_dir": str(tmp_path),
+        "async_level": 1,
+        "trainer": {"num_ranks": 4},
+        "inference": {"data_parallel_size": 4},
+        "orchestrator": {"env": [{"id": "reverse-text"}]},
+    }
+    experiment = Experiment.model_validate(tree)
+    assert split_line(experiment, tmp_path, 0.0) is None
+    metrics = RunPaths(tmp_path).metrics
+    trainer, orchestrator = MetricsWriter(metrics("trainer")), MetricsWriter(metrics("orchestrator"))
+
+    def steps(first: int, last: int, waits: float, **idle: float) -> None:
+        for step in range(first, last + 1):
+            trainer.log(step, time=100.0 * first + step, **{"time/step": 10.0, "time/wait": waits})
+            orchestrator.log(step, time=100.0 * first + step, **{"time/step": 10.0, **idle})
+
+    steps(1, 3, 0.0, **{"time/wait_weights": 9.0})  # an earlier attempt
+    steps(4, 4, 9.9, **{"time/wait_servers": 9.9})  # engines start
+    steps(5, 8, 5.0, **{"time/weight_pause": 0.0})
+    line = split_line(experiment, tmp_path, 400.0)
+    assert line is not None and "3 trainer ranks and 5 for engines, not 4 and 4" in line and "20% shorter" in line
+    assert "waited for 50% of this attempt, the engines for 0%" in line
+    steps(9, 60, 0.1)
+    assert "no other split of 8 devices" in (split_line(experiment, tmp_path, 900.0) or "")
+    assert idle_shares([{"time/step": 1.0}], []) is None
+    assert split_line(experiment.model_copy(update={"kind": "sft"}), tmp_path, 0.0) is None

@@ -1,0 +1,114 @@
+"""The split of a run's GPUs between trainer and engines that their measured idle shares suggest.
+
+A role's work is its devices times the time for which they were busy, and is taken to be the same however many share it.
+Where both sides work at once (`async_level` 1 or more) a step takes as long as the slower side, least where both are
+busy all the time: devices in proportion to the work. Where they take turns (level 0) it takes w_t / g_t + w_e / g_e for
+work w and devices g, least at g_e / g_t = sqrt(w_e / w_t).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config import Experiment
+from prime_hpc.observe.metrics import read_metrics
+
+NODE = 8
+"""Devices by which many are shared out."""
+MIN_GAIN = 0.02
+"""Of the step: less is not worth a change."""
+
+
+def split_choices(trainer: int, engines: int, unit: int, most: int) -> list[tuple[int, int]]:
+    """Return other ways to share out as many devices, spread evenly over all there are, without the present one.
+
+    Args:
+        trainer, engines: devices as they are shared out now.
+        unit: devices of one engine.
+        most: ways at most.
+    """
+    total = trainer + engines
+    step = unit * max(1, NODE // unit) if total >= 8 * NODE else unit
+    every = [(total - used, used) for used in range(step, total, step) if used != engines]
+    if len(every) <= most:
+        return sorted(every)
+    picked = {round(i * (len(every) - 1) / (most + 1)) for i in range(1, most + 1)}
+    return sorted(every[index] for index in picked)
+
+
+def step_share(split: tuple[int, int], works: tuple[float, float], overlap: bool) -> float:
+    """Return seconds of a step, in the work's unit over devices of trainer and engines; see the module."""
+    times = works[0] / split[0], works[1] / split[1]
+    return max(times) if overlap else sum(times)
+
+
+def best_split(
+    trainer: int, engines: int, *, trainer_idle: float, engines_idle: float, overlap: bool, unit: int = 1
+) -> tuple[int, int, float]:
+    """Return the devices of trainer and engines, and by what share a step would be shorter.
+
+    Args:
+        trainer, engines: devices as they were.
+        trainer_idle, engines_idle: shares of the time in which they waited.
+        overlap: both sides work at once.
+        unit: devices of one engine.
+    """
+    total = trainer + engines
+    works = trainer * max(0.0, 1 - trainer_idle), engines * max(0.0, 1 - engines_idle)
+    choices = [(total - used, used) for used in range(unit, total, unit)]
+    if not choices or min(works) <= 0:
+        return trainer, engines, 0.0
+    best = min(choices, key=lambda pair: step_share(pair, works, overlap))
+    now = step_share((trainer, engines), works, overlap)
+    gain = 1 - step_share(best, works, overlap) / now
+    return (*best, gain) if gain >= MIN_GAIN and math.isfinite(gain) else (trainer, engines, 0.0)
+
+
+def idle_shares(
+    trainer: Sequence[Mapping[str, Any]], orchestrator: Sequence[Mapping[str, Any]]
+) -> tuple[float, float] | None:
+    """Return the shares of an attempt's time in which the trainer waited for a batch, and the engines for weights,
+    servers, or while they loaded weights.
+
+    Args:
+        trainer, orchestrator: rows of the attempt's steps. The first ones are left out: they waited for the start.
+    """
+    shares = []
+    for rows, idle in ((trainer, ("wait",)), (orchestrator, ("wait_weights", "wait_servers", "weight_pause"))):
+        steps = [row for row in rows if isinstance(row.get("time/step"), int | float)][1:]
+        total = sum(row["time/step"] for row in steps)
+        if not total > 0:
+            return None
+        waited = sum(float(row.get(f"time/{name}") or 0) for row in steps for name in idle)
+        shares.append(min(1.0, waited / total))
+    return shares[0], shares[1]
+
+
+def split_line(experiment: Experiment, run_dir: Path, began: float) -> str | None:
+    """Return the word at the end of an attempt on how its devices were shared; None where that says nothing.
+
+    Args:
+        experiment: the run.
+        run_dir: its metrics.
+        began: of the attempt, epoch seconds.
+    """
+    engines = experiment.inference
+    if experiment.kind != "rl" or engines is None or experiment.teacher_inference or experiment.engines_sleep:
+        return None
+    rows = [
+        [row for row in read_metrics(run_dir / "metrics" / f"{role}.jsonl") if float(row.get("time") or 0) >= began]
+        for role in ("trainer", "orchestrator")
+    ]
+    idle = idle_shares(*rows)
+    if idle is None:
+        return None
+    now, overlap = (experiment.trainer.num_ranks, engines.num_gpus), experiment.async_level > 0
+    words = f"the trainer waited for {idle[0]:.0%} of this attempt, the engines for {idle[1]:.0%}"
+    found = best_split(*now, trainer_idle=idle[0], engines_idle=idle[1], overlap=overlap, unit=engines.gpus_per_engine)
+    if found[2] <= 0:
+        return f"{words}: no other split of {sum(now)} devices would be much quicker"
+    return (
+        f"{words}: {found[0]} trainer ranks and {found[1]} for engines, not {now[0]} and {now[1]}, would make a step "
+        f"about {found[2]:.0%} shorter (prime-hpc simulate)"
+    )
