@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "flight-64": {"orchestrator.max_concurrent": 64},
     "two-servers": {"inference.num_replicas": 2, "orchestrator.max_concurrent": 64},
 }
-VARIANTS = {"--real": "_simulate_real"}
+VARIANTS = {"--real": "_simulate_real", "--splits": "_simulate_splits"}
 CALIBRATIONS = (("level-2",), ("level-0",), ("level-2", "flight-16"))
 
 
