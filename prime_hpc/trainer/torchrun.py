@@ -5,7 +5,6 @@ Takes torchrun's own options. The agent and the ranks meet over a file (`ranks`)
 
 import os
 import sys
-from pathlib import Path
 
 from torch.distributed import FileStore, PrefixStore
 from torch.distributed import run as torchrun
@@ -63,8 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ["PYTHONSAFEPATH"] = "1"  # torchrun starts the ranks without -P
     with meeting_file() as path:
         os.environ[RANKS_FILE] = str(path)
-        own = Path(f"{path}.agent")
-        torchrun.main(["--nnodes", "1", "--rdzv-backend", _BACKEND, "--rdzv-endpoint", str(own), *arguments])
+        meets = ["--rdzv-backend", _BACKEND, "--rdzv-endpoint", f"{path}.agent"]
+        logs = ["--log-dir", str(path.parent / "logs")]  # else torchrun leaves a folder in /tmp
+        torchrun.main(["--nnodes", "1", *meets, *logs, *arguments])
 
 
 if __name__ == "__main__":

@@ -77,7 +77,9 @@ def test_ranks_meet_over_a_file_and_listen_to_nobody(tmp_path: Path) -> None:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}",
+        "TMPDIR": str(tmp_path / "temporary"),
     }
+    (tmp_path / "temporary").mkdir()
     done = subprocess.run(
         [*command, "-m", "some_rank", str(tmp_path)], env=environ, capture_output=True, text=True, timeout=280
     )
@@ -87,6 +89,7 @@ def test_ranks_meet_over_a_file_and_listen_to_nobody(tmp_path: Path) -> None:
         assert total == 2.0 and listeners
         assert {address for address, _ in listeners} == {"0100007F"}  # the loopback interface alone
         assert not Path(file).parent.exists()
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_one_machine_runs_have_no_rendezvous_port(tmp_path: Path) -> None:
