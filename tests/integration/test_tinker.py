@@ -39,7 +39,7 @@ def world(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tin
     world = TinkerWorld(tmp_path_factory.mktemp("tinker") / "service", model)
     world.start()
     yield world
-    world.kill()
+    world.close()
 
 
 def samples(seed: int, step: int) -> list[dict[str, Any]]:
@@ -156,7 +156,7 @@ def test_saves_outlive_a_service_that_is_killed(tmp_path: Path, model: Path) -> 
     rest = RestClient(base_url=world.url, api_key=world.key)
     (listed,) = rest.list_checkpoints(path.split("/")[2]).result().checkpoints
     assert (listed.tinker_path, listed.user_metadata) == (path, {"why": "test"})
-    world.kill()
+    world.close()
 
 
 def test_adapters_do_not_disturb_each_other(world: TinkerWorld, model: Path) -> None:

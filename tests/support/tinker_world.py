@@ -1,5 +1,6 @@
 """The tinker service as a process of its own, and the unchanged client of PyPI."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class TinkerWorld:
         self.num_ranks = trainer.get("num_ranks", 1)
         make_parent(directory, model, trainer=trainer, **changes)
         self.process: forked.ForkedProcess | None = None
+        self._clients: list[tinker.ServiceClient] = []
 
     def start(self) -> "TinkerWorld":
         self.process = start_trainer(self.directory, self.num_ranks)
@@ -48,12 +50,21 @@ class TinkerWorld:
         return (self.directory / "tinker.key").read_text()
 
     def client(self, key: str | None = None, **more: Any) -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.url, api_key=key or self.key, **more)
+        client = tinker.ServiceClient(base_url=self.url, api_key=key or self.key, **more)
+        self._clients.append(client)
+        return client
 
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
             self.process.wait(60)
+
+    def close(self) -> None:
+        """End the service, and its clients' threads, which would ask for it as long as this process lives."""
+        for client in self._clients:
+            with contextlib.suppress(RuntimeError, tinker.APIError):  # closed already, or never let in
+                client.holder.close()
+        self.kill()
 
 
 def datum(tokens: list[int], **inputs: Any) -> types.Datum:
