@@ -38,6 +38,7 @@ BEYOND = 22
 PATIENCE_S = 0.12
 ADMIT_S = 1.0
 """A run that was not given its slot so long after the others waits for something."""
+TURN_S = 0.005
 CHILDREN = ("run_a", "run_b")
 KINDS = ("rl", "sft", "path", "many")
 WORDS = (
@@ -252,19 +253,21 @@ def _admit_all(run_dir: Path) -> dict[str, int | None]:
     """What trainer rank 0 does with the runs below a parent. One that waits, for something of it cannot be read, is not
     in the answer: the others train."""
     parent = early_end.load_patiently(run_dir)
-    own = run_slots.RunSlots(parent, run_dir, 1, lambda *_: None)
+    now = 0.0  # advances with the turns: a machine that stands still must not end the patience before its last try
+    own = run_slots.RunSlots(parent, run_dir, 1, lambda *_: None, lambda: now)
     steps: dict[str, int | None] = {}
-    end = time.monotonic() + ADMIT_S
-    while len(steps) < len(CHILDREN) and time.monotonic() < end:
+    end = ADMIT_S
+    while len(steps) < len(CHILDREN) and now < end:
         own.look(now=True)
         while (admission := own.admit()) is not None:
             steps[admission.name] = admission.resume.step if admission.resume is not None else None
             own.began(admission, steps[admission.name] or 0, {})
-            end = time.monotonic() + ADMIT_S
+            end = now + ADMIT_S
         ended = [n for n in CHILDREN if n in own._states and own.state(n).has_ended]
         if ended:
             raise StoreError(f"{ended} ended: {own.state(ended[0]).reason}")
-        time.sleep(0.005)
+        time.sleep(TURN_S)
+        now += TURN_S
     return steps
 
 
