@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.faults.lives import TWO_LIVES, twins, two_lives
 from tests.faults.sweep import Point, Reference, Result, Sweep
-from tests.faults.world import REAL_ENGINE, World
+from tests.faults.world import World
 
 POLL_S = 0.2
 
@@ -55,7 +55,7 @@ def _work(
     """A worker's life. Never returns."""
     code = 1
     try:
-        world = World(root, model, REAL_ENGINE in reference.operations)
+        world = World(root, model, reference.operations)
         sweep = Sweep(world, reference)
         try:
             while time.monotonic() < until and (token := os.read(reader, 4)):

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.store.weights import holds_changes, list_versions
 from tests.faults.inject import ROLES, Plan
 from tests.faults.oracle import Oracle
 from tests.faults.verdict import Verdict, judge, rollouts_of
-from tests.faults.world import PROFILES, REAL_ENGINE, Life, World, read_record
+from tests.faults.world import DELTA, PROFILES, REAL_ENGINE, Life, World, read_record
 
 MAX_LIVES = 4
 ERRORS = ("ENOSPC", "EDQUOT", "EIO")
@@ -74,7 +75,7 @@ def record(root: Path, model: Path, profiles: Iterable[str]) -> Reference:
     reference = Reference()
     sweep: Sweep | None = None
     profiles = list(profiles)
-    world = World(root, model, REAL_ENGINE in profiles)
+    world = World(root, model, profiles)
     try:
         for profile in profiles:
             life = world.begin(f"whole-{profile}", PROFILES[profile], Plan("", ""))
@@ -88,6 +89,9 @@ def record(root: Path, model: Path, profiles: Iterable[str]) -> Reference:
             sweep = sweep or Sweep(world, reference)
             verdict = judge(run_dir, reference.rollouts, sweep.oracle, PROFILES[profile])
             assert verdict.ok, verdict.words()
+            versions = RunPaths(run_dir)
+            changes = [v for v in list_versions(versions) if holds_changes(versions.weights_step(v))]
+            assert bool(changes) == (profile == DELTA), f"versions {changes} hold changes"
     finally:
         if sweep is not None:
             sweep.oracle.close()

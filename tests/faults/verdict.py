@@ -1,5 +1,6 @@
 """What must be true of a run directory after a run that was interrupted and brought back. Called by `sweep`."""
 
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batches import read_rank_batch, read_state
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.run_paths import RunPaths, list_steps
+from prime_hpc.weight_transport.delta_image import restore
 from tests.faults.oracle import WORLD_SIZE, Oracle
 from tests.faults.world import GROUP, PROMPTS, STEPS
 
@@ -119,6 +121,9 @@ def _judge_artifacts(paths: RunPaths, verdict: Verdict) -> None:
             name = f"step_{step:0{digits}d}"
             try:
                 verify_artifact(parent / name, deep=True)
+                if parent == paths.weights:
+                    with tempfile.TemporaryDirectory(prefix="whole-") as folder:
+                        restore(parent / name, Path(folder) / name)  # sums every version on the way
             except StoreError as error:
                 verdict.broken.append(str(error))
 

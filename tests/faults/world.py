@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,14 @@ PROFILES: dict[str, dict[str, Any]] = {
     "sync": {"interval": 2, "keep_last": 1},
     "async": {"interval": 2, "keep_last": 1, "save_async": True},
     "vllm": {"interval": 2, "keep_last": 1},
+    "delta": {"interval": 2, "keep_last": 1},
 }
-"""`ckpt` of the run that is killed. `vllm` is served by a real engine, which each attempt starts anew."""
+"""`ckpt` of the run that is killed. `vllm` is served by a real engine, which each attempt starts anew; the versions of
+`delta` are what changed. Either is swept by itself."""
 REAL_ENGINE = "vllm"
+DELTA = "delta"
+FEW_CHANGES_LR = 5e-11
+"""At which float32 weights of a usual size stay as they are."""
 ENGINE_TIMEOUT_S = 900.0
 NOTHING = Plan("", "", role="nobody")
 
@@ -83,9 +89,10 @@ class Life:
 class World:
     """Where one worker's runs live."""
 
-    def __init__(self, root: Path, model: Path, real_engine: bool = False) -> None:
-        """`real_engine`: the run starts its own vLLM; otherwise it attaches to the scripted server."""
-        self.root, self.model, self._real_engine = root, model, real_engine
+    def __init__(self, root: Path, model: Path, profiles: Collection[str] = ()) -> None:
+        """`profiles`: of the runs. Without `vllm` they attach to the scripted server."""
+        self.root, self.model = root, model
+        self._real_engine, self._is_delta = REAL_ENGINE in profiles, DELTA in profiles
         root.mkdir(parents=True, exist_ok=True)
         self._lives = 0
         address = root / "server"
@@ -133,6 +140,9 @@ class World:
         if self._real_engine:
             tree["inference"] = {"cpu_kv_cache_gib": 0.25, "max_model_len": 96, "server": {"port": 0}}
             del tree["orchestrator"]["client"]
+        if self._is_delta:
+            tree["weights"] = {"transport": "delta"}
+            tree["trainer"]["optim"]["lr"] = FEW_CHANGES_LR
         path = self.root / f"{name}.yaml"
         path.write_text(yaml.safe_dump(tree))
         return path
