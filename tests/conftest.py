@@ -21,6 +21,8 @@ settings.register_profile("tests", deadline=None, derandomize=os.environ.get("PR
 settings.load_profile("tests")
 
 OWN_CLUSTERS = ("tests/slurm/test_stalls.py", "tests/slurm/test_suites.py")
+FIRST_CLUSTER = ("tests/slurm/test_jobs.py", "tests/slurm/test_submit.py", "tests/slurm/test_shell.py")
+"""About as long as all other files of tests/slurm, which share the second one: they mostly wait."""
 WORKER_SERVER = "PRIME_HPC_TEST_WORKER_SERVER"
 """Names the socket of the process whose forks pytest's workers are (see `tests/support/worker_server.py`)."""
 EXHAUSTIVE_TIMEOUT_S = 900
@@ -103,12 +105,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests share a process, for they share fixtures; so do those of all files that share the cluster."""
+    """A file's tests share a process, for they share fixtures; so do those of all files that share a cluster."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
-            return "tests/slurm" if _room(nodeid) == "slurm" and file not in OWN_CLUSTERS else file
+            if _room(nodeid) != "slurm" or file in OWN_CLUSTERS:
+                return file
+            return f"cluster {1 + (file not in FIRST_CLUSTER)}"
 
     return ByFile(config, log)

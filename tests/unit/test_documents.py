@@ -123,7 +123,8 @@ def program_flags() -> frozenset[str]:
     sources = [*(CHECKOUT / "prime_hpc" / "cli").rglob("*.py"), CHECKOUT / "prime_hpc" / "envs" / "workers" / "host.py"]
     sources += [path for path in (CHECKOUT / "tools").iterdir() if path.is_file() and path.suffix != ".md"]
     sources += [CHECKOUT / "slurm" / "devcluster", *(CHECKOUT / "slurm" / "devcluster.d").iterdir()]
-    sources += [*(CHECKOUT / "tests" / "faults").glob("*.py"), CHECKOUT / "pyproject.toml"]
+    sources += [*(CHECKOUT / "tests" / "faults").glob("*.py"), *(CHECKOUT / "tools" / "benchmarks").glob("*.py")]
+    sources += [CHECKOUT / "pyproject.toml"]
     texts = [path.read_text(encoding="utf-8") for path in sources if path.is_file()]
     return frozenset(flag for text in texts for flag in re.findall(r"--[a-z][a-z-]*", text))
 
