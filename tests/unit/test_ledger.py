@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +108,31 @@ def test_compaction_in_two_steps_drops_the_old_only(tmp_path: Path, monkeypatch:
     assert bad_nodes(path, 7, NOW) == {"young": "y", "late": "z", "n3": "written meanwhile"}
 
 
+@pytest.mark.parametrize("at", range(6))
+def test_a_reader_misses_nothing_that_is_merged_and_set_aside_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """`compact` before each of the reader's files: what was set aside goes into the ledger, and with it aside again."""
+    path = tmp_path / "ledger"
+    record(path, "first", "x", "run", NOW)
+    monkeypatch.setattr(ledger, "COMPACT_BYTES", 0)
+    assert compact(path, now=NOW) == 0
+    record(path, "second", "x", "run", NOW)
+    read, files = ledger._read, 0
+
+    def read_late(file: Path) -> list[dict[str, Any]]:
+        nonlocal files
+        files += 1
+        if files == at + 1:
+            monkeypatch.setattr(ledger, "_read", read)
+            compact(path, now=NOW + 2 * 3600)
+            monkeypatch.setattr(ledger, "_read", read_late)
+        return read(file)
+
+    monkeypatch.setattr(ledger, "_read", read_late)
+    assert set(bad_nodes(path, 7, NOW)) == {"first", "second"}
+
+
 def test_readers_and_writers_lose_nothing_while_it_is_compacted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +143,7 @@ def test_readers_and_writers_lose_nothing_while_it_is_compacted(
 
     def compacting() -> None:
         while not over.is_set():
-            compact(path, rest_s=1.0)
+            compact(path)  # sets aside; what rests is merged an hour later
 
     def reading() -> None:
         while not over.is_set():

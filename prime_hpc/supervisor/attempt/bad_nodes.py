@@ -130,7 +130,7 @@ def compact(path: Path, days: float = 365.0, now: float | None = None, rest_s: f
     """
     now = time.time() if now is None else now
     dropped = 0
-    for old in _move_aside(path):
+    for old in _list_aside(path):
         if now - _aside_since(old) < rest_s:
             continue
         rows = _read(old)
@@ -166,10 +166,17 @@ def _append(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Every whole line of the ledger and of what was set aside, twins once."""
-    # in this order, and the ledger twice, no row is missed while it moves to or from what is set aside
-    found = {row["id"]: row for row in _read(path)}
-    found |= {row["id"]: row for old in _move_aside(path) for row in _read(old)}
-    return list((found | {row["id"]: row for row in _read(path)}).values())
+    found: dict[str, dict[str, Any]] = {}
+    before: set[Path] = set()
+    while True:
+        # in this order no row is missed that moves from what is set aside to the ledger; where the ledger itself was
+        # set aside meanwhile, what it held is looked for again
+        aside = _list_aside(path)
+        for file in (*aside, path):
+            found |= {row["id"]: row for row in _read(file)}
+        before |= set(aside)
+        if before.issuperset(_list_aside(path)):
+            return list(found.values())
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -202,7 +209,7 @@ def _is_row(row: Any) -> bool:
     return isinstance(row.get("time"), int | float) and not isinstance(row["time"], bool)
 
 
-def _move_aside(path: Path) -> list[Path]:
+def _list_aside(path: Path) -> list[Path]:
     return sorted(path.parent.glob(f"{path.name}{_ASIDE}*"))
 
 
