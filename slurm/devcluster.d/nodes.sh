@@ -159,19 +159,29 @@ start_node() { # NODE
     [[ $MODE == netns ]] || remember_pidfile "slurmd.$1"
 }
 power_off() { # NODE: everything of it dies at once
-    local pids
+    local pids empty=0
     if [[ $MODE == netns ]]; then
         end "$1" KILL
         ! alive head || nsenter -t "$ID_PID" -n ip link del "v$1" 2>/dev/null || true
         return 0
     fi
     end "slurmd.$1" KILL
-    for _ in {1..50}; do # what is just being started is not in the first list
+    # What is just being started shows no environment, but its parent: that is stopped first, so that it starts nobody
+    # more and still has its children when these are listed. Orphans in that state are seen by the second look.
+    for _ in {1..50}; do
         pids=$(node_processes "$1")
-        [[ -n $pids ]] || return 0
-        # shellcheck disable=SC2046,SC2086  # a list of pids
-        kill -s KILL $(descendants $pids) 2>/dev/null || true
-        sleep 0.02
+        if [[ -z $pids ]]; then
+            ((++empty < 2)) || return 0
+        else
+            empty=0
+            # shellcheck disable=SC2086  # a list of pids
+            pids=$(descendants $pids)
+            # shellcheck disable=SC2086
+            kill -s STOP $pids 2>/dev/null || true
+            # shellcheck disable=SC2046,SC2086
+            kill -s KILL $(descendants $pids) 2>/dev/null || true
+        fi
+        sleep 0.05
     done
 }
 node_processes() { # NODE, without namespaces: its step managers and tasks, known by their environment
