@@ -283,7 +283,7 @@ def _newer_than(incarnation: int, directory: Path) -> int | None:
 def _existing(final: Path) -> Manifest:
     """Read what bears a name that the file server says is taken; this node may see that late."""
     try:
-        return files.retry_read(lambda: read_manifest(final), deadline_s=IN_THE_WAY_S)
+        return files.retry_read(lambda: read_manifest(final), deadline_s=IN_THE_WAY_S, parent=final.parent)
     except (ArtifactError, Unreadable, OSError) as error:
         raise ArtifactExists(f"{final}: something that is no whole artifact is in the way ({error})") from error
 

@@ -179,13 +179,13 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
 
 
 def _summary(experiment: Experiment, run_dir: Path) -> list[str]:
-    """Return what is said at the end of an attempt."""
+    """Return what is said at the end of a job, of its last attempt."""
     if experiment.trainer.bench or experiment.orchestrator.bench:
         return bench_tables(run_dir)
     lines = write_report(run_dir, experiment.name, experiment.kind)
     try:
         line = split_line(experiment, run_dir, read_attempts(RunPaths(run_dir).attempts)[-1]["began"])
-    except (StoreError, OSError, LookupError, TypeError) as error:
+    except (StoreError, OSError, LookupError, TypeError, ValueError) as error:  # the job must come back all the same
         logger.warning(f"how the devices were used cannot be told: {error}")
         return lines
     return lines if line is None else [*lines, line]

@@ -337,7 +337,7 @@ def _await_dir(path: Path) -> None:
                 path, "a directory", "a file" if path.exists() else "a name that cannot be looked up yet"
             )
 
-    retry_read(look, deadline_s=0.0 if path.exists() else VISIBLE_S)
+    retry_read(look, deadline_s=0.0 if path.exists() else VISIBLE_S, parent=path.parent)
 
 
 def rename(source: Path, target: Path) -> None:

@@ -86,7 +86,7 @@ def idle_shares(
 
 
 def split_line(experiment: Experiment, run_dir: Path, began: float) -> str | None:
-    """Return the word at the end of an attempt on how its devices were shared; None where that says nothing.
+    """Return the word at the end of a job on how its last attempt's devices were shared; None where that says nothing.
 
     Args:
         experiment: the run.
