@@ -53,7 +53,7 @@ def experiment(folder: Path) -> dict[str, Any]:
             "batch_size": 16,
             "rollouts_per_example": 4,
             "max_concurrent": 16,
-            "sampling": {"max_tokens": 48, "min_tokens": 48},
+            "sampling": {"max_tokens": 48, "extra": {"ignore_eos": True}},
             "advantage": {"zero": "keep"},
             "env": [{"id": "reverse-text", "timeout_s": 600}],
         },
