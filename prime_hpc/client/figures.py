@@ -1,5 +1,6 @@
 """A server's figures of the moment, for whoever asks why nothing goes on: requests, and whether it samples."""
 
+import re
 import time
 
 from prime_hpc.client.http import ask
@@ -12,8 +13,10 @@ _NAMES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
     "vllm:generation_tokens_total": "sampled",
+    "vllm:num_preemptions_total": "preempted",
     "vllm:kv_cache_usage_perc": KV_USE,
 }
+_LINE = re.compile(rf"^({'|'.join(_NAMES)})(?:\{{.*\}})? (\S+)$", re.MULTILINE)
 
 
 def server_figures(url: str, key: str) -> dict[str, float | str]:
@@ -40,14 +43,13 @@ def server_figures(url: str, key: str) -> dict[str, float | str]:
 def parse_figures(text: str) -> dict[str, float]:
     """Add up the figures of interest over a server's engines; `text` is in Prometheus' form.
 
-    Lines that are none of its are left out.
+    Returns:
+        `running`, `waiting`: requests now; `sampled`, `preempted`: tokens, and requests thrown out for want of room,
+        since the server's start; `kv_use`. Those that the text does not hold are left out.
     """
     found: dict[str, float] = {}
-    for line in text.splitlines():
-        name, _, value = line.rpartition(" ")
-        short = _NAMES.get(name.partition("{")[0])
-        if short is None:
-            continue
+    for name, value in _LINE.findall(text):
+        short = _NAMES[name]
         try:
             number = float(value)
         except ValueError:

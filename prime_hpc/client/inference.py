@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from prime_hpc.client.figures import parse_figures
 from prime_hpc.client.http import Answer, HttpClient, NoAnswerError
 from prime_hpc.client.versions import versions_from_spans
 from prime_hpc.runtime.event_loops import loop_time
@@ -156,6 +157,14 @@ class InferenceClient:
         """Model name -> version of every adapter that is served."""
         return (await self._call("GET", "/policy_version"))["adapters"]
 
+    async def load(self) -> dict[str, float]:
+        """Return the server's figures of the moment: see `figures.parse_figures`; without those it does not tell.
+
+        Raises:
+            InferenceError: refused, failed, or no answer in 5 s.
+        """
+        return parse_figures((await self._ask("GET", "/metrics", timeout=5.0)).body.decode(errors="replace"))
+
     async def update_weights(self, path: Path | str, version: int, name: str = POLICY) -> dict[str, Any]:
         """Load version `version` from `path`, keeping requests in flight; the same again is a no-op.
 
@@ -241,6 +250,11 @@ class InferenceClient:
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> dict[str, Any]:
+        return (await self._ask(method, path, body, timeout)).json()
+
+    async def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
+    ) -> Answer:
         what = f"{method} {self.base_url}{path}"
         data = None if body is None else json.dumps(body).encode()
         try:
@@ -249,7 +263,7 @@ class InferenceClient:
             raise InferenceError(f"{what}: {error}") from error
         if answer.status >= 400:
             raise InferenceError(f"{what}: {answer.status} {_reason(answer)}", answer.status)
-        return answer.json()
+        return answer
 
 
 def _named(name: str) -> str:

@@ -40,7 +40,17 @@ from prime_hpc.orchestrator.bench import batch_shape
 from prime_hpc.orchestrator.curriculum import Curriculum
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.evaluation import Evaluator, rewards_text
-from prime_hpc.orchestrator.metrics import SampleLog, StepStats, batch_metrics, distributions, group_metrics, train_rows
+from prime_hpc.orchestrator.metrics import (
+    SampleLog,
+    StepStats,
+    batch_metrics,
+    distributions,
+    group_metrics,
+    longest_wait,
+    train_rows,
+    troubles,
+)
+from prime_hpc.orchestrator.rollouts.concurrency import AdaptiveConcurrency
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, Job, Lane
 from prime_hpc.orchestrator.rollouts.episodes import to_episode
 from prime_hpc.orchestrator.rollouts.failures import FailureWindow
@@ -146,6 +156,10 @@ class Orchestrator:
             on_change=self._served_changed,
             name=parts.served_as,
         )
+        adaptive = config.adaptive_concurrency
+        self.concurrency = adaptive and AdaptiveConcurrency(
+            adaptive, self.dispatcher, self.table, parts.clients, self.weights.is_loading
+        )
         self.evaluator = self._make_evaluator()
 
     # ------------------------------------------------------------------------------------------------ the run
@@ -159,18 +173,20 @@ class Orchestrator:
             await self.parts.teacher.check_room(self.exp.seq_len, [s.num_tasks for s in self.stream.sources])
         activity.explain("orchestrator", partial(explain, self.dispatcher, self.weights, self.env_names))
         self.parts.status.ready(version=self.start_step, step=self.start_step, servers=list(self.parts.urls))
-        follow = asyncio.create_task(self.weights.run(), name="weights")
         work = asyncio.create_task(self._work(), name="work")
+        beside = [asyncio.create_task(self.weights.run(), name="weights")]
+        if self.concurrency is not None:
+            beside.append(asyncio.create_task(self.concurrency.run(), name="concurrency"))
         try:
-            await asyncio.wait([follow, work], return_when=asyncio.FIRST_COMPLETED)
-            if follow.done():
-                follow.result()
+            await asyncio.wait([*beside, work], return_when=asyncio.FIRST_COMPLETED)
+            for ended in filter(asyncio.Task.done, beside):
+                ended.result()
             await work
         finally:
-            for task in (follow, work):
+            for task in (*beside, work):
                 task.cancel()
             await self.dispatcher.close()
-            await asyncio.gather(follow, work, return_exceptions=True)
+            await asyncio.gather(*beside, work, return_exceptions=True)
 
     async def _work(self) -> None:
         self.stats = StepStats(loop_time())
@@ -360,6 +376,7 @@ class Orchestrator:
         row = self.stats.drain(loop_time(), self.weights.drain_updates()) | batch_metrics(scored, self.env_names, step)
         row |= group_metrics(self.book.drain_counts()) | self.curriculum.drain_metrics()
         row |= self.dispatcher.load.drain(loop_time())
+        row |= self.concurrency.drain() if self.concurrency is not None else {}
         row |= {
             "batch/tokens": manifest.meta["num_tokens"],
             "batch/loss_tokens": manifest.meta["num_loss_tokens"],
@@ -386,12 +403,12 @@ class Orchestrator:
         if self.exp.wandb is not None and step % (self.exp.wandb.samples_interval or step + 1) == 0:
             self.parts.metrics.log_samples(step, samples, distributions(scored))
         info = {"reward": row["reward/mean"], "tokens_per_second": row["tokens/sampled_per_second"]}
-        self.parts.status.beat(step, **info, lag_mean=row["lag/mean"], waited=_longest_wait(row))
+        self.parts.status.beat(step, **info, lag_mean=row["lag/mean"], waited=longest_wait(row))
         logger.info(
             f"batch {step}: reward {row['reward/mean']:.3f} +- {row['reward/std']:.3f}, "
             f"{row['groups/trained']:.0f}/{row['groups/in_batch']:.0f} groups train, lag {row['lag/mean']:.2f} "
             f"(max {row['lag/max']:.0f}), {row['tokens/sampled_per_second']:.0f} tokens/s, "
-            f"{row['episodes/per_second']:.1f} episodes/s, {row['time/step']:.2f} s{_troubles(row)}"
+            f"{row['episodes/per_second']:.1f} episodes/s, {row['time/step']:.2f} s{troubles(row)}"
         )
 
     # ------------------------------------------------------------------------------------------------ waiting
@@ -471,19 +488,6 @@ class Orchestrator:
         assert self.evaluator is not None
         self.evaluator.served(self.table.served_version)
         self.changed.set()
-
-
-def _longest_wait(row: dict[str, Any]) -> str:
-    """Name what the loop waited for most in this step."""
-    return max(("rollouts", "weights", "servers"), key=lambda reason: row[f"time/wait_{reason}"])
-
-
-def _troubles(row: dict[str, Any]) -> str:
-    """Return the counts that should be zero, where they are not."""
-    names = {"episodes/failed": "failed", "episodes/timeout": "timed out", "groups/dropped": "groups dropped"}
-    names |= {"groups/rejected": "groups rejected", "groups/stale": "groups stale", "episodes/truncated": "truncated"}
-    parts = [f"{row[key]:.0f} {label}" for key, label in names.items() if row[key]]
-    return "; " + ", ".join(parts) if parts else ""
 
 
 def _from_thread(loop: asyncio.AbstractEventLoop, call: Callable[[dict[str, Any]], None], news: dict[str, Any]) -> None:

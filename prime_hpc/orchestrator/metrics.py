@@ -221,3 +221,16 @@ def distributions(scored: Sequence[ScoredGroup]) -> dict[str, list[float]]:
         "advantage": [float(advantage) for group in scored for advantage in group.advantages],
         "completion_tokens": [float(episode.result.num_completion_tokens) for episode in episodes],
     }
+
+
+def longest_wait(row: dict[str, Any]) -> str:
+    """Name what the loop waited for most in this step."""
+    return max(("rollouts", "weights", "servers"), key=lambda reason: row[f"time/wait_{reason}"])
+
+
+def troubles(row: dict[str, Any]) -> str:
+    """Return the counts that should be zero, where they are not."""
+    names = {"episodes/failed": "failed", "episodes/timeout": "timed out", "groups/dropped": "groups dropped"}
+    names |= {"groups/rejected": "groups rejected", "groups/stale": "groups stale", "episodes/truncated": "truncated"}
+    parts = [f"{row[key]:.0f} {label}" for key, label in names.items() if row[key]]
+    return "; " + ", ".join(parts) if parts else ""

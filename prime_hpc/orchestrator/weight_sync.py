@@ -49,6 +49,10 @@ class Client(Protocol):
     async def policy_version(self, name: str) -> int:
         """Return the version that it serves."""
 
+    async def load(self) -> dict[str, float]:
+        """Return its figures of the moment."""
+        ...
+
     async def update_weights(self, path: Path, version: int, name: str) -> dict[str, Any]:
         """Load a version."""
 
@@ -116,6 +120,10 @@ class WeightSync:
             for i, s in enumerate(self._table.servers)
         ]
         return {"wanted": self.current, "servers": servers}
+
+    def is_loading(self, index: int) -> bool:
+        """Return whether a server loads weights now, or sleeps."""
+        return self._asleep or self._locks[index].locked()
 
     async def prepare(self, version: int) -> None:
         """Start-up: every server answers and serves `version` (0: the base model), whatever it served before.

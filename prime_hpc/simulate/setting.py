@@ -65,7 +65,7 @@ def setting_of(experiment: Experiment) -> Setting:
         async_level=experiment.async_level,
         num_prompts=experiment.num_prompts,
         group_size=config.rollouts_per_example,
-        max_concurrent=config.max_concurrent,
+        max_concurrent=config.most_in_flight,
         max_tokens=config.sampling.max_tokens,
         max_turns=None if None in turns or not turns else max(turn for turn in turns if turn is not None),
         max_num_seqs=engines.max_num_seqs if engines is not None else None,
@@ -110,6 +110,8 @@ def reshaped(experiment: Experiment, shape: Mapping[str, int]) -> Experiment:
     changes: dict[str, Any] = {"async_level": shape.get("async", experiment.async_level)}
     names = {"batch": "batch_size", "group": "rollouts_per_example", "concurrent": "max_concurrent"}
     config = config.model_copy(update={names[key]: value for key, value in shape.items() if key in names})
+    if "concurrent" in shape:
+        config = config.model_copy(update={"adaptive_concurrency": None})
     if config.batch_size % config.rollouts_per_example:
         raise ConfigError(f"{words}: batch {config.batch_size} is no multiple of group {config.rollouts_per_example}")
     changes["orchestrator"] = config

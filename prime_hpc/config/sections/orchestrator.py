@@ -347,6 +347,22 @@ class TracesConfig(Section):
     """Token ids and masks too."""
 
 
+class AdaptiveConcurrencyConfig(Section):
+    """Episodes in flight by each server's queue, KV cache and preemptions, looked at every second: more while the queue
+    is empty and the cache has room, fewer after a preemption. A server that does not tell them keeps its share."""
+
+    least: int = Field(1, ge=1)
+    """Episodes in flight at least, over all servers."""
+    most: int = Field(8192, ge=1)
+    """Episodes in flight at most, over all servers."""
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "AdaptiveConcurrencyConfig":
+        if self.least > self.most:
+            raise ValueError(f"least ({self.least}) is above most ({self.most})")
+        return self
+
+
 class OrchestratorConfig(Section):
     """Collects rollouts, scores them, packs batches, keeps the engines on the newest policy."""
 
@@ -355,7 +371,9 @@ class OrchestratorConfig(Section):
     rollouts_per_example: int = Field(8, ge=1)
     """Rollouts of one prompt (the group)."""
     max_concurrent: int = Field(256, ge=1)
-    """Episodes in flight at most."""
+    """Episodes in flight at most; with `adaptive_concurrency`, at first."""
+    adaptive_concurrency: AdaptiveConcurrencyConfig | None = None
+    """As many episodes in flight as the engines' own figures ask for, in place of a constant; off when absent."""
     sampling: SamplingConfig = SamplingConfig()
     """Training rollouts' sampling."""
     env: list[TrainEnvConfig] = []
@@ -386,6 +404,11 @@ class OrchestratorConfig(Section):
     """Compress batches (zstd) in the background once they were trained on; `replay` and `export` read both kinds."""
     bench: bool = False
     """Run a few steps without a trainer, print a table, end."""
+
+    @property
+    def most_in_flight(self) -> int:
+        """Episodes in flight at most, at any time."""
+        return self.adaptive_concurrency.most if self.adaptive_concurrency is not None else self.max_concurrent
 
     @property
     def eval_sampling(self) -> SamplingConfig:

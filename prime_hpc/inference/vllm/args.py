@@ -70,7 +70,8 @@ CPU_DEFAULTS: dict[str, Any] = {
     # only full blocks can be shared; its CPU kernels want multiples of 32.
     "block_size": 32,
     "enable_prefix_caching": True,
-    # They are computed at every step for a /metrics that nobody scrapes on a CPU machine, unless `prometheus` does.
+    # They are computed at every step for a /metrics that nobody scrapes on a CPU machine, unless `prometheus` or
+    # `adaptive_concurrency` does.
     "disable_log_stats": True,
 }
 """Defaults on CPU only; `inference.vllm` overrides them."""
@@ -113,7 +114,8 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
     options |= _parallel_options(config) | _adapter_options(experiment)
     if device == "cpu":
         options |= {"kv_cache_memory_bytes": round(config.cpu_kv_cache_gib * GIB), **CPU_DEFAULTS}
-        if experiment.prometheus is not None and experiment.prometheus.servers:
+        scraped = experiment.prometheus is not None and experiment.prometheus.servers
+        if scraped or experiment.orchestrator.adaptive_concurrency is not None:
             options["disable_log_stats"] = False
         if config.gpus_per_engine == 1:
             options["distributed_executor_backend"] = "uni"  # see build_env

@@ -74,7 +74,8 @@ class Dispatcher:
     ) -> None:
         """`refill` adds jobs and returns whether it did; `on_server_error(url_index)` says that a server failed."""
         self._servers = servers
-        self._max_concurrent = max_concurrent
+        self.max_concurrent = max_concurrent
+        """May be changed; `pump` goes by it."""
         self._refill = refill
         self._on_server_error = on_server_error
         self._first: deque[Job] = deque()
@@ -110,7 +111,7 @@ class Dispatcher:
             return
         self._pumping = True
         try:
-            while self.num_running < self._max_concurrent and self._servers.ready_indices:
+            while self.num_running < self.max_concurrent and self._servers.ready_indices:
                 job = self._next_job()
                 if job is None:
                     break
@@ -156,7 +157,7 @@ class Dispatcher:
         while True:
             if self._first:
                 job = self._first.popleft()
-            elif self._background and self._num_background < max(1, self._max_concurrent // BACKGROUND_SHARE):
+            elif self._background and self._num_background < max(1, self.max_concurrent // BACKGROUND_SHARE):
                 job = self._background.popleft()
             elif self._queue or self._refill():
                 job = self._queue.popleft()

@@ -39,6 +39,8 @@ class LoadMeter:
         self._sample: list[list[float]] = []
         self._num_seen = 0
         self._rng = random.Random(0)
+        self.episode_s = 0.0
+        """Seconds of a completed training episode: a mean of the last twenty or so; 0 before the first."""
 
     def begin(self, server: int, now: float) -> tuple[float, float]:
         """Count an episode that starts; returns what `end` wants to know."""
@@ -56,6 +58,7 @@ class LoadMeter:
     def keep(self, seconds: float, num_tokens: int, in_flight: float) -> None:
         """Take a completed training episode into the sample."""
         self._num_seen += 1
+        self.episode_s += (seconds - self.episode_s) * (0.05 if self.episode_s else 1.0)
         row = [round(seconds, 4), num_tokens, round(in_flight, 2)]
         if len(self._sample) < MOST_EPISODES:
             self._sample.append(row)

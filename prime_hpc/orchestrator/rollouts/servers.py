@@ -16,6 +16,8 @@ class Server:
     ready: bool = False
     version: int = 0
     in_flight: int = 0
+    limit: float = 0.0
+    """Episodes that it should have at most, where `concurrency` finds that out; 0 of all where it does not."""
     not_ready_since: float = 0.0
     num_outages: int = 0
 
@@ -43,13 +45,13 @@ class ServerTable:
         return self._served
 
     def pick(self) -> int | None:
-        """Return the ready server with the fewest episodes in flight, in turn where several have as few; None
-        without any."""
+        """Return the ready server with the most room: the fewest episodes in flight, or the farthest below its limit;
+        in turn where several have as much. None without any."""
         ready = self.ready_indices
         if not ready:
             return None
         count = len(self.servers)
-        best = min(ready, key=lambda i: (self.servers[i].in_flight, (i - self._turn) % count))
+        best = min(ready, key=lambda i: (self.servers[i].in_flight - self.servers[i].limit, (i - self._turn) % count))
         self._turn = (best + 1) % count
         return best
 
