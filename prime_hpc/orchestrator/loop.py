@@ -38,6 +38,7 @@ from prime_hpc.orchestrator.batching.batch_builder import (
 )
 from prime_hpc.orchestrator.bench import batch_shape
 from prime_hpc.orchestrator.curriculum import Curriculum
+from prime_hpc.orchestrator.deadlines import Deadlines
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.evaluation import Evaluator, rewards_text
 from prime_hpc.orchestrator.metrics import (
@@ -50,9 +51,10 @@ from prime_hpc.orchestrator.metrics import (
     train_rows,
     troubles,
 )
+from prime_hpc.orchestrator.rollouts.carried import GroupCarrier
 from prime_hpc.orchestrator.rollouts.concurrency import AdaptiveConcurrency
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, Job, Lane
-from prime_hpc.orchestrator.rollouts.episodes import to_episode
+from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
 from prime_hpc.orchestrator.rollouts.failures import FailureWindow
 from prime_hpc.orchestrator.rollouts.groups import UNLIMITED_ASYNC, Group, GroupBook
 from prime_hpc.orchestrator.rollouts.prompts import PromptStream, SourceInfo
@@ -70,8 +72,6 @@ from prime_hpc.store.run_paths import RunPaths
 
 TICK_S = 1.0
 """Longest sleep between two looks at the deadlines."""
-STALL_SLACK_S = 120.0
-"""No episode ended for twice the longest episode deadline plus this: something is stuck."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,6 @@ class Orchestrator:
         self.failures = FailureWindow(config.max_failed_share)
         self.stats = StepStats(now)
         self.changed = asyncio.Event()
-        self.waiting_since: float | None = None
         self.dispatcher = Dispatcher(
             self.table, config.max_concurrent, refill=self._open_group, on_server_error=self._server_failed
         )
@@ -156,10 +155,13 @@ class Orchestrator:
             on_change=self._served_changed,
             name=parts.served_as,
         )
+        carried_from = 0 if config.bench else parts.incarnation
+        self.carrier = GroupCarrier(parts.paths, exp, carried_from, start_step, state)
         adaptive = config.adaptive_concurrency
         self.concurrency = adaptive and AdaptiveConcurrency(
             adaptive, self.dispatcher, self.table, parts.clients, self.weights.is_loading
         )
+        self.deadlines = Deadlines(exp, parts.ready_timeout_s, self.table, self.dispatcher)
         self.evaluator = self._make_evaluator()
 
     # ------------------------------------------------------------------------------------------------ the run
@@ -182,6 +184,9 @@ class Orchestrator:
             for ended in filter(asyncio.Task.done, beside):
                 ended.result()
             await work
+        except asyncio.CancelledError:
+            self.carrier.save(self.book.complete)
+            raise
         finally:
             for task in (*beside, work):
                 task.cancel()
@@ -206,6 +211,7 @@ class Orchestrator:
             self._trace(step, group, "in_batch")
         self._send_back_stale()
         state = self._state(step, groups)
+        self.carrier.batch(step, groups, state, self.table.served_version)
         self.dispatcher.pump()
         return groups, state
 
@@ -241,36 +247,34 @@ class Orchestrator:
     def _open_group(self) -> bool:
         """Start the next group if the gate allows it: the dispatcher has room."""
         served = self.table.served_version
-        if not self.book.may_open(served):
-            return False
-        try:
-            prompt = self.stream.next()
-        except OrchestratorError as error:
-            self.broken = error
-            self.changed.set()
-            return False
-        group = self.book.open(prompt, served)
-        group.lane = lane = Lane()
-        for index in range(len(group.slots)):
-            ended = partial(self._episode_ended, group, index)
-            self.dispatcher.add(Job(self.parts.train_pool, prompt.source, prompt.task, lane, ended))
-        return True
+        while self.book.may_open(served):
+            try:
+                prompt = self.stream.next()
+            except OrchestratorError as error:
+                self.broken = error
+                self.changed.set()
+                return False
+            group = self.book.open(prompt, served)
+            group.lane = lane = Lane()
+            if carried := self.carrier.take(group):
+                for index, result in enumerate(carried):
+                    self._episode_ended(group, index, result, again=True)
+                continue
+            for index in range(len(group.slots)):
+                ended = partial(self._episode_ended, group, index)
+                self.dispatcher.add(Job(self.parts.train_pool, prompt.source, prompt.task, lane, ended))
+            return True
+        return False
 
-    def _episode_ended(self, group: Group, index: int, result: EpisodeResult) -> None:
+    def _episode_ended(self, group: Group, index: int, result: EpisodeResult, *, again: bool = False) -> None:
+        """Take an episode's end; `again`: the attempt before has counted it."""
         advantage = self.exp.orchestrator.advantage
         timeout_reward = advantage.timeout_reward if advantage.timeout == "penalize" else None
         episode = to_episode(result, self.exp.seq_len, is_policy=not advantage.imitates, timeout_reward=timeout_reward)
         if self.parts.teacher is not None and episode.usable and not group.abandoned:
             episode = self.parts.teacher.begin(group, index, episode)
-        self.stats.add_episode(episode)
-        if result.state is not EpisodeState.CANCELLED:
-            self.failures.add(episode.reason)
-        if episode.reason.startswith("reward "):
-            prompt = group.prompt
-            where = f"prompt {prompt.position} ({self.env_names[prompt.source]}, task {prompt.task}), rollout {index}"
-            logger.warning(f"{where}: {episode.reason}; it counts as failed")
-        if self.parts.traces is not None:
-            self.parts.traces.rollout(self.book.next_batch, group, index, episode)
+        if not again:
+            self._count(group, index, episode)
         num_rejected = self.book.counts.rejected
         self.book.add(group, index, episode)
         for consumed in self.book.take_consumed():
@@ -280,6 +284,18 @@ class Orchestrator:
                 self.parts.teacher.discard(consumed)
         self._send_back_stale()
         self.changed.set()
+
+    def _count(self, group: Group, index: int, episode: Episode) -> None:
+        """Note an episode that has ended in this attempt, for the metrics, the limit of failures and the traces."""
+        self.stats.add_episode(episode)
+        if episode.result.state is not EpisodeState.CANCELLED:
+            self.failures.add(episode.reason)
+        if episode.reason.startswith("reward "):
+            prompt = group.prompt
+            where = f"prompt {prompt.position} ({self.env_names[prompt.source]}, task {prompt.task}), rollout {index}"
+            logger.warning(f"{where}: {episode.reason}; it counts as failed")
+        if self.parts.traces is not None:
+            self.parts.traces.rollout(self.book.next_batch, group, index, episode)
 
     def _trace(self, step: int, group: Group, fate: str) -> None:
         if self.parts.traces is not None:
@@ -430,40 +446,12 @@ class Orchestrator:
         self.stats.add_wait(reason, start, now)
         self.dispatcher.pump()
         self.failures.check()
-        self._check_deadlines(what, version, reason, now)
+        self.deadlines.check(what, version, reason, now)
 
     def _wait_reason(self, version: int) -> str:
         if not self.table.ready_indices:
             return "servers"
         return "weights" if self.table.served_version < version else "rollouts"
-
-    def _check_deadlines(self, what: str, version: int, reason: str, now: float) -> None:
-        config = self.exp.orchestrator
-        down = self.table.all_down_since(now)
-        if down > self.parts.ready_timeout_s:
-            raise OrchestratorError(
-                f"no inference server answered for {down:.0f} s ({', '.join(self.parts.urls)}); see their logs"
-            )
-        if reason != "weights":
-            self.waiting_since = None
-        elif self.waiting_since is None:
-            self.waiting_since = now
-        elif now - self.waiting_since > config.weights_timeout_s:
-            raise OrchestratorError(
-                f"waited {now - self.waiting_since:.0f} s for weights version {version} ({what}); version "
-                f"{self.table.served_version} is served; see the trainer's log (orchestrator.weights_timeout_s)"
-            )
-        limit = 2 * self._longest_episode() + STALL_SLACK_S
-        if self.dispatcher.num_running and now - self.dispatcher.last_end > limit:
-            raise OrchestratorError(
-                f"{self.dispatcher.num_running} episodes run and none ended for {limit:.0f} s, though each has a "
-                "deadline: an environment ignores cancellation"
-            )
-
-    def _longest_episode(self) -> float:
-        config = self.exp.orchestrator
-        envs = [*config.env, *(config.eval.env if config.eval else [])]
-        return max(env.timeout_s for env in envs)
 
     def _make_evaluator(self) -> Evaluator | None:
         config = self.exp.orchestrator

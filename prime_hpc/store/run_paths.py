@@ -62,6 +62,11 @@ class RunPaths:
         return self.root / "rollouts"
 
     @property
+    def carried_groups(self) -> Path:
+        """Groups of rollouts that a stopped attempt had complete, for the next one."""
+        return self.rollouts / "carried.npz"
+
+    @property
     def archived_rollouts(self) -> Path:
         """Batches that were trained on, compressed (`store/batch_archive.py`)."""
         return self.root / "rollouts_packed"

@@ -172,6 +172,8 @@ def test_killed_server_is_restarted_and_a_killed_rank_ends_the_run(work: Path) -
         0,
         "--inference.cpu-kv-cache-gib",
         0.25,
+        "--orchestrator.adaptive-concurrency.most",
+        64,
     ]
     with background("prime-hpc", "submit", work / "exp.yaml", *flags, log=log) as process:
         wait_until(lambda: len(steps(run_dir)) >= 2 or process.poll() is not None, 240, "two steps")
@@ -194,6 +196,9 @@ def test_killed_server_is_restarted_and_a_killed_rank_ends_the_run(work: Path) -
         assert process.wait(timeout=120) == 1
     text = log.read_text()
     assert "trainer rank 1 was killed by signal 9" in text
+    sampled = [row for row in rows(run_dir, "orchestrator") if "queue/limit" in row]
+    assert any(row["engines/kv_use"] > 0 for row in sampled), "vLLM tells its figures"
+    assert all(1 <= row["queue/limit"] <= 64 for row in sampled)
     wait_until(lambda: not any(members(run_dir, r) for r in ("inference", "trainer", "orchestrator")), 10, "all gone")
 
 

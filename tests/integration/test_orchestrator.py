@@ -128,6 +128,47 @@ def test_two_lives_use_every_prompt_exactly_once(tmp_path: Path, tokenizer_dir: 
         assert server.updates[-1][0] == 6 and first_update >= 0
 
 
+def test_groups_that_were_complete_at_the_stop_are_not_sampled_again(
+    tmp_path: Path, tokenizer_dir: Path, server: AdminServer
+) -> None:
+    exp = make_experiment(tokenizer_dir, tmp_path / "run")
+
+    def rollouts(world: World) -> dict[int, bytes]:
+        """Tokens, log-probabilities and versions of each sample of batches 3 and 4."""
+        found = {}
+        for rank in (rank for step in (3, 4) for rank in world.ranks(step)):
+            for i, sample in enumerate(rank.sample_ids.tolist()):
+                part = slice(int(rank.seq_offsets[i]), int(rank.seq_offsets[i + 1]))
+                parts = (rank.token_ids[part], rank.logprobs[part], rank.versions[part])
+                found[sample] = b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
+        return found
+
+    with World(tmp_path / "run", exp, [server]) as world:
+        world.start(last=2)
+        world.wait_for_batch(4)
+        world.hub.publish("stop", reason="its time is over", save=False)
+        assert world.wait(60) == 0, log_of(world)
+        assert "8 complete groups are kept for the next attempt" in log_of(world)
+        first = rollouts(world)
+        world.kill()
+        world.rewind(2)
+        world.start(resume=2, attempt=2, last=2, incarnation=2)
+        assert world.trainer is not None
+        world.trainer.publish(2)
+        world.wait_for_batch(4)
+        assert "8 groups of the attempt before need not be sampled again" in log_of(world)
+        assert rollouts(world) == first, "two batches of them, and no other"
+        assert not world.paths.carried_groups.exists(), "nobody else will take them"
+        world.kill()
+        world.rewind(2)
+        world.start(resume=2, attempt=3, incarnation=3)
+        assert world.trainer is not None
+        world.trainer.publish(2)
+        assert world.wait() == 0, log_of(world)
+        world.check_batches(range(1, 7))
+        assert rollouts(world) != first, "a killed one keeps nothing"
+
+
 def test_a_server_of_an_earlier_run_goes_back_to_the_base_model(
     tmp_path: Path, tokenizer_dir: Path, server: AdminServer
 ) -> None:

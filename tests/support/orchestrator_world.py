@@ -162,18 +162,20 @@ class World:
         last: int | None = None,
         step_s: float = 0.05,
         in_shell: bool = False,
+        incarnation: int = 1,
     ) -> None:
         """Start trainer and orchestrator; `last` ends the trainer early, `in_shell` starts it by its command line."""
         env = role_environment(
             bus_address=self.hub.address,
             attempt=attempt,
-            incarnation=1,
+            incarnation=incarnation,
             resume_step=resume,
             inference_urls=[server.url for server in self.servers],
         )
         self.trainer = ScriptedTrainer(
             self.paths, self.hub.address, first=(resume or 0) + 1, last=last or self.exp.max_steps, step_s=step_s
         )
+        self.trainer.incarnation = incarnation
         self.trainer.start()
         self.process = start_orchestrator(self.paths.root, env, self.log, in_shell)
 

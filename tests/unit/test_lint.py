@@ -152,6 +152,7 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH203", "warning", {"orchestrator": {"max_concurrent": 4}}, {}, "fewer than the 8 of one prompt"),
     ("PH203", "warning", {"orchestrator": {"max_concurrent": 4}}, {}, "without a request"),
     ("PH203", "warning", {"orchestrator": {"max_concurrent": 1000}}, {}, "more than the 384"),
+    ("PH203", "warning", {"orchestrator": {"adaptive_concurrency": {"most": 4}}}, {}, "fewer than the 8 of one prompt"),
     ("PH204", "error", {"orchestrator": {"env": [], "eval": {}}}, {}, "neither it nor the training"),
     ("PH205", "warning", {"ckpt": None}, {}, "begins again at step 1"),
     ("PH206", "warning", {"ckpt": {"interval": 100}}, {}, "only the last step"),

@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TOP = HERE.parents[1]
-BATCH = 512
+BATCH = 2048
 RUN_S = 900.0
 SEQ_LEN = 512
 CASES: dict[str, dict[str, Any]] = {
@@ -32,12 +32,12 @@ CASES: dict[str, dict[str, Any]] = {
             {"id": "reverse-text", "name": f"tokens-{tokens}", "ratio": ratio, "sampling": {"max_tokens": tokens}}
             for tokens, ratio in ((32, 6), (96, 3), (384, 1))
         ],
-        "constants": (8, 16, 32, 64, 128),
+        "constants": (32, 64, 128, 256),
     },
     "tools": {
         "server": {"max_num_seqs": 32},
         "env": [{"id": "_tool_env", "sampling": {"max_tokens": 32}}],
-        "constants": (32, 64, 128, 256, 512),
+        "constants": (128, 256, 512, 1024),
     },
 }
 STARTS = (8, 512)
@@ -112,7 +112,9 @@ def measure(name: str, folder: Path, model: Path) -> dict[str, Any]:
     server = ServerProcess(folder / "server", model, stated)
     try:
         server.wait_ready()
-        play(experiment(case, model, folder, server.url, 31, False), server.url, key)  # warms the server up
+        warm = experiment(case, model, folder, server.url, 130, False)
+        warm["orchestrator"]["batch_size"] = 128
+        play(warm, server.url, key)
         constants = {
             flight: play(experiment(case, model, folder, server.url, flight, False), server.url, key)
             for flight in case["constants"]

@@ -74,8 +74,9 @@ def concurrency(subject: Subject) -> Iterator[Finding]:
     experiment = subject.experiment
     if not subject.is_rl:
         return
-    orchestrator, key = experiment.orchestrator, "orchestrator.max_concurrent"
-    flight, group = orchestrator.max_concurrent, orchestrator.rollouts_per_example
+    orchestrator, group = experiment.orchestrator, experiment.orchestrator.rollouts_per_example
+    adaptive, flight = orchestrator.adaptive_concurrency is not None, orchestrator.most_in_flight
+    key = "orchestrator.adaptive_concurrency.most" if adaptive else "orchestrator.max_concurrent"
     if flight < group:
         yield Finding(
             "PH203",
@@ -86,7 +87,7 @@ def concurrency(subject: Subject) -> Iterator[Finding]:
             f"at least {group}",
         )
     usable = orchestrator.batch_size * (experiment.async_level + 1)
-    if flight > usable:
+    if flight > usable and not adaptive:
         yield Finding(
             "PH203",
             "warning",

@@ -12,6 +12,7 @@ from prime_hpc.config import ConfigError, Experiment, Loaded
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import EngineRole, engine_roles, first_port, sampling_role, served_by, servers_of
 from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.config.sections.orchestrator import OrchestratorConfig
 from prime_hpc.config.site import load_site
 from prime_hpc.inference.backend import engines_title
 from prime_hpc.launch.estimate.memory import read_model
@@ -105,7 +106,7 @@ def orchestrator_line(experiment: Experiment) -> str:
     own = "one for each run that trains; where it states nothing else: " if is_parent(experiment) else ""
     return (
         f"{own}{experiment.num_prompts} prompts x {orchestrator.rollouts_per_example} rollouts a step, "
-        f"at most {orchestrator.max_concurrent} in flight, environments: {envs}"
+        f"{_in_flight(orchestrator)}, environments: {envs}"
     )
 
 
@@ -233,3 +234,10 @@ def _checkpoints(experiment: Experiment) -> str:
     every = "as often as costs least" if interval == "auto" else f"every {interval} steps"
     lines = interval_lines(interval, facts, {"step_s": speed.step_s, "step_from": speed.step_from})
     return "\n".join([f"checkpoints  {every} in {where}{resume}", *(f"             {line}" for line in lines)])
+
+
+def _in_flight(config: OrchestratorConfig) -> str:
+    if config.adaptive_concurrency is None:
+        return f"at most {config.max_concurrent} in flight"
+    most = min(config.max_concurrent, config.adaptive_concurrency.most)
+    return f"{most} in flight at first, then as many as the engines ask for"

@@ -6,8 +6,8 @@ and rewards take, in which an episode asks nothing of the engine.
 
 Each server has a limit of its own. It grows while the server's queue is empty and its cache has room: as far as the
 cache's use says, at most twice. It is cut to what runs and a tenth more when the queue is never empty, and by up to a
-quarter when many requests are thrown out, above which number it then only feels its way. Between two changes lies
-the length of an episode, since the cache shows an episode's need at its end.
+quarter when many requests are thrown out, above which number it then only feels its way. Between two changes lie
+two episodes' length, since the cache shows an episode's need at its end.
 """
 
 import asyncio
@@ -26,9 +26,10 @@ from prime_hpc.runtime.event_loops import loop_time
 
 EVERY_S = 1.0
 """Between two questions to each server."""
-WINDOW_S = (2.0, 60.0)
-"""Shortest and longest time between two changes of a limit; within that the length of an episode."""
-LEAST_LOOKS = 2
+WINDOW_S = (5.0, 120.0)
+"""Shortest and longest time between two changes of a limit; within that two episodes' length: in the first those that
+came with the last change grow up."""
+LEAST_LOOKS = 3
 """Answers of the server between two changes."""
 KV_TARGET = 0.9
 """Share of the KV cache to fill: the rest is for sequences that grow longer than those before."""
@@ -45,7 +46,8 @@ RESERVE = 0.1
 NEARLY = 0.9
 """A limit binds where so much of it is in flight: others are held back by the batch or the versions."""
 LOOKS_AFTER_UPDATE = 2
-"""An update of the weights throws all requests out by itself, and their count comes with the engine's next step."""
+"""In which preemptions count for nothing: an update of the weights throws all requests out by itself, and their count
+comes with the engine's next step."""
 
 
 class LoadClient(Protocol):
@@ -180,6 +182,7 @@ class AdaptiveConcurrency:
         """
         self._dispatcher, self._table, self._clients = dispatcher, table, clients
         self._most, self._is_loading = config.most, is_loading
+        dispatcher.max_concurrent = min(max(dispatcher.max_concurrent, config.least), config.most)
         count, now = len(clients), loop_time()
         numbers = (dispatcher.max_concurrent, config.least, config.most)
         start, lowest, highest = (max(1.0, number / count) for number in numbers)
@@ -234,16 +237,14 @@ class AdaptiveConcurrency:
         before, watch.preempted = watch.preempted, count
         if version != watch.version or not self._is_sampling(index, server) or server.version != version:
             watch.version, watch.skip = server.version, LOOKS_AFTER_UPDATE
-        if watch.skip > 0:
-            watch.skip -= 1
-            return
-        preempted = 0.0 if before is None else max(0.0, count - before)
+        preempted = 0.0 if before is None or watch.skip > 0 else max(0.0, count - before)
+        watch.skip = max(0, watch.skip - 1)
         sums = self._sums
         sums.kv_use = max(sums.kv_use, figures.get(KV_USE, 0.0))
         sums.waiting.append(figures["waiting"])
         sums.preempted += preempted
         shortest, longest = WINDOW_S
-        window_s = min(longest, max(shortest, self._dispatcher.load.episode_s))
+        window_s = min(longest, max(shortest, 2 * self._dispatcher.load.episode_s))
         limit.look(figures, preempted, server.in_flight, window_s, loop_time())
 
     def _is_sampling(self, index: int, server: Server) -> bool:

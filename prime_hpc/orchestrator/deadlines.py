@@ -1,0 +1,53 @@
+"""How long the loop waits for servers, weights and the end of any episode before the run ends with the reason."""
+
+from prime_hpc.config import Experiment
+from prime_hpc.orchestrator.errors import OrchestratorError
+from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher
+from prime_hpc.orchestrator.rollouts.servers import ServerTable
+
+STALL_SLACK_S = 120.0
+"""No episode ended for twice the longest episode deadline plus this: something is stuck."""
+
+
+class Deadlines:
+    """Looked at by the loop whenever it has waited."""
+
+    def __init__(self, exp: Experiment, ready_timeout_s: float, table: ServerTable, dispatcher: Dispatcher) -> None:
+        """`ready_timeout_s`: for which all servers may be away."""
+        config = exp.orchestrator
+        envs = [*config.env, *(config.eval.env if config.eval else [])]
+        self._no_end_s = 2 * max(env.timeout_s for env in envs) + STALL_SLACK_S
+        self._weights_s, self._ready_s = config.weights_timeout_s, ready_timeout_s
+        self._table, self._dispatcher = table, dispatcher
+        self._waiting_since: float | None = None
+
+    def check(self, what: str, version: int, reason: str, now: float) -> None:
+        """Look at all of them.
+
+        Args:
+            what: is waited for, for the message.
+            version: of the weights that it needs.
+            reason: `servers`, `weights` or `rollouts`: what it waits for.
+            now: on the loop's clock.
+
+        Raises:
+            OrchestratorError: one has passed.
+        """
+        down = self._table.all_down_since(now)
+        if down > self._ready_s:
+            urls = ", ".join(server.url for server in self._table.servers)
+            raise OrchestratorError(f"no inference server answered for {down:.0f} s ({urls}); see their logs")
+        if reason != "weights":
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+        elif now - self._waiting_since > self._weights_s:
+            raise OrchestratorError(
+                f"waited {now - self._waiting_since:.0f} s for weights version {version} ({what}); version "
+                f"{self._table.served_version} is served; see the trainer's log (orchestrator.weights_timeout_s)"
+            )
+        if self._dispatcher.num_running and now - self._dispatcher.last_end > self._no_end_s:
+            raise OrchestratorError(
+                f"{self._dispatcher.num_running} episodes run and none ended for {self._no_end_s:.0f} s, though each "
+                "has a deadline: an environment ignores cancellation"
+            )

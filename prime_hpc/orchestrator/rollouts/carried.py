@@ -1,0 +1,226 @@
+"""Groups that were complete when an attempt was stopped, for the next one, which need not sample them again.
+
+An attempt that is told to stop (its time is over, another role has died) writes them into one file: those that no batch
+holds yet, and those of batches of which no version came. The next attempt opens its prompts as ever, and where one of
+them is here takes the rollouts in place of dispatching it.
+
+That is exact only where both attempts are one history. The file is void for any but the very next attempt; where the
+state from which that goes on is none that its writer had; where what is asked of engines and environments has changed;
+and for groups with tokens of versions that the next attempt makes anew. Groups in flight are never kept: of their
+episodes the short ones have ended, and to draw the long ones again would make replies shorter.
+"""
+
+import hashlib
+import io
+import json
+import zipfile
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+from loguru import logger
+
+from prime_hpc.config import Experiment
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
+from prime_hpc.orchestrator.rollouts.groups import Group
+from prime_hpc.orchestrator.rollouts.prompts import Prompt
+from prime_hpc.store.errors import StoreError
+from prime_hpc.store.io import files
+from prime_hpc.store.run_paths import RunPaths
+
+FORMAT = 1
+MOST_BYTES = 1 << 30
+"""Of the file: what a process that was told to stop can write in the seconds that it has."""
+_ARRAYS = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
+_TOKEN_BYTES = 14
+_ROLES = "roles"
+_META = "meta"
+
+
+@dataclass(frozen=True)
+class CarriedGroup:
+    """A prompt and the ends of all its episodes."""
+
+    prompt: Prompt
+    results: list[EpisodeResult]
+
+    @property
+    def newest_version(self) -> int:
+        """The newest version that sampled one of its tokens; -1 without any."""
+        versions = [int(s.versions.max(initial=-1)) for result in self.results for s in result.samples]
+        return max(versions, default=-1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all its samples."""
+        return sum(sample.num_tokens for result in self.results for sample in result.samples)
+
+
+def encode_groups(groups: Sequence[CarriedGroup], meta: Mapping[str, Any]) -> bytes:
+    """Make a file's content: numpy's npz, without pickles. `meta` is plain JSON."""
+    samples = [sample for group in groups for result in group.results for sample in result.samples]
+    arrays = {name: _joined([getattr(s, name) for s in samples], kind) for name, kind in _ARRAYS.items()}
+    roles = [s.roles if s.roles is not None else np.zeros(s.num_tokens, np.uint8) for s in samples]
+    rows = [{"prompt": asdict(group.prompt), "results": [_row(result) for result in group.results]} for group in groups]
+    text = json.dumps({**meta, "format": FORMAT, "groups": rows})
+    buffer = io.BytesIO()
+    np.savez(buffer, **{_META: np.frombuffer(text.encode(), np.uint8), _ROLES: _joined(roles, np.uint8), **arrays})
+    return buffer.getvalue()
+
+
+def decode_groups(content: bytes) -> tuple[list[CarriedGroup], dict[str, Any]]:
+    """Read what `encode_groups` made: the groups, and its `meta`.
+
+    Raises:
+        ValueError: it is none, or damaged (the sums of its parts are checked).
+    """
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as found:
+            meta = json.loads(found[_META].tobytes())
+            if meta.get("format") != FORMAT:
+                raise ValueError(f"format {meta.get('format')}, this version reads {FORMAT}")
+            arrays = {name: found[name] for name in (*_ARRAYS, _ROLES)}
+        rows, groups, offset = meta.pop("groups"), [], 0
+        for row in rows:
+            results = []
+            for one in row["results"]:
+                samples = []
+                for sample in one.pop("samples"):
+                    end = offset + sample.pop("length")
+                    parts = {name: values[offset:end].copy() for name, values in arrays.items()}
+                    samples.append(Sample(**sample, **parts))
+                    offset = end
+                state = EpisodeState(one.pop("state"))
+                results.append(EpisodeResult(**one, state=state, samples=samples))
+            groups.append(CarriedGroup(Prompt(**row["prompt"]), results))
+        if any(len(values) != offset for values in arrays.values()):
+            raise ValueError("its arrays are of another length than its samples")
+    except (KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return groups, meta
+
+
+class GroupCarrier:
+    """Remembers what a stop now would lose, writes it down, and hands out what the attempt before wrote down."""
+
+    def __init__(
+        self, paths: RunPaths, exp: Experiment, incarnation: int, start_step: int, state: Mapping[str, Any] | None
+    ) -> None:
+        """Read what there is for this attempt; what cannot be used is said and sampled again.
+
+        Args:
+            paths: of the run.
+            exp: the experiment.
+            incarnation: of the attempt; 0: there are none, nothing is read or written.
+            start_step: of the batch from which it goes on.
+            state: that was stored with this batch.
+        """
+        self._path, self._incarnation = paths.carried_groups, incarnation
+        self._config = _config_digest(exp)
+        self._states = {start_step: state_digest(state)} if state is not None else {}
+        self._batches: deque[tuple[int, list[Group]]] = deque()
+        self._carried: dict[int, CarriedGroup] = {}
+        if incarnation > 0:
+            self._carried = {group.prompt.position: group for group in self._load(start_step)}
+
+    @property
+    def num_left(self) -> int:
+        """Groups whose prompts were not opened so far."""
+        return len(self._carried)
+
+    def take(self, group: Group) -> list[EpisodeResult]:
+        """Return the ends of all the group's episodes, if the attempt before left them; else nothing."""
+        found = self._carried.pop(group.prompt.position, None)
+        if found is None or found.prompt != group.prompt or len(found.results) != len(group.slots):
+            return []
+        return found.results
+
+    def batch(self, step: int, groups: list[Group], state: Mapping[str, Any], served: int) -> None:
+        """Note a batch and the state after it; of those up to version `served` nothing can be lost any more."""
+        self._states[step] = state_digest(state)
+        self._batches.append((step, groups))
+        while self._batches and self._batches[0][0] <= served:
+            self._batches.popleft()
+
+    def save(self, complete: Iterable[Group]) -> None:
+        """Write down `complete` groups and those of the batches that may be lost; failing is no reason to fail."""
+        if self._incarnation <= 0:
+            return
+        kept, size = [], 0
+        for group in [*(group for _, groups in self._batches for group in groups), *complete]:
+            carried = CarriedGroup(group.prompt, [slot.result for slot in group.slots if slot is not None])
+            size += _TOKEN_BYTES * carried.num_tokens
+            if size > MOST_BYTES:
+                break
+            kept.append(carried)
+        if not kept:
+            return
+        meta = {
+            "incarnation": self._incarnation,
+            "config": self._config,
+            "states": {str(step): digest for step, digest in self._states.items()},
+        }
+        try:
+            files.write_atomic(self._path, encode_groups(kept, meta), sync=False)
+        except (StoreError, OSError, TypeError, ValueError) as error:
+            logger.warning(f"{len(kept)} complete groups are lost to the next attempt: {error}")
+            return
+        logger.info(f"{len(kept)} complete groups are kept for the next attempt: {self._path}")
+
+    def _load(self, start_step: int) -> list[CarriedGroup]:
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            logger.warning(f"what the attempt before had complete is sampled again: {error}")
+            return []
+        try:
+            files.remove_file(self._path)
+            groups, meta = decode_groups(content)
+        except (StoreError, OSError, ValueError) as error:
+            logger.warning(f"{self._path} cannot be used, its groups are sampled again: {error}")
+            return []
+        reason = self._why_not(meta, start_step)
+        if reason:
+            logger.info(f"{len(groups)} groups of an earlier attempt are sampled again: {reason}")
+            return []
+        exact = [group for group in groups if group.newest_version <= start_step]
+        if exact:
+            logger.info(f"{len(exact)} groups of the attempt before need not be sampled again")
+        return exact
+
+    def _why_not(self, meta: Mapping[str, Any], start_step: int) -> str:
+        if meta["incarnation"] != self._incarnation - 1:
+            return f"they are of incarnation {meta['incarnation']}, this is {self._incarnation}"
+        if meta["config"] != self._config:
+            return "what is asked of engines or environments has changed"
+        if start_step and meta["states"].get(str(start_step)) != self._states.get(start_step):
+            return f"that attempt knew no step {start_step} as this one has it"
+        return ""
+
+
+def state_digest(state: Mapping[str, Any]) -> str:
+    """Sum of what tells one history of a run from another in the orchestrator's state after a batch."""
+    told = {key: state.get(key) for key in ("step", "prompts", "used", "totals")}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def _config_digest(exp: Experiment) -> str:
+    """Sum of all that says how rollouts are sampled and scored."""
+    told = exp.model_dump(mode="json", include={"kind", "seed", "seq_len", "model", "orchestrator"})
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _joined(parts: Sequence[np.ndarray], kind: Any) -> np.ndarray:
+    return np.concatenate(parts).astype(kind, copy=False) if parts else np.zeros(0, kind)
+
+
+def _row(result: EpisodeResult) -> dict[str, Any]:
+    """Plain JSON of a result; its samples without their arrays."""
+    row = {field.name: getattr(result, field.name) for field in fields(result) if field.name != "samples"}
+    names = [field.name for field in fields(Sample) if field.name not in (*_ARRAYS, _ROLES)]
+    samples = [{name: getattr(s, name) for name in names} | {"length": s.num_tokens} for s in result.samples]
+    return row | {"state": result.state.value, "samples": samples}

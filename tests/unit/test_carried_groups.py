@@ -1,0 +1,201 @@
+"""Complete groups from one attempt to the next: the file, and when it is void."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from loguru import logger
+
+from prime_hpc.config import Experiment
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
+from prime_hpc.orchestrator.rollouts import carried
+from prime_hpc.orchestrator.rollouts.carried import CarriedGroup, GroupCarrier, decode_groups, encode_groups
+from prime_hpc.orchestrator.rollouts.episodes import to_episode
+from prime_hpc.orchestrator.rollouts.groups import Group
+from prime_hpc.orchestrator.rollouts.prompts import Prompt
+from prime_hpc.store.run_paths import RunPaths
+from tests.support.episodes import failed_result, make_result, make_sample
+
+STATE = {"step": 4, "prompts": {"cursor": 20, "pending": [[7, 0, 7]]}, "used": [1, 2], "totals": {"tokens": 99}}
+
+
+def make_exp(**orchestrator: Any) -> Experiment:
+    return Experiment.model_validate({"orchestrator": {"env": [{"id": "reverse-text"}], **orchestrator}})
+
+
+def make_group(position: int, results: list[EpisodeResult]) -> Group:
+    return Group(Prompt(position, 0, position, position % 3), 3, 0, [to_episode(r, seq_len=1000) for r in results])
+
+
+def make_paths(folder: Path) -> RunPaths:
+    paths = RunPaths(folder)
+    paths.rollouts.mkdir(parents=True)
+    return paths
+
+
+def carrier(
+    paths: RunPaths,
+    incarnation: int,
+    *,
+    step: int = 4,
+    state: dict[str, Any] | None = None,
+    exp: Experiment | None = None,
+) -> GroupCarrier:
+    return GroupCarrier(paths, exp or make_exp(), incarnation, step, STATE if state is None else state)
+
+
+def asked(group: Group) -> Group:
+    """The group as the next attempt opens it."""
+    return Group(group.prompt, 4, 0, [None] * len(group.slots))
+
+
+# ---------------------------------------------------------------------------------------------------- the file
+
+
+def test_a_group_comes_back_bit_for_bit() -> None:
+    tools = replace(make_sample([2, 3], first_token=7), roles=np.array([0, 1, 2, 0, 0], np.uint8), agent="x", trace=1)
+    results = [
+        replace(make_result(samples=[make_sample([1, 2, 3]), tools], reward=0.1), metrics={"num_turns": 2.0}),
+        failed_result(),
+        replace(make_result([3]), completion_text="naïve \u2014 \x00", truncated=True),
+    ]
+    group = CarriedGroup(Prompt(5, 1, 2, 3), results)
+    ((found,), meta) = decode_groups(encode_groups([group], {"a": 1}))
+    assert meta["a"] == 1 and found.prompt == group.prompt and found.newest_version == 3
+    for before, after in zip(results, found.results, strict=True):
+        assert replace(after, samples=[]) == replace(before, samples=[])
+        assert isinstance(after.state, EpisodeState)
+        for one, other in zip(before.samples, after.samples, strict=True):
+            for name in ("token_ids", "loss_mask", "logprobs", "versions"):
+                assert getattr(one, name).dtype == getattr(other, name).dtype
+                assert np.array_equal(getattr(one, name), getattr(other, name))
+            assert np.array_equal(other.roles, one.roles if one.roles is not None else np.zeros(one.num_tokens))
+            assert (other.agent, other.trace, other.reward) == (one.agent, one.trace, one.reward)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:300] + bytes([content[300] ^ 1]) + content[301:],
+        lambda content: b"",
+        lambda content: b"\x80\x04N.",
+    ],
+    ids=["cut", "a bit", "empty", "a pickle"],
+)
+def test_a_damaged_file_is_said_and_sampled_again(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    paths, group = make_paths(tmp_path), make_group(5, [make_result([1])])
+    carrier(paths, 1).save([group])
+    paths.carried_groups.write_bytes(damage(paths.carried_groups.read_bytes()))
+    told: list[str] = []
+    sink = logger.add(told.append, level="WARNING", format="{message}")
+    try:
+        after = carrier(paths, 2)
+    finally:
+        logger.remove(sink)
+    assert after.num_left == 0 and after.take(asked(group)) == []
+    assert "cannot be used" in told[0]
+    assert not paths.carried_groups.exists()
+
+
+# ---------------------------------------------------------------------------------------------------- who may use it
+
+
+def test_the_next_attempt_takes_what_was_complete_once(tmp_path: Path) -> None:
+    paths = make_paths(tmp_path)
+    batched, waiting = make_group(5, [make_result([4], reward=1.0)] * 2), make_group(6, [make_result([3, 4])] * 2)
+    first = carrier(paths, 1)
+    first.batch(5, [batched], STATE | {"step": 5}, served=4)
+    first.save([waiting])
+    second = carrier(paths, 2)
+    assert second.num_left == 2
+    assert [result.reward for result in second.take(asked(batched))] == [1.0, 1.0]
+    assert len(second.take(asked(waiting))) == 2
+    assert second.take(asked(waiting)) == []
+    assert carrier(paths, 2).num_left == 0
+
+
+def test_batches_that_became_versions_are_nobody_s_loss(tmp_path: Path) -> None:
+    paths, first = make_paths(tmp_path), carrier(make_paths(tmp_path / "a"), 1)
+    first = carrier(paths, 1)
+    for step in (5, 6, 7):
+        first.batch(step, [make_group(step, [make_result([4])])], STATE | {"step": step}, served=6)
+    first.save([])
+    assert carrier(paths, 2).num_left == 1
+
+
+def test_a_group_with_newer_tokens_than_the_start_is_sampled_again(tmp_path: Path) -> None:
+    paths, old, new = make_paths(tmp_path), make_group(5, [make_result([4])]), make_group(6, [make_result([4, 5])])
+    carrier(paths, 1).save([old, new])
+    after = carrier(paths, 2)
+    assert after.take(asked(old)) and not after.take(asked(new))
+
+
+def test_another_prompt_or_group_size_takes_nothing(tmp_path: Path) -> None:
+    paths, group = make_paths(tmp_path), make_group(5, [make_result([4])])
+    carrier(paths, 1).save([group, make_group(6, [make_result([4])])])
+    after = carrier(paths, 2)
+    other = replace(group.prompt, task=group.prompt.task + 1)
+    assert after.take(Group(other, 4, 0, [None])) == []
+    assert after.take(Group(Prompt(6, 0, 6, 0), 4, 0, [None, None])) == []
+
+
+OTHER = STATE | {"totals": {"tokens": 100}}
+
+
+@pytest.mark.parametrize(
+    ("after", "why"),
+    [
+        (partial(carrier, incarnation=3), "incarnation 1, this is 3"),
+        (partial(carrier, incarnation=2, step=3, state=STATE | {"step": 3}), "knew no step 3"),
+        (partial(carrier, incarnation=2, state=OTHER), "knew no step 4 as this one has it"),
+        (partial(carrier, incarnation=2, exp=make_exp(sampling={"temperature": 0.5})), "has changed"),
+        (partial(carrier, incarnation=2, exp=make_exp(env=[{"id": "calculator"}])), "has changed"),
+    ],
+    ids=["not the next", "an older step", "another history", "sampling", "environment"],
+)
+def test_who_is_not_the_same_history_takes_nothing(
+    after: Callable[[RunPaths], GroupCarrier], why: str, tmp_path: Path
+) -> None:
+    paths, group = make_paths(tmp_path), make_group(5, [make_result([1])])
+    carrier(paths, 1).save([group])
+    told: list[str] = []
+    sink = logger.add(told.append, level="INFO", format="{message}")
+    try:
+        assert after(paths).num_left == 0
+    finally:
+        logger.remove(sink)
+    assert any(why in line for line in told), told
+    assert not paths.carried_groups.exists(), "it can be of no use any more"
+
+
+def test_a_state_that_went_through_a_file_is_the_same_history(tmp_path: Path) -> None:
+    paths, state = make_paths(tmp_path), STATE | {"prompts": {"cursor": 3, "pending": ((7, 0, 7),)}}
+    first = carrier(paths, 1, step=3, state=STATE | {"step": 3})
+    first.batch(4, [make_group(4, [make_result([3])])], state, served=4)
+    first.save([make_group(5, [make_result([4])])])
+    again = json.loads(json.dumps(state | {"algorithm": {"seen": 3}}))
+    assert carrier(paths, 2, state=again).num_left == 1
+
+
+def test_nothing_is_written_without_attempts_or_groups(tmp_path: Path) -> None:
+    paths = make_paths(tmp_path)
+    carrier(paths, 0).save([make_group(5, [make_result([1])])])
+    carrier(paths, 1).save([])
+    assert not paths.carried_groups.exists()
+
+
+def test_what_there_is_no_time_to_write_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carried, "MOST_BYTES", 2 * 14 * 4)
+    paths = make_paths(tmp_path)
+    carrier(paths, 1).save([make_group(p, [make_result([1])]) for p in range(5)])
+    assert carrier(paths, 2).num_left == 2
+
+
+def test_a_place_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
+    carrier(RunPaths(tmp_path / "gone"), 1).save([make_group(5, [make_result([1])])])
