@@ -29,6 +29,7 @@ from prime_hpc.orchestrator.setup import (
     make_teacher,
     ready_timeout,
     server_urls,
+    with_env_hosts,
 )
 from prime_hpc.orchestrator.sft_eval_loop import EvalLoop
 from prime_hpc.orchestrator.trace_log import TraceLog
@@ -55,6 +56,7 @@ async def _run(exp: Experiment, context: RoleContext, bus: BusClient, status: Ro
     state = load_resume_state(real_paths, start_step) if start_step and exp.kind == "rl" else None
     if exp.orchestrator.bench:
         exp = bench_experiment(exp)
+    exp = with_env_hosts(exp, context)
     config = exp.orchestrator
     urls = server_urls(exp, context)
     served_as = context.run or POLICY

@@ -20,7 +20,7 @@ from prime_hpc.envs.task_sources import Split
 from prime_hpc.orchestrator.algorithms import get_algorithm
 from prime_hpc.orchestrator.algorithms.teacher import FrozenServer, Teacher
 from prime_hpc.orchestrator.errors import OrchestratorError
-from prime_hpc.runtime.role_context import RoleContext
+from prime_hpc.runtime.role_context import ENV_KEY, RoleContext
 from prime_hpc.store.artifact import check_file, read_manifest
 from prime_hpc.store.batches import find_batch, read_state
 from prime_hpc.store.checkpoint.checkpoints import ORCHESTRATOR_STATE
@@ -173,6 +173,14 @@ def make_pool(
         servers=exp.orchestrator.env_servers,
         log_dir=log_dir / split if log_dir is not None else None,
     )
+
+
+def with_env_hosts(exp: Experiment, context: RoleContext) -> Experiment:
+    """Return the experiment with the job's own nodes that play episodes as addresses; without any, as it is."""
+    if not context.env_hosts:
+        return exp
+    servers = exp.orchestrator.env_servers.model_copy(update={"addresses": context.env_hosts, "key_var": ENV_KEY})
+    return exp.model_copy(update={"orchestrator": exp.orchestrator.model_copy(update={"env_servers": servers})})
 
 
 def _environments_beside(exp: Experiment, split: Split) -> Sequence[EnvConfig]:

@@ -15,6 +15,12 @@ INCARNATION = "PRIMEHPC_INCARNATION"
 RESUME_STEP = "PRIMEHPC_RESUME_STEP"
 INFERENCE_URLS = "PRIMEHPC_INFERENCE_URLS"
 TEACHER_URLS = "PRIMEHPC_TEACHER_URLS"
+ENV_HOSTS = "PRIMEHPC_ENV_HOSTS"
+"""`host:port` of the job's nodes that play episodes for the orchestrator."""
+ENV_KEY = "PRIMEHPC_ENV_SERVER_KEY"
+"""The key that the orchestrator and these nodes prove to each other to have."""
+NODE_PORTS = "PRIMEHPC_NODE_PORTS"
+"""How many ports the agents of a step find on each node, where that is not its role's own number."""
 RUN = "PRIMEHPC_RUN"
 """Set for a role of one of several runs that share a message bus: the run's id."""
 LED = "PRIMEHPC_LED"
@@ -41,6 +47,7 @@ class RoleContext:
     resume_step: int | None = None
     inference_urls: list[str] = field(default_factory=list)
     teacher_urls: list[str] = field(default_factory=list)
+    env_hosts: list[str] = field(default_factory=list)
     run: str = ""
     """One of several runs of one trainer; "" where there is only one."""
 
@@ -77,6 +84,7 @@ class RoleContext:
             resume_step=int(resume) if resume else None,
             inference_urls=_split(environ.get(INFERENCE_URLS, "")),
             teacher_urls=_split(environ.get(TEACHER_URLS, "")),
+            env_hosts=_split(environ.get(ENV_HOSTS, "")),
             run=environ.get(RUN, ""),
         )
 

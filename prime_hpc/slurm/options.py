@@ -12,6 +12,8 @@ from prime_hpc.slurm.times import parse_time_s
 
 Options = dict[str, str | bool]
 """Long option name (`time-min`) -> value; True: a bare flag."""
+ENV_NODES = "slurm.orchestrator.nodes"
+"""Its first node is the orchestrator's own, the others play episodes."""
 SlurmRole = Literal["trainer", "inference", "teacher", "orchestrator"]
 Mode = Literal["requeue", "successor", "off"]
 """How a job comes back: the same job again, another that waits for it, or not at all."""
@@ -293,3 +295,35 @@ def resolve_mode(config: SlurmConfig, site: SiteConfig, partition: str | None) -
     facts = [site.partitions.get(name) for name in (partition or "").split(",")]
     cancels = any(part is not None and part.preempt == "cancel" for part in facts)
     return "requeue" if site.requeue and not cancels else "successor"
+
+
+def num_env_nodes(experiment: Experiment) -> int:
+    """Return how many nodes of the job play episodes.
+
+    Raises:
+        ConfigError: nothing would be played there.
+    """
+    own, config = experiment.slurm.orchestrator, experiment.orchestrator
+    more = (own.nodes or 1) - 1 if own is not None else 0
+    if not more:
+        return 0
+    if not (experiment.samples and experiment.trains):
+        raise ConfigError(Problem("an evaluation plays its episodes on one node", ENV_NODES))
+    servers, evaluated = config.env_servers, config.eval.env if config.eval is not None else []
+    stated = [servers.workers if env.workers is None else env.workers for env in (*config.env, *evaluated)]
+    if not any(stated):
+        raise ConfigError(
+            Problem(
+                f"{more + 1}: the orchestrator is one process on one node, and the others would play episodes, but no "
+                "environment has workers: state orchestrator.env_servers.workers, or 1 node",
+                ENV_NODES,
+            )
+        )
+    if servers.addresses:
+        raise ConfigError(
+            Problem(f"{more + 1}: the workers are at env_servers.addresses: 1 node, or no addresses", ENV_NODES)
+        )
+    if "auto" in stated and servers.max_workers is None:
+        key = "orchestrator.env_servers.max_workers"
+        raise ConfigError(Problem("workers: auto on other nodes needs it: this one's cores say nothing of theirs", key))
+    return more

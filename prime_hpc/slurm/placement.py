@@ -11,7 +11,7 @@ from prime_hpc.config import ConfigError, Experiment, Problem
 from prime_hpc.config.engine_groups import ENGINE_ROLES, SECTIONS, EngineRole, engine_roles, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.slurm.gpu_split import assign_gpus
-from prime_hpc.slurm.options import Options, RoleOptions, SlurmRole, merge, needs_het, resolve
+from prime_hpc.slurm.options import Options, RoleOptions, SlurmRole, merge, needs_het, num_env_nodes, resolve
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ class RoleGroup:
     """Data-parallel size of this server, over all its nodes."""
     device: Literal["cuda", "cpu"] = "cpu"
     """`cuda`: it computes on `gpus`, and ends where they are not there."""
+    env_nodes: tuple[int, ...] = ()
+    """Of the orchestrator: further nodes of its component, which play episodes."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +258,7 @@ def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["pa
 
 def _place_evaluation(experiment: Experiment, site: SiteConfig) -> Placement:
     """Engines alone, and who plays on the first of their nodes; without engines it has a node of its own."""
+    num_env_nodes(experiment)
     asked = {role: resolve(role, experiment, site) for role in placed_roles(experiment)}
     groups, used = [_orchestrator()], 0
     for role in engine_roles(experiment):
@@ -270,7 +273,7 @@ def _place_evaluation(experiment: Experiment, site: SiteConfig) -> Placement:
 def _place_homogeneous(experiment: Experiment, site: SiteConfig) -> Placement:
     if not experiment.trains:
         return _place_evaluation(experiment, site)
-    slurm = experiment.slurm
+    slurm, more = experiment.slurm, num_env_nodes(experiment)
     asked = {role: resolve(role, experiment, site) for role in placed_roles(experiment)}
     options = merge(list(asked.values()))
     gpus = asked["trainer"].gpus_per_node
@@ -285,6 +288,8 @@ def _place_homogeneous(experiment: Experiment, site: SiteConfig) -> Placement:
             servers = _servers(experiment, role, asked[role])
             groups += _inference(experiment, role, servers, 0, used, gpus)
             used += servers.num_nodes
+    groups[0] = _orchestrator(tuple(range(used, used + more)))
+    used += more
     if not experiment.samples:
         groups = [group for group in groups if group.role == "trainer"]
     total = used + slurm.spare_nodes
@@ -293,16 +298,15 @@ def _place_homogeneous(experiment: Experiment, site: SiteConfig) -> Placement:
 
 def _place_het(experiment: Experiment, site: SiteConfig) -> Placement:
     components: list[Component] = []
-    groups = [_orchestrator()]
+    more = num_env_nodes(experiment)
+    groups = [_orchestrator(tuple(range(1, 1 + more)))]
 
     def add(name: SlurmRole, num_nodes: int, options: Options) -> int:
         components.append(Component(len(components), name, num_nodes, options))
         return len(components) - 1
 
     if experiment.slurm.orchestrator is not None:
-        if (experiment.slurm.orchestrator.nodes or 1) != 1:
-            raise ConfigError(Problem("the orchestrator is one process on one node", "slurm.orchestrator.nodes"))
-        add("orchestrator", 1, resolve("orchestrator", experiment, site).options)
+        add("orchestrator", 1 + more, resolve("orchestrator", experiment, site).options)
     trainer = resolve("trainer", experiment, site)
     nodes = _trainer_nodes(experiment, trainer)
     groups.append(_trainer(experiment, add("trainer", nodes, trainer.options), nodes, trainer.gpus_per_node))
@@ -317,8 +321,8 @@ def _place_het(experiment: Experiment, site: SiteConfig) -> Placement:
 _PLACED_BY = {"packed": _place_homogeneous, "het": _place_het}
 
 
-def _orchestrator() -> RoleGroup:
-    return RoleGroup("orchestrator", 0, component=0, first_node=0, num_nodes=1, processes_per_node=1)
+def _orchestrator(env_nodes: tuple[int, ...] = ()) -> RoleGroup:
+    return RoleGroup("orchestrator", 0, 0, first_node=0, num_nodes=1, processes_per_node=1, env_nodes=env_nodes)
 
 
 def _trainer_nodes(experiment: Experiment, asked: RoleOptions) -> int:
@@ -446,10 +450,7 @@ def across_nodes(experiment: Experiment, role: EngineRole = "inference") -> Lite
 
 def _needs(experiment: Experiment) -> dict[str, int]:
     """GPUs of each role on a node that all share."""
-    needs = {}
-    for role in engine_roles(experiment):
-        section = servers_of(experiment, role)
-        needs[role] = section.num_gpus
+    needs = {role: servers_of(experiment, role).num_gpus for role in engine_roles(experiment)}
     return needs | {"trainer": experiment.trainer.num_ranks}
 
 

@@ -46,7 +46,7 @@ from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
 from prime_hpc.runtime.gpus import visible_gpus
 from prime_hpc.runtime.process_tree import become_subreaper, die_with_parent, end_families, end_strays
-from prime_hpc.runtime.role_context import LED, LOCAL_TASK, NODE, RoleContext
+from prime_hpc.runtime.role_context import LED, LOCAL_TASK, NODE, NODE_PORTS, RoleContext
 from prime_hpc.slurm.gpu_split import gpu_environment
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.messaging.bus import BusClient
@@ -170,7 +170,7 @@ class Agent:
         log_dir = self._paths.logs(self._context.attempt, role)
         self._network = Network.from_env(environ)
         self._reach: dict[str, Any] | None = None
-        self._num_ports = PORTS.get(role, SERVER_PORTS) if self._local == 0 else 0
+        self._num_ports = int(environ.get(NODE_PORTS) or PORTS.get(role, SERVER_PORTS)) if self._local == 0 else 0
         if role not in PORTS and self._network.ports is not None:
             self._num_ports += NUM_ENGINE_PORTS
         self._output = Output(log_dir / f"{label}_{self._host}_{self._local}.log")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -90,6 +91,38 @@ def test_het_the_batch_host_lost_the_second_life_is_alone(cluster: Cluster, expe
         manifest = json.loads((run_dir / "rollouts" / f"step_{step:06d}" / "manifest.json").read_text())
         assert manifest["incarnation"] == second["incarnation"]
     prompts = [position for step in range(1, 61) for position in used_prompts(run_dir, step)]
+    assert len(prompts) == len(set(prompts))
+
+
+def test_het_episodes_are_played_on_nodes_of_their_own(cluster: Cluster, experiment: Path) -> None:
+    nodes = ("--slurm.orchestrator.partition", "cpu", "--slurm.orchestrator.nodes", 2)
+    engines = ("--inference.data-parallel-size", 1, "--slurm.inference.nodes", 1)
+    workers = ("--orchestrator.env-servers.workers", 2)
+    job, run_dir = submit(cluster, experiment, "players", *nodes, *engines, *workers, "--max-steps", 40)
+    cluster.wait_until(lambda: last_step(run_dir) >= 6, "the first steps", timeout=START_S)
+    first = attempts(run_dir)[0]
+    own, player = first["nodes"]["orchestrator"]
+    logs = run_dir / "logs" / "attempt_1" / "orchestrator"
+    said = "".join(path.read_text() for path in logs.glob("*.log"))
+    assert "listens on" in said and f"[{player}] $" in said
+    assert not list(logs.rglob("env_*host.log")), "none is started beside the orchestrator"
+    row = rows(run_dir, "orchestrator")[-1]
+    assert row["env_workers/reverse-text/workers"] == 2 and row["env_workers/reverse-text/episodes"] > 0
+    key = "PRIMEHPC_ENV_SERVER_KEY"
+    found = [path for path in run_dir.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+    assert not found, "its key is in no file"
+
+    (host,) = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "prime_hpc.envs.workers.host" in (line := process.info["cmdline"] or []) and "--of-a-job" in line
+    ]
+    host.kill()
+    cluster.wait_state(job, "COMPLETED", timeout=START_S + 60)
+    first, second = attempts(run_dir)
+    assert (first["outcome"], first["next"], second["outcome"]) == ("failed", "in_place", "completed")
+    assert second["nodes"]["orchestrator"] == [own, player]
+    prompts = [position for step in range(1, 41) for position in used_prompts(run_dir, step)]
     assert len(prompts) == len(set(prompts))
 
 

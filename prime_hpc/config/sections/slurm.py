@@ -180,7 +180,8 @@ class SlurmConfig(SlurmOptions):
     teacher: SlurmGroupConfig = SlurmGroupConfig()
     """The nodes of the teacher's servers (`teacher_inference`)."""
     orchestrator: SlurmGroupConfig | None = None
-    """Nodes (CPU-only) of the orchestrator in a het job; absent: it runs beside the trainer."""
+    """Nodes (CPU-only) of the orchestrator in a het job; absent: it runs beside the trainer. With `nodes` above 1 the
+    workers of its environments (`orchestrator.env_servers`) are on the others, in a packed job too."""
     shapes: list[ShapeConfig] = []
     """Shapes that the job may have: `plan --when` says which starts first, `submit --best` takes it."""
     shape: str | None = None

@@ -35,6 +35,7 @@ from prime_hpc.envs.workers.frames import PURPOSE, Unpacker, pack
 from prime_hpc.envs.workers.host_link import ONE_THREAD
 from prime_hpc.runtime.process_memory import freeze_gc, resident_bytes
 from prime_hpc.runtime.process_tree import become_subreaper, die_with_parent, marked, send
+from prime_hpc.runtime.role_context import BUS
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.accept_clients import Admission
 from prime_hpc.store.messaging.json_lines import parse_address
@@ -42,6 +43,8 @@ from prime_hpc.store.messaging.json_lines import parse_address
 TICK_S = 0.2
 FAREWELL_S = 5.0
 """How long workers may take to end once the orchestrator is gone."""
+ALONE_S = 3.0
+"""After which a host of a job ends whose orchestrator is gone."""
 IO_TIMEOUT_S = 5.0
 """Longest wait for an orchestrator that does not read."""
 MARK = "PRIMEHPC_ENV_WORKER"
@@ -151,7 +154,12 @@ class Session:
 class Host:
     """The session of the orchestrator that started this host, or, where it listens, of all who know the key."""
 
-    def __init__(self, control: socket.socket | None, admission: Admission | None = None) -> None:
+    def __init__(
+        self, control: socket.socket | None, admission: Admission | None = None, *, of_a_job: bool = False
+    ) -> None:
+        """`of_a_job`: once all of its sessions have ended for good, so does it."""
+        self._of_a_job = of_a_job
+        self._alone_since: float | None = None
         self._sessions: dict[str, Session] = {} if control is None else {"": Session(control)}
         self._admission = admission
         self._new: dict[socket.socket, Unpacker] = {}
@@ -174,12 +182,18 @@ class Host:
             selector.register(self._wakeup, selectors.EVENT_READ)
             for session in self._sessions.values():
                 selector.register(session.control, selectors.EVENT_READ)
-            while not told_to_end and (self._admission is not None or self._sessions):
+            while not told_to_end and (self._admission is not None or self._sessions) and not self._is_left_alone():
                 self._turn(selector)
             if self._admission is not None:
                 self._admission.close(selector)
         for session in self._sessions.values():
             session.end()
+
+    def _is_left_alone(self) -> bool:
+        """Return whether its orchestrator has come and gone; a connection that broke may come again."""
+        if self._sessions or self._new:
+            self._alone_since = None
+        return self._of_a_job and self._alone_since is not None and time.monotonic() - self._alone_since > ALONE_S
 
     def _turn(self, selector: selectors.BaseSelector) -> None:
         """Wait a moment, then do what is due."""
@@ -205,6 +219,7 @@ class Host:
                 selector.unregister(session.control)
                 del self._sessions[name]
                 session.end()
+                self._alone_since = time.monotonic()
 
     def _admit(self, selector: selectors.BaseSelector, proven: tuple[socket.socket, bytes] | None) -> None:
         if proven is not None:
@@ -307,6 +322,7 @@ def main() -> int:
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--listen", metavar="HOST:PORT", help="take orchestrators that know the key; port 0: any")
+    parser.add_argument("--of-a-job", action="store_true", help="end some seconds after the orchestrator has")
     where.add_argument("--fd", type=int, help="socket of the orchestrator that starts this process")
     parser.add_argument(
         "--key-var", default=EnvServersConfig().key_var, help="environment variable with the key (%(default)s)"
@@ -316,6 +332,7 @@ def main() -> int:
         os.environ.setdefault(name, value)
     control, admission = None, None
     key = os.environ.pop(asked.key_var, None)  # it is none of the environments' business
+    os.environ.pop(BUS, None)  # nor are the run's messages
     if asked.listen and not key:
         print(f"{asked.key_var} is not set: whoever reaches this host could run what it imports", file=sys.stderr)
         return 2
@@ -333,7 +350,7 @@ def main() -> int:
     else:
         control = socket.socket(fileno=asked.fd)
     become_subreaper()
-    Host(control, admission).serve()
+    Host(control, admission, of_a_job=asked.of_a_job).serve()
     return 0
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from loguru import logger
 from prime_hpc.config.sections.orchestrator import EnvServersConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.workers.frames import PURPOSE, FrameError, Unpacker, pack
-from prime_hpc.runtime.role_context import BUS
+from prime_hpc.runtime.role_context import BUS, ENV_HOSTS
 from prime_hpc.store.messaging.auth import prove
 from prime_hpc.store.messaging.json_lines import parse_address
 from prime_hpc.store.messaging.sockets import is_loopback
@@ -257,10 +258,10 @@ class LocalHost(HostLink):
 class RemoteHost(HostLink):
     """A host that somebody started on another machine; it logs there."""
 
-    def __init__(self, address: str, key: str) -> None:
-        """`address` is host:port, `key` what both ends prove to know."""
+    def __init__(self, address: str, key: str, patience_s: float = 0.0) -> None:
+        """`address` is host:port, `key` what both ends prove to know; for `patience_s` it may not listen yet."""
         super().__init__()
-        self._address, self._key = address, key
+        self._address, self._key, self._patience_s = address, key, patience_s
         self._session = uuid.uuid4().hex
 
     def __str__(self) -> str:
@@ -294,8 +295,7 @@ class RemoteHost(HostLink):
         """Return a connection whose ends have proven to each other that they know the key. Raises OSError."""
 
         def connect() -> socket.socket:
-            host, port = parse_address(self._address)
-            sock = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
+            sock = self._dial()
             try:
                 prove(sock, self._key, PURPOSE)
             except OSError as error:
@@ -306,6 +306,17 @@ class RemoteHost(HostLink):
             return sock
 
         return await asyncio.to_thread(connect)
+
+    def _dial(self) -> socket.socket:
+        """Connect, again and again while a host of the job still starts."""
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return socket.create_connection(parse_address(self._address), CONNECT_TIMEOUT_S)
+            except ConnectionRefusedError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.2)
 
 
 def remote_hosts(config: EnvServersConfig, urls: Sequence[str]) -> list[RemoteHost]:
@@ -328,4 +339,5 @@ def remote_hosts(config: EnvServersConfig, urls: Sequence[str]) -> list[RemoteHo
                 f"env_servers.addresses: workers at {address} cannot reach the inference server {inward[0]}, an "
                 "address of this machine alone: state inference.server.host, or orchestrator.client.base_url"
             )
-    return [RemoteHost(address, key or "") for address in config.addresses]
+    own = os.environ.get(ENV_HOSTS, "").split(",")
+    return [RemoteHost(address, key or "", START_TIMEOUT_S if address in own else 0.0) for address in config.addresses]

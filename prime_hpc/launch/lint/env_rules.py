@@ -46,6 +46,9 @@ def workers(subject: Subject) -> Iterator[Finding]:
                 f"{section}.env_servers.workers: a number, or auto with max_workers; or take the addresses out",
             )
         return
+    own = subject.experiment.slurm.orchestrator
+    if subject.is_slurm and own is not None and (own.nodes or 1) > 1:
+        return  # they are on nodes of their own
     wanted, cores = sum(count for count in stated if isinstance(count, int)), _num_cores(subject)
     if wanted and cores is not None and wanted >= cores:
         yield Finding(

@@ -29,7 +29,7 @@ from prime_hpc.launch.plan.local_plan import (
 )
 from prime_hpc.launch.plan.restart_text import restart_texts
 from prime_hpc.slurm.hostlist import index_ranges
-from prime_hpc.slurm.options import known_partitions, resolve
+from prime_hpc.slurm.options import known_partitions, num_env_nodes, resolve
 from prime_hpc.slurm.placement import Placement, RoleGroup, across_nodes, choose_layout, place_slurm, placed_roles
 from prime_hpc.slurm.script import job_name, restart_mode
 from prime_hpc.slurm.times import parse_time_s
@@ -213,7 +213,9 @@ def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
     if not experiment.trains:
         return [*lines, f"{experiment.kind:<14}on the first node of component 0; {evaluation_line(experiment)}"]
     if plan["kind"] == "rl":
-        lines.append(f"orchestrator  on the first node of component 0; {orchestrator_line(experiment)}")
+        more = num_env_nodes(experiment)
+        beside = f", workers of its environments on {more} more" if more else ""
+        lines.append(f"orchestrator  on the first node of component 0{beside}; {orchestrator_line(experiment)}")
     trainer = next(role for role in plan["roles"] if role["role"] == "trainer")
     if plan["kind"] == "sft":
         lines += [*evaluation_lines(experiment)[1:], f"data          {data_line(experiment)}"]

@@ -68,7 +68,7 @@ class ServerLimit:
     since: float
     """When the window began, on any clock."""
     _ceiling: float = float("inf")
-    """What once was too much."""
+    """A limit that once was too much."""
     _num_looks: int = 0
     _kv_uses: list[float] = field(default_factory=list)
     _queue_least: float = float("inf")
@@ -119,11 +119,12 @@ class ServerLimit:
         return min(grown, max(NEARLY * self._ceiling, self.limit * PROBE))
 
     def _enough_for_queue(self) -> float:
-        """Return the episodes in flight with which so many requests run as now and a tenth more wait."""
-        if self._queue_least <= max(1.0, RESERVE * self._running_peak):
-            return self.limit
-        kept = max(1.0, self._running_peak) * (1 + RESERVE)
-        return min(self.limit, self._flight_peak * kept / (self._running_peak + self._queue_least))
+        """Return the episodes in flight with which so many requests run as now and a tenth more wait. Those that ask
+        nothing at the moment stay as many: they come and go with the requests that end."""
+        kept = max(1.0, RESERVE * self._running_peak)
+        return (
+            self.limit if self._queue_least <= kept else min(self.limit, self._flight_peak - self._queue_least + kept)
+        )
 
     def _growth(self) -> float:
         """Return by how much the cache has room: by far while even its fullest moment has, else step by step."""
@@ -143,7 +144,7 @@ class ServerLimit:
 
 @dataclass
 class _Watch:
-    """What is known of one server between two looks."""
+    """One server between two looks."""
 
     version: int = -1
     skip: int = 0

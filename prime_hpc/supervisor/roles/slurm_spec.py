@@ -14,11 +14,11 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, ready_timeout_s, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
-from prime_hpc.runtime.role_context import INFERENCE_URLS, RANKS_FILE, TEACHER_URLS
+from prime_hpc.runtime.role_context import ENV_HOSTS, ENV_KEY, INFERENCE_URLS, NODE_PORTS, RANKS_FILE, TEACHER_URLS
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.placement import Placement, RoleGroup, stated_port
 from prime_hpc.store.messaging.auth import new_secret
-from prime_hpc.store.messaging.sockets import ALL
+from prime_hpc.store.messaging.sockets import ALL, join
 from prime_hpc.supervisor.agent import LaunchOrder
 from prime_hpc.supervisor.roles.slurm_step import Hellos, StepSpec, http_port
 from prime_hpc.supervisor.roles.spec import ORCHESTRATING_MODULES, Urls, inference_command
@@ -45,7 +45,8 @@ def slurm_specs(
                 f"{group.role}[{group.index}] has no node: the job came back smaller; the run goes on without"
             )
             continue
-        hosts = tuple(nodes[group.first_node : group.first_node + group.num_nodes])
+        more = [nodes[i] for i in group.env_nodes if i < len(nodes)]  # the job may have come back smaller
+        hosts = (*nodes[group.first_node : group.first_node + group.num_nodes], *more)
         num_servers = Counter(spec.name for spec in specs if spec.is_server)  # they come first
         build = {"trainer": _trainer, "orchestrator": _orchestrator}.get(group.role, _inference)
         spec = build(experiment, site, group, hosts, run_dir, num_servers)
@@ -220,16 +221,24 @@ def _orchestrator(
     num_servers: Mapping[str, int],
 ) -> StepSpec:
     python, role = _python(site), experiment.orchestrating_role
+    network = experiment.network.over(site.network)
 
     def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> LaunchOrder | None:
         if any(len(urls.get(role, [])) < count for role, count in num_servers.items()):
             return None
         variables = {"inference": INFERENCE_URLS, "teacher": TEACHER_URLS}
         environment = {"OMP_NUM_THREADS": "1"} | {variables[role]: ",".join(known) for role, known in urls.items()}
+        commands = [[python, "-P", "-m", ORCHESTRATING_MODULES[role], str(run_dir)]]
+        found = [hellos[f"{host}/0"] for host in spec.hosts[1:]]
+        if found:
+            environment[ENV_HOSTS] = ",".join(join(one["address"], one["ports"][0]) for one in found)
+        for one in found:
+            listen = join(one["address"] if network.serving else ALL, one["ports"][0])
+            commands.append([python, "-P", "-m", "prime_hpc.envs.workers.host", "--listen", listen, "--of-a-job"])
         return LaunchOrder(
             start_number=0,
             nodes=list(spec.hosts),
-            commands=[[python, "-P", "-m", ORCHESTRATING_MODULES[role], str(run_dir)]],
+            commands=commands,
             environment=environment,
             grace_s=experiment.supervisor.grace_s,
         )
@@ -238,6 +247,7 @@ def _orchestrator(
         role,
         [],
         experiment.supervisor.start_timeout_s + ready_timeout_s(experiment),
+        environment={ENV_KEY: new_secret(), NODE_PORTS: "1"} if len(hosts) > 1 else {},
         hosts=hosts,
         component=group.component,
         order=order,
