@@ -108,15 +108,15 @@ def test_het_episodes_are_played_on_nodes_of_their_own(cluster: Cluster, experim
     assert not list(logs.rglob("env_*host.log")), "none is started beside the orchestrator"
     row = rows(run_dir, "orchestrator")[-1]
     assert row["env_workers/reverse-text/workers"] == 2 and row["env_workers/reverse-text/episodes"] > 0
-    key = "PRIMEHPC_ENV_SERVER_KEY"
-    found = [path for path in run_dir.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
-    assert not found, "its key is in no file"
-
-    (host,) = [
-        process
+    family = {  # the host and the workers that it forked
+        process.pid: process
         for process in psutil.process_iter(["cmdline"])
         if "prime_hpc.envs.workers.host" in (line := process.info["cmdline"] or []) and "--of-a-job" in line
-    ]
+    }
+    (host,) = [process for process in family.values() if process.ppid() not in family]
+    key = host.environ()["PRIMEHPC_ENV_SERVER_KEY"].encode()
+    assert len(key) > 20
+    assert not [path for path in run_dir.rglob("*") if path.is_file() and key in path.read_bytes()], "it is in no file"
     host.kill()
     cluster.wait_state(job, "COMPLETED", timeout=START_S + 60)
     first, second = attempts(run_dir)
