@@ -122,9 +122,9 @@ class ServerLimit:
         """Return the episodes in flight with which so many requests run as now and a tenth more wait. Those that ask
         nothing at the moment stay as many: they come and go with the requests that end."""
         kept = max(1.0, RESERVE * self._running_peak)
-        return (
-            self.limit if self._queue_least <= kept else min(self.limit, self._flight_peak - self._queue_least + kept)
-        )
+        if self._queue_least <= kept:
+            return self.limit
+        return min(self.limit, self._flight_peak - self._queue_least + kept)
 
     def _growth(self) -> float:
         """Return by how much the cache has room: by far while even its fullest moment has, else step by step."""
