@@ -157,10 +157,11 @@ class Orchestrator:
         )
         carried_from = 0 if config.bench else parts.incarnation
         self.carrier = GroupCarrier(parts.paths, exp, carried_from, start_step, state)
-        adaptive = config.adaptive_concurrency
-        self.concurrency = adaptive and AdaptiveConcurrency(
-            adaptive, self.dispatcher, self.table, parts.clients, self.weights.is_loading
-        )
+        self.concurrency: AdaptiveConcurrency | None = None
+        if (limits := config.adaptive_concurrency) is not None:
+            self.concurrency = AdaptiveConcurrency(
+                limits, self.dispatcher, self.table, parts.clients, self.weights.is_loading
+            )
         self.deadlines = Deadlines(exp, parts.ready_timeout_s, self.table, self.dispatcher)
         self.evaluator = self._make_evaluator()
 

@@ -74,7 +74,8 @@ def test_a_group_comes_back_bit_for_bit() -> None:
             for name in ("token_ids", "loss_mask", "logprobs", "versions"):
                 assert getattr(one, name).dtype == getattr(other, name).dtype
                 assert np.array_equal(getattr(one, name), getattr(other, name))
-            assert np.array_equal(other.roles, one.roles if one.roles is not None else np.zeros(one.num_tokens))
+            expected = one.roles if one.roles is not None else np.zeros(one.num_tokens)
+            assert other.roles is not None and np.array_equal(other.roles, expected)
             assert (other.agent, other.trace, other.reward) == (one.agent, one.trace, one.reward)
 
 

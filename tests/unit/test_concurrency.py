@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -192,7 +193,7 @@ def test_a_modelled_engine_does_as_much_as_with_the_best_constant(
     capacity: int, max_num_seqs: int, tool_s: int, first: int
 ) -> None:
     constants = [4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 160, 192]
-    by_hand = [play(Engine(capacity, max_num_seqs, tool_s), 2000, lambda n=n: n) for n in constants]
+    by_hand = [play(Engine(capacity, max_num_seqs, tool_s), 2000, partial(int, n)) for n in constants]
     best = max(done for done, preempted in by_hand if preempted <= 0.2 * done)
     limit = make_limit(float(first))
     done, preempted = play(Engine(capacity, max_num_seqs, tool_s), 2000, lambda: round(limit.limit), limit)

@@ -61,12 +61,15 @@ class CarriedGroup:
 def encode_groups(groups: Sequence[CarriedGroup], meta: Mapping[str, Any]) -> bytes:
     """Make a file's content: numpy's npz, without pickles. `meta` is plain JSON."""
     samples = [sample for group in groups for result in group.results for sample in result.samples]
-    arrays = {name: _joined([getattr(s, name) for s in samples], kind) for name, kind in _ARRAYS.items()}
+    arrays: dict[str, Any] = {
+        name: _joined([getattr(sample, name) for sample in samples], kind) for name, kind in _ARRAYS.items()
+    }
     roles = [s.roles if s.roles is not None else np.zeros(s.num_tokens, np.uint8) for s in samples]
     rows = [{"prompt": asdict(group.prompt), "results": [_row(result) for result in group.results]} for group in groups]
     text = json.dumps({**meta, "format": FORMAT, "groups": rows})
     buffer = io.BytesIO()
-    np.savez(buffer, **{_META: np.frombuffer(text.encode(), np.uint8), _ROLES: _joined(roles, np.uint8), **arrays})
+    content: dict[str, Any] = {_META: np.frombuffer(text.encode(), np.uint8), _ROLES: _joined(roles, np.uint8)}
+    np.savez(buffer, **content, **arrays)
     return buffer.getvalue()
 
 
