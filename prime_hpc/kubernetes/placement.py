@@ -16,7 +16,7 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.sections.supervisor import KubernetesConfig
 from prime_hpc.runtime.role_context import NODE
 from prime_hpc.slurm.allocation import Allocation, read_allocation
-from prime_hpc.slurm.options import ENV_NODES
+from prime_hpc.slurm.options import ENV_NODES, num_env_nodes
 from prime_hpc.slurm.placement import place_slurm
 
 PODS = "PRIMEHPC_PODS"
@@ -68,7 +68,7 @@ def components_of(experiment: Experiment) -> list[Component]:
     Raises:
         ConfigError: the roles do not fit nodes of `slurm.gpus_per_node` GPUs.
     """
-    if experiment.slurm.orchestrator is not None and (experiment.slurm.orchestrator.nodes or 1) > 1:
+    if num_env_nodes(experiment):
         raise ConfigError(Problem("hosts of environments in pods are your own: env_servers.addresses", ENV_NODES))
     placement = place_slurm(experiment, SITE)
     found = []

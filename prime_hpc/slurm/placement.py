@@ -258,7 +258,7 @@ def choose_layout(experiment: Experiment, site: SiteConfig) -> tuple[Literal["pa
 
 def _place_evaluation(experiment: Experiment, site: SiteConfig) -> Placement:
     """Engines alone, and who plays on the first of their nodes; without engines it has a node of its own."""
-    num_env_nodes(experiment)
+    num_env_nodes(experiment)  # refuses any
     asked = {role: resolve(role, experiment, site) for role in placed_roles(experiment)}
     groups, used = [_orchestrator()], 0
     for role in engine_roles(experiment):

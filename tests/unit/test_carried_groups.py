@@ -104,6 +104,18 @@ def test_a_damaged_file_is_said_and_sampled_again(damage: Callable[[bytes], byte
     assert not paths.carried_groups.exists()
 
 
+def test_whichever_byte_is_wrong_it_is_either_right_or_refused() -> None:
+    content = encode_groups([CarriedGroup(Prompt(5, 1, 2, 3), [make_result([1, 2, 3])])], {})
+    refused = 0
+    for place in range(0, len(content), 7):
+        damaged = content[:place] + bytes([content[place] ^ 0x5A]) + content[place + 1 :]
+        try:
+            decode_groups(damaged)
+        except ValueError:
+            refused += 1
+    assert refused > len(content) / 7 / 3
+
+
 # ---------------------------------------------------------------------------------------------------- who may use it
 
 

@@ -232,7 +232,9 @@ def test_a_pod_starts_what_the_run_asks_for_and_nothing_else(served: Any, tmp_pa
     with pytest.raises(OSError):
         connection.connect(host, "w" * 32)
     (tmp_path / "shown.py").write_text(
-        "import os\nprint(os.environ['GIVEN'], os.environ['PRIMEHPC_NODE'], os.environ['PRIMEHPC_LOCAL_TASK'])\n"
+        "import os\nfound = os.environ\n"
+        "said = found['GIVEN'] + ' ' + found['PRIMEHPC_NODE'] + ' ' + found['PRIMEHPC_LOCAL_TASK']\n"
+        "os.write(1, (said + '\\n').encode())\n"  # in one piece: two tasks share the pipe
     )
     with reach(host) as talk:
         connection.say(

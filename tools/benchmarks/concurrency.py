@@ -47,7 +47,7 @@ STARTS = (8, 512)
 def experiment(
     case: dict[str, Any], model: Path, folder: Path, url: str, flight: int, adaptive: bool
 ) -> dict[str, Any]:
-    """What the orchestrator is given."""
+    """The orchestrator's experiment."""
     return {
         "kind": "rl",
         "name": f"{'adaptive-' if adaptive else ''}{flight}",

@@ -349,7 +349,7 @@ class TracesConfig(Section):
 
 class AdaptiveConcurrencyConfig(Section):
     """Episodes in flight by each server's queue, KV cache and preemptions, looked at every second: more while the queue
-    is empty and the cache has room, fewer after a preemption. A server that does not tell them keeps its share."""
+    is empty and the cache has room, fewer after many preemptions. A server that does not tell them keeps its share."""
 
     least: int = Field(1, ge=1)
     """Episodes in flight at least, over all servers."""

@@ -13,6 +13,7 @@ episodes the short ones have ended, and to draw the long ones again would make r
 import hashlib
 import io
 import json
+import struct
 import zipfile
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +38,8 @@ _ARRAYS = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32,
 _TOKEN_BYTES = 14
 _ROLES = "roles"
 _META = "meta"
+_DAMAGE = (LookupError, TypeError, AttributeError, OSError, EOFError, RuntimeError, struct.error, zipfile.BadZipFile)
+"""A byte that is wrong may be of the archive itself."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def decode_groups(content: bytes) -> tuple[list[CarriedGroup], dict[str, Any]]:
             groups.append(CarriedGroup(Prompt(**row["prompt"]), results))
         if any(len(values) != offset for values in arrays.values()):
             raise ValueError("its arrays are of another length than its samples")
-    except (KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except _DAMAGE as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return groups, meta
 

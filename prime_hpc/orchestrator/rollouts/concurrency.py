@@ -5,9 +5,9 @@ again. The best number depends on the model, on lengths that change as the polic
 and rewards take, in which an episode asks nothing of the engine.
 
 Each server has a limit of its own. It grows while the server's queue is empty and its cache has room: as far as the
-cache's use says, at most twice. It is cut to what runs and a tenth more when the queue is never empty, and by up to a
-quarter when many requests are thrown out, above which number it then only feels its way. Between two changes lie
-two episodes' length, since the cache shows an episode's need at its end.
+cache's use says, at most twice. A queue that is never empty is taken off, but for a tenth of what runs; and up to a
+quarter of all when many requests are thrown out, above which number it then only feels its way. Between two changes
+lie two episodes' length, since the cache shows an episode's need at its end.
 """
 
 import asyncio
