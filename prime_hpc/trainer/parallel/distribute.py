@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.trainer.ops.context_parallel import repeats
+from prime_hpc.trainer.ops.cpu_elementwise import use_elementwise
 from prime_hpc.trainer.ops.cpu_matmul import use_products
 from prime_hpc.trainer.ops.fp8 import use_fp8
 from prime_hpc.trainer.ops.recompute import recompute
@@ -77,6 +79,8 @@ def distribute(
             module, mesh=parallel.expert_fsdp, mp_policy=precision, reshard_after_forward=reshard,
             shard_placement_fn=placement,
         )  # fmt: skip
+    if parallel.fsdp.device_type == "cpu" and dtype == torch.float32 and not config.compile:
+        use_elementwise(hf)
     for i, block in enumerate(transformer_blocks(hf)):
         if config.fp8:
             use_fp8(block)
@@ -90,7 +94,8 @@ def distribute(
     fully_shard(policy, mesh=parallel.fsdp, mp_policy=exact, reshard_after_forward=False)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if dist.get_world_size() > 1:  # alone, FSDP would divide by it into new memory
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return partly_used
 

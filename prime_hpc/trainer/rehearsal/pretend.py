@@ -36,7 +36,7 @@ from prime_hpc.trainer.model import policy, reference
 from prime_hpc.trainer.model.conversions import WeightMap
 from prime_hpc.trainer.ops import attention, cpu_matmul, recompute
 from prime_hpc.trainer.optim import offload
-from prime_hpc.trainer.parallel import expert
+from prime_hpc.trainer.parallel import distribute, expert
 from prime_hpc.trainer.rehearsal.tracker import HOST, MemoryTracker
 
 
@@ -233,6 +233,7 @@ def _on_gpu(tracker: MemoryTracker, change: Callable[..., None]) -> None:
 
     change(attention, "select_kernel", select_kernel)
     change(cpu_matmul, "onednn_is_faster", lambda: False)
+    change(distribute, "use_elementwise", lambda _: (0, 0, 0))
     change(policy, "check_device", lambda _: None)
 
     class HostCopy:
