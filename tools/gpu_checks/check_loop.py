@@ -32,11 +32,12 @@ def experiment(setting: Setting, folder: Path, name: str, temperature: float, ma
         "model": {"name": str(policy_model(setting)), "dtype": "bfloat16", "renderer": "qwen3"},
         "trainer": {
             "micro_batch_tokens": 4096,
-            "optim": {"lr": 1e-5 if setting.on_gpu else 1e-3},
+            # larger steps of random weights end in one reply to everything: no reward, no gradient
+            "optim": {"lr": 1e-5 if setting.on_gpu else 1e-4},
             "deterministic": True,
         },
         "orchestrator": {
-            "batch_size": 64 if setting.on_gpu else 16,
+            "batch_size": 64 if setting.on_gpu else 32,
             "rollouts_per_example": 8,
             "sampling": {"temperature": temperature, "max_tokens": 256 if setting.on_gpu else 16},
             "env": [{"id": "reverse-text", "timeout_s": 120}],
