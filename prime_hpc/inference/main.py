@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -180,7 +181,11 @@ if __name__ == "__mp_main__":  # so Python calls this module in what it spawns, 
     server_process.die_with_spawner()
 
 if __name__ == "__main__":
-    exit_code = main()
+    try:
+        exit_code = main()
+    except Exception:  # noqa: BLE001 - as Python itself would, but for what native modules say at its end
+        traceback.print_exc()
+        exit_code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     # Everything is ended and cleaned up; tearing down torch's and the backend's modules would only take 2 s more.

@@ -38,24 +38,36 @@ def test_a_rank_that_lost_another_is_not_the_cause(
     assert role.cause_of_death() == expected
 
 
-def test_a_server_whose_engine_failed_gives_the_engines_reason(tmp_path: Path) -> None:
-    """vLLM's server says no more than that the cause stands above."""
+@pytest.mark.parametrize(
+    ("words", "became"),
+    [
+        (
+            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+            "an engine did not start",
+        ),
+        ("RuntimeError: an engine process died; see its last lines above", "an engine died"),
+    ],
+)
+@pytest.mark.parametrize("label", ["", "0: ", "0: [n2] "])
+def test_a_server_whose_engine_failed_gives_the_engines_reason(
+    tmp_path: Path, words: str, became: str, label: str
+) -> None:
+    """vLLM's server says no more than that the cause stands above; `label` is of other nodes' lines."""
     context = RoleContext(role="inference", run_dir=tmp_path)
     role = Role(RoleSpec(name="inference", command=["true"], start_timeout_s=60.0), context.log_dir, {"PATH": "/bin"})
     role.start()
     role.reap()
-    words = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
     RoleStatus(context).failed(words)
-    prefix = "(EngineCore_DP0 pid=444) ERROR 11-22 23:26:36 [core.py:1510] "
+    prefix = label + "(EngineCore_DP0 pid=444) ERROR 11-22 23:26:36 [core.py:1510] "
+    before = f"{label}$ serve\n{prefix}OSError: of an earlier start\n{label}$ serve\n"
     lines = [
         "EngineCore failed to start.",
         "Traceback (most recent call last):",
         '  File "a.py", line 7, in b',
         "    c()",
     ]
-    role.log_file.write_text(
-        "\n".join(prefix + line for line in [*lines, "MemoryError: 4 GiB wanted"]) + f"\n{words}\n"
-    )
-    assert role.cause_of_death() == f"{role.spec.label}: an engine did not start: MemoryError: 4 GiB wanted"
+    told = [*lines, "MemoryError: 4 GiB wanted", "RuntimeError: lost its peer"]
+    role.log_file.write_text(before + "\n".join(prefix + line for line in told) + f"\n{words}\n")
+    assert role.cause_of_death() == f"{role.spec.label}: {became}: MemoryError: 4 GiB wanted"
     role.log_file.write_text("nothing of an engine\n")
     assert role.cause_of_death() == f"{role.spec.label}: {words}"

@@ -26,9 +26,15 @@ State = Literal["waiting", "starting", "ready", "done", "dead", "away"]
 on."""
 _TORCHRUN_RANK = re.compile(r"rank\s*:\s*(\d+)")
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
-_ENGINE_FAILED = re.compile(r"root cause above", re.IGNORECASE)
-_ENGINES_REASON = re.compile(r"^\(EngineCore\S* pid=\d+\) ERROR \S+ \S+ \[\S+\] (\w+(?:\.\w+)*: .+)$", re.MULTILINE)
+_ENGINE_FAILED = {
+    re.compile(r"root cause above", re.IGNORECASE): "an engine did not start",
+    re.compile(r"an engine process died"): "an engine died",
+}
+"""Words by which a server points to an engine -> what became of that."""
+_ENGINES_REASON = re.compile(r"\(EngineCore\S* pid=\d+\) ERROR \S+ \S+ \[\S+\] (\w+(?:\.\w+)*: .+)$", re.MULTILINE)
 """The last line of a traceback that an engine of vLLM wrote into its server's log."""
+_COMMAND_LINE = re.compile(r"^(?:\d+: )?(?:\[\S+\] )?\$ ", re.MULTILINE)
+"""With which a start begins in a log, here and on other nodes."""
 _LOST_A_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|ended by SIGTERM")
 """In the words of a rank that only ended because another one did."""
 
@@ -167,7 +173,8 @@ class Role:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._mark = f"{self.spec.label}/{uuid.uuid4().hex}"
         with self.log_file.open("ab") as log:
-            log.write(f"$ {' '.join(command)}\n".encode())
+            between = "\n" if log.tell() else ""  # what ended before may have left half a line
+            log.write(f"{between}$ {' '.join(command)}\n".encode())
             log.flush()
             self._process = subprocess.Popen(
                 command,
@@ -259,8 +266,12 @@ class Role:
 
     def _engine_error(self, words: str) -> str:
         """Return the words of the engine that failed first, where its server only points to them (as vLLM's does)."""
-        reasons = _ENGINES_REASON.findall(log_tail(self.log_file, 1000)) if _ENGINE_FAILED.search(words) else []
-        return f"an engine did not start: {reasons[0]}" if reasons else words
+        became = next((text for pattern, text in _ENGINE_FAILED.items() if pattern.search(words)), None)
+        if became is None:
+            return words
+        last_start = _COMMAND_LINE.split(log_tail(self.log_file, 1000))[-1]
+        reasons = _ENGINES_REASON.findall(last_start)
+        return f"{became}: {reasons[0]}" if reasons else words
 
     def log_excerpt(self) -> str:
         """Return the end of the role's log, and of the standard error of the rank that failed first: native code says
