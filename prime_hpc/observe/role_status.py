@@ -82,6 +82,11 @@ class RoleStatus:
             changes["step"] = step
         self._report(**changes)
 
+    def note(self, step: int) -> None:
+        """Keep a step that is done for the next heartbeat: of a rank for which another speaks at once."""
+        with self._lock:
+            self._row["step"] = step
+
     def done(self) -> None:
         """Report that the role's work is complete."""
         self._stopped.set()

@@ -287,6 +287,7 @@ class Trainer:
         if self.experiment.trainer.bench:
             self.bench_rows.append(values)
         if self.metrics is None:
+            self.status.note(step)
             return
         self.metrics.log(step, **values)
         shown: dict[str, float] = {

@@ -46,7 +46,9 @@ RUN = {
     "role_state": _gauge("1 for the state that a role is in.", "role", "state"),
     "role_restarts_total": _counter("How often a role was started again in place.", "role"),
     "process_info": _gauge("A role's process that has spoken; always 1.", "role", "index", "host", "pid"),
-    "process_step": _gauge("Step that a role's process works at.", "role", "index"),
+    "process_step": _gauge(
+        "Last step that a role's process has told of: a rank but the first every 5 s.", "role", "index"
+    ),
     "process_last_word_timestamp_seconds": _gauge("When a role's process spoke last.", "role", "index"),
     "process_resident_memory_bytes": _gauge("Memory that a role's process holds.", "role", "index"),
     "process_cpu_seconds_total": _counter("CPU time that a role's process has used.", "role", "index"),

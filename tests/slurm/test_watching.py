@@ -1,4 +1,4 @@
-"""`prime-hpc why` on a real job: a run of four nodes of which something hangs, and who is named."""
+"""A real job looked at from the login node: its figures for Prometheus, and who is named by `why` where it hangs."""
 
 import json
 from collections.abc import Iterator
@@ -96,6 +96,7 @@ def run(site: pairs.Site, request: pytest.FixtureRequest) -> Iterator[Hanging]:
         {"id": "tests.support.trouble_taskset", "name": "trouble", "args": {"hang_while": str(hang)}}
     ]
     tree["inference"] = {"backend": "transformers", "num_replicas": 2, "cpu_kv_cache_gib": 0.1, "server": {"port": 0}}
+    tree["prometheus"] = {"every_s": 1}
     tree["supervisor"] = {"grace_s": 2, "heartbeat_timeout_s": 600}
     tree["slurm"]["env"] = {"PYTHONPATH": str(ROOT)}
     tree["slurm"]["restart"] = {"node_timeout_s": 600, "fence_s": 600}  # what hangs here is to be named, not ended
@@ -107,6 +108,39 @@ def run(site: pairs.Site, request: pytest.FixtureRequest) -> Iterator[Hanging]:
     hang.unlink(missing_ok=True)
     job.cluster.ask("scancel", job.job_id)
     job.cluster.wait_state(job.job_id, "CANCELLED", timeout=120)
+
+
+def test_prometheus_on_the_login_node_reads_all_roles_and_servers(run: Hanging) -> None:
+    """By the configuration that is printed for it: the file of targets, and the token."""
+    words = [str(BIN / "prime-hpc"), "metrics", "--scrape-config", str(run.run_dir)]
+    (job,) = yaml.safe_load(run.job.cluster.ask(*words))["scrape_configs"]
+    folder = run.site.back / "out" / ".prometheus"
+    (target,) = json.loads((folder / f"{run.job.run_dir.name}.json").read_text())
+    (address,) = target["targets"]
+    host = run.job.attempts()[0]["nodes"]["trainer"][0]
+    assert address.startswith(f"{host}:"), "the supervisor's node"
+    assert Path(job["authorization"]["credentials_file"]).name == "token"
+    url = f"http://{address}/metrics?run={target['labels']['__param_run']}"
+    asked = ["curl", "-sS", "--max-time", "20", "-w", "%{http_code}", url]
+    token = (folder / "token").read_text().strip()
+    assert run.job.cluster.ask(*asked).endswith("401")
+    run_label, text = f'run="{run.job.run_dir.name}"', ""
+
+    def is_told() -> bool:
+        nonlocal text
+        text = run.job.cluster.ask(*asked, "-H", f"Authorization: Bearer {token}")
+        told = (f"run_step{{{run_label}}}", f'process_step{{index="1",role="trainer",{run_label}}}')
+        return all(f"\nprime_hpc_{name} " in text for name in told) and f'{run_label},state="running"' in text
+
+    run.job.cluster.wait_until(is_told, f"the supervisor's own figures\n{text}", LIMIT_S)
+    assert text.endswith("200")
+    for wanted in (
+        f'prime_hpc_process_step{{index="0",role="orchestrator",{run_label}}}',
+        f'prime_hpc_server_up{{{run_label},server="inference[1]"}} 1.0',
+        f'vllm:generation_tokens_total{{{run_label},server="inference[1]"}}',
+        "prime_hpc_trainer_loss",
+    ):
+        assert f"\n{wanted}" in text, f"{wanted}\n{text}"
 
 
 def test_nobody_hangs_in_a_job_that_goes_on(run: Hanging) -> None:
