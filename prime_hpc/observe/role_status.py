@@ -35,6 +35,19 @@ class Publisher(Protocol):
         """Announce `payload` under `topic`."""
 
 
+class Status(Protocol):
+    """The receiver of a role's progress: a `RoleStatus`, or less."""
+
+    def ready(self, **info: Any) -> None:
+        """Start-up is over."""
+
+    def beat(self, step: int | None = None, **info: Any) -> None:
+        """Report that a step is done."""
+
+    def note(self, step: int) -> None:
+        """Keep a step that is done, for which another process speaks at once."""
+
+
 def status_path(log_dir: Path, index: int) -> Path:
     """Status file of the role's `index`-th process."""
     return log_dir / (STATUS_FILE if index == 0 else f"status_{index}.json")

@@ -5,7 +5,6 @@ import time
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from loguru import logger
 from prime_hpc.config import Experiment
 from prime_hpc.config.monitors import open_metrics
 from prime_hpc.observe.metrics import MetricsWriter
+from prime_hpc.observe.role_status import Status
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.artifact import Manifest
 from prime_hpc.store.batch.rank_batch import RankBatch
@@ -61,16 +61,6 @@ class Signal(IntEnum):
     STOP_AND_SAVE = 3
     SAVE = 4
     """Save what is done and go on."""
-
-
-class Status(Protocol):
-    """The receiver of a trainer's progress: a `RoleStatus`, or less."""
-
-    def ready(self, **info: Any) -> None:
-        """Start-up is over."""
-
-    def beat(self, step: int | None = None, **info: Any) -> None:
-        """Report that a step is done."""
 
 
 @dataclass

@@ -40,6 +40,9 @@ class _Silent:
     def beat(self, step: int | None = None, **info: Any) -> None:
         """Nothing to say."""
 
+    def note(self, step: int) -> None:
+        """Nothing to say."""
+
 
 @dataclass
 class Child:

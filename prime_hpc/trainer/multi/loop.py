@@ -18,6 +18,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.observe.metrics import MetricsWriter, last_step
+from prime_hpc.observe.role_status import Status
 from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.child_runs import ChildState, write_state
@@ -31,7 +32,7 @@ from prime_hpc.trainer.multi.collective_call import RunFailed
 from prime_hpc.trainer.multi.fair_queue import FairQueue
 from prime_hpc.trainer.multi.run_slots import Leave, RunSlots
 from prime_hpc.trainer.train_step import StepRefused
-from prime_hpc.trainer.trainer import Status, load_base
+from prime_hpc.trainer.trainer import load_base
 
 TURN_S = 5.0
 """Rank 0 speaks at least so often: the others wait in a collective, which has a deadline of its own."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from prime_hpc.config import Experiment
+from prime_hpc.observe.role_status import Status
 from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.errors import StoreError
@@ -25,7 +26,7 @@ from prime_hpc.trainer.tinker.paths import Index, Saved, Shelf, new_save, tinker
 from prime_hpc.trainer.tinker.paths import Kind as SaveKind
 from prime_hpc.trainer.tinker.server import Server
 from prime_hpc.trainer.tinker.wire import write_forward_backward
-from prime_hpc.trainer.trainer import Status, load_base
+from prime_hpc.trainer.trainer import load_base
 
 TURN_S = 5.0
 """Rank 0 speaks at least so often: the others wait in a collective, which has a deadline of its own."""
