@@ -12,7 +12,7 @@ import queue
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -131,8 +131,10 @@ class Site:
         path.write_text(yaml.safe_dump(tree))
         return self.view / "sft.yaml"
 
-    def submit(self, layout: str, *flags: object, experiment: Path | None = None) -> "Job":
-        """A job of that layout."""
+    def submit(
+        self, layout: str, *flags: object, experiment: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> "Job":
+        """A job of that layout; `env`: more environment of `prime-hpc submit`."""
         self._number += 1
         name = f"{layout}-{self._number}"
         # components in partitions without a common node: Slurm 22.05 plans both of a requeued job onto the same nodes
@@ -141,7 +143,7 @@ class Site:
             more = ["--slurm.partition", "all", "--slurm.gpus-per-node", "0"]
         path = experiment or self.experiment()
         words = ["submit", path, "--name", name, "--slurm.layout", layout, *more, *flags, "--json"]
-        done = self.cluster.x([str(BIN / "prime-hpc"), *map(str, words)], cwd=Path("/"), timeout=120)
+        done = self.cluster.x([str(BIN / "prime-hpc"), *map(str, words)], cwd=Path("/"), timeout=120, env=env)
         if done.returncode:
             raise ClusterError(done.stdout + done.stderr)
         return Job(self.cluster, json.loads(done.stdout)["job_id"], self.back / "out" / name, layout)

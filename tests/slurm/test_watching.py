@@ -101,7 +101,7 @@ def run(site: pairs.Site, request: pytest.FixtureRequest) -> Iterator[Hanging]:
     tree["slurm"]["env"] = {"PYTHONPATH": str(ROOT)}
     tree["slurm"]["restart"] = {"node_timeout_s": 600, "fence_s": 600}  # what hangs here is to be named, not ended
     (site.back / "why.yaml").write_text(yaml.safe_dump(tree))
-    job = site.submit(request.param, experiment=site.view / "why.yaml")
+    job = site.submit(request.param, experiment=site.view / "why.yaml", env=tree["slurm"]["env"])
     one = Hanging(site, job, hang)
     job.cluster.wait_until(lambda: job.step() > 3, f"the first steps of {job.run_dir}", pairs.START_S)
     yield one
