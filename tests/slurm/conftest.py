@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.slurm import Cluster, start_or_skip
+from tests.faults import pairs
+from tests.support.slurm import SLURM_IS_MISSING, Cluster, ClusterError, start_or_skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,6 +35,18 @@ def cluster() -> Iterator[Cluster]:
     cluster = start_or_skip(*(["--suite", suite] if suite else []))
     yield cluster
     cluster.down()
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[pairs.Site]:
+    """A cluster of the module's own, on a file system that can hang."""
+    try:
+        with pairs.site() as place:
+            yield place
+    except ClusterError as error:
+        if error.code == SLURM_IS_MISSING:
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture(autouse=True)

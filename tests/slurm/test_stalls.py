@@ -1,30 +1,16 @@
 """Real jobs whose shared file system hangs, which Slurm suspends, and which lose two things at once."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from tests.faults import pairs
 from tests.support.runs import rows
-from tests.support.slurm import ClusterError
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(500)]
 
 NUM_STEPS = 60
 STALL_S = 2 * pairs.FENCE_S
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[pairs.Site]:
-    """A cluster of its own, on a file system that can hang."""
-    try:
-        with pairs.site() as place:
-            yield place
-    except ClusterError as error:
-        if error.code == 4:
-            pytest.skip(str(error))
-        raise
 
 
 def losses(job: pairs.Job) -> dict[int, float]:
