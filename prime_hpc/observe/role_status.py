@@ -100,6 +100,10 @@ class RoleStatus:
         with self._lock:
             self._row["step"] = step
 
+    def move(self, incarnation: int) -> None:
+        """Report as a part of another attempt from now on."""
+        self._report(incarnation=incarnation)
+
     def done(self) -> None:
         """Report that the role's work is complete."""
         self._stopped.set()

@@ -4,6 +4,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
+from prime_hpc.orchestrator.weight_sync import WeightSync
 
 STALL_SLACK_S = 120.0
 """No episode ended for twice the longest episode deadline plus this: something is stuck."""
@@ -12,13 +13,15 @@ STALL_SLACK_S = 120.0
 class Deadlines:
     """Looked at by the loop whenever it has waited."""
 
-    def __init__(self, exp: Experiment, ready_timeout_s: float, table: ServerTable, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, exp: Experiment, ready_timeout_s: float, table: ServerTable, dispatcher: Dispatcher, weights: WeightSync
+    ) -> None:
         """`ready_timeout_s`: for which all servers may be away."""
         config = exp.orchestrator
         envs = [*config.env, *(config.eval.env if config.eval else [])]
         self._no_end_s = 2 * max(env.timeout_s for env in envs) + STALL_SLACK_S
         self._weights_s, self._ready_s = config.weights_timeout_s, ready_timeout_s
-        self._table, self._dispatcher = table, dispatcher
+        self._table, self._dispatcher, self._weights = table, dispatcher, weights
         self._waiting_since: float | None = None
 
     def check(self, what: str, version: int, reason: str, now: float) -> None:
@@ -41,9 +44,9 @@ class Deadlines:
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = now
-        elif now - self._waiting_since > self._weights_s:
+        elif (waited := now - max(self._waiting_since, self._weights.heard_at)) > self._weights_s:
             raise OrchestratorError(
-                f"waited {now - self._waiting_since:.0f} s for weights version {version} ({what}); version "
+                f"waited {waited:.0f} s for weights version {version} ({what}); version "
                 f"{self._table.served_version} is served; see the trainer's log (orchestrator.weights_timeout_s)"
             )
         if self._dispatcher.num_running and now - self._dispatcher.last_end > self._no_end_s:

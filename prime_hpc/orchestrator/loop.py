@@ -10,7 +10,7 @@ version is served; the trainer wakes on the batch. `main` builds the parts and r
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from prime_hpc.orchestrator.batching.batch_builder import (
     train_samples,
     zero_groups,
 )
+from prime_hpc.orchestrator.batching.batch_writer import BatchContent, BatchWriter
 from prime_hpc.orchestrator.bench import batch_shape
 from prime_hpc.orchestrator.curriculum import Curriculum
 from prime_hpc.orchestrator.deadlines import Deadlines
@@ -51,6 +52,7 @@ from prime_hpc.orchestrator.metrics import (
     train_rows,
     troubles,
 )
+from prime_hpc.orchestrator.next_attempt import NextAttempt
 from prime_hpc.orchestrator.rollouts.carried import GroupCarrier
 from prime_hpc.orchestrator.rollouts.concurrency import AdaptiveConcurrency
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, Job, Lane
@@ -62,9 +64,8 @@ from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.orchestrator.trace_log import TraceLog
 from prime_hpc.orchestrator.weight_sync import Client, WeightSync
 from prime_hpc.runtime import activity
-from prime_hpc.runtime.event_loops import loop_time
+from prime_hpc.runtime.event_loops import in_loop, loop_time
 from prime_hpc.store.artifact import Manifest
-from prime_hpc.store.batches import write_batch
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.model_config import rows_of
@@ -157,12 +158,14 @@ class Orchestrator:
         )
         carried_from = 0 if config.bench else parts.incarnation
         self.carrier = GroupCarrier(parts.paths, exp, carried_from, start_step, state)
+        self.writer = BatchWriter(parts.paths, parts.bus, parts.handover, parts.incarnation, start_step)
+        self.next_attempt = NextAttempt(self)
         self.concurrency: AdaptiveConcurrency | None = None
         if (limits := config.adaptive_concurrency) is not None:
             self.concurrency = AdaptiveConcurrency(
                 limits, self.dispatcher, self.table, parts.clients, self.weights.is_loading
             )
-        self.deadlines = Deadlines(exp, parts.ready_timeout_s, self.table, self.dispatcher)
+        self.deadlines = Deadlines(exp, parts.ready_timeout_s, self.table, self.dispatcher, self.weights)
         self.evaluator = self._make_evaluator()
 
     # ------------------------------------------------------------------------------------------------ the run
@@ -170,7 +173,8 @@ class Orchestrator:
     async def run(self) -> None:
         """From ready servers to the last batch and its evaluation. Raises OrchestratorError where it cannot go on."""
         loop = asyncio.get_running_loop()
-        self.parts.bus.subscribe("server", lambda news: _from_thread(loop, self._on_server_news, news))
+        self.parts.bus.subscribe("server", in_loop(loop, self._on_server_news))
+        self.next_attempt.listen(loop)
         await self.weights.prepare(self.start_step)
         if self.parts.teacher is not None and not self.parts.teacher.is_other:
             await self.parts.teacher.check_room(self.exp.seq_len, [s.num_tasks for s in self.stream.sources])
@@ -228,11 +232,29 @@ class Orchestrator:
             while self.evaluator is not None and self.evaluator.running:
                 await self._wait_for_change("the evaluation, before the engines sleep", version=0)
             await self.weights.sleep()
-        manifest, scored = await asyncio.to_thread(self._assemble, step, groups, state, references)
-        path = self.parts.paths.rollouts_step(step)
-        source = self.parts.handover.offer(path)
-        self.parts.bus.publish("batch", step=step, path=str(path), digest=manifest.digest, source=source)
-        return scored, manifest
+        content, scored = await asyncio.to_thread(self._assemble, step, groups, state, references)
+        return scored, await self.writer.write(content)
+
+    async def begin_attempt(self, incarnation: int, step: int) -> list[int]:
+        """Be a part of the run's next attempt, whose trainer goes on after `step`, with all that is in flight.
+
+        Returns:
+            steps of the batches that were written once more.
+
+        Raises:
+            StoreError: they cannot be.
+        """
+        self.carrier.begin_attempt(incarnation)
+        if self.parts.traces is not None:
+            self.parts.traces.begin_attempt(incarnation)
+        written = await self.writer.go_on(incarnation, step)
+        await self.weights.go_on(incarnation, step)
+        return written
+
+    def fail(self, error: Exception) -> None:
+        """Have the loop raise what was raised beside it."""
+        self.broken = error
+        self.changed.set()
 
     async def _finish(self) -> None:
         """Serve the last version, evaluate it. A bench has no trainer that would make one."""
@@ -252,8 +274,7 @@ class Orchestrator:
             try:
                 prompt = self.stream.next()
             except OrchestratorError as error:
-                self.broken = error
-                self.changed.set()
+                self.fail(error)
                 return False
             group = self.book.open(prompt, served)
             group.lane = lane = Lane()
@@ -315,8 +336,7 @@ class Orchestrator:
         try:
             self._server_news(news)
         except Exception as error:  # noqa: BLE001 - the loop raises it
-            self.broken = error
-            self.changed.set()
+            self.fail(error)
 
     def _server_news(self, news: dict[str, Any]) -> None:
         """Act on a server's node that is lost, or on a server that is being started at another address."""
@@ -363,7 +383,7 @@ class Orchestrator:
 
     def _assemble(
         self, step: int, groups: list[Group], state: dict[str, Any], references: list[References] | None
-    ) -> tuple[Manifest, list[ScoredGroup]]:
+    ) -> tuple[BatchContent, list[ScoredGroup]]:
         config = self.exp.orchestrator
         scored = score_groups(
             groups, self.scorers, zero=zero_groups(self.exp), env_names=self.env_names, references=references
@@ -383,10 +403,7 @@ class Orchestrator:
             self.shape = batch_shape(ranks)
         row = batch_metrics(scored, self.env_names, step)
         meta = {key: row[key] for key in ("reward/mean", "reward/std", "lag/mean", "lag/max", "groups/trained")}
-        manifest = write_batch(
-            self.parts.paths, step, ranks, state=state, meta=meta, incarnation=self.parts.incarnation
-        )
-        return manifest, scored
+        return BatchContent(step, ranks, state, meta), scored
 
     def _report(self, step: int, scored: list[ScoredGroup], manifest: Manifest) -> None:
         """One metrics row, one status beat, one console line, the sample rollouts."""
@@ -477,9 +494,3 @@ class Orchestrator:
         assert self.evaluator is not None
         self.evaluator.served(self.table.served_version)
         self.changed.set()
-
-
-def _from_thread(loop: asyncio.AbstractEventLoop, call: Callable[[dict[str, Any]], None], news: dict[str, Any]) -> None:
-    """Have the event loop make a call that the bus client's thread asks for."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(call, news)

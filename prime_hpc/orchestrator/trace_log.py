@@ -38,6 +38,10 @@ class TraceLog:
         """Lines that did not fit into their step's file, or could not be written."""
         self._broken = False
 
+    def begin_attempt(self, incarnation: int) -> None:
+        """Write another incarnation into the lines."""
+        self._incarnation = incarnation
+
     def rollout(self, step: int, group: Group, index: int, episode: Episode) -> None:
         """One episode has ended, while batch `step` is collected."""
         result, prompt = episode.result, group.prompt

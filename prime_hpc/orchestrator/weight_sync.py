@@ -15,13 +15,13 @@ from loguru import logger
 from prime_hpc.client.inference import POLICY, InferenceError
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
-from prime_hpc.runtime.event_loops import loop_time
-from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, StoreError, wait_for_artifact
+from prime_hpc.runtime.event_loops import in_loop, loop_time
+from prime_hpc.store.artifact import ArtifactError, ArtifactTimeout, StoreError, WaitCancelled, wait_for_artifact
 from prime_hpc.store.errors import FencedError
 from prime_hpc.store.leases import set_floor
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.run_paths import RunPaths, check_incarnation
-from prime_hpc.store.weights import newest_of_attempt
+from prime_hpc.store.weights import list_versions, newest_of_attempt
 
 READER = "orchestrator"
 LISTING_PAUSE_S = (0.25, 2.0)
@@ -31,6 +31,7 @@ CHECK_PAUSE_S = 5.0
 """How often servers that seem well are asked for their version: a restarted one says 0."""
 ARTIFACT_DEADLINE_S = 20.0
 DOWN_WARNING_S = 60.0
+HOLD_LOOK_S = 0.02
 NOTHING = -1
 
 
@@ -99,6 +100,15 @@ class WeightSync:
         self._asleep = False
         """From `sleep` until a newer version is there: the trainer has the GPU."""
         self._announced = -1
+        self._may_follow = asyncio.Event()
+        self._may_follow.set()
+        self._due = 0
+        """A version that an earlier attempt has made and this one goes on from."""
+        self._made_again = 0
+        """Up to here this attempt may not have made the versions that the servers have."""
+        self._is_updating = False
+        self.heard_at = 0.0
+        """When the trainer last announced a version, also one that is served already and was made once more."""
         self.current = 0
         """The newest version that was asked for; servers that come back get it."""
         self.update_seconds = 0.0
@@ -151,10 +161,10 @@ class WeightSync:
         loop = asyncio.get_running_loop()
 
         def on_weights(_: dict[str, Any]) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._news.set)
+            self.heard_at = loop_time()
+            self._news.set()
 
-        self._bus.subscribe("weights", on_weights)
+        self._bus.subscribe("weights", in_loop(loop, on_weights))
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow(), name="follow-weights")
@@ -173,6 +183,27 @@ class WeightSync:
                 tasks.create_task(self._check_forever(), name="check-servers")
         except* (OrchestratorError, StoreError) as group:
             raise group.exceptions[0] from None
+
+    async def hold(self) -> int:
+        """Let no server begin to load anything until `go_on`, once those that do have loaded.
+
+        Returns:
+            the newest version that a server was given.
+        """
+        self._may_follow.clear()
+        while self._is_updating or any(lock.locked() for lock in self._locks):
+            await asyncio.sleep(HOLD_LOOK_S)
+        return self.current
+
+    async def go_on(self, incarnation: int, step: int) -> None:
+        """Follow the versions of another attempt, which begins with that of `step` and makes those after it once more:
+        of them, only what is newer than what the servers have is news."""
+        self._incarnation, self._due, self._announced = incarnation, step, -1
+        self._made_again = self.current
+        self.heard_at = loop_time()
+        self._may_follow.set()
+        self._news.set()
+        await self._announce()
 
     async def sleep(self) -> None:
         """Put the engines to sleep until the next version, which wakes them. They are given no memory before that.
@@ -270,14 +301,23 @@ class WeightSync:
     async def _follow(self) -> None:
         while True:
             version = await self._next_version()
+            of_attempt = self._incarnation
             try:
                 await asyncio.to_thread(self._wait_for, version)
+            except WaitCancelled:
+                await self._may_follow.wait()
+                continue
             except (ArtifactTimeout, ArtifactError) as error:
                 logger.warning(f"weights version {version} cannot be read yet: {error}")
                 continue
+            await self._may_follow.wait()
+            if of_attempt != self._incarnation:
+                continue
             start = loop_time()
             self.current, self.paused_seconds, self._asleep = version, 0.0, False
+            self._is_updating = True
             await asyncio.gather(*(self._load_unless_dropped(i) for i in self._table.ready_indices))
+            self._is_updating = False
             end = loop_time()
             self.update_seconds = end - start
             self._updates += [("load", start, end), ("pause", max(start, end - self.paused_seconds), end)]
@@ -291,8 +331,8 @@ class WeightSync:
             topic="weights",
             key={"version": version},
             names=(),  # each engine checks all files before it loads them
-            min_incarnation=self._incarnation,
-            cancelled=lambda: self._closing,
+            min_incarnation=0 if version == self._due else self._incarnation,
+            cancelled=lambda: self._closing or not self._may_follow.is_set(),
         )
 
     async def _next_version(self) -> int:
@@ -300,6 +340,9 @@ class WeightSync:
         pause = LISTING_PAUSE_S[0]
         while True:
             self._news.clear()
+            await self._may_follow.wait()
+            if self._due > self.current:
+                return self._due
             message = self._bus.latest("weights") or {}
             announced = message.get("version")
             if isinstance(announced, int) and announced > self.current:
@@ -379,10 +422,15 @@ class WeightSync:
         except InferenceError as error:
             logger.debug(f"{server.url} is not ready: {error}")
             return False
+        is_there = await asyncio.to_thread(self._is_there, self.current)
+        if not self._may_follow.is_set():
+            return False
         if found == self.current and not self._locks[index].locked():
             self._table.mark_ready(index, found)
         elif self._asleep:
             return False  # loading would wake it on the trainer's GPU; the next version is near
+        elif not is_there:
+            return False  # the trainer makes it once more
         else:
             logger.info(f"{server.url} is back with version {found}; it gets version {self.current}")
             await self._load(index)
@@ -390,6 +438,9 @@ class WeightSync:
             seconds = loop_time() - server.not_ready_since
             logger.info(f"inference server {server.url} takes episodes again after {seconds:.1f} s")
         return server.ready
+
+    def _is_there(self, version: int) -> bool:
+        return version > self._made_again or version == 0 or version in list_versions(self._paths)
 
     async def _check_forever(self) -> None:
         while True:

@@ -4,6 +4,7 @@ import asyncio
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from prime_hpc.runtime.clock import AwakeClock
 
@@ -41,3 +42,13 @@ def loop_time() -> float:
         return asyncio.get_running_loop().time()
     except RuntimeError:
         return time.monotonic()
+
+
+def in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[Any], object]) -> Callable[[Any], None]:
+    """Return what has the event loop make a call of one argument, from any thread; not once the loop is closed."""
+
+    def from_thread(argument: Any) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(call, argument)
+
+    return from_thread

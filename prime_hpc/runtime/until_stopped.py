@@ -26,9 +26,9 @@ async def until_stopped(
 
     Args:
         work: the role's.
-        subscribe: of the bus; the topic is `stop`.
+        subscribe: of the bus; the topic is `stop`, which may spare roles by name.
         done: reports that the role has ended well; called here only where the process has to be ended.
-        name: of the task.
+        name: of the role.
         advice: follows the reason in the log.
 
     Raises:
@@ -43,6 +43,8 @@ async def until_stopped(
         stop.set()
 
     def on_bus(message: dict[str, Any]) -> None:
+        if name in message.get("spared", ()):
+            return
         if not loop.is_closed():
             loop.call_soon_threadsafe(request_stop, str(message.get("reason", "stop on the bus")))
 

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
@@ -81,6 +82,23 @@ def write_attempt(path: Path, attempt: Attempt) -> None:
         StoreError: disk full, not writable.
     """
     rewrite_row(path, cast(AttemptRow, asdict(attempt)))
+
+
+def close_attempt(
+    attempt: Attempt, ended: Ended, saved_step: int | None, seconds: Mapping[str, float], now: float
+) -> None:
+    """Note how an attempt ended.
+
+    Args:
+        attempt: that is over.
+        ended: why.
+        saved_step: its newest whole checkpoint.
+        seconds: that it took, by what for.
+        now: epoch seconds.
+    """
+    attempt.ended, attempt.exit_code, attempt.cause, attempt.outcome = now, ended.code, ended.cause, ended.outcome
+    attempt.saved_step = saved_step
+    attempt.seconds = {name: round(value, 1) for name, value in seconds.items()}
 
 
 def rewrite_row(path: Path, row: AttemptRow) -> None:

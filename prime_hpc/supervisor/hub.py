@@ -1,11 +1,12 @@
 """The hub at which all roles of an attempt meet, beside those of earlier attempts at which servers still are."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from prime_hpc.config.engine_groups import ENGINE_ROLES
 from prime_hpc.runtime.role_context import NODE
 from prime_hpc.store.messaging import sockets
+from prime_hpc.store.messaging.auth import new_secret
 from prime_hpc.store.messaging.bus import BusServer
 from prime_hpc.store.messaging.network import Network
 
@@ -27,12 +28,15 @@ def host_of_hub(network: Network, environment: Mapping[str, str], *, on_nodes: b
 
 
 class Hubs:
-    """One hub an attempt of this job. Servers that outlive their attempt stay at its hub; everybody else who is still
-    there belongs to an attempt that is over and is not heard."""
+    """One hub an attempt of this job, all of one secret. Servers, and agents of other roles that outlive their attempt,
+    stay at its hub; everybody else who is still there belongs to an attempt that is over and is not heard."""
 
     def __init__(self) -> None:
+        self._secret = new_secret()
         self._open: list[BusServer] = []
-        self._newest = object()
+        self._kept: list[set[str]] = []
+        """Of each hub, the roles there that outlived its attempt, beside the servers."""
+        self._newest: set[str] = set()
         self._listener: Listener = lambda topic, payload: None
 
     def open(
@@ -51,17 +55,39 @@ class Hubs:
         """
         network = Network.from_env(environment)
         host, own = host_of_hub(network, environment, on_nodes=on_nodes)
-        for over in self._open[1:]:  # nobody is there any more: servers are those of the first attempt
-            over.close()
-        newest = self._newest = object()
+        kept = self._newest = set()
 
         def hear(topic: str, payload: dict[str, Any]) -> None:
-            if self._newest is newest or _is_of_server(topic, payload):
+            if self._newest is kept or _speaker(topic, payload) in {*ENGINE_ROLES, *kept}:
                 self._listener(topic, payload)
 
-        hub = BusServer(host, on_message=hear, incarnation=incarnation, ports=network.ports, advertise=own)
-        self._listener, self._open = listener, [*self._open[:1], hub]
+        hub = BusServer(
+            host,
+            on_message=hear,
+            incarnation=incarnation,
+            ports=network.ports,
+            advertise=own,
+            secret=self._secret,
+        )
+        self._close_deserted()
+        self._listener = listener
+        self._open.append(hub)
+        self._kept.append(kept)
         return hub
+
+    def keep(self, roles: Collection[str]) -> None:
+        """Hear these roles, all that outlive this attempt beside servers, also where they are now, once the next hub is
+        open."""
+        for kept in self._kept:
+            kept.intersection_update(roles)
+        self._newest.update(roles)
+
+    def _close_deserted(self) -> None:
+        """Close the hubs at which nobody is heard any more; servers are at the first."""
+        for i in reversed(range(1, len(self._open))):
+            if not self._kept[i]:
+                self._open.pop(i).close()
+                self._kept.pop(i)
 
     def publish(self, topic: str, /, **payload: Any) -> None:
         """Tell everybody. Never raises, never blocks."""
@@ -74,7 +100,7 @@ class Hubs:
             hub.close()
 
 
-def _is_of_server(topic: str, payload: Mapping[str, Any]) -> bool:
-    """Return whether a server, or its agent, speaks."""
+def _speaker(topic: str, payload: Mapping[str, Any]) -> str | None:
+    """Return the role that speaks of itself, or whose agent does."""
     name = payload.get("label") if topic == "agent" else payload.get("role") if topic == "status" else None
-    return str(name).split("[")[0] in ENGINE_ROLES
+    return None if name is None else str(name).split("[")[0]

@@ -6,7 +6,6 @@ The same object on a laptop, under submitit's LocalExecutor and as a Slurm job's
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
 from prime_hpc.runtime.process_tree import become_subreaper, family
 from prime_hpc.runtime.role_context import role_environment
-from prime_hpc.store.attempts import Attempt, Ended, write_attempt
+from prime_hpc.store.attempts import Attempt, Ended, close_attempt, write_attempt
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 from prime_hpc.supervisor.agent import BEAT_S, FENCE, FENCE_LOOK_S
@@ -31,7 +30,8 @@ from prime_hpc.supervisor.preflight.phase import Checkup
 from prime_hpc.supervisor.reaper import Reaper
 from prime_hpc.supervisor.roles.child_orchestrators import ChildOrchestrators
 from prime_hpc.supervisor.roles.ending import end_roles, reap_roles
-from prime_hpc.supervisor.roles.kept_servers import KeptServers, keep_servers
+from prime_hpc.supervisor.roles.hold import Hold, may_outlive
+from prime_hpc.supervisor.roles.kept_roles import KeptRoles, keep_servers
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.roles.replicas import Replicas
 from prime_hpc.supervisor.roles.slurm_step import StepContext, StepRole, StepSpec
@@ -66,7 +66,7 @@ class Supervisor:
         spares: list[str] | None = None,
         checkup: Checkup | None = None,
         controls: Controls | None = None,
-        kept: KeptServers | None = None,
+        kept: KeptRoles | None = None,
     ) -> None:
         """Args:
         experiment, run_dir, attempt: what is run.
@@ -77,7 +77,7 @@ class Supervisor:
         spares: nodes of a homogeneous job that take over a lost server.
         checkup: of the nodes, before any role starts.
         controls: that listen since the attempt began; default: new ones.
-        kept: servers of the job's earlier attempt, which serve on; `specs` are the other roles.
+        kept: roles of the job's earlier attempt that go on.
         """
         self._experiment = experiment
         self._paths = run_paths(experiment, run_dir)
@@ -88,14 +88,15 @@ class Supervisor:
         self._steps = steps
         self._checkup = checkup
         self._kept = kept
-        self.left: KeptServers | None = None
-        """After `run`: servers that serve on, for the run's next attempt in this job (`follow`)."""
+        self.left: KeptRoles | None = None
+        """After `run`: roles that go on in the run's next attempt in this job (`follow`)."""
         self._roles: list[Role] = list(kept.roles) if kept is not None else []
         self._clock = kept.clock if kept is not None else AwakeClock()
         retry_s = experiment.slurm.restart.replica_retry_s
         self._replicas = kept.replicas if kept is not None else Replicas(retry_s, spares or [], self._clock.now)
         self._bus_statuses: dict[tuple[str, int], dict[str, Any]] = kept.statuses if kept is not None else {}
         self._hubs = kept.hubs if kept is not None else Hubs()
+        self._hold = Hold(attempt.incarnation, self._hubs.publish)
         self._ended_by: tuple[Role | None, list[str]] = None, []  # the role, and its nodes that were lost
         self._stop: tuple[StopRequest, float] | None = None
         self._next_health: dict[str, float] = {}
@@ -142,7 +143,7 @@ class Supervisor:
             ended = Ended(1, f"the supervisor could not go on: {error}")
         finally:
             ended = self._fence.true_end(ended)
-            self.left = self._servers_to_leave(ended)
+            self.left = self._roles_to_leave(ended)
             self._end(ended)
             self._run_watch.close()
             if self.left is None:
@@ -153,12 +154,11 @@ class Supervisor:
         return ended.code
 
     def follow(self, attempt: Attempt) -> "Supervisor":
-        """Return the run's next attempt in this job, with the servers that this one left."""
+        """Return the run's next attempt in this job, with the roles that this one left."""
         assert self.left is not None
-        swap = self.left.swap
-        others = [spec for spec in self._specs if isinstance(spec, StepSpec) and not spec.is_server]
-        specs = [replace(spec, hosts=tuple(swap.get(host, host) for host in spec.hosts)) for spec in others]
-        run = self._experiment, self._paths.root, attempt, list[RoleSpec](specs), self._urls, self._environment
+        self.left.forget_others()
+        specs = self.left.placed(self._specs)
+        run = self._experiment, self._paths.root, attempt, specs, self._urls, self._environment
         return Supervisor(*run, self._steps, controls=self._controls, kept=self.left)
 
     def _on_message(self, topic: str, payload: dict[str, Any]) -> None:
@@ -166,6 +166,8 @@ class Supervisor:
             self._bus_statuses[payload["role"], payload["index"]] = payload
         elif self._children is not None and (topic == "run" or "/" in topic):
             self._children.on_message(topic, payload)
+        elif topic == "held":
+            self._hold.on_message(payload)
         elif topic == "agent":
             self._run_watch.on_message(payload)
             for role in self._roles:
@@ -174,6 +176,8 @@ class Supervisor:
 
     def _open_hub(self) -> None:
         incarnation, on_nodes = self._attempt.incarnation, self._steps is not None
+        if self._kept is not None:
+            self._hubs.keep(self._kept.no_servers)
         try:
             self._hub = self._hubs.open(self._environment, incarnation, self._on_message, on_nodes=on_nodes)
         except (ConfigError, StoreError) as error:  # no port that it may use, no such network on this node
@@ -211,7 +215,9 @@ class Supervisor:
         files.replace_link(latest, f"attempt_{self._attempt.attempt}")
         if self._kept is not None:
             self._attempt.nodes |= self._kept.link_logs(latest.parent, self._attempt.attempt)
-        for spec in self._specs:
+            self._kept.go_on(self._attempt, self._hub.place)
+        here = [role.spec.label for role in self._roles]
+        for spec in [spec for spec in self._specs if spec.label not in here]:
             role = self._make_role(spec, environment)
             self._roles.append(role)  # before it starts: its agents may speak at once
             if role.state == "waiting":
@@ -314,10 +320,9 @@ class Supervisor:
         if self._controls.force_requested:
             for role in self._roles:
                 role.kill()
-        for role in self._roles:
-            if isinstance(role, StepRole) and role.warned:
-                role.warned = False
-                self._controls.note_warning()
+        for role in [role for role in self._roles if isinstance(role, StepRole) and role.warned]:
+            role.warned = False
+            self._controls.note_warning()
         request = self._controls.poll()
         if self._controls.is_asked_why:
             self._controls.is_asked_why = False
@@ -341,8 +346,7 @@ class Supervisor:
 
     def _look_at(self, role: Role) -> None:
         role.send_launch_order(self._known_urls())
-        lost = role.lost_hosts(self._experiment.slurm.restart.node_timeout_s)
-        if lost:
+        if lost := role.lost_hosts(self._experiment.slurm.restart.node_timeout_s):
             self._on_lost_nodes(role, lost)
         elif not role.running:
             if role.has_reported("done") and role.exit_code == 0 and not role.is_server:
@@ -412,7 +416,7 @@ class Supervisor:
         self._attempt.lost_nodes = list(dict.fromkeys([*self._attempt.lost_nodes, *hosts]))
 
     def _on_unexpected_exit(self, role: Role, cause: str) -> None:
-        """Start a server again in place that ended and should not have; for other roles end the attempt."""
+        """Start a server again that ended and should not have; for other roles end the attempt."""
         if self._stop is not None and (role.is_server or role.has_reported("done")):
             role.state = "done"  # on the way out, nobody asks the servers any more
             return
@@ -449,8 +453,9 @@ class Supervisor:
         self._ended_by = role, list(lost)
         logger.error(f"{cause}\n--- end of {role.log_file} ---\n{tail}\n---")
 
-    def _servers_to_leave(self, ended: Ended) -> KeptServers | None:
-        """Return the servers, where another role crashed that had been at work; None: everything ends."""
+    def _roles_to_leave(self, ended: Ended) -> KeptRoles | None:
+        """Return the servers, where another role crashed that had been at work, and the orchestrator where that was the
+        trainer; None: everything ends."""
         role, lost = self._ended_by
         is_possible = self._experiment.slurm.restart.in_place and self._steps is not None and self._children is None
         if not is_possible or role is None or role.is_server or not role.was_ready:
@@ -458,13 +463,16 @@ class Supervisor:
         if self._fence.is_fenced or self._stop is not None or ended.outcome not in ("failed", "node_lost"):
             return None
         led_by = self._replicas, self._hubs, self._pulse, self._reaper, self._clock
-        return keep_servers(self._roles, lost, self._bus_statuses, *led_by)
+        left = keep_servers(self._roles, lost, self._bus_statuses, *led_by)
+        if left is not None and role.spec.name == "trainer" and may_outlive(self._experiment):
+            self._hold.ask(self._roles, lost, left)
+        return left
 
     def _end(self, ended: Ended) -> None:
         """End every role that no later attempt takes over, with all it started, and write down how this one ended."""
-        self._hubs.publish("stop", reason=ended.cause, save=False)
+        kept, spared = (self.left.roles, self.left.no_servers) if self.left is not None else ([], [])
+        self._hubs.publish("stop", reason=ended.cause, save=False, spared=spared)
         grace = self._experiment.supervisor.grace_s
-        kept = self.left.roles if self.left is not None else []
         over = [role for role in self._roles if role not in kept]
         children = self._children.pids if self._children is not None else []
         killed = end_roles(over, grace, children, self._pulse.tick)
@@ -479,22 +487,14 @@ class Supervisor:
         logger.log(level, f"attempt {self._attempt.attempt} ended: {ended.outcome} ({ended.cause})")
 
     def _write_down(self, ended: Ended) -> None:
-        if (
-            self._fence.true_end(ended) is not ended or self._fence.is_fenced
-        ):  # the newer attempt has written this one's end
-            return
+        if self._fence.true_end(ended) is not ended or self._fence.is_fenced:
+            return  # the newer attempt has written this one's end
         now = time.time()
-        attempt = self._attempt
-        attempt.ended, attempt.exit_code, attempt.cause, attempt.outcome = now, ended.code, ended.cause, ended.outcome
-        attempt.saved_step = saved_step_if_known(self._paths, attempt.saved_before)
         ready = self._ready_at or now
-        attempt.seconds = {
-            "start": round(ready - attempt.began, 1),
-            "run": round(now - ready, 1),
-            **{k: round(v, 1) for k, v in self._console.seconds().items()},
-        }
+        seconds = {"start": ready - self._attempt.began, "run": now - ready, **self._console.seconds()}
+        close_attempt(self._attempt, ended, saved_step_if_known(self._paths, self._attempt.saved_before), seconds, now)
         self._live.write(now=True, **{**self._facts(), "state": "ended", "cause": ended.cause})
         try:
-            write_attempt(self._paths.attempts, attempt)
+            write_attempt(self._paths.attempts, self._attempt)
         except (OSError, StoreError) as error:
             logger.warning(f"{self._paths.attempts} could not be written: {error}")

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ RESTART = {"how": "requeue", "node_timeout_s": 4, "fence_s": 15, "max_crashes": 
 
 
 class Job:
-    """A led job whose trainer follows `actions`."""
+    """A led job whose trainer follows `actions`, and its orchestrator, if it has one, others."""
 
-    def __init__(self, folder: Path, actions: list[str], **restart: Any) -> None:
+    def __init__(self, folder: Path, actions: list[str], orchestrator: Sequence[str] = (), **restart: Any) -> None:
         self.dir, self.log = folder / "run", (folder / "log").open("wb+")
         self.dir.mkdir()
-        facts = json.dumps({"trainer": actions, "restart": RESTART | restart})
+        facts = json.dumps({"trainer": actions, "orchestrator": [*orchestrator], "restart": RESTART | restart})
         command = [sys.executable, "-m", "tests.support.led_job", str(self.dir), facts]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -77,8 +77,8 @@ class Job:
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def make(actions: list[str], **restart: Any) -> Job:
-        jobs.append(Job(tmp_path, actions, **restart))
+    def make(actions: list[str], orchestrator: Sequence[str] = (), **restart: Any) -> Job:
+        jobs.append(Job(tmp_path, actions, orchestrator, **restart))
         return jobs[-1]
 
     yield make
@@ -137,6 +137,68 @@ def test_a_spare_node_takes_the_place_of_the_trainers_lost_one(start: Callable[.
     first, second = job.ended()
     assert (first["outcome"], first["lost_nodes"], second["outcome"]) == ("node_lost", ["n1"], "completed")
     assert second["nodes"] == {"inference[0]": ["n2"], "trainer": ["n3"]}
+
+
+def crash_once(start: Callable[..., Job], folder: Path, *orchestrator: str) -> tuple[Job, list[float], list[float]]:
+    """An RL job whose trainer crashes once: the job, and when its orchestrator's processes began before and after."""
+    over = folder / "over"
+    trains = ["beat:0.5", "ready", f"await:{folder}/go", f"once:{folder}/crashed:exit:1", f"await:{over}", "done"]
+    job = start(trains, [*orchestrator, "beat:0.5", "ready", f"await:{over}", "done"])
+    job.wait(lambda: "all roles are ready" in job.said(), "all roles are ready")
+    before = began(job)
+    job.let_go()
+    job.wait(lambda: job.said().count("trainer is ready") == 2, "the trainer is ready again")
+    job.wait(lambda: began(job), "an orchestrator")
+    return job, before, began(job)
+
+
+def began(job: Job) -> list[float]:
+    return [process.create_time() for process in job.processes("tests.support.scripted_role", "orchestrator")]
+
+
+def test_an_orchestrator_that_holds_goes_on_beside_the_servers(start: Callable[..., Job], tmp_path: Path) -> None:
+    job, before, after = crash_once(start, tmp_path, "hold:0:1:2")
+    assert before == after and len(after) == 1, job.said()
+    time.sleep(8)  # longer than its agent takes to look for a newer attempt
+    assert began(job) == before
+    (tmp_path / "over").touch()
+    first, second = job.ended()
+    assert job.process.returncode == 0, job.said()
+    assert (first["next"], second["outcome"]) == ("in_place", "completed")
+    assert second["nodes"] == {"inference[0]": ["n2"], "trainer": ["n1"], "orchestrator": ["n1"]}
+    assert "its servers and its orchestrator go on" in job.said()
+    assert job.said().count("started orchestrator") == 1 and job.said().count("orchestrator is done") == 1
+    assert (job.dir / "logs" / "attempt_2" / "orchestrator" / "orchestrator.log").exists()
+
+
+def test_one_that_lacks_a_batch_of_the_steps_to_take_again_starts_again(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    job, before, after = crash_once(start, tmp_path, "hold:3:4:5")
+    assert len(before) == len(after) == 1 and before != after, job.said()
+    (tmp_path / "over").touch()
+    assert [row["outcome"] for row in job.ended()] == ["failed", "completed"]
+    assert (
+        "it has batches 4 to 5, and 1 is the next one" in job.said() and job.said().count("started orchestrator") == 2
+    )
+
+
+def test_one_that_does_not_answer_starts_again(start: Callable[..., Job], tmp_path: Path) -> None:
+    job, before, after = crash_once(start, tmp_path)
+    assert len(before) == len(after) == 1 and before != after, job.said()
+    (tmp_path / "over").touch()
+    assert [row["outcome"] for row in job.ended()] == ["failed", "completed"]
+    assert "the orchestrator did not answer" in job.said()
+
+
+def test_one_that_crashes_itself_after_it_has_gone_on_starts_again(start: Callable[..., Job], tmp_path: Path) -> None:
+    job, before, after = crash_once(start, tmp_path, "hold:0:1:2")
+    assert before == after
+    for process in job.processes("tests.support.scripted_role", "orchestrator"):
+        process.kill()
+    first, second = job.ended()
+    assert (first["next"], second["outcome"], second["next"]) == ("in_place", "failed", None)
+    assert "orchestrator was killed by signal 9" in second["cause"] and not job.server()
 
 
 def test_it_can_be_switched_off(start: Callable[..., Job], tmp_path: Path) -> None:

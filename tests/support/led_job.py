@@ -1,8 +1,9 @@
 """A job with a server and a trainer on made-up nodes, led over several attempts, with a stand-in for srun.
 
 usage: python -m tests.support.led_job RUN_DIR JSON
-JSON: {"restart": {...}, "trainer": [actions]}; the trainer follows the actions (see `scripted_role`) on node n1, the
-server answers on n2, n3 is spare. Exits with the last attempt's code.
+JSON: {"restart": {...}, "trainer": [actions], "orchestrator": [actions]}; the trainer follows the actions (see
+`scripted_role`) on node n1, the orchestrator of an RL run beside it, if there is one; the server answers on n2, n3 is
+spare. Exits with the last attempt's code.
 """
 
 import json
@@ -36,7 +37,7 @@ def main() -> int:
     stand_in(run_dir, SRUN)
 
     def follow(role: str, actions: list[str], hosts: tuple[str, ...], hellos: Hellos) -> LaunchOrder:
-        port = hellos[f"{hosts[0]}/0"]["ports"][0]
+        port = next(iter(hellos[f"{hosts[0]}/0"]["ports"]), 0)
         command = [sys.executable, "-m", "tests.support.scripted_role", role, str(run_dir)]
         command += [action.replace("PORT", str(port)) for action in actions]
         return LaunchOrder(start_number=0, nodes=list(hosts), commands=[command], grace_s=1.0)
@@ -47,13 +48,21 @@ def main() -> int:
     def train(spec: StepSpec, hellos: Hellos, urls: object) -> LaunchOrder:
         return follow("trainer", facts["trainer"], spec.hosts, hellos)
 
+    def orchestrate(spec: StepSpec, hellos: Hellos, urls: object) -> LaunchOrder:
+        return follow("orchestrator", facts["orchestrator"], spec.hosts, hellos)
+
     specs: list[RoleSpec] = [
         StepSpec("inference", [], 300.0, hosts=("n2",), order=serve, is_server=True),
         StepSpec("trainer", [], 300.0, hosts=("n1",), order=train),
     ]
     tree = {"output_dir": str(run_dir.parent), "name": run_dir.name, "kind": "sft", "max_steps": 1}
     tree |= {"supervisor": {"grace_s": 1}, "slurm": {"restart": facts["restart"]}}
-    experiment = Experiment.model_validate({**tree, "sft": {"data": {"type": "fake"}}})
+    if facts["orchestrator"]:
+        specs.append(StepSpec("orchestrator", [], 300.0, hosts=("n1",), order=orchestrate))
+        tree |= {"kind": "rl", "model": {"name": "none"}, "orchestrator": {"env": [{"id": "reverse-text"}]}}
+    experiment = Experiment.model_validate(
+        tree if facts["orchestrator"] else {**tree, "sft": {"data": {"type": "fake"}}}
+    )
     write_snapshot(experiment, run_dir, ["led_job"])
     paths = RunPaths(run_dir)
     attempt = begin(paths.attempts, incarnation=claim_incarnation(paths), why="test", resume_step=None, job_id="7")

@@ -5,7 +5,8 @@ actions: ready, done, fail:REASON, sleep:SECONDS, exit:CODE, child (starts a chi
 once:FILE:ACTION (only the first time, remembered by FILE), serve:PORT (a health route), kill (SIGKILL itself),
 beat:SECONDS (a heartbeat from now on), touch:FILE, await:FILE (until it is there), require:FILE (fail without),
 write:FILE:COUNT (so many lines, one every 0.1 s, each by opening it), step:N (a beat at that step),
-doing:PHASE:WHOM (its word: what it does, and for whom it waits), stop (SIGSTOP itself)
+doing:PHASE:WHOM (its word: what it does, and for whom it waits), stop (SIGSTOP itself), hold:VERSION:FIRST:LAST (an
+orchestrator that outlives its attempt: what it answers; it moves when it is told where to)
 """
 
 import http.server
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from prime_hpc.observe.role_status import RoleStatus
 from prime_hpc.runtime import activity
@@ -32,13 +34,23 @@ class Health(http.server.BaseHTTPRequestHandler):
         return
 
 
-def act(action: str, status: RoleStatus) -> None:
+def hold(bus: BusClient, answer: list[int]) -> None:
+    names = ("version", "first_batch", "last_batch")
+
+    def on_hold(message: dict[str, Any]) -> None:
+        bus.publish("held", incarnation=message["incarnation"], **dict(zip(names, answer, strict=True)))
+
+    bus.subscribe("hold", on_hold)
+    bus.subscribe("go_on", lambda message: bus.move(message["hub"], message["incarnation"]))
+
+
+def act(action: str, status: RoleStatus, bus: BusClient) -> None:
     name, _, value = action.partition(":")
     if name == "once":
         marker, _, rest = value.partition(":")
         if not Path(marker).exists():
             Path(marker).touch()
-            act(rest, status)
+            act(rest, status, bus)
     elif name == "touch":
         Path(value).touch()
     elif name == "await":
@@ -50,6 +62,8 @@ def act(action: str, status: RoleStatus) -> None:
             sys.exit(1)
     elif name == "sleep":
         time.sleep(float(value))
+    elif name == "hold":
+        hold(bus, [int(number) for number in value.split(":")])
     elif name == "ready":
         status.ready()
     elif name == "done":
@@ -89,12 +103,13 @@ def act(action: str, status: RoleStatus) -> None:
 def main() -> None:
     role, run_dir, *actions = sys.argv[1:]
     context = RoleContext.from_env(role, run_dir)
-    status = RoleStatus(context, BusClient(context.bus_address, role, incarnation=context.incarnation))
+    bus = BusClient(context.bus_address, role, incarnation=context.incarnation)
+    status = RoleStatus(context, bus)
     activity.introduce(role, context.index, run_dir)
     status.starting()
     for action in actions:
         print(f"{role}: {action}", flush=True)
-        act(action, status)
+        act(action, status, bus)
 
 
 if __name__ == "__main__":

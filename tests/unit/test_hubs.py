@@ -50,3 +50,38 @@ def test_servers_of_the_first_attempt_are_heard_and_told_in_the_third() -> None:
             client.close()
         hubs.close()
     assert len(set(addresses)) == 3
+
+
+def test_a_role_that_outlives_its_attempt_is_heard_where_its_agent_is_and_moves_itself() -> None:
+    hubs = Hubs()
+    heard: list[list[tuple[str, dict[str, Any]]]] = [[], [], []]
+    clients: list[BusClient] = []
+    try:
+        first = hubs.open({}, 1, keep_in(heard[0]), on_nodes=False)
+        clients += [BusClient(first.address, name, incarnation=1) for name in ("orchestrator", "agent", "trainer")]
+        role, agent, trainer = clients
+        role.publish("weights", version=4)
+        wait(lambda: role.latest("weights"))
+        hubs.keep(["orchestrator"])
+        second = hubs.open({}, 2, keep_in(heard[1]), on_nodes=False)
+        agent.publish("agent", label="orchestrator", event="beat")
+        trainer.publish("agent", label="trainer", event="beat")
+        wait(lambda: heard[1])
+        role.move(second.place, 2)
+        assert role.latest("weights") is None, "announced in an attempt that is over"
+        role.publish("status", role="orchestrator", index=0, state="ready", time=0.0)
+        wait(lambda: len(heard[1]) == 2)
+        second.publish("weights", version=3)
+        wait(lambda: role.latest("weights") == {"version": 3})
+        assert [payload.get("label") or payload["role"] for _, payload in heard[1]] == ["orchestrator"] * 2
+        hubs.keep([])  # the third attempt starts another one
+        hubs.open({}, 3, keep_in(heard[2]), on_nodes=False)
+        wait(lambda: not role.connected)  # that hub is closed
+        agent.publish("agent", label="orchestrator", event="beat")
+        agent.publish("agent", label="inference[0]", event="beat")
+        wait(lambda: heard[2])
+        assert [payload["label"] for _, payload in heard[2]] == ["inference[0]"]
+    finally:
+        for client in clients:
+            client.close()
+        hubs.close()

@@ -7,7 +7,9 @@ way through each tenth step a trainer rank gets SIGKILL; the next attempt begins
 Effective share: steps that lasted, each as long as the median of those that nothing disturbed, over the time from the
 end of the first step to the end of the last one. Down: from the kill to the end of the step that it hit, less one step.
 
-`PRIME_HPC_BENCH_STEPS` (100) and `PRIME_HPC_BENCH_TOKEN_S` (0.5 s, 48 tokens a rollout) change the run.
+`PRIME_HPC_BENCH_STEPS` (100), `PRIME_HPC_BENCH_TOKEN_S` (0.5 s, 48 tokens a rollout) and `PRIME_HPC_BENCH_INTERVAL` (a
+checkpoint every 1 step) change the run;
+`PRIME_HPC_BENCH_LOG` names a file for the supervisor's log.
 """
 
 import json
@@ -32,6 +34,7 @@ HERE = Path(__file__).resolve().parent
 TOP = HERE.parents[1]
 NUM_STEPS = int(os.environ.get("PRIME_HPC_BENCH_STEPS", "100"))
 TOKEN_S = os.environ.get("PRIME_HPC_BENCH_TOKEN_S", "0.5")
+INTERVAL = int(os.environ.get("PRIME_HPC_BENCH_INTERVAL", "1"))
 EVERY = 10
 START_S = 600.0
 
@@ -47,7 +50,7 @@ def experiment(folder: Path) -> dict[str, Any]:
         "async_level": 1,
         "seq_len": 128,
         "model": {"name": str(folder / "made" / "model"), "dtype": "float32"},
-        "ckpt": {"interval": 1, "keep_last": 2},
+        "ckpt": {"interval": INTERVAL, "keep_last": 2},
         "trainer": {"num_ranks": 2, "threads_per_rank": 1, "micro_batch_tokens": 2048, "optim": {"lr": 1e-5}},
         "orchestrator": {
             "batch_size": 16,
@@ -127,7 +130,10 @@ def run() -> dict[str, Any]:
         killed = play(cluster, run_dir, json.loads(done.stdout)["job_id"])
         ends = step_ends(run_dir)
         attempts = read_attempts(RunPaths(run_dir).attempts)
-        servers = (run_dir / "logs" / "supervisor.log").read_text().count("started inference[0]")
+        said = (run_dir / "logs" / "supervisor.log").read_text()
+        starts = {role: said.count(f"started {role} ") for role in ("inference[0]", "orchestrator")}
+        if keep := os.environ.get("PRIME_HPC_BENCH_LOG"):
+            Path(keep).write_text(said)
     finally:
         cluster.down()
     lasted = dict(ends)
@@ -141,7 +147,8 @@ def run() -> dict[str, Any]:
         "losses": len(killed),
         "attempts": len(attempts),
         "in_place": sum(row.get("next") == "in_place" for row in attempts),
-        "starts_of_the_engine": servers,
+        "starts_of_the_engine": starts["inference[0]"],
+        "starts_of_the_orchestrator": starts["orchestrator"],
         "step_s": usual,
         "wall_s": wall,
         "effective": usual * (len(order) - 1) / wall,
@@ -159,9 +166,10 @@ def render(result: dict[str, Any]) -> str:
         [
             f"{result['steps']} steps of {result['step_s']:.1f} s, a trainer rank killed {result['losses']} times: "
             f"{result['attempts']} attempts, {result['in_place']} begun in place, "
-            f"{result['starts_of_the_engine']} start of the engine, {result['done_again']} steps done again",
-            f"a loss made its step longer by {longer[len(longer) // 2]:.1f} s (median; {longer[-1]:.1f} s at most); "
-            f"from the kill to the end of that step, less a usual one: {down[len(down) // 2]:.1f} s",
+            f"{result['starts_of_the_engine']} start of the engine, {result['starts_of_the_orchestrator']} of the "
+            f"orchestrator, {result['done_again']} steps done again",
+            f"from the kill to the end of the step that it hit, less a usual one: {down[len(down) // 2]:.1f} s (median)"
+            + ("" if result["done_again"] else f"; that step was {longer[len(longer) // 2]:.1f} s longer"),
             f"effective share: {result['steps'] - 1} x {result['step_s']:.1f} s / {result['wall_s']:.0f} s = "
             f"{100 * result['effective']:.1f} %",
         ]

@@ -106,8 +106,9 @@ class RestartConfig(Section):
     """Slurm warns the job so long before its time limit; everyone saves and the job comes back."""
     in_place: bool = True
     """After a crash of the trainer or the orchestrator, or with a spare node for a lost one of theirs, these start
-    again inside the job, from the newest checkpoint, while the servers serve on; the second time in a row that nothing
-    new was saved, the job is requeued."""
+    again inside the job, from the newest checkpoint, while the servers serve on. Of a crash of the trainer alone the
+    orchestrator goes on too, with all rollouts in flight and its batches since the checkpoint; the second time in a row
+    that nothing new was saved, the job is requeued."""
     max_crashes: int = Field(3, ge=0)
     """Crashes in a row without a newly saved step after which the job stays down."""
     max_attempts: int = Field(200, ge=1)

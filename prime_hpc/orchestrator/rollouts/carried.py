@@ -136,6 +136,10 @@ class GroupCarrier:
         """Groups whose prompts were not opened so far."""
         return len(self._carried)
 
+    def begin_attempt(self, incarnation: int) -> None:
+        """Write for the attempt that follows another one than the first."""
+        self._incarnation = incarnation
+
     def take(self, group: Group) -> list[EpisodeResult]:
         """Return the ends of all the group's episodes, if the attempt before left them; else nothing."""
         found = self._carried.pop(group.prompt.position, None)

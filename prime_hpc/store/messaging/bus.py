@@ -34,7 +34,7 @@ _FLUSH_S = 1.0  # what close() grants at most to messages that are still on thei
 _CONNECT_TIMEOUT_S = 2.0
 _PURPOSE = "bus"
 _MAX_QUEUED = 1000  # messages kept while the hub cannot be reached; older ones are dropped
-HUB_ONLY = frozenset({"status", "agent"})
+HUB_ONLY = frozenset({"status", "agent", "held"})
 """Topics that are the hub's alone: thousands of processes report on themselves, and only the supervisor listens."""
 _HISTORY = 256  # messages that a waiter may still see though newer ones came in the same instant
 
@@ -107,7 +107,7 @@ class BusServer:
         default = socket.gethostname() if sockets.is_wildcard(host) else host
         where = sockets.join(advertise or default, listener.getsockname()[1])
         self._secret = secret or new_secret()
-        self.address = f"{self._secret}@{where}"
+        self.place, self.address = where, f"{self._secret}@{where}"
         self._admission = Admission(listener, self._secret, _PURPOSE)
         self._on_message = on_message
         self._incarnation = incarnation
@@ -266,6 +266,7 @@ class BusClient:
         self._callbacks: list[tuple[str, Callable[[Payload], None]]] = []
         self._replays: deque[tuple[Payload, Callable[[Payload], None]]] = deque()
         self._closing = threading.Event()
+        self._moved = threading.Event()
         self._peer: Peer | None = None
         self._local_host: str | None = None
         if self._address is not None:
@@ -365,6 +366,21 @@ class BusClient:
                 self._replays.append((latest, callback))
         self._waker.wake()
 
+    def move(self, place: str, incarnation: int) -> None:
+        """Go on at another hub that has the same secret, as a role of its attempt: what the old one announced holds no
+        longer.
+
+        Args:
+            place: host:port of the hub.
+            incarnation: stated in every message from now on.
+        """
+        with self._changed:
+            self._address, self._incarnation = parse_address(f"{self._secret}@{place}"), incarnation
+            for known in (self._latest, self._seen, self._history):
+                known.clear()
+            self._moved.set()
+        self._waker.wake()
+
     def close(self) -> None:
         """Hand over what is queued (1 s at most) and end the thread. Waiters return None."""
         self._closing.set()
@@ -381,6 +397,7 @@ class BusClient:
         pause = 0.05
         try:
             while not self._closing.is_set():
+                self._moved.clear()
                 peer = self._connect()
                 if peer is None:
                     self._run_replays()
@@ -426,6 +443,8 @@ class BusClient:
             selector.register(peer.sock, selectors.EVENT_READ)
             end, finished = math.inf, False
             while time.monotonic() < end:  # once closing, until the hub has read all and hangs up (PeerGone)
+                if self._moved.is_set():
+                    return
                 self._pump(peer)
                 self._run_replays()
                 if self._closing.is_set():
@@ -461,6 +480,8 @@ class BusClient:
         # After a reconnection the hub repeats the latest of each topic, in any order of topics: what this process
         # has already seen on that topic is skipped, so callbacks run once per message.
         with self._changed:
+            if self._moved.is_set():  # a last word of the hub that was left
+                return
             known_hub, known = self._seen.get(topic, ("", 0))
             if hub == known_hub and sequence <= known:
                 return

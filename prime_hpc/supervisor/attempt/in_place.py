@@ -2,8 +2,10 @@
 
 Going back to the queue costs a wait and the start of every engine. Where the trainer or the orchestrator crashed and
 its nodes are well, or a spare node can take a lost one's place, only these two start again, from the newest checkpoint;
-the servers serve on, and are told which version to go back to. The second time in a row that nothing new was saved, the
-job goes back to the queue: the nodes may be the reason.
+the servers serve on, and are told which version to go back to. Of a trainer's crash the orchestrator need not hear
+either: where nothing was sampled by a version that the next attempt makes anew, it commits its newest batches once more
+and goes on, with all rollouts in flight. The second time in a row that nothing new was saved, the job goes back to the
+queue: the nodes may be the reason.
 """
 
 from pathlib import Path
@@ -21,9 +23,11 @@ from prime_hpc.supervisor.attempt.restart_policy import attempts_without_progres
 from prime_hpc.supervisor.attempt.start import begin_attempt, run_paths
 from prime_hpc.supervisor.supervisor import Supervisor
 
+ORCHESTRATOR = "orchestrator"
+
 
 def begin_in_place(ended: Supervisor, experiment: Experiment, run_dir: Path, patience: Patience) -> Supervisor | None:
-    """Begin the run's next attempt with the servers that `ended` left.
+    """Begin the run's next attempt with the roles that `ended` left.
 
     Args:
         ended: an attempt that is over and written down, with `left`.
@@ -34,9 +38,9 @@ def begin_in_place(ended: Supervisor, experiment: Experiment, run_dir: Path, pat
         the attempt, not running yet; None: the job ends, its servers have, and the restart policy decides the rest.
 
     Raises:
-        StartEnded: somebody wants the run to end; the servers have.
+        StartEnded: somebody wants the run to end; these roles have.
     """
-    left = ended.left
+    left, grace_s = ended.left, experiment.supervisor.grace_s
     assert left is not None
     why_not: str | None
     try:
@@ -45,6 +49,9 @@ def begin_in_place(ended: Supervisor, experiment: Experiment, run_dir: Path, pat
         why_not = _reason_against(experiment, run_dir, rows)
         if why_not is None and (silent := left.hand_over(rows[-1]["incarnation"] + 1)):
             why_not = f"{', '.join(silent)} did not answer"
+            if left.held is not None and silent == [ORCHESTRATOR]:
+                left.release_orchestrator(why_not, grace_s)
+                why_not = None
         if why_not is None:
             last = rows[-1]
             record_bad_nodes(experiment, dict.fromkeys(last["lost_nodes"], last["cause"] or ""))
@@ -53,18 +60,19 @@ def begin_in_place(ended: Supervisor, experiment: Experiment, run_dir: Path, pat
                 experiment, run_dir, job_id=last.get("job_id"), restarts=last.get("restarts"), patience=patience
             )
             attempt.allocated = dict(last.get("allocated") or {})
+            if left.held is not None and (reason := left.held.why_not(attempt.resume_step or 0)):
+                left.release_orchestrator(reason, grace_s)
+            who = "its servers and its orchestrator go on" if left.held is not None else "its servers serve on"
             where = "".join(f"; {spare} takes the place of {lost}" for lost, spare in left.swap.items())
-            logger.warning(
-                f"attempt {attempt.attempt} ({attempt.why}) begins in the same job, its servers serve on{where}"
-            )
+            logger.warning(f"attempt {attempt.attempt} ({attempt.why}) begins in the same job, {who}{where}")
             return ended.follow(attempt)
     except StartEnded:  # a signal or STOP: no crash, after which the job would come back
-        left.end(experiment.supervisor.grace_s)
+        left.end(grace_s)
         raise
     except (StoreError, OSError, ConfigError) as error:
         why_not = str(error)
     logger.warning(f"the run does not go on inside this job: {why_not}")
-    left.end(experiment.supervisor.grace_s)
+    left.end(grace_s)
     return None
 
 

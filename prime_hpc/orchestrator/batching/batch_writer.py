@@ -1,0 +1,112 @@
+"""Batches on their way to the trainer: committed, announced, and kept until a checkpoint has them behind it.
+
+A trainer that crashes goes on from its newest checkpoint, in an attempt that takes the steps after it again. Where the
+orchestrator outlives it, the batches of these steps are what they were: they are committed once more, for that attempt.
+"""
+
+import asyncio
+import os
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from prime_hpc.runtime.role_context import LED
+from prime_hpc.store.artifact import Manifest
+from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batches import write_batch
+from prime_hpc.store.messaging.bus import BusClient
+from prime_hpc.store.messaging.file_transfer import HandoverServer
+from prime_hpc.store.run_paths import RunPaths
+
+MOST_BYTES = 2 << 30
+"""Of the batches that are kept, a token at 15 bytes; more, and a crash of the trainer starts the orchestrator again."""
+
+
+@dataclass(frozen=True)
+class BatchContent:
+    """All that is written of a batch."""
+
+    step: int
+    ranks: list[RankBatch]
+    """One a data-parallel rank."""
+    state: dict[str, Any]
+    """The orchestrator's after it."""
+    meta: dict[str, Any]
+    """For the manifest."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its arrays, about."""
+        return 15 * sum(rank.num_tokens for rank in self.ranks)
+
+
+class BatchWriter:
+    """Commits batches for an attempt, one at a time; from `hold` to `go_on` none."""
+
+    def __init__(self, paths: RunPaths, bus: BusClient, handover: HandoverServer, incarnation: int, step: int) -> None:
+        """`step`: of the batch before the first one; `incarnation`: of the attempt. Only in a job that is led can there
+        be a next one."""
+        self._most_bytes = MOST_BYTES if os.environ.get(LED) else 0
+        self._paths, self._bus, self._handover, self._incarnation = paths, bus, handover, incarnation
+        self._one = asyncio.Lock()
+        self._recent: deque[BatchContent] = deque()
+        self._newest = step
+
+    async def write(self, content: BatchContent) -> Manifest:
+        """Commit a batch and tell the trainer.
+
+        Raises:
+            StoreError: disk full, fenced.
+        """
+        async with self._one:
+            manifest = await self._commit(content)
+            self._newest = content.step
+            if self._most_bytes:
+                self._recent.append(content)
+                self._forget((self._bus.latest("saved") or {}).get("step", 0))
+            return manifest
+
+    def _forget(self, saved: int) -> None:
+        """Keep no batch that a checkpoint has behind it, nor more than there is room for."""
+        size = sum(content.num_bytes for content in self._recent)
+        while self._recent and (self._recent[0].step <= saved or size > self._most_bytes):
+            size -= self._recent.popleft().num_bytes
+
+    async def hold(self) -> tuple[int, int]:
+        """Commit nothing from now on, once what is being written is there.
+
+        Returns:
+            the first batch that can be committed again, and the newest one; the first is one above where there is none.
+        """
+        await self._one.acquire()
+        return self._newest - len(self._recent) + 1, self._newest
+
+    async def go_on(self, incarnation: int, step: int) -> list[int]:
+        """Commit what comes after `step` for a new attempt, then as ever. Returns the steps.
+
+        Raises:
+            StoreError: as `write`.
+        """
+        self._incarnation = incarnation
+        self._forget(step)
+        try:
+            for content in self._recent:
+                await self._commit(content)
+        finally:
+            self._one.release()
+        return [content.step for content in self._recent]
+
+    async def _commit(self, content: BatchContent) -> Manifest:
+        path = self._paths.rollouts_step(content.step)
+        manifest = await asyncio.to_thread(
+            write_batch,
+            self._paths,
+            content.step,
+            content.ranks,
+            state=content.state,
+            meta=content.meta,
+            incarnation=self._incarnation,
+        )
+        source = self._handover.offer(path)
+        self._bus.publish("batch", step=content.step, path=str(path), digest=manifest.digest, source=source)
+        return manifest
