@@ -152,7 +152,7 @@ def test_packed_an_inference_node_lost_for_good_the_trainer_goes_on(cluster: Clu
 def test_packed_a_trainer_node_lost_a_spare_takes_its_place_and_the_servers_serve_on(
     cluster: Cluster, experiment: Path
 ) -> None:
-    flags = ("--slurm.layout", "packed", "--slurm.spare-nodes", 1, "--max-steps", 40, "--ckpt.interval", 1)
+    flags = ("--slurm.layout", "packed", "--slurm.spare-nodes", 1, "--max-steps", 40)
     trainer = ("--trainer.num-ranks", 2, "--slurm.trainer.nodes", 2)
     servers = ("--slurm.inference.nodes", 1, "--inference.data-parallel-size", 1)
     job, run_dir = submit(cluster, experiment, "spare", *flags, *trainer, *servers)
@@ -169,10 +169,7 @@ def test_packed_a_trainer_node_lost_a_spare_takes_its_place_and_the_servers_serv
     assert second["nodes"]["trainer"][0] == nodes["trainer"][0] and host not in second["nodes"]["trainer"]
     said = (run_dir / "logs" / "supervisor.log").read_text()
     assert said.count("started inference[0]") == 1
-    if "its servers and its orchestrator go on" in said:  # unless an engine had a version that no checkpoint is of
-        assert said.count("started orchestrator") == 1
-    else:
-        assert "the orchestrator starts again too: engines have sampled with version" in said
+    assert "its servers and its orchestrator go on" in said and said.count("started orchestrator") == 1
     for step in range(second["resume_step"] + 1, 41):
         manifest = json.loads((run_dir / "rollouts" / f"step_{step:06d}" / "manifest.json").read_text())
         assert manifest["incarnation"] == second["incarnation"]
