@@ -149,12 +149,13 @@ def _row(
         parts[name] -= min(parts[name], overlap)
         overlap = max(0.0, sum(parts.values()) - wall)
     parts["end"] = max(0.0, wall - sum(parts.values()))
-    load = min(wall - start, served.seconds.get("pause", 0.0))
+    started = 0.0 if "orchestrator" in (attempt.get("kept") or []) else start  # episodes went on meanwhile
+    load = min(wall - started, served.seconds.get("pause", 0.0))
     idle = served.seconds.get("wait_weights", 0.0) + served.seconds.get("wait_servers", 0.0)
-    idle = min(max(0.0, wall - start - load), idle)
-    tail = max(0.0, end - served.last) if served.last is not None else wall - start
-    tail = min(tail, max(0.0, wall - start - load - idle))
-    engines = {"start": start, "load": load, "idle": idle, "end": tail}
+    idle = min(max(0.0, wall - started - load), idle)
+    tail = max(0.0, end - served.last) if served.last is not None else wall - started
+    tail = min(tail, max(0.0, wall - started - load - idle))
+    engines = {"start": started, "load": load, "idle": idle, "end": tail}
     engines["sample"] = max(0.0, wall - sum(engines.values()))
     allocated = _section(attempt, "allocated")
     held = number_of(allocated.get("gpus" if devices.kind == "GPU" else "cpus"))

@@ -6,6 +6,7 @@ version, saving, and the rest. An orchestrator's step is waiting (for rollouts, 
 work; since its rows carry `spans`, their places in the step are known, before that their sums alone.
 """
 
+import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -41,17 +42,24 @@ class Phases:
     """Collects a role's steps; memory is bounded whatever their number."""
 
     def __init__(
-        self, names: Sequence[str], attempts: Sequence[Mapping[str, Any]], most_blocks: int = MOST_BLOCKS
+        self,
+        names: Sequence[str],
+        attempts: Sequence[Mapping[str, Any]],
+        most_blocks: int = MOST_BLOCKS,
+        role: str = "trainer",
     ) -> None:
         """Args:
         names: of the phases, in their order; the last one is the rest of the step.
-        attempts: rows of `attempts.jsonl`.
+        attempts: rows of `attempts.jsonl`; one into which the role went on made no step of its a second time.
         most_blocks: held at once.
+        role: whose steps they are.
         """
         self._most = most_blocks
         self._names = tuple(names)
         self._began = [float(row.get("began") or 0.0) for row in attempts]
-        self._resumed = [int(row.get("resume_step") or 0) for row in attempts]
+        self._resumed = [
+            int(row.get("resume_step") or 0) if role not in (row.get("kept") or []) else sys.maxsize for row in attempts
+        ]
         self.sums = [AttemptSums() for _ in attempts] or [AttemptSums()]
         self._ends, self._starts = array("d"), array("d")
         self._parts = [array("d") for _ in self._names]

@@ -82,7 +82,7 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
     for row in _trainer_rows(path, trained):
         trained.add(row)
         trainer.add(row, trainer_seconds(row))
-    orchestrator, served = Phases(ORCHESTRATOR, attempts), Curves()
+    orchestrator, served = Phases(ORCHESTRATOR, attempts, role="orchestrator"), Curves()
     for row in read_lines(path / "metrics" / "orchestrator.jsonl", served.faults):
         served.add(row)
         orchestrator.add(row, orchestrator_seconds(row))

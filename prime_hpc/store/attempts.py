@@ -52,6 +52,8 @@ class Attempt:
     allocated: dict[str, float] = field(default_factory=dict)
     """Of a Slurm job: its `nodes`, `cpus` and, where they are known, `gpus`, and `since` when it has them (epoch
     seconds)."""
+    kept: list[str] = field(default_factory=list)
+    """Labels of the roles that went on from the attempt before, in the same job."""
     next: str | None = None
     """How the run comes back, see `AttemptRow.next`."""
 

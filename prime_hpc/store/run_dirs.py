@@ -53,6 +53,7 @@ class AttemptRow(TypedDict, total=False):
     saved_step: int | None
     lost_nodes: list[str]
     allocated: dict[str, float]
+    kept: list[str]
     next: str | None
     """`requeue`, `successor`, `slurm`, `IN_PLACE`; None: it does not come back."""
 

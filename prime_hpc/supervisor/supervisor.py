@@ -214,7 +214,7 @@ class Supervisor:
         files.make_dir(latest.parent)
         files.replace_link(latest, f"attempt_{self._attempt.attempt}")
         if self._kept is not None:
-            self._attempt.nodes |= self._kept.link_logs(latest.parent, self._attempt.attempt)
+            self._kept.take_into(self._attempt, latest.parent)
             self._kept.go_on(self._attempt, self._hub.place)
         here = [role.spec.label for role in self._roles]
         for spec in [spec for spec in self._specs if spec.label not in here]:

@@ -166,6 +166,7 @@ def test_an_orchestrator_that_holds_goes_on_beside_the_servers(start: Callable[.
     assert job.process.returncode == 0, job.said()
     assert (first["next"], second["outcome"]) == ("in_place", "completed")
     assert second["nodes"] == {"inference[0]": ["n2"], "trainer": ["n1"], "orchestrator": ["n1"]}
+    assert (first["kept"], second["kept"]) == ([], ["inference[0]", "orchestrator"])
     assert "its servers and its orchestrator go on" in job.said()
     assert job.said().count("started orchestrator") == 1 and job.said().count("orchestrator is done") == 1
     assert (job.dir / "logs" / "attempt_2" / "orchestrator" / "orchestrator.log").exists()

@@ -88,12 +88,13 @@ class ServerProcess:
         port: int | None = None,
         lora: Mapping[str, Any] | None = None,
         dtype: str = "float32",
+        seq_len: int = 512,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         tree = {
             "kind": "rl",
             "name": run_dir.name,
-            "seq_len": 512,
+            "seq_len": seq_len,
             "model": {"name": str(model), "dtype": dtype, **({} if lora is None else {"lora": dict(lora)})},
             "orchestrator": {"sampling": {"max_tokens": 256}},
             "inference": {"cpu_kv_cache_gib": 0.25, **(inference or {})},

@@ -287,3 +287,18 @@ def test_a_thousand_steps_stay_small(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert facts["rollout_facts"]["stored_steps"] == 59 and len(facts["rollouts"]) > 100
     kinds = {row["kind"] for row in facts["rollouts"]}
     assert kinds == {"best", "worst", "random"}
+
+
+def test_engines_of_an_attempt_into_which_the_orchestrator_went_on_sample_from_its_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "kept", FOUR_LIVES)
+    _, before, _ = report(capsys, run)
+    third = read_attempts(run / "attempts.jsonl")[2]
+    rewrite_row(run / "attempts.jsonl", {**third, "kept": ["inference[0]", "orchestrator"]})
+    code, found, _ = report(capsys, run)
+    assert code == 0
+    old, new = (one["runs"][0]["accounting"]["rows"][2] for one in (before, found))
+    assert old["engines"]["start"] > 0 and new["engines"]["start"] == 0
+    assert new["trainer"] == old["trainer"], "the trainer did start"
+    assert sum(new["engines"].values()) == pytest.approx(new["wall"], abs=0.01)

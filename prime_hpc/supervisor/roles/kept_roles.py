@@ -115,14 +115,15 @@ class KeptRoles:
             step = attempt.resume_step or 0
             self.hubs.publish("go_on", incarnation=attempt.incarnation, step=step, hub=hub)
 
-    def link_logs(self, logs: Path, attempt: int) -> dict[str, list[str]]:
-        """Let the attempt's logs of these roles be those that they write to; returns their hosts by label."""
+    def take_into(self, attempt: Attempt, logs: Path) -> None:
+        """Let the attempt's logs of these roles be those that they write to, and note them as its own."""
         for role in self.roles:
-            own = logs / f"attempt_{attempt}" / role.spec.name
+            own = logs / f"attempt_{attempt.attempt}" / role.spec.name
             if not own.exists():
                 files.make_dir(own.parent)
                 files.replace_link(own, os.path.relpath(role.log_dir, own.parent))
-        return {role.spec.label: list(role.hosts) for role in self.roles}
+            attempt.nodes[role.spec.label] = list(role.hosts)
+            attempt.kept.append(role.spec.label)
 
     def end(self, grace_s: float) -> None:
         """End them and all by which they were led: nobody takes them over."""
