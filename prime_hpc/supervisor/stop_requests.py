@@ -130,20 +130,20 @@ class Controls:
             logger.info(f"the job's time limit is {self._limit.ends_at - time.time():.0f} s away")
 
     def poll(self) -> StopRequest | None:
-        """Return what was asked for since the start, if anything."""
+        """Return what was asked for since the start, if anything; asked again, the same."""
         if self._signals:
             return self._of_signal(self._signals[0])
         if self._asked_to_stop is not None:
-            return StopRequest(self._asked_to_stop, "stopped", 0, True, self._budget())
+            return self._of_request()
         now = time.time()
         if now < self._next_look:
             return None
         self._next_look = now + LOOK_S
         if self._warned:
-            self._warned = False
             request = self._of_grace(now)
             if request is not None:
                 return request
+            self._warned = False
         return self._of_files() or self._of_limit(now)
 
     def _of_signal(self, number: int) -> StopRequest:
@@ -183,8 +183,14 @@ class Controls:
             self.is_asked_why = True
         if STOP in names:
             files.remove_file(self._run_dir / STOP)
-            return StopRequest("the file STOP was found", "stopped", 0, True, self._budget())
+            self.ask_to_stop("the file STOP was found")
+            return self._of_request()
         return None
+
+    def _of_request(self) -> StopRequest | None:
+        """Return what a file that is gone, or this process, has asked for: that holds until the attempt is over."""
+        reason = self._asked_to_stop
+        return None if reason is None else StopRequest(reason, "stopped", 0, True, self._budget())
 
     def _of_grace(self, now: float) -> StopRequest | None:
         """Notice a preemption with grace: it moves the end of the job, and says nothing else."""

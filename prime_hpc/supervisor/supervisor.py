@@ -30,10 +30,12 @@ from prime_hpc.supervisor.preflight.phase import Checkup
 from prime_hpc.supervisor.reaper import Reaper
 from prime_hpc.supervisor.roles.child_orchestrators import ChildOrchestrators
 from prime_hpc.supervisor.roles.ending import end_roles, reap_roles
+from prime_hpc.supervisor.roles.health import HealthChecks
 from prime_hpc.supervisor.roles.hold import Hold, may_outlive
 from prime_hpc.supervisor.roles.kept_roles import KeptRoles, keep_servers
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.roles.replicas import Replicas
+from prime_hpc.supervisor.roles.save_first import SaveFirst
 from prime_hpc.supervisor.roles.slurm_step import StepContext, StepRole, StepSpec
 from prime_hpc.supervisor.roles.spec import RoleSpec, Urls
 from prime_hpc.supervisor.roles.start_order import may_start
@@ -42,11 +44,10 @@ from prime_hpc.supervisor.status_file import LiveStatus
 from prime_hpc.supervisor.stop_requests import Controls, StopRequest
 
 TICK_S = 0.2
-HEALTH_INTERVAL_S = 5.0
+SAVES_OF_ATTEMPT = 10_000
+"""Saves that may be asked for in one attempt: each has a number of its own."""
 NODE_SILENCE_GRACE_S = 3 * BEAT_S
 """When a role dies, its nodes that say nothing for so long are the reason."""
-UNWELL_LIMIT_S = 90.0
-"""A server whose health route fails for so long is ended and started again."""
 HELD_UP_S = 5.0
 """A longer gap between two ticks is the supervisor's own, as when the file system hangs: for nobody does it count."""
 
@@ -97,12 +98,12 @@ class Supervisor:
         self._bus_statuses: dict[tuple[str, int], dict[str, Any]] = kept.statuses if kept is not None else {}
         self._hubs = kept.hubs if kept is not None else Hubs()
         self._hold = Hold(attempt.incarnation, self._hubs.publish)
+        self._save_first = SaveFirst(attempt.attempt * SAVES_OF_ATTEMPT + SAVES_OF_ATTEMPT - 1, self._hubs.publish)
         self._ended_by: tuple[Role | None, list[str]] = None, []  # the role, and its nodes that were lost
         self._stop: tuple[StopRequest, float] | None = None
-        self._next_health: dict[str, float] = {}
+        self._health = HealthChecks(self._clock.now)
         self._fence = Fence(self._paths, attempt.incarnation, FENCE_LOOK_S, self._clock.now)
         self._last_tick, self._missed = self._clock.now(), 0.0
-        self._asking_s = 0.0
         self._ready_at: float | None = None
         self._children: ChildOrchestrators | None = None
         self._console = Console(run_dir, experiment.max_steps, kind=experiment.kind, clock=self._clock)
@@ -168,6 +169,8 @@ class Supervisor:
             self._children.on_message(topic, payload)
         elif topic == "held":
             self._hold.on_message(payload)
+        elif topic == "saved":
+            self._save_first.on_message(payload)
         elif topic == "agent":
             self._run_watch.on_message(payload)
             for role in self._roles:
@@ -296,8 +299,7 @@ class Supervisor:
     def _detect_own_stall(self) -> None:
         """Between two ticks the file system may have hung, or the job been suspended: that is no role's silence."""
         now, missed = self._clock.now(), self._clock.missed()
-        gap, self._last_tick = now - self._last_tick - self._asking_s, now
-        self._asking_s = 0.0
+        gap, self._last_tick = now - self._last_tick - self._health.take_asking_s(), now
         if gap > HELD_UP_S:
             logger.warning(f"the supervisor was held up for {gap:.0f} s (does the file system hang?)")
             for role in self._roles:
@@ -330,7 +332,7 @@ class Supervisor:
         if self._controls.num_saves > self._saves_asked:
             self._saves_asked = self._controls.num_saves
             logger.info("a save was asked for (the file SAVE, or an alarm): saving at the next step boundary")
-            self._hubs.publish("save", id=self._attempt.attempt * 10_000 + self._saves_asked)
+            self._hubs.publish("save", id=self._attempt.attempt * SAVES_OF_ATTEMPT + self._saves_asked)
         if self._stop is not None:
             request, deadline = self._stop
             if self._clock.now() > deadline:
@@ -357,13 +359,16 @@ class Supervisor:
         elif missing := role.missing_hosts():
             self._on_lost_nodes(role, missing)
         elif role.state == "starting":
-            if self._is_ready(role):
+            if self._health.is_ready(role) if role.is_server else role.has_reported("ready"):
                 role.state, role.was_ready = "ready", True
                 logger.info(f"{role.spec.label} is ready after {self._clock.now() - role.started:.0f} s")
             elif self._clock.now() - role.started > role.start_timeout_s:
                 self._on_unexpected_exit(role, f"{role.spec.label} was not ready within {role.start_timeout_s:.0f} s")
         elif role.is_server:
-            self._check_health(role)
+            if self._health.has_failed(role):
+                self._on_unexpected_exit(
+                    role, f"{role.spec.label} failed its health check for {role.unhealthy_s():.0f} s"
+                )
         elif role.heartbeat_age_s() > self._experiment.supervisor.heartbeat_timeout_s:
             self._on_unexpected_exit(role, f"{role.spec.label} gave no sign of life for {role.heartbeat_age_s():.0f} s")
 
@@ -374,26 +379,6 @@ class Supervisor:
             if isinstance(role, StepRole) and role.is_server and role.url:
                 urls.setdefault(role.spec.name, []).append(role.url)
         return urls
-
-    def _is_ready(self, role: Role) -> bool:
-        return self._due(role, 0.5) and self._is_healthy(role) if role.is_server else role.has_reported("ready")
-
-    def _is_healthy(self, role: Role) -> bool:
-        began = self._clock.now()
-        well = role.healthy()
-        self._asking_s += self._clock.now() - began  # a server that does not answer holds nobody up
-        return well
-
-    def _check_health(self, role: Role) -> None:
-        if self._due(role, HEALTH_INTERVAL_S) and not self._is_healthy(role) and role.unhealthy_s() > UNWELL_LIMIT_S:
-            self._on_unexpected_exit(role, f"{role.spec.label} failed its health check for {role.unhealthy_s():.0f} s")
-
-    def _due(self, role: Role, interval_s: float) -> bool:
-        now = self._clock.now()
-        if now < self._next_health.get(role.spec.label, 0.0):
-            return False
-        self._next_health[role.spec.label] = now + interval_s
-        return True
 
     # ------------------------------------------------------------------------------------------------ deaths
 
@@ -442,7 +427,15 @@ class Supervisor:
         if self._stop is not None:  # the true cause is what the end was asked for
             request = self._stop[0]
             raise Ended(request.code or 1, f"{request.reason}; nothing was saved: {cause}", request.outcome)
+        if self._ready_at is not None and self._children is None:
+            needs_s, left_s = self._console.needs_s(), self._controls.time_left_s
+            self._save_first.ask(self._roles, role, needs_s, left_s, self._pulse, self._is_over)
         raise Ended(1, cause)
+
+    def _is_over(self) -> bool:
+        """Return whether the attempt has no time to save anything."""
+        request = self._controls.poll()
+        return self._fence.is_fenced or (request is not None and not request.save)
 
     def _kill_and_log(self, role: Role, cause: str, lost: Sequence[str] = ()) -> None:
         tail = role.log_excerpt()

@@ -13,6 +13,7 @@ from loguru import logger
 
 from prime_hpc.config import Experiment
 from prime_hpc.store.attempts import begin, read_attempts
+from prime_hpc.supervisor.roles import save_first
 from prime_hpc.supervisor.roles.spec import RoleSpec
 from prime_hpc.supervisor.roles.start_order import one_after_another
 from prime_hpc.supervisor.supervisor import Supervisor
@@ -183,6 +184,32 @@ def test_server_that_always_dies_ends_the_run(run_dir: Path) -> None:
     code, attempt = supervise(run_dir, [server, role("trainer", run_dir, "ready", "sleep:300")])
     assert code == 1
     assert "inference[0] ended with exit code 0" in attempt["cause"]
+
+
+def test_a_trainer_that_is_well_saves_before_another_crash_ends_the_attempt(run_dir: Path) -> None:
+    go = run_dir / "go"
+    trainer = role("trainer", run_dir, f"saves:{run_dir / 'saved'}", "ready", "sleep:1", f"touch:{go}", "sleep:300")
+    code, attempt = supervise(run_dir, [trainer, role("orchestrator", run_dir, "ready", f"await:{go}", "fail:a bug")])
+    assert (code, attempt["outcome"], attempt["cause"]) == (1, "failed", "orchestrator: a bug")
+    assert (run_dir / "saved").read_text() == "19999"
+
+
+def test_one_that_crashed_itself_or_does_not_answer_is_not_waited_for(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_first, "LEAST_S", 1.0)
+    go = run_dir / "go"
+    ends = [f"touch:{go}", "sleep:300"]
+    fails = ["ready", f"await:{go}", "sleep:1", "fail:a bug"]
+    code, attempt = supervise(
+        run_dir, [role("trainer", run_dir, "ready", *ends), role("orchestrator", run_dir, *fails)]
+    )
+    assert (code, attempt["cause"]) == (1, "orchestrator: a bug")
+    saved = f"saves:{run_dir / 'saved'}"
+    code, attempt = supervise(
+        run_dir, [role("trainer", run_dir, saved, *fails), role("orchestrator", run_dir, "ready", *ends)]
+    )
+    assert (code, attempt["cause"]) == (1, "trainer: a bug") and not (run_dir / "saved").exists()
 
 
 def start_apart(run_dir: Path) -> tuple[subprocess.Popen[bytes], str]:

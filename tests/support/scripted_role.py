@@ -6,7 +6,8 @@ once:FILE:ACTION (only the first time, remembered by FILE), serve:PORT (a health
 beat:SECONDS (a heartbeat from now on), touch:FILE, await:FILE (until it is there), require:FILE (fail without),
 write:FILE:COUNT (so many lines, one every 0.1 s, each by opening it), step:N (a beat at that step),
 doing:PHASE:WHOM (its word: what it does, and for whom it waits), stop (SIGSTOP itself), hold:VERSION:FIRST:LAST (an
-orchestrator that outlives its attempt: what it answers; it moves when it is told where to)
+orchestrator that outlives its attempt: what it answers; it moves when it is told where to), saves:FILE (a trainer that
+saves when it is asked to)
 """
 
 import http.server
@@ -44,6 +45,11 @@ def hold(bus: BusClient, answer: list[int]) -> None:
     bus.subscribe("go_on", lambda message: bus.move(message["hub"], message["incarnation"]))
 
 
+def save(bus: BusClient, path: Path, request: int) -> None:
+    path.write_text(str(request))
+    bus.publish("saved", step=7, path="", ids=[request])
+
+
 def act(action: str, status: RoleStatus, bus: BusClient) -> None:
     name, _, value = action.partition(":")
     if name == "once":
@@ -62,6 +68,8 @@ def act(action: str, status: RoleStatus, bus: BusClient) -> None:
             sys.exit(1)
     elif name == "sleep":
         time.sleep(float(value))
+    elif name == "saves":
+        bus.subscribe("save", lambda message: save(bus, Path(value), message["id"]))
     elif name == "hold":
         hold(bus, [int(number) for number in value.split(":")])
     elif name == "ready":

@@ -170,6 +170,7 @@ def test_files_ask_for_a_save_and_for_the_end(tmp_path: Path) -> None:
     assert request is not None
     assert (request.outcome, request.code, request.save) == ("stopped", 0, True)
     assert not (tmp_path / STOP).exists()
+    assert one.poll() == request, "whoever asks first is not the only one to hear of it"
 
 
 def test_the_time_limit_is_seen_before_it_strikes(tmp_path: Path) -> None:
