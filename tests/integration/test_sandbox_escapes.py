@@ -365,7 +365,7 @@ def test_one_that_spoils_its_first_process_spoils_itself() -> None:
         assert ended.ended_by and ended.verdict != "passed", ended
 
 
-def test_a_killed_host_leaves_nothing_behind() -> None:
+def test_a_killed_host_leaves_nothing_behind(host: Path) -> None:
     script = (
         "import asyncio\n"
         "from tests.support.sandboxes import namespace_of, sandbox\n"
@@ -375,7 +375,8 @@ def test_a_killed_host_leaves_nothing_behind() -> None:
         "        await box.run(program='import os, time\\nos.setsid\\nos.fork()\\ntime.sleep(600)')\n"
         "asyncio.run(main())"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+    variables = {**os.environ, "TMPDIR": str(host)}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=variables) as process:
         assert process.stdout is not None
         namespace = process.stdout.readline().strip()
 
@@ -387,3 +388,4 @@ def test_a_killed_host_leaves_nothing_behind() -> None:
             await _gone(namespace)
 
         asyncio.run(end())
+    assert not list(host.iterdir()), "nor any file"

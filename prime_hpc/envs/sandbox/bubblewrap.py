@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -136,34 +135,42 @@ def environment(config: SandboxConfig) -> dict[str, str]:
     return {"PATH": ":".join(programs), "HOME": "/work", "TMPDIR": "/tmp", "LANG": "C.UTF-8", **one_thread}
 
 
+_COVERED = ("/sys", "/mnt", "/media", "/srv")
+"""Folders of which a sandbox shows nothing; in a stage's namespace one of them holds the paths that are shown."""
+_MOUNT = """
+at=$1 number=0
+shift
+mount -t tmpfs -o mode=755,size=1m sandboxes "$at" || exit 1
+for path; do
+    if [ -d "$path" ]; then mkdir "$at/$number"; else : >"$at/$number"; fi || exit 1
+    mount --bind "$path" "$at/$number" || exit 1
+    number=$((number + 1))
+done
+echo ready
+exec cat >/dev/null
+"""
+
+
 class Stage:
     """The user that makes the sandboxes, and the places at which that user finds what is shown in them.
 
     For an ordinary user: itself, and the paths as they are. For root: `nobody`, in a mount namespace in which the paths
-    are mounted where `nobody` reaches them; a process of ours holds it open, and ends with this one.
+    are mounted where `nobody` reaches them; a process of ours holds it open, and ends with this one. Nothing of it is
+    in the node's own files: who is killed cannot remove any.
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
         self.prefix: list[str] = []
         self.sources = {path: path for path in paths}
         self._holder: subprocess.Popen[bytes] | None = None
-        self._folder = ""
         if os.geteuid() == 0:
             self._enter()
 
     def _enter(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="prime-hpc-stage-")
-        Path(self._folder).chmod(0o755)
-        mounts: list[str] = []
-        for number, path in enumerate(self.sources):
-            place = Path(self._folder, str(number))
-            place.mkdir() if Path(path).is_dir() else place.touch()
-            mounts += [path, str(place)]
-            self.sources[path] = str(place)
-        script = (
-            'while [ $# -gt 0 ]; do mount --bind "$1" "$2" || exit 1; shift 2; done; echo ready; exec cat >/dev/null'
-        )
-        argv = ["unshare", "--mount", "--propagation", "private", "--", "sh", "-c", script, "sh", *mounts]
+        place = next((at for at in _COVERED if Path(at).is_dir() and not self._is_above_a_source(at)), None)
+        if place is None:
+            raise EnvError(f"root's sandboxes need one of the folders {', '.join(_COVERED)} that no shown path is in")
+        argv = ["unshare", "--mount", "--propagation", "private", "--", "sh", "-c", _MOUNT, "sh", place, *self.sources]
         try:
             self._holder = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -175,8 +182,12 @@ class Stage:
         if said != "ready":
             self.close()
             raise EnvError(f"root's sandboxes need a mount namespace, which this node refuses: {said}")
+        self.sources = {path: f"{place}/{number}" for number, path in enumerate(self.sources)}
         place_of = f"--mount=/proc/{self._holder.pid}/ns/mnt"
         self.prefix = ["nsenter", place_of, "--setuid", str(NOBODY), "--setgid", str(NOBODY), "--"]
+
+    def _is_above_a_source(self, folder: str) -> bool:
+        return any(Path(folder) in (Path(path).resolve(), *Path(path).resolve().parents) for path in self.sources)
 
     def close(self) -> None:
         """Give it up; sandboxes that run go on."""
@@ -186,8 +197,6 @@ class Stage:
             self._holder.stdout.close()
             self._holder.wait()
             self._holder = None
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)  # the mounts were in the other namespace
 
 
 def command(bwrap: str, config: SandboxConfig, stage: Stage) -> list[str]:
