@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.runs import ROOT, rows
 from tests.support.sandboxes import members, needs_sandboxes
-from tests.support.slurm import Cluster
+from tests.support.slurm import DONE, Cluster
 from tests.support.small_jobs import attempts, make_folder, rl_with_engines
 from tests.support.tool_replies import PROBLEM
 
@@ -110,6 +110,12 @@ class Observed:
         inside = [pid for namespace in self.namespaces for pid in members(namespace)]
         return [*self.processes(), *inside, *self.temporary.iterdir()]
 
+    def rollouts(self, env: str) -> list[dict[str, Any]]:
+        """All that were played of an environment."""
+        files = sorted((self.run_dir / "traces").iterdir())
+        lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+        return [line for line in lines if line["kind"] == "rollout" and line["env"] == env]
+
     def wait(self, condition: Callable[[], Any], what: str, timeout: float = 240) -> None:
         def holds() -> bool:
             self.processes()
@@ -141,10 +147,10 @@ def test_tools_of_a_job_see_none_of_it_and_leave_nothing(cluster: Cluster, worke
     output = (seen.run_dir / "logs" / f"slurm-{job}.out").read_text()
     assert cluster.job(job)["JobState"] == "COMPLETED", output[-4000:]
     assert [life["outcome"] for life in attempts(seen.run_dir)] == ["completed"]
-    lines = [json.loads(line) for path in (seen.run_dir / "traces").iterdir() for line in path.read_text().splitlines()]
-    played = [line for line in lines if line["kind"] == "rollout"]
-    rollouts = {name: [line for line in played if line["env"] == name] for name in ("python-tool", "humaneval")}
-    assert all(rollouts.values()), lines[0]
+    rollouts = {
+        name: [line for line in seen.rollouts() if line["env"] == name] for name in ("python-tool", "humaneval")
+    }
+    assert all(rollouts.values())
     for line in rollouts["python-tool"]:
         assert line["state"] == "completed" and "leaks: [] processes: 2" in line["completion"], line
     assert all(line["reward"] == 1 for line in rollouts["humaneval"]), rollouts["humaneval"][0]
@@ -162,3 +168,19 @@ def test_a_cancelled_job_leaves_no_sandbox(cluster: Cluster, workers: int) -> No
     cluster.ask("scancel", job)
     cluster.wait_state(job, "CANCELLED", timeout=60)
     seen.wait(lambda: not seen.left(), "nothing is left", timeout=30)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_slurm_s_warning_ends_no_command_and_spoils_no_episode(cluster: Cluster, workers: int) -> None:
+    """SIGTERM to all processes of the steps, as before a preemption: what runs in a sandbox gets it too."""
+    seen = Observed(cluster, f"warned-{workers}")
+    job = seen.submit("import time\ntime.sleep(3)\nprint('whole')", workers, steps=4)
+    seen.wait(lambda: seen.inside() >= 6, "commands in sandboxes")
+    cluster.ask("scancel", "--signal=TERM", job)
+    cluster.wait_state(job, DONE, timeout=240)
+    output = (seen.run_dir / "logs" / f"slurm-{job}.out").read_text()
+    assert cluster.job(job)["JobState"] == "COMPLETED", output[-4000:]
+    assert [life["outcome"] for life in attempts(seen.run_dir)] == ["completed"]
+    tools = [line for line in seen.rollouts("python-tool") if line["state"] == "completed"]
+    assert tools and all("whole" in line["completion"] for line in tools), tools
+    assert all(line["reward"] == 1 for line in seen.rollouts("humaneval") if line["state"] == "completed")

@@ -3,11 +3,20 @@
 import json
 import os
 
+from tests.support.scripted_server import reverse_last_user
+
+PROGRAM = "```python\ndef double(x):\n    return 2 * x\n```"
+
+
+def reverse_or_program(prompt: str, number: int) -> str:
+    """Answer reverse-text, and write the right program for `PROBLEM`."""
+    return PROGRAM if "def double" in prompt else reverse_last_user(prompt, number)
+
 
 def use_python(prompt: str, number: int) -> str:
     """Run `$SCRIPTED_CODE` with the tool `python`, then say 0; write the right program for `PROBLEM`."""
     if "def double" in prompt:
-        return "```python\ndef double(x):\n    return 2 * x\n```"
+        return PROGRAM
     if "<tool_response>" in prompt:
         return "It is 0."
     call = {"name": "python", "arguments": {"code": os.environ["SCRIPTED_CODE"]}}

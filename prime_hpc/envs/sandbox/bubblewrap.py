@@ -19,6 +19,7 @@ from pathlib import Path
 
 from prime_hpc.config.sections.orchestrator import SandboxConfig
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.runtime.slurm_warning import DEAF, is_led
 
 LEAST_VERSION = (0, 8, 0)
 """Of bwrap: the first that lets nobody make namespaces inside."""
@@ -138,6 +139,7 @@ def environment(config: SandboxConfig) -> dict[str, str]:
 _COVERED = ("/sys", "/mnt", "/media", "/srv")
 """Folders of which a sandbox shows nothing; in a stage's namespace one of them holds the paths that are shown."""
 _MOUNT = """
+trap "" TERM
 at=$1 number=0
 shift
 mount -t tmpfs -o mode=755,size=1m sandboxes "$at" || exit 1
@@ -201,7 +203,8 @@ class Stage:
 
 def command(bwrap: str, config: SandboxConfig, stage: Stage) -> list[str]:
     """Return the command up to the program that is to be process 1."""
-    argv = [*stage.prefix, bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1"]
+    argv = [*(DEAF if is_led() else ()), *stage.prefix, bwrap]
+    argv += ["--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1"]
     argv += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     argv += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
     if config.network:

@@ -195,7 +195,8 @@ def become_command(order: dict[str, Any], program: str | None, fds: tuple[int, .
             os.dup2(fd, number)
         os.closerange(len(fds), 4096)
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGTERM):  # the guest may be deaf to it
+            signal.signal(number, signal.SIG_DFL)
         os.chdir(FOLDER)
         os.environ.clear()
         os.environ.update(order["env"])

@@ -21,6 +21,7 @@ from typing import Any
 
 from prime_hpc.config.sections.orchestrator import SandboxConfig
 from prime_hpc.envs.sandbox.bubblewrap import Stage, command, environment, explain_refusal, python_of
+from prime_hpc.runtime.slurm_warning import WARNED_WITHIN_S, is_led, was_warned_since
 
 GRACE_S = 5.0
 """How long after a deadline the guest may take to say so, and how long a sandbox may take to end by itself."""
@@ -176,8 +177,28 @@ class Sandbox:
             cpu_s: CPU time of all its processes; default `cpu_s` of the configuration.
 
         Raises:
-            SandboxFailed: the sandbox was gone before its first command began.
+            SandboxFailed: the sandbox was gone before its first command began; or Slurm's warning came while a command
+                ran that did not end well, and may have ended a part of it.
         """
+        began = time.monotonic()
+        ended = await self._run(argv, program, given, env, may_exit, wall_s, cpu_s)
+        if is_led() and (ended.code or ended.ended_by or (argv is None and ended.verdict != "passed")):
+            if ended.code == -signal.SIGTERM:
+                await asyncio.sleep(WARNED_WITHIN_S)
+            if was_warned_since(began):
+                raise SandboxFailed("Slurm's warning (SIGTERM to the whole job) came while a command ran")
+        return ended
+
+    async def _run(
+        self,
+        argv: list[str] | None,
+        program: str,
+        given: bytes,
+        env: dict[str, str] | None,
+        may_exit: bool,
+        wall_s: float | None,
+        cpu_s: float | None,
+    ) -> Ended:
         source = program.encode(errors="surrogatepass")
         wall_s = self.config.command_s if wall_s is None else wall_s
         order: dict[str, Any] = {"op": "run", "wall_s": wall_s, "env": {**self._env, **(env or {})}}
