@@ -26,7 +26,8 @@ def hosts_of(cluster: Cluster) -> dict[str, psutil.Process]:
             if (
                 "--of-a-job" in (process.info["cmdline"] or [])
                 and variables.get("SLURM_CONF", "").startswith(str(cluster.state))
-                and "prime_hpc.envs.workers.host" not in process.parent().cmdline()
+                and (parent := process.parent()) is not None
+                and "prime_hpc.envs.workers.host" not in parent.cmdline()
             ):
                 found[variables["SLURMD_NODENAME"]] = process
     return found

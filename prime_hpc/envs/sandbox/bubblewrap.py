@@ -8,6 +8,7 @@ Where this process is root's, sandboxes belong to `nobody`, for the kernel limit
 may read is then shown to `nobody` in a mount namespace of its own, since a Python below /root is not.
 """
 
+import functools
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import CodeType
 
 from prime_hpc.config.sections.orchestrator import SandboxConfig
 from prime_hpc.envs.errors import EnvError
@@ -41,6 +43,8 @@ ANSWER_S = 20.0
 """Longest wait for `bwrap --version` and for the mounts of a stage, on slow file systems."""
 PYTHON_LINKS = "/opt/prime-hpc/bin"
 """Inside: `python` and `python3` are this interpreter, also where the system's own `python3` is another version."""
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""A library that starts a thread for each core of the node meets the limits at once."""
 _LINKS = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 
 _SYSCTLS = (
@@ -131,9 +135,14 @@ def shown_paths(config: SandboxConfig) -> list[str]:
 def environment(config: SandboxConfig) -> dict[str, str]:
     """Return all variables of a command's environment."""
     programs = [PYTHON_LINKS, str(Path(python_of(config)[0]).parent), "/usr/local/bin", "/usr/bin", "/bin"]
-    # one thread: a library that starts one for each core of the node meets the limits at once
-    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {"PATH": ":".join(programs), "HOME": "/work", "TMPDIR": "/tmp", "LANG": "C.UTF-8", **one_thread}
+    return {"PATH": ":".join(programs), "HOME": "/work", "TMPDIR": "/tmp", "LANG": "C.UTF-8", **ONE_THREAD}
+
+
+@functools.cache
+def guest_code() -> CodeType:
+    """Return the program of a sandbox's first process; its Python is of the same release as this one."""
+    path = Path(__file__).with_name("guest.py")
+    return compile(path.read_text(encoding="utf-8"), "guest.py", "exec")
 
 
 _COVERED = ("/sys", "/mnt", "/media", "/srv")
