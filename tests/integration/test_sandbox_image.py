@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -75,6 +76,20 @@ class TestInImage:
             play("pass", image=str(open_folder))
         with pytest.raises(EnvError, match=r"sandbox.read_only: /a,b: apptainer takes no path|is not there"):
             play("pass", read_only=["/a,b"])
+
+    def test_a_node_whose_containers_show_more_makes_none(
+        self, open_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As `bind path` of a site's apptainer.conf would, were it not switched off."""
+        real, wrapper = shutil.which("apptainer"), open_folder / "apptainer"
+        wrapper.write_text(
+            f'#!/bin/sh\n[ "$1" = --version ] && exec {real} --version\n'
+            f'one=$1 two=$2; shift 2; exec {real} "$one" "$two" --bind /var/log:/mnt "$@"\n'
+        )
+        wrapper.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{open_folder}:{os.environ['PATH']}")
+        with pytest.raises(EnvError, match=r"the node shows /mnt in every container.*no sandbox can be made there"):
+            play("pass")
 
     def test_one_that_hangs_is_ended_from_outside(self) -> None:
         async def run() -> None:
