@@ -9,7 +9,7 @@ from typing import Any
 
 from loguru import logger
 
-from prime_hpc.runtime.role_context import LED
+from prime_hpc.runtime import slurm_warning
 
 STOP_GRACE_S = 4.0
 """From being told to stop to the end of the process, at most; the supervisor kills after its own grace."""
@@ -48,9 +48,11 @@ async def until_stopped(
         if not loop.is_closed():
             loop.call_soon_threadsafe(request_stop, str(message.get("reason", "stop on the bus")))
 
-    if os.environ.get(LED):  # there SIGTERM is Slurm's warning to the whole job; the supervisor decides
-        signal.signal(signal.SIGTERM, lambda number, frame: None)  # not SIG_IGN: tools' processes would inherit that
-    numbers = (signal.SIGINT,) if os.environ.get(LED) else (signal.SIGTERM, signal.SIGINT)
+    numbers = [signal.SIGINT]
+    if slurm_warning.is_led():
+        slurm_warning.outlive()
+    else:
+        numbers.append(signal.SIGTERM)
     for number in numbers:
         loop.add_signal_handler(number, request_stop, signal.Signals(number).name)
     subscribe("stop", on_bus)

@@ -67,6 +67,13 @@ SERVER_PORTS = 2
 FENCE = "PRIMEHPC_FENCE_S"
 HELLO_AGAIN_S = 5.0
 FLUSH_TIMEOUT_S = 2.0
+MOST_FAILURES = 3
+"""So often in a row a process that can be replaced is started again; then its end is the role's."""
+STEADY_S = 60.0
+"""A process that ran for so long had started well."""
+REPLACE_PAUSE_S = 1.0
+EXIT_MISUSED = 2
+"""Of a process that cannot do what its command line says: another start changes nothing."""
 EXIT_FENCED = 76
 """The agent ended its role because nobody led it any more."""
 
@@ -86,6 +93,9 @@ class LaunchOrder:
     gpus: list[int] | None = None
     """Positions among the node's GPUs; None: hide them all. With several tasks a node each takes its share."""
     grace_s: float = 5.0
+    replaced: list[int] = field(default_factory=list)
+    """Positions in `nodes` whose process can be started again without the others': where a signal or an error of its
+    own ends it, its agent does so."""
 
 
 class Output:
@@ -164,7 +174,9 @@ class Agent:
         self._has_lost_supervisor = False
         self._fenced: str | None = None
         self._has_order = False
+        self._order: LaunchOrder | None = None
         self._child: subprocess.Popen[bytes] | None = None
+        self._child_since, self._failures = 0.0, 0
         self._forwarding: threading.Thread | None = None
         role = label.split("[")[0]
         log_dir = self._paths.logs(self._context.attempt, role)
@@ -202,6 +214,9 @@ class Agent:
                     break
                 if self._child is not None and self._child.poll() is not None:
                     code = self._child.returncode
+                    if self._can_be_replaced(code):
+                        self._replace(code)
+                        continue
                     break
                 with contextlib.suppress(queue.Empty):
                     self._start(self._orders.get(timeout=TICK_S))
@@ -326,7 +341,27 @@ class Agent:
 
     # ---- the main thread
 
+    def _can_be_replaced(self, code: int) -> bool:
+        """Return whether the role's process, which ended, is to be started again without those of other nodes."""
+        order = self._order
+        if order is None or code in (0, EXIT_MISUSED) or order.nodes.index(self._host) not in order.replaced:
+            return False
+        ran_s = self._clock.now() - self._child_since
+        self._failures = 1 if ran_s > STEADY_S else self._failures + 1
+        return self._failures <= MOST_FAILURES
+
+    def _replace(self, code: int) -> None:
+        """Start the role's process again, once nothing of the one that ended is left."""
+        assert self._order is not None
+        end_strays(os.getpid(), [], grace_s=1.0)
+        if self._forwarding is not None:
+            self._forwarding.join(timeout=FLUSH_TIMEOUT_S)
+        self._say("replaced", code=code)
+        time.sleep(REPLACE_PAUSE_S)
+        self._start(self._order)
+
     def _start(self, order: LaunchOrder) -> None:
+        self._order, self._child_since = order, self._clock.now()
         self._grace_s = order.grace_s
         node_rank = order.nodes.index(self._host)
         rank = node_rank * order.tasks_per_node + self._local

@@ -110,6 +110,32 @@ def test_it_runs_what_it_is_told_and_says_how_it_ended(lead: Lead, tmp_path: Pat
     assert out.read_text() == "5,6 1 1\n"
 
 
+def test_a_process_that_can_be_replaced_is_started_again_and_leaves_nothing(lead: Lead, tmp_path: Path) -> None:
+    """Killed twice, it comes back each time, with nothing left of the one before; told to end, it ends."""
+    lead.hear("hello")
+    marker = tmp_path / "pids"
+    lead.order(*sleeper(marker), replaced=[1])
+    for _ in range(2):
+        members = pids(lead, marker)
+        marker.unlink()
+        os.kill(members[0], signal.SIGKILL)
+        assert lead.hear("replaced")["code"] == -signal.SIGKILL
+        assert gone(members)
+    members = pids(lead, marker)
+    lead.hub.publish(f"end/{LABEL}", start_number=1, grace_s=1.0)
+    assert lead.agent.wait(WAIT_S) == 0
+    assert gone(members)
+
+
+@pytest.mark.parametrize(("code", "starts"), [(7, 4), (0, 1), (2, 1)], ids=["crashes", "done", "misused"])
+def test_one_that_always_fails_is_given_up(lead: Lead, tmp_path: Path, code: int, starts: int) -> None:
+    lead.hear("hello")
+    out = tmp_path / "out"
+    lead.order("bash", "-c", f"echo start >> {out}; exit {code}", replaced=[1])
+    assert lead.hear("exited")["code"] == code
+    assert out.read_text().count("start") == starts
+
+
 def test_told_to_end_it_leaves_nothing(lead: Lead, tmp_path: Path) -> None:
     lead.hear("hello")
     lead.order(*sleeper(tmp_path / "pids"))

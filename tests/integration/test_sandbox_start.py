@@ -1,21 +1,26 @@
 """The start of sandboxes: warm ones, packages, deadlines, and nodes that make none: refused with the reason."""
 
 import asyncio
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from prime_hpc.config.sections.orchestrator import SandboxConfig
 from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.sandbox.bubblewrap import explain_refusal, find_bwrap
-from prime_hpc.envs.sandbox.sandbox_process import SandboxFailed
+from prime_hpc.envs.sandbox.sandbox_process import Sandbox, SandboxFailed
 from prime_hpc.envs.sandbox.warm_pool import WarmPool
+from prime_hpc.runtime import slurm_warning
+from prime_hpc.runtime.role_context import LED
 from tests.support.sandboxes import members, namespace_of, needs_sandboxes, play, sandbox
 
 pytestmark = needs_sandboxes()
@@ -156,6 +161,44 @@ def test_a_process_that_may_have_no_namespaces_gets_the_reason_and_runs_nothing(
     tried = subprocess.run(outer, capture_output=True, text=True, timeout=120, check=False)
     assert tried.returncode == 1
     assert "namespaces exceeded" in tried.stderr and "this node gives users no namespaces" in tried.stderr, tried.stderr
+
+
+def test_slurm_s_warning_ends_no_sandbox_and_what_it_ends_is_no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM to every process of the job: this one, what holds the sandbox, and the command in it."""
+    monkeypatch.setenv(LED, "1")
+    before = signal.getsignal(signal.SIGTERM)
+    slurm_warning.outlive()
+
+    async def warn(box: Sandbox, *, us: bool) -> None:
+        namespace = namespace_of(box)
+        async with asyncio.timeout(60):
+            while len(members(namespace)) < 2:
+                await asyncio.sleep(0.01)
+        ours = [process.pid for process in psutil.Process().children(recursive=True)]
+        for pid in {*ours, *members(namespace), *([os.getpid()] if us else [])}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    async def run() -> None:
+        pool = WarmPool(SandboxConfig(warm=1, command_s=50))
+        await pool.open()
+        box = await pool.take()
+        for us in (False, True):
+            running = asyncio.create_task(box.run(["sleep", "600"]))
+            await warn(box, us=us)
+            if us:
+                with pytest.raises(SandboxFailed, match="Slurm's warning"):
+                    await running
+            else:  # nobody warned the job: the command did it to itself
+                assert (await running).code == -signal.SIGTERM
+        assert (await box.run(["true"])).code == 0
+        assert (await (await pool.take()).run(["true"])).code == 0, "others can still be started"
+        await pool.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_cancelled_command_ends_its_sandbox() -> None:

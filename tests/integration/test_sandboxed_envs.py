@@ -19,16 +19,9 @@ from prime_hpc.envs.samples import EpisodeState
 from prime_hpc.envs.task_sources import EnvSource
 from tests.support.env_world import World
 from tests.support.sandboxes import needs_sandboxes
+from tests.support.tool_replies import PROBLEM
 
 pytestmark = [pytest.mark.slow, needs_sandboxes()]
-
-PROBLEM = {
-    "task_id": "T/0",
-    "prompt": "def double(x):\n    '''Twice x.'''\n",
-    "entry_point": "double",
-    "test": "def check(f):\n    assert f(2) == 4",
-    "canonical_solution": "    return 2 * x\n",
-}
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def test_het_episodes_are_played_on_nodes_of_their_own(cluster: Cluster, experim
     nodes = ("--slurm.orchestrator.partition", "cpu", "--slurm.orchestrator.nodes", 2)
     engines = ("--inference.data-parallel-size", 1, "--slurm.inference.nodes", 1)
     workers = ("--orchestrator.env-servers.workers", 2)
-    job, run_dir = submit(cluster, experiment, "players", *nodes, *engines, *workers, "--max-steps", 40)
+    job, run_dir = submit(cluster, experiment, "players", *nodes, *engines, *workers, "--max-steps", 60)
     cluster.wait_until(lambda: last_step(run_dir) >= 6, "the first steps", timeout=START_S)
     first = attempts(run_dir)[0]
     own, player = first["nodes"]["orchestrator"]
@@ -118,11 +118,20 @@ def test_het_episodes_are_played_on_nodes_of_their_own(cluster: Cluster, experim
     assert len(key) > 20
     assert not [path for path in run_dir.rglob("*") if path.is_file() and key in path.read_bytes()], "it is in no file"
     host.kill()
+    supervisor = run_dir / "logs" / "supervisor.log"
+    cluster.wait_until(lambda: "it alone is started again" in supervisor.read_text(), "another host", timeout=30)
+    assert len(attempts(run_dir)) == 1
+    (orchestrator,) = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if ["prime_hpc.orchestrator.main", str(run_dir)] == (process.info["cmdline"] or [])[-2:]
+    ]
+    orchestrator.kill()  # that is a crash: it and its hosts begin anew, beside the engine
     cluster.wait_state(job, "COMPLETED", timeout=START_S + 60)
     first, second = attempts(run_dir)
     assert (first["outcome"], first["next"], second["outcome"]) == ("failed", "in_place", "completed")
     assert second["nodes"]["orchestrator"] == [own, player]
-    prompts = [position for step in range(1, 41) for position in used_prompts(run_dir, step)]
+    prompts = [position for step in range(1, 61) for position in used_prompts(run_dir, step)]
     assert len(prompts) == len(set(prompts))
 
 

@@ -1,4 +1,5 @@
-"""Small runs as Slurm jobs, up in seconds: SFT on one node, RL with a scripted server as a het job."""
+"""Small runs as Slurm jobs, up in seconds: SFT on one node, RL with a scripted server as a het job, or with scripted
+engines on nodes of their own."""
 
 import json
 import sys
@@ -97,3 +98,38 @@ def rl(cluster: Cluster, folder: Path, name: str, steps: int, layout: str = "het
             "client": {"base_url": f"http://127.0.0.1:{SERVER_PORT}/v1"},
         },
     )
+
+
+def rl_with_engines(
+    cluster: Cluster,
+    folder: Path,
+    name: str,
+    slurm: dict[str, Any],
+    *,
+    steps: int,
+    replies: str = "",
+    env: dict[str, str] | None = None,
+    orchestrator: dict[str, Any],
+    **tree: Any,
+) -> tuple[str, Path]:
+    """RL as a homogeneous job: the trainer's node, then that of a scripted engine, which every node reaches.
+
+    Args:
+        cluster, folder, name: as for `submit`.
+        slurm: on top of one trainer node and one engine's.
+        steps: of the trainer.
+        replies: `module:function` that answers (see `scripted_engine`).
+        env: more variables of the job.
+        orchestrator: on top of groups of 4 and batches of 8.
+        tree: more of the experiment.
+    """
+    root = DEVCLUSTER.parents[1]
+    variables = {"PYTHONPATH": f"{root}/tests/support/scripted_engines:{root}", "OMP_NUM_THREADS": "1"}
+    variables |= {"SCRIPTED_REPLIES": replies} if replies else {}
+    base: dict[str, Any] = {"partition": "all", "layout": "packed", "env": variables | (env or {})}
+    batches: dict[str, Any] = {"batch_size": 8, "rollouts_per_example": 4, "max_concurrent": 8}
+    batches |= {"advantage": {"zero": "keep"}, "sampling": {"max_tokens": 64}}
+    whole: dict[str, Any] = {"seq_len": 256, "max_steps": steps, "ckpt": {"interval": 2}}
+    whole |= {"model": {"renderer": "qwen3"}, "inference": {"server": {"port": 0}}, "orchestrator": batches}
+    whole["orchestrator"] |= orchestrator
+    return submit(cluster, folder, name, base | slurm, **(whole | tree))

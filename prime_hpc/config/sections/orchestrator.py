@@ -23,12 +23,17 @@ class SandboxConfig(Section):
     """A sandbox for each episode: no view of the host's files, processes, network and keys; all of it is gone at the
     episode's end."""
 
-    runtime: Literal["bubblewrap"] = "bubblewrap"
-    """Its maker: bubblewrap (`bwrap`), which needs no daemon, no image and no root, but user namespaces."""
+    runtime: Literal["bubblewrap", "apptainer"] = "bubblewrap"
+    """Its maker; both need user namespaces, no daemon and no root. `bubblewrap` (`bwrap`): the node's own system, read
+    only; `apptainer`: that of `image`."""
+    image: str | None = None
+    """`apptainer`: absolute path of the image that it has for a system, a file (.sif) or an unpacked folder, with a
+    Python of 3.9 or newer as `python3`, which runs its programs. A folder starts sooner."""
     network: bool = False
     """Give it the node's network, and with it whatever listens there; else it has a loopback interface of its own."""
     packages: bool = False
-    """Its Python has the packages of this one, read-only; else the standard library alone, which starts sooner."""
+    """Its Python has the packages of this one (those of the image), read-only; else the standard library alone, which
+    starts sooner."""
     read_only: list[str] = []
     """Further absolute paths of the node that it may read, at the same place."""
     memory_mib: int = Field(1024, ge=32)
@@ -54,6 +59,14 @@ class SandboxConfig(Section):
     """Sandboxes that are started ahead and wait, of each process that plays the environment."""
     parallel: int | None = Field(None, ge=1)
     """Commands that run at once, in each process that plays the environment; default: its cores."""
+
+    @model_validator(mode="after")
+    def _has_an_image(self) -> "SandboxConfig":
+        if self.runtime == "apptainer" and self.image is None:
+            raise ValueError("runtime: apptainer needs image, the path of a .sif or of an unpacked folder")
+        if self.image is not None and (self.runtime != "apptainer" or not self.image.startswith("/")):
+            raise ValueError(f"image: {self.image!r}: an absolute path, with runtime: apptainer")
+        return self
 
     @field_validator("read_only")
     @classmethod

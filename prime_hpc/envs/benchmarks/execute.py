@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_hpc.runtime.slurm_warning import WARNED_WITHIN_S, is_led, was_warned_since
+
 CHILD = Path(__file__).with_name("sandboxed_child.py")
 GRACE_S = 1.0
 """Of wall-clock time beyond the limit, for the interpreter to start and end."""
@@ -60,6 +62,9 @@ def run_program_here(program: str, limits: Limits, *, stdin: str = "", may_exit:
     It has passed only if the child says so with a word that it alone was told: a program that ends the process by
     itself, before its checks, has not.
 
+    Raises:
+        RuntimeError: Slurm's warning came while it ran, and it did not pass, for which that may be the reason.
+
     Args:
         program: the source.
         limits: of time and memory.
@@ -101,6 +106,10 @@ def run_program_here(program: str, limits: Limits, *, stdin: str = "", may_exit:
             output = file.read(MOST_OUTPUT).decode(errors="replace")
     if timed_out or child.returncode in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
         return Outcome(False, "timed out", output, False)
+    if child.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM) and is_led():
+        time.sleep(WARNED_WITHIN_S)
+    if is_led() and not said.endswith(" passed") and was_warned_since(began):
+        raise RuntimeError("Slurm's warning (SIGTERM to the whole job) came while a program ran")
     if said.startswith(word):
         flag, _, reason = said.removeprefix(word).partition(" ")
         return Outcome(reason == "passed", reason, output, flag == "0")

@@ -8,18 +8,20 @@ Where this process is root's, sandboxes belong to `nobody`, for the kernel limit
 may read is then shown to `nobody` in a mount namespace of its own, since a Python below /root is not.
 """
 
+import functools
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from types import CodeType
 
 from prime_hpc.config.sections.orchestrator import SandboxConfig
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.runtime.slurm_warning import DEAF, is_led
 
 LEAST_VERSION = (0, 8, 0)
 """Of bwrap: the first that lets nobody make namespaces inside."""
@@ -41,6 +43,8 @@ ANSWER_S = 20.0
 """Longest wait for `bwrap --version` and for the mounts of a stage, on slow file systems."""
 PYTHON_LINKS = "/opt/prime-hpc/bin"
 """Inside: `python` and `python3` are this interpreter, also where the system's own `python3` is another version."""
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""A library that starts a thread for each core of the node meets the limits at once."""
 _LINKS = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 
 _SYSCTLS = (
@@ -131,39 +135,53 @@ def shown_paths(config: SandboxConfig) -> list[str]:
 def environment(config: SandboxConfig) -> dict[str, str]:
     """Return all variables of a command's environment."""
     programs = [PYTHON_LINKS, str(Path(python_of(config)[0]).parent), "/usr/local/bin", "/usr/bin", "/bin"]
-    # one thread: a library that starts one for each core of the node meets the limits at once
-    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {"PATH": ":".join(programs), "HOME": "/work", "TMPDIR": "/tmp", "LANG": "C.UTF-8", **one_thread}
+    return {"PATH": ":".join(programs), "HOME": "/work", "TMPDIR": "/tmp", "LANG": "C.UTF-8", **ONE_THREAD}
+
+
+@functools.cache
+def guest_code() -> CodeType:
+    """Return the program of a sandbox's first process; its Python is of the same release as this one."""
+    path = Path(__file__).with_name("guest.py")
+    return compile(path.read_text(encoding="utf-8"), "guest.py", "exec")
+
+
+_COVERED = ("/sys", "/mnt", "/media", "/srv")
+"""Folders of which a sandbox shows nothing; in a stage's namespace one of them holds the paths that are shown."""
+_MOUNT = """
+trap "" TERM
+at=$1 number=0
+shift
+mount -t tmpfs -o mode=755,size=1m sandboxes "$at" || exit 1
+for path; do
+    if [ -d "$path" ]; then mkdir "$at/$number"; else : >"$at/$number"; fi || exit 1
+    mount --bind "$path" "$at/$number" || exit 1
+    number=$((number + 1))
+done
+echo ready
+exec cat >/dev/null
+"""
 
 
 class Stage:
     """The user that makes the sandboxes, and the places at which that user finds what is shown in them.
 
     For an ordinary user: itself, and the paths as they are. For root: `nobody`, in a mount namespace in which the paths
-    are mounted where `nobody` reaches them; a process of ours holds it open, and ends with this one.
+    are mounted where `nobody` reaches them; a process of ours holds it open, and ends with this one. Nothing of it is
+    in the node's own files: who is killed cannot remove any.
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
         self.prefix: list[str] = []
         self.sources = {path: path for path in paths}
         self._holder: subprocess.Popen[bytes] | None = None
-        self._folder = ""
         if os.geteuid() == 0:
             self._enter()
 
     def _enter(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="prime-hpc-stage-")
-        Path(self._folder).chmod(0o755)
-        mounts: list[str] = []
-        for number, path in enumerate(self.sources):
-            place = Path(self._folder, str(number))
-            place.mkdir() if Path(path).is_dir() else place.touch()
-            mounts += [path, str(place)]
-            self.sources[path] = str(place)
-        script = (
-            'while [ $# -gt 0 ]; do mount --bind "$1" "$2" || exit 1; shift 2; done; echo ready; exec cat >/dev/null'
-        )
-        argv = ["unshare", "--mount", "--propagation", "private", "--", "sh", "-c", script, "sh", *mounts]
+        place = next((at for at in _COVERED if Path(at).is_dir() and not self._is_above_a_source(at)), None)
+        if place is None:
+            raise EnvError(f"root's sandboxes need one of the folders {', '.join(_COVERED)} that no shown path is in")
+        argv = ["unshare", "--mount", "--propagation", "private", "--", "sh", "-c", _MOUNT, "sh", place, *self.sources]
         try:
             self._holder = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -175,8 +193,12 @@ class Stage:
         if said != "ready":
             self.close()
             raise EnvError(f"root's sandboxes need a mount namespace, which this node refuses: {said}")
+        self.sources = {path: f"{place}/{number}" for number, path in enumerate(self.sources)}
         place_of = f"--mount=/proc/{self._holder.pid}/ns/mnt"
         self.prefix = ["nsenter", place_of, "--setuid", str(NOBODY), "--setgid", str(NOBODY), "--"]
+
+    def _is_above_a_source(self, folder: str) -> bool:
+        return any(Path(folder) in (Path(path).resolve(), *Path(path).resolve().parents) for path in self.sources)
 
     def close(self) -> None:
         """Give it up; sandboxes that run go on."""
@@ -186,13 +208,12 @@ class Stage:
             self._holder.stdout.close()
             self._holder.wait()
             self._holder = None
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)  # the mounts were in the other namespace
 
 
 def command(bwrap: str, config: SandboxConfig, stage: Stage) -> list[str]:
     """Return the command up to the program that is to be process 1."""
-    argv = [*stage.prefix, bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1"]
+    argv = [*(DEAF if is_led() else ()), *stage.prefix, bwrap]
+    argv += ["--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1"]
     argv += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     argv += ["--uid", "1000", "--gid", "1000", "--hostname", "sandbox"]
     if config.network:

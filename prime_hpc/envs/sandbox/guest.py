@@ -48,6 +48,8 @@ KEYCTL = {"x86_64": 250, "aarch64": 219, "ppc64le": 271}
 LIMITS: dict[str, int] = {}
 """Of `guest_limits`, told with the program."""
 LIBC = ctypes.CDLL(None)
+OWN_PATH = os.environ.get("PATH", os.defpath)
+"""Of an image; the host states it where there is none."""
 _hidden: dict[str, float] = {}
 
 
@@ -195,16 +197,17 @@ def become_command(order: dict[str, Any], program: str | None, fds: tuple[int, .
             os.dup2(fd, number)
         os.closerange(len(fds), 4096)
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGTERM):  # the guest may be deaf to it
+            signal.signal(number, signal.SIG_DFL)
         os.chdir(FOLDER)
         os.environ.clear()
-        os.environ.update(order["env"])
+        os.environ.update({"PATH": OWN_PATH, **order["env"]})
         limit_self(order["cpu_s"])
         if program is None:
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
                 signal.signal(number, signal.SIG_DFL)
             os.close(VERDICT)
-            os.execvpe(order["argv"][0], order["argv"], dict(order["env"]))
+            os.execvpe(order["argv"][0], order["argv"], dict(os.environ))
         LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         own = os.getpid()

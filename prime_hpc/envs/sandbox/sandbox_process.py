@@ -6,7 +6,6 @@ ended from outside, and with it everything inside.
 
 import asyncio
 import contextlib
-import functools
 import marshal
 import os
 import signal
@@ -16,14 +15,17 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from prime_hpc.config.sections.orchestrator import SandboxConfig
-from prime_hpc.envs.sandbox.bubblewrap import Stage, command, environment, explain_refusal, python_of
+from prime_hpc.envs.sandbox.bubblewrap import Stage
+from prime_hpc.envs.sandbox.makers import MAKERS
+from prime_hpc.runtime.slurm_warning import WARNED_WITHIN_S, is_led, was_warned_since
 
 GRACE_S = 5.0
 """How long after a deadline the guest may take to say so, and how long a sandbox may take to end by itself."""
+MARSHAL = 4
+"""Version of the format: an image's Python may be older than this one."""
 MOST_ANSWER = 1 << 28
 """Bytes of an answer at most."""
 PER_SANDBOX_PROCESSES = (5, 14)
@@ -64,13 +66,6 @@ BOOT = (
 """The first process's command line: takes its program from the host, by which it is of the same release of Python."""
 
 
-@functools.cache
-def guest_code() -> CodeType:
-    """Return the program of a sandbox's first process."""
-    path = Path(__file__).with_name("guest.py")
-    return compile(path.read_text(encoding="utf-8"), "guest.py", "exec")
-
-
 def guest_limits(config: SandboxConfig) -> dict[str, int]:
     """Return what the guest holds, in bytes and numbers."""
     release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
@@ -86,13 +81,27 @@ def guest_limits(config: SandboxConfig) -> dict[str, int]:
     }
 
 
+def first_inside(pid: int) -> int | None:
+    """Return process 1 of the sandbox that a process has made; None: it has not come so far, or cannot be seen."""
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split():
+            told = Path(f"/proc/{child}/status").read_text(encoding="ascii", errors="replace")
+            numbers = [line.split()[1:] for line in told.splitlines() if line.startswith("NSpid:")]
+            found = int(child) if numbers and numbers[0][-1] == "1" else first_inside(int(child))
+            if found is not None:
+                return found
+    return None
+
+
 class Sandbox:
     """One sandbox, from its start to its end. One command at a time."""
 
-    def __init__(self, config: SandboxConfig, bwrap: str, stage: Stage) -> None:
+    def __init__(self, config: SandboxConfig, program: str, stage: Stage) -> None:
+        """`program`: that of the runtime, where `stage` finds what is shown."""
         self.config = config
-        self._argv = [*command(bwrap, config, stage), *python_of(config), "-c", BOOT]
-        self._env = environment(config)
+        self._maker = MAKERS[config.runtime]
+        self._argv = self._maker.command(program, config, stage, BOOT)
+        self._env = self._maker.environment(config)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -117,10 +126,12 @@ class Sandbox:
         try:
             with theirs:
                 # the parent of `die-with-parent` is this thread: the event loop's
-                self._process = subprocess.Popen(self._argv, stdin=theirs.fileno(), stdout=errors, stderr=errors)
+                own = self._maker.own_environment()
+                streams = {"stdin": theirs.fileno(), "stdout": errors, "stderr": errors}
+                self._process = subprocess.Popen(self._argv, env=own, **streams)  # type: ignore[call-overload]
             ours.setblocking(False)
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
-            program = marshal.dumps((guest_code(), guest_limits(self.config)))
+            program = marshal.dumps((self._maker.guest(), guest_limits(self.config)), MARSHAL)
             self._writer.write(len(program).to_bytes(4, "big") + program)
             async with asyncio.timeout(self.config.start_s):
                 await self._receive()
@@ -134,7 +145,7 @@ class Sandbox:
                 raise SandboxFailed(f"a sandbox cannot be started: {said}") from error
             if isinstance(error, OSError) and self._process is None:
                 said = str(error)
-            raise SandboxFailed(f"a sandbox cannot be started: {explain_refusal(said)}") from error
+            raise SandboxFailed(f"a sandbox cannot be started: {self._maker.explain_refusal(said)}") from error
         except BaseException:
             ours.close()
             await self.stop(at_once=True)
@@ -176,8 +187,28 @@ class Sandbox:
             cpu_s: CPU time of all its processes; default `cpu_s` of the configuration.
 
         Raises:
-            SandboxFailed: the sandbox was gone before its first command began.
+            SandboxFailed: the sandbox was gone before its first command began; or Slurm's warning came while a command
+                ran that did not end well, and may have ended a part of it.
         """
+        began = time.monotonic()
+        ended = await self._run(argv, program, given, env, may_exit, wall_s, cpu_s)
+        if is_led() and (ended.code or ended.ended_by or (argv is None and ended.verdict != "passed")):
+            if ended.code == -signal.SIGTERM:
+                await asyncio.sleep(WARNED_WITHIN_S)
+            if was_warned_since(began):
+                raise SandboxFailed("Slurm's warning (SIGTERM to the whole job) came while a command ran")
+        return ended
+
+    async def _run(
+        self,
+        argv: list[str] | None,
+        program: str,
+        given: bytes,
+        env: dict[str, str] | None,
+        may_exit: bool,
+        wall_s: float | None,
+        cpu_s: float | None,
+    ) -> Ended:
         source = program.encode(errors="surrogatepass")
         wall_s = self.config.command_s if wall_s is None else wall_s
         order: dict[str, Any] = {"op": "run", "wall_s": wall_s, "env": {**self._env, **(env or {})}}
@@ -232,7 +263,7 @@ class Sandbox:
         async with self._turn:
             if self._writer is None or not self.is_alive():
                 raise ConnectionError("it has ended")
-            head = marshal.dumps(order)
+            head = marshal.dumps(order, MARSHAL)
             try:
                 async with asyncio.timeout(seconds):
                     self._writer.write(struct.pack(">II", len(head), len(payload)) + head + payload)
@@ -256,13 +287,11 @@ class Sandbox:
         """End it from outside, with all that is in it; the process that made it ends when nothing is left inside."""
         if self._process is None or self._process.poll() is not None:
             return
-        pid, children = self._process.pid, []
-        with contextlib.suppress(OSError):
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-        for child in children:
+        first = first_inside(self._process.pid)
+        if first is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(child), signal.SIGKILL)
-        if not children:  # it has not come so far, or this kernel does not say
+                os.kill(first, signal.SIGKILL)
+        else:  # it has not come so far, or this kernel does not say
             self._process.kill()
 
     def _wait(self, seconds: float) -> bool:

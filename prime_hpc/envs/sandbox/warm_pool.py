@@ -6,7 +6,8 @@ import os
 
 from prime_hpc.config.sections.orchestrator import SandboxConfig
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.sandbox.bubblewrap import Stage, find_bwrap, shown_paths
+from prime_hpc.envs.sandbox.bubblewrap import Stage
+from prime_hpc.envs.sandbox.makers import MAKERS
 from prime_hpc.envs.sandbox.sandbox_process import Sandbox, SandboxFailed
 
 
@@ -19,7 +20,7 @@ class WarmPool:
         self.turn = asyncio.Semaphore(config.parallel or cores)
         """Held by whoever runs a command."""
         self._starting = asyncio.Semaphore(max(1, cores))
-        self._bwrap = ""
+        self._program = ""
         self._stage: Stage | None = None
         self._warm: list[Sandbox] = []
         self._out: set[Sandbox] = set()
@@ -32,8 +33,9 @@ class WarmPool:
         Raises:
             EnvError: this node cannot make one; says why and what to do.
         """
-        self._bwrap = await asyncio.to_thread(find_bwrap)
-        self._stage = await asyncio.to_thread(Stage, shown_paths(self.config))
+        maker = MAKERS[self.config.runtime]
+        self._program = await asyncio.to_thread(maker.find)
+        self._stage = await asyncio.to_thread(Stage, maker.shown_paths(self.config))
         try:
             self._warm.append(await self._start())
         except SandboxFailed as error:
@@ -77,7 +79,7 @@ class WarmPool:
 
     async def _start(self) -> Sandbox:
         assert self._stage is not None, "open the pool first"
-        sandbox = Sandbox(self.config, self._bwrap, self._stage)
+        sandbox = Sandbox(self.config, self._program, self._stage)
         async with self._starting:
             await sandbox.start()
         return sandbox

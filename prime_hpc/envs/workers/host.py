@@ -33,6 +33,7 @@ from prime_hpc.config.sections.orchestrator import EnvServersConfig
 from prime_hpc.envs.workers.episode_mark import read_mark
 from prime_hpc.envs.workers.frames import PURPOSE, Unpacker, pack
 from prime_hpc.envs.workers.host_link import ONE_THREAD
+from prime_hpc.runtime import slurm_warning
 from prime_hpc.runtime.process_memory import freeze_gc, resident_bytes
 from prime_hpc.runtime.process_tree import become_subreaper, die_with_parent, marked, send
 from prime_hpc.runtime.role_context import BUS
@@ -169,11 +170,14 @@ class Host:
             end.setblocking(False)
 
     def serve(self) -> None:
-        """Until the orchestrator is gone, or SIGTERM came."""
+        """Until the orchestrator is gone, or SIGTERM came that is not Slurm's warning."""
         signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
         told_to_end: list[int] = []
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only to be woken
-        signal.signal(signal.SIGTERM, lambda signum, _: told_to_end.append(signum))
+        if slurm_warning.is_led():
+            slurm_warning.outlive()
+        else:
+            signal.signal(signal.SIGTERM, lambda signum, _: told_to_end.append(signum))
         if self._admission is None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         else:
@@ -272,6 +276,8 @@ def _become_worker(
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(signum, signal.SIG_DFL)
+    if slurm_warning.is_led():
+        slurm_warning.outlive()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()
     for end in sockets_of_host:

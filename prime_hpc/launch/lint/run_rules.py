@@ -7,7 +7,7 @@ from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.sections.orchestrator import EnvConfig
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.sandbox.bubblewrap import find_bwrap
+from prime_hpc.envs.sandbox.makers import MAKERS
 from prime_hpc.launch.lint.lint_finding import Finding, Severity, Subject
 from prime_hpc.store.child_runs import list_children
 from prime_hpc.store.datafiles import find_data
@@ -235,10 +235,11 @@ def sandboxes(subject: Subject) -> Iterator[Finding]:
             )
         elif env.sandbox is not None:
             try:
-                find_bwrap()
+                MAKERS[env.sandbox.runtime].find()
             except EnvError as error:
                 severity: Severity = "warning" if subject.is_slurm else "error"  # other nodes may have it
-                yield Finding("PH212", severity, f"{key}.sandbox", str(error), "bubblewrap on the orchestrator's node")
+                needed = f"{env.sandbox.runtime} on the orchestrator's node"
+                yield Finding("PH212", severity, f"{key}.sandbox", str(error), needed)
 
 
 def data(subject: Subject) -> Iterator[Finding]:

@@ -241,6 +241,7 @@ def _orchestrator(
             commands=commands,
             environment=environment,
             grace_s=experiment.supervisor.grace_s,
+            replaced=list(range(1, len(commands))),
         )
 
     return StepSpec(

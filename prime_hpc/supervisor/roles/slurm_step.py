@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
+
 from prime_hpc.runtime.role_context import ATTEMPT, INCARNATION
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.client import SlurmError, clean_environment, run_slurm
@@ -298,6 +300,10 @@ class StepRole(Role):
             self._adopted[key] = int(message["incarnation"])
         elif event == "warned":
             self.warned = True
+        elif event == "replaced":
+            code = int(message["code"])
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            logger.warning(f"the process of {self.spec.label} on {message['host']} {how}: it alone is started again")
         elif event == "exited":
             self._exits[key] = int(message["code"])
             if message.get("problem"):
