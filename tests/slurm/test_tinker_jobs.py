@@ -1,4 +1,5 @@
-"""The tinker service as a Slurm job: ranks on two nodes, the unchanged client on the login node, a preemption."""
+"""The tinker service as a Slurm job: ranks on two nodes, the unchanged client on the login node, a preemption, and real
+vLLM servers of the job that sample."""
 
 import json
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from prime_hpc.store.attempts import read_attempts
-from tests.support.runs import BIN, ROOT
+from tests.support.runs import BIN, ROOT, command
 from tests.support.slurm import Cluster
 from tests.support.tiny_model import make_tiny_model
 
@@ -18,9 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)
 START_S = 120
 
 
-def experiment(folder: Path, name: str, num_ranks: int) -> Path:
-    """A service without engines."""
-    tree = {
+def experiment(folder: Path, name: str, num_ranks: int, **changes: Any) -> Path:
+    """A service, without engines unless `changes` name some."""
+    tree: dict[str, Any] = {
         "name": name,
         "output_dir": str(folder),
         "seq_len": 64,
@@ -40,7 +41,7 @@ def experiment(folder: Path, name: str, num_ranks: int) -> Path:
             "cpus_per_task": 2,
             "env": {"PYTHONPATH": str(ROOT)},
         },
-    }
+    } | changes
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -100,3 +101,23 @@ def test_clients_go_on_after_a_preemption_with_what_was_saved_for_them(cluster: 
     assert [cluster.job(job)["JobState"] for job in jobs.values()] == ["COMPLETED"] * 2
     assert not any(url.exists() for url in urls.values())
     assert read_attempts(folder / "two" / "attempts.jsonl")[-1]["outcome"] == "stopped"
+
+
+def test_clients_sample_from_the_engines_of_the_job(cluster: Cluster) -> None:
+    folder = Path(cluster.shared) / "tinker-samples"
+    made = command("python", ROOT / "tools" / "make-starter", folder / "starter")
+    assert made.returncode == 0, made.stderr
+    model = {"name": str(folder / "starter" / "model"), "dtype": "float32", "lora": {"rank": 4}}
+    engines = {"cpu_kv_cache_gib": 0.25, "num_replicas": 2, "ready_timeout_s": 240}
+    path = experiment(folder, "service", 1, model=model, inference=engines)
+    say(cluster, "submit", path)
+    run_dir = folder / "service"
+    cluster.wait_until((run_dir / "tinker.url").exists, "the address", timeout=START_S)
+    found = [script(cluster, run_dir, 1, 3, "--sample") for _ in range(2)]  # one may come to each server
+    for samples in (one["samples"] for one in found):
+        assert len(samples["engine"]) == 24
+        np.testing.assert_allclose(samples["engine"], samples["trainer"], rtol=1e-4)
+        assert np.abs(np.subtract(samples["engine"], samples["later"])).max() > 0.01  # by the weights of just then
+    nodes = json.loads(say(cluster, "status", run_dir, "--json"))["nodes"]
+    assert len({node for hosts in nodes.values() for node in hosts}) == 3
+    say(cluster, "cancel", run_dir, "--timeout", 60)

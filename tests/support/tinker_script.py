@@ -1,9 +1,10 @@
 """A user's script on the login node.
 
-    python -m tests.support.tinker_script RUN_DIR FIRST LAST [--from PATH] [--leave]
+    python -m tests.support.tinker_script RUN_DIR FIRST LAST [--from PATH] [--leave] [--sample]
 
 It trains an adapter with the unchanged `tinker` client against the service of a job, steps FIRST to LAST, and prints
 what came of it as JSON. It saves after the last step; with `--leave` it goes away in the middle of its session instead.
+With `--sample` it also samples from what it has trained, and has the trainer say how likely these tokens are.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def data_of(step: int) -> list[types.Datum]:
     """A step's data: every third time a single sequence, of which all ranks but one get nothing."""
     rng = np.random.default_rng(step)
     lengths = LENGTHS if step % 3 else LENGTHS[:1]
-    return [datum(rng.integers(0, 300, n).tolist(), rng.random(n - 1) / n) for n in lengths]
+    return [datum(rng.integers(0, 260, n).tolist(), rng.random(n - 1) / n) for n in lengths]
 
 
 def train(adapter: Any, first: int, last: int) -> dict[str, list[float]]:
@@ -48,6 +49,22 @@ def train(adapter: Any, first: int, last: int) -> dict[str, list[float]]:
     return found
 
 
+def sample(adapter: Any) -> dict[str, list[float]]:
+    """Log-probabilities of two sequences by the engine that sampled them, by the trainer, and by the trainer after
+    another step."""
+    params = types.SamplingParams(max_tokens=12, seed=1, temperature=1.0)
+    prompt = [5, 6, 7, 8]
+    sampler = adapter.save_weights_and_get_sampling_client()
+    answer = sampler.sample(types.ModelInput.from_ints(prompt), num_samples=2, sampling_params=params).result()
+    rows = [[*prompt, *sequence.tokens] for sequence in answer.sequences]
+    found = {"engine": [x for sequence in answer.sequences for x in sequence.logprobs]}
+    for name in ("trainer", "later"):
+        passed = adapter.forward([datum(row, np.ones(len(row) - 1)) for row in rows], "cross_entropy").result()
+        found[name] = [x for row in passed.loss_fn_outputs for x in row["logprobs"].data[len(prompt) - 1 :]]
+        train(adapter, 1, 1)
+    return found
+
+
 def main() -> None:
     """Parse, train, report."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.tinker_script")
@@ -56,6 +73,7 @@ def main() -> None:
     parser.add_argument("last", type=int)
     parser.add_argument("--from", dest="path")
     parser.add_argument("--leave", action="store_true")
+    parser.add_argument("--sample", action="store_true")
     given = parser.parse_args()
     url, key = ((given.run_dir / name).read_text().strip() for name in ("tinker.url", "tinker.key"))
     client = tinker.ServiceClient(base_url=url, api_key=key)
@@ -65,6 +83,8 @@ def main() -> None:
     else:
         adapter = client.create_training_client_from_state_with_optimizer(given.path).result()
     found: dict[str, Any] = {"url": url, "adapter": adapter.model_id, **train(adapter, given.first, given.last)}
+    if given.sample:
+        found["samples"] = sample(adapter)
     if not given.leave:
         found["saved"] = adapter.save_state(f"step-{given.last}").result().path
         client.close("success").result()

@@ -15,10 +15,13 @@ from prime_hpc.config.sections.trainer import TinkerConfig
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.plan.slurm_plan import slurm_plan, slurm_plan_text
-from prime_hpc.runtime.role_context import LED, NODE
+from prime_hpc.runtime.role_context import LED, NODE, RoleContext
+from prime_hpc.store.messaging.bus import BusClient, BusServer
 from prime_hpc.store.messaging.network import VARIABLE
 from prime_hpc.store.messaging.sockets import is_free
 from prime_hpc.trainer.tinker import address
+from prime_hpc.trainer.tinker.server import EngineUrls
+from tests.support.runs import wait_until
 
 
 def taken(config: TinkerConfig, **environ: str) -> tuple[str, int, str]:
@@ -60,6 +63,26 @@ def test_the_file_says_where_until_that_service_ends(tmp_path: Path) -> None:
     assert (tmp_path / TINKER_URL).read_text() == "http://n2:2\n"
     address.forget(tmp_path, "http://n2:2")
     assert not (tmp_path / TINKER_URL).exists()
+
+
+def test_the_engines_are_where_the_supervisor_says_that_they_are(tmp_path: Path) -> None:
+    hub, bus = BusServer(), None
+    experiment = Experiment.model_validate({"model": {"name": "m"}, "inference": {"num_replicas": 2}})
+    urls = ["http://n2:1/v1", "http://n3:1/v1"]
+    context = RoleContext("trainer", tmp_path, bus_address=hub.address, inference_urls=urls)
+    try:
+        bus = BusClient(hub.address, "trainer[0]")
+        engines = EngineUrls(experiment, context, bus)
+        assert engines.expected and engines.known() == urls
+        hub.publish("server", role="teacher", index=0, state="lost")
+        hub.publish("server", role="inference", index=0, state="lost", url="http://n2:1/v1")
+        wait_until(lambda: engines.known() == ["http://n3:1/v1"], 20, "one is lost")
+        hub.publish("server", role="inference", index=0, state="starting", url="http://n4:7/v1")
+        wait_until(lambda: engines.known() == ["http://n4:7/v1", "http://n3:1/v1"], 20, "it is back elsewhere")
+    finally:
+        if bus is not None:
+            bus.close()
+        hub.close()
 
 
 SITE = SiteConfig.model_validate({"name": "test", "scratch": "/", "partitions": {"gpu": {"gpus_per_node": 8}}})

@@ -60,7 +60,7 @@ class Server:
         self._key = own_key(self.key_file)
         address.forget(self._run_dir)
         self._sock, self._url = address.listen(config, self._run_dir)
-        self._urls = _EngineUrls(experiment, context, bus)
+        self._urls = EngineUrls(experiment, context, bus)
         engines = None
         if self._urls.expected:
             key = os.environ.get(KEY_VARIABLES["inference"]) or os.environ.get(
@@ -151,23 +151,26 @@ def own_key(path: Path) -> str:
     return key
 
 
-class _EngineUrls:
-    """The engines' servers: the supervisor's, those that say on the bus that they are ready, else the config's."""
+class EngineUrls:
+    """The engines' servers: those that the supervisor starts, wherever it says on the bus that they are, else the
+    config's."""
 
     def __init__(self, experiment: Experiment, context: RoleContext, bus: BusClient) -> None:
         client = experiment.orchestrator.client
         attached = client.urls if client.base_url is not None else []
-        self._stated = list(context.inference_urls) or attached
+        self._urls = dict(enumerate(context.inference_urls or attached))
         self.expected = experiment.inference is not None or bool(attached)
         """True if there are to be any."""
-        self._said: dict[int, str] = {}
-        bus.subscribe("status", self._on_status)
+        bus.subscribe("server", self._on_news)
 
     def known(self) -> list[str]:
-        """Return their URLs."""
-        return self._stated or [url for _, url in sorted(self._said.items())]
+        """Return the URLs of those that are not lost."""
+        return [url for _, url in sorted(self._urls.copy().items())]
 
-    def _on_status(self, row: dict[str, Any]) -> None:
-        url = (row.get("info") or {}).get("url")
-        if row.get("role") == "inference" and isinstance(url, str):
-            self._said[int(row.get("index", 0))] = url
+    def _on_news(self, row: dict[str, Any]) -> None:
+        if row.get("role") != "inference":
+            return
+        if row.get("state") == "lost":
+            self._urls.pop(row["index"], None)
+        elif row.get("url"):
+            self._urls[row["index"]] = row["url"]
