@@ -339,11 +339,12 @@ VERBS: dict[str, Verb] = {
         (
             ("--output FILE", "pack: write it there (default: beside the environment)"),
             ("--format KIND", "pack: squashfs (default where mksquashfs is), tar.zst or tar.gz"),
+            ("--mount", "pack: nodes mount the squashfs (squashfuse_ll) and unpack it only where they cannot"),
             ("--json", "print as JSON"),
         ),
         "cluster.env",
         False,
-        {"pack": ("--output", "--format", "--json"), "show": ("--json",)},
+        {"pack": ("--output", "--format", "--mount", "--json"), "show": ("--json",)},
     ),
     "completion": Verb(
         'Shell completion: eval "$(prime-hpc completion bash)".',

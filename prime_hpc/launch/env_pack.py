@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from prime_hpc.config.errors import ConfigError
@@ -25,7 +26,9 @@ def best_kind() -> str:
     return next(kind for kind, program in PROGRAMS.items() if shutil.which(program) or kind == "tar.gz")
 
 
-def pack_environment(venv: Path, output: Path | None, kind: str, say: Callable[[str], None]) -> tuple[Path, PackFacts]:
+def pack_environment(
+    venv: Path, output: Path | None, kind: str, say: Callable[[str], None], *, start: str = "unpack"
+) -> tuple[Path, PackFacts]:
     """Pack an environment; the file and its facts appear by a rename each.
 
     Args:
@@ -33,6 +36,7 @@ def pack_environment(venv: Path, output: Path | None, kind: str, say: Callable[[
         output: of the pack; None: beside the environment.
         kind: one of `SUFFIXES`.
         say: told how it goes.
+        start: how nodes start from it: `unpack`, or `mount`.
 
     Returns:
         the pack and its facts; those that are there already where the environment has not changed.
@@ -47,6 +51,8 @@ def pack_environment(venv: Path, output: Path | None, kind: str, say: Callable[[
         raise ConfigError(f"{venv}: is not the environment of this prime-hpc ({sys.prefix}): pack with that one's own")
     if shutil.which(PROGRAMS[kind]) is None:
         raise ConfigError(f"--format {kind} needs {PROGRAMS[kind]}, which is not on PATH; there is {best_kind()}")
+    if start == "mount" and kind != "squashfs":
+        raise ConfigError(f"--mount: a {kind} cannot be mounted: --format squashfs")
     pack = (output or venv.with_name(f"{venv.name.lstrip('.')}{SUFFIXES[kind]}")).absolute()
     if pack.is_relative_to(venv.resolve()):
         raise ConfigError(f"{pack}: lies in the environment itself")
@@ -55,6 +61,9 @@ def pack_environment(venv: Path, output: Path | None, kind: str, say: Callable[[
         facts = PackFacts.read(pack)
         if (facts.hash, facts.kind, facts.size) == (known, kind, str(pack.stat().st_size)):
             say(f"{pack} is of this environment as it is")
+            if facts.start != start:
+                facts = replace(facts, start=start)
+                facts.write(pack)
             return pack, facts
     except (ConfigError, OSError):
         pass  # there is none, or it is of another version
@@ -74,6 +83,7 @@ def pack_environment(venv: Path, output: Path | None, kind: str, say: Callable[[
         blake2b=_blake2b(part),
         venv=str(venv.absolute()),
         files=str(count),
+        start=start,
     )
     if environment_hash(venv) != known:
         part.unlink()

@@ -24,6 +24,7 @@ from prime_hpc.slurm.submission_record import cluster_of, local_controller, read
 from prime_hpc.store.attempts import is_held, read_attempts
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.run_dirs import AttemptRow, SubmissionRecord, read_json, read_rows
+from prime_hpc.store.tinker_files import adapters_root
 
 if TYPE_CHECKING:
     from prime_hpc.store.run_paths import RunPaths
@@ -105,8 +106,7 @@ def _end_job(run_dir: Path, job: JobInfo, *, now: bool, timeout_s: float, say: S
         return Ended(
             str(run_dir), False, "unknown", f"job {job_id} still ends after {GONE_TIMEOUT_S:.0f} s; see squeue", job_id
         )
-    last = _last_row(run_dir, job_id)
-    step = last.get("saved_step") if last else None
+    step = _saved(run_dir, job_id)
     if saved:
         return Ended(str(run_dir), True, "stopped", f"saved{_at(step)} and ended", job_id)
     return Ended(str(run_dir), True, "cancelled", f"ended without a new save{_newest(step)}", job_id)
@@ -208,8 +208,10 @@ def _without_job(run_dir: Path, *, now: bool, timeout_s: float, say: Say) -> End
     return Ended(str(run_dir), True, "over", _how_it_ended(run_dir, rows))
 
 
-def _saved(run_dir: Path) -> Any:
-    return (_last_row(run_dir, None) or {}).get("saved_step")
+def _saved(run_dir: Path, job_id: str | None = None) -> Any:
+    """Return the step that the last attempt saved; None of a service, whose saves alone are counted."""
+    is_service = adapters_root(run_dir).is_dir()
+    return None if is_service else (_last_row(run_dir, job_id) or {}).get("saved_step")
 
 
 def _how_it_ended(run_dir: Path, rows: list[AttemptRow]) -> str:

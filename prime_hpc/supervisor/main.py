@@ -41,6 +41,7 @@ from prime_hpc.store.messaging.network import Network
 from prime_hpc.store.messaging.sockets import PortRange
 from prime_hpc.store.run_dirs import AttemptRow
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.store.tinker_files import forget_address
 from prime_hpc.supervisor.attempt.bad_nodes import nodes_to_avoid, record_bad_nodes
 from prime_hpc.supervisor.attempt.crash_recovery import cancel_stale_steps, close_crashed_attempts
 from prime_hpc.supervisor.attempt.device_split import split_line
@@ -169,6 +170,8 @@ def supervise(run_dir: Path | str, environ: dict[str, str] | None = None, *, in_
         return _end_early(run_dir, environment, in_job, end.request)
     finally:
         ports.release(sockets.reserved())
+    if experiment.trainer.tinker is not None and read_attempts(RunPaths(run_dir).attempts)[-1]["ended"] is not None:
+        forget_address(run_dir)  # a trainer that was killed could not; a newer attempt's is left alone
     for line in _summary(experiment, run_dir):
         logger.info(line)
     if code == 0 and not experiment.trains and (failed := ended_badly(run_dir)):
@@ -317,7 +320,7 @@ def _apply_restart_policy(experiment: Experiment, run_dir: Path, allocation: All
     rows = read_attempts(paths.attempts)
     site = read_site(run_dir)
     mode = mode_of_run(run_dir)
-    decision = decide(rows, experiment.slurm.restart, mode)
+    decision = decide(rows, experiment.slurm.restart, mode, is_service=experiment.trainer.tinker is not None)
     last = rows[-1]
     record_bad_nodes(experiment, dict.fromkeys(last["lost_nodes"], last["cause"] or ""))
     if not decision.again:

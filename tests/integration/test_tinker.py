@@ -2,6 +2,7 @@
 adapters do not disturb each other, and what is wrong is said to whom it concerns."""
 
 import json
+import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -122,6 +123,50 @@ def test_losses_are_those_of_our_own_trainer(tmp_path: Path, model: Path, world:
         print(f"{loss}: own {curve}, client {theirs[loss]}")
         assert len(curve) == STEPS and np.ptp(curve) > 0
         np.testing.assert_allclose(theirs[loss], curve, rtol=2e-5, atol=2e-6)
+
+
+def test_two_ranks_train_as_one_does(tmp_path: Path, model: Path, world: TinkerWorld) -> None:
+    """Data for both ranks, and a single datum, of which one rank has nothing; passes that add up, a save of two ranks
+    that one loads, and an error after which both still agree."""
+    two = TinkerWorld(tmp_path / "two", model, trainer={"num_ranks": 2}).start()
+    found: dict[str, dict[str, list[float]]] = {}
+    saved: dict[str, str] = {}
+    try:
+        for name, place in (("one", world), ("two", two)):
+            with place.client() as client:
+                adapter = adapter_of(client, model, seed=3)
+                found[name] = passes(adapter)
+                saved[name] = adapter.save_state("end").result().path
+                assert "more than the 64" in refusal(
+                    adapter.forward([datum([1] * 90, weights=[1] * 89)], "cross_entropy")
+                )
+                found[name]["after"] = train(adapter, 4, "ppo", range(1, 3))
+        name = "-".join(saved["two"].split("/")[2].split(":")[::2])
+        shutil.copytree(two.directory / "tinker" / name, world.directory / "tinker" / name)
+        with world.client() as client:
+            adapter = client.create_training_client_from_state_with_optimizer(saved["two"]).result()
+            found["loaded"] = {"after": train(adapter, 4, "ppo", range(1, 3))}
+    finally:
+        two.close()
+    assert len(set(found["one"]["losses"])) == len(found["one"]["losses"]) and min(found["one"]["norms"]) > 1e-3
+    for key, expected in found["one"].items():
+        np.testing.assert_allclose(found["two"][key], expected, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(found["loaded"]["after"], found["one"]["after"], rtol=2e-5, atol=2e-6)
+
+
+def passes(adapter: Any) -> dict[str, list[float]]:
+    """Losses, log-probabilities and norms of gradients over steps of one, two and all data, in one pass or several."""
+    found: dict[str, list[float]] = {"losses": [], "logprobs": [], "norms": []}
+    for step, counts in enumerate(([1], [4], [2], [3, 1], [1, 1, 2]), 1):
+        data = client_data(samples(8, step), "importance_sampling")
+        for count in counts:
+            passed = adapter.forward_backward(data[:count], "importance_sampling").result()
+            data = data[count:]
+            found["losses"].append(passed.metrics["loss:sum"])
+            found["logprobs"] += [x for row in passed.loss_fn_outputs for x in row["logprobs"].data]
+        stepped = adapter.optim_step(types.AdamParams(**ADAM)).result()
+        found["norms"].append(stepped.metrics["grad_norm:mean"])
+    return found
 
 
 def adapter_of(client: Any, model: Path, **changes: Any) -> Any:

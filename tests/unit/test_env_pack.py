@@ -3,16 +3,20 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from prime_hpc.cli import main
+from prime_hpc.config import ConfigError
 from prime_hpc.launch.env_pack import PROGRAMS, pack_environment
 from prime_hpc.slurm.packed_env.facts import ENTER, PackFacts, environment_hash
 
@@ -187,6 +191,48 @@ def test_a_node_without_what_unpacks_it(venv: Path, tmp_path: Path) -> None:
             assert "/mnt-" in prefix and prefix.startswith(str(tmp_path / "n1")) and value == 42
     finally:
         unmount(tmp_path / "n1")
+
+
+@pytest.mark.parametrize("program", ["squashfuse_ll", "squashfuse"])
+def test_a_mounted_environment_outlives_slurm_s_warnings(venv: Path, tmp_path: Path, program: str) -> None:
+    if shutil.which(program) is None or not os.access("/dev/fuse", os.W_OK):
+        pytest.skip(f"nothing can be mounted here with {program}")
+    image = packed(venv, "squashfs")
+    pack_environment(venv, None, "squashfs", lambda _: None, start="mount")
+    only = bare_path(tmp_path / "only", program, "fusermount", "unsquashfs")
+    base = tmp_path / "n1"
+    try:
+        prefix, value, told = enter(image, str(base), venv, PATH=only, SLURM_STEP_ID="3")
+        assert f"it is mounted at {prefix}" in told and value == 42
+        root = base / f"prime-hpc-{os.getuid()}"
+        assert {path.name.partition("-")[0] for path in root.iterdir()} == {"env", "mnt"}
+        assert not (root / f"env-{PackFacts.read(image).hash}").exists(), "nothing is unpacked"
+        (daemon,) = [p for p in psutil.process_iter(["cmdline"]) if prefix in (p.info["cmdline"] or [])]
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            daemon.send_signal(number)
+        time.sleep(0.5)
+        assert next(Path(prefix).glob("lib/python3*/site-packages/answer.py")).read_text() == "VALUE = 42\n"
+        daemon.kill()
+        daemon.wait(10)
+        _, value, told = enter(image, str(base), venv, PATH=only, SLURM_STEP_ID="4")
+        left = sorted(path.name for path in root.iterdir())
+        assert value == 42 and "brought" not in told and Path(prefix).name not in left
+        pack_environment(venv, None, "squashfs", lambda _: None)
+        assert "/env-" in enter(image, str(base), venv, PATH=only)[0]
+        flip(image)
+        assert enter(image, str(tmp_path / "n2"), venv, PATH=only)[0] == str(venv)
+    finally:
+        unmount(base)
+
+
+def test_a_pack_that_is_to_be_mounted_is_unpacked_where_it_cannot_be(venv: Path, tmp_path: Path) -> None:
+    image = packed(venv, "squashfs")
+    pack_environment(venv, None, "squashfs", lambda _: None, start="mount")
+    bare = bare_path(tmp_path / "bare", "unsquashfs")
+    prefix, value, told = enter(image, str(tmp_path / "n1"), venv, PATH=bare)
+    assert "/env-" in prefix and value == 42 and "it cannot be mounted: no squashfuse" in told
+    with pytest.raises(ConfigError, match="cannot be mounted"):
+        pack_environment(venv, None, "tar.gz", lambda _: None, start="mount")
 
 
 def test_a_node_without_room_or_a_directory_of_its_own(venv: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.runtime.role_context import INFERENCE_URLS
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.options import gres_gpus, parse_mem_mib, resolve
 from prime_hpc.slurm.placement import Placement, RoleGroup, choose_layout, place_slurm
@@ -129,6 +130,19 @@ def listening(**values: Any) -> list[tuple[str, str]]:
             assert words[words.index("--port") + 1] == str(http_port(spec, {"ports": own}))
             found.append((spec.hosts[0], words[words.index("--port") + 1]))
     return found
+
+
+def test_a_service_s_trainer_starts_when_it_can_be_told_where_all_engines_are() -> None:
+    service = {"trainer": {"num_ranks": 8, "max_concurrent_runs": 2, "tinker": {}}, "model": {"lora": {}}}
+    tree = experiment(inference={"num_replicas": 2}, slurm=on_h100(), **service)
+    placement = place_slurm(tree, SITE)
+    nodes = tuple(f"n{i}" for i in range(placement.components[0].num_nodes))
+    specs = slurm_specs(tree, SITE, placement, Allocation("7", (nodes,), "n0", 0), Path("/shared/runs/x"))
+    (trainer,) = [spec for spec in specs if spec.name == "trainer"]
+    hellos = {f"{trainer.hosts[0]}/0": {"address": "a", "collectives": "a", "ports": [31_000, 31_001]}}
+    assert trainer.order(trainer, hellos, {"inference": ["http://n1:1/v1"]}) is None
+    order = trainer.order(trainer, hellos, {"inference": ["http://n1:1/v1", "http://n2:1/v1"]})
+    assert order is not None and order.environment[INFERENCE_URLS] == "http://n1:1/v1,http://n2:1/v1"
 
 
 def test_the_nodes_of_an_engine_group_are_a_head_and_headless_ones() -> None:

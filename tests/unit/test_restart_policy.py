@@ -96,6 +96,15 @@ def test_preemption_never_counts_as_a_crash() -> None:
     assert not decide([row("requeued", None)] * 3, policy, "requeue").again
 
 
+def test_a_service_comes_back_from_its_time_limit_whether_or_not_anybody_saved() -> None:
+    policy = RestartConfig(max_crashes=1)
+    limits = [row("requeued", None)] * 20
+    assert decide(limits, policy, "requeue", is_service=True).again
+    assert attempts_without_progress([*limits, row("failed", None)], is_service=True) == 1
+    assert not decide([*limits, *[row("failed", None)] * 2], policy, "requeue", is_service=True).again
+    assert decide([*[row("failed", 3, before=3)] * 5, row("failed", 4, before=3)], policy, "requeue").again
+
+
 @pytest.mark.parametrize("outcome", ["completed", "stopped", "interrupted"])
 def test_what_was_wanted_is_final(outcome: str) -> None:
     assert not decide([row(outcome, 5, 0)], RestartConfig(), "requeue").again

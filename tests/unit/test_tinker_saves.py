@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from prime_hpc.config.run_files import TINKER_URL
+from prime_hpc.store.tinker_files import adapters_root, count_saves, forget_address
 from prime_hpc.trainer.tinker import paths
 from prime_hpc.trainer.tinker.batches import BadRequestError
 from prime_hpc.trainer.tinker.paths import Index, Kind, Shape, Shelf, new_save, tinker_path
@@ -82,3 +84,26 @@ def test_a_save_of_an_earlier_version_has_no_end(shelf: Shelf) -> None:
 def test_no_time_at_all_is_refused(ttl_seconds: int) -> None:
     with pytest.raises(BadRequestError, match="at least 1"):
         paths.expiry(ttl_seconds)
+
+
+def test_saves_are_counted_for_those_who_ask_whether_there_was_progress(shelf: Shelf, tmp_path: Path) -> None:
+    assert count_saves(tmp_path) == count_saves(tmp_path / "no service") == 0
+    put(shelf, "first", 1)
+    put(shelf, "second", 2)
+    put(shelf, "sampler", 3, kind="sampler_weights")
+    other = "fedcba9876543210:train:1"
+    shelf.write(other, Index(Shape("base", 4, 1)))
+    shelf.change(other, lambda i: i.with_save("weights", "x", new_save(5, 0, has_optimizer=True, user_metadata=None)))
+    assert count_saves(tmp_path) == 3 + 5
+    for name, text in (("no-json", "{"), ("no-saves", "{}"), ("a-list", "[]")):
+        (adapters_root(tmp_path) / name).mkdir()
+        (adapters_root(tmp_path) / name / "index.json").write_text(text)
+    (adapters_root(tmp_path) / "a-file").touch()
+    assert count_saves(tmp_path) == 8
+
+
+def test_the_address_of_a_service_that_is_gone_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / TINKER_URL).write_text("http://n1:1")
+    for _ in range(2):
+        forget_address(tmp_path)
+        assert not (tmp_path / TINKER_URL).exists()

@@ -6,6 +6,7 @@ trainer's process imports; prime-hpc itself and the interpreter's own library ar
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,17 @@ def slow(node: Node) -> Path:
     return node.path
 
 
+def from_pack(words: list[str], base: Path, place: str) -> tuple[float, float]:
+    """Seconds of the first start of a node, and the middle one of three later ones."""
+    try:
+        first, prefix = start(words)
+        assert prefix.startswith(str(base)) and f"/{place}" in prefix, prefix
+        return first, sorted(start(words)[0] for _ in range(3))[1]
+    finally:
+        for path in base.glob("*/mnt-*"):
+            subprocess.run(["umount", "--lazy", str(path)], check=False)
+
+
 def run() -> dict[str, Any]:
     """Seconds of a start by place, files and bytes before and after."""
     if (reason := why_not()) is not None:
@@ -63,14 +75,18 @@ def run() -> dict[str, Any]:
             before, prefix = start([str(python)])
             assert prefix.startswith(str(node.path)), prefix
         with hostile_mounts(folder / "packs", **caches) as (node,):
-            words = ["sh", str(ENTER), str(slow(node) / pack.name), str(folder / "node"), str(venv / "bin" / "python")]
-            try:
-                first, prefix = start(words)
-                assert prefix.startswith(str(folder / "node")), prefix
-                later = [start(words)[0] for _ in range(3)]
-            finally:
-                for path in (folder / "node").glob("*/mnt-*"):
-                    subprocess.run(["umount", "--lazy", str(path)], check=False)
+            on_node = [
+                *("sh", str(ENTER), str(slow(node) / pack.name)),
+                str(folder / "node"),
+                str(venv / "bin" / "python"),
+            ]
+            first, later = from_pack(on_node, folder / "node", "env-")
+        mounted = mounted_later = float("nan")
+        if shutil.which("squashfuse_ll") and facts.kind == "squashfs":
+            pack_environment(venv, pack, facts.kind, print, start="mount")
+            with hostile_mounts(folder / "packs", **caches) as (node,):
+                on_node[2:4] = [str(slow(node) / pack.name), str(folder / "other")]
+                mounted, mounted_later = from_pack(on_node, folder / "other", "mnt-")
     return {
         "kind": facts.kind,
         "files": int(facts.files),
@@ -79,9 +95,13 @@ def run() -> dict[str, Any]:
         "local_s": local,
         "before_s": before,
         "first_s": first,
-        "later_s": sorted(later)[1],
+        "later_s": later,
+        "mounted_s": mounted,
+        "mounted_later_s": mounted_later,
         "times_first": before / first,
-        "times_later": before / sorted(later)[1],
+        "times_later": before / later,
+        "times_mounted": before / mounted,
+        "times_mounted_later": before / mounted_later,
     }
 
 
@@ -94,6 +114,8 @@ def render(figures: dict[str, Any]) -> str:
             f"start of a trainer's process, 5 ms a metadata call: as it lies there {figures['before_s']:.1f} s",
             f"packed, first of a node {figures['first_s']:.1f} s ({figures['times_first']:.1f} times as fast), "
             f"later ones {figures['later_s']:.1f} s ({figures['times_later']:.1f} times)",
+            f"mounted (--mount), first of a node {figures['mounted_s']:.1f} s ({figures['times_mounted']:.1f} times as "
+            f"fast), later ones {figures['mounted_later_s']:.1f} s ({figures['times_mounted_later']:.1f} times)",
             f"from the local disk {figures['local_s']:.1f} s",
         ]
     )

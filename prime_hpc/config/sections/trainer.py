@@ -204,11 +204,13 @@ class ProfileConfig(Section):
 class TinkerConfig(Section):
     """A service for the `tinker` client (`prime-hpc serve --tinker`): its users train adapters step by step."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every address of the machine. Requests are not encrypted: reach another machine
-    through ssh, or in a network that you trust."""
-    port: int = Field(8780, ge=0, le=65535)
-    """Port; 0 takes a free one. `<run>/tinker.key` holds the key that clients must send."""
+    host: str | None = None
+    """Address to listen on; 0.0.0.0 is every address of the machine. Default: 127.0.0.1; as a job of a cluster its
+    node's in `network.serving`, or all. Requests are not encrypted: reach another machine through ssh, or in a network
+    that you trust."""
+    port: int | None = Field(None, ge=0, le=65535)
+    """Port; 0 takes a free one. Default: 8780; as a job of a cluster a free one. `<run>/tinker.url` says where the
+    service answers, `<run>/tinker.key` holds the key that clients must send."""
     session_timeout_s: float = Field(600, gt=0)
     """A client that gives no sign of life for so long has ended: its adapters give their places back to others."""
 

@@ -258,6 +258,8 @@ def checkpoints(subject: Subject) -> Iterator[Finding]:
     """Report a job that comes back and has nothing to come back to."""
     experiment = subject.experiment
     ckpt = experiment.ckpt
+    if experiment.trainer.tinker is not None:
+        return  # its clients save
     if ckpt is None:
         if subject.is_slurm and experiment.slurm.restart.how != "off":
             what = "a time limit, a preemption or a crash the job begins"

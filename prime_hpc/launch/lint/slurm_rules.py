@@ -300,6 +300,17 @@ def networks(subject: Subject) -> Iterator[Finding]:
 def _attached(experiment: Experiment) -> Iterator[Finding]:
     """Servers that the job does not start."""
     client, teacher = experiment.orchestrator.client, experiment.orchestrator.teacher
+    service = experiment.trainer.tinker
+    if service is not None and service.host in _LOOPBACK:
+        yield Finding(
+            "PH312",
+            "warning",
+            "trainer.tinker.host",
+            f"{service.host} is reached on the service's own node alone",
+            "leave it out: the service then listens where the login node reaches it",
+        )
+    if service is not None and client.base_url is None:
+        return  # without engines
     urls = [client.base_url] if isinstance(client.base_url, str) else client.base_url or [f"http://{client.host}/"]
     places = (
         []

@@ -97,6 +97,8 @@ class RunStatus:
     """States by role label."""
     runs: dict[str, str] = field(default_factory=dict)
     """Of a trainer that trains many: what its runs do, by name."""
+    service: str | None = None
+    """Where its tinker service answers."""
     stall: str | None = None
     """Why the present step stands still, and the file that says more."""
     alarms: list[str] = field(default_factory=list)

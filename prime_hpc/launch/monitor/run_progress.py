@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config.run_files import RUN_YAML
+from prime_hpc.config.run_files import RUN_YAML, TINKER_URL
 from prime_hpc.launch.monitor.run_facts import Evidence, RunStatus, integer, number
 from prime_hpc.observe.metrics import number_of, parse_row
 
@@ -23,7 +23,7 @@ def add_figures(status: RunStatus, one: Evidence, *, brief: bool = False) -> Non
         one: the run's files.
         brief: of a run that is over the supervisor's last word is enough, if it tells the reward.
     """
-    if status.max_steps is None and not status.runs:  # a trainer of many runs has no last step
+    if status.max_steps is None and not status.runs and not _trains_many(one.path):
         text = line_of(one.path / RUN_YAML, "max_steps: ")
         if text is None:
             text = line_of(one.path / "roles" / "trainer" / RUN_YAML, "max_steps: ")
@@ -33,6 +33,11 @@ def add_figures(status: RunStatus, one: Evidence, *, brief: bool = False) -> Non
         status.figure, status.value = "reward", reward
     else:
         _from_metrics(status, one.path)
+
+
+def _trains_many(path: Path) -> bool:
+    """Return whether it is a trainer of many runs, which has no last step."""
+    return (line_of(path / RUN_YAML, "  max_concurrent_runs: ", after="trainer:") or "1") != "1"
 
 
 def _from_metrics(status: RunStatus, path: Path) -> None:
@@ -76,6 +81,14 @@ def tail_json(path: Path, num_bytes: int) -> list[dict[str, Any]]:
         return []
     found = (parse_row(line) for line in (lines[1:] if size > num_bytes else lines))
     return [row for row in found if row is not None and isinstance(row.get("step"), int)]
+
+
+def add_service(status: RunStatus, path: Path) -> None:
+    """Add where the tinker service of a run under way answers, once it does."""
+    try:
+        status.service = (path / TINKER_URL).read_text(encoding="utf-8").strip() if status.roles else None
+    except OSError:
+        return
 
 
 def add_checkpoint(status: RunStatus, path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prime_hpc.config.site import cluster_name, has_accounting
 from prime_hpc.launch.monitor.run_facts import Evidence, Queue, RunStatus, read_evidence
-from prime_hpc.launch.monitor.run_progress import add_checkpoint, add_figures, log_paths
+from prime_hpc.launch.monitor.run_progress import add_checkpoint, add_figures, add_service, log_paths
 from prime_hpc.launch.monitor.run_state import is_sending, jobs_in_doubt, judge
 from prime_hpc.launch.purge import purge_warning
 from prime_hpc.slurm.client import SlurmError, asked_cluster, on_cluster
@@ -105,6 +105,7 @@ def status_of(path: Path, *, ask: Ask = ask_slurm, details: bool = True) -> RunS
     if details:
         add_figures(status, evidence)
         add_checkpoint(status, path)
+        add_service(status, path)
         status.logs = log_paths(path, status.attempt)
         status.purge = purge_warning(path)
         if status.state == "lost" and status.job_id and not queue.trouble and status.job_id not in queue.jobs:

@@ -11,6 +11,7 @@ from typing import Literal
 from prime_hpc.config import ConfigError, Experiment, Loaded
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import EngineRole, engine_roles, first_port, sampling_role, served_by, servers_of
+from prime_hpc.config.run_files import TINKER_URL
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
 from prime_hpc.config.site import load_site
@@ -88,7 +89,7 @@ def runs_line(experiment: Experiment) -> str:
     if trainer.tinker is not None and experiment.model.lora is not None:
         return (
             f"those of tinker clients: at most {trainer.max_concurrent_runs} adapters of rank "
-            f"{experiment.model.lora.rank} or less at once, served on {trainer.tinker.host} port {trainer.tinker.port}"
+            f"{experiment.model.lora.rank} or less at once, served where {TINKER_URL} says when it is ready"
         )
     known = f"{len(names)} below it: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else "none yet"
     return (
@@ -201,7 +202,10 @@ def attached_lines(experiment: Experiment) -> list[str]:
     if not experiment.trains:
         client = experiment.episodes.client
         return [f"inference     attached: {', '.join(client.urls)}"] if client is not None else []
-    if experiment.inference is None and sampling_role(experiment) != "teacher":
+    if experiment.inference is None and experiment.trainer.tinker is not None:
+        urls = attached_urls(experiment) if experiment.orchestrator.client.base_url is not None else ""
+        lines.append(f"inference     {f'attached: {urls}' if urls else 'none: clients can train, not sample'}")
+    elif experiment.inference is None and sampling_role(experiment) != "teacher":
         lines.append(f"inference     attached: {attached_urls(experiment)}")
     if teacher is not None and teacher.urls:
         lines.append(f"teacher       attached: {', '.join(teacher.urls)}")
@@ -215,6 +219,8 @@ def attached_urls(experiment: Experiment) -> str:
 
 def child_checkpoints(experiment: Experiment) -> str:
     """Of a trainer that trains many runs."""
+    if experiment.trainer.tinker is not None:
+        return "as the clients ask for them (save_state), each adapter's below its directory"
     ckpt = experiment.ckpt
     default = "off" if ckpt is None else f"interval {ckpt.interval}"
     return f"each run's own, below its directory; {default} where it states nothing else"

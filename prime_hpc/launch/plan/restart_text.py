@@ -23,6 +23,8 @@ def restart_texts(experiment: Experiment, site: SiteConfig, placement: Placement
         saved = "the episodes that are on disk"
     if is_parent(experiment):
         saved = "each run's newest checkpoint"
+    if experiment.trainer.tinker is not None:
+        saved = "what is saved"
     back = {
         "requeue": f"the same job is requeued and goes on from {saved}",
         "successor": f"the successor, queued beforehand with afternotok, goes on from {saved}",

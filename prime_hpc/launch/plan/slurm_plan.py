@@ -34,6 +34,7 @@ from prime_hpc.slurm.placement import Placement, RoleGroup, across_nodes, choose
 from prime_hpc.slurm.script import job_name, restart_mode
 from prime_hpc.slurm.times import parse_time_s
 from prime_hpc.store.child_runs import PREFIX
+from prime_hpc.store.tinker_files import adapters_root
 
 
 def slurm_plan(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
@@ -88,6 +89,8 @@ def slurm_plan(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
 
 
 def _checkpoint_folder(experiment: Experiment, run_dir: Path) -> str:
+    if experiment.trainer.tinker is not None:
+        return str(adapters_root(run_dir) / "<adapter>" / "checkpoints")
     if is_parent(experiment):
         return str(run_dir / f"{PREFIX}<id>" / "checkpoints")
     return str((experiment.ckpt and experiment.ckpt.path) or run_dir / "checkpoints")

@@ -11,7 +11,7 @@ shift 3
 export PRIMEHPC_SHARED_PYTHON="$shared"
 trap : USR1 # Slurm's warning must not end this shell: the next look at the time limit sees it
 python=$shared
-format='' kind='' machine='' version='' hash='' size='' blake2b='' root='' env=''
+format='' kind='' machine='' version='' hash='' size='' blake2b='' start=unpack root='' env=''
 began=$(date +%s)
 
 say() { echo "prime-hpc env: $(uname -n): $*" >&2; }
@@ -20,7 +20,7 @@ prepare() {
     while read -r key value; do
         case $key in
             format) format=$value ;; kind) kind=$value ;; machine) machine=$value ;; python) version=$value ;;
-            hash) hash=$value ;; size) size=$value ;; blake2b) blake2b=$value ;;
+            hash) hash=$value ;; size) size=$value ;; blake2b) blake2b=$value ;; start) start=$value ;;
         esac
     done <"$pack.facts" || { say "$pack.facts cannot be read"; return 1; }
     [ "$format" = 2 ] || { say "$pack.facts is of format '$format', this prime-hpc reads 2: pack again"; return 1; }
@@ -35,8 +35,12 @@ prepare() {
         return 1
     fi
     env=$root/env-$hash
-    # unpacked files are read several times as fast as through FUSE
-    bring unpack "$env" || { [ "$kind" = squashfs ] && mount_image; } || return 1
+    # unpacked, all steps of the node share the pages of its files; what an earlier job unpacked is used either way
+    if [ "$start" = mount ] && [ "$kind" = squashfs ] && [ ! -e "$env" ]; then
+        mount_image || bring unpack "$env" || return 1
+    else
+        bring unpack "$env" || { [ "$kind" = squashfs ] && mount_image; } || return 1
+    fi
     told=$("$env/bin/python" -V 2>&1)
     [ "$told" = "Python $version" ] || { say "$pack has Python $version, but its interpreter here says '$told'"; return 1; }
     python=$env/bin/python
@@ -73,26 +77,42 @@ check_sum() { # FILE
     [ "$(b2sum <"$1" | cut -d' ' -f1)" = "$blake2b" ] || { say "$1 is damaged: its sum is not that of $pack.facts"; return 1; }
 }
 
-copy_image() { cp "$pack" "$1" && check_sum "$1"; }
+with_sum() { # LOCKED COMMAND...: the sum is taken beside it, from the same pages; good only where both are
+    good=$1.lock/good
+    shift
+    { check_sum "$pack" && : >"$good"; } &
+    sum=$!
+    "$@"
+    done=$?
+    while kill -0 "$sum" 2>/dev/null; do wait "$sum"; done # a trapped signal ends a wait early
+    [ "$done" = 0 ] && [ -e "$good" ]
+}
+
+copy_image() { with_sum "$env.sqsh" cp "$pack" "$1"; }
 
 mount_image() { # for this step alone: its processes end with the step
-    if ! command -v squashfuse >/dev/null || [ ! -w /dev/fuse ]; then
-        say "it cannot be mounted either: no squashfuse, or no right to /dev/fuse"
+    fuse=$(command -v squashfuse_ll || command -v squashfuse) # the first starts a role as quickly as unpacked files do
+    if [ -z "$fuse" ] || [ ! -w /dev/fuse ]; then
+        say "it cannot be mounted: no squashfuse, or no right to /dev/fuse"
         return 1
     fi
     bring copy_image "$env.sqsh" || return 1
-    for old in "$root"/mnt-*; do
-        [ ! -d "$old" ] || [ -e "$old/bin/python" ] || { fusermount -uz "$old" 2>/dev/null; rmdir "$old" 2>/dev/null; }
+    unmount=$(command -v fusermount3 || echo fusermount)
+    for old in "$root"/mnt-*; do # of a mount whose process is gone `-d` is false
+        [ -e "$old/bin/python" ] || { "$unmount" -uz "$old"; rmdir "$old"; } 2>/dev/null
     done
     at=$root/mnt-$hash-${SLURM_JOB_ID:-0}-${SLURM_STEP_ID:-$$}-${SLURM_LOCALID:-0}
     [ -e "$at/bin/python" ] && { env=$at; return 0; }
-    mkdir -p "$at" 2>/dev/null
-    if told=$(squashfuse "$env.sqsh" "$at" 2>&1); then
-        say "it is mounted instead"
-        env=$at
-        return 0
-    fi
-    say "it cannot be mounted either ($told)"
+    # Slurm's warnings reach all processes of a step: one that unmounts upon them takes the files from a role that saves
+    for _ in 1 2; do # another step that begins may take the empty directory for one that was left
+        mkdir -p "$at" 2>/dev/null
+        if told=$(trap '' TERM INT HUP && "$fuse" "$env.sqsh" "$at" 2>&1); then
+            say "it is mounted at $at"
+            env=$at
+            return 0
+        fi
+    done
+    say "it cannot be mounted ($told)"
     rmdir "$at" 2>/dev/null
     return 1
 }
@@ -102,18 +122,16 @@ unpack() { # FOLDER
         squashfs) command -v unsquashfs >/dev/null || { say "there is no unsquashfs here"; return 1; } ;;
         tar.zst) command -v zstd >/dev/null || { say "there is no zstd here: pack with --format tar.gz"; return 1; } ;;
     esac
-    # the sum is taken beside the unpacking, from the same pages; nothing of it is used before both are good
-    { check_sum "$pack" && : >"$env.lock/good"; } &
-    sum=$!
+    with_sum "$env" extract "$1"
+}
+
+extract() { # FOLDER
     case $kind in
         squashfs) unsquashfs -n -q -d "$1" "$pack" >/dev/null ;;
         tar.zst) mkdir "$1" && zstd -dcq "$pack" | tar -xf - -C "$1" ;;
         tar.gz) mkdir "$1" && gzip -dc "$pack" | tar -xf - -C "$1" ;;
         *) say "$pack is of kind '$kind', which this prime-hpc does not know" && false ;;
     esac
-    unpacked=$?
-    while kill -0 "$sum" 2>/dev/null; do wait "$sum"; done # a trapped signal ends a wait early
-    [ "$unpacked" = 0 ] && [ -e "$env.lock/good" ]
 }
 
 prepare || say "$shared is used instead"

@@ -1,7 +1,7 @@
 """Facts of a packed environment, in a file of `key value` lines beside it that a shell reads; and its hash.
 
 env.sqsh          the packed environment
-env.sqsh.facts    format, kind, machine, python, hash, size, blake2b, venv, files
+env.sqsh.facts    format, kind, machine, python, hash, size, blake2b, venv, files, start
 """
 
 import hashlib
@@ -40,6 +40,8 @@ class PackFacts:
     """The environment that was packed."""
     files: str
     """How many were packed."""
+    start: str = "unpack"
+    """How nodes start from it: `unpack`, or `mount` where they can."""
     format: str = FORMAT
 
     def write(self, pack: Path) -> None:
@@ -60,7 +62,7 @@ class PackFacts:
             raise ConfigError(
                 Problem(f"{path}: cannot be read ({error}): prime-hpc env pack", "slurm.env_pack")
             ) from error
-        found = {name: value for name, _, value in (line.partition(" ") for line in lines)}
+        found = {"start": "unpack"} | {name: value for name, _, value in (line.partition(" ") for line in lines)}
         names = {item.name for item in fields(cls)}
         if found.get("format") != FORMAT or not names <= found.keys():
             problem = f"{path}: is of format {found.get('format')!r}, this prime-hpc reads {FORMAT}: prime-hpc env pack"

@@ -78,8 +78,9 @@ def begin_in_place(ended: Supervisor, experiment: Experiment, run_dir: Path, pat
 
 def _reason_against(experiment: Experiment, run_dir: Path, rows: list[AttemptRow]) -> str | None:
     """Why the job goes back to the queue, or down, instead."""
-    decision = decide(rows, experiment.slurm.restart, mode_of_run(run_dir))
+    is_service = experiment.trainer.tinker is not None
+    decision = decide(rows, experiment.slurm.restart, mode_of_run(run_dir), is_service=is_service)
     if not decision.again:
         return decision.why
-    idle = attempts_without_progress(rows)
+    idle = attempts_without_progress(rows, is_service=is_service)
     return f"{idle} attempts in a row saved nothing new" if idle > 1 else None

@@ -245,7 +245,8 @@ class _Policy:
             # the attempt is still open in the ledger; the next one finds out what became of it
             saved = saved_step_if_known(paths, rows[-1].get("saved_before"))
             rows[-1] |= {"outcome": "node_lost", "saved_step": saved}
-            decision = decide(rows, experiment.slurm.restart, mode_of_run(self._run_dir))
+            mode, is_service = mode_of_run(self._run_dir), experiment.trainer.tinker is not None
+            decision = decide(rows, experiment.slurm.restart, mode, is_service=is_service)
             self._answer = decision.again, decision.why
         except (OSError, ValueError, RuntimeError, LookupError) as error:
             self._answer = self._known.mode != "off", f"the run's policy cannot be read ({error})"

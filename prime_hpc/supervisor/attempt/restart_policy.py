@@ -48,28 +48,32 @@ class Decision:
     why: str
 
 
-def attempts_without_progress(rows: Sequence[Mapping[str, Any]]) -> int:
+def attempts_without_progress(rows: Sequence[Mapping[str, Any]], *, is_service: bool = False) -> int:
     """How many attempts in a row, counted from the last, ended without a checkpoint newer than they began with.
 
     Not than the newest there ever was: a run may go on from an earlier step, and of runs below a parent, whose steps
-    are counted together, one may be deleted.
+    are counted together, one may be deleted. A service that served to its time limit has done its work, whether or not
+    its clients saved.
     """
-    count = 0
+    count, fine = 0, (*SLURMS_DOING, *(("requeued",) if is_service else ()))
     for row in reversed(rows):
         if (row.get("saved_step") or 0) > (row.get("saved_before") or 0):
             break
-        if row.get("outcome") not in SLURMS_DOING:
+        if row.get("outcome") not in fine:
             count += 1
     return count
 
 
-def decide(rows: Sequence[Mapping[str, Any]], config: RestartConfig, mode: Mode) -> Decision:
+def decide(
+    rows: Sequence[Mapping[str, Any]], config: RestartConfig, mode: Mode, *, is_service: bool = False
+) -> Decision:
     """Return whether the attempt that `rows` end with is followed by another.
 
     Args:
         rows: all attempts so far, the last one ended.
         config: the policy.
         mode: how this job could come back.
+        is_service: it has no last step, and no work to do where nobody asks.
     """
     last = rows[-1]
     outcome = last["outcome"]
@@ -81,7 +85,7 @@ def decide(rows: Sequence[Mapping[str, Any]], config: RestartConfig, mode: Mode)
         return Decision(False, "the config cannot run here: another attempt would fail in the same way")
     if len(rows) >= config.max_attempts:
         return Decision(False, f"slurm.restart.max_attempts = {config.max_attempts} attempts were made")
-    idle = attempts_without_progress(rows)
+    idle = attempts_without_progress(rows, is_service=is_service)
     if idle > config.max_crashes:
         return Decision(
             False, f"{idle} attempts in a row saved nothing new (slurm.restart.max_crashes = {config.max_crashes})"

@@ -28,6 +28,7 @@ from prime_hpc.store.run_paths import (
     record_start,
     refuse_other_owner,
 )
+from prime_hpc.store.tinker_files import count_saves, forget_address
 from prime_hpc.supervisor.attempt.resume import Reading, Start, choose_start, record_resume_choice, take_over
 
 
@@ -37,7 +38,8 @@ def run_paths(experiment: Experiment, run_dir: Path) -> RunPaths:
 
 
 def newest_saved_step(paths: RunPaths) -> int | None:
-    """Step of the newest whole checkpoint, if any; of a run with runs below it, the sum of theirs.
+    """Step of the newest whole checkpoint, if any; of a run with runs below it, the sum of theirs; of a service, the
+    adapters' saves.
 
     Raises:
         Unreadable, OSError: that cannot be told now.
@@ -45,6 +47,8 @@ def newest_saved_step(paths: RunPaths) -> int | None:
     children = [saved_step_if_known(RunPaths(paths.root / name)) for name in list_children(paths.root)]
     if any(children):
         return sum(step or 0 for step in children)
+    if saves := count_saves(paths.root):
+        return saves
     starts = incarnation_starts(paths)
     whole = newest_first(paths.checkpoints)
     return next((info.step for info in whole if not is_late(info.step, info.manifest.incarnation, starts)), None)
@@ -101,7 +105,7 @@ def begin_attempt(
     if not experiment.trains and saved_before:
         why = f"goes on after {saved_before} episodes"
     if is_parent(experiment) and earlier:
-        why = "goes on with its runs"
+        why = "goes on with its runs" if experiment.trainer.tinker is None else "serves again"
     if start is not None and start.is_foreign:
         why = f"starts from {start.info.path}"
     return patience(
@@ -153,6 +157,8 @@ def _roll_back(experiment: Experiment, paths: RunPaths, start: Start | None, inc
     step = start.info.step if start is not None else 0
     record_start(paths, incarnation, step)
     point_to_root(paths)
+    if experiment.trainer.tinker is not None:
+        forget_address(paths.root)
     rewind(paths, step, incarnation, keep=start is not None and start.passed_over)
     clear_failed_reads(paths)
     if start is not None:

@@ -111,11 +111,16 @@ def _trainer(
     per_node = group.processes_per_node
     python = _python(site)
     program = ["-m", "prime_hpc.trainer.main", str(run_dir)]
+    samples = trainer.tinker is not None and experiment.inference is not None
 
-    def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> LaunchOrder:
+    def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> LaunchOrder | None:
+        if samples and _are_missing(num_servers, urls):
+            return None
         first = hellos[f"{spec.hosts[0]}/0"]
         address, port = first["collectives"], str(first["ports"][0])
         environment = {**_interface(site), "PYTHONSAFEPATH": "1"}  # torchrun starts the ranks without -P
+        if samples:
+            environment[INFERENCE_URLS] = ",".join(urls["inference"])
         if trainer.threads_per_rank:
             environment["OMP_NUM_THREADS"] = str(trainer.threads_per_rank)
         if by_task:
@@ -212,6 +217,11 @@ def _inference(
     )
 
 
+def _are_missing(num_servers: Mapping[str, int], urls: Urls) -> bool:
+    """Return whether a server has not been told where to listen."""
+    return any(len(urls.get(role, [])) < count for role, count in num_servers.items())
+
+
 def _orchestrator(
     experiment: Experiment,
     site: SiteConfig,
@@ -224,7 +234,7 @@ def _orchestrator(
     network = experiment.network.over(site.network)
 
     def order(spec: StepSpec, hellos: Hellos, urls: Urls) -> LaunchOrder | None:
-        if any(len(urls.get(role, [])) < count for role, count in num_servers.items()):
+        if _are_missing(num_servers, urls):
             return None
         variables = {"inference": INFERENCE_URLS, "teacher": TEACHER_URLS}
         environment = {"OMP_NUM_THREADS": "1"} | {variables[role]: ",".join(known) for role, known in urls.items()}

@@ -10,5 +10,6 @@ worker.py     the loop of the ranks: rank 0 decides, all obey
 engines.py    sampling: adapters brought into the engines as they are asked for
 sessions.py   records of clients, samplers and results
 service.py    sessions, adapters, samplers and futures: what the routes do
+address.py    where it listens, and the file that says so
 app.py        the routes, behind the key
 """

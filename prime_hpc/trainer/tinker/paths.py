@@ -21,10 +21,10 @@ from typing import Any, Literal
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.store.io import files
 from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.store.tinker_files import INDEX, adapters_root
 from prime_hpc.trainer.tinker.batches import BadRequestError
 
 SCHEME = "tinker://"
-INDEX = "index.json"
 Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -121,7 +121,7 @@ class Shelf:
     """The saves of all adapters below a run directory. Safe between threads; one process alone writes."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._root = run_dir / "tinker"
+        self._root = adapters_root(run_dir)
         self._lock = threading.Lock()
 
     def of_model(self, model_id: str) -> RunPaths:

@@ -6,11 +6,8 @@ a user may write one of his own into it. The client insists that it begins with 
 
 import asyncio
 import contextlib
-import errno
 import os
-import socket
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +16,15 @@ from loguru import logger
 
 from prime_hpc.client.keys import KEY_VARIABLES
 from prime_hpc.config import Experiment
+from prime_hpc.config.run_files import TINKER_KEY
 from prime_hpc.config.secret import revealed
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.io.private import open_private
-from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.auth import new_secret
 from prime_hpc.store.messaging.bus import BusClient
+from prime_hpc.store.run_paths import RunPaths, check_incarnation
 from prime_hpc.trainer.threads import rank_thread
+from prime_hpc.trainer.tinker import address
 from prime_hpc.trainer.tinker.app import build_app
 from prime_hpc.trainer.tinker.board import Board
 from prime_hpc.trainer.tinker.engines import Engines
@@ -33,11 +32,8 @@ from prime_hpc.trainer.tinker.paths import Shelf
 from prime_hpc.trainer.tinker.service import Service
 
 PREFIX = "tml-"
-KEY_FILE = "tinker.key"
 START_S = 30.0
 STOP_S = 3.0
-LINGER_S = 20.0
-"""So long a port may be taken that a service before this one had."""
 
 
 class Server:
@@ -59,10 +55,12 @@ class Server:
         """
         config = experiment.trainer.tinker
         assert config is not None
-        self.key_file = context.run_dir.absolute() / KEY_FILE
+        self._run_dir, self._incarnation = context.run_dir.absolute(), context.incarnation
+        self.key_file = self._run_dir / TINKER_KEY
         self._key = own_key(self.key_file)
-        self._host, self._sock = config.host, _listen(config.host, config.port)
-        self._urls = _EngineUrls(experiment, context, bus)
+        address.forget(self._run_dir)
+        self._sock, self._url = address.listen(config, self._run_dir)
+        self._urls = EngineUrls(experiment, context, bus)
         engines = None
         if self._urls.expected:
             key = os.environ.get(KEY_VARIABLES["inference"]) or os.environ.get(
@@ -85,19 +83,23 @@ class Server:
         return self._service.board
 
     def start(self) -> str:
-        """Begin to answer; returns the URL for clients.
+        """Begin to answer, and say where; returns the URL for clients.
 
         Raises:
             RuntimeError: it could not begin.
+            FencedError: a newer attempt has begun, whose address stands.
         """
         self._thread.start()
         if not self._started.wait(START_S) or self._error is not None:
             raise RuntimeError(f"the tinker service could not begin to listen: {self._error}")
-        host = socket.gethostname() if sockets.is_wildcard(self._host) else self._host
-        return sockets.http_url(host, self._sock.getsockname()[1], "")
+        check_incarnation(RunPaths(self._run_dir), self._incarnation)
+        address.announce(self._run_dir, self._url)
+        return self._url
 
     def stop(self) -> None:
         """Hang up. Clients ask again until the service is back."""
+        with contextlib.suppress(OSError):
+            address.forget(self._run_dir, self._url)
         if self._loop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(STOP_S)
@@ -129,21 +131,6 @@ class Server:
                 await self._engines.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Take the port, also where connections of a service that was killed still linger on it."""
-    end = time.monotonic() + LINGER_S
-    while True:
-        try:
-            return sockets.listen(host, port)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() >= end:
-                raise ValueError(
-                    f"cannot listen on {sockets.join(host, port)}: {error.strerror}; set trainer.tinker.port to a free "
-                    "one, or 0"
-                ) from error
-        time.sleep(0.5)
-
-
 def own_key(path: Path) -> str:
     """Return the service's key: the one in the file, else a new one, which is written there.
 
@@ -164,23 +151,26 @@ def own_key(path: Path) -> str:
     return key
 
 
-class _EngineUrls:
-    """The engines' servers: the supervisor's, those that say on the bus that they are ready, else the config's."""
+class EngineUrls:
+    """The engines' servers: those that the supervisor starts, wherever it says on the bus that they are, else the
+    config's."""
 
     def __init__(self, experiment: Experiment, context: RoleContext, bus: BusClient) -> None:
         client = experiment.orchestrator.client
         attached = client.urls if client.base_url is not None else []
-        self._stated = list(context.inference_urls) or attached
+        self._urls = dict(enumerate(context.inference_urls or attached))
         self.expected = experiment.inference is not None or bool(attached)
         """True if there are to be any."""
-        self._said: dict[int, str] = {}
-        bus.subscribe("status", self._on_status)
+        bus.subscribe("server", self._on_news)
 
     def known(self) -> list[str]:
-        """Return their URLs."""
-        return self._stated or [url for _, url in sorted(self._said.items())]
+        """Return the URLs of those that are not lost."""
+        return [url for _, url in sorted(self._urls.copy().items())]
 
-    def _on_status(self, row: dict[str, Any]) -> None:
-        url = (row.get("info") or {}).get("url")
-        if row.get("role") == "inference" and isinstance(url, str):
-            self._said[int(row.get("index", 0))] = url
+    def _on_news(self, row: dict[str, Any]) -> None:
+        if row.get("role") != "inference":
+            return
+        if row.get("state") == "lost":
+            self._urls.pop(row["index"], None)
+        elif row.get("url"):
+            self._urls[row["index"]] = row["url"]

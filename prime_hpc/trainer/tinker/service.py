@@ -24,7 +24,7 @@ from prime_hpc.trainer.tinker import requests as wanted
 from prime_hpc.trainer.tinker.batches import BadRequestError, check_data, check_loss
 from prime_hpc.trainer.tinker.board import Board, Failure, Kind, Operation
 from prime_hpc.trainer.tinker.engines import Engines
-from prime_hpc.trainer.tinker.paths import Saved, Shape, Shelf, check_name, expiry
+from prime_hpc.trainer.tinker.paths import Saved, Shape, Shelf, check_name, expiry, newest_first
 from prime_hpc.trainer.tinker.sessions import Future, GoneError, Line, Sampler, Session
 from prime_hpc.trainer.tinker.wire import ForwardBackward
 
@@ -295,10 +295,18 @@ class Service:
         if model_id not in self._lines:
             raise GoneError(
                 f"there is no adapter {model_id} here: its session is over, or this service was started again since; "
-                "go on from its last save_state with create_training_client_from_state_with_optimizer"
+                f"go on from {self._last_save(model_id)} with create_training_client_from_state_with_optimizer"
             )
         self._session(model_id.partition(":")[0]).seen = time.monotonic()
         return self._lines[model_id]
+
+    def _last_save(self, model_id: str) -> str:
+        """Name what a client that lost its adapter goes on from."""
+        try:
+            saves = newest_first(self.shelf.saved(model_id))
+        except BadRequestError:
+            saves = []
+        return next((saved.path for saved in saves if saved.kind == "weights"), "the last save_state")
 
     def _enqueue(self, model_id: str, number: int, build: Callable[[], Operation], *, is_pass: bool = False) -> str:
         """Take a request in; it is passed on when all before it were. The same number again is the same request."""
@@ -443,7 +451,7 @@ class Service:
         if future is None:
             raise GoneError(
                 f"request {request_id} is not known here: its result was fetched long ago, or this service was started "
-                "again since; go on from the last save_state"
+                f"again since; go on from {self._last_save(request_id.rpartition(':')[0])}"
             )
         session = self._sessions.get(request_id.partition(":")[0])
         if session is not None:

@@ -32,6 +32,8 @@ TURN_S = 5.0
 """Rank 0 speaks at least so often: the others wait in a collective, which has a deadline of its own."""
 PAUSE_S = 0.25
 """Between two looks for a stop."""
+STOPPED = "stopped-"
+"""Begins the names of saves that the service makes when it is told to save and end; the number of steps follows."""
 CONTAINED = (BadRequestError, RunFailed, StoreError)
 """Errors of one operation; raised on all ranks alike."""
 
@@ -49,6 +51,8 @@ class Worker:
         self._adapters: dict[str, Adapter] = {}
         self._numbers: dict[str, int] = {}
         self._num_steps = 0
+        self._unsaved: set[str] = set()
+        """Adapters that have stepped since they were saved last."""
         self._is_idle = False
         self._server: Server | None = None
         if dist.get_rank() == 0:
@@ -87,8 +91,7 @@ class Worker:
         while waited < TURN_S:
             stop = self._bus.latest("stop")
             if stop is not None:
-                logger.info(f"stopping: {stop.get('reason', 'asked to')}; adapters in training: {len(self._adapters)}")
-                return Operation(Kind.END)
+                return self._end(str(stop.get("reason", "asked to")), with_saves=bool(stop.get("save")))
             operation = self._server.board.take(PAUSE_S)
             if self._is_idle != (operation is None):
                 self._is_idle = operation is None
@@ -97,6 +100,17 @@ class Worker:
                 return self._prepared(operation)
             waited += PAUSE_S
         return Operation(Kind.WAIT)
+
+    def _end(self, reason: str, *, with_saves: bool) -> Operation:
+        """Return the next save of those that come before the end, then the end."""
+        for model_id in sorted(self._unsaved) if with_saves else ():
+            self._unsaved.remove(model_id)  # once, whatever comes of it
+            name = f"{STOPPED}{self._adapters[model_id].steps}"
+            logger.info(f"{model_id} is saved as {tinker_path(model_id, 'weights', name)}: {reason}")
+            payload = {"name": name, "overwrite": True, "user_metadata": {"saved": reason}, "ttl_seconds": None}
+            return self._prepared(Operation(Kind.SAVE, model_id, payload=payload))
+        logger.info(f"stopping: {reason}; adapters in training: {len(self._adapters)}")
+        return Operation(Kind.END)
 
     def _prepared(self, operation: Operation) -> Operation:
         """Return an operation with what rank 0 alone can know of it; one that cannot be done is a refusal."""
@@ -151,10 +165,12 @@ class Worker:
         if kind is Kind.UPDATE:
             metrics = adapter.update(payload["adam"])
             self._num_steps += 1
+            self._unsaved.add(model_id)
             self._status.beat(step=self._num_steps, adapter=model_id, adapter_step=adapter.steps)
             return {"metrics": metrics}
         if kind is Kind.SAVE:
             adapter.save(operation.number)
+            self._unsaved.discard(model_id)
             return self._noted(operation, adapter, "weights", payload["name"])
         if kind is Kind.PUBLISH:
             adapter.publish(operation.number)
@@ -179,6 +195,7 @@ class Worker:
         return {"model_id": model_id, "path": path, "type": "create_model" if saved is None else "load_weights"}
 
     def _remove(self, model_id: str) -> None:
+        self._unsaved.discard(model_id)
         adapter = self._adapters.pop(model_id, None)
         if adapter is not None:
             adapter.close()

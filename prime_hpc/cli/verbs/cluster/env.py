@@ -36,6 +36,7 @@ def _pack(given: Given, program: str) -> int:
             None if output is None else Path(output).expanduser(),
             kind,
             lambda text: print(text, file=sys.stderr, flush=True),
+            start="mount" if "--mount" in given else "unpack",
         )
     except (StoreError, OSError) as error:
         print(f"{program}: error: {error}", file=sys.stderr)

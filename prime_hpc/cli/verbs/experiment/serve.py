@@ -1,6 +1,6 @@
 """`prime-hpc serve --tinker`: a service for the `tinker` client, in the foreground, until it is interrupted.
 
-As a job of a cluster it is an experiment like any other: `prime-hpc submit` of a file that states `trainer.tinker`.
+As a job of a cluster it is an experiment like any other: `prime-hpc submit FILE --trainer.tinker`.
 Exit codes: 0 it was told to stop, 1 it failed, 2 wrong usage or config, 130 interrupted.
 """
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prime_hpc.cli.common import parse, print_json
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.config.run_files import TINKER_KEY
 from prime_hpc.launch.monitor.run_facts import RunStatus, span
 from prime_hpc.launch.monitor.status import Ask, PatientAsk, ask_slurm, collect, status_of
 from prime_hpc.observe.console import duration, sparkline
@@ -161,6 +162,8 @@ def render_one(status: RunStatus) -> str:
     left = [f"{_left(status.time_left_s)} of the job's time left"] if status.time_left_s is not None else []
     left += [f"about {duration(status.eta_s)} to the last step"] if status.eta_s is not None else []
     rows.append(("time", ", ".join(left)))
+    if status.service is not None:
+        rows.append(("service", f"{status.service} for the tinker client; its key is in {TINKER_KEY}"))
     rows.append(("stall", status.stall or ""))
     rows += [("alarms" if i == 0 else "", text) for i, text in enumerate(status.alarms)]
     rows.append(("purge", status.purge or ""))
