@@ -24,7 +24,7 @@ class LazyRuntime(SubprocessRuntime):
         self._uv_interpreters, self._uv_script_locks = self._interpreters, self._locks
         self.config, self.info = _CONFIG, _INFO.model_copy()
         self.workdir = None
-        self._background = []
+        self._background: list[Any] = []
 
     async def start(self) -> None:
         """Nothing yet."""

@@ -51,9 +51,9 @@ def patch_verifiers() -> None:
     vars(reasoning)["_single_marker_id"], vars(reasoning)["_decode"] = _single_marker_id, _decode_few
     # The sum over no tools, three times a turn; that over a task's data, twice a rollout.
     vars(graph)["_tools_hash"] = _hash_tools
-    Task.hash = property(_hash_task)  # type: ignore[assignment, method-assign]
+    Task.hash = property(_hash_task)
     # Private attributes: else pydantic asks each time whether they are descriptors. `Trace` has none that is.
-    Trace.__getattr__ = _private_attribute  # type: ignore[method-assign]
+    Trace.__getattr__ = _private_attribute
     # Whether a default factory takes arguments: else `model_construct` asks `inspect.signature` for every object.
     vars(_fields)["takes_validated_data_argument"] = _takes_data
 
@@ -143,7 +143,7 @@ def _private_attribute(self: Any, name: str) -> Any:
     private = self.__pydantic_private__
     if private is not None and name in private:
         return private[name]
-    return BaseModel.__getattr__(self, name)  # type: ignore[misc]
+    return BaseModel.__getattr__(self, name)  # type: ignore[attr-defined]
 
 
 async def _invoke_each(functions: list[Callable[..., Any]], available: dict[str, Any]) -> list[Any]:

@@ -91,7 +91,10 @@ class Backend(Protocol):
         """Name the packages that are not installed here, and how they come; empty where nothing lacks."""
 
     def refusals(self, experiment: Experiment) -> Iterator[Refusal]:
-        """Yield what the experiment, as a group of engines sees it, asks for and the backend cannot do."""
+        """Yield what the experiment, as a group of engines sees it, asks for and the backend cannot do.
+
+        Its `device` is the engines', `auto` where it is not decided yet.
+        """
 
     def serve(self, start: Start) -> None:
         """Start, answer requests, end in order when told to.
@@ -129,8 +132,8 @@ def engines_title(servers: InferenceConfig) -> str:
     return load_backend(servers.backend).title
 
 
-def check_backend(experiment: Experiment, key: str) -> Backend:
-    """Return the backend of a group of engines, ready to start.
+def check_backend(experiment: Experiment, key: str, device: Device) -> Backend:
+    """Return the backend of a group of engines, ready to start on a device.
 
     Raises:
         ValueError: it is not installed, or cannot do what the config asks for.
@@ -139,6 +142,6 @@ def check_backend(experiment: Experiment, key: str) -> Backend:
     backend = load_backend(name, f"{key}.backend")
     if missing := backend.missing():
         raise ValueError(f"{key}.backend = {name}: {missing}")
-    for refusal in backend.refusals(experiment):
+    for refusal in backend.refusals(experiment.model_copy(update={"device": device.type})):
         raise ValueError(f"{refusal.key.replace('inference.', f'{key}.', 1)}: {refusal.reason}; {refusal.remedy}")
     return backend
