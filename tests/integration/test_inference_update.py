@@ -219,7 +219,8 @@ def test_both_engines_got_the_update(family: Family, server: ServerProcess) -> N
                 "values": pytest.approx([row["logprob"] for row in choice["logprobs"]["content"]], abs=1e-5)
             }
             # more than the sampled tokens': as without the header
-            body = {"model": "policy", "token_ids": prompt, "sampling_params": {**GREEDY, "logprobs": 2}}
+            sampling: dict[str, Any] = {**GREEDY, "logprobs": 2}
+            body = {"model": "policy", "token_ids": prompt, "sampling_params": sampling}
             (found,) = httpx.post(f"{server.url}/inference/v1/generate", json=body, headers=headers, timeout=60).json()[
                 "choices"
             ]
