@@ -17,6 +17,9 @@ from prime_hpc.runtime.event_loops import loop_time
 
 POLICY = "policy"
 READY_POLL_S = 0.25
+BARE_LOGPROBS = ("X-Logprobs", "bare")
+"""A header of a request for tokens: a server that knows it answers log-probabilities as `logprobs.values`, one number a
+token, where no others than those of the sampled tokens are asked for. A third of the answer's bytes."""
 
 
 class InferenceError(RuntimeError):

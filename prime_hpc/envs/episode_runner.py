@@ -44,6 +44,14 @@ class _Solo:
         return bool(self.traces[0].ok)
 
 
+class _PlainAgent(Agent):
+    """An agent without retries: verifiers' way to count them costs as much as a look at the reply."""
+
+    async def run_once(self, task: Any, box: Any, tools: Mapping[str, Any], on_trace: Any) -> Any:
+        """`Agent.run`, of which nothing but the first attempt is left."""
+        return await self._run_once(task, box, tools, on_trace, False)
+
+
 class SourceRunner:
     """One environment, ready to run."""
 
@@ -65,7 +73,7 @@ class SourceRunner:
         ]
         self._stack = AsyncExitStack()
         self._shared: dict[str, Any] = {}
-        self._agents: list[Agent] = []
+        self._agents: list[_PlainAgent] = []
         self._sandboxes = ""
         """Name of the open pool; empty: none."""
 
@@ -104,8 +112,8 @@ class SourceRunner:
             if self._agents:
                 # One seat and a box that costs nothing: skip what `Env.run_episode` would build for every episode.
                 async with sandbox_box(self._sandboxes) if self._sandboxes else lazy_box() as box:
-                    trace = await self._agents[url_index].run(
-                        task, runtime=box, tools=self._shared, on_trace=lambda trace: traces.append(trace.id)
+                    trace = await self._agents[url_index].run_once(
+                        task, box, self._shared, lambda trace: traces.append(trace.id)
                     )
                 episode: Any = _Solo([trace])
             else:
@@ -139,13 +147,13 @@ class SourceRunner:
             and harness_is_in_process(harness_class(harness.id))
         )
 
-    def _agent(self, seat: Any, context: Any, interception: PolicyInterception) -> Agent:
+    def _agent(self, seat: Any, context: Any, interception: PolicyInterception) -> _PlainAgent:
         """Return the reusable agent of a plain environment for one server."""
         (harness,) = self.source.env_config.agent_harnesses().values()
         resolved = resolve_agent(
             seat, model=context.model, client=context.client, sampling=context.sampling, harness=harness
         )
-        return Agent(resolved, interception=interception)
+        return _PlainAgent(resolved, interception=interception)
 
 
 class EpisodeRunner:

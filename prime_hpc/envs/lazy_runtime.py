@@ -9,16 +9,22 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from verifiers.v1.runtimes import ProgramResult, RuntimeProcess, SubprocessConfig, SubprocessRuntime
-from verifiers.v1.runtimes.base import register
+from verifiers.v1.runtimes.base import Runtime, register
 
 _CONFIG = SubprocessConfig()
+_INFO = SubprocessRuntime(_CONFIG).info
 
 
 class LazyRuntime(SubprocessRuntime):
     """`SubprocessRuntime` whose directory appears with the first command or file."""
 
     def __init__(self) -> None:
-        super().__init__(_CONFIG)
+        # Not `SubprocessRuntime`'s, which dumps the configuration and validates it again for every rollout.
+        Runtime.__init__(self)
+        self._uv_interpreters, self._uv_script_locks = self._interpreters, self._locks
+        self.config, self.info = _CONFIG, _INFO.model_copy()
+        self.workdir = None
+        self._background: list[Any] = []
 
     async def start(self) -> None:
         """Nothing yet."""

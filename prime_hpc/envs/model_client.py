@@ -23,6 +23,7 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Message, Response, SamplingConfig, Tool
 
 from prime_hpc.client.http import HttpClient, NoAnswerError
+from prime_hpc.client.inference import BARE_LOGPROBS
 from prime_hpc.client.versions import VersionSpanError, versions_from_spans
 from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.runtime.event_loops import loop_time
@@ -184,7 +185,9 @@ class PolicyClient(Client):
     async def _generate(self, body: dict[str, Any], session_id: str | None) -> dict[str, Any]:
         """POST one generation and return its choice; asks again while the server cannot be reached."""
         data = to_json(body)
-        headers = {SESSION_ID_HEADER: session_id} if session_id else {}
+        headers = dict([BARE_LOGPROBS])
+        if session_id:
+            headers[SESSION_ID_HEADER] = session_id
         give_up = loop_time() + self.patience_s
         attempt = 0
         while True:
@@ -213,17 +216,8 @@ def parse_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], np.
         ProviderError: they disagree, or a version is missing: this is no server of ours.
     """
     ids = choice.get("token_ids") or []
-    content = (choice.get("logprobs") or {}).get("content") or []
-    if len(content) != len(ids):
-        raise ProviderError(f"the server sent {len(content)} log-probabilities for {len(ids)} tokens")
-    logprobs = [entry.get("logprob") for entry in content]
-    for token_id, entry, logprob in zip(ids, content, logprobs, strict=True):
-        # vLLM >= 0.32 names the token by `token_id`, older ones by `token: "token_id:N"`.
-        if (
-            entry.get("token_id", token_id) != token_id
-            or entry.get("token", f"token_id:{token_id}") != f"token_id:{token_id}"
-        ):
-            raise ProviderError(f"the server's log-probabilities are of other tokens than its completion ({token_id})")
+    logprobs = _logprobs_of(choice, ids)
+    for token_id, logprob in zip(ids, logprobs, strict=True):
         if not isinstance(logprob, int | float) or not math.isfinite(logprob) or logprob == NO_LOGPROB:
             raise UnusableAnswerError(f"the server sent the log-probability {logprob!r} for token {token_id}")
     try:
@@ -231,6 +225,27 @@ def parse_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], np.
     except VersionSpanError as error:
         raise ProviderError(str(error)) from error
     return ids, logprobs, versions
+
+
+def _logprobs_of(choice: Mapping[str, Any], ids: list[int]) -> list[Any]:
+    """Return the log-probability of every token, as it was sent. Raises ProviderError: they are of other tokens."""
+    sent = choice.get("logprobs") or {}
+    values = sent.get("values")
+    if values is None:
+        content = sent.get("content") or []
+        # vLLM >= 0.32 names the token by `token_id`, older ones by `token: "token_id:N"`.
+        for token_id, entry in zip(ids, content, strict=False):
+            if (
+                entry.get("token_id", token_id) != token_id
+                or entry.get("token", f"token_id:{token_id}") != f"token_id:{token_id}"
+            ):
+                raise ProviderError(
+                    f"the server's log-probabilities are of other tokens than its completion ({token_id})"
+                )
+        values = [entry.get("logprob") for entry in content]
+    if len(values) != len(ids):
+        raise ProviderError(f"the server sent {len(values)} log-probabilities for {len(ids)} tokens")
+    return values
 
 
 def _first_choice(raw: bytes) -> dict[str, Any]:

@@ -232,17 +232,16 @@ class EnvPool:
         worker, lost = self._worker, self._lost
         if worker is None or lost is None:
             return _unfinished(EpisodeState.FAILED, "the environments could not be restarted", "EnvError", started)
-        job = worker.submit(self._play(source_index, task, url_index, label, started))
-        running = asyncio.wrap_future(job)
-        waited: set[asyncio.Future[Any]] = {running, lost, self._closed}
+        job = worker.start(self._runner.run(source_index, task, url_index), label)
+        waited: set[asyncio.Future[Any]] = {job.ended, lost, self._closed}
         try:
             await asyncio.wait(
                 waited,
                 timeout=max(0.0, started + timeout_s - loop_time()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if running.done():
-                return running.result()
+            if job.ended.done() and not (self._closed.done() and job.ended.result().cancelled()):
+                return _outcome(job.ended.result(), started)
             if self._closed.done():
                 return _unfinished(EpisodeState.CANCELLED, "the pool was closed", "Closed", started)
             if lost.done():
@@ -250,27 +249,9 @@ class EnvPool:
             self._look_after(worker)
             return _unfinished(EpisodeState.TIMEOUT, f"no end after {timeout_s:g} s", "Timeout", started)
         finally:
-            if not running.done():
-                running.cancel()
-
-    async def _play(self, source_index: int, task: Any, url_index: int, label: str, started: float) -> EpisodeResult:
-        """On the worker's loop: the episode in a task of its own, so that one that ignores cancellation is let go."""
-        episode = asyncio.current_task()
-        assert episode is not None
-        inner = asyncio.create_task(self._runner.run(source_index, task, url_index), name=label)
-        try:
-            await asyncio.wait({inner})
-        except asyncio.CancelledError:
-            inner.cancel()
-            asyncio.get_running_loop().call_later(CANCEL_GRACE_S, _warn_if_running, inner)
-            raise
-        if inner.cancelled():
-            return _unfinished(EpisodeState.FAILED, "the environment cancelled itself", "CancelledError", started)
-        error = inner.exception()
-        if error is not None:  # whatever an environment raises is this episode's failure
-            text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-            return _unfinished(EpisodeState.FAILED, text, type(error).__name__, started)
-        return inner.result()
+            if not job.ended.done():
+                job.ended.cancel()
+                worker.cancel(job, CANCEL_GRACE_S)
 
     def _look_after(self, worker: LoopThread) -> None:
         """See whether the loop of an overdue episode lives, unless somebody already does."""
@@ -286,6 +267,7 @@ class EnvPool:
             worker.interrupt()
             if await worker.responds(INTERRUPT_GRACE_S):
                 logger.warning("{} blocked the event loop of all episodes past its deadline: interrupted", culprit)
+                worker.look_again()
                 return
             reason = f"{culprit} blocked the event loop of all episodes and could not be interrupted"
             await self._replace(worker, reason)
@@ -423,9 +405,12 @@ def _unfinished(state: EpisodeState, reason: str, error_type: str, started: floa
     )
 
 
-def _warn_if_running(task: "asyncio.Task[Any]") -> None:
-    """Say which environment does not let itself be cancelled; nobody waits for it."""
-    if not task.done():
-        logger.warning("{} ignores its cancellation and goes on in the background", task.get_name())
-    elif not task.cancelled():
-        task.exception()  # seen: nobody asks for it any more
+def _outcome(episode: "asyncio.Task[EpisodeResult]", started: float) -> EpisodeResult:
+    """Return the result of an episode that has ended: whatever its environment raises is this episode's failure."""
+    if episode.cancelled():
+        return _unfinished(EpisodeState.FAILED, "the environment cancelled itself", "CancelledError", started)
+    error = episode.exception()
+    if error is None:
+        return episode.result()
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+    return _unfinished(EpisodeState.FAILED, text, type(error).__name__, started)

@@ -10,7 +10,8 @@ or SIGINT has ended it, within 5 s, requests in flight answered with `abort`.
   final end-of-sequence token included), `logprobs.content[]` (`token_id`, `logprob`: of the distribution that was
   sampled from, after temperature and truncation), `weight_versions[]` (half-open spans: the policy version of every
   token, exactly), `finish_reason` (`stop`, `length`, `abort`); with `prompt_logprobs`, those of the prompt at
-  temperature 1. 400 for a request that is wrong or cannot be honoured.
+  temperature 1. 400 for a request that is wrong or cannot be honoured. A backend may answer a request with the header
+  `client.inference.BARE_LOGPROBS` with `logprobs.values[]`, one number a token, in place of `content[]`.
 - `POST /v1/chat/completions`, `POST /v1/completions`, `GET /v1/models` (`policy` and the model's own name), as OpenAI
   has them.
 - `GET /health`: 200 while requests are answered.
@@ -90,7 +91,10 @@ class Backend(Protocol):
         """Name the packages that are not installed here, and how they come; empty where nothing lacks."""
 
     def refusals(self, experiment: Experiment) -> Iterator[Refusal]:
-        """Yield what the experiment, as a group of engines sees it, asks for and the backend cannot do."""
+        """Yield what the experiment, as a group of engines sees it, asks for and the backend cannot do.
+
+        Its `device` is the engines', `auto` where it is not decided yet.
+        """
 
     def serve(self, start: Start) -> None:
         """Start, answer requests, end in order when told to.
@@ -128,8 +132,8 @@ def engines_title(servers: InferenceConfig) -> str:
     return load_backend(servers.backend).title
 
 
-def check_backend(experiment: Experiment, key: str) -> Backend:
-    """Return the backend of a group of engines, ready to start.
+def check_backend(experiment: Experiment, key: str, device: Device) -> Backend:
+    """Return the backend of a group of engines, ready to start on a device.
 
     Raises:
         ValueError: it is not installed, or cannot do what the config asks for.
@@ -138,6 +142,6 @@ def check_backend(experiment: Experiment, key: str) -> Backend:
     backend = load_backend(name, f"{key}.backend")
     if missing := backend.missing():
         raise ValueError(f"{key}.backend = {name}: {missing}")
-    for refusal in backend.refusals(experiment):
+    for refusal in backend.refusals(experiment.model_copy(update={"device": device.type})):
         raise ValueError(f"{refusal.key.replace('inference.', f'{key}.', 1)}: {refusal.reason}; {refusal.remedy}")
     return backend

@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: Path, status: Any) -> None:
     """Bind the port and hand over to the backend."""
     config, section_key = section(experiment), SECTIONS[args.role]
-    backend = check_backend(experiment, section_key)
+    device = planned_device(experiment.device)
+    backend = check_backend(experiment, section_key, device)
     sock = None if config.headless else _bind(config.server.host, port, f"{section_key}.server.port")
     key = server_key(revealed(config.api_key), args.role, experiment.orchestrator.client.api_key_var)
 
@@ -85,7 +86,6 @@ def _run(experiment: Experiment, args: argparse.Namespace, port: int, scratch: P
         here = sockets.http_url(sockets.reached_at(config.server.host), sock.getsockname()[1])
         activity.explain("figures", lambda: server_figures(here, key))
 
-    device = planned_device(experiment.device)
     backend.serve(Start(experiment, args.role, args.replica, device, scratch, sock, key, on_ready))
 
 

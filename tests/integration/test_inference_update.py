@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from prime_hpc.client.inference import Generation, InferenceClient, InferenceError
+from prime_hpc.client.inference import BARE_LOGPROBS, Generation, InferenceClient, InferenceError
 from prime_hpc.client.keys import find_key
 from prime_hpc.inference.routes import ROUTES
 from tests.support.inference_server import ServerProcess, hf_logprobs, hf_logprobs_of_all, publish, save_model
@@ -211,6 +211,20 @@ def test_both_engines_got_the_update(family: Family, server: ServerProcess) -> N
             assert [row["token"] for row in choice["logprobs"]["content"]] == [
                 f"token_id:{token}" for token in choice["token_ids"]
             ]
+            headers |= dict([BARE_LOGPROBS])
+            bare = httpx.post(f"{server.url}/inference/v1/generate", json=body, headers=headers, timeout=60).json()
+            (found,) = bare["choices"]
+            assert found["token_ids"] == choice["token_ids"]
+            assert found["logprobs"] == {
+                "values": pytest.approx([row["logprob"] for row in choice["logprobs"]["content"]], abs=1e-5)
+            }
+            # more than the sampled tokens': as without the header
+            sampling: dict[str, Any] = {**GREEDY, "logprobs": 2}
+            body = {"model": "policy", "token_ids": prompt, "sampling_params": sampling}
+            (found,) = httpx.post(f"{server.url}/inference/v1/generate", json=body, headers=headers, timeout=60).json()[
+                "choices"
+            ]
+            assert [len(row["top_logprobs"]) for row in found["logprobs"]["content"]] == [2] * 24
 
 
 def test_requests_in_flight_keep_their_tokens_and_label_each(family: Family, server: ServerProcess) -> None:

@@ -45,7 +45,7 @@ def make_tiny_model(folder: Path, *, tied: bool = True, seed: int = 0, experts: 
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": 32,  # for smaller ones vLLM has no kernels on a CPU
         "max_position_embeddings": 512,
         "tie_word_embeddings": tied,
         "eos_token_id": tokenizer.eos_token_id,

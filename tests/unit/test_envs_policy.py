@@ -38,10 +38,18 @@ def test_older_vllm_spells_the_token_differently() -> None:
     assert parse_choice(choice(logprobs={"content": content}))[1] == [-1.0] * 3
 
 
+def test_log_probabilities_may_come_as_bare_numbers() -> None:
+    ids, logprobs, versions = parse_choice(choice(logprobs={"values": [-0.5, -0.6, -0.7]}))
+    assert (ids, logprobs, versions.tolist()) == ([5, 6, 7], [-0.5, -0.6, -0.7], [3, 3, 4])
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"token_ids": [5, 6]},
+        {"logprobs": {"values": [-1.0, -1.0]}},
+        {"logprobs": {"values": [-1.0, -9999.0, -1.0]}},
+        {"logprobs": {"values": [-1.0, None, -1.0]}},
         {"token_ids": [5, 6, 8]},
         {"logprobs": None},
         {"logprobs": {"content": [{"token_id": t, "logprob": -9999.0} for t in (5, 6, 7)]}},

@@ -4,10 +4,13 @@ import asyncio
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import pytest
 import verifiers.v1 as vf
-from renderers import base
+from renderers import base, reasoning
+from verifiers.v1 import graph
 from verifiers.v1.graph import MessageNode
-from verifiers.v1.types import UserMessage
+from verifiers.v1.task import task_key
+from verifiers.v1.types import Tool, UserMessage
 from verifiers.v1.utils import decorators
 
 from prime_hpc.envs import verifiers_patches
@@ -109,3 +112,106 @@ def test_whether_a_tokenizer_knows_offsets_is_asked_once() -> None:
         assert base._get_offset_tokenizer(known) is known
         assert base._get_offset_tokenizer(unknown) is None
     assert asked == ["a"]
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a byte-level tokenizer of transformers, as the quickstart's model has it."""
+    from transformers import AutoTokenizer
+
+    from prime_hpc.starter.make import make_starter
+
+    folder = tmp_path_factory.mktemp("starter")
+    make_starter(folder)
+    return AutoTokenizer.from_pretrained(folder / "model")
+
+
+def test_a_fast_tokenizer_is_asked_directly_and_gives_the_same_tokens_and_places(fast: Any) -> None:
+    patch_verifiers()
+    direct = base._get_offset_tokenizer(fast)
+    assert direct is not fast and base._get_offset_tokenizer(fast) is direct
+    options = {"add_special_tokens": False, "return_offsets_mapping": True}
+    for text in ("user\nReverse: abc", "a  b\n\n", "é \U0001f600 <|im_end|> x", "x" * 3000, "\ud7ff"):
+        theirs, own = fast(text, **options), direct(text, **options)
+        assert list(own["input_ids"]) == theirs["input_ids"], text
+        assert [tuple(pair) for pair in own["offset_mapping"]] == [tuple(p) for p in theirs["offset_mapping"]], text
+    fast(["a", "bcd"], truncation=True, max_length=2, padding=True)  # another caller's setting stays in the backend
+    assert list(direct("abcdef", **options)["input_ids"]) == fast("abcdef", **options)["input_ids"]
+
+
+def test_a_tokenizer_whose_backend_encodes_otherwise_is_asked_itself() -> None:
+    patch_verifiers()
+
+    class Other:
+        backend_tokenizer = SimpleNamespace(
+            truncation=None, padding=None, encode=lambda text, **_: SimpleNamespace(ids=[1], offsets=[(0, len(text))])
+        )
+
+        def __call__(self, text: str, **options: Any) -> dict[str, Any]:
+            return {"input_ids": [2], "offset_mapping": [(0, len(text))]}
+
+    other = Other()
+    assert base._get_offset_tokenizer(other) is other and base._get_offset_tokenizer(other) is other
+
+
+def test_markers_and_short_texts_of_tokens_are_those_of_renderers(fast: Any) -> None:
+    patch_verifiers()
+    other = SimpleNamespace(decode=lambda ids, **_: "other", convert_tokens_to_ids=lambda marker: 7)
+    for _ in range(2):
+        for ids in ([], [198], [259, 198, 198], fast.encode("five tokens, or more")):
+            assert reasoning._decode(fast, ids) == (fast.decode(ids, skip_special_tokens=False) if ids else "")
+        for marker in ("<think>", "</think>", "nowhere"):
+            assert reasoning._single_marker_id(fast, marker) == verifiers_patches._marker_id(fast, marker)
+        assert reasoning._decode(other, [198]) == "other" and reasoning._single_marker_id(other, "<think>") == 7
+
+
+def test_sums_over_tools_and_tasks_are_those_of_verifiers() -> None:
+    patch_verifiers()
+    tool = Tool(name="add", description="adds", parameters={})
+    for tools in (None, [], [tool]):
+        assert graph._tools_hash(tools) == verifiers_patches._tools_hash(tools)
+    assert graph._tools_hash([tool]) != graph._tools_hash([])
+
+    class Data(vf.TaskData):
+        text: str
+
+    task: Any = vf.Task(Data(prompt="p", text="one"))
+    other = task.with_data(text="two")
+    for each in (task, other, task):
+        assert each.hash == each.key == task_key(each.data.model_dump(mode="json", exclude_none=True))
+    assert task.hash != other.hash
+    task.data = other.data
+    assert task.hash == other.hash
+
+
+def test_a_trace_has_its_private_attributes_and_no_others() -> None:
+    patch_verifiers()
+    data = vf.TaskData(prompt="p")
+    traces = [vf.Trace.model_construct(task=data) for _ in range(2)]
+    for trace in traces:
+        assert trace._on_change is None and trace._pending == {} and trace._head_index == {}
+        with pytest.raises(AttributeError, match="no_such"):
+            trace.no_such  # noqa: B018
+    seen: list[Any] = []
+    traces[0].watch(seen.append)
+    for trace in traces:
+        trace.notify()
+    assert seen == [traces[0]]
+
+
+def test_none_one_and_many_hooks_are_invoked_in_order() -> None:
+    patch_verifiers()
+
+    async def plus(value: float, more: float) -> float:
+        await asyncio.sleep(0)
+        return value + more
+
+    async def fails() -> None:
+        raise ValueError("mine")
+
+    available = {"value": 1.0, "more": 2.0}
+    for number in range(3):
+        assert asyncio.run(decorators.invoke_all([plus] * number, available)) == [3.0] * number
+    for functions in ([fails], [plus, fails]):
+        with pytest.raises(ValueError, match="mine"):
+            asyncio.run(decorators.invoke_all(functions, available))

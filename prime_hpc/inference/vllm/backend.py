@@ -1,7 +1,8 @@
 """vLLM as an inference backend: its engines and HTTP application with our routes in it (`server`)."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prime_hpc.config.experiment import Experiment
 from prime_hpc.inference.backend import Refusal, Start
@@ -10,6 +11,10 @@ from prime_hpc.inference.vllm import installed
 from prime_hpc.inference.vllm.args import build_argv, build_env
 from prime_hpc.inference.vllm.compiled import open_cache
 from prime_hpc.runtime.device import describe_cpu, describe_gpus, require_gpus
+from prime_hpc.store.model_config import read_config
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""vLLM 0.32's `CPUAttentionBackend.get_supported_head_sizes`; with others an engine dies as it starts."""
 
 
 class VllmBackend:
@@ -24,8 +29,16 @@ class VllmBackend:
         return installed.missing()
 
     def refusals(self, experiment: Experiment) -> Iterator[Refusal]:
-        """Nothing that is not refused elsewhere."""
-        yield from ()
+        """Yield a model for whose heads vLLM has no kernels on a CPU."""
+        name = experiment.model.name
+        size = head_size(read_config(name) or {}) if experiment.device == "cpu" else None
+        if size is not None and size not in CPU_HEAD_SIZES:
+            yield Refusal(
+                "model.name",
+                f"{name} has heads of size {size}, and on a CPU vLLM has attention kernels for "
+                f"{', '.join(map(str, CPU_HEAD_SIZES))} only",
+                "use inference.backend = transformers, GPUs, or another model",
+            )
 
     def serve(self, start: Start) -> None:
         """Set the stage, import vLLM, serve."""
@@ -70,6 +83,18 @@ class VllmBackend:
             on_ready=on_ready,
         )
         uvloop.run(serving)
+
+
+def head_size(config: Mapping[str, Any]) -> int | None:
+    """Return the size of a model's attention heads by its config.json; None where it has none, or compressed ones."""
+    text = config.get("text_config")
+    own = {**config, **text} if isinstance(text, Mapping) else config
+    if own.get("kv_lora_rank"):
+        return None
+    heads, hidden, stated = own.get("num_attention_heads"), own.get("hidden_size"), own.get("head_dim")
+    if isinstance(stated, int) and stated:
+        return stated
+    return hidden // heads if isinstance(heads, int) and isinstance(hidden, int) and heads else None
 
 
 VLLM = VllmBackend()

@@ -3,8 +3,11 @@
 from collections.abc import Iterator
 
 from prime_hpc.config import ConfigError
+from prime_hpc.config.engine_groups import EngineRole
 from prime_hpc.inference.backend import load_backend
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
+from prime_hpc.runtime.device import Stated, planned_device
+from prime_hpc.slurm.placement import stated_device
 
 
 def unknown(subject: Subject) -> Iterator[Finding]:
@@ -21,7 +24,7 @@ def abilities(subject: Subject) -> Iterator[Finding]:
     """Keys that ask a backend for what it does not do, and a backend that is not installed."""
     for group in subject.engines:
         backend = load_backend(group.servers.backend)
-        for refusal in backend.refusals(group.view):
+        for refusal in backend.refusals(group.view.model_copy(update={"device": _device_of(subject, group.role)})):
             where = refusal.key
             if where.startswith("inference."):
                 where = f"{group.section}.{where.removeprefix('inference.')}"
@@ -29,6 +32,14 @@ def abilities(subject: Subject) -> Iterator[Finding]:
         if not subject.is_slurm and (missing := backend.missing()):  # a login node does without it
             key = f"{group.section}.backend"
             yield Finding("PH125", "error", key, f"{backend.title}: {missing}", "install it, or another backend")
+
+
+def _device_of(subject: Subject, role: EngineRole) -> Stated:
+    """Return the device of a group of engines: of its nodes, or of this machine. `auto`: no nodes are known."""
+    if not subject.is_slurm:
+        return planned_device(stated_device(subject.experiment, subject.site)).type
+    groups = subject.placement.groups if subject.placement else ()
+    return next((group.device for group in groups if group.role == role), "auto")
 
 
 CHECKS = (abilities,)

@@ -1,0 +1,76 @@
+"""Heads for which vLLM has no kernels on a CPU are refused before anything starts, and nowhere else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.config import Experiment
+from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.site import GENERIC
+from prime_hpc.inference.backend import check_backend
+from prime_hpc.inference.vllm.backend import CPU_HEAD_SIZES, head_size
+from prime_hpc.launch.lint.lint import lint_errors
+from prime_hpc.runtime.device import DEVICE, Device
+
+SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "num_hidden_layers": 2}
+SMALL |= {"intermediate_size": 64, "vocab_size": 100, "max_position_embeddings": 512}
+
+
+def test_the_sizes_are_those_of_the_installed_vllm() -> None:
+    cpu_attn = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
+    assert list(CPU_HEAD_SIZES) == cpu_attn.CPUAttentionBackend.get_supported_head_sizes()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (SMALL, 16),
+        (SMALL | {"head_dim": 64}, 64),
+        (SMALL | {"head_dim": None}, 16),
+        ({"model_type": "vlm", "text_config": SMALL | {"head_dim": 40}}, 40),
+        (SMALL | {"kv_lora_rank": 8}, None),
+        ({"model_type": "mamba", "hidden_size": 64}, None),
+        ({}, None),
+    ],
+)
+def test_the_size_of_a_models_heads(config: dict[str, Any], expected: int | None) -> None:
+    assert head_size(config) == expected
+
+
+def experiment(folder: Path, head_dim: int, **more: Any) -> Experiment:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL | {"head_dim": head_dim}))
+    tree = {"name": "x", "output_dir": str(folder), "seq_len": 512, "model": {"name": str(folder)}, "inference": {}}
+    tree["orchestrator"] = {"env": [{"id": "reverse-text"}], "sampling": {"max_tokens": 24}}
+    return Experiment.model_validate(tree | more)
+
+
+def refused(tree: Experiment, site: SiteConfig = GENERIC) -> list[str]:
+    return [f.message for f in lint_errors(tree, site) if f.code == "PH124" and f.key == "model.name"]
+
+
+def test_lint_refuses_them_on_a_cpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEVICE, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (message,) = refused(experiment(tmp_path / "a", 24, launch="local", device="auto"))
+    assert f"{tmp_path}/a has heads of size 24" in message and "32, 64, 80" in message
+    assert refused(experiment(tmp_path / "b", 32, launch="local")) == []
+    assert refused(experiment(tmp_path / "c", 24, launch="local", device="cuda")) == []
+    transformers = {"backend": "transformers"}
+    assert refused(experiment(tmp_path / "d", 24, launch="local", inference=transformers)) == []
+
+
+def test_in_a_job_the_device_is_its_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the login node
+    gpus, none = {"partition": "p", "gpus_per_node": 2}, {"partition": "p"}
+    assert refused(experiment(tmp_path / "a", 24, launch="slurm", slurm=gpus)) == []
+    assert len(refused(experiment(tmp_path / "b", 24, launch="slurm", slurm=none))) == 1
+
+
+def test_a_server_that_is_started_by_hand_refuses_them_too(tmp_path: Path) -> None:
+    tree = experiment(tmp_path / "a", 24)
+    with pytest.raises(ValueError, match=r"^model.name: .* heads of size 24.* inference.backend = transformers"):
+        check_backend(tree, "inference", Device("cpu"))
+    assert check_backend(tree, "inference", Device("cuda", 1)).title == "vLLM"

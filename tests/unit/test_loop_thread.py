@@ -1,0 +1,119 @@
+"""Jobs on a thread's loop: their ends, cancellation, and interrupts."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from loguru import logger
+
+from prime_hpc.envs.loop_thread import Job, LoopThread
+
+T = 20.0
+
+
+async def _on(thread: LoopThread, act: Callable[[LoopThread], Any]) -> Any:
+    try:
+        return await act(thread)
+    finally:
+        assert await thread.stop(T)
+
+
+def test_every_job_ends_with_its_own_result_however_many_begin_together() -> None:
+    async def work(number: int) -> int:
+        await asyncio.sleep(0.001 * (number % 3))
+        if number % 5 == 0:
+            raise ValueError(number)
+        if number % 7 == 0:
+            raise asyncio.CancelledError
+        return number
+
+    async def act(thread: LoopThread) -> None:
+        for round_ in range(20):
+            jobs = [thread.start(work(number), f"job {number}") for number in range(1, 50)]
+            async with asyncio.timeout(T):
+                tasks = [await job.ended for job in jobs]
+            for number, task in enumerate(tasks, 1):
+                assert task.get_name() == f"job {number}", round_
+                if number % 5 == 0:
+                    assert isinstance(task.exception(), ValueError)
+                elif number % 7 == 0:
+                    assert task.cancelled()
+                else:
+                    assert task.result() == number
+
+    asyncio.run(_on(LoopThread("test"), act))
+
+
+def test_a_cancelled_job_is_not_waited_for_and_one_that_goes_on_is_named() -> None:
+    said: list[str] = []
+    seen: list[str] = []
+
+    async def stubborn(end: asyncio.Event) -> None:
+        try:
+            await asyncio.sleep(T)
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            await end.wait()
+
+    async def act(thread: LoopThread) -> None:
+        end = asyncio.Event()
+        job = thread.start(stubborn(end), "stubborn one")
+        while job.task is None:
+            await asyncio.sleep(0.001)
+        job.ended.cancel()
+        thread.cancel(job, 0.05)
+        deadline = time.monotonic() + T
+        while not said and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        thread.loop.call_soon_threadsafe(end.set)
+
+    sink = logger.add(lambda message: said.append(str(message)), level="WARNING")
+    try:
+        asyncio.run(_on(LoopThread("test"), act))
+    finally:
+        logger.remove(sink)
+    assert seen == ["cancelled"]
+    assert len(said) == 1 and "stubborn one ignores its cancellation" in said[0]
+
+
+def test_a_job_that_is_cancelled_before_it_begins_never_runs() -> None:
+    ran: list[str] = []
+
+    async def work() -> None:
+        ran.append("ran")
+
+    async def act(thread: LoopThread) -> Job:
+        thread.loop.call_soon_threadsafe(time.sleep, 0.2)
+        job = thread.start(work(), "late")
+        job.ended.cancel()
+        thread.cancel(job, 1.0)
+        other = thread.start(asyncio.sleep(0), "other")
+        async with asyncio.timeout(T):
+            await other.ended
+        return job
+
+    job = asyncio.run(_on(LoopThread("test"), act))
+    assert ran == [] and job.task is None
+
+
+@pytest.mark.parametrize("lost", ["begin", "deliver"])
+def test_jobs_whose_wake_up_an_interrupt_has_swallowed_go_on_at_the_next_look(
+    lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(number: int) -> int:
+        return number
+
+    async def act(thread: LoopThread) -> None:
+        swallowed = {"begin": "_begin", "deliver": "_deliver"}[lost]
+        with monkeypatch.context() as patch:
+            patch.setattr(thread, swallowed, lambda: None)
+            jobs = [thread.start(work(number), str(number)) for number in range(3)]
+            await asyncio.wait([job.ended for job in jobs], timeout=0.1)
+        assert not any(job.ended.done() for job in jobs)
+        thread.look_again()
+        async with asyncio.timeout(T):
+            assert [(await job.ended).result() for job in jobs] == [0, 1, 2]
+
+    asyncio.run(_on(LoopThread("test"), act))
