@@ -19,7 +19,8 @@ from prime_hpc.store.messaging.file_transfer import HandoverServer
 from prime_hpc.store.run_paths import RunPaths
 
 MOST_BYTES = 2 << 30
-"""Of the batches that are kept, a token at 15 bytes; more, and a crash of the trainer starts the orchestrator again."""
+"""Of the batches that are kept, a token at 15 bytes. With more since a checkpoint none is kept until the next one: a
+crash of the trainer meanwhile starts the orchestrator again."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class BatchWriter:
         self._one = asyncio.Lock()
         self._recent: deque[BatchContent] = deque()
         self._newest = step
+        self._full_after: int | None = None
+        """The checkpoint since which there were too many."""
 
     async def write(self, content: BatchContent) -> Manifest:
         """Commit a batch and tell the trainer.
@@ -62,15 +65,23 @@ class BatchWriter:
             manifest = await self._commit(content)
             self._newest = content.step
             if self._most_bytes:
-                self._recent.append(content)
-                self._forget((self._bus.latest("saved") or {}).get("step", 0))
+                self._keep(content, (self._bus.latest("saved") or {}).get("step", 0))
             return manifest
 
+    def _keep(self, content: BatchContent, saved: int) -> None:
+        if self._full_after is not None and saved <= self._full_after:
+            return
+        self._full_after = None
+        self._recent.append(content)
+        self._forget(saved)
+        if sum(kept.num_bytes for kept in self._recent) > self._most_bytes:
+            self._full_after = saved
+            self._recent.clear()
+
     def _forget(self, saved: int) -> None:
-        """Keep no batch that a checkpoint has behind it, nor more than there is room for."""
-        size = sum(content.num_bytes for content in self._recent)
-        while self._recent and (self._recent[0].step <= saved or size > self._most_bytes):
-            size -= self._recent.popleft().num_bytes
+        """Keep no batch that a checkpoint has behind it."""
+        while self._recent and self._recent[0].step <= saved:
+            self._recent.popleft()
 
     async def hold(self) -> tuple[int, int]:
         """Commit nothing from now on, once what is being written is there.
