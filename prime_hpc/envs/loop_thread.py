@@ -7,6 +7,7 @@ own loop, so their coroutines run on this one.
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import ctypes
 import functools
 import sys
@@ -39,6 +40,8 @@ class Job:
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], name: str, caller: asyncio.AbstractEventLoop) -> None:
         self.coroutine, self.name, self.caller = coroutine, name, caller
+        self.context = contextvars.copy_context()
+        """The caller's: several jobs begin in one call, which has that of the first."""
         self.ended: asyncio.Future[asyncio.Task[Any]] = caller.create_future()
         """The caller's: the task, when it has ended however it did."""
         self.task: asyncio.Task[Any] | None = None
@@ -101,7 +104,7 @@ class LoopThread:
             if job.ended.cancelled():
                 job.coroutine.close()
                 continue
-            job.task = self.loop.create_task(job.coroutine, name=job.name)
+            job.task = job.context.run(self.loop.create_task, job.coroutine, name=job.name)
             job.task.add_done_callback(functools.partial(self._end, job))
 
     def _end(self, job: Job, task: asyncio.Task[Any]) -> None:

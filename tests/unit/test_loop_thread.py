@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -115,5 +116,22 @@ def test_jobs_whose_wake_up_an_interrupt_has_swallowed_go_on_at_the_next_look(
         thread.look_again()
         async with asyncio.timeout(T):
             assert [(await job.ended).result() for job in jobs] == [0, 1, 2]
+
+    asyncio.run(_on(LoopThread("test"), act))
+
+
+def test_jobs_that_begin_together_have_each_its_callers_context() -> None:
+    number: ContextVar[int] = ContextVar("number", default=0)
+
+    async def work() -> int:
+        return number.get()
+
+    async def act(thread: LoopThread) -> None:
+        async def call(own: int) -> int:
+            number.set(own)
+            return (await thread.start(work(), "job").ended).result()
+
+        async with asyncio.timeout(T):
+            assert await asyncio.gather(*(call(own) for own in range(1, 50))) == list(range(1, 50))
 
     asyncio.run(_on(LoopThread("test"), act))
