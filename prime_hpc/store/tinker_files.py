@@ -1,4 +1,4 @@
-"""What others than the trainer know of a tinker service's files; `trainer/tinker/paths.py` knows the rest."""
+"""The files of a tinker service that others than the trainer know; `trainer/tinker/paths.py` knows the rest."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What encloses a sandbox that a container runtime begins: run by the image's own Python, as a plain script.
+"""The walls of a sandbox that a container runtime begins: run by the image's own Python, as a plain script.
 
     python3 -I -c SOURCE JSON      {"network", "disk", "shm", "shown": [[place here, path inside], ...]}
 

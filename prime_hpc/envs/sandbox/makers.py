@@ -1,4 +1,4 @@
-"""What makes sandboxes, by `sandbox.runtime`: how it is found, its command, and what it says where it cannot."""
+"""The makers of sandboxes, by `sandbox.runtime`: how it is found, its command, and what it says where it cannot."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Maker:
     find: Callable[[], str]
     """Its program; EnvError where a node has none that will do."""
     shown_paths: Callable[[SandboxConfig], list[str]]
-    """What a stage holds ready."""
+    """The files that a stage holds ready."""
     command: Callable[[str, SandboxConfig, Stage, str], list[str]]
     """The command whose last descendant, process 1 of the sandbox, runs a line of Python."""
     own_environment: Callable[[], dict[str, str] | None]

@@ -107,7 +107,7 @@ class Sandbox:
         self._writer: asyncio.StreamWriter | None = None
         self._turn = asyncio.Lock()
         self._ran = False
-        """Whether a command was begun in it: what goes wrong from then on may be its doing."""
+        """True once a command was begun in it: what goes wrong from then on may be its doing."""
 
     @property
     def pid(self) -> int:

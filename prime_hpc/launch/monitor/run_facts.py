@@ -98,7 +98,7 @@ class RunStatus:
     runs: dict[str, str] = field(default_factory=dict)
     """Of a trainer that trains many: what its runs do, by name."""
     service: str | None = None
-    """Where its tinker service answers."""
+    """The address of its tinker service."""
     stall: str | None = None
     """Why the present step stands still, and the file that says more."""
     alarms: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Where the service listens, and the file from which clients on other machines learn it.
+"""The address on which the service listens, and the file from which clients on other machines learn it.
 
 On this machine it is 127.0.0.1 and a port that stays. As a job of a cluster nobody knows the node before: the service
 listens there as the job's engines do, on a free port, and `<run>/tinker.url` says where for as long as it does.
