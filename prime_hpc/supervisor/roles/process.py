@@ -53,6 +53,9 @@ def log_tail(path: Path, lines: int = 20) -> str:
 class Role:
     """A role of one attempt. All methods return at once, except `end`."""
 
+    has_agents = False
+    """On the nodes of a job agents start, watch and end its processes; on this machine it is a process itself."""
+
     def __init__(
         self,
         spec: RoleSpec,
@@ -77,6 +80,14 @@ class Role:
         self.state: State = "waiting" if spec.after else "starting"
         self.restarts = 0
         self.was_ready = False
+        self.hosts = list(spec.hosts)
+        """Nodes that it is on now."""
+        self.url: str | None = None
+        """Of a server whose agents were told where to listen."""
+        self.warned = False
+        """Whether one of its nodes got SIGTERM and nobody has looked into it."""
+        self.is_substitute_job = False
+        """Whether it runs, or waits for a node, as a job of its own."""
         self.started = 0.0
         """By `clock`, of the last start: the clock on the wall may be set meanwhile, or differ between nodes."""
         self._before: dict[int, list[dict[str, Any]]] = {}
@@ -134,7 +145,17 @@ class Role:
     @property
     def is_server(self) -> bool:
         """True if it is asked for its health instead of for heartbeats."""
-        return self.spec.health_url is not None
+        return self.spec.is_server
+
+    @property
+    def can_be_substituted(self) -> bool:
+        """True if a lost node can be replaced by a job of its own."""
+        return False
+
+    @property
+    def has_node(self) -> bool:
+        """True if a stand-in has got its node."""
+        return False
 
     def start(self) -> None:
         """Start the process; its output is appended to the role's log."""
@@ -142,6 +163,24 @@ class Role:
 
     def send_launch_order(self, urls: Urls) -> None:
         """Tell the role's agents what to do; a process of this machine has none."""
+
+    def on_message(self, message: dict[str, Any]) -> None:
+        """Take a message of one of its agents, in the bus's thread."""
+
+    def agents(self) -> list[str]:
+        """Return `label host/task` of the agents that have spoken and not ended."""
+        return []
+
+    def offer_to(self, incarnation: int) -> None:
+        """Have its agents, and those of its later starts, belong to the run's next attempt."""
+
+    def belongs_to(self, incarnation: int) -> bool:
+        """Return whether all its agents have said so."""
+        return True
+
+    def silent_hosts(self, wait_s: float) -> list[str]:
+        """Nodes of the role that say nothing within `wait_s`."""
+        return []
 
     def lost_hosts(self, silence_s: float) -> list[str]:
         """Nodes of the role that fell silent; this machine is none of them."""

@@ -212,7 +212,6 @@ def _inference(
         hosts=hosts,
         component=group.component,
         order=order,
-        is_server=True,
         num_engines=group.dp_size,
     )
 
