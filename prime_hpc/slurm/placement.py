@@ -445,10 +445,7 @@ def _inference(
 def across_nodes(experiment: Experiment, role: EngineRole = "inference") -> Literal["servers", "engine_group"]:
     """Decide how to place a replica whose engines do not fit one node."""
     section = servers_of(experiment, role)
-    if section.across_nodes != "auto":
-        return section.across_nodes
-    # expert parallelism spans all engines of a data-parallel group: they must be one group
-    return "engine_group" if section.vllm.get("enable_expert_parallel") else "servers"
+    return section.engines_together if section.across_nodes == "auto" else section.across_nodes
 
 
 def _needs(experiment: Experiment) -> dict[str, int]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import psutil
 
 from prime_hpc.client.http import ask
+from prime_hpc.inference.backend import death_reason
 from prime_hpc.observe.role_status import read_status
 from prime_hpc.runtime.process_tree import alive, family, marked, send
 from prime_hpc.supervisor.roles.caches import node_caches
@@ -26,13 +27,6 @@ State = Literal["waiting", "starting", "ready", "done", "dead", "away"]
 on."""
 _TORCHRUN_RANK = re.compile(r"rank\s*:\s*(\d+)")
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
-_ENGINE_FAILED = {
-    re.compile(r"root cause above", re.IGNORECASE): "an engine did not start",
-    re.compile(r"an engine process died"): "an engine died",
-}
-"""Words by which a server points to an engine -> what became of that."""
-_ENGINES_REASON = re.compile(r"\(EngineCore\S* pid=\d+\) ERROR \S+ \S+ \[\S+\] (\w+(?:\.\w+)*: .+)$", re.MULTILINE)
-"""The last line of a traceback that an engine of vLLM wrote into its server's log."""
 _COMMAND_LINE = re.compile(r"^(?:\d+: )?(?:\[\S+\] )?\$ ", re.MULTILINE)
 """With which a start begins in a log, here and on other nodes."""
 _LOST_A_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|ended by SIGTERM")
@@ -299,18 +293,11 @@ class Role:
                     rank = min(own, key=lambda r: rows[r]["time"])
                 return f"{self.spec.label} rank {rank}: {words[rank].removeprefix(f'rank {rank}: ')}"
         elif words:
-            return f"{self.spec.label}: {self._engine_error(words[0])}"
+            last_start = _COMMAND_LINE.split(log_tail(self.log_file, 1000))[-1] if self.is_server else ""
+            told = death_reason(self.spec.backend, words[0], last_start) if self.is_server else words[0]
+            return f"{self.spec.label}: {told}"
         code = self.exit_code
         return f"{self.spec.label} {_ending(code)}" if code is not None else f"{self.spec.label} fell silent"
-
-    def _engine_error(self, words: str) -> str:
-        """Return the words of the engine that failed first, where its server only points to them (as vLLM's does)."""
-        became = next((text for pattern, text in _ENGINE_FAILED.items() if pattern.search(words)), None)
-        if became is None:
-            return words
-        last_start = _COMMAND_LINE.split(log_tail(self.log_file, 1000))[-1]
-        reasons = _ENGINES_REASON.findall(last_start)
-        return f"{became}: {reasons[0]}" if reasons else words
 
     def log_excerpt(self) -> str:
         """Return the end of the role's log, and of the standard error of the rank that failed first: native code says

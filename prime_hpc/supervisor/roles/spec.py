@@ -50,6 +50,8 @@ class RoleSpec:
     """Labels of the servers that must be ready before it starts: they share a GPU."""
     hosts: tuple[str, ...] = ()
     """Nodes of the job, in rank order; none: a process of this machine."""
+    backend: str = "vllm"
+    """Of a server: see `named_code.BACKENDS`."""
     num_engines: int = 1
     """Of a server: data-parallel engines behind it."""
 
@@ -252,5 +254,6 @@ def inference_spec(
         environment=environment,
         max_restarts=servers.max_restarts,
         health_url=http_url(reached_at(servers.server.host), port, "/health"),
+        backend=servers.backend,
         num_engines=servers.data_parallel_size,
     )
