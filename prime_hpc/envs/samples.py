@@ -9,7 +9,7 @@ engine saw, in order. A sampled message that several branches share is trained o
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -38,13 +38,13 @@ class EpisodeState(StrEnum):
 class Sample:
     """One token sequence to train on; all arrays have length L, the prompt included."""
 
-    token_ids: np.ndarray
+    token_ids: np.ndarray = field(metadata={"dtype": np.int32})
     """int32 [L], what the engine saw and sampled."""
-    loss_mask: np.ndarray
+    loss_mask: np.ndarray = field(metadata={"dtype": np.bool_})
     """bool [L], true where this sample trains a sampled token."""
-    logprobs: np.ndarray
+    logprobs: np.ndarray = field(metadata={"dtype": np.float32})
     """float32 [L], the engine's log-probability of each trained token, 0 elsewhere."""
-    versions: np.ndarray
+    versions: np.ndarray = field(metadata={"dtype": np.int32})
     """int32 [L], the policy version that sampled each trained token, -1 elsewhere."""
     num_turns: int
     """Trained model calls in this sequence."""
@@ -56,7 +56,7 @@ class Sample:
     """The actor: the environment's name of the trace's agent."""
     trace: int = 0
     """Index of this sequence's trace among the episode's trained ones."""
-    roles: np.ndarray | None = None
+    roles: np.ndarray | None = field(default=None, metadata={"dtype": np.uint8})
     """uint8 [L], `TOOL` or `USER` where a message after the first reply said the token, 0 elsewhere."""
 
     @property
@@ -73,6 +73,10 @@ class Sample:
     def min_version(self) -> int:
         """Oldest policy version that sampled a trained token."""
         return int(self.versions[self.loss_mask].min())
+
+
+ARRAYS: dict[str, type[np.generic]] = {f.name: f.metadata["dtype"] for f in fields(Sample) if f.metadata}
+"""Arrays of a `Sample` by name, each with its type: they travel between processes and to the next attempt."""
 
 
 @dataclass(frozen=True)

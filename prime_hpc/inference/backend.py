@@ -20,6 +20,8 @@ or SIGINT has ended it, within 5 s, requests in flight answered with `abort`.
 
 **Its memory**: `Backend.overhead_gib`, beside weights and key-value cache.
 
+**What it need not have**: `OverNodes`, servers over several nodes; `TellsWhy`, reasons of engines that died.
+
 The table is `config.named_code.BACKENDS`, one line a backend. Imports here are light: lint asks on a login
 node.
 """
@@ -103,6 +105,55 @@ class Backend(Protocol):
             ValueError: the config cannot be served; the message names the key.
             RuntimeError: the engines died, or a weight update left them undefined.
         """
+
+
+class OverNodes(Protocol):
+    """A backend one of whose servers can have engines on several nodes (`across_nodes = engine_group`)."""
+
+    def node_options(self, dp_size: int, num_nodes: int, address: str, port: int) -> list[list[str]]:
+        """Return further words of `inference.main`'s command on each node, the one that answers HTTP first.
+
+        Args:
+            dp_size: data-parallel engines, as many on each node.
+            num_nodes: of the server.
+            address, port: where its first node waits for the others.
+        """
+
+
+class TellsWhy(Protocol):
+    """A backend whose engines say in the server's log why they ended."""
+
+    def death_reason(self, words: str, log: str) -> str:
+        """Return why a server ended.
+
+        Args:
+            words: its own last ones.
+            log: the end of its log, since its last start.
+        """
+
+
+def node_options(name: str, dp_size: int, num_nodes: int, address: str, port: int) -> list[list[str]]:
+    """Return further words of a server's command on each of its nodes: see `OverNodes`.
+
+    Raises:
+        ConfigError: the backend's servers have one node each.
+    """
+    backend: Any = load_backend(name)
+    if num_nodes == 1:
+        return [["--data-parallel-size", str(dp_size)]]
+    if not hasattr(backend, "node_options"):
+        raise ConfigError(Problem(f"a server of {name!r} cannot span nodes: leave it out", "inference.across_nodes"))
+    spread: OverNodes = backend
+    return spread.node_options(dp_size, num_nodes, address, port)
+
+
+def death_reason(name: str, words: str, log: str) -> str:
+    """Return why a server ended, by its last words and the end of its log: see `TellsWhy`."""
+    backend: Any = load_backend(name)
+    if not hasattr(backend, "death_reason"):
+        return words
+    telling: TellsWhy = backend
+    return telling.death_reason(words, log)
 
 
 def section(experiment: Experiment) -> InferenceConfig:

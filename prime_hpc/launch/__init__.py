@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prime_hpc.launch.local import run, run_role
-    from prime_hpc.launch.plan.local_plan import plan_text
     from prime_hpc.launch.submission import submit
 
-__all__ = ["plan_text", "run", "run_role", "submit"]
+__all__ = ["run", "run_role", "submit"]
 
-_HOMES = {"plan_text": "plan.local_plan", "run": "local", "run_role": "local", "submit": "submission"}
+_HOMES = {"run": "local", "run_role": "local", "submit": "submission"}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,8 @@ from prime_hpc.config.engine_groups import first_port
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
 from prime_hpc.launch.job import local_job
-from prime_hpc.launch.plan.local_plan import launcher, plan_text
+from prime_hpc.launch.plan.local_plan import launcher
+from prime_hpc.launch.plan.slurm_plan import local_plan, show_dry_run
 from prime_hpc.launch.prepare import prepare_run, write
 from prime_hpc.runtime.role_context import RESUME_STEP
 from prime_hpc.slurm.submission_record import new_token, open_record, read_record, submitting
@@ -41,8 +42,7 @@ def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json:
     Ctrl-C while following ends the job in good order.
     """
     if dry_run:
-        text = plan_text(loaded)
-        print(json.dumps({"dry_run": True, "layout": "local", "plan": text}) if as_json else text.rstrip("\n"))
+        show_dry_run(loaded.experiment, local_plan(loaded.experiment), None, as_json)
         return 0
     run_dir = loaded.experiment.run_dir.resolve()
     with submitting(run_dir):

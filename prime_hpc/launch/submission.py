@@ -67,7 +67,10 @@ def submit(
     made = render_submission(loaded, as_rendered=dry_run)
     _refuse(loaded, made, quiet=dry_run)  # the plan lists what lint warns of
     if dry_run:
-        return _show(made, as_json)
+        from prime_hpc.launch.plan.slurm_plan import show_dry_run, slurm_plan
+
+        show_dry_run(made.experiment, slurm_plan(made.experiment, made.site), made.text, as_json)
+        return 0
     from prime_hpc.launch.checks import check
     from prime_hpc.slurm.gpu_split import refuse_cpu_builds
     from prime_hpc.slurm.submission_record import cluster_of
@@ -147,18 +150,6 @@ def unseen_by_others(run_dir: Path, num_nodes: int, mounts: Path = Path("/proc/m
     if kind not in _LOCAL_FILE_SYSTEMS:
         return None
     return f"{run_dir} is on {best} ({kind}), a file system of this host alone, and the job has {num_nodes} nodes"
-
-
-def _show(made: Submission, as_json: bool) -> int:
-    from prime_hpc.launch.plan.slurm_plan import slurm_plan, slurm_plan_text
-
-    plan = slurm_plan(made.experiment, made.site)
-    if as_json:
-        print(json.dumps({"dry_run": True, "plan": plan, "script": made.text}, indent=2, default=str))
-    else:
-        print(slurm_plan_text(made.experiment, plan))
-        print(made.text, end="")
-    return 0
 
 
 def _queue(loaded: Loaded, made: Submission, ranking: dict[str, Any] | None) -> tuple[Path, str, bool]:

@@ -3,27 +3,11 @@
 import re
 from difflib import get_close_matches
 
-TRAINER = (
-    *("loss", "grad_norm", "lr", "reward", "logprob_diff", "logprob_diff_max", "ratio", "ratio_max", "kl", "clipped"),
-    *("entropy", "lag_mean", "lag_max", "num_tokens", "num_sequences", "num_targets", "shared_tokens", "step_flops"),
-    *("mismatch_alarm", "tokens_per_s", "tokens_per_s_overall", "mfu", "echo_loss", "eval_loss", "idle_share"),
-    *("time/step", "time/wait", "time/forward_backward", "time/optim", "time/publish", "time/checkpoint"),
-    *("memory/allocated_gib", "memory/reserved_gib", "ckpt/stall_s", "ckpt/seconds", "ckpt/gib"),
-)
+from prime_hpc.observe import metric_table
+
+TRAINER = (*(metric for family in metric_table.TRAINER.values() for metric in family.metrics), "idle_share")
 """`idle_share` is made of `time/wait` and `time/step`: the share of a step in which the trainer waits for its batch."""
-ORCHESTRATOR = (
-    *("reward/mean", "reward/std", "reward/shaped_mean", "groups/in_batch", "groups/trained", "groups/zero_signal"),
-    *("groups/unscorable", "groups/reward_spread", "groups/opened", "groups/completed", "groups/dropped"),
-    *("groups/rejected", "groups/stale", "rollouts/masked", "completion/tokens_mean", "completion/tokens_max"),
-    *("lag/mean", "lag/max", "episodes/completed", "episodes/failed", "episodes/timeout", "episodes/cancelled"),
-    *("episodes/usable", "episodes/truncated", "episodes/per_second", "episodes/server_retries", "tokens/prompt"),
-    *("tokens/sampled", "tokens/sampled_per_second", "time/step", "time/wait_weights", "time/wait_rollouts"),
-    *("time/wait_servers", "time/weight_update", "time/weight_pause", "batch/tokens", "batch/loss_tokens"),
-    *("batch/sequences", "batch/micro_batches", "queue/in_flight", "queue/complete_groups", "queue/sent_back"),
-    *("queue/in_flight_mean", "queue/idle_share", "queue/limit"),
-    *("engines/kv_use", "engines/waiting", "engines/preempted"),
-    *("failed/share", "policy/served_version", "total/samples", "total/tokens"),
-)
+ORCHESTRATOR = tuple(metric for family in metric_table.ORCHESTRATOR.values() for metric in family.metrics)
 RUN = ("stall_s", "free_gib", "free_share", "time_left_s")
 """Seconds of a stall, space of the run directory's file system, seconds to the job's end: looked at every 10 s."""
 NAMES = {"trainer": TRAINER, "orchestrator": ORCHESTRATOR, "run": RUN}

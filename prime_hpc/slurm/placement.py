@@ -13,6 +13,8 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.slurm.gpu_split import assign_gpus
 from prime_hpc.slurm.options import Options, RoleOptions, SlurmRole, merge, needs_het, num_env_nodes, resolve
 
+PlacedRole = Literal["inference", "teacher", "orchestrator", "trainer"]
+
 
 @dataclass(frozen=True)
 class LayoutRow:
@@ -58,7 +60,7 @@ class Component:
 class RoleGroup:
     """One supervised role: where it runs. A step of its own in the job."""
 
-    role: Literal["inference", "teacher", "orchestrator", "trainer"]
+    role: PlacedRole
     index: int
     """Of a group of engines the server's, else 0."""
     component: int
@@ -81,7 +83,8 @@ class RoleGroup:
 class Placement:
     """The whole job."""
 
-    layout: Literal["packed", "het"]
+    layout: Literal["packed", "het", "local"]
+    """`local`: this machine, as one component of one host."""
     components: tuple[Component, ...]
     groups: tuple[RoleGroup, ...]
     spares: tuple[int, ...] = ()
@@ -442,10 +445,7 @@ def _inference(
 def across_nodes(experiment: Experiment, role: EngineRole = "inference") -> Literal["servers", "engine_group"]:
     """Decide how to place a replica whose engines do not fit one node."""
     section = servers_of(experiment, role)
-    if section.across_nodes != "auto":
-        return section.across_nodes
-    # expert parallelism spans all engines of a data-parallel group: they must be one group
-    return "engine_group" if section.vllm.get("enable_expert_parallel") else "servers"
+    return section.engines_together if section.across_nodes == "auto" else section.across_nodes
 
 
 def _needs(experiment: Experiment) -> dict[str, int]:

@@ -62,7 +62,7 @@ from prime_hpc.supervisor.preflight.phase import Checkup
 from prime_hpc.supervisor.roles import ports
 from prime_hpc.supervisor.roles.caches import NODE_LOCAL
 from prime_hpc.supervisor.roles.slurm_spec import slurm_specs, spare_hosts
-from prime_hpc.supervisor.roles.slurm_step import StepContext, StepSpec
+from prime_hpc.supervisor.roles.slurm_step import StepContext
 from prime_hpc.supervisor.roles.spec import (
     RoleSpec,
     Urls,
@@ -242,7 +242,8 @@ def _prepare(
     else:
         placement, held = place_slurm(experiment, site), held_devices(environment, allocation)
         refuse_cpu_builds(site.container is None and any(group.device == "cuda" for group in placement.groups))
-        specs, urls = list(slurm_specs(experiment, site, placement, allocation, run_dir)), {}
+        own = slurm_specs(experiment, site, placement, allocation, run_dir)
+        specs, urls = list(own), {}
         spares = spare_hosts(placement, allocation)
         for name in OF_THE_BATCH_HOST:  # a CPU-only component's steps would take them for their own
             environment.pop(name, None)
@@ -270,7 +271,6 @@ def _prepare(
             cancel_stale_steps(allocation)
         logger.info(f"job {allocation.job_id} ({placement.layout}): " + _where(specs))
         log_dir = run_dir / "logs" / f"attempt_{attempt.attempt}"
-        own = [spec for spec in specs if isinstance(spec, StepSpec)]
         wanted = allocation.by_slurm and (experiment.slurm.preflight.enabled or site.container is not None)
         checkup = Checkup(experiment, steps, own, log_dir) if wanted else None
     environment |= _keys(experiment)
@@ -311,7 +311,7 @@ def _keys(experiment: Experiment) -> dict[str, str]:
 
 
 def _where(specs: list[RoleSpec]) -> str:
-    return "; ".join(f"{spec.label} on {', '.join(spec.hosts)}" for spec in specs if isinstance(spec, StepSpec))
+    return "; ".join(f"{spec.label} on {', '.join(spec.hosts)}" for spec in specs)
 
 
 def _apply_restart_policy(experiment: Experiment, run_dir: Path, allocation: Allocation, code: int) -> int:
@@ -358,20 +358,13 @@ def _note(paths: RunPaths, row: AttemptRow) -> None:
 
 def _describe(experiment: Experiment, spec: RoleSpec) -> str:
     if spec.name == "trainer":
-        return f"trainer with {spec.num_processes} FSDP2 ranks on {_device(spec)}"
+        return f"trainer with {spec.num_processes} FSDP2 ranks on {spec.device_words}"
     if spec.name in ENGINE_ROLES:
         servers = servers_of(experiment, spec.name)
-        engines = spec.num_engines if isinstance(spec, StepSpec) else servers.data_parallel_size
+        engines = spec.num_engines
         what = f"{engines_title(servers)} data-parallel engine{'s' if engines > 1 else ''}"
-        return f"{spec.label} with {engines} {what} on {_device(spec)}"
+        return f"{spec.label} with {engines} {what} on {spec.device_words}"
     return spec.label
-
-
-def _device(spec: RoleSpec) -> str:
-    if isinstance(spec, StepSpec):
-        return f"GPUs {', '.join(map(str, spec.gpus))} of each node" if spec.gpus and spec.is_on_gpus else "cpu"
-    gpus = spec.environment.get("CUDA_VISIBLE_DEVICES")
-    return f"GPU {gpus}" if gpus else "cpu"
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.supervisor.alarms.alarm_watch import AlarmWatch
 from prime_hpc.supervisor.prometheus.exporter import Exporter
 from prime_hpc.supervisor.roles.process import Role
-from prime_hpc.supervisor.roles.slurm_step import StepRole
 from prime_hpc.supervisor.server_loads import EVERY_S, ServerLoads, doing
 from prime_hpc.supervisor.stalls.watch import StallWatch
 from prime_hpc.supervisor.stop_requests import Controls
@@ -51,7 +50,7 @@ class RunWatch:
             clock,
             bus_statuses=bus_statuses,
             publish=publish,
-            agents=lambda: [name for role in list(roles) if isinstance(role, StepRole) for name in role.agents()],
+            agents=lambda: [name for role in list(roles) for name in role.agents()],
         )
 
         self._bus_statuses = bus_statuses

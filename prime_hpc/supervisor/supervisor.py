@@ -174,7 +174,7 @@ class Supervisor:
         elif topic == "agent":
             self._run_watch.on_message(payload)
             for role in self._roles:
-                if isinstance(role, StepRole) and role.spec.label == payload.get("label"):
+                if role.spec.label == payload.get("label"):
                     role.on_message(payload)
 
     def _open_hub(self) -> None:
@@ -233,21 +233,20 @@ class Supervisor:
     def _begin(self, role: Role) -> None:
         role.start()
         self._reaper.watch(role.pid)
-        if isinstance(role, StepRole):
+        if role.has_agents:
             self._attempt.nodes[role.spec.label] = list(role.hosts)
         logger.info(f"started {role.spec.label} (process {role.pid}): {' '.join(role.command)}")
 
     def _make_role(self, spec: RoleSpec, environment: dict[str, str]) -> Role:
         log_dir = self._paths.logs(self._attempt.attempt, spec.name)
         log_dir.mkdir(parents=True, exist_ok=True)  # here, once: not by a role's processes on many nodes
-        if isinstance(spec, StepSpec):
-            assert self._steps is not None
-            self._attempt.nodes[spec.label] = list(spec.hosts)
-            grace = self._experiment.supervisor.grace_s
-            return StepRole(
-                spec, log_dir, environment, self._bus_statuses, self._steps, self._hubs.publish, grace, self._clock.now
-            )
-        return Role(spec, log_dir, environment, self._bus_statuses, self._clock.now)
+        of_role = log_dir, environment, self._bus_statuses
+        if self._steps is None:
+            return Role(spec, *of_role, self._clock.now)
+        assert isinstance(spec, StepSpec)
+        self._attempt.nodes[spec.label] = list(spec.hosts)
+        grace_s = self._experiment.supervisor.grace_s
+        return StepRole(spec, *of_role, self._steps, self._hubs.publish, grace_s, self._clock.now)
 
     # ------------------------------------------------------------------------------------------------ watch
 
@@ -322,7 +321,7 @@ class Supervisor:
         if self._controls.force_requested:
             for role in self._roles:
                 role.kill()
-        for role in [role for role in self._roles if isinstance(role, StepRole) and role.warned]:
+        for role in [role for role in self._roles if role.warned]:
             role.warned = False
             self._controls.note_warning()
         request = self._controls.poll()
@@ -376,7 +375,7 @@ class Supervisor:
         """Of the servers that were told where to listen, in order."""
         urls = {name: list(known) for name, known in self._urls.items()}
         for role in self._roles:
-            if isinstance(role, StepRole) and role.is_server and role.url:
+            if role.is_server and role.url:
                 urls.setdefault(role.spec.name, []).append(role.url)
         return urls
 
@@ -388,7 +387,7 @@ class Supervisor:
         self._note_lost(hosts)
         can_go_on = self._steps is not None and self._steps.no_kill and role.is_server and role.was_ready
         others = any(r.state == "ready" for r in self._roles if r.spec.name == role.spec.name and r is not role)
-        if not can_go_on or not others or not isinstance(role, StepRole):
+        if not can_go_on or not others:
             self._kill_and_log(role, cause, hosts)
             raise Ended(1, cause, "node_lost")
         self._hubs.publish("server", role=role.spec.name, index=role.spec.index, state="lost", url=role.url)
@@ -405,11 +404,9 @@ class Supervisor:
         if self._stop is not None and (role.is_server or role.has_reported("done")):
             role.state = "done"  # on the way out, nobody asks the servers any more
             return
-        if isinstance(role, StepRole) and not role.is_server:
-            lost = role.silent_hosts(NODE_SILENCE_GRACE_S)
-            if lost:
-                self._on_lost_nodes(role, lost)
-        if isinstance(role, StepRole) and self._replicas.awaiting_recovery(role):
+        if not role.is_server and (lost := role.silent_hosts(NODE_SILENCE_GRACE_S)):
+            self._on_lost_nodes(role, lost)
+        if self._replicas.awaiting_recovery(role):
             role.kill()
             self._reaper.forget(role.pid)
             logger.warning(f"{cause}; {self._replicas.mark_lost(role, role.hosts)}")

@@ -42,9 +42,6 @@ from prime_hpc.trainer.token_log import Watch
 
 _SUMS = ("num_tokens", "num_sequences", "num_targets", "squared_lengths", "reward_sum", "lag_sum", "num_sampled")
 
-_TOTALS = ("loss", "echo_loss")
-"""Sums of an objective that the log shows as they are; it shows others as means over the targets."""
-
 
 class StepRefused(RuntimeError):
     """A step that was not applied: parameters are those of version `step` - 1, and nothing of it was published."""
@@ -156,7 +153,7 @@ class TrainStep:
             metrics = self._reduce(step, facts, stats, num_shared)
             self._check_finite(step, batch, metrics)
             self._check_mismatch(step, batch, metrics)
-            if metrics["num_targets"] or "echo_loss" in stats.sums:
+            if metrics["num_targets"] or "echo_loss" in stats.totals:
                 self._update(step, metrics)
             else:
                 self.optimizer.zero_grad()
@@ -270,10 +267,10 @@ class TrainStep:
         )
         loss, stats = objective(micro, logprobs, weights)
         if echo is not None:
-            loss, stats.sums["echo_loss"] = loss + echo, echo.detach()
+            loss, stats.totals["echo_loss"] = loss + echo, echo.detach()
         if torch.is_grad_enabled():
             loss.backward()
-        stats.sums["loss"] = loss.detach()
+        stats.totals["loss"] = loss.detach()
         if self._with_entropy:
             stats.sums["entropy"] = entropy.sum()
         return stats
@@ -306,7 +303,7 @@ class TrainStep:
 
         Ranks that work on one part of the batch all have that part's sums: the first one's count.
         """
-        sums, maxima = stats.sums, stats.maxima
+        sums, maxima = stats.sums | stats.totals, stats.maxima
         names = [*_SUMS, "lag_max", "shared_tokens", *sums, *maxima, "squared_grad_norm"]
         known = [*(float(getattr(facts, k)) for k in (*_SUMS, "lag_max")), float(num_shared)]
         counted = torch.tensor(known, dtype=torch.float64, device=self._device)
@@ -319,21 +316,19 @@ class TrainStep:
         top = {k: float(np.max(columns[k])) for k in (*maxima, "lag_max")}
         total = {k: float(np.sum(v)) for k, v in columns.items() if k not in top}
         total["squared_grad_norm"] = float(np.sum(everyone[:, -1]))
-        return self._metrics(step, total, top)
+        return self._metrics(step, total, top, stats)
 
-    def _metrics(self, step: int, total: dict[str, float], top: dict[str, float]) -> dict[str, float]:
+    def _metrics(self, step: int, total: dict[str, float], top: dict[str, float], stats: LossStats) -> dict[str, float]:
         """Means over targets, and what else the log shows; `step_flops` and counts are of the whole batch."""
         targets = max(total["num_targets"], 1.0)
         counts = {k: total[k] for k in ("num_tokens", "num_sequences", "num_targets", "shared_tokens")}
         computed = total["num_tokens"] - total["shared_tokens"]
-        no_means = (*_SUMS, *_TOTALS, "squared_grad_norm", "shared_tokens")
-        means = {k: v / targets for k, v in total.items() if k not in no_means}
         return {
-            **{k: total[k] for k in _TOTALS if k in total},
+            **{k: total[k] for k in stats.totals},
             "grad_norm": math.sqrt(total["squared_grad_norm"]) if total["squared_grad_norm"] >= 0 else math.nan,
             "lr": self._optim.lr * learning_rate_factor(self._scheduler, step, self._max_steps),
             "reward": total["reward_sum"] / max(total["num_sequences"], 1.0),
-            **means,
+            **{k: total[k] / targets for k in stats.sums},
             **top,
             "lag_mean": total["lag_sum"] / max(total["num_sampled"], 1.0),
             **counts,

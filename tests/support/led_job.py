@@ -52,7 +52,7 @@ def main() -> int:
         return follow("orchestrator", facts["orchestrator"], spec.hosts, hellos)
 
     specs: list[RoleSpec] = [
-        StepSpec("inference", [], 300.0, hosts=("n2",), order=serve, is_server=True),
+        StepSpec("inference", [], 300.0, hosts=("n2",), order=serve),
         StepSpec("trainer", [], 300.0, hosts=("n1",), order=train),
     ]
     tree = {"output_dir": str(run_dir.parent), "name": run_dir.name, "kind": "sft", "max_steps": 1}

@@ -33,11 +33,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append(("run_role", loaded, role))
         return 0
 
-    def plan_text(loaded: Loaded) -> str:
-        calls.append(("plan", loaded))
-        return f"plan of {loaded.experiment.name}\n"
-
-    for function in (submit, run, run_role, plan_text):
+    for function in (submit, run, run_role):
         monkeypatch.setattr(launch, function.__name__, function, raising=False)
     return calls
 
@@ -92,10 +88,10 @@ def test_plan_prints_and_entrypoints_return_the_launchers_code(
     handed: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli.main(["plan", *ENV, "--name", "n", "--launch", "local"]) == 0
-    assert capsys.readouterr().out == "plan of n\n"
+    assert capsys.readouterr().out.startswith("experiment   n (rl)\nlaunch       submitit's LocalExecutor")
     assert console("rl", ENV, monkeypatch) == 1
     assert console("sft", ["--data.type", "fake"], monkeypatch) == 1
-    assert [call[1].experiment.kind for call in handed[1:]] == ["rl", "sft"]
+    assert [call[1].experiment.kind for call in handed] == ["rl", "sft"]
 
 
 @pytest.mark.parametrize("role", cli.ROLES)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from prime_hpc.config import ConfigError, Experiment, Loaded
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.inference.vllm import installed
-from prime_hpc.launch.plan.local_plan import plan_text
+from prime_hpc.launch.plan.slurm_plan import local_plan, plan_text
 from prime_hpc.runtime import device as device_module
 from prime_hpc.runtime import gpus
 from prime_hpc.runtime.device import DEVICE, Device, DeviceError, planned_device, require_gpus
@@ -287,11 +287,13 @@ def test_a_plan_names_each_roles_device_and_gpus_that_are_not_here(
     no_driver: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def planned(**values: Any) -> str:
-        return plan_text(Loaded(experiment(inference={}, **values), {}, [], "plan"))
+        one = experiment(inference={}, **values)
+        return plan_text(one, local_plan(one))
 
-    assert "tensor parallel 1 on cpu, port" in planned() and "threads a rank on cpu" in planned()
+    assert planned().count("cpu: no GPU is asked for") == 2
     there = planned(device="cuda")
-    assert "on GPUs that are not here" in there and "device: GPUs are wanted" in there
+    assert there.count("cuda: GPUs that are not here") == 2 and "device: GPUs are wanted" in there
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert "on cuda: GPU 4, port" in planned() and "on cuda: GPU 5, micro" in planned()
-    assert "threads a rank on cpu" in planned(device="cpu")
+    assert "CUDA_VISIBLE_DEVICES 4,5" in planned()
+    assert "tensor parallel 1; cuda: GPUs 0" in planned() and "cuda: GPUs 1; micro" in planned()
+    assert planned(device="cpu").count("cpu: no GPU is asked for") == 2

@@ -5,6 +5,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from prime_hpc import cli
 from prime_hpc.config import ConfigError, Experiment, Loaded, load_run
 from prime_hpc.launch import local
 from prime_hpc.launch.checks import check
-from prime_hpc.launch.plan.local_plan import plan_text
+from prime_hpc.launch.plan.slurm_plan import local_plan, plan_text
 from prime_hpc.launch.prepare import prepare_run
 from prime_hpc.runtime.role_context import RESUME_STEP
 from prime_hpc.store.attempts import ALIVE_S, begin, read_attempts, rewrite_row
@@ -152,14 +153,17 @@ def test_clean_deletes_only_runs(tmp_path: Path, model: Path) -> None:
 
 
 def test_plan_names_roles_and_launcher(tmp_path: Path, model: Path) -> None:
-    text = plan_text(loaded(tmp_path, model, inference={"data_parallel_size": 2}, trainer={"num_ranks": 4}))
+    def planned(**values: Any) -> str:
+        one = loaded(tmp_path, model, **values).experiment
+        return plan_text(one, local_plan(one))
+
+    text = planned(inference={"data_parallel_size": 2}, trainer={"num_ranks": 4})
     assert "data parallel 2" in text
     assert "4 FSDP2 ranks" in text
     assert "LocalExecutor" in text
-    saving = plan_text(loaded(tmp_path, model, ckpt={"interval": "auto"}))
+    saving = planned(ckpt={"interval": "auto"})
     assert "checkpoints  as often as costs least" in saving and "expected loss" in saving
-    attached = plan_text(loaded(tmp_path, model))
-    assert "attached: http://127.0.0.1:8000/v1" in attached
+    assert "attached: http://127.0.0.1:8000/v1" in planned()
 
 
 def test_context_beyond_the_model_is_refused(tmp_path: Path, model: Path) -> None:

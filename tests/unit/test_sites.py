@@ -163,7 +163,7 @@ def test_of_a_het_job_each_component_keeps_its_own(fake: FakeSlurm) -> None:
 
 def test_a_stand_in_is_ended_by_its_own_job_id(fake: FakeSlurm, tmp_path: Path) -> None:
     """Its name may be another run's: two sweeps can have points of one name."""
-    spec = StepSpec("inference", [], 60.0, hosts=("n1",), is_server=True, options={"partition": "gpu"})
+    spec = StepSpec("inference", [], 60.0, hosts=("n1",), options={"partition": "gpu"})
     run_dir = tmp_path / "100% done"
     fake.behave("sbatch", hang="after", say="")
     role = StepRole(spec, run_dir / "logs", dict(os.environ), {}, context(run_dir), lambda *_, **__: None, 1.0)

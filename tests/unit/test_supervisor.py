@@ -94,8 +94,8 @@ def test_only_who_shares_a_gpu_waits(tmp_path: Path) -> None:
         assert not any(spec.after for spec in specs)
     hosts = {"hosts": ("a", "b"), "gpus": (0, 1)}
     steps = [
-        StepSpec("inference", [], 1.0, is_server=True, **hosts),  # type: ignore[arg-type]
-        StepSpec("inference", [], 1.0, index=1, is_server=True, hosts=("c",), gpus=(0, 1)),
+        StepSpec("inference", [], 1.0, **hosts),  # type: ignore[arg-type]
+        StepSpec("inference", [], 1.0, index=1, hosts=("c",), gpus=(0, 1)),
         StepSpec("trainer", [], 1.0, hosts=("b", "c"), gpus=(1, 2)),
         StepSpec("orchestrator", [], 1.0, hosts=("b",)),
     ]

@@ -108,6 +108,11 @@ class InferenceConfig(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def engines_together(self) -> Literal["servers", "engine_group"]:
+        """What `across_nodes: auto` means: expert parallelism spans all engines of a data-parallel group."""
+        return "engine_group" if self.vllm.get("enable_expert_parallel") else "servers"
+
+    @property
     def num_gpus(self) -> int:
         """GPUs of all servers."""
         return self.num_replicas * self.data_parallel_size * self.gpus_per_engine

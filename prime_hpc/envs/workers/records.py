@@ -5,11 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.samples import ARRAYS, EpisodeResult, EpisodeState, Sample
 from prime_hpc.envs.workers.frames import FrameError
 
-_ARRAYS = {"token_ids": "int32", "loss_mask": "bool", "logprobs": "float32", "versions": "int32", "roles": "uint8"}
-"""Fields of a `Sample` that are arrays, and of what."""
 _RESULT = tuple(field.name for field in fields(EpisodeResult))
 _SAMPLE = tuple(field.name for field in fields(Sample))
 
@@ -22,7 +20,7 @@ def result_to_plain(result: EpisodeResult) -> dict[str, Any]:
 
 def _sample_to_plain(sample: Sample) -> dict[str, Any]:
     plain = {name: getattr(sample, name) for name in _SAMPLE}
-    for name, kind in _ARRAYS.items():
+    for name, kind in ARRAYS.items():
         if plain[name] is not None:
             plain[name] = np.ascontiguousarray(plain[name], dtype=kind).tobytes()
     return plain
@@ -43,7 +41,7 @@ def result_from_plain(plain: Any) -> EpisodeResult:
 
 def _sample_from_plain(plain: dict[str, Any]) -> Sample:
     arrays = {}
-    for name, kind in _ARRAYS.items():
+    for name, kind in ARRAYS.items():
         if plain[name] is not None:
             arrays[name] = np.frombuffer(bytearray(plain[name]), dtype=kind)  # a bytearray: it may be written to
     sample = Sample(**(plain | arrays))

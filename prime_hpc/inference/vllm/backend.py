@@ -1,6 +1,7 @@
 """vLLM as an inference backend: its engines and HTTP application with our routes in it (`server`)."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,14 @@ from prime_hpc.store.model_config import read_config
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vLLM 0.32's `CPUAttentionBackend.get_supported_head_sizes`; with others an engine dies as it starts."""
+
+_ENGINE_FAILED = {
+    re.compile(r"root cause above", re.IGNORECASE): "an engine did not start",
+    re.compile(r"an engine process died"): "an engine died",
+}
+"""Words by which a server points to an engine -> what became of that."""
+_ENGINES_REASON = re.compile(r"\(EngineCore\S* pid=\d+\) ERROR \S+ \S+ \[\S+\] (\w+(?:\.\w+)*: .+)$", re.MULTILINE)
+"""The last line of a traceback that an engine wrote into its server's log."""
 
 
 class VllmBackend:
@@ -39,6 +48,20 @@ class VllmBackend:
                 f"{', '.join(map(str, CPU_HEAD_SIZES))} only",
                 "use inference.backend = transformers, GPUs, or another model",
             )
+
+    def node_options(self, dp_size: int, num_nodes: int, address: str, port: int) -> list[list[str]]:
+        """Split the engines: the first node is the group's head, the others run theirs without HTTP."""
+        local = dp_size // num_nodes
+        all_nodes = ["--data-parallel-size", str(dp_size), "--data-parallel-size-local", str(local)]
+        all_nodes += ["--data-parallel-address", address, "--data-parallel-rpc-port", str(port)]
+        rest = [["--headless", "--data-parallel-start-rank", str(rank * local)] for rank in range(1, num_nodes)]
+        return [all_nodes, *([*all_nodes, *own] for own in rest)]
+
+    def death_reason(self, words: str, log: str) -> str:
+        """Return the words of the engine that failed first, where the server only points to them."""
+        became = next((text for pattern, text in _ENGINE_FAILED.items() if pattern.search(words)), None)
+        reasons = _ENGINES_REASON.findall(log) if became is not None else []
+        return f"{became}: {reasons[0]}" if reasons else words
 
     def serve(self, start: Start) -> None:
         """Set the stage, import vLLM, serve."""

@@ -28,11 +28,13 @@ def network_facts(experiment: Experiment, site: SiteConfig, placement: Placement
     }
 
 
-def network_line(facts: dict[str, Any]) -> str:
-    """Return the same for people."""
+def network_line(facts: dict[str, Any], *, is_local: bool) -> str:
+    """Return the same for people; `is_local`: nothing leaves this machine."""
     ports = f"ports {facts['port_range']}" if facts["port_range"] else "ports below the ephemeral ones"
     if facts["server_ports"]:
         ports += f", HTTP from {facts['server_ports'][0]}"
+    if is_local:
+        return f"{ports}; all of it on this machine"
     name, chosen = "the node's name", "as NCCL and gloo choose"
     collectives = facts["collectives"] or facts["network_interface"] or chosen
     return (

@@ -1,43 +1,22 @@
-"""`prime-hpc plan`: where each role of an experiment would run on this machine, before anything does.
+"""This machine as a plan's allocation of one host, and the words for the roles of any plan.
 
-`slurm_plan` has the plan of a Slurm job; `resolve_launch` says which of the two it will be.
+`slurm_plan` makes the tree; `resolve_launch` says where the job will be.
 """
 
 import os
 import shutil
-from collections.abc import Mapping
 from typing import Literal
 
-from prime_hpc.config import ConfigError, Experiment, Loaded
+from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.engine_groups import EngineRole, engine_roles, first_port, sampling_role, served_by, servers_of
+from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, engine_roles, first_port, sampling_role, servers_of
 from prime_hpc.config.run_files import TINKER_URL
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.config.sections.orchestrator import OrchestratorConfig
-from prime_hpc.config.site import load_site
-from prime_hpc.inference.backend import engines_title
-from prime_hpc.launch.estimate.memory import read_model
-from prime_hpc.launch.estimate.micro_batch import with_micro_batch
-from prime_hpc.launch.estimate.step_time import pace
-from prime_hpc.launch.plan.interval import interval_facts, interval_lines
+from prime_hpc.slurm.options import Options
+from prime_hpc.slurm.placement import Component, PlacedRole, Placement, RoleGroup
 from prime_hpc.store.child_runs import list_children
 from prime_hpc.supervisor.roles.spec import split_gpus, usable_gpus
-
-
-def plan_text(loaded: Loaded) -> str:
-    """Return the placement of an experiment, for people."""
-    experiment, micro_batch = with_micro_batch(loaded.experiment, None)
-    lines = [
-        f"experiment  {experiment.name} ({experiment.kind})",
-        f"run dir     {experiment.run_dir}",
-        f"launch      {launcher()}",
-        f"model       {experiment.model.name} ({experiment.model.dtype})",
-        f"runs        {runs_line(experiment)}" if is_parent(experiment) else f"steps       {steps_line(experiment)}",
-        "roles",
-    ]
-    lines += [f"  {line}" for line in _roles(experiment)]
-    lines += [f"  micro-batch   {micro_batch.words()}"] if micro_batch is not None else []
-    return "\n".join([*lines, *(["", _checkpoints(experiment)] if experiment.trains else [])]) + "\n"
 
 
 def resolve_launch(experiment: Experiment) -> Literal["slurm", "local"]:
@@ -112,17 +91,13 @@ def orchestrator_line(experiment: Experiment) -> str:
 
 
 def evaluation_lines(experiment: Experiment) -> list[str]:
-    """Return the engines and the process that evaluate an SFT run in environments."""
+    """Return the process that evaluates an SFT run in environments, if one does."""
     evaluation = experiment.orchestrator.eval
     if evaluation is None:
         return []
     envs = ", ".join(env.name or env.id for env in evaluation.env)
-    own = experiment.inference
-    where = f"{own.num_replicas} {engines_title(own)} server(s)" if own else f"attached: {attached_urls(experiment)}"
-    return [
-        f"inference     {where}",
-        f"orchestrator  evaluates on {envs} every {evaluation.interval} steps, {evaluation.num_examples} tasks each",
-    ]
+    every = f"every {evaluation.interval} steps, {evaluation.num_examples} tasks each"
+    return [f"orchestrator  evaluates on {envs} {every}"]
 
 
 def data_line(experiment: Experiment) -> str:
@@ -133,56 +108,47 @@ def data_line(experiment: Experiment) -> str:
     return f"{data.label}, {size} a step{evaluation}"
 
 
-def _roles(experiment: Experiment) -> list[str]:
-    if not experiment.trains:
-        return _evaluation_roles(experiment)
-    trainer = experiment.trainer
-    threads = trainer.threads_per_rank or max(1, (os.cpu_count() or 1) // trainer.num_ranks)
-    serving: dict[EngineRole, list[list[str]]] = {role: [] for role in engine_roles(experiment)}
+def place_here(experiment: Experiment) -> tuple[Placement, str]:
+    """Place the roles on this machine: an allocation of one host.
+
+    Returns:
+        the placement, its GPUs as positions among the visible ones; why it is as it is, or what this machine lacks: a
+        plan may be looked at on another machine than the run's.
+    """
+    gpus: list[str] = []
+    serving: dict[EngineRole, list[list[str]]] = {}
     training: list[str] = []
-    missing = ""
+    why, lacking = "every role on this machine", False
     try:
-        serving, training = split_gpus(experiment, usable_gpus(experiment, os.environ))
-    except ConfigError as error:  # a plan may be looked at on another machine than the run's
-        missing = f"not here: {error}"
-    where = f"on cuda: {_gpus(training)}" if training else f"{threads} threads a rank on cpu"
-    where = "on GPUs that are not here" if missing else where
-    lines = [
-        f"trainer       torchrun, {trainer.num_ranks} FSDP2 ranks{trainer.parallel_dims.suffix}, {where}, "
-        f"micro-batches of {experiment.micro_batch_tokens} tokens"
-    ]
-    if missing:
-        lines.append(f"device        {missing}")
-    if not _is_rl(experiment):
-        return [*evaluation_lines(experiment), *lines, f"data          {data_line(experiment)}"]
-    lines.insert(0, f"orchestrator  {orchestrator_line(experiment)}")
-    return [*_engines(experiment, serving), *attached_lines(experiment), *lines]
+        gpus = usable_gpus(experiment, os.environ)
+        serving, training = split_gpus(experiment, gpus)
+    except ConfigError as error:
+        why, lacking = f"this machine cannot hold it: {error}", True
 
+    def group(role: PlacedRole, index: int, own: list[str], processes: int = 1) -> RoleGroup:
+        on_gpus = bool(own) or (lacking and role != "orchestrator")
+        positions = tuple(gpus.index(gpu) for gpu in own) or None
+        return RoleGroup(
+            *(role, index, 0, 0, 1, processes, positions),
+            dp_size=processes if role in ENGINE_ROLES else 1,
+            device="cuda" if on_gpus else "cpu",
+        )
 
-def _evaluation_roles(experiment: Experiment) -> list[str]:
-    try:
-        lines = _engines(experiment, split_gpus(experiment, usable_gpus(experiment, os.environ))[0])
-    except ConfigError as error:  # a plan may be looked at on another machine than the run's
-        lines = [f"device        not here: {error}"]
-    return [*lines, *attached_lines(experiment), f"{experiment.kind:<14}{evaluation_line(experiment)}"]
-
-
-def _gpus(own: list[str]) -> str:
-    return f"GPU{'s' if len(own) > 1 else ''} {', '.join(own)}"
-
-
-def _engines(experiment: Experiment, serving: Mapping[EngineRole, list[list[str]]]) -> list[str]:
-    """Return the groups of engines that are started, on the GPUs of each server."""
-    lines = []
+    groups = [group("orchestrator", 0, [])] if experiment.samples else []
+    groups += [group("trainer", 0, training, experiment.trainer.num_ranks)] if experiment.trains else []
     for role in engine_roles(experiment):
-        view, servers = served_by(experiment, role), servers_of(experiment, role)
-        engines = f"data parallel {servers.data_parallel_size} x {split_of(servers)}"
-        port = first_port(experiment, servers) or "chosen at start"
-        own = [gpu for server in serving[role] for gpu in server]
-        where = f"cuda: {_gpus(own)}" if own else "cpu" if serving[role] else "GPUs that are not here"
-        what = f"{servers.num_replicas} {engines_title(servers)} server(s){of_model(view, role)}, {engines} on {where}"
-        lines.append(f"{role:<14}{what}, port {port}")
-    return lines
+        servers = servers_of(experiment, role)
+        for index, own in enumerate(serving.get(role) or [[] for _ in range(servers.num_replicas)]):
+            groups.append(group(role, index, own, servers.data_parallel_size))
+    options: Options = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    return Placement("local", (Component(0, "this machine", 1, options),), tuple(groups)), why
+
+
+def ports_here(experiment: Experiment) -> list[int]:
+    """HTTP ports of the servers on this machine that are known beforehand."""
+    groups = [servers_of(experiment, role) for role in engine_roles(experiment)]
+    firsts = [(first_port(experiment, servers), servers.num_replicas) for servers in groups]
+    return sorted({port + index for port, count in firsts if port for index in range(count)})
 
 
 def split_of(servers: InferenceConfig) -> str:
@@ -224,22 +190,6 @@ def child_checkpoints(experiment: Experiment) -> str:
     ckpt = experiment.ckpt
     default = "off" if ckpt is None else f"interval {ckpt.interval}"
     return f"each run's own, below its directory; {default} where it states nothing else"
-
-
-def _checkpoints(experiment: Experiment) -> str:
-    if is_parent(experiment):
-        return f"checkpoints  {child_checkpoints(experiment)}"
-    if experiment.ckpt is None:
-        return "checkpoints  off (--ckpt switches them on)"
-    where = experiment.ckpt.path or experiment.run_dir / "checkpoints"
-    resume = f", resumes at {experiment.ckpt.resume_step}" if experiment.ckpt.resume_step is not None else ""
-    speed = pace(experiment, read_model(experiment.model.name))
-    site = load_site(experiment.slurm.site)
-    facts = interval_facts(experiment, site, speed, 1, walltime_s=None, in_job=False)
-    interval = experiment.ckpt.interval
-    every = "as often as costs least" if interval == "auto" else f"every {interval} steps"
-    lines = interval_lines(interval, facts, {"step_s": speed.step_s, "step_from": speed.step_from})
-    return "\n".join([f"checkpoints  {every} in {where}{resume}", *(f"             {line}" for line in lines)])
 
 
 def _in_flight(config: OrchestratorConfig) -> str:

@@ -30,6 +30,8 @@ def restart_texts(experiment: Experiment, site: SiteConfig, placement: Placement
         "successor": f"the successor, queued beforehand with afternotok, goes on from {saved}",
         "off": "the job ends; `prime-hpc resume` goes on by hand",
     }[how]
+    if placement.layout == "local":
+        return {"crash": back}
     save = "everyone saves and " if experiment.ckpt or is_parent(experiment) else ""
     words = {
         "time limit": f"Slurm warns {restart.signal_lead_s} s before it: {save}{back}",

@@ -1,17 +1,20 @@
-"""The plan of a Slurm job: one tree of plain values that `--json` prints and `slurm_plan_text` puts in words."""
+"""The plan of a job, through Slurm or on this machine: one tree of plain values that `--json` prints and `plan_text`
+puts in words."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, engine_roles, served_by, servers_of
 from prime_hpc.config.run_files import JOB_SBATCH
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.config.site import load_site
 from prime_hpc.inference.backend import engines_title
 from prime_hpc.launch.estimate.memory import ModelFacts, engine_memory, read_model, trainer_gib, whole_gradient_bytes
-from prime_hpc.launch.estimate.micro_batch import with_micro_batch
+from prime_hpc.launch.estimate.micro_batch import MicroBatch, with_micro_batch
 from prime_hpc.launch.estimate.step_time import Pace, pace
 from prime_hpc.launch.lint.network_rules import network_facts, network_line
 from prime_hpc.launch.plan.interval import interval_facts, interval_lines
@@ -21,8 +24,12 @@ from prime_hpc.launch.plan.local_plan import (
     data_line,
     evaluation_line,
     evaluation_lines,
+    launcher,
     of_model,
     orchestrator_line,
+    place_here,
+    ports_here,
+    resolve_launch,
     runs_line,
     split_of,
     steps_line,
@@ -37,30 +44,54 @@ from prime_hpc.store.child_runs import PREFIX
 from prime_hpc.store.tinker_files import adapters_root
 
 
+def make_plan(experiment: Experiment) -> dict[str, Any]:
+    """Return the plan of a job where `submit` would start it. Raises ConfigError."""
+    if resolve_launch(experiment) == "local":
+        return local_plan(experiment)
+    return slurm_plan(experiment, load_site(experiment.slurm.site))
+
+
 def slurm_plan(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
-    """Everything that is decided before the job, and what it is estimated to need.
+    """Everything that is decided before a Slurm job, and what it is estimated to need.
 
     Raises:
         ConfigError: the job cannot be placed.
     """
-    from prime_hpc.launch.lint.lint import lint
-
     experiment, micro_batch = with_micro_batch(experiment, site)
     placement = place_slurm(experiment, site)
-    layout, why = choose_layout(experiment, site)
+    how = restart_mode(experiment, site, str(placement.components[0].options.get("partition", "")))
+    return _tree(experiment, site, placement, choose_layout(experiment, site)[1], how, micro_batch)
+
+
+def local_plan(experiment: Experiment) -> dict[str, Any]:
+    """Return the same of a job on this machine."""
+    experiment, micro_batch = with_micro_batch(experiment.model_copy(update={"launch": "local"}), None)
+    placement, why = place_here(experiment)
+    return _tree(experiment, load_site(experiment.slurm.site), placement, why, "off", micro_batch)
+
+
+def _tree(
+    experiment: Experiment,
+    site: SiteConfig,
+    placement: Placement,
+    why: str,
+    how: Literal["requeue", "successor", "off"],
+    micro_batch: MicroBatch | None,
+) -> dict[str, Any]:
+    from prime_hpc.launch.lint.lint import lint
+
     facts = read_model(experiment.model.name)
     trainer_nodes = next((g.num_nodes for g in placement.groups if g.role == "trainer"), 1)
     speed = pace(experiment, facts, trainer_nodes)
-    leader = placement.components[0].options
-    how = restart_mode(experiment, site, str(leader.get("partition", "")))
     run_dir = experiment.run_dir.resolve()
+    here = placement.layout == "local"
     return {
-        "launch": "slurm",
+        "launch": "local" if here else "slurm",
         "name": experiment.name,
         "kind": experiment.kind,
         "job_name": job_name(experiment),
         "site": site.name,
-        "layout": layout,
+        "layout": placement.layout,
         "layout_why": why,
         "num_nodes": placement.num_nodes,
         "components": [
@@ -68,20 +99,21 @@ def slurm_plan(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
         ],
         "roles": [_group(experiment, group) for group in placement.groups],
         "spares": list(placement.spares),
-        "network": network_facts(experiment, site, placement),
+        "network": network_facts(experiment, site, placement)
+        | ({"server_ports": ports_here(experiment)} if here else {}),
         "restart": {"how": how, "signal_lead_s": experiment.slurm.restart.signal_lead_s}
         | {"events": restart_texts(experiment, site, placement, how)},
         "checkpoints": _checkpoints(experiment, site, placement, speed),
         "model": _model(experiment, facts),
-        "memory": _memory(experiment, site),
+        "memory": _memory(experiment, None if here else site),
         "micro_batch": {"tokens": experiment.micro_batch_tokens, "chosen": micro_batch is not None}
         | {"words": micro_batch.words() if micro_batch is not None else None},
         "pace": {"step_s": speed.step_s, "step_from": speed.step_from, "save_s": speed.save_s}
         | {"stall_s": speed.stall_s, "save_from": speed.save_from, "startup_s": site.startup_s},
         "paths": {
             "run": str(run_dir),
-            "script": str(run_dir / JOB_SBATCH),
-            "log": str(run_dir / "logs" / "slurm-<job id>.out"),
+            "script": None if here else str(run_dir / JOB_SBATCH),
+            "log": str(run_dir / "logs" / ("submitit" if here else "slurm-<job id>.out")),
             "checkpoints": _checkpoint_folder(experiment, run_dir),
         },
         "findings": [finding.as_dict() for finding in lint(experiment, site)],
@@ -120,7 +152,9 @@ def _checkpoints(experiment: Experiment, site: SiteConfig, placement: Placement,
     ckpt = experiment.ckpt
     limits = [_limit_s(component.options) for component in placement.components]
     walltime_s = min((seconds for seconds in limits if seconds), default=None)
-    facts = interval_facts(experiment, site, speed, placement.num_nodes, walltime_s=walltime_s, in_job=True)
+    facts = interval_facts(
+        experiment, site, speed, placement.num_nodes, walltime_s=walltime_s, in_job=placement.layout != "local"
+    )
     return {
         "on": ckpt is not None,
         "interval": ckpt.interval if ckpt else None,
@@ -145,13 +179,19 @@ def _model(experiment: Experiment, facts: ModelFacts | None) -> dict[str, Any]:
     }
 
 
-def _memory(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
-    """Estimates for one GPU of each role; None where the model is not known."""
+def _memory(experiment: Experiment, site: SiteConfig | None) -> dict[str, Any]:
+    """Estimates for one GPU of each role; None where the model is not known.
+
+    Args:
+        experiment: the run.
+        site: says how large GPUs are; None: this machine, whose are looked at when the job starts.
+    """
     result: dict[str, Any] = {"trainer_gib": None, "no_sync": None, "engine": None, "gpu_gib": {}}
     facts = read_model(experiment.model.name)
     gpu_gib: dict[str, float | None] = {}
     for role in placed_roles(experiment):
-        sizes = [p.gpu_memory_gib for p in known_partitions(resolve(role, experiment, site).partitions, site)]
+        found = known_partitions(resolve(role, experiment, site).partitions, site) if site is not None else ()
+        sizes = [part.gpu_memory_gib for part in found]
         gpu_gib[role] = min((size for size in sizes if size is not None), default=None)
     result["gpu_gib"] = gpu_gib
     trained = facts if experiment.trains else None
@@ -172,31 +212,40 @@ def _memory(experiment: Experiment, site: SiteConfig) -> dict[str, Any]:
     return result
 
 
-def slurm_plan_text(experiment: Experiment, plan: dict[str, Any]) -> str:
+def plan_text(experiment: Experiment, plan: dict[str, Any]) -> str:
     """Return the plan for people."""
     params = plan["model"]["num_params"]
     counted = f", {_count(params)} parameters" if params else ""
-    many = is_parent(experiment)
+    many, here = is_parent(experiment), plan["launch"] == "local"
     lines = [
         f"experiment   {plan['name']} ({plan['kind']})",
-        f"launch       Slurm job {plan['job_name']!r}, site profile {plan['site']}",
+        "launch       " + (launcher() if here else f"Slurm job {plan['job_name']!r}, site profile {plan['site']}"),
         f"model        {plan['model']['name']} ({plan['model']['dtype']}{counted})",
         f"runs         {runs_line(experiment)}" if many else f"steps        {steps_line(experiment)}",
         f"layout       {plan['layout']}: {plan['layout_why']}",
-        f"components   {plan['num_nodes']} nodes in all",
+        f"components   {plan['num_nodes']} node{'s' if plan['num_nodes'] > 1 else ''} in all",
         *(f"  {line}" for line in _component_lines(plan)),
         "roles",
         *(f"  {line}" for line in _role_lines(experiment, plan)),
-        f"network      {network_line(plan['network'])}",
+        "network      " + network_line(plan["network"], is_local=here),
         *_memory_lines(experiment, plan),
         *_checkpoint_lines(experiment, plan),
         f"restart      {plan['restart']['how']}",
         *(f"  {event:<20}{words}" for event, words in plan["restart"]["events"].items()),
         "paths",
-        *(f"  {name:<20}{path}" for name, path in plan["paths"].items()),
+        *(f"  {name:<20}{path}" for name, path in plan["paths"].items() if path),
         *_finding_lines(plan["findings"]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def show_dry_run(experiment: Experiment, plan: dict[str, Any], script: str | None, as_json: bool) -> None:
+    """Print what `submit` would start: the plan, and the script of a Slurm job."""
+    if as_json:
+        print(json.dumps({"dry_run": True, "plan": plan, "script": script}, indent=2, default=str))
+    else:
+        print(plan_text(experiment, plan), end="" if script is None else "\n")
+        print(script or "", end="")
 
 
 def _component_lines(plan: dict[str, Any]) -> list[str]:
@@ -206,7 +255,8 @@ def _component_lines(plan: dict[str, Any]) -> list[str]:
             name if value is True else f"{name} {value}" for name, value in component["options"].items()
         )
         count = f"{component['nodes']} node{'s' if component['nodes'] > 1 else ''}"
-        lines.append(f"{component['index']} {component['name']:<14}{count:<12}{options or 'the partition defaults'}")
+        default = "no GPU" if plan["launch"] == "local" else "the partition defaults"
+        lines.append(f"{component['index']} {component['name']:<14}{count:<12}{options or default}")
     return lines
 
 
@@ -221,7 +271,7 @@ def _role_lines(experiment: Experiment, plan: dict[str, Any]) -> list[str]:
         lines.append(f"orchestrator  on the first node of component 0{beside}; {orchestrator_line(experiment)}")
     trainer = next(role for role in plan["roles"] if role["role"] == "trainer")
     if plan["kind"] == "sft":
-        lines += [*evaluation_lines(experiment)[1:], f"data          {data_line(experiment)}"]
+        lines += [*evaluation_lines(experiment), f"data          {data_line(experiment)}"]
     lines.append(
         f"trainer       {trainer['launcher']}, {experiment.trainer.num_ranks} FSDP2 ranks"
         f"{experiment.trainer.parallel_dims.suffix} on "
@@ -257,7 +307,7 @@ def _span(roles: list[dict[str, Any]], count: int) -> str:
 def _gpus(roles: list[dict[str, Any]]) -> str:
     sets = list(dict.fromkeys(tuple(role["gpus"] or ()) for role in roles))
     if sets == [()]:
-        return "cpu: no GPU is asked for"
+        return "cuda: GPUs that are not here" if roles[0]["device"] == "cuda" else "cpu: no GPU is asked for"
     shown = "GPUs " + " | ".join(index_ranges(gpus) for gpus in sets[:8]) + (" ..." if len(sets) > 8 else "")
     return f"cuda: {shown}" if roles[0]["device"] == "cuda" else f"cpu: {shown} are asked for and left alone"
 

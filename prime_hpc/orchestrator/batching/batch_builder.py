@@ -21,7 +21,7 @@ from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.episodes import Episode
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.store.batch.packing import pack, pack_rows
-from prime_hpc.store.batch.rank_batch import RankBatch
+from prime_hpc.store.batch.rank_batch import SPECS, RankBatch, drop_idle
 from prime_hpc.store.batch.shared_prefixes import find_sharing
 
 EPISODE_BITS = 12
@@ -208,7 +208,7 @@ def build_ranks(
     assignment = deal(lengths, num_ranks, micro_batch_tokens)
     if isinstance(sampling, SamplingConfig):
         sampling = [sampling] * (1 + max((s.env_id for s in samples), default=0))
-    return [_rank_batch(samples, micro_batches, sampling, totals) for micro_batches in assignment]
+    return drop_idle([_rank_batch(samples, micro_batches, sampling, totals) for micro_batches in assignment])
 
 
 def _rank_batch(
@@ -217,36 +217,29 @@ def _rank_batch(
     samplings: Sequence[SamplingConfig],
     totals: NDArray[np.int64] | None,
 ) -> RankBatch:
-    in_pieces = any(np.count_nonzero(s.sample.loss_mask[1:]) != s.rollout_tokens for s in samples)  # of all ranks alike
+    """Lay out a rank's sequences: each field of the table from the attribute of its name, of a `TrainSample`, its
+    `Sample` or how its environment samples."""
     chosen = [samples[i] for micro_batch in micro_batches for i in micro_batch]
-    lengths = [s.sample.num_tokens for s in chosen]
-    how = [samplings[s.env_id] for s in chosen]
-    truncates = any(samplings[s.env_id].truncates for s in samples)  # of all ranks alike
-    with_echo = any(s.ce_weights is not None for s in samples)  # of all ranks alike
-    return RankBatch(
-        token_ids=_concat([s.sample.token_ids for s in chosen], np.int32),
-        loss_mask=_concat([s.sample.loss_mask for s in chosen], np.bool_),
-        logprobs=_concat([s.sample.logprobs for s in chosen], np.float32),
-        versions=_concat([s.sample.versions for s in chosen], np.int32),
-        advantages=_concat([s.advantages for s in chosen], np.float32),
-        seq_offsets=_offsets(lengths),
-        micro_offsets=_offsets([len(micro_batch) for micro_batch in micro_batches]),
-        temperatures=np.array([s.temperature for s in how], dtype=np.float32),
-        rewards=np.array([s.reward for s in chosen], dtype=np.float32),
-        sample_ids=np.array([s.sample_id for s in chosen], dtype=np.int64),
-        group_ids=np.array([s.group_id for s in chosen], dtype=np.int64),
-        env_ids=np.array([s.env_id for s in chosen], dtype=np.int32),
-        ce_weights=_concat([s.ce_weights for s in chosen], np.float32) if with_echo else None,
-        top_ps=np.array([s.top_p for s in how], dtype=np.float32) if truncates else None,
-        top_ks=np.array([s.top_k or 0 for s in how], dtype=np.int32) if truncates else None,
-        min_ps=np.array([s.min_p for s in how], dtype=np.float32) if truncates else None,
-        rollout_tokens=np.array([s.rollout_tokens for s in chosen], dtype=np.int32) if in_pieces else None,
-        totals=totals,
-    )
+    arrays: dict[str, Any] = {
+        "seq_offsets": _offsets([s.sample.num_tokens for s in chosen]),
+        "micro_offsets": _offsets([len(micro_batch) for micro_batch in micro_batches]),
+        "totals": totals,
+    }
+    for name, spec in SPECS.items():
+        if spec.per == "token" and any(_value(s, name) is not None for s in samples):  # of all ranks alike
+            found = [(_value(s, name), s.sample.num_tokens) for s in chosen]
+            parts = [np.full(length, spec.absent, spec.dtype) if part is None else part for part, length in found]
+            arrays[name] = np.concatenate([np.zeros(0, spec.dtype), *parts]).astype(spec.dtype, copy=False)
+        elif spec.per == "sequence":
+            values = [_value(s, spec.attribute or spec.column, samplings[s.env_id]) for s in chosen]
+            arrays[name] = np.array([spec.absent if value is None else value for value in values], spec.dtype)
+    return RankBatch(**arrays)
 
 
-def _concat(arrays: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
-    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype=dtype)
+def _value(sample: TrainSample, attribute: str, how: SamplingConfig | None = None) -> Any:
+    """Return a sequence's own value, else its sample's, else that of how it was sampled."""
+    owners = (sample, sample.sample, how)
+    return next((getattr(owner, attribute) for owner in owners if hasattr(owner, attribute)), None)
 
 
 def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:

@@ -24,7 +24,7 @@ import numpy as np
 from loguru import logger
 
 from prime_hpc.config import Experiment
-from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
+from prime_hpc.envs.samples import ARRAYS, EpisodeResult, EpisodeState, Sample
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
 from prime_hpc.store.errors import StoreError
@@ -34,9 +34,7 @@ from prime_hpc.store.run_paths import RunPaths
 FORMAT = 1
 MOST_BYTES = 1 << 30
 """Of the file: what a process that was told to stop can write in the seconds that it has."""
-_ARRAYS = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
-_TOKEN_BYTES = 14
-_ROLES = "roles"
+_TOKEN_BYTES = sum(np.dtype(kind).itemsize for kind in ARRAYS.values())
 _META = "meta"
 _DAMAGE = (LookupError, TypeError, AttributeError, OSError, EOFError, RuntimeError, struct.error, zipfile.BadZipFile)
 """A byte that is wrong may be of the archive itself."""
@@ -64,15 +62,11 @@ class CarriedGroup:
 def encode_groups(groups: Sequence[CarriedGroup], meta: Mapping[str, Any]) -> bytes:
     """Make a file's content: numpy's npz, without pickles. `meta` is plain JSON."""
     samples = [sample for group in groups for result in group.results for sample in result.samples]
-    arrays: dict[str, Any] = {
-        name: _joined([getattr(sample, name) for sample in samples], kind) for name, kind in _ARRAYS.items()
-    }
-    roles = [s.roles if s.roles is not None else np.zeros(s.num_tokens, np.uint8) for s in samples]
+    arrays: dict[str, Any] = {name: _joined(samples, name) for name in ARRAYS}
     rows = [{"prompt": asdict(group.prompt), "results": [_row(result) for result in group.results]} for group in groups]
     text = json.dumps({**meta, "format": FORMAT, "groups": rows})
     buffer = io.BytesIO()
-    content: dict[str, Any] = {_META: np.frombuffer(text.encode(), np.uint8), _ROLES: _joined(roles, np.uint8)}
-    np.savez(buffer, **content, **arrays)
+    np.savez(buffer, **{_META: np.frombuffer(text.encode(), np.uint8)}, **arrays)
     return buffer.getvalue()
 
 
@@ -87,7 +81,7 @@ def decode_groups(content: bytes) -> tuple[list[CarriedGroup], dict[str, Any]]:
             meta = json.loads(found[_META].tobytes())
             if meta.get("format") != FORMAT:
                 raise ValueError(f"format {meta.get('format')}, this version reads {FORMAT}")
-            arrays = {name: found[name] for name in (*_ARRAYS, _ROLES)}
+            arrays = {name: found[name] for name in ARRAYS}
         rows, groups, offset = meta.pop("groups"), [], 0
         for row in rows:
             results = []
@@ -224,13 +218,16 @@ def _config_digest(exp: Experiment) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _joined(parts: Sequence[np.ndarray], kind: Any) -> np.ndarray:
+def _joined(samples: Sequence[Sample], name: str) -> np.ndarray:
+    """Join an array of all samples; 0 stands where a sample has none."""
+    kind, found = ARRAYS[name], [(getattr(sample, name), sample.num_tokens) for sample in samples]
+    parts = [np.zeros(length, kind) if array is None else array for array, length in found]
     return np.concatenate(parts).astype(kind, copy=False) if parts else np.zeros(0, kind)
 
 
 def _row(result: EpisodeResult) -> dict[str, Any]:
     """Plain JSON of a result; its samples without their arrays."""
     row = {field.name: getattr(result, field.name) for field in fields(result) if field.name != "samples"}
-    names = [field.name for field in fields(Sample) if field.name not in (*_ARRAYS, _ROLES)]
+    names = [field.name for field in fields(Sample) if field.name not in ARRAYS]
     samples = [{name: getattr(s, name) for name in names} | {"length": s.num_tokens} for s in result.samples]
     return row | {"state": result.state.value, "samples": samples}

@@ -1,14 +1,14 @@
 """A rank's part of a training batch, and all that is known of each of its fields.
 
 `RankBatch` is the one table of the batch's fields. A field states its shape, type, range, value where it is absent, and
-column of the export beside its description; checking, the file format (`encode_rank`, `decode_rank`), cutting and
-joining (`RankBatch.micro_batch`, `select_micro_batches`) and `export` all follow from that.
+column of the export beside its description; building it (`drop_idle`), checking, the file format (`encode_rank`,
+`decode_rank`), cutting and joining (`RankBatch.micro_batch`, `select_micro_batches`) and `export` follow from that.
 """
 
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,8 @@ class FieldSpec:
     most: float = math.inf
     column: str = ""
     """Of a value a sequence: its column in `export`. Values a token are lists under the field's name."""
+    attribute: str = ""
+    """Of a value a sequence: the attribute that is its source, where that is not named as the column."""
     together: str = ""
     """Fields with the same word here are all present or none of them."""
     filler: float = 0
@@ -84,7 +86,7 @@ class RankBatch:
     """[S] sequences of one episode share it."""
     group_ids: npt.NDArray[np.int64] = field(metadata=_spec("sequence", np.int64, column="group_id"))
     """[S] episodes of one prompt share it."""
-    env_ids: npt.NDArray[np.int32] = field(metadata=_spec("sequence", np.int32))
+    env_ids: npt.NDArray[np.int32] = field(metadata=_spec("sequence", np.int32, attribute="env_id"))
     """[S] index of the environment in the config."""
     ce_weights: npt.NDArray[np.float32] | None = field(
         default=None, metadata=_spec("token", np.float32, absent=0, least=0)
@@ -240,6 +242,19 @@ REQUIRED = tuple(item.name for item in fields(RankBatch) if item.default is not 
 
 def _offsets(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def drop_idle(ranks: Sequence[RankBatch]) -> list[RankBatch]:
+    """Leave out the optional fields that say of no sequence of any rank more than their absence does; fields that
+    belong together stay together, and all ranks have the same ones."""
+    telling = set()
+    optional = [name for name, spec in SPECS.items() if spec.per == "sequence" and name not in REQUIRED]
+    for name in optional:
+        absent: dict[str, Any] = {name: None}
+        if any(not np.array_equal(rank.values(name), replace(rank, **absent).values(name)) for rank in ranks):
+            telling.add(SPECS[name].together or name)
+    idle: dict[str, Any] = {name: None for name in optional if (SPECS[name].together or name) not in telling}
+    return [replace(rank, **idle) for rank in ranks]
 
 
 def select_micro_batches(source: Sequence[tuple[RankBatch, int]], num_micro_batches: int) -> RankBatch:

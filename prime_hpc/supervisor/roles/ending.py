@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from prime_hpc.runtime.process_tree import end_families, end_strays
 from prime_hpc.supervisor.roles.process import Role
-from prime_hpc.supervisor.roles.slurm_step import StepRole
 
 
 def end_roles(
@@ -25,7 +24,7 @@ def end_roles(
     """
     for role in roles:
         role.ask_to_end()
-    steps = [role for role in roles if isinstance(role, StepRole)]
+    steps = [role for role in roles if role.has_agents]
     deadline = time.monotonic() + grace_s + 3.0
     while time.monotonic() < deadline and any(role.is_alive for role in steps):
         if tick is not None:

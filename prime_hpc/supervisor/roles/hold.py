@@ -13,7 +13,6 @@ from loguru import logger
 from prime_hpc.config import Experiment
 from prime_hpc.supervisor.roles.kept_roles import Held, KeptRoles
 from prime_hpc.supervisor.roles.process import Role
-from prime_hpc.supervisor.roles.slurm_step import StepRole
 
 HOLD_S = 10.0
 """So long a batch that is just being written may take, and the answer."""
@@ -48,7 +47,7 @@ class Hold:
             lost: nodes that are gone.
             left: the servers.
         """
-        found = [role for role in roles if role.spec.name == "orchestrator" and isinstance(role, StepRole)]
+        found = [role for role in roles if role.spec.name == "orchestrator"]
         if len(found) != 1 or found[0].state != "ready" or set(found[0].hosts) & set(lost):
             return
         (role,) = found

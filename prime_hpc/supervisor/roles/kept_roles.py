@@ -19,7 +19,6 @@ from prime_hpc.supervisor.reaper import Reaper
 from prime_hpc.supervisor.roles.ending import end_roles
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.roles.replicas import Replicas
-from prime_hpc.supervisor.roles.slurm_step import StepRole, StepSpec
 from prime_hpc.supervisor.roles.spec import RoleSpec
 
 ADOPTION_S = 20.0
@@ -47,7 +46,7 @@ class Held:
 class KeptRoles:
     """The servers of a job between two of its attempts, maybe the orchestrator, and all by which they are led."""
 
-    roles: list[StepRole]
+    roles: list[Role]
     """In order; none in a run without servers."""
     swap: dict[str, str]
     """Lost node of the trainer or the orchestrator -> the spare node that takes its place."""
@@ -68,10 +67,10 @@ class KeptRoles:
 
     def placed(self, specs: Sequence[RoleSpec]) -> list[RoleSpec]:
         """Return the next attempt's roles but for servers, on the nodes that there are."""
-        others = [spec for spec in specs if isinstance(spec, StepSpec) and not spec.is_server]
+        others = [spec for spec in specs if not spec.is_server]
         return [replace(spec, hosts=tuple(self.swap.get(host, host) for host in spec.hosts)) for spec in others]
 
-    def add_orchestrator(self, role: StepRole, held: Held) -> None:
+    def add_orchestrator(self, role: Role, held: Held) -> None:
         """Keep the orchestrator too, until the attempt turns out not to be its own."""
         self.roles.append(role)
         self.held = held
@@ -160,7 +159,7 @@ def keep_servers(
     Returns:
         None where a server never served, had a part of its own on a lost node, or too few nodes are spare.
     """
-    servers = [role for role in roles if isinstance(role, StepRole) and role.is_server]
+    servers = [role for role in roles if role.is_server]
     if not all(role.was_ready and not set(role.hosts) & set(lost) for role in servers):
         return None
     swap = replicas.take_spares(lost)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import psutil
 
 from prime_hpc.client.http import ask
+from prime_hpc.inference.backend import death_reason
 from prime_hpc.observe.role_status import read_status
 from prime_hpc.runtime.process_tree import alive, family, marked, send
 from prime_hpc.supervisor.roles.caches import node_caches
@@ -26,13 +27,6 @@ State = Literal["waiting", "starting", "ready", "done", "dead", "away"]
 on."""
 _TORCHRUN_RANK = re.compile(r"rank\s*:\s*(\d+)")
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
-_ENGINE_FAILED = {
-    re.compile(r"root cause above", re.IGNORECASE): "an engine did not start",
-    re.compile(r"an engine process died"): "an engine died",
-}
-"""Words by which a server points to an engine -> what became of that."""
-_ENGINES_REASON = re.compile(r"\(EngineCore\S* pid=\d+\) ERROR \S+ \S+ \[\S+\] (\w+(?:\.\w+)*: .+)$", re.MULTILINE)
-"""The last line of a traceback that an engine of vLLM wrote into its server's log."""
 _COMMAND_LINE = re.compile(r"^(?:\d+: )?(?:\[\S+\] )?\$ ", re.MULTILINE)
 """With which a start begins in a log, here and on other nodes."""
 _LOST_A_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|ended by SIGTERM")
@@ -52,6 +46,9 @@ def log_tail(path: Path, lines: int = 20) -> str:
 
 class Role:
     """A role of one attempt. All methods return at once, except `end`."""
+
+    has_agents = False
+    """On the nodes of a job agents start, watch and end its processes; on this machine it is a process itself."""
 
     def __init__(
         self,
@@ -77,6 +74,14 @@ class Role:
         self.state: State = "waiting" if spec.after else "starting"
         self.restarts = 0
         self.was_ready = False
+        self.hosts = list(spec.hosts)
+        """Nodes that it is on now."""
+        self.url: str | None = None
+        """Of a server whose agents were told where to listen."""
+        self.warned = False
+        """Whether one of its nodes got SIGTERM and nobody has looked into it."""
+        self.is_substitute_job = False
+        """Whether it runs, or waits for a node, as a job of its own."""
         self.started = 0.0
         """By `clock`, of the last start: the clock on the wall may be set meanwhile, or differ between nodes."""
         self._before: dict[int, list[dict[str, Any]]] = {}
@@ -134,7 +139,17 @@ class Role:
     @property
     def is_server(self) -> bool:
         """True if it is asked for its health instead of for heartbeats."""
-        return self.spec.health_url is not None
+        return self.spec.is_server
+
+    @property
+    def can_be_substituted(self) -> bool:
+        """True if a lost node can be replaced by a job of its own."""
+        return False
+
+    @property
+    def has_node(self) -> bool:
+        """True if a stand-in has got its node."""
+        return False
 
     def start(self) -> None:
         """Start the process; its output is appended to the role's log."""
@@ -142,6 +157,24 @@ class Role:
 
     def send_launch_order(self, urls: Urls) -> None:
         """Tell the role's agents what to do; a process of this machine has none."""
+
+    def on_message(self, message: dict[str, Any]) -> None:
+        """Take a message of one of its agents, in the bus's thread."""
+
+    def agents(self) -> list[str]:
+        """Return `label host/task` of the agents that have spoken and not ended."""
+        return []
+
+    def offer_to(self, incarnation: int) -> None:
+        """Have its agents, and those of its later starts, belong to the run's next attempt."""
+
+    def belongs_to(self, incarnation: int) -> bool:
+        """Return whether all its agents have said so."""
+        return True
+
+    def silent_hosts(self, wait_s: float) -> list[str]:
+        """Nodes of the role that say nothing within `wait_s`."""
+        return []
 
     def lost_hosts(self, silence_s: float) -> list[str]:
         """Nodes of the role that fell silent; this machine is none of them."""
@@ -260,18 +293,11 @@ class Role:
                     rank = min(own, key=lambda r: rows[r]["time"])
                 return f"{self.spec.label} rank {rank}: {words[rank].removeprefix(f'rank {rank}: ')}"
         elif words:
-            return f"{self.spec.label}: {self._engine_error(words[0])}"
+            last_start = _COMMAND_LINE.split(log_tail(self.log_file, 1000))[-1] if self.is_server else ""
+            told = death_reason(self.spec.backend, words[0], last_start) if self.is_server else words[0]
+            return f"{self.spec.label}: {told}"
         code = self.exit_code
         return f"{self.spec.label} {_ending(code)}" if code is not None else f"{self.spec.label} fell silent"
-
-    def _engine_error(self, words: str) -> str:
-        """Return the words of the engine that failed first, where its server only points to them (as vLLM's does)."""
-        became = next((text for pattern, text in _ENGINE_FAILED.items() if pattern.search(words)), None)
-        if became is None:
-            return words
-        last_start = _COMMAND_LINE.split(log_tail(self.log_file, 1000))[-1]
-        reasons = _ENGINES_REASON.findall(last_start)
-        return f"{became}: {reasons[0]}" if reasons else words
 
     def log_excerpt(self) -> str:
         """Return the end of the role's log, and of the standard error of the rank that failed first: native code says

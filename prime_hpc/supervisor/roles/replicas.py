@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from loguru import logger
 
 from prime_hpc.supervisor.roles.process import Role
-from prime_hpc.supervisor.roles.slurm_step import StepRole
 
 
 class Replicas:
@@ -41,7 +40,7 @@ class Replicas:
             return None
         return {host: self._spares.pop(0) for host in lost}
 
-    def mark_lost(self, role: StepRole, lost: Sequence[str]) -> str:
+    def mark_lost(self, role: Role, lost: Sequence[str]) -> str:
         """Take a server out of the run; returns what will become of it, for people."""
         role.state = "away"
         self._on_trial.add(role.spec.label)
@@ -64,13 +63,12 @@ class Replicas:
     def restart_lost(self, roles: Sequence[Role], restart: Callable[[Role], None]) -> None:
         """Start those whose time has come."""
         for role in roles:
-            if role.state == "away" and isinstance(role, StepRole) and role.is_substitute_job and role.is_alive:
+            if role.state == "away" and role.is_substitute_job and role.is_alive:
                 self._on_substitute_started(role)
                 continue
             due = self._due.get(role.spec.label)
             if role.state == "away" and due is not None and self._clock() >= due:
                 del self._due[role.spec.label]
-                assert isinstance(role, StepRole)
                 where = "in a job of its own" if role.is_substitute_job else f"on {', '.join(role.hosts)}"
                 logger.info(f"{role.spec.label} is started again {where}")
                 restart(role)
@@ -78,7 +76,7 @@ class Replicas:
                     role.state = "away"  # until it has got a node, which may take as long as it takes
                     self._due[role.spec.label] = self._clock() + self._retry_s  # should its job fail
 
-    def _on_substitute_started(self, role: StepRole) -> None:
+    def _on_substitute_started(self, role: Role) -> None:
         """Hold a stand-in that has got its node to the deadlines of a start."""
         if role.has_node:
             role.state, role.started = "starting", self._clock()

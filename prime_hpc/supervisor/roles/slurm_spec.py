@@ -14,6 +14,7 @@ from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.config.engine_groups import ENGINE_ROLES, EngineRole, ready_timeout_s, servers_of
 from prime_hpc.config.sections.slurm import SiteConfig
+from prime_hpc.inference.backend import node_options
 from prime_hpc.runtime.role_context import ENV_HOSTS, ENV_KEY, INFERENCE_URLS, NODE_PORTS, RANKS_FILE, TEACHER_URLS
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.placement import Placement, RoleGroup, stated_port
@@ -183,21 +184,12 @@ def _inference(
         first = hellos[f"{spec.hosts[0]}/0"]
         base = inference_command(python, run_dir, role, group.index, http_port(spec, first))
         base += ["--host", first["address"] if network.serving else ALL]
-        base += ["--data-parallel-size", str(group.dp_size)]
-        commands = [base]
-        if len(spec.hosts) > 1:
-            local = group.dp_size // len(spec.hosts)
-            base += ["--data-parallel-size-local", str(local), "--data-parallel-address", first["collectives"]]
-            base += ["--data-parallel-rpc-port", str(first["ports"][1])]
-            rest = [
-                [*base, "--headless", "--data-parallel-start-rank", str(rank * local)]
-                for rank in range(1, len(spec.hosts))
-            ]
-            commands = [base, *rest]
+        at = first["collectives"], int(first["ports"][-1])
+        options = node_options(servers.backend, group.dp_size, len(spec.hosts), *at)
         return LaunchOrder(
             start_number=0,
             nodes=list(spec.hosts),
-            commands=commands,
+            commands=[[*base, *own] for own in options],
             environment=_interface(site),
             gpus=_gpus(group),
             grace_s=experiment.supervisor.grace_s,
@@ -212,7 +204,7 @@ def _inference(
         hosts=hosts,
         component=group.component,
         order=order,
-        is_server=True,
+        backend=servers.backend,
         num_engines=group.dp_size,
     )
 

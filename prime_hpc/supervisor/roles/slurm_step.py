@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,23 +46,28 @@ Hellos = Mapping[str, dict[str, Any]]
 class StepSpec(RoleSpec):
     """A role on nodes of the allocation."""
 
-    hosts: tuple[str, ...] = ()
-    """In rank order."""
     component: int = 0
     tasks_per_node: int = 1
     order: Callable[["StepSpec", Hellos, Urls], LaunchOrder | None] = field(default=lambda *_: None)
     """The commands that the agents are to start, from their hellos and the servers' URLs; None: not yet."""
-    is_server: bool = False
     gpus: tuple[int, ...] | None = None
     """Positions of its GPUs on each node."""
     is_on_gpus: bool = False
     """True if it computes on them."""
     options: Mapping[str, str | bool] = field(default_factory=dict)
     """sbatch options of its component, for a stand-in."""
-    num_engines: int = 1
-    """Of a server: data-parallel engines behind it."""
     port: int | None = None
     """Of a server: HTTP port that its section states; None: its first agent has found one."""
+
+    @property
+    def held_gpus(self) -> frozenset[Hashable]:
+        """By host and position."""
+        return frozenset((host, gpu) for host in self.hosts for gpu in self.gpus or ())
+
+    @property
+    def device_words(self) -> str:
+        """As for `RoleSpec`."""
+        return f"GPUs {', '.join(map(str, self.gpus))} of each node" if self.gpus and self.is_on_gpus else "cpu"
 
 
 def http_port(spec: StepSpec, first: Mapping[str, Any]) -> int:
@@ -154,6 +159,7 @@ class StepRole(Role):
     """One role of the attempt on one or more nodes."""
 
     spec: StepSpec
+    has_agents = True
 
     def __init__(
         self,
@@ -177,14 +183,7 @@ class StepRole(Role):
         self._context = context
         self._publish = publish
         self._grace_s = grace_s
-        self.hosts = list(spec.hosts)
         self.start_number = 0
-        self.is_substitute_job = False
-        """Whether it runs, or waits for a node, as a job of its own."""
-        self.warned = False
-        """Whether one of its nodes got SIGTERM and nobody has looked into it."""
-        self.url: str | None = None
-        """Of a server, once it is known."""
         self._hellos: dict[str, dict[str, Any]] = {}
         self._exits: dict[str, int] = {}
         self._problems: dict[str, str] = {}
@@ -206,11 +205,6 @@ class StepRole(Role):
         if self._ordered or self._context.container is None:
             return self.spec.start_timeout_s
         return self.spec.start_timeout_s + self._context.hello_timeout_s
-
-    @property
-    def is_server(self) -> bool:
-        """True if it is asked for its health instead of for heartbeats."""
-        return self.spec.is_server
 
     @property
     def running(self) -> bool:

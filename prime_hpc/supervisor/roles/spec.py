@@ -5,7 +5,7 @@ A pure function of the experiment and the node's facts; the supervisor starts wh
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,11 +48,33 @@ class RoleSpec:
     """Answers 200 while the server is well."""
     after: tuple[str, ...] = ()
     """Labels of the servers that must be ready before it starts: they share a GPU."""
+    hosts: tuple[str, ...] = ()
+    """Nodes of the job, in rank order; none: a process of this machine."""
+    backend: str = "vllm"
+    """Of a server: see `named_code.BACKENDS`."""
+    num_engines: int = 1
+    """Of a server: data-parallel engines behind it."""
 
     @property
     def label(self) -> str:
         """Name for people: `trainer`, `inference[1]`."""
-        return f"{self.name}[{self.index}]" if self.name in ENGINE_ROLES else self.name
+        return f"{self.name}[{self.index}]" if self.is_server else self.name
+
+    @property
+    def is_server(self) -> bool:
+        """True if it is asked for its health instead of for heartbeats."""
+        return self.name in ENGINE_ROLES
+
+    @property
+    def held_gpus(self) -> frozenset[Hashable]:
+        """GPUs that it uses, by names that are equal where two roles share one."""
+        return frozenset(gpu for gpu in self.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu)
+
+    @property
+    def device_words(self) -> str:
+        """Where it computes, for people."""
+        gpus = self.environment.get("CUDA_VISIBLE_DEVICES")
+        return f"GPU {gpus}" if gpus else "cpu"
 
 
 def usable_gpus(experiment: Experiment, environ: Mapping[str, str]) -> list[str]:
@@ -232,4 +254,6 @@ def inference_spec(
         environment=environment,
         max_restarts=servers.max_restarts,
         health_url=http_url(reached_at(servers.server.host), port, "/health"),
+        backend=servers.backend,
+        num_engines=servers.data_parallel_size,
     )

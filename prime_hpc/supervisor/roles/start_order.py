@@ -4,12 +4,11 @@ vLLM measures how much of a GPU is free at its start and after a trial pass: wha
 in between makes it end, or gives it too small a KV cache. Once an engine serves, its memory stays as it is.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from prime_hpc.supervisor.roles.process import Role
-from prime_hpc.supervisor.roles.slurm_step import StepSpec
 from prime_hpc.supervisor.roles.spec import RoleSpec
 
 Spec = TypeVar("Spec", bound=RoleSpec)
@@ -19,8 +18,7 @@ def one_after_another(specs: Sequence[Spec]) -> list[Spec]:
     """Fill in `after` of the specs: the servers that come before in the list and share a GPU."""
     ordered: list[Spec] = []
     for spec in specs:
-        own = _gpus(spec)
-        before = [other.label for other in ordered if _serves(other) and own & _gpus(other)]
+        before = [other.label for other in ordered if other.is_server and spec.held_gpus & other.held_gpus]
         ordered.append(replace(spec, after=tuple(before)))
     return ordered
 
@@ -28,14 +26,3 @@ def one_after_another(specs: Sequence[Spec]) -> list[Spec]:
 def may_start(role: Role, roles: Sequence[Role]) -> bool:
     """Return whether all servers that a waiting role starts after are ready, or are not to come."""
     return all(other.state in ("ready", "done", "away") for other in roles if other.spec.label in role.spec.after)
-
-
-def _serves(spec: RoleSpec) -> bool:
-    return spec.is_server if isinstance(spec, StepSpec) else spec.health_url is not None
-
-
-def _gpus(spec: RoleSpec) -> set[Hashable]:
-    """GPUs of a role: by id on one machine, by host and position in a job."""
-    if isinstance(spec, StepSpec):
-        return {(host, gpu) for host in spec.hosts for gpu in spec.gpus or ()}
-    return {gpu for gpu in spec.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu}

@@ -1,7 +1,7 @@
 """Base of every objective, and how one is found by its config name."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,15 +19,20 @@ into NaN. A token that far off carries no usable signal, and the mismatch metric
 
 @dataclass
 class LossStats:
-    """Sums and maxima over targets, as 0-dim tensors: `train_step.py` reduces them over micro-batches and ranks."""
+    """What an objective tells of a step, by how the log shows it, each a 0-dim tensor: `train_step.py` reduces them
+    over micro-batches and ranks."""
 
     sums: dict[str, torch.Tensor]
+    """Sums over targets, shown as means over them."""
     maxima: dict[str, torch.Tensor]
+    totals: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Sums that are shown as they are."""
 
     def add(self, other: "LossStats") -> None:
         """Take in another micro-batch's, on the device."""
-        for name, value in other.sums.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        for mine, others in ((self.sums, other.sums), (self.totals, other.totals)):
+            for name, value in others.items():
+                mine[name] = mine[name] + value if name in mine else value
         for name, value in other.maxima.items():
             self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 

@@ -144,7 +144,7 @@ class Adapter:
             stats, _ = step.accumulate(batch, objective, batch_facts(batch, 1), retarget)
         if forward_only:
             reshard_all(self._base.policy)
-        own = (per_example(batch, examples, collected), float(stats.sums["loss"])) if parallel.leads else ({}, 0.0)
+        own = (per_example(batch, examples, collected), float(stats.totals["loss"])) if parallel.leads else ({}, 0.0)
         rows = _gather(own, self._base.control)
         if rows is None:
             return None

@@ -11,7 +11,6 @@ from prime_hpc.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from prime_hpc.config import Experiment, Loaded
-    from prime_hpc.config.sections.slurm import SiteConfig
 
 GPU_MEMORY = "--gpu-memory-gib"
 
@@ -28,24 +27,12 @@ def run(argv: list[str], program: str) -> int:
     loaded = load(given.words, "plan", program)
     if "--when" in given:
         return _when(given, loaded, timeout_s)
-    from prime_hpc.launch import plan_text
-    from prime_hpc.launch.plan.local_plan import resolve_launch
+    from prime_hpc.launch.plan.slurm_plan import make_plan, plan_text
 
-    experiment, site = loaded.experiment, None
-    plan: dict[str, Any]
-    if resolve_launch(experiment) == "local":
-        text = plan_text(loaded)
-        plan = {"launch": "local", "name": experiment.name, "kind": experiment.kind, "text": text.splitlines()}
-    else:
-        from prime_hpc.config.site import load_site
-        from prime_hpc.launch.plan.slurm_plan import slurm_plan, slurm_plan_text
-
-        site = load_site(experiment.slurm.site)
-        plan = slurm_plan(experiment, site)
-        text = slurm_plan_text(experiment, plan)
-        gpu_gib = gpu_gib or plan["memory"]["gpu_gib"].get("trainer")
+    plan = make_plan(loaded.experiment)
+    text = plan_text(loaded.experiment, plan)
     if "--rehearse" in given:
-        text += _rehearse(experiment, site, plan, gpu_gib)
+        text += _rehearse(loaded.experiment, plan, gpu_gib)
     if "--json" in given:
         print_json(plan)
     else:
@@ -70,11 +57,14 @@ def _when(given: Given, loaded: "Loaded", timeout_s: float | None) -> int:
     return 0 if ranking.best is not None else SlurmRefused.exit_code
 
 
-def _rehearse(experiment: "Experiment", site: "SiteConfig | None", plan: dict[str, Any], gpu_gib: float | None) -> str:
+def _rehearse(experiment: "Experiment", plan: dict[str, Any], gpu_gib: float | None) -> str:
     """Add the rehearsal to the plan; returns it for people."""
+    from prime_hpc.config.site import load_site
     from prime_hpc.launch.estimate.micro_batch import largest_for, with_micro_batch
     from prime_hpc.launch.rehearse import rehearsal_text, rehearse
 
+    site = None if plan["launch"] == "local" else load_site(experiment.slurm.site)
+    gpu_gib = gpu_gib or plan["memory"]["gpu_gib"].get("trainer")
     decided, chosen = with_micro_batch(experiment, site)
     plan["rehearsal"] = rehearse(decided, gpu_gib)
     larger = largest_for(experiment, gpu_gib) if chosen is None else None

@@ -1,0 +1,236 @@
+"""The table of what trainer and orchestrator write of a step: one row a family, which is what Prometheus calls it, with
+the metrics of `metrics/<role>.jsonl` that it is made of.
+
+Names and units of families as Prometheus' conventions have them: base units (seconds, bytes, ratios of 0 to 1),
+`_total` for what only grows. Names that alarms may watch (`metric_names`), the families that are told to Prometheus
+(`supervisor.prometheus.families`) and the table of `slurm/MONITORING.md` follow from the rows here. A metric that has
+none is written all the same, and told as `trainer_other` or `orchestrator_other`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric of Prometheus, and those of the rows that it is made of."""
+
+    kind: Literal["gauge", "counter"]
+    text: str
+    labels: tuple[str, ...] = ()
+    metrics: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name in the rows -> values of the labels."""
+    scale: float = 1.0
+    """The rows' values are multiplied with it."""
+
+
+def gauge(text: str, *labels: str, of: str | Mapping[str, str] = "", scale: float = 1.0) -> Family:
+    """Declare what goes up and down.
+
+    Args:
+        text: for people.
+        labels: besides the run.
+        of: its metric in the rows; with a label each of them and the label's value.
+        scale: see `Family`.
+    """
+    return Family("gauge", text, labels, _metrics(of), scale)
+
+
+def counter(text: str, *labels: str, of: str | Mapping[str, str] = "", scale: float = 1.0) -> Family:
+    """Declare what only grows: the rows' values are added up. Arguments as for `gauge`."""
+    return Family("counter", text, labels, _metrics(of), scale)
+
+
+def _metrics(of: str | Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    if isinstance(of, str):
+        return {of: ()} if of else {}
+    return {metric: (value,) for metric, value in of.items()}
+
+
+TRAINER: dict[str, Family] = {
+    "trainer_steps_total": counter("Steps."),
+    "trainer_tokens_total": counter("Tokens trained on.", of="num_tokens"),
+    "trainer_sequences_total": counter("Samples trained on.", of="num_sequences"),
+    "trainer_flops_total": counter("Floating point operations of the model.", of="step_flops"),
+    "trainer_phase_seconds_total": counter(
+        "Time of rank 0 by what it did; wait: for a batch.",
+        "phase",
+        of={
+            "time/wait": "wait",
+            "time/forward_backward": "forward_backward",
+            "time/optim": "optim",
+            "time/publish": "publish",
+            "time/checkpoint": "checkpoint",
+        },
+    ),
+    "trainer_step_seconds": gauge("Length of the last step.", of="time/step"),
+    "trainer_loss": gauge("Loss of the last step.", of="loss"),
+    "trainer_eval_loss": gauge("Held-out loss.", of="eval_loss"),
+    "trainer_part_loss": gauge("Parts of the loss by name.", "part", of={"echo_loss": "echo"}),
+    "trainer_gradient_norm": gauge("Norm of the gradients before clipping.", of="grad_norm"),
+    "trainer_learning_rate": gauge("Learning rate.", of="lr"),
+    "trainer_reward": gauge("Mean reward of the batch as the trainer saw it.", of="reward"),
+    "trainer_entropy_nats": gauge("Mean entropy of a token.", of="entropy"),
+    "trainer_kl_nats": gauge("Divergence between trainer and engine on the same tokens.", of="kl"),
+    "trainer_probability_ratio": gauge(
+        "Probability under the trainer over that under the engine.", "stat", of={"ratio": "mean", "ratio_max": "max"}
+    ),
+    "trainer_logprob_difference_nats": gauge(
+        "Absolute difference of the two log-probabilities.",
+        "stat",
+        of={"logprob_diff": "mean", "logprob_diff_max": "max"},
+    ),
+    "trainer_clipped_ratio": gauge("Share of tokens whose ratio is outside of the objective's bounds.", of="clipped"),
+    "trainer_mismatch": gauge("1: trainer and engine disagree more than they should.", of="mismatch_alarm"),
+    "trainer_lag_versions": gauge(
+        "How many versions older than the policy the batch's tokens are.",
+        "stat",
+        of={"lag_mean": "mean", "lag_max": "max"},
+    ),
+    "trainer_tokens_per_second": gauge(
+        "Tokens trained on; computing: while it computes, overall: waits included.",
+        "of",
+        of={"tokens_per_s": "computing", "tokens_per_s_overall": "overall"},
+    ),
+    "trainer_flops_utilization_ratio": gauge("Model FLOPs utilization (MFU).", of="mfu"),
+    "trainer_shared_tokens": gauge(
+        "Prompt tokens of the last batch that were computed once for several samples.", of="shared_tokens"
+    ),
+    "trainer_target_tokens": gauge("Tokens of the last batch that bear a loss.", of="num_targets"),
+    "trainer_memory_bytes": gauge(
+        "Memory of rank 0's device.",
+        "kind",
+        of={"memory/allocated_gib": "allocated", "memory/reserved_gib": "reserved"},
+        scale=GIB,
+    ),
+    "trainer_checkpoint_bytes": gauge("Size of the last checkpoint.", of="ckpt/gib", scale=GIB),
+    "trainer_checkpoint_seconds": gauge(
+        "Time of the last checkpoint; stall: while the step waited.",
+        "kind",
+        of={"ckpt/seconds": "whole", "ckpt/write_s": "write", "ckpt/stall_s": "stall"},
+    ),
+    "trainer_other": gauge("What else the trainer writes into its rows, by its name there.", "name"),
+}
+ORCHESTRATOR: dict[str, Family] = {
+    "orchestrator_steps_total": counter("Batches."),
+    "orchestrator_episodes_total": counter(
+        "Episodes that ended, by how.",
+        "state",
+        of={
+            "episodes/completed": "completed",
+            "episodes/failed": "failed",
+            "episodes/timeout": "timeout",
+            "episodes/cancelled": "cancelled",
+        },
+    ),
+    "orchestrator_groups_total": counter(
+        "Groups of rollouts, by what became of them.",
+        "fate",
+        of={
+            "groups/opened": "opened",
+            "groups/completed": "completed",
+            "groups/dropped": "dropped",
+            "groups/rejected": "rejected",
+            "groups/stale": "stale",
+        },
+    ),
+    "orchestrator_tokens_total": counter(
+        "Tokens of ended episodes.", "kind", of={"tokens/prompt": "prompt", "tokens/sampled": "sampled"}
+    ),
+    "orchestrator_server_retries_total": counter(
+        "Requests that were sent again to a server.", of="episodes/server_retries"
+    ),
+    "orchestrator_wait_seconds_total": counter(
+        "Time in which it could only wait.",
+        "awaits",
+        of={"time/wait_rollouts": "rollouts", "time/wait_weights": "weights", "time/wait_servers": "servers"},
+    ),
+    "orchestrator_step_seconds": gauge("Time between the last two batches.", of="time/step"),
+    "orchestrator_reward": gauge(
+        "Reward of the last batch's rollouts.",
+        "stat",
+        of={"reward/mean": "mean", "reward/std": "std", "reward/shaped_mean": "shaped_mean"},
+    ),
+    "orchestrator_batch_groups": gauge(
+        "Groups of the last batch, by what is true of them.",
+        "kind",
+        of={
+            "groups/in_batch": "in_batch",
+            "groups/trained": "trained",
+            "groups/zero_signal": "zero_signal",
+            "groups/unscorable": "unscorable",
+        },
+    ),
+    "orchestrator_group_reward_spread": gauge(
+        "Mean difference between a group's greatest and least reward.", of="groups/reward_spread"
+    ),
+    "orchestrator_masked_rollouts": gauge("Rollouts of the last batch that bear no loss.", of="rollouts/masked"),
+    "orchestrator_completion_tokens": gauge(
+        "Tokens sampled for a rollout of the last batch.",
+        "stat",
+        of={"completion/tokens_mean": "mean", "completion/tokens_max": "max"},
+    ),
+    "orchestrator_lag_versions": gauge(
+        "How many versions older than the policy the batch's tokens are.",
+        "stat",
+        of={"lag/mean": "mean", "lag/max": "max"},
+    ),
+    "orchestrator_episodes_per_second": gauge("Episodes that ended.", of="episodes/per_second"),
+    "orchestrator_sampled_tokens_per_second": gauge("Tokens sampled.", of="tokens/sampled_per_second"),
+    "orchestrator_usable_episodes": gauge(
+        "Episodes since the last batch that may be trained on.", of="episodes/usable"
+    ),
+    "orchestrator_truncated_episodes": gauge(
+        "Episodes since the last batch that were cut at a limit.", of="episodes/truncated"
+    ),
+    "orchestrator_failed_ratio": gauge("Share of the last episodes that failed.", of="failed/share"),
+    "orchestrator_batch_tokens": gauge(
+        "Tokens of the last batch; loss: those that bear one.",
+        "kind",
+        of={"batch/tokens": "all", "batch/loss_tokens": "loss"},
+    ),
+    "orchestrator_batch_sequences": gauge("Sequences of the last batch.", of="batch/sequences"),
+    "orchestrator_batch_micro_batches": gauge("Micro-batches of the last batch.", of="batch/micro_batches"),
+    "orchestrator_episodes_in_flight": gauge(
+        "Episodes that are played now, in the mean over the step, at most.",
+        "stat",
+        of={"queue/in_flight": "now", "queue/in_flight_mean": "mean", "queue/limit": "limit"},
+    ),
+    "orchestrator_kv_cache_ratio": gauge(
+        "Share in use of the fullest KV cache, highest since the last batch.", of="engines/kv_use"
+    ),
+    "orchestrator_waiting_requests": gauge(
+        "Requests in a server's queue, mean over the step and all servers.", of="engines/waiting"
+    ),
+    "orchestrator_preempted_requests_total": counter(
+        "Requests that an engine threw out for want of room.", of="engines/preempted"
+    ),
+    "orchestrator_queued_groups": gauge("Whole groups that wait for a batch.", of="queue/complete_groups"),
+    "orchestrator_sent_back_prompts": gauge("Prompts that were sent back to be drawn again.", of="queue/sent_back"),
+    "orchestrator_engines_idle_ratio": gauge(
+        "Share of the step in which the engines had room for more episodes.", of="queue/idle_share"
+    ),
+    "orchestrator_served_version": gauge("Version that the engines sample from.", of="policy/served_version"),
+    "orchestrator_weight_update_seconds": gauge(
+        "Time until the last version was in all engines.", of="time/weight_update"
+    ),
+    "orchestrator_weight_pause_seconds": gauge(
+        "Time in which sampling paused for the last version.", of="time/weight_pause"
+    ),
+    "orchestrator_run_samples": gauge("Samples of the whole run, over all attempts.", of="total/samples"),
+    "orchestrator_run_tokens": gauge("Tokens of the whole run, over all attempts.", of="total/tokens"),
+    "orchestrator_other": gauge("What else the orchestrator writes into its rows, by its name there.", "name"),
+    "env_reward": gauge("Reward of an environment's rollouts in the last batch.", "env", "stat"),
+    "env_metric": gauge("Mean of an environment's own metric in the last batch.", "env", "metric"),
+    "env_eval": gauge("Result of the last evaluation of an environment.", "env", "metric"),
+    "env_workers": gauge("Processes of an environment that play episodes.", "env"),
+    "env_worker_busy_ratio": gauge("Share of an environment's processes that are busy.", "env"),
+    "env_worker_memory_bytes": gauge("Memory of the largest process of an environment.", "env"),
+    "env_worker_episodes": gauge("Episodes at an environment's processes now.", "env", "state"),
+    "env_worker_events_total": counter(
+        "What an environment's processes have done, and what befell them.", "env", "event"
+    ),
+}
