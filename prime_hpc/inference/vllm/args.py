@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from prime_hpc.client.http import SERVERS_KEEP_ALIVE_S
 from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.named_code import NETWORK_TRANSPORTS
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, section
@@ -16,6 +17,11 @@ from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, section
 Device = Literal["cpu", "cuda"]
 
 WORKER_EXTENSION = "prime_hpc.inference.vllm.worker.PolicyWorker"
+RECEIVING_EXTENSION = "prime_hpc.inference.vllm.transfer_worker.ReceivingWorker"
+"""Instead, where weights come over the network."""
+
+TRANSFER_ENGINE = "prime_hpc"
+"""By which vLLM knows `transfer_engine.TransferEngine`."""
 
 GIB = 1 << 30
 
@@ -50,6 +56,7 @@ OWNED = {
     "enable_sleep_mode": "inference.sleep",
     "enable_lora": "model.lora",
     "max_lora_rank": "model.lora.rank",
+    "weight_transfer_config": "weights.transport",
 }
 """vLLM arguments that the tree states elsewhere, and where."""
 
@@ -111,6 +118,9 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         "enforce_eager": config.enforce_eager if config.enforce_eager is not None else _is_eager(config, device),
         "headless": config.headless or None,
     }
+    if experiment.weights.transport in NETWORK_TRANSPORTS:
+        options["weight_transfer_config"] = {"backend": TRANSFER_ENGINE}
+        options["worker_extension_cls"] = RECEIVING_EXTENSION
     options |= _parallel_options(config) | _adapter_options(experiment)
     if device == "cpu":
         options |= {"kv_cache_memory_bytes": round(config.cpu_kv_cache_gib * GIB), **CPU_DEFAULTS}

@@ -83,9 +83,9 @@ class PolicyWorker:
             num_tensors = sum(len(handle.keys()) for handle in handles)
         except Exception as error:  # noqa: BLE001 - safetensors raises its own type, which pickles badly across processes
             stack.close()
-            return {"rank": self._policy_rank(), "error": f"{type(error).__name__}: {error}"}
+            return {"rank": self.policy_rank(), "error": f"{type(error).__name__}: {error}"}
         self._policy_stack, self._policy_handles = stack, handles
-        return {"rank": self._policy_rank(), "num_tensors": num_tensors}
+        return {"rank": self.policy_rank(), "num_tensors": num_tensors}
 
     def policy_apply(self) -> dict[str, Any]:
         """Load the opened version into the model. Generation must be paused.
@@ -101,12 +101,12 @@ class PolicyWorker:
             raise RuntimeError("policy_apply without policy_open")
         try:
             model = self.model_runner.get_model()
-            prepacked = _prepacked_copies(model)
+            prepacked = prepacked_copies(model)
             self.reload_weights(weights_iterator=self._policy_tensors())
-            _prepack_again(model, prepacked)
+            prepack_again(model, prepacked)
         finally:
             self._policy_close()
-        return {"rank": self._policy_rank(), "seconds": round(time.perf_counter() - start, 4)}
+        return {"rank": self.policy_rank(), "seconds": round(time.perf_counter() - start, 4)}
 
     def _policy_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         tied = self.vllm_config.model_config.hf_text_config.tie_word_embeddings
@@ -123,7 +123,8 @@ class PolicyWorker:
         if stack is not None:
             stack.close()
 
-    def _policy_rank(self) -> str:
+    def policy_rank(self) -> str:
+        """Name this worker among those of all engines."""
         return f"dp{self.vllm_config.parallel_config.data_parallel_index}/rank{self.rank}"
 
 
@@ -150,7 +151,7 @@ def _leave_as_it_is(layer: torch.nn.Module) -> None:
     """Instead of packing."""
 
 
-def _prepacked_copies(model: torch.nn.Module) -> Prepacked:
+def prepacked_copies(model: torch.nn.Module) -> Prepacked:
     """Return the prepacked copies of linear weights that vLLM's CPU kernels made. Weakly held: each may go as soon as
     there is a new one.
     """
@@ -159,7 +160,7 @@ def _prepacked_copies(model: torch.nn.Module) -> Prepacked:
     }
 
 
-def _prepack_again(model: torch.nn.Module, prepacked: Prepacked) -> None:
+def prepack_again(model: torch.nn.Module, prepacked: Prepacked) -> None:
     """Renew the prepacked copies of weights that vLLM's CPU kernels keep and its own reload forgets.
 
     Args:
