@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from prime_hpc.config.sections.weights import WeightsConfig
 from prime_hpc.store.errors import StoreError
 from prime_hpc.weight_transport.network.sender import NetworkSender
@@ -33,7 +35,13 @@ class NetworkTransport:
     gathers: bool = True
 
     def sender(self, config: WeightsConfig, files: Sequence[WholeFile], rank: int) -> Sender:
-        """Return what keeps an image and sends it."""
+        """Return what keeps an image and sends it.
+
+        Raises:
+            ValueError: `nccl` without a GPU.
+        """
+        if self.backend == "nccl" and not torch.cuda.is_available():
+            raise ValueError("weights.transport = nccl, but the trainer has no GPU; use gloo, or files")
         return NetworkSender(config, files, rank, self.backend)
 
     def receiver(self, scratch: Path) -> Receiver:
