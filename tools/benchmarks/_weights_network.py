@@ -2,9 +2,9 @@
 
 The model of `weights --delta` in bfloat16, two FSDP2 ranks, a vLLM server with one engine, all on one machine. Each
 round is a step; then the ranks publish it both ways, and the server loads both, by the call that the orchestrator
-makes. Sides take turns in going first. Publishing is timed from the call until rank 0 has committed, loading from the request
-until the server answers; `pause` is the engine's. A version over the network comes during the pause; of files all is
-read before.
+makes. Sides take turns in going first. Publishing is timed from the call until rank 0 has committed, loading from the
+request until the server answers; `pause` is the engine's. A version over the network comes during the pause; of files
+all is read before.
 """
 
 import asyncio

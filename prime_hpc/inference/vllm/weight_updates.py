@@ -51,6 +51,10 @@ logger = init_logger(__name__)
 PHASE_TIMEOUT_S = 900.0
 """Longest that the engines may take for one phase of an update before the server gives up and ends."""
 
+STAGE_S = 120.0
+"""Longest that requests go on while workers bring a version into pinned memory; then the pause waits for the rest."""
+STAGE_LOOK_S = 0.02
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -288,6 +292,10 @@ class PolicyService:
             raise BadVersionError(
                 f"{received.published} cannot be read by {len(errors)} of {len(opened)} workers: {errors[0]}"
             )
+        deadline = time.monotonic() + STAGE_S
+        while not all(row["is_staged"] for row in opened) and time.monotonic() < deadline:
+            await asyncio.sleep(STAGE_LOOK_S)
+            opened = await self._on_every_worker("policy_staged")
 
     async def _receive(self, network: NetworkUpdates, offer: Offer, check_s: float) -> dict[str, Any]:
         """Pause, have the trainer's ranks send a version that they hold, label, resume.
