@@ -315,6 +315,7 @@ class PolicyService:
                 broken = str(error)
                 logger.warning("version %d broke off, a whole one is loaded instead: %s", offer.version, broken)
                 await network.leave()
+                await self._on_every_worker("policy_abandon")
                 return await self._load_whole(offer)
 
         loaded, paused_s = await self._while_paused(receive, f"version {offer.version} from the trainer")

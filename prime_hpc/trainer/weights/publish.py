@@ -124,12 +124,13 @@ class Publisher:
         assert policy.weights is not None, "a policy from `load_policy`"
         weights = weights or WeightsConfig()
         transport = load_transport(weights.transport)
-        if transport.gathers and policy.weights.unused:
+        gathers = getattr(transport, "gathers", False)
+        if gathers and policy.weights.unused:
             raise ValueError(
                 f"weights.transport = {weights.transport}: {source} holds tensors that the model does not use "
                 f"({policy.weights.unused[0]}, {len(policy.weights.unused)} in all), which only files carry; use files"
             )
-        self._plan = plan_version(dict(policy.named_weights()), policy.weights, dtype, gathers=transport.gathers)
+        self._plan = plan_version(dict(policy.named_weights()), policy.weights, dtype, gathers=gathers)
         self._aux_files = AuxFiles(self._aux_file_paths() if self._rank == 0 else {})
         self.sender: Sender = transport.sender(weights, self._written_files(), self._rank)
         self.is_kept = is_kept

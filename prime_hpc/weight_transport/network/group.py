@@ -14,7 +14,7 @@ import torch.distributed as dist
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.network import Network, route_to
 
-JOIN_S = 60.0
+JOIN_S = 30.0
 """Longest that one end waits for the others."""
 BUCKET_S = 60.0
 """Longest that one bucket may take: what a peer costs that has stopped, and does not say so."""
