@@ -58,7 +58,7 @@ STAGE_LOOK_S = 0.02
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the engines hold after a pause."""
+    """The version that the engines hold after a pause."""
 
     version: int
     folder: Path

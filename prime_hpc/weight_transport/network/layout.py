@@ -1,4 +1,4 @@
-"""What both ends of a transfer cut alike: the tensors of an image, in buckets that are sent at once."""
+"""The cut of a version that both ends of a transfer make alike: tensors of an image, in buckets sent at once."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ class Part:
     file: str
     """Name of the safetensors file that it would be."""
     address: str
-    """Where the rank answers, `host:port`."""
+    """Of the rank's listener, `host:port`."""
     size: int
     """Bytes of the image, header included."""
     xxh3: str

@@ -13,7 +13,7 @@ from prime_hpc.weight_transport.transport import Receiver, Sender, WholeFile
 
 
 class NoFilesReceiver:
-    """What reads files meets a version that has none."""
+    """For readers of files: a version that has none."""
 
     def fetch(self, folder: Path) -> Path:
         """Refuse.
