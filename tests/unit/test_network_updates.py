@@ -88,6 +88,7 @@ class Engine:
     def __init__(self, model: Path) -> None:
         self.workers = [Worker(rank) for rank in range(NUM_WORKERS)]
         self.said: list[str] = []
+        self.num_busy = 0
         self._pool = ThreadPoolExecutor(NUM_WORKERS)
         text = SimpleNamespace(tie_word_embeddings=False)
         self.model_config = SimpleNamespace(hf_text_config=text, model=str(model))
@@ -107,6 +108,9 @@ class Engine:
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         self.said.append("pause")
+        if self.num_busy:
+            self.num_busy -= 1
+            raise RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
 
     async def resume_generation(self) -> None:
         self.said.append("resume")
@@ -294,6 +298,18 @@ def test_the_next_version_waits_for_who_holds_this_one(world: World, monkeypatch
         expected = await asyncio.to_thread(world.publish, 3)  # not for ever
         await world.update(3)  # was cut off, joins anew
         assert world.serves(expected)
+
+    asyncio.run(go())
+
+
+def test_a_pause_waits_for_blocks_that_come_back_from_host_memory(world: World) -> None:
+    async def go() -> None:
+        await world.service.start()
+        expected = world.publish(1)
+        world.engine.num_busy = 2
+        await world.update(1)
+        assert world.serves(expected) and not world.failures
+        assert world.engine.said[2:7] == ["policy_join", *["pause", "resume"] * 2][:5]
 
     asyncio.run(go())
 

@@ -51,6 +51,7 @@ OWNED = {
     "pipeline_parallel_size": "inference.pipeline_parallel_size",
     "gpu_memory_utilization": "inference.gpu_memory_utilization",
     "kv_cache_memory_bytes": "inference.kv_cache_gib (on a CPU inference.cpu_kv_cache_gib)",
+    "kv_offloading_size": "inference.kv_offload_gib",
     "max_num_seqs": "inference.max_num_seqs",
     "enforce_eager": "inference.enforce_eager",
     "enable_sleep_mode": "inference.sleep",
@@ -134,6 +135,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         options["enable_sleep_mode"] = config.sleep or None
         if config.kv_cache_gib is not None:
             options["kv_cache_memory_bytes"] = round(config.kv_cache_gib * GIB)
+        options["kv_offloading_size"] = config.kv_offload_gib
     options |= {key.replace("-", "_"): value for key, value in revealed(config.vllm).items()}
     if model.head_dtype == "float32":
         options["hf_overrides"] = {**(options.get("hf_overrides") or {}), "head_dtype": "float32"}

@@ -51,6 +51,10 @@ logger = init_logger(__name__)
 PHASE_TIMEOUT_S = 900.0
 """Longest that the engines may take for one phase of an update before the server gives up and ends."""
 
+PAUSE_TRIES = 50
+PAUSE_AGAIN_S = 0.02
+_BLOCKS_IN_USE = "Failed to reset KV cache"
+"""Of vLLM's message where blocks are on their way from host memory."""
 STAGE_S = 120.0
 """Longest that requests go on while workers bring a version into pinned memory; then the pause waits for the rest."""
 STAGE_LOOK_S = 0.02
@@ -378,7 +382,17 @@ class PolicyService:
         clear = not self._keep_kv_cache
         if clear:
             await self._engine.renderer.clear_mm_cache_async()
-        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
+        for tries_left in reversed(range(PAUSE_TRIES)):
+            try:
+                # also empties what was offloaded (`inference.kv_offload_gib`): vLLM's `_reset_caches`
+                await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
+                return
+            except Exception as error:
+                # requests whose blocks come back from host memory keep them, and come on only while others do
+                if _BLOCKS_IN_USE not in str(error) or not tries_left:
+                    raise
+                await self._engine.resume_generation()
+                await asyncio.sleep(PAUSE_AGAIN_S)
 
     def _share_within_version(self) -> None:
         """Let requests share the cache of a common prefix only with those that came under the same version: new ones

@@ -1,5 +1,6 @@
 """Lint of the inference backend: is it here, and can it do what the experiment asks of it."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prime_hpc.config import ConfigError
@@ -9,6 +10,9 @@ from prime_hpc.inference.backend import load_backend
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.runtime.device import Stated, planned_device
 from prime_hpc.slurm.placement import stated_device
+
+SHARE_FOR_KV = 0.5
+"""Of a node's host memory."""
 
 
 def unknown(subject: Subject) -> Iterator[Finding]:
@@ -33,6 +37,29 @@ def abilities(subject: Subject) -> Iterator[Finding]:
         if not subject.is_slurm and (missing := backend.missing()):  # a login node does without it
             key = f"{group.section}.backend"
             yield Finding("PH125", "error", key, f"{backend.title}: {missing}", "install it, or another backend")
+
+
+def offloaded(subject: Subject) -> Iterator[Finding]:
+    """Host memory for offloaded KV cache against that of a node; half of it is left to the rest."""
+    for group in subject.engines:
+        size = group.servers.kv_offload_gib
+        limit = min((part.mem_gib for part in subject.facts_of(group.role) if part.mem_gib), default=None)
+        if size is None or limit is None or subject.placement is None:
+            continue
+        engines: Counter[int] = Counter()
+        for placed in subject.placement.groups:
+            if placed.role == group.role:
+                for node in range(placed.first_node, placed.first_node + placed.num_nodes):
+                    engines[node] += placed.processes_per_node
+        most = max(engines.values(), default=0)
+        if most * size > limit * SHARE_FOR_KV:
+            yield Finding(
+                "PH106",
+                "error",
+                f"{group.section}.kv_offload_gib",
+                f"{most} engines on a node take {most * size:.0f} GiB of its {limit:.0f} GiB of host memory",
+                f"at most {limit * SHARE_FOR_KV / most:.0f}",
+            )
 
 
 def transport(subject: Subject) -> Iterator[Finding]:
@@ -69,4 +96,4 @@ def _device_of(subject: Subject, role: EngineRole) -> Stated:
     return next((group.device for group in groups if group.role == role), "auto")
 
 
-CHECKS = (abilities, transport)
+CHECKS = (abilities, offloaded, transport)
