@@ -161,51 +161,62 @@ async def update(client: InferenceClient, run: RunPaths, version: int) -> dict:
 
 
 def test_engines_follow_and_fall_back(base: Path, tmp_path: Path, bus: BusServer) -> None:
-    """Versions into two engines, one that restarted, one that comes too late, and a rank that dies while it sends."""
+    """Versions while paused; one that comes too late, and a rank that dies while it sends."""
     run, whole = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "whole")
-    engines = {"data_parallel_size": 2}
+
+    async def go(server: ServerProcess, ranks: Ranks) -> None:
+        async with InferenceClient(server.url, api_key=server.key, timeout_s=250) as client:
+            for version in (1, 2, 3):
+                await asyncio.to_thread(ranks.tell, "publish", version)
+                answer = await update(client, run, version)
+                assert answer["version"] == version and answer["changed"]
+                assert "read" not in answer["seconds"]  # no file was
+                assert is_model(await client.generate(PROMPT, GREEDY), whole.weights_step(version))
+            await asyncio.to_thread(ranks.tell, "publish", 4)
+            await asyncio.to_thread(ranks.tell, "publish", 5)
+            with pytest.raises(InferenceError, match="another version") as refused:
+                await update(client, run, 4)  # too late
+            assert refused.value.status == 503 and await client.policy_version() == 3
+            assert is_model(await client.generate(PROMPT, GREEDY), whole.weights_step(3))
+            await asyncio.to_thread(ranks.tell, "die", ranks=[1])
+            with pytest.raises(InferenceError, match="broke off") as refused:
+                await update(client, run, 5)  # half of it comes
+            assert refused.value.status == 503 and await client.policy_version() == 1
+            assert is_model(await client.generate(PROMPT, GREEDY), whole.weights_step(1))
+            with pytest.raises(InferenceError, match="cannot be reached"):
+                await update(client, run, 5)
+            assert is_model(await client.generate(PROMPT, GREEDY), whole.weights_step(1))
+
     with network_ranks(2, base, tmp_path, torch.float32, bus.address) as ranks:
-        server = ServerProcess(tmp_path / "server", base, engines, transport="gloo", bus=bus.address)
+        server = ServerProcess(tmp_path / "server", base, transport="gloo", bus=bus.address)
         try:
-            server.wait_ready()
-            asyncio.run(_follow(server, ranks, run, whole))
-            server.terminate()
-            server.close()
-            server = ServerProcess(tmp_path / "server", base, transport="gloo", bus=bus.address)
-            server.wait_ready()
-            asyncio.run(_come_back(server, ranks, run, whole))
+            asyncio.run(go(server.wait_ready(), ranks))
         finally:
             print(server.log.read_text(errors="replace")[-6000:])
             server.close()
 
 
-async def _follow(server: ServerProcess, ranks: Ranks, run: RunPaths, whole: RunPaths) -> None:
-    async with InferenceClient(server.url, api_key=server.key, timeout_s=250) as client:
-        for version in (1, 2, 3):
-            await asyncio.to_thread(ranks.tell, "publish", version)
-            answer = await update(client, run, version)
-            assert answer["version"] == version and answer["changed"]
-            assert "read" not in answer["seconds"]  # no file was
-            print(version, answer["seconds"])
-            for _ in range(4):
-                assert is_model(await client.generate(PROMPT, GREEDY), whole.weights_step(version))
+@pytest.mark.exhaustive
+def test_a_restarted_server_gets_what_the_ranks_still_hold(base: Path, tmp_path: Path, bus: BusServer) -> None:
+    """With two data-parallel engines, in bfloat16 from one rank."""
+    run, whole = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "whole")
+    engines = {"data_parallel_size": 2}
 
+    async def go(server: ServerProcess, ranks: Ranks | None) -> None:
+        async with InferenceClient(server.url, api_key=server.key, timeout_s=250) as client:
+            if ranks is not None:
+                for version in (1, 2):
+                    await asyncio.to_thread(ranks.tell, "publish", version)
+            assert await client.policy_version() == 0
+            await update(client, run, 2)
+            for _ in range(4):  # by both engines
+                assert is_model(await client.generate(PROMPT, GREEDY), whole.weights_step(2))
 
-async def _come_back(server: ServerProcess, ranks: Ranks, run: RunPaths, whole: RunPaths) -> None:
-    async with InferenceClient(server.url, api_key=server.key, timeout_s=250) as client:
-        assert await client.policy_version() == 0
-        await update(client, run, 3)  # which the ranks still hold
-        assert is_model(await client.generate(PROMPT, GREEDY), whole.weights_step(3))
-        await asyncio.to_thread(ranks.tell, "publish", 4)
-        await asyncio.to_thread(ranks.tell, "publish", 5)
-        with pytest.raises(InferenceError, match="another version") as refused:
-            await update(client, run, 4)  # too late
-        assert refused.value.status == 503 and await client.policy_version() == 3
-        await asyncio.to_thread(ranks.tell, "die", ranks=[1])
-        with pytest.raises(InferenceError, match="broke off") as refused:
-            await update(client, run, 5)  # half of it comes
-        assert refused.value.status == 503 and await client.policy_version() == 1
-        assert is_model(await client.generate(PROMPT, GREEDY), whole.weights_step(1))
-        with pytest.raises(InferenceError, match="cannot be reached"):
-            await update(client, run, 5)
-        assert is_model(await client.generate(PROMPT, GREEDY), whole.weights_step(1))
+    with network_ranks(1, base, tmp_path, torch.bfloat16, bus.address) as ranks:
+        for told in (ranks, None):
+            server = ServerProcess(tmp_path / "server", base, engines, transport="gloo", bus=bus.address)
+            try:
+                asyncio.run(go(server.wait_ready(), told))
+            finally:
+                print(server.log.read_text(errors="replace")[-6000:])
+                server.close()
