@@ -77,6 +77,14 @@ def holds_weights(manifest: Manifest) -> bool:
     return manifest.meta.get("transport") not in NETWORK_TRANSPORTS
 
 
+def went_over_network(folder: Path) -> bool:
+    """Return whether a directory is a version without its weights; False where that cannot be told."""
+    try:
+        return not holds_weights(read_manifest(folder))
+    except (ArtifactError, Unreadable):
+        return False
+
+
 def holds_changes(folder: Path) -> bool:
     """Return whether a directory is a version that holds only what changed; False where that cannot be told."""
     try:

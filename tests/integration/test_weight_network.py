@@ -14,7 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from prime_hpc.cli.verbs.run import export
 from prime_hpc.client.inference import Generation, InferenceClient, InferenceError
+from prime_hpc.config import ConfigError
+from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.snapshot import write_snapshot
 from prime_hpc.store.errors import ArtifactError
 from prime_hpc.store.manifest import read_manifest
 from prime_hpc.store.messaging.bus import BusServer
@@ -119,6 +123,10 @@ def test_what_ranks_send_are_the_bytes_of_files(
             for name, copies in found.items():
                 assert copies == [values_of(whole.weights_step(version) / name)] * 2
         assert not list(run.weights_step(2).glob("*.safetensors"))
+        tree = {"name": "run", "output_dir": str(tmp_path), "model": {"name": str(base)}}
+        write_snapshot(Experiment.model_validate(tree), run.root, ["test"])
+        with pytest.raises(ConfigError, match="over the network alone"):
+            export.run([str(run.root), "--merged", "2", "--output", str(tmp_path / "out")], "prime-hpc")
         with pytest.raises(ArtifactError, match="over the network alone"):
             read_chain(run.weights_step(2))
         _check_fences(run, secret, ranks)
