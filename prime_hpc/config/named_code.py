@@ -94,8 +94,13 @@ BACKENDS = {
 TRANSPORTS = {
     "files": "prime_hpc.weight_transport.files:FILES",
     "delta": "prime_hpc.weight_transport.delta:DELTA",
+    "gloo": "prime_hpc.weight_transport.network.transport:GLOO",
+    "nccl": "prime_hpc.weight_transport.network.transport:NCCL",
 }
 """Weight transports (`weights.transport`): `WeightTransport` of prime_hpc/weight_transport/transport.py."""
+
+NETWORK_TRANSPORTS = ("gloo", "nccl")
+"""Those whose versions go from memory to memory: engines receive them by themselves."""
 
 NAMES: dict[str, Collection[str]] = {
     "ObjectiveName": OBJECTIVES,

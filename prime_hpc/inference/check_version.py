@@ -117,7 +117,7 @@ def receive_version(
         BadVersionError: it is incomplete or belongs to another model; says what is wrong, and with which file or
             tensor.
     """
-    manifest = _verify(path, version)
+    manifest = verify_version(path, version)
     if ADAPTER in manifest.files:
         raise BadVersionError(f"{path} is an adapter, and this server serves none (model.lora is not set)")
     transport = transport_of(manifest)
@@ -127,7 +127,7 @@ def receive_version(
         raise BadVersionError(f"{path} cannot be had on this node: {error}") from error
     found = read_signature(folder)
     if expected is not None:
-        _compare(found, expected, tied, path)
+        compare_signatures(found, expected, tied, path)
     return Received(path, transport, folder)
 
 
@@ -143,7 +143,7 @@ def check_adapter(path: Path, version: int, expected: Signature | None, max_rank
     Raises:
         BadVersionError: what is wrong, and with which file or tensor.
     """
-    _verify(path, version)
+    verify_version(path, version)
     if not (path / ADAPTER).is_file():
         raise BadVersionError(f"{path} holds no adapter ({ADAPTER}), and this server serves adapters (model.lora)")
     for name, entry in _read_header(path / ADAPTER).items():
@@ -164,7 +164,16 @@ def check_adapter(path: Path, version: int, expected: Signature | None, max_rank
             raise BadVersionError(f"{path}: {name} has shape {list(shape)}, the model's {matched[1]} is {list(base)}")
 
 
-def _verify(path: Path, version: int) -> Manifest:
+def verify_version(path: Path, version: int) -> Manifest:
+    """Return the manifest of a version that is complete.
+
+    Args:
+        path: its folder.
+        version: number that the manifest must not contradict.
+
+    Raises:
+        BadVersionError: it is incomplete, or another version.
+    """
     try:
         if path.parent.is_dir():  # by a listing: a look-up that comes too early would be remembered as a miss
             with contextlib.suppress(ArtifactError, Unreadable):  # what is wrong is said below
@@ -177,7 +186,12 @@ def _verify(path: Path, version: int) -> Manifest:
     return manifest
 
 
-def _compare(found: Signature, expected: Signature, tied: bool, path: Path) -> None:
+def compare_signatures(found: Signature, expected: Signature, tied: bool, path: Path) -> None:
+    """Check that a version's tensors are the base model's; arguments as of `receive_version`.
+
+    Raises:
+        BadVersionError: they are not; says which.
+    """
     optional = {LM_HEAD} if tied else set()
     missing = sorted(expected.keys() - found.keys() - optional)
     unknown = sorted(found.keys() - expected.keys() - optional)

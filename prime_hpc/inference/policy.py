@@ -10,6 +10,10 @@ class PolicyFailedError(RuntimeError):
     """The engines' weights are undefined after a failed load; the server is ending."""
 
 
+class UnavailableError(RuntimeError):
+    """A version cannot be had now, by no fault of its own; the server goes on, and may be asked again."""
+
+
 class Policy(Protocol):
     """The weights behind `routes`. Updates are serialised; the same update again is a no-op.
 
@@ -36,6 +40,7 @@ class Policy(Protocol):
 
         Raises:
             BadVersionError: refused; the engines go on as they were.
+            UnavailableError: not to be had now; the engines go on with a whole version.
             PolicyFailedError: the load failed half-way; the server ends.
         """
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from prime_hpc.inference.backend import POLICY
 from prime_hpc.inference.check_version import BadVersionError
-from prime_hpc.inference.policy import Policy, PolicyFailedError
+from prime_hpc.inference.policy import Policy, PolicyFailedError, UnavailableError
 
 
 class UpdateRequest(BaseModel):
@@ -40,12 +40,15 @@ async def _answer(call: Awaitable[dict[str, Any]], refused: int) -> JSONResponse
         return JSONResponse(await call)
     except BadVersionError as error:
         return JSONResponse({"error": str(error)}, status_code=refused)
+    except UnavailableError as error:
+        return JSONResponse({"error": str(error)}, status_code=503)
     except PolicyFailedError as error:
         return JSONResponse({"error": str(error)}, status_code=500)
 
 
 async def update_weights(request: Request) -> JSONResponse:
-    """Load a version into every engine; 400 with a reason where it is refused, 422 for another body."""
+    """Load a version into every engine; 400 with a reason where it is refused, 422 for another body, 503 where
+    it cannot be had now."""
     try:
         body = UpdateRequest.model_validate_json(await request.body())
     except ValidationError as error:

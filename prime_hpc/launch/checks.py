@@ -19,7 +19,7 @@ from prime_hpc.store.io.lustre import lack_of_room
 from prime_hpc.store.model_config import find_config, is_local_path
 from prime_hpc.store.model_files import other_vocabulary, quantised, stored_tensors
 from prime_hpc.store.run_paths import parse_step
-from prime_hpc.store.weights import holds_changes
+from prime_hpc.store.weights import holds_changes, went_over_network
 
 MIN_FREE_BYTES = 64 * 2**20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
@@ -90,6 +90,8 @@ def _folder(name: str, key: str) -> list[Problem]:
     if not (folder / "config.json").exists() and holds_changes(folder):
         cure = f"prime-hpc export RUN --merged {parse_step(folder.name)} --output DIR makes a model of it"
         return [Problem(f"{name} holds only what changed since the version before it ({cure})", key)]
+    if not (folder / "config.json").exists() and went_over_network(folder):
+        return [Problem(f"{name} went to the engines over the network alone: take the version of a checkpoint", key)]
     if not (folder / "config.json").exists():
         return [Problem(f"{name} holds no config.json: not a Hugging Face model directory", key)]
     if not any(p.suffix in _WEIGHT_SUFFIXES for p in folder.iterdir()):

@@ -8,8 +8,12 @@ Or it holds only what changed (`weights.transport: delta`). Its manifest says in
 version it stands (`base`, with the digest of that one's manifest), and at which whole version this chain begins
 (`whole`). The digest of a version covers its base's, so it names the whole content: a version of the same number from
 another attempt is not mistaken for it.
+
+Or it holds no weights at all (`weights.transport: gloo`, `nccl`): they went to the engines over the network. Then the
+newest version that does hold them stays.
 """
 
+import contextlib
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +22,7 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.config.named_code import NETWORK_TRANSPORTS
 from prime_hpc.store.artifact import (
     ArtifactError,
     Manifest,
@@ -67,6 +72,19 @@ def link_of(manifest: Manifest) -> Link | None:
         raise ValueError(f"version {manifest.version} does not say what it is a change of ({error})") from error
 
 
+def holds_weights(manifest: Manifest) -> bool:
+    """Return whether a version's weights are in files: False where they went over the network alone."""
+    return manifest.meta.get("transport") not in NETWORK_TRANSPORTS
+
+
+def went_over_network(folder: Path) -> bool:
+    """Return whether a directory is a version without its weights; False where that cannot be told."""
+    try:
+        return not holds_weights(read_manifest(folder))
+    except (ArtifactError, Unreadable):
+        return False
+
+
 def holds_changes(folder: Path) -> bool:
     """Return whether a directory is a version that holds only what changed; False where that cannot be told."""
     try:
@@ -87,6 +105,8 @@ def read_chain(folder: Path, *, deadline_s: float = 0.0) -> list[tuple[Path, Man
         Unreadable: one cannot be read now.
     """
     manifest = verify_artifact(folder, deadline_s=deadline_s)
+    if not holds_weights(manifest):
+        raise ArtifactError(folder, "a version with its weights", "one that went to the engines over the network alone")
     chain = [(folder, manifest)]
     while (link := _link(folder, manifest)) is not None:
         base_folder = folder.with_name(f"step_{link.base:06d}")
@@ -179,6 +199,7 @@ def prune_weights(paths: RunPaths, keep_last: int, incarnation: int = 0, *, keep
     limit = newest_kept if floor is None else min(newest_kept, floor)
     candidates = [v for v in versions if v < limit and v not in protected]
     needed = _in_chains(paths, versions, set(candidates))
+    needed |= _newest_with_weights(paths, versions)
     to_delete = [v for v in candidates if v not in needed and is_artifact(paths.weights_step(v))]
     for version in to_delete:
         discard(paths, paths.weights_step(version), incarnation)
@@ -205,6 +226,20 @@ def _in_chains(paths: RunPaths, versions: Sequence[int], candidates: Set[int]) -
             first = 0
         needed |= {v for v in candidates if first <= v < version}
     return needed
+
+
+def _newest_with_weights(paths: RunPaths, versions: Sequence[int]) -> set[int]:
+    """Return the newest version whose weights are in files, if there is one: what an engine falls back to."""
+    for version in reversed(versions):
+        with contextlib.suppress(ArtifactError, Unreadable):
+            if holds_weights(read_manifest(paths.weights_step(version))):
+                return {version}
+    return set()
+
+
+def newest_with_weights(paths: RunPaths) -> int | None:
+    """Return the newest version whose weights are in files; None where there is none."""
+    return max(_newest_with_weights(paths, list_versions(paths)), default=None)
 
 
 def remove_versions_after(paths: RunPaths, version: int, incarnation: int = 0) -> list[int]:

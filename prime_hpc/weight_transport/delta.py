@@ -66,7 +66,7 @@ class DeltaSender:
         self._num_deltas = 0
         """Since the last whole version."""
 
-    def plan(self, version: int) -> VersionForm:
+    def plan(self, version: int, *, is_kept: bool = False) -> VersionForm:
         """Decide by what was seen of the versions before."""
         last, self._last = self._last, None  # until this one has its name
         is_worth_it = self._changed is None or self._changed <= MOST_CHANGED
@@ -171,6 +171,8 @@ class DeltaSender:
 
 class DeltaTransport:
     """`weights.transport: delta`."""
+
+    gathers = False
 
     def sender(self, config: WeightsConfig, files: Sequence[WholeFile], rank: int) -> Sender:
         """Return what compares and writes."""

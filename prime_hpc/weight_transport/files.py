@@ -19,7 +19,7 @@ class FilesSender:
         self._files = files
         self._opened: dict[str, RangeFile] = {}
 
-    def plan(self, version: int) -> VersionForm:
+    def plan(self, version: int, *, is_kept: bool = False) -> VersionForm:
         """Whole, always."""
         return VersionForm()
 
@@ -58,6 +58,8 @@ class FilesReceiver:
 
 class FilesTransport:
     """`weights.transport: files`."""
+
+    gathers = False
 
     def sender(self, config: WeightsConfig, files: Sequence[WholeFile], rank: int) -> Sender:
         """Return what writes whole files."""

@@ -68,8 +68,8 @@ class VersionForm:
 class Sender(Protocol):
     """One rank of the trainer. One version at a time; an exception anywhere ends the attempt."""
 
-    def plan(self, version: int) -> VersionForm:
-        """On rank 0: choose the form of a version."""
+    def plan(self, version: int, *, is_kept: bool = False) -> VersionForm:
+        """On rank 0: choose the form of a version; `is_kept`: by the config it will be there for as long as the run."""
 
     def open(self, form: VersionForm, stage: Path, stack: contextlib.ExitStack) -> None:
         """Begin a version in a stage that exists; what is open is closed with `stack`."""
@@ -108,6 +108,10 @@ class Receiver(Protocol):
 
 class WeightTransport(Protocol):
     """Both sides."""
+
+    @property
+    def gathers(self) -> bool:
+        """True if each rank hands over its whole file, and so needs what other ranks hold of it."""
 
     def sender(self, config: WeightsConfig, files: Sequence[WholeFile], rank: int) -> Sender:
         """Return a rank's side; `files` are those into which it writes."""

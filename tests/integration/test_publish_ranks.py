@@ -26,8 +26,10 @@ from prime_hpc.store.model_files import stored_tensors
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.conversions import Piece, WeightMap, map_weights
 from prime_hpc.trainer.model.hf_checkpoint import read_tensors
+from prime_hpc.trainer.weights import gathering
 from prime_hpc.trainer.weights.publish import Publisher
 from prime_hpc.trainer.weights.publish_async import BesidePublisher
+from prime_hpc.trainer.weights.write_plan import ranks_of_copy
 from prime_hpc.weight_transport.transport import VersionReader
 from tests.support.ranks import spawn
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -111,6 +113,8 @@ def work(rank: int, store: str, root: Path) -> None:
         for local_size in (4, 2):
             os.environ |= {"LOCAL_WORLD_SIZE": str(local_size), "LOCAL_RANK": str(rank % local_size)}
             for dtype in (torch.float32, torch.bfloat16):
+                # of the smaller one many rounds, in which large tensors come row by row
+                gathering.ROUND_BYTES = 128 << 20 if dtype == torch.float32 else 600
                 out = root / f"{layout} {local_size} {dtype}".replace(" ", "-")
                 policy: Any = SimpleNamespace(
                     named_weights=lambda tensors=tensors: list(tensors.items()), weights=weight_map(root / "model")
@@ -148,6 +152,53 @@ def test_published_tensors_are_the_models_bit_by_bit(tmp_path: Path) -> None:
     assert in_place["fsdp", 4] == in_place["hybrid", 4] == in_place["hybrid", 2] == everything
     assert in_place["fsdp", 2] == {"scalar", "count"}
     assert in_place["tensor-parallel", 4] == everything - {"long", "odd", f"{EXPERTS}.down_proj"}
+
+
+def gather_counted(rank: int, store: str, root: Path) -> None:
+    """Four ranks, two copies, two nodes: what each sends and receives of what only gathering brings to its file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = {name: tensor for name, tensor in whole_tensors().items() if name in SHAPES}
+    copies_across_nodes = [Shard(0), Replicate()]
+    tensors = {name: distribute_tensor(tensor, mesh, copies_across_nodes) for name, tensor in whole.items()}
+    wanted = [
+        gathering.Wanted(name, number % WORLD_SIZE, tuple(tensor.shape), torch.bfloat16, may_split=True)
+        for number, (name, tensor) in enumerate(whole.items())
+    ]
+    plan = gathering.Gathering(wanted, tensors, {name: ranks_of_copy(tensor) for name, tensor in tensors.items()})
+    moved = [0, 0]
+    exchange = dist.all_to_all_single
+
+    def counted(output: torch.Tensor, sent: torch.Tensor, *splits: Any) -> Any:
+        moved[0] += sent.nbytes
+        moved[1] += output.nbytes
+        return exchange(output, sent, *splits)
+
+    dist.all_to_all_single = counted
+    found = dict.fromkeys(whole, 0)
+    for index, box, values in plan.gather(tensors):
+        name = wanted[index].name
+        assert wanted[index].owner == rank
+        assert torch.equal(values, whole[name][tuple(slice(*ends) for ends in box)].bfloat16()), name
+        found[name] += values.numel()
+    dist.all_to_all_single = exchange
+    assert {name: n for name, n in found.items() if n} == {
+        each.name: whole[each.name].numel() for each in wanted if each.owner == rank
+    }
+    (root / f"moved-{rank}").write_text(json.dumps(moved), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def test_gathered_bytes_move_once_and_to_their_owner_alone(tmp_path: Path) -> None:
+    spawn(gather_counted, (str(tmp_path / "store"), tmp_path), WORLD_SIZE)
+    moved = [json.loads((tmp_path / f"moved-{rank}").read_text(encoding="utf-8")) for rank in range(WORLD_SIZE)]
+    # of each tensor an owner lacks the half that the other node holds: some 8 bytes each more, and a row of the largest
+    sizes = [torch.Size(shape).numel() * 2 for shape in SHAPES.values()]
+    assert sum(sent for sent, _ in moved) == sum(received for _, received in moved)
+    assert abs(sum(sent for sent, _ in moved) - sum(sizes) // 2) <= 64 + SHAPES["long"][1] * 2
+    assert max(received for _, received in moved) < sum(sizes)  # nobody has everything
 
 
 FAMILIES = ("mixtral", "minimax_m2", "hrm_text", "kimi_linear")

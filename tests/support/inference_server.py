@@ -18,6 +18,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from prime_hpc.runtime.role_context import BUS
 from prime_hpc.store.artifact import MANIFEST, ArtifactWriter
 from tests.support.runs import free_port
 from tests.support.tiny_tokenizer import make_tokenizer
@@ -89,6 +90,8 @@ class ServerProcess:
         lora: Mapping[str, Any] | None = None,
         dtype: str = "float32",
         seq_len: int = 512,
+        transport: str = "files",
+        bus: str | None = None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         tree = {
@@ -98,6 +101,7 @@ class ServerProcess:
             "model": {"name": str(model), "dtype": dtype, **({} if lora is None else {"lora": dict(lora)})},
             "orchestrator": {"sampling": {"max_tokens": 256}},
             "inference": {"cpu_kv_cache_gib": 0.25, **(inference or {})},
+            "weights": {"transport": transport},
         }
         (run_dir / "run.yaml").write_text(yaml.safe_dump(tree))
         self.key: str | None = (inference or {}).get("api_key")
@@ -114,7 +118,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": str(self.temporary)},
+                env={**os.environ, "TMPDIR": str(self.temporary), **({} if bus is None else {BUS: bus})},
             )
 
     def wait_ready(self) -> "ServerProcess":

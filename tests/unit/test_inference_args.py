@@ -69,6 +69,8 @@ def test_a_stated_cache_on_a_gpu() -> None:
     cuda = options({"kv_cache_gib": 6, "gpu_memory_utilization": 0.4}, device="cuda")
     assert cuda["--kv-cache-memory-bytes"] == [str(6 << 30)] and cuda["--gpu-memory-utilization"] == ["0.4"]
     assert "--kv-cache-memory-bytes" not in options(device="cuda")
+    assert options({"kv_offload_gib": 32}, device="cuda")["--kv-offloading-size"] == ["32.0"]
+    assert "--kv-offloading-size" not in cuda
     assert options({"kv_cache_gib": 6})["--kv-cache-memory-bytes"] == [str(1 << 30)]  # a CPU's has a key of its own
 
 

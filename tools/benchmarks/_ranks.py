@@ -35,14 +35,14 @@ def load_rank(rank: int, model: Path, rendezvous: Path, dtype: str) -> "Policy":
 
 
 @contextmanager
-def started_ranks(target: Callable[..., None], *arguments: Any) -> Iterator[Tell]:
+def started_ranks(target: Callable[..., None], *arguments: Any, num_ranks: int = NUM_RANKS) -> Iterator[Tell]:
     """Run `target(rank, *arguments, pipe)` in a process for each rank.
 
     It answers each tuple of words that it receives, and ends upon None.
     """
     context = multiprocessing.get_context("fork")  # a benchmark has no importable name; nothing computes here
     pipes, ranks = [], []
-    for rank in range(NUM_RANKS):
+    for rank in range(num_ranks):
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(rank, *arguments, theirs), daemon=True)
         process.start()

@@ -70,7 +70,7 @@ def save_model(folder: Path) -> str:
 
 
 def train(rank: int, model: Path, rendezvous: Path, pipe: Connection) -> None:
-    """One rank; does what it is told: ("begin", root, lr), ("step",), ("publish", kind, version), None."""
+    """One rank; does what it is told: ("begin", root, lr, kinds), ("step",), ("publish", kind, version), None."""
     import torch
     import torch.distributed as dist
 
@@ -102,7 +102,7 @@ def train(rank: int, model: Path, rendezvous: Path, pipe: Connection) -> None:
                     model_name=str(said[1]),
                     weights=WeightsConfig(transport=kind),
                 )
-                for kind in KINDS
+                for kind in said[3]
             }
         elif said[0] == "step":
             for parameter in parameters:
@@ -129,7 +129,7 @@ async def measure(tell: Any, url: str, written: Path, read: Path, disk: Path) ->
     from prime_hpc.store.weights import holds_changes
 
     rows: dict[str, dict[str, list[float]]] = {kind: {} for kind in KINDS}
-    tell("begin", written, LR)
+    tell("begin", written, LR, KINDS)
     first_load_s = 0.0
     async with InferenceClient(url, timeout_s=COMMAND_TIMEOUT_S) as client:
         await client.wait_ready(READY_S)
@@ -187,7 +187,7 @@ def large_lr(tell: Any, root: Path, disk: Path) -> dict[str, Any]:
     from prime_hpc.store.run_paths import RunPaths
     from prime_hpc.store.weights import holds_changes
 
-    tell("begin", root, LARGE_LR)
+    tell("begin", root, LARGE_LR, KINDS)
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     versions = range(1, NUM_WARM + NUM_ROUNDS + 1)
     for version in versions:

@@ -27,8 +27,8 @@ from typing import Any
 
 from _ranks import COMMAND_TIMEOUT_S, NUM_RANKS, load_rank, started_ranks
 
-VARIANTS = {"--delta": "_weights_delta"}
-"""`weights.transport: delta` against whole files, instead."""
+VARIANTS = {"--delta": "_weights_delta", "--gloo": "_weights_network", "--gather": "_weights_gather"}
+"""Instead: `weights.transport` `delta` or `gloo` against whole files; how what must be gathered comes to its file."""
 NUM_ROUNDS = 9
 NUM_ENGINES = 2
 VOCAB = 16_384
@@ -100,7 +100,7 @@ def trainer(model: Path, root: Path) -> Iterator[Any]:
 
 @contextmanager
 def server(
-    model: Path, root: Path, dtype: str = "float32", num_engines: int = NUM_ENGINES
+    model: Path, root: Path, dtype: str = "float32", num_engines: int = NUM_ENGINES, transport: str = "files"
 ) -> Iterator[tuple[str, int]]:
     """A vLLM server with its engines; gives its URL and process id."""
     import yaml
@@ -113,6 +113,7 @@ def server(
         "model": {"name": str(model), "dtype": dtype},
         "orchestrator": {"sampling": {"max_tokens": 64}},
         "inference": {"cpu_kv_cache_gib": 0.25, "data_parallel_size": num_engines},
+        "weights": {"transport": transport},
     }
     (root / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     with socket.socket() as probe:

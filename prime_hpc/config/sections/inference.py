@@ -63,6 +63,10 @@ class InferenceConfig(Section):
     that it shares: less, and the trainer starts when the engine is ready."""
     kv_cache_gib: float | None = Field(None, gt=0)
     """KV cache of one engine on one GPU, GiB; default: what `gpu_memory_utilization` leaves beside the weights."""
+    kv_offload_gib: float | None = Field(None, gt=0)
+    """Host memory of one engine, over all its GPUs, GiB, into which vLLM moves blocks of the KV cache that the GPU has
+    no room for, and takes them back instead of computing them again; default: none. At an update of the weights it is
+    emptied as the cache is. Not tried on GPUs."""
     cpu_kv_cache_gib: float = Field(1.0, gt=0)
     """KV cache of one engine on CPU, GiB."""
     cpu_threads: int = Field(1, ge=1)

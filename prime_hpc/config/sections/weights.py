@@ -14,6 +14,9 @@ class WeightsConfig(Section):
     changed since the one before, to the bit: of bfloat16 at learning rates of 1e-6 some percent of the bytes. Whole
     versions come between, and by themselves where too much changes. For file systems that are slower than the nodes'
     memory; costs each rank its share of the published weights in host memory, and each server's node a version's bytes
-    in its temporary directory."""
+    in its temporary directory. `gloo`, `nccl`: from the trainer's memory into vLLM's workers over the network, through
+    host memory or from GPU to GPU; files come between. Costs each rank its share of the published weights in host
+    memory (twice where versions are published beside the next step). The whole model trains, engines are vLLM's."""
     whole_interval: int = Field(32, ge=1)
-    """With `delta`: of so many versions one is whole, from which a server begins that has none or missed some."""
+    """With `delta`, `gloo` and `nccl`: of so many versions one is whole, from which a server begins that has none or
+    missed some."""

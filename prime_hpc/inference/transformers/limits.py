@@ -38,6 +38,11 @@ def _vllm_keys(experiment: Experiment) -> Iterator[Refusal]:
         ),
         "across_nodes": (servers.across_nodes == "engine_group", "there are no groups of engines", "leave it out"),
         "headless": (servers.headless, "there are no groups of engines", "leave it out"),
+        "kv_offload_gib": (
+            servers.kv_offload_gib is not None,
+            "its cache stays where it is",
+            f"leave it out, or {_VLLM}",
+        ),
         "sleep": (servers.sleep, "the engine keeps its memory", f"leave it out, or {_VLLM}"),
         "batch_invariant": (servers.batch_invariant, "it has no such kernels", f"leave it out, or {_VLLM}"),
         "compile_cache": (servers.compile_cache is not None, "nothing is compiled", "leave it out"),

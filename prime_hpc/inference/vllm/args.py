@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from prime_hpc.client.http import SERVERS_KEEP_ALIVE_S
 from prime_hpc.config.experiment import Experiment
+from prime_hpc.config.named_code import NETWORK_TRANSPORTS
 from prime_hpc.config.secret import revealed
 from prime_hpc.config.sections.inference import InferenceConfig
 from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, section
@@ -16,6 +17,11 @@ from prime_hpc.inference.backend import POLICY, REPLICA_SEED_STRIDE, section
 Device = Literal["cpu", "cuda"]
 
 WORKER_EXTENSION = "prime_hpc.inference.vllm.worker.PolicyWorker"
+RECEIVING_EXTENSION = "prime_hpc.inference.vllm.transfer_worker.ReceivingWorker"
+"""Instead, where weights come over the network."""
+
+TRANSFER_ENGINE = "prime_hpc"
+"""By which vLLM knows `transfer_engine.TransferEngine`."""
 
 GIB = 1 << 30
 
@@ -45,11 +51,13 @@ OWNED = {
     "pipeline_parallel_size": "inference.pipeline_parallel_size",
     "gpu_memory_utilization": "inference.gpu_memory_utilization",
     "kv_cache_memory_bytes": "inference.kv_cache_gib (on a CPU inference.cpu_kv_cache_gib)",
+    "kv_offloading_size": "inference.kv_offload_gib",
     "max_num_seqs": "inference.max_num_seqs",
     "enforce_eager": "inference.enforce_eager",
     "enable_sleep_mode": "inference.sleep",
     "enable_lora": "model.lora",
     "max_lora_rank": "model.lora.rank",
+    "weight_transfer_config": "weights.transport",
 }
 """vLLM arguments that the tree states elsewhere, and where."""
 
@@ -111,6 +119,9 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         "enforce_eager": config.enforce_eager if config.enforce_eager is not None else _is_eager(config, device),
         "headless": config.headless or None,
     }
+    if experiment.weights.transport in NETWORK_TRANSPORTS:
+        options["weight_transfer_config"] = {"backend": TRANSFER_ENGINE}
+        options["worker_extension_cls"] = RECEIVING_EXTENSION
     options |= _parallel_options(config) | _adapter_options(experiment)
     if device == "cpu":
         options |= {"kv_cache_memory_bytes": round(config.cpu_kv_cache_gib * GIB), **CPU_DEFAULTS}
@@ -124,6 +135,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         options["enable_sleep_mode"] = config.sleep or None
         if config.kv_cache_gib is not None:
             options["kv_cache_memory_bytes"] = round(config.kv_cache_gib * GIB)
+        options["kv_offloading_size"] = config.kv_offload_gib
     options |= {key.replace("-", "_"): value for key, value in revealed(config.vllm).items()}
     if model.head_dtype == "float32":
         options["hf_overrides"] = {**(options.get("hf_overrides") or {}), "head_dtype": "float32"}

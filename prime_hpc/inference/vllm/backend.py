@@ -38,7 +38,14 @@ class VllmBackend:
         return installed.missing()
 
     def refusals(self, experiment: Experiment) -> Iterator[Refusal]:
-        """Yield a model for whose heads vLLM has no kernels on a CPU."""
+        """Yield a model for whose heads vLLM has no kernels on a CPU, and what it has for GPUs alone."""
+        servers = experiment.inference
+        if servers is not None and servers.kv_offload_gib is not None and experiment.device == "cpu":
+            yield Refusal(
+                "inference.kv_offload_gib",
+                "on a CPU the KV cache is in host memory already, and vLLM moves none of it",
+                "leave it out, and set inference.cpu_kv_cache_gib",
+            )
         name = experiment.model.name
         size = head_size(read_config(name) or {}) if experiment.device == "cpu" else None
         if size is not None and size not in CPU_HEAD_SIZES:

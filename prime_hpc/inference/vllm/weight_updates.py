@@ -8,15 +8,18 @@ One `PolicyService` lives in the API process; `routes` calls it. An update goes:
 Up to the pause a bad version is refused and nothing has changed. Kept requests lose their key-value cache and are
 prefilled again with the new weights, so tokens before the change belong to the old version, tokens after it to the
 new one, exactly; vLLM reports the boundary in `weight_versions`. With `inference.keep_kv_cache` they go on at once with
-the keys and values that older weights made. Adapters go another way, see `adapters`.
+the keys and values that older weights made. Adapters go another way, see `adapters`; versions that the trainer sends
+over the network are received while paused instead of loaded, see `network_updates`.
 
 Engines that sleep (`inference.sleep`) are woken by the next update: weights first, then the new version into them, then
 the cache, with which sampling goes on. What they were asked for meanwhile has waited.
 """
 
 import asyncio
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +36,38 @@ from prime_hpc.inference.check_version import (
     server_scratch,
     weight_files,
 )
-from prime_hpc.inference.policy import BASE_VERSION, PolicyFailedError
+from prime_hpc.inference.policy import BASE_VERSION, PolicyFailedError, UnavailableError
 from prime_hpc.inference.readahead import read_ahead
 from prime_hpc.inference.vllm.adapters import AdapterService
+from prime_hpc.inference.vllm.network_updates import NetworkUpdates, Offer, read_offer
+from prime_hpc.runtime.role_context import BUS
+from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.store.weights import newest_with_weights
+from prime_hpc.weight_transport.network.link import TransferError
 from prime_hpc.weight_transport.transport import DEFAULT, VersionReader
 
 logger = init_logger(__name__)
 
 PHASE_TIMEOUT_S = 900.0
 """Longest that the engines may take for one phase of an update before the server gives up and ends."""
+
+PAUSE_TRIES = 50
+PAUSE_AGAIN_S = 0.02
+_BLOCKS_IN_USE = "Failed to reset KV cache"
+"""Of vLLM's message where blocks are on their way from host memory."""
+STAGE_S = 120.0
+"""Longest that requests go on while workers bring a version into pinned memory; then the pause waits for the rest."""
+STAGE_LOOK_S = 0.02
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The version that the engines hold after a pause."""
+
+    version: int
+    folder: Path
+    rows: list[dict[str, Any]]
+    """An answer of each worker."""
 
 
 class PolicyService:
@@ -72,6 +98,7 @@ class PolicyService:
         self._base_signature: Signature | None = None
         self.adapters = AdapterService(engine, models, lambda: self._base_signature)
         self._reader = VersionReader(server_scratch())
+        self._network: NetworkUpdates | None = None
         self._lock = asyncio.Lock()
         self._failure: str | None = None
         self.asleep = False
@@ -83,7 +110,10 @@ class PolicyService:
         """Label the base model's tokens with version 0 (vLLM's own label is `default`)."""
         if self._base_path is not None:
             self._base_signature = await asyncio.to_thread(read_signature, self._base_path)
-        await self._on_every_worker("policy_start")
+        num_workers = len(await self._on_every_worker("policy_start"))
+        secret = os.environ.get(BUS, "").rpartition("@")[0]
+        if self._engine.vllm_config.weight_transfer_config is not None and secret:
+            self._network = NetworkUpdates(secret, self._on_every_worker, num_workers)
         if self._keep_kv_cache:
             self._share_within_version()
         await self._engine.update_weight_version(str(BASE_VERSION))
@@ -110,6 +140,7 @@ class PolicyService:
 
         Raises:
             BadVersionError: refused; the engines go on as they were.
+            UnavailableError: not to be had now; the engines go on with a whole version.
             PolicyFailedError: the load failed half-way; the server ends.
         """
         folder = Path(path)
@@ -132,10 +163,31 @@ class PolicyService:
                 await self._wake()
                 return self._answer(changed=False)
             start = time.perf_counter()
+            if self._network is not None and (answer := await self._update_over(self._network, folder, version)):
+                return answer
             received = await asyncio.to_thread(
                 receive_version, self._reader, folder, version, self._base_signature, self._tied
             )
             return await self._load(received, version, time.perf_counter() - start)
+
+    async def _update_over(self, network: NetworkUpdates, folder: Path, version: int) -> dict[str, Any] | None:
+        """Load a version that the trainer sends; None where it is one of files, or must be read from them.
+
+        Raises:
+            UnavailableError: the trainer does not have it any more, or is gone, and it does not lie in files.
+        """
+        start = time.perf_counter()
+        offer = await asyncio.to_thread(read_offer, folder, version, self._base_signature, self._tied)
+        if offer is None:
+            return None
+        try:
+            await network.prepare(offer)
+        except TransferError as error:
+            if not offer.is_whole:
+                raise UnavailableError(f"version {version}: {error}") from error
+            logger.warning("version %d is read from its files: %s", version, error)
+            return None
+        return await self._receive(network, offer, time.perf_counter() - start)
 
     async def reload(self, name: str = POLICY) -> dict[str, Any]:
         """Go back to the base model; other names of adapters are not served any more.
@@ -220,13 +272,82 @@ class PolicyService:
         if self._failure is not None:
             raise PolicyFailedError(self._failure)
         start = time.perf_counter()
-        folder = received.published
         num_bytes = await asyncio.to_thread(read_ahead, weight_files(received.folder))
         read_s = time.perf_counter() - start
-        opened = await self._on_every_worker("policy_open", str(folder), received.transport)
+        await self._open(received)
+        open_s = time.perf_counter() - start - read_s
+
+        async def load() -> Loaded:
+            return Loaded(version, received.published, await self._on_every_worker("policy_apply"))
+
+        loaded, paused_s = await self._while_paused(load, f"version {version} from {received.published}")
+        seconds = {"check": check_s, "read": read_s, "open": open_s, "paused": paused_s}
+        logger.info(
+            "policy version %d from %s: read %.2f GB in %.3f s, paused %.3f s, %d workers",
+            version, received.published, num_bytes / 1e9, read_s, paused_s, len(loaded.rows),
+        )  # fmt: skip
+        return self._answer(changed=True, seconds={key: round(value, 4) for key, value in seconds.items()})
+
+    async def _open(self, received: Received) -> None:
+        """Have every worker open a version's files."""
+        opened = await self._on_every_worker("policy_open", str(received.published), received.transport)
         errors = [f"{row['rank']}: {row['error']}" for row in opened if "error" in row]
         if errors:
-            raise BadVersionError(f"{folder} cannot be read by {len(errors)} of {len(opened)} workers: {errors[0]}")
+            raise BadVersionError(
+                f"{received.published} cannot be read by {len(errors)} of {len(opened)} workers: {errors[0]}"
+            )
+        deadline = time.monotonic() + STAGE_S
+        while not all(row["is_staged"] for row in opened) and time.monotonic() < deadline:
+            await asyncio.sleep(STAGE_LOOK_S)
+            opened = await self._on_every_worker("policy_staged")
+
+    async def _receive(self, network: NetworkUpdates, offer: Offer, check_s: float) -> dict[str, Any]:
+        """Pause, have the trainer's ranks send a version that they hold, label, resume.
+
+        Raises:
+            UnavailableError: the transfer broke off; a whole version was loaded instead.
+        """
+        if self._failure is not None:
+            raise PolicyFailedError(self._failure)
+        broken = ""
+
+        async def receive() -> Loaded:
+            nonlocal broken
+            try:
+                return Loaded(offer.version, offer.folder, await network.receive(offer))
+            except TransferError as error:
+                broken = str(error)
+                logger.warning("version %d broke off, a whole one is loaded instead: %s", offer.version, broken)
+                await network.leave()
+                await self._on_every_worker("policy_abandon")
+                return await self._load_whole(offer)
+
+        loaded, paused_s = await self._while_paused(receive, f"version {offer.version} from the trainer")
+        if loaded.version != offer.version:
+            raise UnavailableError(f"version {offer.version} broke off ({broken}); serving version {loaded.version}")
+        logger.info(
+            "policy version %d over the network: paused %.3f s, %d workers", offer.version, paused_s, len(loaded.rows)
+        )
+        seconds = {"check": check_s, "paused": paused_s}
+        return self._answer(changed=True, seconds={key: round(value, 4) for key, value in seconds.items()})
+
+    async def _load_whole(self, offer: Offer) -> Loaded:
+        """Load the newest version that lies in files, or the base model, into engines whose weights are undefined."""
+        paths = RunPaths(offer.folder.parents[1])
+        version = await asyncio.to_thread(newest_with_weights, paths)
+        if version is not None:
+            folder = paths.weights_step(version)
+            arguments = self._reader, folder, version, self._base_signature, self._tied
+            received = await asyncio.to_thread(receive_version, *arguments)
+        elif self._base_path is not None:
+            version, received = BASE_VERSION, Received(self._base_path, DEFAULT, self._base_path)
+        else:
+            raise RuntimeError(f"{paths.weights} holds no whole version")
+        await self._open(received)
+        return Loaded(version, received.published, await self._on_every_worker("policy_apply"))
+
+    async def _while_paused(self, load: Callable[[], Awaitable[Loaded]], what: str) -> tuple[Loaded, float]:
+        """Pause, load, label, resume; returns what was loaded, and the seconds of the pause."""
         paused_at = time.perf_counter()
         try:
             if self.asleep:  # and so paused; without a cache there is room for what loading takes
@@ -234,12 +355,12 @@ class PolicyService:
             else:
                 await asyncio.wait_for(self._pause(), PHASE_TIMEOUT_S)
             try:
-                loaded = await self._on_every_worker("policy_apply")
-                await self._engine.update_weight_version(str(version))
-                self._sampling_version = version
+                loaded = await load()
+                await self._engine.update_weight_version(str(loaded.version))
+                self._sampling_version = loaded.version
             except BaseException as error:
                 # Not resumed below: tokens of undefined weights must never carry a version's name.
-                self._failure = f"loading version {version} from {folder} failed: {type(error).__name__}: {error}"
+                self._failure = f"loading {what} failed: {type(error).__name__}: {error}"
                 raise
             finally:
                 if self._failure is None and self.asleep:
@@ -248,18 +369,12 @@ class PolicyService:
                 elif self._failure is None:
                     await asyncio.wait_for(self._engine.resume_generation(), PHASE_TIMEOUT_S)
         except Exception as error:
-            self._failure = self._failure or f"pausing or resuming for version {version} failed: {error!r}"
+            self._failure = self._failure or f"pausing or resuming for {what} failed: {error!r}"
             logger.exception("the engines cannot be trusted any more")
             self._on_failure(self._failure)
             raise PolicyFailedError(self._failure) from error
-        paused_s = time.perf_counter() - paused_at
-        self.version, self.path = version, str(folder)
-        seconds = {"check": check_s, "read": read_s, "open": paused_at - start - read_s, "paused": paused_s}
-        logger.info(
-            "policy version %d from %s: read %.2f GB in %.3f s, paused %.3f s, %d workers",
-            version, folder, num_bytes / 1e9, read_s, paused_s, len(loaded),
-        )  # fmt: skip
-        return self._answer(changed=True, seconds={key: round(value, 4) for key, value in seconds.items()})
+        self.version, self.path = loaded.version, str(loaded.folder)
+        return loaded, time.perf_counter() - paused_at
 
     async def _pause(self) -> None:
         """vLLM's `pause_generation(mode="keep")` without the 20 ms that it sleeps for the order of answers: an engine
@@ -267,7 +382,17 @@ class PolicyService:
         clear = not self._keep_kv_cache
         if clear:
             await self._engine.renderer.clear_mm_cache_async()
-        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
+        for tries_left in reversed(range(PAUSE_TRIES)):
+            try:
+                # also empties what was offloaded (`inference.kv_offload_gib`): vLLM's `_reset_caches`
+                await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
+                return
+            except Exception as error:
+                # requests whose blocks come back from host memory keep them, and come on only while others do
+                if _BLOCKS_IN_USE not in str(error) or not tries_left:
+                    raise
+                await self._engine.resume_generation()
+                await asyncio.sleep(PAUSE_AGAIN_S)
 
     def _share_within_version(self) -> None:
         """Let requests share the cache of a common prefix only with those that came under the same version: new ones

@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 from prime_hpc.inference.check_version import server_scratch, weight_files
 from prime_hpc.inference.vllm import cpu_lora
+from prime_hpc.inference.vllm.pinned import CopyWithoutWaiting, PinnedStage, most_bytes
 from prime_hpc.runtime.process_memory import keep_freed_memory
 from prime_hpc.store.messaging.listeners import shut_listeners
 from prime_hpc.weight_transport.transport import VersionReader
@@ -37,6 +38,7 @@ class PolicyWorker:
     _policy_stack: contextlib.ExitStack | None = None
     _policy_handles: Sequence[Any] = ()
     _policy_reader: VersionReader | None = None
+    _policy_stage: PinnedStage | None = None
 
     if TYPE_CHECKING:
         vllm_config: VllmConfig
@@ -68,9 +70,11 @@ class PolicyWorker:
             folder: as it was published.
             transport: that made it.
 
+        On CUDA the tensors then go into pinned memory, in a thread; `policy_staged` says when they are there.
+
         Returns:
-            `{"rank", "num_tensors"}`, or `{"rank", "error"}` where a file cannot be read here. Never raises for a
-            bad file: the engine must survive it.
+            `{"rank", "num_tensors", "is_staged"}`, or `{"rank", "error"}` where a file cannot be read here. Never
+            raises for a bad file: the engine must survive it.
         """
         self._policy_close()
         stack = contextlib.ExitStack()
@@ -83,9 +87,25 @@ class PolicyWorker:
             num_tensors = sum(len(handle.keys()) for handle in handles)
         except Exception as error:  # noqa: BLE001 - safetensors raises its own type, which pickles badly across processes
             stack.close()
-            return {"rank": self._policy_rank(), "error": f"{type(error).__name__}: {error}"}
+            return {"rank": self.policy_rank(), "error": f"{type(error).__name__}: {error}"}
         self._policy_stack, self._policy_handles = stack, handles
-        return {"rank": self._policy_rank(), "num_tensors": num_tensors}
+        stage = self._policy_stage = self._policy_stage or self._new_stage()
+        if stage is not None:
+            stage.begin(handles)
+        return {"rank": self.policy_rank(), "num_tensors": num_tensors, "is_staged": stage is None}
+
+    def _new_stage(self) -> PinnedStage | None:
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cuda():
+            return None
+        config = self.vllm_config.parallel_config
+        return PinnedStage(most_bytes(config.world_size * max(1, config.data_parallel_size_local)))
+
+    def policy_staged(self) -> dict[str, Any]:
+        """Return `{"rank", "is_staged"}`: whether all that fits is in pinned memory. At once: requests go on."""
+        stage = self._policy_stage
+        return {"rank": self.policy_rank(), "is_staged": stage is None or stage.is_done}
 
     def policy_apply(self) -> dict[str, Any]:
         """Load the opened version into the model. Generation must be paused.
@@ -101,12 +121,18 @@ class PolicyWorker:
             raise RuntimeError("policy_apply without policy_open")
         try:
             model = self.model_runner.get_model()
-            prepacked = _prepacked_copies(model)
-            self.reload_weights(weights_iterator=self._policy_tensors())
-            _prepack_again(model, prepacked)
+            prepacked = prepacked_copies(model)
+            if (stage := self._policy_stage) is None:
+                self.reload_weights(weights_iterator=self._policy_tensors())
+            else:
+                stage.wait()
+                with CopyWithoutWaiting(stage):
+                    self.reload_weights(weights_iterator=self._policy_tensors())
+                torch.cuda.synchronize()  # before the stage may change, and anybody samples
+            prepack_again(model, prepacked)
         finally:
             self._policy_close()
-        return {"rank": self._policy_rank(), "seconds": round(time.perf_counter() - start, 4)}
+        return {"rank": self.policy_rank(), "seconds": round(time.perf_counter() - start, 4)}
 
     def _policy_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         tied = self.vllm_config.model_config.hf_text_config.tie_word_embeddings
@@ -115,15 +141,19 @@ class PolicyWorker:
             for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
                 names.add(name)
                 if not (tied and name == "lm_head.weight"):
-                    yield name, handle.get_tensor(name)
+                    staged = None if self._policy_stage is None else self._policy_stage.tensor(name)
+                    yield name, handle.get_tensor(name) if staged is None else staged
 
     def _policy_close(self) -> None:
         stack = self._policy_stack
         self._policy_stack, self._policy_handles = None, []
+        if self._policy_stage is not None:
+            self._policy_stage.wait()  # it reads the files
         if stack is not None:
             stack.close()
 
-    def _policy_rank(self) -> str:
+    def policy_rank(self) -> str:
+        """Name this worker among those of all engines."""
         return f"dp{self.vllm_config.parallel_config.data_parallel_index}/rank{self.rank}"
 
 
@@ -150,7 +180,7 @@ def _leave_as_it_is(layer: torch.nn.Module) -> None:
     """Instead of packing."""
 
 
-def _prepacked_copies(model: torch.nn.Module) -> Prepacked:
+def prepacked_copies(model: torch.nn.Module) -> Prepacked:
     """Return the prepacked copies of linear weights that vLLM's CPU kernels made. Weakly held: each may go as soon as
     there is a new one.
     """
@@ -159,7 +189,7 @@ def _prepacked_copies(model: torch.nn.Module) -> Prepacked:
     }
 
 
-def _prepack_again(model: torch.nn.Module, prepacked: Prepacked) -> None:
+def prepack_again(model: torch.nn.Module, prepacked: Prepacked) -> None:
     """Renew the prepacked copies of weights that vLLM's CPU kernels keep and its own reload forgets.
 
     Args:

@@ -1,13 +1,18 @@
 """Lint of the inference backend: is it here, and can it do what the experiment asks of it."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prime_hpc.config import ConfigError
 from prime_hpc.config.engine_groups import EngineRole
+from prime_hpc.config.named_code import NETWORK_TRANSPORTS
 from prime_hpc.inference.backend import load_backend
 from prime_hpc.launch.lint.lint_finding import Finding, Subject
 from prime_hpc.runtime.device import Stated, planned_device
 from prime_hpc.slurm.placement import stated_device
+
+SHARE_FOR_KV = 0.5
+"""Of a node's host memory."""
 
 
 def unknown(subject: Subject) -> Iterator[Finding]:
@@ -34,6 +39,55 @@ def abilities(subject: Subject) -> Iterator[Finding]:
             yield Finding("PH125", "error", key, f"{backend.title}: {missing}", "install it, or another backend")
 
 
+def offloaded(subject: Subject) -> Iterator[Finding]:
+    """Host memory for offloaded KV cache against that of a node; half of it is left to the rest."""
+    for group in subject.engines:
+        size = group.servers.kv_offload_gib
+        limit = min((part.mem_gib for part in subject.facts_of(group.role) if part.mem_gib), default=None)
+        if size is None or limit is None or subject.placement is None:
+            continue
+        engines: Counter[int] = Counter()
+        for placed in subject.placement.groups:
+            if placed.role == group.role:
+                for node in range(placed.first_node, placed.first_node + placed.num_nodes):
+                    engines[node] += placed.processes_per_node
+        most = max(engines.values(), default=0)
+        if most * size > limit * SHARE_FOR_KV:
+            yield Finding(
+                "PH106",
+                "error",
+                f"{group.section}.kv_offload_gib",
+                f"{most} engines on a node take {most * size:.0f} GiB of its {limit:.0f} GiB of host memory",
+                f"at most {limit * SHARE_FOR_KV / most:.0f}",
+            )
+
+
+def transport(subject: Subject) -> Iterator[Finding]:
+    """Versions that shall go over the network where they cannot."""
+    experiment, name = subject.experiment, subject.experiment.weights.transport
+    if name not in NETWORK_TRANSPORTS:
+        return
+    policies = [group for group in subject.engines if group.role == "inference"]
+    other = next((group for group in policies if group.servers.backend != "vllm"), None)
+    devices = {_device_of(subject, group.role) for group in policies}
+    on_cpu = "cpu" in devices or experiment.trainer.backend == "gloo" or experiment.device == "cpu"
+    cases = (
+        (experiment.kind != "rl", "only a run of kind rl has engines that follow each version", "files"),
+        (experiment.model.lora is not None, "adapters (model.lora) always go as files", "files"),
+        (not policies, "only servers that the run starts know the job's secret, which the trainer asks for", "files"),
+        (other is not None, "only vLLM's workers receive; the transformers backend does not", "files, or backend vllm"),
+        (name == "nccl" and on_cpu, "NCCL moves what is in GPUs, and trainer or engines are on CPUs", "gloo, or files"),
+        (
+            name == "nccl" and experiment.engines_sleep,
+            "NCCL joins no two processes on one GPU, and with inference.sleep trainer and engines share theirs",
+            "gloo, or files",
+        ),
+    )
+    for is_wrong, reason, remedy in cases:
+        if is_wrong:
+            yield Finding("PH126", "error", "weights.transport", f"{name}: {reason}", f"use {remedy}")
+
+
 def _device_of(subject: Subject, role: EngineRole) -> Stated:
     """Return the device of a group of engines: of its nodes, or of this machine. `auto`: no nodes are known."""
     if not subject.is_slurm:
@@ -42,4 +96,4 @@ def _device_of(subject: Subject, role: EngineRole) -> Stated:
     return next((group.device for group in groups if group.role == role), "auto")
 
 
-CHECKS = (abilities,)
+CHECKS = (abilities, offloaded, transport)

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import socket
-import socketserver
 import threading
 import time
 from collections import OrderedDict
@@ -31,10 +30,11 @@ from prime_hpc.store.errors import ArtifactError
 from prime_hpc.store.io.files import FileEntry
 from prime_hpc.store.manifest import MANIFEST, Manifest
 from prime_hpc.store.messaging import sockets
-from prime_hpc.store.messaging.auth import PendingClients, check, prove
+from prime_hpc.store.messaging.auth import prove
 from prime_hpc.store.messaging.bus import Bus
 from prime_hpc.store.messaging.json_lines import parse_address
 from prime_hpc.store.messaging.network import Network
+from prime_hpc.store.messaging.proven_server import ProvenRequest, ProvenServer
 
 PURPOSE = "handover"
 NUM_OFFERED = 16
@@ -69,7 +69,7 @@ class HandoverServer:
         network = Network() if network is None else network
         self._offered: OrderedDict[str, Path] = OrderedDict()
         self._lock = threading.Lock()
-        self._server: socketserver.ThreadingTCPServer | None = None
+        self._server: ProvenServer | None = None
         if bus.hub_host is None:
             return
         try:
@@ -78,17 +78,12 @@ class HandoverServer:
                 place = network.place("control")
                 self._host = place.address if place is not None else None
                 host = self._host or sockets.ALL
-            self._server = _Server(sockets.listen(host, ports=network.ports), _Request)
+            listening = sockets.listen(host, ports=network.ports)
+            self._server = ProvenServer(listening, _Request, self, bus.secret, PURPOSE)
         except (OSError, ConfigError) as error:
             logger.warning(f"batches are handed over by files alone: no socket to listen on ({error})")
             return
-        self._server.owner = self
         threading.Thread(target=self._server.serve_forever, args=(0.1,), name="handover", daemon=True).start()
-
-    @property
-    def secret(self) -> str:
-        """Known to the run's own processes."""
-        return self._bus.secret
 
     def offer(self, directory: Path) -> str | None:
         """Hand out the files of a committed artifact from now on.
@@ -125,48 +120,11 @@ class HandoverServer:
             self._server.server_close()
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    block_on_close = False
-    owner: HandoverServer
-
-    def __init__(self, listening: socket.socket, handler: type[socketserver.BaseRequestHandler]) -> None:
-        self.pending = PendingClients("handover")
-        address = listening.getsockname()
-        super().__init__(address, handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket, self.server_address = listening, address
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, once few others wait for their proof."""
-        while self.pending.is_full:
-            victim = self.pending.first_to_go()
-            if victim is not None:
-                self.pending.refuse(victim, "too many at once")
-            else:
-                time.sleep(0.01)
-        self.pending.add(request, str(client_address[0]))
-        super().process_request(request, client_address)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing of a caller that left."""
-        logger.opt(exception=True).debug(f"handover to {client_address} broke off")
-
-
-class _Request(socketserver.StreamRequestHandler):
+class _Request(ProvenRequest):
     """One connection: after the proof a JSON line asks for a file, a JSON line with its size and the bytes answer; any
     number of times."""
 
-    server: _Server
-    disable_nagle_algorithm = True
-
-    def handle(self) -> None:
-        try:
-            check(self.connection, self.server.owner.secret, PURPOSE)
-        except OSError as error:
-            self.server.pending.refuse(self.connection, str(error))
-            return
-        self.server.pending.remove(self.connection)
+    def answer(self) -> None:
         self.connection.settimeout(IO_TIMEOUT_S)
         while line := self.rfile.readline(_MAX_LINE):
             try:

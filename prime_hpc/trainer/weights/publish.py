@@ -2,24 +2,24 @@
 
 With `model.lora` a version is the adapter alone, see `lora_files.AdapterPublisher`. Else it is a safetensors file per
 rank, and every rank hands the rows that it holds of each tensor, with their places in these files, to the transport
-(`weight_transport.transport`); one whose parts lie on several nodes, or are no whole rows, is gathered and handed over
-by the rank whose file it stands in (`write_plan`). Then each rank seals what it wrote. Rank 0 adds the index,
-config.json and the tokenizer of the source model (`aux_files`) to a version that is whole, and commits.
+(`weight_transport.transport`); one whose parts lie on several nodes, or are no whole rows, comes to the rank whose file
+it stands in, which hands it over (`write_plan`, `gathering`). Then each rank seals what it wrote. Rank 0 adds the
+index, config.json and the tokenizer of the source model (`aux_files`) to a version that is whole, and commits.
 """
 
 import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from prime_hpc.config.experiment import Experiment
 from prime_hpc.config.sections.weights import WeightsConfig
 from prime_hpc.store.artifact import FileEntry, Manifest, commit_stage, fenced_stage, prepare_stage, stage_dir
 from prime_hpc.store.io import files as store_files
@@ -40,6 +40,24 @@ Sealed = tuple[dict[str, FileEntry], dict[str, Any]]
 """A rank's files, and its facts for the manifest."""
 
 
+def _is_never(version: int) -> bool:
+    return False
+
+
+def kept_versions(experiment: Experiment) -> Callable[[int], bool]:
+    """Return which versions stay for as long as the run: those of the checkpoints that the config wants, and the last.
+
+    Where `ckpt.interval` is `auto` nobody knows the steps before.
+    """
+    interval = experiment.ckpt.interval if experiment.ckpt is not None else None
+
+    def is_kept(version: int) -> bool:
+        is_saved = isinstance(interval, int) and version % interval == 0
+        return is_saved or version == experiment.max_steps
+
+    return is_kept
+
+
 class VersionPublisher(Protocol):
     """Writes weight versions."""
 
@@ -57,13 +75,21 @@ def build_publisher(
     model_name: str,
     slot: int = 0,
     weights: WeightsConfig | None = None,
+    is_kept: Callable[[int], bool] = _is_never,
 ) -> VersionPublisher:
     """Build the publisher that fits the policy; arguments as `Publisher`'s, and of a policy with adapters whose it
     is."""
     if policy.adapters is not None:
         return AdapterPublisher(policy, source, paths, incarnation=incarnation, model_name=model_name, slot=slot)
     return Publisher(
-        policy, source, paths, dtype=dtype, incarnation=incarnation, model_name=model_name, weights=weights
+        policy,
+        source,
+        paths,
+        dtype=dtype,
+        incarnation=incarnation,
+        model_name=model_name,
+        weights=weights,
+        is_kept=is_kept,
     )
 
 
@@ -80,6 +106,7 @@ class Publisher:
         incarnation: int,
         model_name: str,
         weights: WeightsConfig | None = None,
+        is_kept: Callable[[int], bool] = _is_never,
     ) -> None:
         """Args:
         policy: sharded model.
@@ -89,15 +116,24 @@ class Publisher:
         incarnation: number of the run's attempt.
         model_name: for the manifest.
         weights: names the transport; default: whole files.
+        is_kept: versions that stay for as long as the run, by its config.
         """
         self._policy, self._source, self.paths = policy, source, paths
         self._dtype, self.incarnation, self._model_name = dtype, incarnation, model_name
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         assert policy.weights is not None, "a policy from `load_policy`"
-        self._plan = plan_version(dict(policy.named_weights()), policy.weights, dtype)
-        self._aux_files = AuxFiles(self._aux_file_paths() if self._rank == 0 else {})
         weights = weights or WeightsConfig()
-        self.sender: Sender = load_transport(weights.transport).sender(weights, self._written_files(), self._rank)
+        transport = load_transport(weights.transport)
+        gathers = getattr(transport, "gathers", False)
+        if gathers and policy.weights.unused:
+            raise ValueError(
+                f"weights.transport = {weights.transport}: {source} holds tensors that the model does not use "
+                f"({policy.weights.unused[0]}, {len(policy.weights.unused)} in all), which only files carry; use files"
+            )
+        self._plan = plan_version(dict(policy.named_weights()), policy.weights, dtype, gathers=gathers)
+        self._aux_files = AuxFiles(self._aux_file_paths() if self._rank == 0 else {})
+        self.sender: Sender = transport.sender(weights, self._written_files(), self._rank)
+        self.is_kept = is_kept
 
     def publish(self, version: int) -> Manifest | None:
         """Write and commit `weights/step_<version>`.
@@ -133,7 +169,7 @@ class Publisher:
         box = [VersionForm()]
         if self._rank == 0:
             prepare_stage(final, self.incarnation, run=self.paths, file_bytes=self.file_bytes)
-            box = [self.sender.plan(version)]
+            box = [self.sender.plan(version, is_kept=self.is_kept(version))]
         dist.broadcast_object_list(box, src=0)  # the stage exists
         self._await_stage(stage)
         return box[0]
@@ -159,17 +195,8 @@ class Publisher:
 
     def local_blocks(self) -> Iterator[tuple[Place, torch.Tensor]]:
         """Return what this rank writes: places and the values as they are published, on the device. Collective."""
-        tensors = dict(self._policy.named_weights())
-        for file in self._plan.mine():
-            for name in file.tensors:
-                if name in self._plan.in_place:
-                    for offset, values in self._plan.blocks(file, name, tensors[name]):
-                        yield Place(file.name, offset, values.dtype.itemsize), values
-        for file, name in self._plan.gathered():
-            whole = gather(tensors[name], self._plan.dtype(file, name))
-            if file.owner == self._rank:
-                for offset, values in self._plan.blocks(file, name, whole):
-                    yield Place(file.name, offset, values.dtype.itemsize), values
+        for file, offset, values in self._plan.blocks(dict(self._policy.named_weights())):
+            yield Place(file.name, offset, values.dtype.itemsize), values
 
     def _written_files(self) -> list[WholeFile]:
         """Return the files into which this rank writes."""
@@ -228,12 +255,6 @@ class Publisher:
         if self._plan.has_unused:
             found[UNUSED_FILE] = self._plan.unused_file
         return found
-
-
-def gather(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the whole tensor in the published dtype; cast before communication, which it may halve. Collective."""
-    tensor = tensor.detach().to(dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class _Writer:

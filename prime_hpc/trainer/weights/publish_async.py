@@ -204,7 +204,7 @@ class BesidePublisher:
 
         def open_stage() -> None:
             prepare_stage(pending.final, publisher.incarnation, run=publisher.paths, file_bytes=publisher.file_bytes)
-            chosen[0] = publisher.sender.plan(pending.version)
+            chosen[0] = publisher.sender.plan(pending.version, is_kept=publisher.is_kept(pending.version))
 
         verdict = self._tried(open_stage) if self._rank == 0 else None
         verdict, form = self._side.broadcast((verdict, chosen[0]))

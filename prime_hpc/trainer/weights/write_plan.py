@@ -4,7 +4,7 @@ A file per rank, which owns it: it writes the header and seals it. A tensor stan
 that holds a part of it holds whole rows, and all of them are on one node, each writes its rows to their place
 ("in place"): nothing is sent, and nobody needs memory for the whole tensor. Of a tensor with several copies (hybrid
 sharding, replicated parameters) the ranks of the owner's own copy write. Everything else (matrices that are split by
-columns, or stored transposed, shards spread over nodes) is gathered for its owner.
+columns, or stored transposed, shards spread over nodes) comes to its owner, and to it alone (`gathering`).
 """
 
 import math
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from prime_hpc.store.model_files import SINGLE
 from prime_hpc.trainer.model.conversions import LM_HEAD, Box, Piece, WeightMap
 from prime_hpc.trainer.model.hf_checkpoint import inside, local_box
+from prime_hpc.trainer.weights.gathering import Gathering, Wanted
 from prime_hpc.trainer.weights.safetensors_layout import (
     DTYPES,
     SafetensorsLayout,
@@ -53,11 +54,19 @@ class VersionPlan:
         weights: WeightMap,
         in_place: set[str],
         copies: Mapping[str, list[int]],
+        tensors: Mapping[str, torch.Tensor],
     ) -> None:
         self.files, self.in_place = files, in_place
         self._stored: Mapping[str, list[Piece]] = weights.pieces
         self._weights, self._copies = weights, copies
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._gathered = [(file, name) for file in files for name in file.tensors if name not in in_place]
+        self._gathering = Gathering([self._wanted(*each, tensors) for each in self._gathered], tensors, copies)
+
+    def _wanted(self, file: VersionFile, name: str, tensors: Mapping[str, torch.Tensor]) -> Wanted:
+        keeps_rows = all(piece.keeps_rows(file.layout.specs[piece.name].shape) for piece in self._stored[name])
+        dtype = file.layout.specs[self._stored[name][0].name].dtype
+        return Wanted(name, file.owner, tuple(tensors[name].shape), dtype, may_split=keeps_rows)
 
     @property
     def file_bytes(self) -> int:
@@ -72,36 +81,51 @@ class VersionPlan:
     def _owners_rows(self, file: VersionFile) -> bool:
         return any(name in self.in_place and file.owner in self._copies[name] for name in file.tensors)
 
-    def gathered(self) -> list[tuple[VersionFile, str]]:
-        """Tensors that must be gathered, in the order in which all ranks do it."""
-        return [(file, name) for file in self.files for name in file.tensors if name not in self.in_place]
-
-    def blocks(self, file: VersionFile, name: str, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Return what this rank writes of a tensor: offsets in the file, and the values that belong there.
+    def blocks(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[VersionFile, int, torch.Tensor]]:
+        """Return what this rank writes: files, offsets in them, and the values that belong there, on the device.
+        Collective: every rank takes all of its own.
 
         Args:
-            file: that it stands in.
-            name: of the tensor.
-            tensor: the model's; or whole, once it was gathered.
+            tensors: the model's, sharded or not.
         """
+        for file in self.mine():
+            for name in file.tensors:
+                if name in self.in_place:
+                    yield from self._own_rows(file, name, tensors[name])
+        for index, box, values in self._gathering.gather(tensors):
+            yield from self._cut(*self._gathered[index], box, values)
+
+    def _own_rows(
+        self, file: VersionFile, name: str, tensor: torch.Tensor
+    ) -> Iterator[tuple[VersionFile, int, torch.Tensor]]:
+        """Return what this rank holds of a tensor, unless others write it."""
         box, local = local_box(tensor), tensor.detach()
         if isinstance(local, DTensor):
             if file.owner not in self._copies[name]:  # the owner's own copy is written by others
                 return
             local = local.to_local()
-        elif name in self.in_place and file.owner != self._rank:
+        elif file.owner != self._rank:
             return
+        yield from self._cut(file, name, box, local)
+
+    def _cut(
+        self, file: VersionFile, name: str, box: Box, values: torch.Tensor
+    ) -> Iterator[tuple[VersionFile, int, torch.Tensor]]:
+        """Return the places in a file of a part of one of the model's tensors.
+
+        Args:
+            file: in which the tensor stands.
+            name: of the tensor.
+            box: place of the part in the tensor.
+            values: of the part.
+        """
         for piece in self._stored[name]:
             part = piece.within(box)
             if part is None:
                 continue
             spec = file.layout.specs[piece.name]
-            for element, values in runs(part.stored, spec.shape, part.to_stored(local[inside(part.model, box)])):
-                yield file.layout.offset(piece.name) + element * spec.dtype.itemsize, values.to(spec.dtype)
-
-    def dtype(self, file: VersionFile, name: str) -> torch.dtype:
-        """In which a tensor is published."""
-        return file.layout.specs[self._stored[name][0].name].dtype
+            for element, run in runs(part.stored, spec.shape, part.to_stored(values[inside(part.model, box)])):
+                yield file, file.layout.offset(piece.name) + element * spec.dtype.itemsize, run.to(spec.dtype)
 
     @property
     def has_unused(self) -> bool:
@@ -161,7 +185,9 @@ def runs(box: Box, shape: Sequence[int], values: torch.Tensor) -> Iterator[tuple
         yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), values[index]
 
 
-def plan_version(policy_tensors: Mapping[str, torch.Tensor], weights: WeightMap, dtype: torch.dtype) -> VersionPlan:
+def plan_version(
+    policy_tensors: Mapping[str, torch.Tensor], weights: WeightMap, dtype: torch.dtype, *, gathers: bool = False
+) -> VersionPlan:
     """Share the tensors out. Collective over the default process group.
 
     Parameters leave in `dtype`, which the computation used; buffers, which no mixed precision rounds, as they came.
@@ -170,6 +196,7 @@ def plan_version(policy_tensors: Mapping[str, torch.Tensor], weights: WeightMap,
         policy_tensors: by the model's names, sharded or not.
         weights: what of the checkpoint that training began with they are made of: so they leave.
         dtype: of the published floating-point parameters.
+        gathers: every rank gets the whole of its file, so that no other writes into it.
 
     Raises:
         ValueError: a dtype that no file can hold; names that are not the checkpoint's.
@@ -187,8 +214,10 @@ def plan_version(policy_tensors: Mapping[str, torch.Tensor], weights: WeightMap,
         files.append(VersionFile(name, rank, [name for group in held for name in group.names], layout))
     names = [name for group in groups for name in group.names]
     copies = {name: ranks_of_copy(policy_tensors[name]) for name in names}
-    in_place = _agreed_in_place({name: policy_tensors[name] for name in names}, copies, weights)
-    return VersionPlan(files, weights, in_place, copies)
+    in_place: set[str] = set()
+    if not gathers:
+        in_place = _agreed_in_place({name: policy_tensors[name] for name in names}, copies, weights)
+    return VersionPlan(files, weights, in_place, copies, policy_tensors)
 
 
 @dataclass(frozen=True)

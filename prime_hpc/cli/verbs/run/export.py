@@ -17,7 +17,7 @@ from prime_hpc.store.errors import StoreError
 from prime_hpc.store.export import COMPRESSIONS, export_batches
 from prime_hpc.store.run_dirs import find_run
 from prime_hpc.store.run_paths import RunPaths
-from prime_hpc.store.weights import holds_changes, list_versions
+from prime_hpc.store.weights import holds_changes, list_versions, went_over_network
 from prime_hpc.weight_transport.delta_image import restore
 
 MERGE_TIMEOUT_S = 24 * 3600.0
@@ -59,6 +59,11 @@ def _merge(experiment: Experiment, paths: RunPaths, values: dict[str, str]) -> i
     """Write a version as one model directory; an adapter's in a process of its own: it needs torch."""
     versions, wanted = list_versions(paths), values["--merged"]
     version = max(versions, default=None) if wanted == "latest" else int(wanted) if wanted.isdigit() else None
+    if version is not None and version in versions and went_over_network(paths.weights_step(version)):
+        raise ConfigError(
+            f"version {version} went to the engines over the network alone; of a run with weights.transport = "
+            f"{experiment.weights.transport} the versions of checkpoints and the last are whole"
+        )
     if experiment.model.lora is None and (
         version is None or version not in versions or not holds_changes(paths.weights_step(version))
     ):

@@ -1,0 +1,119 @@
+"""A process group of one trainer rank, which is rank 0 and sends, and the workers of one server.
+
+It knows nothing of torch's default group, of which every process has one of its own. Rendezvous is a store of torch's
+in the sender, below a name that only the two ends of a proven connection know.
+"""
+
+import datetime
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from prime_hpc.store.messaging import sockets
+from prime_hpc.store.messaging.network import Network, route_to
+
+JOIN_S = 30.0
+"""Longest that one end waits for the others."""
+BUCKET_S = 60.0
+"""Longest that one bucket may take: what a peer costs that has stopped, and does not say so."""
+
+
+def listen(host: str, network: Network) -> "tuple[dist.TCPStore, int]":
+    """Open the store of a group that is to be: it, and its port.
+
+    Args:
+        host: address of this node.
+        network: names the ports that may be taken.
+
+    Raises:
+        OSError: no port is free.
+    """
+    listening = sockets.listen(host, ports=network.ports)
+    port = listening.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=JOIN_S),
+        master_listen_fd=listening.detach(),
+        use_libuv=True,
+    )
+    return store, port
+
+
+def connect(host: str, port: int) -> "dist.TCPStore":
+    """Reach the store of a sender.
+
+    Raises:
+        RuntimeError: torch's own, where nobody answers.
+    """
+    timeout = datetime.timedelta(seconds=JOIN_S)
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+class Group:
+    """Sends from rank 0 to all others. Every method may raise a RuntimeError of torch's, and is of no use after it."""
+
+    def __init__(
+        self, store: "dist.TCPStore", name: str, rank: int, size: int, backend: str, peer: str, device: torch.device
+    ) -> None:
+        """Join. Returns when all have come.
+
+        Args:
+            store: of the sender.
+            name: of the group, below which it is written there.
+            rank, size: 0 is the sender.
+            backend: `gloo` or `nccl`.
+            peer: an address of the other side, to which this node's own way leads.
+            device: of the tensors.
+        """
+        self._store = store
+        self.device = device if backend == "nccl" else torch.device("cpu")
+        prefixed = dist.PrefixStore(name, store)
+        timeout = datetime.timedelta(seconds=JOIN_S)
+        options: Any
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group: Any = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = timeout
+            # not by the interface that the environment names: that is of the process's own groups
+            here = route_to(peer)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=here.address if here else peer)]
+            self._group = dist.ProcessGroupGloo(prefixed, rank, size, options)
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        """Send to all, or receive; returns when it is done.
+
+        Args:
+            values: contiguous, of `device`.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = datetime.timedelta(seconds=BUCKET_S)
+        work = self._group.broadcast([values], options)
+        work.wait()
+        if self.device.type == "cuda":
+            _await_device(self.device)
+
+    def close(self) -> None:
+        """Leave; a second time does no harm."""
+        group, self._group = self._group, None
+        if group is not None and hasattr(group, "abort"):
+            group.abort()
+
+
+def _await_device(device: torch.device) -> None:
+    """Until the device has done what was queued, or the time of a bucket is over."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    deadline = time.monotonic() + BUCKET_S
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"a bucket did not arrive within {BUCKET_S:.0f} s")
+        time.sleep(0.0002)

@@ -1,0 +1,94 @@
+"""What is in pinned memory before a pause, and that its copies do not wait; with plain memory instead of pinned."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prime_hpc.inference.vllm import pinned
+from prime_hpc.inference.vllm.pinned import CopyWithoutWaiting, PinnedStage
+
+
+class Recorded(TorchDispatchMode):
+    """Below the mode under test: the copies that it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.waits.append(not (args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def handles(tmp_path: Path) -> Iterator[list[Any]]:
+    generator = torch.Generator().manual_seed(0)
+    first = {"a": torch.randn(64, 8, generator=generator), "b": torch.randn(9, generator=generator).bfloat16()}
+    save_file(first, tmp_path / "1.safetensors")
+    save_file({"c": torch.randn(100, 16, generator=generator)}, tmp_path / "2.safetensors")
+    opened = [safe_open(tmp_path / f"{n}.safetensors", framework="pt") for n in (1, 2)]
+    yield opened
+
+
+def plain(made: list[int]) -> pinned.Allocate:
+    def allocate(size: int) -> torch.Tensor:
+        made.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    return allocate
+
+
+def test_all_is_there_before_the_pause_in_one_buffer_for_every_version(handles: list[Any]) -> None:
+    made: list[int] = []
+    stage = PinnedStage(1 << 20, plain(made))
+    for _ in range(3):
+        stage.begin(handles)
+        stage.wait()
+        assert stage.is_done
+        for handle in handles:
+            for name in handle.keys():  # noqa: SIM118
+                found, expected = stage.tensor(name), handle.get_tensor(name)
+                assert found is not None and torch.equal(found, expected) and found.dtype == expected.dtype
+                assert stage.holds(found) and stage.holds(found[1:]) and not stage.holds(expected)
+    assert len(made) == 1
+
+
+def test_what_does_not_fit_stays_in_its_file(handles: list[Any]) -> None:
+    made: list[int] = []
+    stage = PinnedStage(4096, plain(made))
+    stage.begin(handles)
+    stage.wait()
+    assert made == [4096]
+    assert stage.tensor("a") is not None and stage.tensor("c") is None
+
+
+def test_a_file_that_cannot_be_read_is_left_to_who_loads_it() -> None:
+    class Broken:
+        def keys(self) -> list[str]:
+            raise OSError("stale file handle")
+
+    stage = PinnedStage(4096, plain([]))
+    stage.begin([Broken()])
+    stage.wait()
+    assert stage.is_done and stage.tensor("a") is None
+
+
+def test_only_copies_of_what_is_there_do_not_wait(handles: list[Any]) -> None:
+    stage = PinnedStage(1 << 20, plain([]))
+    stage.begin(handles)
+    stage.wait()
+    staged, mapped = stage.tensor("a"), handles[0].get_tensor("a")
+    assert staged is not None
+    parameter = torch.empty(32, 8)
+    with Recorded() as below, CopyWithoutWaiting(stage) as mode:
+        parameter.copy_(mapped[:32])
+        parameter.copy_(staged.narrow(0, 32, 32))  # as a loader of a tensor-parallel rank does
+    assert below.waits == [True, False] and mode.num_copies == 1
+    assert torch.equal(parameter, mapped[32:])

@@ -1,0 +1,331 @@
+"""A server's updates over the network: a real sender, links and groups; engines whose workers only keep what comes."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from prime_hpc.config.sections.weights import WeightsConfig
+from prime_hpc.inference.check_version import BadVersionError
+from prime_hpc.inference.policy import PolicyFailedError, UnavailableError
+from prime_hpc.inference.vllm.transfer_engine import DTYPES
+from prime_hpc.inference.vllm.weight_updates import PolicyService
+from prime_hpc.runtime.role_context import BUS
+from prime_hpc.store.model_files import stored_tensors
+from prime_hpc.store.run_paths import RunPaths
+from prime_hpc.trainer.model.conversions import Piece, WeightMap
+from prime_hpc.trainer.weights.publish import Publisher
+from prime_hpc.weight_transport.network import sender as network_sender
+from prime_hpc.weight_transport.network.group import Group, connect
+from prime_hpc.weight_transport.network.layout import buckets, read_layout
+
+NUM_WORKERS = 2
+
+
+class Worker:
+    """One worker: its "model" is the tensors that it was given last."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.groups, self.files = rank, [], []
+        self.model: dict[str, torch.Tensor] = {}
+        self.breaks = False
+
+    def policy_start(self) -> None:
+        """Nothing."""
+
+    def policy_join(self, said: dict[str, Any]) -> dict[str, Any]:
+        cpu = torch.device("cpu")
+        self.groups = [
+            Group(
+                connect(w["host"], w["port"]),
+                w["name"],
+                1 + self.rank,
+                said["size"],
+                said["backend"],
+                w["host"],
+                cpu,
+            )
+            for w in said["groups"]
+        ]
+        return {"rank": str(self.rank)}
+
+    def policy_receive(self, part: dict[str, Any], is_first: bool, is_last: bool) -> dict[str, Any]:
+        if is_first:
+            self.model = {}
+        for bucket in buckets(read_layout(Path(part["layout"]))):
+            first = bucket[0].begin
+            values = torch.empty(bucket[-1].end - first, dtype=torch.uint8)
+            self.groups[part["index"]].broadcast(values)
+            for entry in bucket:
+                tensor = values[entry.begin - first : entry.end - first].view(DTYPES[entry.dtype]).view(entry.shape)
+                self.model[entry.name] = tensor
+        return {"rank": str(self.rank)} | ({"error": "gone"} if self.breaks else {})
+
+    def policy_abandon(self) -> dict[str, Any]:
+        self.model = {}
+        return {"rank": str(self.rank)}
+
+    def policy_open(self, folder: str, transport: str) -> dict[str, Any]:
+        self.files = sorted(Path(folder).glob("*.safetensors"))
+        return {"rank": str(self.rank), "is_staged": True}
+
+    def policy_apply(self) -> dict[str, Any]:
+        self.model = {name: tensor for file in self.files for name, tensor in load_file(file).items()}
+        return {"rank": str(self.rank)}
+
+
+class Engine:
+    """vLLM's client, as far as updates need it."""
+
+    def __init__(self, model: Path) -> None:
+        self.workers = [Worker(rank) for rank in range(NUM_WORKERS)]
+        self.said: list[str] = []
+        self.num_busy = 0
+        self._pool = ThreadPoolExecutor(NUM_WORKERS)
+        text = SimpleNamespace(tie_word_embeddings=False)
+        self.model_config = SimpleNamespace(hf_text_config=text, model=str(model))
+        self.vllm_config = SimpleNamespace(
+            weight_transfer_config=SimpleNamespace(backend="prime_hpc"), lora_config=None
+        )
+        self.engine_core = self.renderer = self
+
+    async def call_utility_all_async(self, method: str, name: str, timeout: Any, args: Any, kwargs: Any) -> Any:
+        self.said.append(name)
+        loop = asyncio.get_running_loop()
+        calls = [loop.run_in_executor(self._pool, getattr(worker, name), *args) for worker in self.workers]
+        return [[row] for row in await asyncio.gather(*calls)]
+
+    async def update_weight_version(self, version: str) -> None:
+        self.said.append(f"label {version}")
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        self.said.append("pause")
+        if self.num_busy:
+            self.num_busy -= 1
+            raise RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
+
+    async def resume_generation(self) -> None:
+        self.said.append("resume")
+
+    async def clear_mm_cache_async(self) -> None:
+        """Nothing is cached."""
+
+
+class World:
+    """A trainer of one rank, and a server."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.run = root, RunPaths(root / "run")
+        base = root / "base"
+        base.mkdir()
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"w": (33, 7), "x": (5,), "y": (40, 16)}
+        self.tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        save_file(self.tensors, base / "model.safetensors")
+        (base / "config.json").write_text("{}", encoding="utf-8")
+        self.base = base
+        self.publisher = self.new_publisher()
+        self.engine = Engine(base)
+        self.failures: list[str] = []
+        engine: Any = self.engine
+        self.service = PolicyService(engine, SimpleNamespace(), base, self.failures.append)
+
+    def new_publisher(self, incarnation: int = 0) -> Publisher:
+        stored = stored_tensors(self.base)
+        weights = WeightMap(stored, {name: [Piece.whole(name, tensor.shape)] for name, tensor in stored.items()})
+        policy: Any = SimpleNamespace(named_weights=lambda: list(self.tensors.items()), weights=weights)
+        return Publisher(
+            policy,
+            self.base,
+            self.run,
+            dtype=torch.float32,
+            incarnation=incarnation,
+            model_name="ours",
+            weights=WeightsConfig(transport="gloo"),
+        )
+
+    def publish(self, version: int) -> dict[str, torch.Tensor]:
+        for tensor in self.tensors.values():
+            tensor += 1.5
+        self.publisher.publish(version)
+        return {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    async def update(self, version: int) -> dict[str, Any]:
+        return await self.service.update(str(self.run.weights_step(version)), version)
+
+    def serves(self, expected: dict[str, torch.Tensor]) -> bool:
+        return all(
+            worker.model.keys() == expected.keys()
+            and all(torch.equal(worker.model[name], tensor) for name, tensor in expected.items())
+            for worker in self.engine.workers
+        )
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setenv(BUS, "the-secret-of-the-job@127.0.0.1:1")
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield World(tmp_path)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_versions_come_paused_and_joined_once(world: World) -> None:
+    async def go() -> None:
+        await world.service.start()
+        for version in (1, 2, 3):
+            expected = world.publish(version)
+            assert (world.run.weights_step(version) / "model.safetensors").exists() == (version == 1)
+            answer = await world.update(version)
+            assert answer["version"] == version and answer["changed"] and answer["seconds"]["paused"] > 0
+            assert world.serves(expected)
+            assert not (await world.update(version))["changed"]
+
+    asyncio.run(go())
+    once = ["policy_receive", "label {}", "resume"]
+    assert world.engine.said[2:] == [
+        "policy_join",
+        *(word.format(version) for version in (1, 2, 3) for word in ("pause", *once)),
+    ]
+
+
+def test_a_version_that_broke_off_is_a_whole_one_instead_and_then_joins_anew(world: World) -> None:
+    async def go() -> None:
+        await world.service.start()
+        first = world.publish(1)
+        await world.update(1)
+        expected = world.publish(2)
+        world.engine.workers[1].breaks = True
+        with pytest.raises(UnavailableError, match="version 2 broke off .*serving version 1"):
+            await world.update(2)
+        assert world.service.version == 1 and world.serves(first) and world.engine.said[-1] == "resume"
+        assert world.engine.said[-5:-1] == ["policy_abandon", "policy_open", "policy_apply", "label 1"]
+        world.engine.workers[1].breaks = False
+        assert (await world.update(2))["version"] == 2 and world.serves(expected)
+        assert world.engine.said.count("policy_join") == 2
+        assert not world.failures
+
+    asyncio.run(go())
+
+
+def test_without_any_whole_version_the_base_model_stands_in(world: World) -> None:
+    async def go() -> None:
+        await world.service.start()
+        world.publish(1)
+        world.publish(2)
+        for file in world.run.weights_step(1).iterdir():
+            file.unlink()
+        world.run.weights_step(1).rmdir()
+        world.engine.workers[0].breaks = True
+        with pytest.raises(UnavailableError, match="serving version 0"):
+            await world.update(2)
+        assert world.serves(load_file(world.base / "model.safetensors")) and not world.failures
+
+    asyncio.run(go())
+
+
+def test_nothing_is_paused_for_what_the_trainer_no_longer_has(world: World) -> None:
+    async def go() -> None:
+        await world.service.start()
+        world.publish(1)
+        world.publish(2)
+        world.publish(3)
+        for version in (2, 2):
+            with pytest.raises(UnavailableError, match="has another version by now"):
+                await world.update(version)
+        assert (await world.update(1))["seconds"]["read"] >= 0  # which lies in files
+        assert world.engine.said.count("pause") == 1
+        world.publisher.sender.close()  # type: ignore[attr-defined]
+        with pytest.raises(UnavailableError):
+            await world.update(3)
+        assert world.service.version == 1 and not world.failures
+
+    asyncio.run(go())
+
+
+def test_another_attempt_is_joined_anew_and_its_first_version_is_whole(world: World) -> None:
+    async def go() -> None:
+        await world.service.start()
+        world.publish(1)
+        await world.update(1)
+        world.publisher = world.new_publisher(incarnation=0)
+        expected = world.publish(2)
+        assert (world.run.weights_step(2) / "model.safetensors").exists()
+        await world.update(2)
+        assert world.serves(expected) and world.engine.said.count("policy_join") == 2
+
+    asyncio.run(go())
+
+
+def test_what_is_no_version_of_this_model_is_refused(world: World) -> None:
+    async def go() -> None:
+        await world.service.start()
+        world.publish(1)
+        world.publish(2)
+        header = world.run.weights_step(2) / "model.safetensors.header"
+        header.write_bytes(header.read_bytes()[:-40])
+        with pytest.raises(BadVersionError):
+            await world.update(2)
+        assert "pause" not in world.engine.said
+
+    asyncio.run(go())
+
+
+def test_the_next_version_waits_for_who_holds_this_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_sender, "HOLD_S", 0.2)
+
+    async def go() -> None:
+        await world.service.start()
+        world.publish(1)
+        world.publish(2)
+        network = world.service._network
+        assert network is not None
+        from prime_hpc.inference.vllm.network_updates import read_offer
+
+        offer = read_offer(world.run.weights_step(2), 2, None, False)
+        assert offer is not None
+        await network.prepare(offer)  # and never says that it has it
+        expected = await asyncio.to_thread(world.publish, 3)  # not for ever
+        await world.update(3)  # was cut off, joins anew
+        assert world.serves(expected)
+
+    asyncio.run(go())
+
+
+def test_a_pause_waits_for_blocks_that_come_back_from_host_memory(world: World) -> None:
+    async def go() -> None:
+        await world.service.start()
+        expected = world.publish(1)
+        world.engine.num_busy = 2
+        await world.update(1)
+        assert world.serves(expected) and not world.failures
+        assert world.engine.said[2:7] == ["policy_join", *["pause", "resume"] * 2][:5]
+
+    asyncio.run(go())
+
+
+def test_engines_that_die_end_the_server(world: World) -> None:
+    async def go() -> None:
+        await world.service.start()
+        world.publish(1)
+        world.publish(2)
+
+        def dies(*_: Any) -> None:
+            raise RuntimeError("engine core died")
+
+        world.engine.workers[0].policy_receive = dies  # type: ignore[method-assign, assignment]
+        with pytest.raises(PolicyFailedError, match="engine core died"):
+            await world.update(2)
+        assert len(world.failures) == 1 and "resume" not in world.engine.said
+
+    asyncio.run(go())
