@@ -9,7 +9,9 @@ from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
 from prime_hpc.envs.workers.frames import FrameError
 
 _ARRAYS = {"token_ids": "int32", "loss_mask": "bool", "logprobs": "float32", "versions": "int32", "roles": "uint8"}
-"""Fields of a `Sample` that are arrays, and of what."""
+"""Fields of a `Sample` that are vectors, and of what."""
+_ROUTED = "routed"
+"""An array whose type and shape travel with it."""
 _RESULT = tuple(field.name for field in fields(EpisodeResult))
 _SAMPLE = tuple(field.name for field in fields(Sample))
 
@@ -25,6 +27,8 @@ def _sample_to_plain(sample: Sample) -> dict[str, Any]:
     for name, kind in _ARRAYS.items():
         if plain[name] is not None:
             plain[name] = np.ascontiguousarray(plain[name], dtype=kind).tobytes()
+    if sample.routed is not None:
+        plain[_ROUTED] = [str(sample.routed.dtype), list(sample.routed.shape), sample.routed.tobytes()]
     return plain
 
 
@@ -46,6 +50,9 @@ def _sample_from_plain(plain: dict[str, Any]) -> Sample:
     for name, kind in _ARRAYS.items():
         if plain[name] is not None:
             arrays[name] = np.frombuffer(bytearray(plain[name]), dtype=kind)  # a bytearray: it may be written to
+    if plain[_ROUTED] is not None:
+        kind, shape, content = plain[_ROUTED]
+        arrays[_ROUTED] = np.frombuffer(bytearray(content), dtype=kind).reshape(shape)
     sample = Sample(**(plain | arrays))
     if len({len(array) for array in arrays.values()}) != 1:
         raise ValueError("the arrays of a sample differ in length")

@@ -1,9 +1,11 @@
 """A transformers model that computes some tokens of many sequences in one forward pass, over rows of a cache."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
@@ -11,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 from prime_hpc.inference.check_version import BadVersionError, Signature
 from prime_hpc.inference.transformers.cache import LayerShape, RowCache, Window, layer_shapes
 from prime_hpc.inference.transformers.limits import model_problem
+from prime_hpc.moe.routers import moe_layers, use_float32_routers
 
 GIB = 1 << 30
 OVERHEAD_GIB = 1.0
@@ -39,6 +42,8 @@ class BatchModel:
         gpu_share: float = 0.9,
         trust_remote_code: bool = False,
         float32_head: bool = False,
+        float32_routers: bool = False,
+        records_experts: bool = False,
     ) -> None:
         """Load a model and take the memory of its cache.
 
@@ -52,6 +57,8 @@ class BatchModel:
             gpu_share: of a GPU's memory that may be taken.
             trust_remote_code: run code that comes with the weights.
             float32_head: logits are products in float32 (`model.head_dtype`).
+            float32_routers: routers multiply in float32 (`model.router_dtype`).
+            records_experts: keep the experts that each pass sends its tokens to (`chosen`).
 
         Raises:
             ValueError: the model cannot be served in a batch, or not one sequence fits.
@@ -69,6 +76,11 @@ class BatchModel:
         self.tied = bool(config.get_text_config().tie_word_embeddings)
         self._picks: tuple[torch.Tensor, torch.Tensor] | None = None
         self._hook_head(float32_head)
+        if float32_routers:
+            use_float32_routers(self.hf)
+        self.chosen: np.ndarray | None = None
+        """uint8 or uint16 [rows, width, layers, k], the experts of the tokens of the last pass; None: not recorded."""
+        self._choices: dict[int, torch.Tensor] | None = self._hook_experts() if records_experts else None
         shapes = self._shapes()
         self.token_bytes = sum(shape.num_values for shape in shapes) * dtype.itemsize
         self.num_rows = self._count_rows(self._room(cache_gib, gpu_share), max_rows)
@@ -115,6 +127,8 @@ class BatchModel:
             )
         finally:
             self._picks = None
+        if self._choices is not None:
+            self.chosen = self._stack_choices(len(ids), width)
         return out.logits[:, 0].float()[: len(picks)]
 
     @torch.inference_mode()
@@ -217,6 +231,34 @@ class BatchModel:
         head.register_forward_pre_hook(pick)
         if float32_head:
             head.forward = in_float32
+
+    def _hook_experts(self) -> dict[int, torch.Tensor]:
+        """Keep what each layer's experts are given, by the layer's index.
+
+        Raises:
+            ValueError: the model has no experts.
+        """
+        choices: dict[int, torch.Tensor] = {}
+        layers = moe_layers(self.hf)
+        if not layers:
+            raise ValueError(f"trainer.router_replay: {type(self.hf).__name__} has no experts; leave it out")
+
+        def keep(index: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            choices[index] = inputs[1]
+
+        for layer in layers:
+            layer.experts.register_forward_pre_hook(functools.partial(keep, layer.index))
+        self._num_experts = max(int(cast("int", layer.experts.num_experts)) for layer in layers)
+        return choices
+
+    def _stack_choices(self, num_rows: int, width: int) -> np.ndarray:
+        assert self._choices is not None
+        k = next(iter(self._choices.values())).shape[-1]
+        kind = np.uint8 if self._num_experts <= 256 else np.uint16
+        found = np.zeros((num_rows, width, self.hf.config.get_text_config().num_hidden_layers, k), kind)
+        for index, chosen in self._choices.items():
+            found[:, :, index] = chosen.reshape(num_rows, width, k).cpu().numpy()
+        return found
 
     @torch.inference_mode()
     def _shapes(self) -> list[LayerShape]:

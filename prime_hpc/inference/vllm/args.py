@@ -49,6 +49,7 @@ OWNED = {
     "enforce_eager": "inference.enforce_eager",
     "enable_sleep_mode": "inference.sleep",
     "enable_lora": "model.lora",
+    "enable_return_routed_experts": "trainer.router_replay",
     "max_lora_rank": "model.lora.rank",
 }
 """vLLM arguments that the tree states elsewhere, and where."""
@@ -110,6 +111,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager if config.enforce_eager is not None else _is_eager(config, device),
         "headless": config.headless or None,
+        "enable_return_routed_experts": experiment.replays_routers or None,
     }
     options |= _parallel_options(config) | _adapter_options(experiment)
     if device == "cpu":
@@ -127,6 +129,8 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
     options |= {key.replace("-", "_"): value for key, value in revealed(config.vllm).items()}
     if model.head_dtype == "float32":
         options["hf_overrides"] = {**(options.get("hf_overrides") or {}), "head_dtype": "float32"}
+    if model.router_dtype == "float32":
+        options["additional_config"] = {**(options.get("additional_config") or {}), "router_dtype": "float32"}
     return [token for key, value in options.items() for token in _flag(key, value)]
 
 
@@ -162,6 +166,8 @@ def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[
         if device == "cpu":
             raise ValueError("inference.batch_invariant: vLLM has such kernels for GPUs alone; leave it out on a CPU")
         env["VLLM_BATCH_INVARIANT"] = "1"
+    if experiment.replays_routers and device == "cuda":
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that records experts
     if device == "cpu":
         env |= {
             # `auto` would pin every engine to the first cores.

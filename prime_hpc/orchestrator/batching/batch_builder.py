@@ -21,8 +21,8 @@ from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.episodes import Episode
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.store.batch.packing import pack, pack_rows
-from prime_hpc.store.batch.rank_batch import RankBatch
-from prime_hpc.store.batch.shared_prefixes import find_sharing
+from prime_hpc.store.batch.rank_batch import SPECS, RankBatch
+from prime_hpc.store.batch.shared_prefixes import find_sharing, token_keys
 
 EPISODE_BITS = 12
 """A sample's id is position << 12 | episode: unique over the whole run and traceable to its prompt."""
@@ -203,7 +203,8 @@ def build_ranks(
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int64)
     sharing = None
     if share_prefixes and not single_rows:
-        sharing = find_sharing([s.sample.token_ids for s in samples], [s.group_id for s in samples])
+        keys = [token_keys(s.sample.token_ids, s.sample.routed) for s in samples]
+        sharing = find_sharing(keys, [s.group_id for s in samples])
     deal = pack_rows if single_rows else partial(pack, sharing=sharing)
     assignment = deal(lengths, num_ranks, micro_batch_tokens)
     if isinstance(sampling, SamplingConfig):
@@ -241,8 +242,21 @@ def _rank_batch(
         top_ks=np.array([s.top_k or 0 for s in how], dtype=np.int32) if truncates else None,
         min_ps=np.array([s.min_p for s in how], dtype=np.float32) if truncates else None,
         rollout_tokens=np.array([s.rollout_tokens for s in chosen], dtype=np.int32) if in_pieces else None,
+        routed=_routed(samples, chosen),
         totals=totals,
     )
+
+
+def _routed(samples: Sequence[TrainSample], chosen: Sequence[TrainSample]) -> NDArray[Any] | None:
+    """Join the recorded experts of a rank's sequences; None where no sequence of the batch has any."""
+    like = next((s.sample.routed for s in samples if s.sample.routed is not None), None)
+    if like is None:
+        return None
+    spec, parts = SPECS["routed"], [like[:0]]
+    for s in chosen:
+        routed = s.sample.routed
+        parts.append(spec.stand_in(s.sample.num_tokens, like, 0) if routed is None else routed)
+    return np.concatenate(parts)
 
 
 def _concat(arrays: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:

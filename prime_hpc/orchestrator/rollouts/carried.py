@@ -37,6 +37,7 @@ MOST_BYTES = 1 << 30
 _ARRAYS = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 _TOKEN_BYTES = 14
 _ROLES = "roles"
+_ROUTED = "routed"
 _META = "meta"
 _DAMAGE = (LookupError, TypeError, AttributeError, OSError, EOFError, RuntimeError, struct.error, zipfile.BadZipFile)
 """A byte that is wrong may be of the archive itself."""
@@ -56,9 +57,10 @@ class CarriedGroup:
         return max(versions, default=-1)
 
     @property
-    def num_tokens(self) -> int:
-        """Of all its samples."""
-        return sum(sample.num_tokens for result in self.results for sample in result.samples)
+    def num_bytes(self) -> int:
+        """Of the arrays of all its samples, in a file."""
+        samples = [sample for result in self.results for sample in result.samples]
+        return sum(_TOKEN_BYTES * s.num_tokens + (0 if s.routed is None else s.routed.nbytes) for s in samples)
 
 
 def encode_groups(groups: Sequence[CarriedGroup], meta: Mapping[str, Any]) -> bytes:
@@ -72,6 +74,9 @@ def encode_groups(groups: Sequence[CarriedGroup], meta: Mapping[str, Any]) -> by
     text = json.dumps({**meta, "format": FORMAT, "groups": rows})
     buffer = io.BytesIO()
     content: dict[str, Any] = {_META: np.frombuffer(text.encode(), np.uint8), _ROLES: _joined(roles, np.uint8)}
+    routed = [sample.routed for sample in samples if sample.routed is not None]
+    if routed and len(routed) == len(samples):
+        content[_ROUTED] = np.concatenate(routed)
     np.savez(buffer, **content, **arrays)
     return buffer.getvalue()
 
@@ -87,7 +92,7 @@ def decode_groups(content: bytes) -> tuple[list[CarriedGroup], dict[str, Any]]:
             meta = json.loads(found[_META].tobytes())
             if meta.get("format") != FORMAT:
                 raise ValueError(f"format {meta.get('format')}, this version reads {FORMAT}")
-            arrays = {name: found[name] for name in (*_ARRAYS, _ROLES)}
+            arrays = {name: found[name] for name in (*_ARRAYS, _ROLES, _ROUTED) if name != _ROUTED or name in found}
         rows, groups, offset = meta.pop("groups"), [], 0
         for row in rows:
             results = []
@@ -161,7 +166,7 @@ class GroupCarrier:
         kept, size = [], 0
         for group in [*(group for _, groups in self._batches for group in groups), *complete]:
             carried = CarriedGroup(group.prompt, [slot.result for slot in group.slots if slot is not None])
-            size += _TOKEN_BYTES * carried.num_tokens
+            size += carried.num_bytes
             if size > MOST_BYTES:
                 break
             kept.append(carried)
@@ -221,6 +226,8 @@ def state_digest(state: Mapping[str, Any]) -> str:
 def _config_digest(exp: Experiment) -> str:
     """Sum of all that says how rollouts are sampled and scored."""
     told = exp.model_dump(mode="json", include={"kind", "seed", "seq_len", "model", "orchestrator"})
+    if exp.trainer.router_replay:
+        told["router_replay"] = True
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -231,6 +238,6 @@ def _joined(parts: Sequence[np.ndarray], kind: Any) -> np.ndarray:
 def _row(result: EpisodeResult) -> dict[str, Any]:
     """Plain JSON of a result; its samples without their arrays."""
     row = {field.name: getattr(result, field.name) for field in fields(result) if field.name != "samples"}
-    names = [field.name for field in fields(Sample) if field.name not in (*_ARRAYS, _ROLES)]
+    names = [field.name for field in fields(Sample) if field.name not in (*_ARRAYS, _ROLES, _ROUTED)]
     samples = [{name: getattr(s, name) for name in names} | {"length": s.num_tokens} for s in result.samples]
     return row | {"state": result.state.value, "samples": samples}
