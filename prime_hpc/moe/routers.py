@@ -64,9 +64,9 @@ def _gate(layer: MoeLayer) -> nn.Module | None:
     num_experts: Any = layer.experts.num_experts
     for name, module in layer.block.named_modules():
         weight = getattr(module, "weight", None)
-        if "expert" not in name and isinstance(weight, torch.Tensor) and weight.ndim == 2:
-            if weight.shape[0] == num_experts:
-                return module
+        is_matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2
+        if "expert" not in name and is_matrix and weight.shape[0] == num_experts:
+            return module
     return None
 
 

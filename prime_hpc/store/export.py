@@ -65,8 +65,8 @@ def export_batches(
     Columns: step, policy_version (that the batch trains), rank, micro_batch, env, every column of the table
     `rank_batch.SPECS` (temperature, reward, sample_id, group_id, top_p (1: off), top_k and min_p (0: off), ...),
     num_tokens, num_loss_tokens, lag_max (versions between the oldest sampled token and policy_version; 0 where nothing
-    was sampled), and as a list each field of that table with one value a token (token_ids, loss_mask, logprobs, versions
-    (-1: not sampled), advantages, ...; null where the batch does not have it).
+    was sampled), and as a list each field of that table with one value a token (token_ids, loss_mask, logprobs,
+    versions (-1: not sampled), advantages, ...; null where the batch does not have it).
 
     Args:
         paths: the run.

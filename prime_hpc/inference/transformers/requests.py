@@ -197,7 +197,7 @@ def token_answer(job: Job, done: Sequence[Running]) -> dict[str, Any]:
 
 
 def _routed_experts(sequence: Running) -> str | None:
-    """Recorded experts as vLLM sends them: numpy's file format in base64, of all tokens but the last one."""
+    """Encode recorded experts as vLLM sends them: numpy's file format in base64, of all tokens but the last one."""
     if not sequence.routed:
         return None
     with io.BytesIO() as buffer:

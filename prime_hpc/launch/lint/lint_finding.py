@@ -39,6 +39,7 @@ CODES = {
     "PH123": "more pipeline stages than layers",
     "PH124": "what the inference backend cannot do",
     "PH125": "an inference backend that is not here",
+    "PH126": "routers of a mixture of experts",
     "PH201": "group baseline of one rollout",
     "PH202": "batch smaller than the ranks",
     "PH203": "orchestrator concurrency",

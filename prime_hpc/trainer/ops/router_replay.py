@@ -1,4 +1,4 @@
-"""Router replay: each token goes to the experts to which the engine sent it when it was sampled (`trainer.router_replay`).
+"""Router replay (`trainer.router_replay`): a token goes to the experts to which the engine sent it when it sampled.
 
 Engine and trainer round differently, and a router turns a last bit into another expert: the log-probability of a token
 then jumps, and with it the importance ratio. Here the choice is the engine's, and the weights of the chosen experts are
@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from prime_hpc.moe.routers import MoeLayer, moe_layers
+from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, RankBatch
 
 
 class _Active:
@@ -57,6 +58,26 @@ def install(hf: Any) -> int:
     return len(layers)
 
 
+def check_recorded(hf: Any, batch: RankBatch) -> None:
+    """Raise a ValueError for a batch whose recorded experts cannot be those of a causal LM, or that has none."""
+    layers, routed = moe_layers(hf), batch.routed
+    if routed is None:
+        if (batch.versions != NOT_SAMPLED).any():
+            raise ValueError(
+                "trainer.router_replay: the batch holds no recorded experts: it was sampled without the option, or by "
+                "a server that does not record them; leave the option out for it"
+            )
+        return
+    last, num_experts = layers[-1].index, min(int(getattr(layer.experts, "num_experts", 0)) for layer in layers)
+    known = routed != np.iinfo(routed.dtype).max
+    if routed.shape[1] <= last or int(routed.max(initial=0, where=known)) >= num_experts:
+        most = int(routed.max(initial=0, where=known))
+        raise ValueError(
+            f"trainer.router_replay: experts up to {most} in {routed.shape[1]} layers are recorded, the model has "
+            f"{num_experts} in {last + 1} layers: the engines serve another one"
+        )
+
+
 @torch.compiler.disable  # experts are outside of compiled graphs, and their router with them
 def _forward(forward: Callable[..., Any], layer: MoeLayer, *args: Any, **kwargs: Any) -> Any:
     if _Active.routed is None:
@@ -76,7 +97,7 @@ class _Choices(TorchFunctionMode):
     """Replaces the experts that a router chooses."""
 
     def __init__(self, routed: torch.Tensor, num_experts: int) -> None:
-        """Recorded experts int16 [tokens, k], -1 where none are, of so many."""
+        """Take recorded experts, int16 [tokens, k], -1 where none are; there are so many."""
         super().__init__()
         self._routed, self._num_experts = routed.long(), num_experts
         self.num_replaced = 0
