@@ -232,7 +232,7 @@ def parse_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], np.
 
 
 def _routing_of(choice: Mapping[str, Any], num_tokens: int) -> np.ndarray | None:
-    """Return the recorded experts of a call that saw and sampled so many tokens.
+    """Return the recorded experts of a call that saw and sampled so many tokens; None where it was aborted.
 
     Raises:
         ProviderError: they are of others: this is no server of ours.
@@ -241,6 +241,8 @@ def _routing_of(choice: Mapping[str, Any], num_tokens: int) -> np.ndarray | None
         found = parse_routing(choice)
     except RoutingError as error:
         raise ProviderError(str(error)) from error
+    if choice.get("finish_reason") == "abort":
+        return None
     if found is not None and len(found) != num_tokens - 1:
         raise ProviderError(f"the server recorded the experts of {len(found)} tokens, of {num_tokens - 1} expected")
     return found
