@@ -89,9 +89,10 @@ class ServerProcess:
         lora: Mapping[str, Any] | None = None,
         dtype: str = "float32",
         seq_len: int = 512,
+        tree: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        tree = {
+        stated: dict[str, Any] = {
             "kind": "rl",
             "name": run_dir.name,
             "seq_len": seq_len,
@@ -99,7 +100,9 @@ class ServerProcess:
             "orchestrator": {"sampling": {"max_tokens": 256}},
             "inference": {"cpu_kv_cache_gib": 0.25, **(inference or {})},
         }
-        (run_dir / "run.yaml").write_text(yaml.safe_dump(tree))
+        for section, keys in (tree or {}).items():
+            stated[section] = {**stated.get(section, {}), **keys}
+        (run_dir / "run.yaml").write_text(yaml.safe_dump(stated))
         self.key: str | None = (inference or {}).get("api_key")
         """As the config states it; None: the server makes its own."""
         self.run_dir = run_dir

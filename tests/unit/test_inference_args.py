@@ -78,6 +78,13 @@ def test_a_float32_head_is_the_engines_too() -> None:
     assert json.loads(*given["--hf-overrides"]) == {"rope_theta": 1e6, "head_dtype": "float32"}
 
 
+def test_routers_are_the_engines_too() -> None:
+    assert not {"--additional-config", "--enable-return-routed-experts"} & options().keys()
+    given = options({"vllm": {"additional_config": {"a": 1}}}, model={"name": "m", "router_dtype": "float32"})
+    assert json.loads(*given["--additional-config"]) == {"a": 1, "router_dtype": "float32"}
+    assert options(trainer={"router_replay": True})["--enable-return-routed-experts"] == []
+
+
 def test_parallelism_and_key() -> None:
     found = options(
         {
