@@ -41,6 +41,8 @@ def test_a_mixture_of_experts_is_told_to_follow_the_engines_choice(model: Path) 
     assert found({"trainer": FOLLOWS, "model": {"router_dtype": "float32"}}) == []
     assert found({"trainer": FOLLOWS, "model": {"lora": {}}}) == [("error", "trainer.router_replay")]
     assert found({"trainer": FOLLOWS, "kind": "sft"}) == [("error", "trainer.router_replay")]
+    (model / "config.json").write_text(json.dumps(LLAMA_8B | experts | {"model_type": "phimoe"}))
+    assert found({}) == [] and found({"trainer": FOLLOWS}) == [("error", "trainer.router_replay")]
 
 
 SLURM = "slurm"

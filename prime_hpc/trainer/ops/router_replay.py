@@ -112,11 +112,10 @@ class _Choices(TorchFunctionMode):
         return result
 
     def _is_choice(self, scores: torch.Tensor, result: Any) -> bool:
-        """Return whether a `topk` is over the experts of every token: others are over groups of them."""
-        return scores.shape[-1] == self._num_experts and result.indices.numel() == self._routed.numel()
+        """Return whether a `topk` is over all experts of every token: others are over groups of them, or in groups."""
+        return scores.shape[-1] == self._num_experts and result.indices.shape == self._routed.shape
 
     def _replace(self, scores: torch.Tensor, live: torch.Tensor) -> Any:
         self.num_replaced += 1
-        routed = self._routed.view(live.shape)
-        chosen = torch.where(routed < 0, live, routed)
+        chosen = torch.where(self._routed < 0, live, self._routed)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))  # type: ignore[attr-defined]
