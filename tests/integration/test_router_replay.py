@@ -41,14 +41,14 @@ def test_in_bfloat16_only_replayed_experts_are_as_close_as_a_dense_model(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_that_learns_nothing_keeps_the_engines_probabilities(tmp_path: Path, backend: str) -> None:
-    """Three versions of equal weights, each loaded into the engine; multi-token replies of groups that share prompts."""
+    """Three versions of equal weights, each loaded into the engine; replies of groups that share prompts."""
     tree = {
         "output_dir": str(tmp_path),
         "name": "run",
         "seq_len": 128,
         "max_steps": 3,
         "model": {
-            "name": str(make_tiny_model(tmp_path / "model", experts=8)),
+            "name": str(make_tiny_model(tmp_path / "model", experts=8, expert_width=32)),
             "dtype": "float32",
             "router_dtype": "float32",
         },

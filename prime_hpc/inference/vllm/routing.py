@@ -74,7 +74,7 @@ def record(runner: Any, config: "VllmConfig") -> None:
 
 
 def _rows_of(runner: Any, scheduler_output: Any) -> Any:
-    """Which tokens of which request each row of the step was: the second runner's names for it."""
+    """Say which token of which request each row of the step was, by the second runner's names."""
     batch, counts = runner.input_batch, scheduler_output.num_scheduled_tokens
     requests = list(batch.req_ids)
     ends = np.cumsum([counts[request] for request in requests])
