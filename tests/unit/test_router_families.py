@@ -8,8 +8,8 @@ import torch
 
 from prime_hpc.config.families import family_of
 from prime_hpc.launch.lint.router_rules import OTHER_ROUTERS
+from prime_hpc.moe import replay
 from prime_hpc.moe.routers import moe_layers, use_float32_routers
-from prime_hpc.trainer.ops import router_replay
 from tests.support.every_family import CannotBuildError, family_names, tiny_config, tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
@@ -30,7 +30,7 @@ def mixtures() -> Iterator[tuple[str, Any]]:
 
 
 def logits(model: Any, routed: torch.Tensor | None) -> torch.Tensor:
-    with torch.no_grad(), router_replay.replaying(routed):
+    with torch.no_grad(), replay.replaying(routed):
         found: torch.Tensor = model(input_ids=IDS, use_cache=False).logits
     return found
 
@@ -48,7 +48,7 @@ def judge(model: Any) -> str:
         live[:, index] = chosen
     try:
         use_float32_routers(model)
-        router_replay.install(model)
+        replay.install(model)
         same = logits(model, live)
     except ValueError as error:
         return str(error)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from prime_hpc.config.families import Family, family_of
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.trainer import SMALL_LOGITS
+from prime_hpc.moe import replay
 from prime_hpc.moe.routers import use_float32_routers
 from prime_hpc.store.model_files import StoredTensor, other_vocabulary, quantised, stored_tensors
 from prime_hpc.trainer.batching.micro_batches import MicroBatch
@@ -29,7 +30,7 @@ from prime_hpc.trainer.model.conversions import WeightMap, map_weights
 from prime_hpc.trainer.model.hf_checkpoint import check_tied, read_tensors
 from prime_hpc.trainer.model.rotary import pin_rotary
 from prime_hpc.trainer.model.self_test import self_test
-from prime_hpc.trainer.ops import attention, router_replay
+from prime_hpc.trainer.ops import attention
 from prime_hpc.trainer.ops.context_parallel import gather_targets
 from prime_hpc.trainer.ops.fp8 import check_device
 from prime_hpc.trainer.ops.logprobs import VocabShard, token_logprobs
@@ -107,7 +108,7 @@ class Policy(nn.Module):
     def packing(self, batch: MicroBatch) -> Any:
         """Context in which the forward and backward pass of `batch` must run."""
         packed = attention.packing(batch.packing, self._attn, self.parallel.cp)
-        return _both(packed, router_replay.replaying(batch.routed)) if self.replays_routers else packed
+        return _both(packed, replay.replaying(batch.routed)) if self.replays_routers else packed
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
         """Names and tensors as a HF checkpoint holds them: parameters, tied ones once, and persistent buffers."""
@@ -279,7 +280,7 @@ def load_policy(
     if config.router_dtype == "float32":
         use_float32_routers(policy.hf)
     if replays_routers:
-        router_replay.install(policy.hf)
+        replay.install(policy.hf)
         policy.replays_routers = True
     policy.pads_rows = kernel is attention.padded_attention
     policy.exact_logits = config.head_dtype == "float32"
