@@ -56,10 +56,10 @@ def install(hf: Any) -> int:
 def _forward(forward: Callable[..., Any], layer: MoeLayer, *args: Any, **kwargs: Any) -> Any:
     if _Active.routed is None:
         return forward(*args, **kwargs)
-    if layer.index >= _Active.routed.shape[1]:
-        raise ValueError(f"experts are recorded for {_Active.routed.shape[1]} layers, the model has {layer.index + 1}")
+    if layer.number >= _Active.routed.shape[1]:
+        raise ValueError(f"experts are recorded for {_Active.routed.shape[1]} layers, the model has {layer.number + 1}")
     num_experts: Any = layer.experts.num_experts
-    with _Choices(_Active.routed[:, layer.index], num_experts) as choices:
+    with _Choices(_Active.routed[:, layer.number], num_experts) as choices:
         output = forward(*args, **kwargs)
     if choices.num_replaced != 1:
         kind = type(layer.block).__name__
@@ -92,4 +92,4 @@ class _Choices(TorchFunctionMode):
     def _replace(self, scores: torch.Tensor, live: torch.Tensor) -> Any:
         self.num_replaced += 1
         chosen = torch.where(self._routed < 0, live, self._routed)
-        return torch.return_types.topk((scores.gather(-1, chosen), chosen))  # type: ignore[attr-defined]
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))

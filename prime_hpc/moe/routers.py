@@ -20,7 +20,7 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 class MoeLayer(NamedTuple):
     """A layer of the model with experts."""
 
-    index: int
+    number: int
     """Of the transformer block that it is in, over all of the model."""
     block: nn.Module
     """Holds router and experts, and weighs what the experts compute."""
@@ -64,8 +64,9 @@ def _gate(layer: MoeLayer) -> nn.Module | None:
     num_experts: Any = layer.experts.num_experts
     for name, module in layer.block.named_modules():
         weight = getattr(module, "weight", None)
-        is_matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2
-        if "expert" not in name and is_matrix and weight.shape[0] == num_experts:
+        if not isinstance(weight, torch.Tensor) or "expert" in name:
+            continue
+        if weight.ndim == 2 and weight.shape[0] == num_experts:
             return module
     return None
 

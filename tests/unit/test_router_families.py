@@ -39,10 +39,10 @@ def judge(model: Any) -> str:
     """`follows`; else the reason."""
     layers, seen = moe_layers(model), {}
     for layer in layers:
-        layer.experts.register_forward_pre_hook(lambda _, args, i=layer.index: seen.__setitem__(i, args[1].clone()))
+        layer.experts.register_forward_pre_hook(lambda _, args, i=layer.number: seen.__setitem__(i, args[1].clone()))
     want = logits(model, None)
     k = next(iter(seen.values())).shape[-1]
-    count, num_experts = layers[-1].index + 1, min(int(getattr(m.experts, "num_experts", 0)) for m in layers)
+    count, num_experts = layers[-1].number + 1, min(int(getattr(m.experts, "num_experts", 0)) for m in layers)
     live = torch.full((IDS.numel(), count, k), -1, dtype=torch.int16)
     for index, chosen in seen.items():
         live[:, index] = chosen

@@ -272,7 +272,7 @@ class BatchModel:
             choices[index] = inputs[1]
 
         for layer in layers:
-            layer.experts.register_forward_pre_hook(functools.partial(keep, layer.index))
+            layer.experts.register_forward_pre_hook(functools.partial(keep, layer.number))
         self._num_experts = max(int(cast("int", layer.experts.num_experts)) for layer in layers)
         return choices
 

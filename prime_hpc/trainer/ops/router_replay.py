@@ -23,7 +23,7 @@ def check_recorded(hf: Any, batch: RankBatch) -> None:
                 "a server that does not record them; leave the option out for it"
             )
         return
-    last, num_experts = layers[-1].index, min(int(getattr(layer.experts, "num_experts", 0)) for layer in layers)
+    last, num_experts = layers[-1].number, min(int(getattr(layer.experts, "num_experts", 0)) for layer in layers)
     known = routed != np.iinfo(routed.dtype).max
     if routed.shape[1] <= last or int(routed.max(initial=0, where=known)) >= num_experts:
         most = int(routed.max(initial=0, where=known))
