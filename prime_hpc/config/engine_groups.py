@@ -31,8 +31,8 @@ def engine_roles(experiment: Experiment) -> list[EngineRole]:
 
 def served_by(experiment: Experiment, role: EngineRole) -> Experiment:
     """Return the experiment as a group of engines sees it: `model`, `inference`, `inference_gpu_ids` and
-    `slurm.inference` are the group's own. The teacher has no adapter and room for one token more than the longest
-    sample."""
+    `slurm.inference` are the group's own. The teacher has no adapter, records nothing of its routers, and has room for
+    one token more than the longest sample."""
     servers, teacher = experiment.teacher_inference, experiment.orchestrator.teacher
     if role == "inference":
         return experiment
@@ -43,7 +43,8 @@ def served_by(experiment: Experiment, role: EngineRole) -> Experiment:
     }
     return experiment.model_copy(
         update={
-            "model": experiment.model.model_copy(update={"name": teacher.model, "lora": None}),
+            "model": experiment.model.model_copy(update={"name": teacher.model, "lora": None, "router_dtype": "model"}),
+            "trainer": experiment.trainer.model_copy(update={"router_replay": False}),
             "inference": servers.model_copy(update=own),
             "teacher_inference": None,
             "inference_gpu_ids": experiment.teacher_gpu_ids,

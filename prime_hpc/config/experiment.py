@@ -144,6 +144,11 @@ class Experiment(Section):
         return self.kind != "sft" or self.orchestrator.eval is not None
 
     @property
+    def replays_routers(self) -> bool:
+        """True if engines record to which experts they send tokens, for a trainer that sends them there, too."""
+        return self.kind == "rl" and self.trainer.router_replay
+
+    @property
     def trains(self) -> bool:
         """True if the run has a trainer."""
         return self.kind not in ALONE

@@ -125,8 +125,10 @@ class SourceRunner:
             turns = [turn for trace_id in traces for turn in policy.take_turns(trace_id)]
         duration_s = time.monotonic() - started
         versions = {id(turn.logprobs): turn.versions for turn in turns}
+        routings = {id(turn.logprobs): turn.routed for turn in turns if turn.routed is not None}
         versions_of = None if self.target.chat is not None else lambda node: versions.get(id(node.logprobs))
-        result = episode_result(episode, versions_of, duration_s)
+        routing_of = (lambda node: routings.get(id(node.logprobs))) if routings else None
+        result = episode_result(episode, versions_of, duration_s, routing_of)
         if self.target.keep_messages and result.state is EpisodeState.COMPLETED:
             return replace(result, conversations=conversations_of(episode))
         return result

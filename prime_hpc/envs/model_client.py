@@ -26,6 +26,7 @@ from prime_hpc.client.http import HttpClient, NoAnswerError
 from prime_hpc.client.inference import BARE_LOGPROBS
 from prime_hpc.client.versions import VersionSpanError, versions_from_spans
 from prime_hpc.envs.rendering import PromptRenderer
+from prime_hpc.envs.routing import RoutingError, parse_routing
 from prime_hpc.runtime.event_loops import loop_time
 
 NO_LOGPROB = -9999.0
@@ -58,6 +59,8 @@ class SampledTurn:
     """The very list that the reply's graph node holds: it tells which node this is."""
     versions: np.ndarray
     """int32 [num sampled tokens]."""
+    routed: np.ndarray | None = None
+    """Experts of the prompt and all sampled tokens but the last one, see `envs.routing`; None: not recorded."""
 
 
 class PolicyClient(Client):
@@ -144,7 +147,8 @@ class PolicyClient(Client):
         choice = await self._generate(body, session_id)
         completion_ids, logprobs, versions = parse_choice(choice)
         if session_id is not None:
-            self._turns.setdefault(session_id, []).append(SampledTurn(logprobs, versions))
+            turn_facts = SampledTurn(logprobs, versions, _routing_of(choice, len(prompt_ids) + len(completion_ids)))
+            self._turns.setdefault(session_id, []).append(turn_facts)
         wire_tools = [tool_to_wire(tool) for tool in tools] or None
         parsed = self.renderer.renderer.parse_response(completion_ids, prompt_ids=prompt_ids, tools=wire_tools)
         finish_reason = choice.get("finish_reason")
@@ -225,6 +229,23 @@ def parse_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], np.
     except VersionSpanError as error:
         raise ProviderError(str(error)) from error
     return ids, logprobs, versions
+
+
+def _routing_of(choice: Mapping[str, Any], num_tokens: int) -> np.ndarray | None:
+    """Return the recorded experts of a call that saw and sampled so many tokens; None where it was aborted.
+
+    Raises:
+        ProviderError: they are of others: this is no server of ours.
+    """
+    try:
+        found = parse_routing(choice)
+    except RoutingError as error:
+        raise ProviderError(str(error)) from error
+    if choice.get("finish_reason") == "abort":
+        return None
+    if found is not None and len(found) != num_tokens - 1:
+        raise ProviderError(f"the server recorded the experts of {len(found)} tokens, of {num_tokens - 1} expected")
+    return found
 
 
 def _logprobs_of(choice: Mapping[str, Any], ids: list[int]) -> list[Any]:

@@ -9,13 +9,14 @@ engine saw, in order. A sampled message that several branches share is trained o
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 
 from prime_hpc.client.versions import VersionSpanError
+from prime_hpc.envs.routing import RoutingError, RoutingOf, branch_routing
 
 VersionsOf = Callable[[Any], np.ndarray | None]
 """Policy versions (int32 [num sampled tokens]) of a sampled message node, None when the engine's answer is unknown."""
@@ -58,6 +59,10 @@ class Sample:
     """Index of this sequence's trace among the episode's trained ones."""
     roles: np.ndarray | None = field(default=None, metadata={"dtype": np.uint8})
     """uint8 [L], `TOOL` or `USER` where a message after the first reply said the token, 0 elsewhere."""
+
+    routed: np.ndarray | None = None
+    """uint8 or uint16 [L, layers, k], the experts to which the engine sent each token: see `RankBatch.routed`; None
+    where it does not record them."""
 
     @property
     def num_tokens(self) -> int:
@@ -174,16 +179,20 @@ def _find_trace_problem(trace: Any) -> Problem | None:
     return None
 
 
-def trace_samples(trace: Any, versions_of: VersionsOf, number: int = 0) -> list[Sample]:
+def trace_samples(
+    trace: Any, versions_of: VersionsOf, number: int = 0, routing_of: RoutingOf | None = None
+) -> list[Sample]:
     """Training samples of one trace, one per branch that has something to train.
 
     Args:
         trace: a finished verifiers trace with tokens (any renderer, any number of branches).
         versions_of: policy versions of a sampled node.
         number: of the trace in its episode.
+        routing_of: recorded experts of a sampled node; None: nobody records them.
 
     Raises:
         VersionSpanError: a sampled node's versions are unknown or of the wrong number.
+        RoutingError: its recorded experts are of other tokens.
     """
     if not trace.agent.trainable:
         return []
@@ -197,7 +206,9 @@ def trace_samples(trace: Any, versions_of: VersionsOf, number: int = 0) -> list[
         if not any(first_time):
             continue
         trained.update(id(node) for node, first in zip(branch.nodes, first_time, strict=True) if first)
-        samples.append(_branch_sample(branch.nodes, first_time, trace, versions_of, number, said))
+        sample = _branch_sample(branch.nodes, first_time, trace, versions_of, number, said)
+        routed = None if routing_of is None else branch_routing(branch.nodes, routing_of)
+        samples.append(sample if routed is None else replace(sample, routed=routed))
     return samples
 
 
@@ -246,7 +257,9 @@ def _branch_sample(
     )
 
 
-def episode_result(episode: Any, versions_of: VersionsOf | None, duration_s: float) -> EpisodeResult:
+def episode_result(
+    episode: Any, versions_of: VersionsOf | None, duration_s: float, routing_of: RoutingOf | None = None
+) -> EpisodeResult:
     """Judge a finished episode and turn it into samples. Never raises for a bad episode: that is what a result says.
 
     Args:
@@ -254,15 +267,17 @@ def episode_result(episode: Any, versions_of: VersionsOf | None, duration_s: flo
         versions_of: policy versions of a sampled node; None: an API replied, which names no tokens, so there are no
             samples and nothing is usable for training.
         duration_s: wall-clock seconds.
+        routing_of: recorded experts of a sampled node; None: nobody records them.
     """
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     problem = find_problem(episode)
     samples: list[Sample] = []
     if problem is None and versions_of is not None:
         try:
-            samples = [s for number, trace in enumerate(traces) for s in trace_samples(trace, versions_of, number)]
-        except VersionSpanError as error:
-            problem = Problem(EpisodeState.FAILED, _one_line(str(error)), "VersionSpanError")
+            for number, trace in enumerate(traces):
+                samples += trace_samples(trace, versions_of, number, routing_of)
+        except (VersionSpanError, RoutingError) as error:
+            problem = Problem(EpisodeState.FAILED, _one_line(str(error)), type(error).__name__)
         else:
             problem = _find_sample_problem(samples)
     rewards = [float(trace.reward) for trace in traces]

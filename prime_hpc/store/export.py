@@ -29,7 +29,7 @@ _BEFORE = {"step": "int32", "policy_version": "int32", "rank": "int32", "micro_b
 _AFTER = {"num_tokens": "int32", "num_loss_tokens": "int32", "lag_max": "int32"}
 _PER_SEQUENCE = {spec.column: name for name, spec in SPECS.items() if spec.column}
 """Column -> field of the batch."""
-_PER_TOKEN = [name for name, spec in SPECS.items() if spec.per == "token"]
+_PER_TOKEN = [name for name, spec in SPECS.items() if spec.per == "token" and not spec.trailing]
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def export_batches(
     Columns: step, policy_version (that the batch trains), rank, micro_batch, env, every column of the table
     `rank_batch.SPECS` (temperature, reward, sample_id, group_id, top_p (1: off), top_k and min_p (0: off), ...),
     num_tokens, num_loss_tokens, lag_max (versions between the oldest sampled token and policy_version; 0 where nothing
-    was sampled), and as a list each field of that table with a value a token (token_ids, loss_mask, logprobs, versions
-    (-1: not sampled), advantages, ...; null where the batch does not have it).
+    was sampled), and as a list each field of that table with one value a token (token_ids, loss_mask, logprobs,
+    versions (-1: not sampled), advantages, ...; null where the batch does not have it).
 
     Args:
         paths: the run.
@@ -80,7 +80,7 @@ def export_batches(
         StoreError: no pyarrow, disk full.
     """
     arrow = require_pyarrow()
-    kinds = {name: getattr(arrow, _ARROW[spec.dtype])() for name, spec in SPECS.items()}
+    kinds = {name: getattr(arrow, _ARROW[spec.dtype])() for name, spec in SPECS.items() if not spec.trailing}
     schema = arrow.schema(
         [
             *((name, getattr(arrow, kind)()) for name, kind in _BEFORE.items()),

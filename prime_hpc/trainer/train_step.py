@@ -34,6 +34,7 @@ from prime_hpc.trainer.batching.rows import group_rows
 from prime_hpc.trainer.lora import use_slot, without_adapter
 from prime_hpc.trainer.model.policy import Policy
 from prime_hpc.trainer.objectives import LossStats, MicroBatchLoss, echo_loss, target_weights
+from prime_hpc.trainer.ops.router_replay import check_recorded
 from prime_hpc.trainer.optim import learning_rate_factor, set_learning_rate
 from prime_hpc.trainer.parallel.distribute import gathers_from_itself, reshard_all
 from prime_hpc.trainer.parallel.gradients import local_gradients, squared_norm, sum_over
@@ -144,6 +145,8 @@ class TrainStep:
         """
         if batch.num_micro_batches == 0:
             batch = RankBatch.empty(1)
+        if self.policy.replays_routers:
+            check_recorded(self.policy.hf, batch)
         facts = batch_facts(batch, step)
         with self.timer("forward_backward", on_device=True), self.adapted():
             laid_out = self.lay_out(batch)

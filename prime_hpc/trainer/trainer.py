@@ -339,6 +339,7 @@ def load_base(experiment: Experiment, device: torch.device, num_slots: int = 1) 
         num_slots=num_slots,
         context=experiment.context,
         rows=config.rows,
+        replays_routers=experiment.replays_routers,
     )
     control = control_group(device, config.dist_timeout_s)
     return Base(policy, source, device, peak_flops(device, compute_dtype(experiment.model)), control)

@@ -4,6 +4,7 @@ Started by `prove_layouts` through `torch.multiprocessing`, once a world size. R
 found into files; a world of one rank writes what the others are compared with.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from prime_hpc.trainer.train_step import TrainStep
 from prime_hpc.trainer.weights.lora_files import adapter_identity
 from prime_hpc.trainer.weights.publish import build_publisher
 from tests.support.lora import fill_randomly
-from tests.support.tiny_families import VOCAB
+from tests.support.tiny_families import VOCAB, random_routing
 from tests.support.tiny_model import random_rank_batch
 
 LENGTHS = [[20, 9], [15, 30, 1], [3], [41, 2], [17]]
@@ -58,6 +59,8 @@ class Case:
     compile: bool = False
     lora: bool = False
     """An adapter is trained, in the frozen model."""
+    replay: bool = False
+    """Tokens go to experts that the batch names, other ones than the model's choice."""
     break_with: str | None = None
     """Of `layout_breaks`: what is broken on purpose."""
 
@@ -69,20 +72,21 @@ class Case:
         extra += ["lora"] if self.lora else []
         extra += [f"ac {self.ac}"] if self.ac else []
         extra += ["compiled"] if self.compile else []
+        extra += ["replay"] if self.replay else []
         broken = [f"({self.break_with})"] if self.break_with else []
         return " ".join([self.family, dims, *extra, *broken])
 
     @property
     def alone(self) -> "Case":
         """The same training in one process."""
-        return Case(self.family, {}, optim=self.optim, lora=self.lora)
+        return Case(self.family, {}, optim=self.optim, lora=self.lora, replay=self.replay)
 
 
-def whole_batch(step: int) -> RankBatch:
-    """All parts of batch `step`, as one."""
+def whole_batch(step: int, replay: bool = False) -> RankBatch:
+    """All parts of batch `step`, as one; with `replay`, named experts for nine tokens of ten."""
     batch = random_rank_batch(LENGTHS, seed=100 + step, vocab_size=VOCAB, step=step)
     batch.logprobs[:] = np.where(batch.loss_mask, batch.logprobs / 2 - 2, 0)  # nearer to the policy: ratios count
-    return batch
+    return dataclasses.replace(batch, routed=random_routing(batch.num_tokens, seed=step)) if replay else batch
 
 
 class World:
@@ -109,6 +113,7 @@ class World:
             torch.device("cpu"),
             reshard_after_forward=True,
             chunk_tokens=32,
+            replays_routers=case.replay,
         )
         self.policy._chunk_tokens = 32  # several chunks of logits, small as the vocabulary is
         adapter = None
@@ -137,7 +142,9 @@ class World:
             device=torch.device("cpu"),
             peak_flops=1.0,
         )
-        part = redistribute([whole_batch(step)], self.parallel.data_rank, self.parallel.dims.num_data_ranks)
+        part = redistribute(
+            [whole_batch(step, self.case.replay)], self.parallel.data_rank, self.parallel.dims.num_data_ranks
+        )
         return train_step.run(step, part, partial(rl_loss, loss))
 
     def publish(self, version: int) -> Path:

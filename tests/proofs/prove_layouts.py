@@ -53,6 +53,7 @@ def every_case(world_size: int) -> list[Case]:
     cases = [Case(family, layout) for family in FAMILIES for layout in layouts(family, world_size)]
     if world_size == 2:
         cases += [Case("qwen3", layout, lora=True) for layout in ({"cp": 2}, {"dp_replicate": 2})]
+        cases += [Case("qwen3_moe", layout, ac="full", replay=True) for layout in ({"ep": 2}, {"cp": 2}, {"tp": 2})]
     if world_size == 4:
         cases += [
             Case("qwen3", {"dp_shard": 2, "tp": 2}, optim="muon"),
@@ -61,6 +62,7 @@ def every_case(world_size: int) -> list[Case]:
             Case("qwen3", {"dp_replicate": 2, "dp_shard": 2}, lora=True),
             Case("qwen3_moe", {"cp": 2, "tp": 2, "ep": 2}, ac="full"),
             Case("qwen3_moe", {"dp_shard": 2, "tp": 2, "ep": 2}, ac="selective"),
+            Case("qwen3_moe", {"cp": 2, "tp": 2, "ep": 4}, ac="full", replay=True),
         ]
     return cases
 

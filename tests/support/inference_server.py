@@ -92,9 +92,10 @@ class ServerProcess:
         seq_len: int = 512,
         transport: str = "files",
         bus: str | None = None,
+        tree: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        tree = {
+        stated: dict[str, Any] = {
             "kind": "rl",
             "name": run_dir.name,
             "seq_len": seq_len,
@@ -103,7 +104,9 @@ class ServerProcess:
             "inference": {"cpu_kv_cache_gib": 0.25, **(inference or {})},
             "weights": {"transport": transport},
         }
-        (run_dir / "run.yaml").write_text(yaml.safe_dump(tree))
+        for section, keys in (tree or {}).items():
+            stated[section] = {**stated.get(section, {}), **keys}
+        (run_dir / "run.yaml").write_text(yaml.safe_dump(stated))
         self.key: str | None = (inference or {}).get("api_key")
         """As the config states it; None: the server makes its own."""
         self.run_dir = run_dir

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 VOCAB = 132
@@ -16,6 +18,14 @@ _SHAPE: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.15,
 }
+
+
+def random_routing(num_tokens: int, seed: int) -> npt.NDArray[np.uint8]:
+    """Two experts a token in each layer of `qwen3_moe`, uint8 [tokens, layers, 2]; none known for a tenth of them."""
+    rng = np.random.default_rng([7, seed])
+    routed = rng.permuted(np.tile(np.arange(8, dtype=np.uint8), (num_tokens, 3, 1)), axis=-1)[..., :2]
+    routed[rng.random(num_tokens) < 0.1] = 255
+    return np.ascontiguousarray(routed)
 
 
 def make_family(folder: Path, family: str) -> Path:

@@ -31,9 +31,11 @@ STRIPPING = """
 """Takes the think sections out of earlier turns, as Qwen3's template does: no prefix property."""
 
 
-def make_tiny_model(folder: Path, *, tied: bool = True, seed: int = 0, experts: int = 0) -> Path:
+def make_tiny_model(
+    folder: Path, *, tied: bool = True, seed: int = 0, experts: int = 0, expert_width: int = 16
+) -> Path:
     """Write config, random weights and tokenizer; 2 layers, 4 query and 2 key-value heads; with `experts` a Qwen3-MoE
-    whose vocabulary two ranks can split."""
+    whose vocabulary two ranks can split (vLLM on a CPU loads versions of experts as wide as a multiple of 32 only)."""
     tokenizer = make_tokenizer(folder)
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
@@ -56,7 +58,12 @@ def make_tiny_model(folder: Path, *, tied: bool = True, seed: int = 0, experts: 
         from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
         shape["vocab_size"] += shape["vocab_size"] % 2
-        shape |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+        shape |= {
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": expert_width,
+            "norm_topk_prob": True,
+        }
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).save_pretrained(folder)
     else:
         Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)

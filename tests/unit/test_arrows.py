@@ -34,6 +34,7 @@ LEVELS = {
     "slurm": 2,
     "client": 2,
     "weight_transport": 2,  # between trainer and engines
+    "moe": 2,  # what trainer and engines know alike of a model
     "store": 1,
     "config": 0,
     "observe": -1,

@@ -80,6 +80,13 @@ def test_a_float32_head_is_the_engines_too() -> None:
     assert json.loads(*given["--hf-overrides"]) == {"rope_theta": 1e6, "head_dtype": "float32"}
 
 
+def test_routers_are_the_engines_too() -> None:
+    assert not {"--additional-config", "--enable-return-routed-experts"} & options().keys()
+    given = options({"vllm": {"additional_config": {"a": 1}}}, model={"name": "m", "router_dtype": "float32"})
+    assert json.loads(*given["--additional-config"]) == {"a": 1, "router_dtype": "float32"}
+    assert options(trainer={"router_replay": True})["--enable-return-routed-experts"] == []
+
+
 def test_parallelism_and_key() -> None:
     found = options(
         {
@@ -149,6 +156,11 @@ def test_environment(tmp_path: Path) -> None:
     assert cpu["TMPDIR"] == cpu["VLLM_RPC_BASE_PATH"] == "/s"
     assert cpu["HF_HUB_OFFLINE"] == "1" and cpu["VLLM_NO_USAGE_STATS"] == "1" and cpu["VLLM_SERVER_DEV_MODE"] == "0"
     cuda = build_env(experiment(), device="cuda", scratch=Path("/s"))
+    replayed = experiment(trainer={"router_replay": True})
+    runners = [
+        build_env(replayed, device=d, scratch=Path("/s")).get("VLLM_USE_V2_MODEL_RUNNER") for d in ("cpu", "cuda")
+    ]
+    assert runners == [None, "1"] and "VLLM_USE_V2_MODEL_RUNNER" not in cuda
     assert "OMP_NUM_THREADS" not in cuda and "HF_HUB_OFFLINE" not in cuda and "VLLM_BATCH_INVARIANT" not in cuda
 
 

@@ -30,6 +30,21 @@ def test_nothing_to_say_about_a_good_one(model: Path) -> None:
     assert findings(model, {}) == []
 
 
+def test_a_mixture_of_experts_is_told_to_follow_the_engines_choice(model: Path) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    (model / "config.json").write_text(json.dumps(LLAMA_8B | experts))
+
+    def found(changes: dict[str, Any]) -> list[tuple[str, str]]:
+        return [(f.severity, f.key) for f in findings(model, changes) if f.code == "PH126"]
+
+    assert found({}) == [("info", "trainer.router_replay")]
+    assert found({"trainer": FOLLOWS, "model": {"router_dtype": "float32"}}) == []
+    assert found({"trainer": FOLLOWS, "model": {"lora": {}}}) == [("error", "trainer.router_replay")]
+    assert found({"trainer": FOLLOWS, "kind": "sft"}) == [("error", "trainer.router_replay")]
+    (model / "config.json").write_text(json.dumps(LLAMA_8B | experts | {"model_type": "phimoe"}))
+    assert found({}) == [] and found({"trainer": FOLLOWS}) == [("error", "trainer.router_replay")]
+
+
 SLURM = "slurm"
 MANY: dict[str, Any] = {
     "model": {"lora": {}},
@@ -52,6 +67,7 @@ SLEEPING = {
     "inference": {"num_replicas": 1, "sleep": True},
 }
 ONE = {"backend": "transformers", "data_parallel_size": 1}
+FOLLOWS = {"router_replay": True}
 OPD_ON_ONE_GPU: dict[str, Any] = {
     **ON_ONE_GPU,
     "trainer_gpu_ids": [1],
@@ -101,6 +117,16 @@ PROVOKED: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("PH126", "error", {"weights": {"transport": "gloo"}, "model": {"lora": {}}}, {}, "always go as files"),
     ("PH126", "error", {"weights": {"transport": "gloo"}, "inference": ONE}, {}, "transformers backend does not"),
     ("PH126", "error", {"weights": {"transport": "nccl"}, "trainer": {"backend": "gloo"}}, {}, "are on CPUs"),
+    ("PH124", "error", {"trainer": FOLLOWS, "inference": {"pipeline_parallel_size": 2}}, {}, "without pipeline stages"),
+    (
+        "PH124",
+        "error",
+        {"trainer": FOLLOWS, "inference": {"vllm": {"enable_prefix_caching": False}}},
+        {},
+        "beside its prefix cache",
+    ),
+    ("PH127", "error", {"trainer": FOLLOWS}, {}, "has no experts, so nothing to follow"),
+    ("PH127", "error", {"model": {"router_dtype": "float32"}}, {}, "has no experts, so no routers"),
     ("PH107", "warning", {"model": {"name": "/nowhere/at/all"}}, {}, "is not there"),
     ("PH107", "info", {"model": {"name": "someone/unheard-of"}}, {}, "hub's cache"),
     ("PH108", "error", {"model": {"dtype": "float16"}}, {}, "loss scaling"),

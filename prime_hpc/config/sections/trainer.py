@@ -239,6 +239,9 @@ class TrainerConfig(Section):
     families whose layers would carry one sample into the next cannot be packed."""
     share_prefixes: bool = True
     """Compute what a group's samples in one micro-batch begin with (their prompt) once, and not for each of them."""
+    router_replay: bool = False
+    """RL of a mixture of experts: the engines record to which experts they send each token, and the trainer sends it to
+    the same ones, so that the two agree as they do for a dense model."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
     scheduler: SchedulerConfig = SchedulerConfig()

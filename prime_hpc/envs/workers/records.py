@@ -8,6 +8,8 @@ import numpy as np
 from prime_hpc.envs.samples import ARRAYS, EpisodeResult, EpisodeState, Sample
 from prime_hpc.envs.workers.frames import FrameError
 
+_ROUTED = "routed"
+"""An array whose type and shape travel with it."""
 _RESULT = tuple(field.name for field in fields(EpisodeResult))
 _SAMPLE = tuple(field.name for field in fields(Sample))
 
@@ -23,6 +25,8 @@ def _sample_to_plain(sample: Sample) -> dict[str, Any]:
     for name, kind in ARRAYS.items():
         if plain[name] is not None:
             plain[name] = np.ascontiguousarray(plain[name], dtype=kind).tobytes()
+    if sample.routed is not None:
+        plain[_ROUTED] = [str(sample.routed.dtype), list(sample.routed.shape), sample.routed.tobytes()]
     return plain
 
 
@@ -44,6 +48,9 @@ def _sample_from_plain(plain: dict[str, Any]) -> Sample:
     for name, kind in ARRAYS.items():
         if plain[name] is not None:
             arrays[name] = np.frombuffer(bytearray(plain[name]), dtype=kind)  # a bytearray: it may be written to
+    if plain[_ROUTED] is not None:
+        kind, shape, content = plain[_ROUTED]
+        arrays[_ROUTED] = np.frombuffer(bytearray(content), dtype=kind).reshape(shape)
     sample = Sample(**(plain | arrays))
     if len({len(array) for array in arrays.values()}) != 1:
         raise ValueError("the arrays of a sample differ in length")

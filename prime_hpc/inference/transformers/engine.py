@@ -214,6 +214,9 @@ class Engine:
                 scoring[i] = len(picks)
                 picks += [(i, column) for column in range(counts[i])]
         logits = self.model.forward(first, ids, starts, width, picks)
+        if self.model.chosen is not None:
+            for sequence, start, count, chosen in zip(rows, starts, counts, self.model.chosen, strict=True):
+                sequence.keep_experts(start, chosen[:count])
         for sequence, count in zip(rows, counts, strict=True):
             sequence.num_cached += count
         self.num_prefilled += sum(counts) - len(drawing)

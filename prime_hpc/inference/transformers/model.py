@@ -1,9 +1,11 @@
 """A transformers model that computes some tokens of many sequences in one forward pass, over rows of a cache."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
@@ -11,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 from prime_hpc.inference.check_version import BadVersionError, Signature
 from prime_hpc.inference.transformers.cache import LayerShape, RowCache, Window, layer_shapes
 from prime_hpc.inference.transformers.limits import model_problem
+from prime_hpc.moe.replay import install, replaying
+from prime_hpc.moe.routers import moe_layers, use_float32_routers
 
 GIB = 1 << 30
 OVERHEAD_GIB = 1.0
@@ -39,6 +43,8 @@ class BatchModel:
         gpu_share: float = 0.9,
         trust_remote_code: bool = False,
         float32_head: bool = False,
+        float32_routers: bool = False,
+        records_experts: bool = False,
     ) -> None:
         """Load a model and take the memory of its cache.
 
@@ -52,6 +58,8 @@ class BatchModel:
             gpu_share: of a GPU's memory that may be taken.
             trust_remote_code: run code that comes with the weights.
             float32_head: logits are products in float32 (`model.head_dtype`).
+            float32_routers: routers multiply in float32 (`model.router_dtype`).
+            records_experts: keep the experts that each pass sends its tokens to (`chosen`).
 
         Raises:
             ValueError: the model cannot be served in a batch, or not one sequence fits.
@@ -69,6 +77,11 @@ class BatchModel:
         self.tied = bool(config.get_text_config().tie_word_embeddings)
         self._picks: tuple[torch.Tensor, torch.Tensor] | None = None
         self._hook_head(float32_head)
+        if float32_routers:
+            use_float32_routers(self.hf)
+        self.chosen: np.ndarray | None = None
+        """uint8 or uint16 [rows, width, layers, k], the experts of the tokens of the last pass; None: not recorded."""
+        self._choices: dict[int, torch.Tensor] | None = self._hook_experts() if records_experts else None
         shapes = self._shapes()
         self.token_bytes = sum(shape.num_values for shape in shapes) * dtype.itemsize
         self.num_rows = self._count_rows(self._room(cache_gib, gpu_share), max_rows)
@@ -115,11 +128,14 @@ class BatchModel:
             )
         finally:
             self._picks = None
+        if self._choices is not None:
+            self.chosen = self._stack_choices(len(ids), width)
         return out.logits[:, 0].float()[: len(picks)]
 
     @torch.inference_mode()
     def self_test(self) -> float:
-        """Compare pieces of prompts and decoding steps in one batch with the model's own forward pass of each sequence.
+        """Compare pieces of prompts and decoding steps in one batch with the model's own forward pass of each sequence,
+        by the same experts where they are recorded.
 
         Returns:
             the largest difference of a log-probability.
@@ -130,25 +146,47 @@ class BatchModel:
         noise = torch.Generator().manual_seed(0)
         lengths = [min(n, self.max_len) for n in TRIAL_TOKENS][: self.num_rows]
         tokens = [torch.randint(0, self.vocab_size, (n,), generator=noise).tolist() for n in lengths]
-        worst, split = 0.0, max(1, lengths[-1] - 3)
-        own = [self.hf(input_ids=torch.tensor([row], device=self.device), use_cache=False).logits[0] for row in tokens]
+        worst, split, routed = 0.0, max(1, lengths[-1] - 3), [dict[int, np.ndarray]() for _ in tokens]
         got = self.forward(
             0, [row[:split] for row in tokens], [0] * len(tokens), split, [(i, split - 1) for i in range(len(tokens))]
         )
+        self._note_choices(routed, [0] * len(tokens))
+        found = []
         for step in range(max(lengths) - split + 1):
             at = [min(split + step, len(row)) - 1 for row in tokens]  # the position that was computed last
-            want = torch.stack([logits[i] for logits, i in zip(own, at, strict=True)]).float()
-            worst = max(worst, float((want.log_softmax(-1) - got.log_softmax(-1)).abs().max()))
+            found.append((at, got))
             at = [min(i + 1, len(row) - 1) for i, row in zip(at, tokens, strict=True)]
             got = self.forward(
                 0, [[row[i]] for row, i in zip(tokens, at, strict=True)], at, 1, [(i, 0) for i in range(len(tokens))]
             )
+            self._note_choices(routed, at)
+        own = [self._alone(row, choices) for row, choices in zip(tokens, routed, strict=True)]
+        for at, got in found:
+            want = torch.stack([logits[i] for logits, i in zip(own, at, strict=True)]).float()
+            worst = max(worst, float((want.log_softmax(-1) - got.log_softmax(-1)).abs().max()))
         if not worst <= TRIAL_ERROR[self.dtype]:
             raise ValueError(
                 f"{type(self.hf).__name__} computes other log-probabilities in a batch than alone (by {worst:.2g}): "
                 "the transformers backend cannot serve it; use inference.backend = vllm"
             )
         return worst
+
+    def _note_choices(self, routed: list[dict[int, np.ndarray]], starts: Sequence[int]) -> None:
+        """Keep the experts of the last pass by row and position; those that are computed again stay as they were."""
+        if self.chosen is None:
+            return
+        for known, start, rows in zip(routed, starts, self.chosen, strict=True):
+            for offset, choices in enumerate(rows):
+                known.setdefault(start + offset, choices)
+
+    def _alone(self, ids: Sequence[int], routed: Mapping[int, np.ndarray]) -> torch.Tensor:
+        """Compute the logits of one sequence by the model's own forward pass, and by these experts if there are any."""
+        named = None
+        if routed:
+            named = torch.from_numpy(np.stack([routed[i] for i in range(len(ids))]).astype(np.int16)).to(self.device)
+        with replaying(named):
+            logits: torch.Tensor = self.hf(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
+        return logits
 
     def open(self, files: Sequence[Path], signature: Signature) -> Mapping[str, torch.Tensor] | None:
         """Read the tensors of a version; None where they have other names than the model's parameters.
@@ -217,6 +255,35 @@ class BatchModel:
         head.register_forward_pre_hook(pick)
         if float32_head:
             head.forward = in_float32
+
+    def _hook_experts(self) -> dict[int, torch.Tensor]:
+        """Keep what each layer's experts are given, by the layer's index.
+
+        Raises:
+            ValueError: the model has no experts.
+        """
+        choices: dict[int, torch.Tensor] = {}
+        layers = moe_layers(self.hf)
+        if not layers:
+            raise ValueError(f"trainer.router_replay: {type(self.hf).__name__} has no experts; leave it out")
+        install(self.hf)  # for the self-test
+
+        def keep(index: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            choices[index] = inputs[1]
+
+        for layer in layers:
+            layer.experts.register_forward_pre_hook(functools.partial(keep, layer.number))
+        self._num_experts = max(int(cast("int", layer.experts.num_experts)) for layer in layers)
+        return choices
+
+    def _stack_choices(self, num_rows: int, width: int) -> np.ndarray:
+        assert self._choices is not None
+        k = next(iter(self._choices.values())).shape[-1]
+        kind = np.uint8 if self._num_experts <= 256 else np.uint16
+        found = np.zeros((num_rows, width, self.hf.config.get_text_config().num_hidden_layers, k), kind)
+        for index, chosen in self._choices.items():
+            found[:, :, index] = chosen.reshape(num_rows, width, k).cpu().numpy()
+        return found
 
     @torch.inference_mode()
     def _shapes(self) -> list[LayerShape]:

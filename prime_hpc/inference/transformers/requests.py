@@ -4,11 +4,15 @@
 that this server does not act on is refused, unless it is one that could change nothing (`HARMLESS`).
 """
 
+import base64
+import io
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from prime_hpc.inference.transformers.engine import finite, wire_row
 from prime_hpc.inference.transformers.parameters import BadRequestError, SamplingParams, parse_params
@@ -181,14 +185,24 @@ def token_answer(job: Job, done: Sequence[Running]) -> dict[str, Any]:
             "finish_reason": made.finish_reason,
             "stop_reason": made.stop_reason,
             "weight_versions": made.spans,
+            "routed_experts": _routed_experts(sequence),
         }
-        for i, made in enumerate(sequence.completion() for sequence in done)
+        for i, (sequence, made) in enumerate((sequence, sequence.completion()) for sequence in done)
     ]
     return {
         "request_id": f"generate-{uuid.uuid4().hex}",
         "choices": choices,
         "prompt_logprobs": _prompt_logprobs(done[0]),
     }
+
+
+def _routed_experts(sequence: Running) -> str | None:
+    """Encode recorded experts as vLLM sends them: numpy's file format in base64, of all tokens but the last one."""
+    if not sequence.routed:
+        return None
+    with io.BytesIO() as buffer:
+        np.save(buffer, np.concatenate(sequence.routed)[: sequence.num_tokens - 1], allow_pickle=False)
+        return base64.b64encode(buffer.getbuffer()).decode("ascii")
 
 
 def text_answer(job: Job, done: Sequence[Running], reader: Reader, *, chat: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from prime_hpc.inference.transformers.parameters import SamplingParams
@@ -52,6 +53,10 @@ class Running:
     stop_reason: int | str | None = None
     error: str | None = None
     """The reason that it failed; it is not answered then."""
+    routed: list[np.ndarray] = field(default_factory=list)
+    """Experts of the tokens from the prompt's first on, each [tokens, layers, k]; empty: not recorded."""
+    num_routed: int = 0
+    """Tokens in `routed`."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,6 +75,14 @@ class Running:
             return self.token_ids[first - split : first - split + count]
         found = self.prompt[first : first + count]
         return found + self.token_ids[: count - len(found)]
+
+    def keep_experts(self, start: int, chosen: np.ndarray) -> None:
+        """Note the experts [tokens, layers, k] of tokens from a position on; of those that are known, the first count:
+        with them the next token was drawn."""
+        new = chosen[self.num_routed - start :]
+        if len(new):
+            self.routed.append(new)
+            self.num_routed += len(new)
 
     def append(self, drawn: Drawn, version: int, eos: frozenset[int]) -> None:
         """Take a drawn token; sets `finish_reason` where it is the last."""

@@ -49,6 +49,8 @@ def _build(start: Start) -> tuple[Engine, BatchPolicy, Reader]:
         max_rows=config.max_num_seqs,
         trust_remote_code=model.trust_remote_code,
         float32_head=model.head_dtype == "float32",
+        float32_routers=model.router_dtype == "float32",
+        records_experts=experiment.replays_routers,
     )
     error = loaded.self_test()
     try:

@@ -56,6 +56,7 @@ OWNED = {
     "enforce_eager": "inference.enforce_eager",
     "enable_sleep_mode": "inference.sleep",
     "enable_lora": "model.lora",
+    "enable_return_routed_experts": "trainer.router_replay",
     "max_lora_rank": "model.lora.rank",
     "weight_transfer_config": "weights.transport",
 }
@@ -118,6 +119,7 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager if config.enforce_eager is not None else _is_eager(config, device),
         "headless": config.headless or None,
+        "enable_return_routed_experts": experiment.replays_routers or None,
     }
     if experiment.weights.transport in NETWORK_TRANSPORTS:
         options["weight_transfer_config"] = {"backend": TRANSFER_ENGINE}
@@ -139,6 +141,8 @@ def build_argv(experiment: Experiment, *, device: Device, replica: int, port: in
     options |= {key.replace("-", "_"): value for key, value in revealed(config.vllm).items()}
     if model.head_dtype == "float32":
         options["hf_overrides"] = {**(options.get("hf_overrides") or {}), "head_dtype": "float32"}
+    if model.router_dtype == "float32":
+        options["additional_config"] = {**(options.get("additional_config") or {}), "router_dtype": "float32"}
     return [token for key, value in options.items() for token in _flag(key, value)]
 
 
@@ -174,6 +178,8 @@ def build_env(experiment: Experiment, *, device: Device, scratch: Path) -> dict[
         if device == "cpu":
             raise ValueError("inference.batch_invariant: vLLM has such kernels for GPUs alone; leave it out on a CPU")
         env["VLLM_BATCH_INVARIANT"] = "1"
+    if experiment.replays_routers and device == "cuda":
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that records experts
     if device == "cpu":
         env |= {
             # `auto` would pin every engine to the first cores.

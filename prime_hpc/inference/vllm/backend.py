@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prime_hpc.config.experiment import Experiment
-from prime_hpc.inference.backend import Refusal, Start
+from prime_hpc.config.sections.inference import InferenceConfig
+from prime_hpc.inference.backend import Refusal, Start, section
 from prime_hpc.inference.server_process import die_with_parent
 from prime_hpc.inference.vllm import installed
 from prime_hpc.inference.vllm.args import build_argv, build_env
@@ -38,7 +39,8 @@ class VllmBackend:
         return installed.missing()
 
     def refusals(self, experiment: Experiment) -> Iterator[Refusal]:
-        """Yield a model for whose heads vLLM has no kernels on a CPU, and what it has for GPUs alone."""
+        """Yield a model for whose heads vLLM has no kernels on a CPU, what it has for GPUs alone, and what keeps it from
+        recording experts."""
         servers = experiment.inference
         if servers is not None and servers.kv_offload_gib is not None and experiment.device == "cpu":
             yield Refusal(
@@ -46,6 +48,8 @@ class VllmBackend:
                 "on a CPU the KV cache is in host memory already, and vLLM moves none of it",
                 "leave it out, and set inference.cpu_kv_cache_gib",
             )
+        if experiment.replays_routers:
+            yield from _records_no_experts(section(experiment))
         name = experiment.model.name
         size = head_size(read_config(name) or {}) if experiment.device == "cpu" else None
         if size is not None and size not in CPU_HEAD_SIZES:
@@ -113,6 +117,15 @@ class VllmBackend:
             on_ready=on_ready,
         )
         uvloop.run(serving)
+
+
+def _records_no_experts(config: InferenceConfig) -> Iterator[Refusal]:
+    """Yield what vLLM 0.32's `_verify_aux_output_compatibility` refuses, after the start of every process."""
+    why = "for trainer.router_replay vLLM records experts "
+    if config.pipeline_parallel_size > 1:
+        yield Refusal("inference.pipeline_parallel_size", f"{why}without pipeline stages alone", "set it to 1")
+    if config.vllm.get("enable_prefix_caching") is False or config.vllm.get("enable-prefix-caching") is False:
+        yield Refusal("inference.vllm.enable_prefix_caching", f"{why}beside its prefix cache", "leave it out")
 
 
 def head_size(config: Mapping[str, Any]) -> int | None:

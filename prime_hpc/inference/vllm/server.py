@@ -31,7 +31,7 @@ from prime_hpc.inference import routes
 from prime_hpc.inference.check_version import base_weights
 from prime_hpc.inference.ending import DRAIN_S, End
 from prime_hpc.inference.guard import KeyGuard, PendingConnections
-from prime_hpc.inference.vllm import tokens
+from prime_hpc.inference.vllm import routing, tokens
 from prime_hpc.inference.vllm.args import Device
 from prime_hpc.inference.vllm.gathering import Gathering
 from prime_hpc.inference.vllm.weight_updates import PolicyService
@@ -119,6 +119,8 @@ def start_engines(args: argparse.Namespace, device: Device) -> AsyncLLM:
     set_ulimit()
     if device == "cpu":
         _import_model_class(args.model)
+        if args.enable_return_routed_experts:
+            routing.allow_first_runner()
     context = UsageContext.OPENAI_API_SERVER
     engine_args = AsyncEngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config(usage_context=context)

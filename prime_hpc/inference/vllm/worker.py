@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from prime_hpc.inference.check_version import server_scratch, weight_files
-from prime_hpc.inference.vllm import cpu_lora
+from prime_hpc.inference.vllm import cpu_lora, routing
 from prime_hpc.inference.vllm.pinned import CopyWithoutWaiting, PinnedStage, most_bytes
 from prime_hpc.runtime.process_memory import keep_freed_memory
 from prime_hpc.store.messaging.listeners import shut_listeners
@@ -48,12 +48,26 @@ class PolicyWorker:
         def reload_weights(self, *, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
             """Put weights in the place of those that are served (vLLM's own)."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> "PolicyWorker":
+        """Make a worker, whose model is not built yet: the one place of a mixin before that, in every process."""
+        if "vllm_config" in kwargs and _wants_float32_routers(kwargs["vllm_config"]):
+            routing.use_float32_gates()
+        return super().__new__(cls)
+
     def policy_start(self) -> None:
-        """Before anything is served: mend what vLLM gets wrong on CPU, and what makes its reloads there slow."""
+        """Before anything is served: mend what vLLM gets wrong on CPU, and what makes its reloads there slow.
+
+        Raises:
+            ValueError: the model's router cannot compute as `model.router_dtype` has it.
+        """
         from vllm.platforms import current_platform
 
+        if _wants_float32_routers(self.vllm_config):
+            routing.check_gates(self.model_runner.get_model())
         if not current_platform.is_cpu():
             return
+        if self.vllm_config.aux_output_config.enabled:
+            routing.record(self.model_runner, self.vllm_config)
         if self.vllm_config.lora_config is not None:
             cpu_lora.install()
         if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":  # no engine is on another node (`args.build_env`)
@@ -155,6 +169,11 @@ class PolicyWorker:
     def policy_rank(self) -> str:
         """Name this worker among those of all engines."""
         return f"dp{self.vllm_config.parallel_config.data_parallel_index}/rank{self.rank}"
+
+
+def _wants_float32_routers(config: "VllmConfig") -> bool:
+    stated = config.additional_config
+    return isinstance(stated, dict) and stated.get(routing.ROUTER_DTYPE) == "float32"
 
 
 def _prepack_no_embeddings(model: torch.nn.Module) -> None:

@@ -40,6 +40,7 @@ CODES = {
     "PH124": "what the inference backend cannot do",
     "PH125": "an inference backend that is not here",
     "PH126": "a weight transport that cannot work",
+    "PH127": "routers of a mixture of experts",
     "PH201": "group baseline of one rollout",
     "PH202": "batch smaller than the ranks",
     "PH203": "orchestrator concurrency",

@@ -21,8 +21,8 @@ from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.rollouts.episodes import Episode
 from prime_hpc.orchestrator.rollouts.groups import Group
 from prime_hpc.store.batch.packing import pack, pack_rows
-from prime_hpc.store.batch.rank_batch import SPECS, RankBatch, drop_idle
-from prime_hpc.store.batch.shared_prefixes import find_sharing
+from prime_hpc.store.batch.rank_batch import SPECS, FieldSpec, RankBatch, drop_idle
+from prime_hpc.store.batch.shared_prefixes import find_sharing, token_keys
 
 EPISODE_BITS = 12
 """A sample's id is position << 12 | episode: unique over the whole run and traceable to its prompt."""
@@ -203,7 +203,8 @@ def build_ranks(
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int64)
     sharing = None
     if share_prefixes and not single_rows:
-        sharing = find_sharing([s.sample.token_ids for s in samples], [s.group_id for s in samples])
+        keys = [token_keys(s.sample.token_ids, s.sample.routed) for s in samples]
+        sharing = find_sharing(keys, [s.group_id for s in samples])
     deal = pack_rows if single_rows else partial(pack, sharing=sharing)
     assignment = deal(lengths, num_ranks, micro_batch_tokens)
     if isinstance(sampling, SamplingConfig):
@@ -226,14 +227,22 @@ def _rank_batch(
         "totals": totals,
     }
     for name, spec in SPECS.items():
-        if spec.per == "token" and any(_value(s, name) is not None for s in samples):  # of all ranks alike
-            found = [(_value(s, name), s.sample.num_tokens) for s in chosen]
-            parts = [np.full(length, spec.absent, spec.dtype) if part is None else part for part, length in found]
-            arrays[name] = np.concatenate([np.zeros(0, spec.dtype), *parts]).astype(spec.dtype, copy=False)
+        if spec.per == "token":
+            like = next((found for s in samples if (found := _value(s, name)) is not None), None)  # of all ranks alike
+            if like is not None:
+                arrays[name] = _join(spec, like, [(_value(s, name), s.sample.num_tokens) for s in chosen])
         elif spec.per == "sequence":
             values = [_value(s, spec.attribute or spec.column, samplings[s.env_id]) for s in chosen]
             arrays[name] = np.array([spec.absent if value is None else value for value in values], spec.dtype)
     return RankBatch(**arrays)
+
+
+def _join(spec: FieldSpec, like: NDArray[Any], found: Sequence[tuple[NDArray[Any] | None, int]]) -> NDArray[Any]:
+    """Join what sequences have of a field, each with its length in tokens; `like` is one of the batch's."""
+    absent = spec.absent if isinstance(spec.absent, int | float) else 0
+    parts = [spec.stand_in(length, like, absent) if part is None else part for part, length in found]
+    joined = np.concatenate([like[:0], *parts])
+    return joined if spec.trailing else joined.astype(spec.dtype, copy=False)
 
 
 def _value(sample: TrainSample, attribute: str, how: SamplingConfig | None = None) -> Any:

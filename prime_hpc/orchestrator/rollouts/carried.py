@@ -35,6 +35,8 @@ FORMAT = 1
 MOST_BYTES = 1 << 30
 """Of the file: what a process that was told to stop can write in the seconds that it has."""
 _TOKEN_BYTES = sum(np.dtype(kind).itemsize for kind in ARRAYS.values())
+_ROUTED = "routed"
+"""An array of a shape and a type of its own, where engines record experts."""
 _META = "meta"
 _DAMAGE = (LookupError, TypeError, AttributeError, OSError, EOFError, RuntimeError, struct.error, zipfile.BadZipFile)
 """A byte that is wrong may be of the archive itself."""
@@ -54,9 +56,10 @@ class CarriedGroup:
         return max(versions, default=-1)
 
     @property
-    def num_tokens(self) -> int:
-        """Of all its samples."""
-        return sum(sample.num_tokens for result in self.results for sample in result.samples)
+    def num_bytes(self) -> int:
+        """Of the arrays of all its samples, in a file."""
+        samples = [sample for result in self.results for sample in result.samples]
+        return sum(_TOKEN_BYTES * s.num_tokens + (0 if s.routed is None else s.routed.nbytes) for s in samples)
 
 
 def encode_groups(groups: Sequence[CarriedGroup], meta: Mapping[str, Any]) -> bytes:
@@ -66,7 +69,11 @@ def encode_groups(groups: Sequence[CarriedGroup], meta: Mapping[str, Any]) -> by
     rows = [{"prompt": asdict(group.prompt), "results": [_row(result) for result in group.results]} for group in groups]
     text = json.dumps({**meta, "format": FORMAT, "groups": rows})
     buffer = io.BytesIO()
-    np.savez(buffer, **{_META: np.frombuffer(text.encode(), np.uint8)}, **arrays)
+    arrays[_META] = np.frombuffer(text.encode(), np.uint8)
+    routed = [sample.routed for sample in samples if sample.routed is not None]
+    if routed and len(routed) == len(samples):
+        arrays[_ROUTED] = np.concatenate(routed)
+    np.savez(buffer, **arrays)
     return buffer.getvalue()
 
 
@@ -81,7 +88,7 @@ def decode_groups(content: bytes) -> tuple[list[CarriedGroup], dict[str, Any]]:
             meta = json.loads(found[_META].tobytes())
             if meta.get("format") != FORMAT:
                 raise ValueError(f"format {meta.get('format')}, this version reads {FORMAT}")
-            arrays = {name: found[name] for name in ARRAYS}
+            arrays = {name: found[name] for name in (*ARRAYS, _ROUTED) if name in ARRAYS or name in found}
         rows, groups, offset = meta.pop("groups"), [], 0
         for row in rows:
             results = []
@@ -155,7 +162,7 @@ class GroupCarrier:
         kept, size = [], 0
         for group in [*(group for _, groups in self._batches for group in groups), *complete]:
             carried = CarriedGroup(group.prompt, [slot.result for slot in group.slots if slot is not None])
-            size += _TOKEN_BYTES * carried.num_tokens
+            size += carried.num_bytes
             if size > MOST_BYTES:
                 break
             kept.append(carried)
@@ -215,6 +222,8 @@ def state_digest(state: Mapping[str, Any]) -> str:
 def _config_digest(exp: Experiment) -> str:
     """Sum of all that says how rollouts are sampled and scored."""
     told = exp.model_dump(mode="json", include={"kind", "seed", "seq_len", "model", "orchestrator"})
+    if exp.trainer.router_replay:
+        told["router_replay"] = True
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -228,6 +237,6 @@ def _joined(samples: Sequence[Sample], name: str) -> np.ndarray:
 def _row(result: EpisodeResult) -> dict[str, Any]:
     """Plain JSON of a result; its samples without their arrays."""
     row = {field.name: getattr(result, field.name) for field in fields(result) if field.name != "samples"}
-    names = [field.name for field in fields(Sample) if field.name not in ARRAYS]
+    names = [field.name for field in fields(Sample) if field.name not in (*ARRAYS, _ROUTED)]
     samples = [{name: getattr(s, name) for name in names} | {"length": s.num_tokens} for s in result.samples]
     return row | {"state": result.state.value, "samples": samples}

@@ -47,6 +47,15 @@ class FieldSpec:
     """Fields with the same word here are all present or none of them."""
     filler: float = 0
     """Value of the token, or sequence, that an empty micro-batch computes on."""
+    trailing: int = 0
+    """Dimensions behind the first one. The largest number stands for an entry that is not known."""
+    narrow: type[np.generic] | None = None
+    """The type that it may have as well."""
+
+    def stand_in(self, length: int, like: npt.NDArray[Any], value: float) -> npt.NDArray[Any]:
+        """Return `length` entries of a value, or of nothing known, in the type and shape of `like`'s."""
+        filler = np.iinfo(like.dtype).max if self.trailing else value
+        return np.full((length, *like.shape[1:]), filler, like.dtype)
 
 
 def _spec(*args: Any, **kwargs: Any) -> dict[str, FieldSpec]:
@@ -118,6 +127,11 @@ class RankBatch:
         ),
     )
     """[S] trained tokens of the rollout (an agent's part of an episode) that it is a piece of; absent: it is whole."""
+    routed: npt.NDArray[np.uint16] | npt.NDArray[np.uint8] | None = field(
+        default=None, metadata=_spec("token", np.uint16, trailing=2, narrow=np.uint8)
+    )
+    """[T, layers, k] the experts to which the engine sent each token in each layer of the model (anything in a layer
+    that has none), uint8 where there are 256 at most; the largest number where nothing was recorded."""
     totals: npt.NDArray[np.int64] | None = field(default=None, metadata=_spec("step", np.int64, least=0))
     """[2] trained tokens and rollouts of the step, all ranks', with those that are left out for want of a signal."""
 
@@ -187,7 +201,7 @@ class RankBatch:
             if spec.per == "step":
                 arrays[name] = array
             elif tokens.stop == tokens.start:
-                arrays[name] = np.full(1, spec.filler, spec.dtype)
+                arrays[name] = spec.stand_in(1, array, spec.filler)
             else:
                 arrays[name] = array[tokens] if spec.per == "token" else array[sequences][kept]
         return RankBatch(**arrays)
@@ -208,10 +222,11 @@ class RankBatch:
         """
         present = {name: getattr(self, name) for name in SPECS if name in REQUIRED or getattr(self, name) is not None}
         for name, array in present.items():
-            dtype = SPECS[name].dtype
-            if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
+            spec, ndim = SPECS[name], 1 + SPECS[name].trailing
+            if not isinstance(array, np.ndarray) or array.ndim != ndim or array.dtype not in (spec.dtype, spec.narrow):
                 found = f"{getattr(array, 'dtype', type(array).__name__)}{list(np.shape(array))}"
-                raise ValueError(f"{name}: must be a {np.dtype(dtype)} vector, is {found}")
+                kind = "vector" if ndim == 1 else f"array of {ndim} dimensions"
+                raise ValueError(f"{name}: must be a {np.dtype(spec.dtype)} {kind}, is {found}")
         for name, end in (("seq_offsets", self.num_tokens), ("micro_offsets", self.num_sequences)):
             offsets = getattr(self, name)
             if not len(offsets) or offsets[0] != 0 or offsets[-1] != end or (np.diff(offsets) < 0).any():
@@ -274,9 +289,21 @@ def select_micro_batches(source: Sequence[tuple[RankBatch, int]], num_micro_batc
         if spec.per == "step":
             arrays[name] = getattr(picked[0][0], name)  # the same for all
             continue
-        parts = [batch.values(name)[tokens if spec.per == "token" else seqs] for batch, seqs, tokens in picked]
-        arrays[name] = np.concatenate([np.zeros(0, spec.dtype), *parts])
+        like = next((found for batch, *_ in picked if (found := getattr(batch, name)) is not None), None)
+        parts = [
+            _values(batch, name, like)[tokens if spec.per == "token" else sequences]
+            for batch, sequences, tokens in picked
+        ]
+        arrays[name] = np.concatenate(parts or [np.zeros(0, spec.dtype)])
     return RankBatch(**arrays)
+
+
+def _values(batch: RankBatch, name: str, like: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    """`RankBatch.values`; of a field with more dimensions, as another batch has them."""
+    spec = SPECS[name]
+    if spec.trailing and like is not None and getattr(batch, name) is None:
+        return spec.stand_in(batch.num_tokens, like, 0)
+    return batch.values(name)
 
 
 # ------------------------------------------------------------------------------------------------ file format
@@ -318,7 +345,7 @@ def encode_rank(batch: RankBatch) -> Iterator[Any]:
         end = begin + array.nbytes
         header[name] = {
             "dtype": _ST_DTYPES[array.dtype],
-            "shape": [len(array)],
+            "shape": list(array.shape),
             "data_offsets": [begin, end],
         }
         begin = end
@@ -343,11 +370,15 @@ def decode_rank(raw: npt.NDArray[np.uint8], path: Path) -> RankBatch:
         lags = arrays.pop("lags")
         arrays["versions"] = np.where(lags == _LAG_NONE, NOT_SAMPLED, newest - lags.astype(np.int32))
         arrays["loss_mask"] = arrays["loss_mask"].view(np.bool_)
-        batch = RankBatch(**{name: array.astype(SPECS[name].dtype, copy=False) for name, array in arrays.items()})
+        batch = RankBatch(**{name: _as_stated(array, SPECS[name]) for name, array in arrays.items()})
         batch.check()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(path, "a batch file of this format", f"one that cannot be read ({error})") from error
     return batch
+
+
+def _as_stated(array: npt.NDArray[Any], spec: FieldSpec) -> npt.NDArray[Any]:
+    return array if array.dtype == spec.narrow else array.astype(spec.dtype, copy=False)
 
 
 def _view(raw: npt.NDArray[np.uint8], start: int, spec: Mapping[str, Any]) -> npt.NDArray[Any]:
@@ -356,4 +387,4 @@ def _view(raw: npt.NDArray[np.uint8], start: int, spec: Mapping[str, Any]) -> np
     if end - begin != math.prod(spec["shape"]) * dtype.itemsize:
         raise ValueError(f"an array of shape {spec['shape']} in {end - begin} bytes")
     # A plain ndarray on the same buffer: np.memmap's own slices cost microseconds each in __array_finalize__.
-    return np.frombuffer(raw, np.uint8)[start + begin : start + end].view(dtype)
+    return np.frombuffer(raw, np.uint8)[start + begin : start + end].view(dtype).reshape(spec["shape"])

@@ -7,6 +7,7 @@ eight rollouts, 44 % of all tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,15 +56,15 @@ class Sharing:
         return np.unique(chunk, return_inverse=True)[1]  # parts may be more than samples
 
 
-def find_sharing(token_ids: Sequence[npt.NDArray[np.int32]], group_ids: Sequence[int]) -> Sharing:
+def find_sharing(token_ids: Sequence[npt.NDArray[np.integer[Any]]], group_ids: Sequence[int]) -> Sharing:
     """Compare the samples of every group.
 
     Args:
-        token_ids: N times int32 [tokens of the sample].
+        token_ids: N times int [tokens of the sample], or their `token_keys`.
         group_ids: [N] any numbers.
     """
     groups = np.unique(np.asarray(group_ids, np.int64), return_inverse=True)[1]
-    common: dict[int, npt.NDArray[np.int32]] = {}
+    common: dict[int, npt.NDArray[np.integer[Any]]] = {}
     for tokens, group in zip(token_ids, groups.tolist(), strict=True):
         known = common.get(group)
         common[group] = tokens if known is None else known[: _num_equal(known, tokens)]
@@ -71,7 +72,28 @@ def find_sharing(token_ids: Sequence[npt.NDArray[np.int32]], group_ids: Sequence
     return Sharing(groups, lengths[groups] if len(groups) else np.empty(0, np.int64))
 
 
-def _num_equal(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+def token_keys(
+    token_ids: npt.NDArray[np.integer[Any]], routed: npt.NDArray[np.unsignedinteger[Any]] | None
+) -> npt.NDArray[np.integer[Any]]:
+    """Return what two tokens must have in common, as one number, to be computed as one: their ids, and the experts that
+    the trainer sends them to.
+
+    Args:
+        token_ids: int [T].
+        routed: [T, layers, k] recorded experts; None: none are prescribed.
+
+    Returns:
+        [T]; different tokens have different keys up to a chance of 2**-64.
+    """
+    if routed is None or not len(token_ids):
+        return token_ids
+    rows = routed.reshape(len(token_ids), -1).astype(np.uint64)
+    factors = np.random.default_rng(0).integers(1, 2**63, rows.shape[1] + 1, dtype=np.uint64) * np.uint64(2)
+    keys = rows @ (factors[1:] | np.uint64(1)) + token_ids.astype(np.uint64) * (factors[0] | np.uint64(1))
+    return keys.view(np.int64)
+
+
+def _num_equal(a: npt.NDArray[np.integer[Any]], b: npt.NDArray[np.integer[Any]]) -> int:
     """With how many equal tokens two sequences begin."""
     least = min(len(a), len(b))
     differs = a[:least] != b[:least]

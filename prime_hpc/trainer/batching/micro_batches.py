@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from prime_hpc.config.sections.trainer import FakeDataConfig
 from prime_hpc.store.batch.rank_batch import NOT_SAMPLED, SPECS, TRUNCATION, RankBatch, select_micro_batches
+from prime_hpc.store.batch.shared_prefixes import token_keys
 from prime_hpc.store.batches import read_rank_batches
 from prime_hpc.store.io import files
 from prime_hpc.store.messaging.file_transfer import Handover
@@ -79,6 +80,9 @@ class MicroBatch:
     """int64, with `ce_weights` the targets that the objective trains (`objective_part`); the others have but that."""
     trained_of_sequence: torch.Tensor | None = None
     """int64[S], with `trained`: how many of those each sequence has."""
+    routed: torch.Tensor | None = None
+    """int16[tokens of `input_ids`, layers, k], the experts to which each is sent in each layer of the model, -1 where
+    its own choice counts; None: everywhere."""
 
     @property
     def num_targets(self) -> int:
@@ -153,6 +157,7 @@ def make_micro_batch(
         *(ids, positions, at - 1, lengths, part.group_ids, parallel),
         share_prefixes=share_prefixes,
         single_rows=single_rows,
+        keys=token_keys(ids, part.routed),
     )
 
     def tensor(array: NDArray) -> torch.Tensor:
@@ -177,6 +182,7 @@ def make_micro_batch(
         ce_weights=None if ce is None else tensor(ce[at]),
         trained=None if ce is None else tensor(np.flatnonzero(mask[at])),
         trained_of_sequence=None if ce is None else tensor(np.bincount(sequence[mask[at]], minlength=num_sequences)),
+        routed=None if part.routed is None else tensor(_choices(part.routed, rows.source)),
         **sampled_from,
     )
     return to_device(micro, torch.device(device), stream)
@@ -200,6 +206,22 @@ def _truncation(part: RankBatch, sequence: NDArray[np.int64], sampled: NDArray[n
     bounded = bool(((top_p == 1) | (top_k > 0)).all())
     found = {"top_p": top_p, "top_k": top_k, "min_p": values["min_ps"].astype(np.float32)}
     return found | {"most_top_k": int(top_k.max()), "all_have_top_k": bounded}
+
+
+def _choices(routed: NDArray[Any], source: NDArray[np.int64] | None) -> NDArray[np.int16]:
+    """Return the recorded experts of the computed tokens, int16[tokens, layers, k], -1 where none are known.
+
+    Args:
+        routed: [T, layers, k] of the micro-batch's tokens, see `RankBatch.routed`.
+        source: int64[tokens], see `Rows.source`.
+    """
+    known = (routed != np.iinfo(routed.dtype).max).any(-1, keepdims=True)  # no token goes to one expert twice
+    choices = np.where(known, routed.astype(np.int16), np.int16(-1))
+    if source is None:
+        return choices
+    taken = choices[source]
+    taken[source < 0] = -1
+    return taken
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ class Rows(NamedTuple):
     """Index of this rank's targets into all N."""
     shared: Indices | None = None
     """int64[T], the computed token of each token; None: each is computed."""
+    source: Indices | None = None
+    """int64[rows * L], the token of the micro-batch that each is; -1 for padding. None: they are the same."""
 
 
 def lay_out(
@@ -46,6 +48,7 @@ def lay_out(
     groups: Indices,
     parallel: Parallel | None,
     *,
+    keys: NDArray[np.integer[Any]] | None = None,
     share_prefixes: bool,
     single_rows: bool,
 ) -> Rows:
@@ -58,25 +61,32 @@ def lay_out(
         lengths: int64[S], all positive.
         groups: int64[S], samples of one group may begin alike.
         parallel: the layout; None: the whole row.
+        keys: int[T], what tokens must have in common to be computed as one; None: their ids.
         share_prefixes: compute what samples of a group begin with once; not where ranks split rows.
         single_rows: a row for each sample; not with context parallelism.
     """
     multiple = 1 if parallel is None else parallel.row_multiple
     if single_rows:
-        return Rows(*arrays_of_single_rows(ids, positions, predicting, lengths, multiple), num_rows=len(lengths))
+        padded = arrays_of_single_rows(ids, positions, predicting, lengths, multiple)
+        longest = int(padded[3][0])
+        source = np.full(len(lengths) * longest, -1)
+        source[np.repeat(np.arange(len(lengths)), lengths) * longest + positions] = np.arange(len(ids))
+        return Rows(*padded, num_rows=len(lengths), source=source)
     if parallel is not None and multiple > 1:
         fill = -len(ids) % multiple
+        source = np.append(np.arange(len(ids)), np.full(fill, -1))
         ids, positions = np.append(ids, np.zeros(fill, np.int64)), np.append(positions, np.arange(fill))
         lengths = np.append(lengths, fill) if fill else lengths
         span = len(ids) // parallel.dims.cp
         first, stop = parallel.cp_rank * span, (parallel.cp_rank + 1) * span
         own = local_targets(predicting, first, stop)
-        return Rows(ids[first:stop], positions[first:stop], predicting[own] - first, lengths, own=own)
-    shared = shared_rows(ids, lengths, groups) if share_prefixes else None
+        here = slice(first, stop)
+        return Rows(ids[here], positions[here], predicting[own] - first, lengths, own=own, source=source[here])
+    shared = shared_rows(ids if keys is None else keys, lengths, groups) if share_prefixes else None
     if shared is None:
         return Rows(ids, positions, predicting, lengths)
     where = np.unique(shared, return_index=True)[1]
-    return Rows(ids[where], positions[where], shared[predicting], lengths, shared=shared)
+    return Rows(ids[where], positions[where], shared[predicting], lengths, shared=shared, source=where)
 
 
 def arrays_of_single_rows(

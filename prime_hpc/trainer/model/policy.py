@@ -7,6 +7,8 @@ Loading: the model is built without memory (meta device), sharded, and every ran
 memory-mapped safetensors (`hf_checkpoint.py`), whatever names and forms they have there (`conversions.py`).
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from prime_hpc.config.families import Family, family_of
 from prime_hpc.config.sections.common import ModelConfig
 from prime_hpc.config.sections.trainer import SMALL_LOGITS
+from prime_hpc.moe import replay
+from prime_hpc.moe.routers import use_float32_routers
 from prime_hpc.store.model_files import StoredTensor, other_vocabulary, quantised, stored_tensors
 from prime_hpc.trainer.batching.micro_batches import MicroBatch
 from prime_hpc.trainer.lora import Adapters, add_lora
@@ -48,6 +52,9 @@ class Policy(nn.Module):
     """True if attention goes through padded buckets, which a micro-batch then must plan."""
     adapters: Adapters | None = None
     """With `model.lora`: what is trained instead of the model's own parameters. They are none of this module's."""
+
+    replays_routers: bool = False
+    """True if tokens go to the experts that a micro-batch names (`trainer.router_replay`)."""
 
     weights: WeightMap | None = None
     """Sources of its tensors in the checkpoint that they come from, and how they are published."""
@@ -100,7 +107,8 @@ class Policy(nn.Module):
 
     def packing(self, batch: MicroBatch) -> Any:
         """Context in which the forward and backward pass of `batch` must run."""
-        return attention.packing(batch.packing, self._attn, self.parallel.cp)
+        packed = attention.packing(batch.packing, self._attn, self.parallel.cp)
+        return _both(packed, replay.replaying(batch.routed)) if self.replays_routers else packed
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
         """Names and tensors as a HF checkpoint holds them: parameters, tied ones once, and persistent buffers."""
@@ -108,6 +116,12 @@ class Policy(nn.Module):
         every = {name for name, _ in self.hf.named_parameters(remove_duplicate=False)}
         buffers = {k: v for k, v in self.hf.state_dict().items() if k not in every and isinstance(v, torch.Tensor)}
         return list(parameters.items()) + list(buffers.items())
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _truncation(batch: MicroBatch) -> Truncation | None:
@@ -221,6 +235,7 @@ def load_policy(
     num_slots: int = 1,
     context: int | None = None,
     rows: Literal["auto", "packed", "single"] = "auto",
+    replays_routers: bool = False,
 ) -> Policy:
     """Build, shard, load and test the policy. Collective.
 
@@ -234,6 +249,7 @@ def load_policy(
         num_slots: adapters at once, with `model.lora` (all zero until `lora.reset_slot` or a checkpoint fills them).
         context: tokens that the engines are made for, see `rotary`; None: the model's own limit.
         rows: how samples lie, see `trainer.rows`.
+        replays_routers: send tokens to the experts that micro-batches name.
 
     Raises:
         ValueError: no config, no weights, wrong shapes, quantised weights, a dtype or attention that cannot run here, a
@@ -261,6 +277,11 @@ def load_policy(
     policy.eval()  # for good: log-probabilities are the engine's, so no dropout in any pass, and nothing to restore
     if config.lora is not None:
         add_lora(policy.hf, config.lora, dtype)
+    if config.router_dtype == "float32":
+        use_float32_routers(policy.hf)
+    if replays_routers:
+        replay.install(policy.hf)
+        policy.replays_routers = True
     policy.pads_rows = kernel is attention.padded_attention
     policy.exact_logits = config.head_dtype == "float32"
     policy.partly_used = distribute(policy, policy.hf, config, parallel, dtype, reshard_after_forward)

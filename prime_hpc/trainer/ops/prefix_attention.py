@@ -7,6 +7,7 @@ sums over the samples. Nothing is approximated; only the order of some sums diff
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +19,14 @@ LEAST_SHARE = 0.05
 
 
 def shared_rows(
-    token_ids: NDArray[np.int64], lengths: NDArray[np.int64], groups: NDArray[np.int64]
+    token_ids: NDArray[np.integer[Any]], lengths: NDArray[np.int64], groups: NDArray[np.int64]
 ) -> NDArray[np.int64] | None:
     """Return the row that computes each token of a packed micro-batch.
 
     Samples of one group share the longest prefix that all of them have in common.
 
     Args:
-        token_ids: int64[T].
+        token_ids: int64[T], or what else tells tokens apart (`shared_prefixes.token_keys`).
         lengths: int64[S], all positive.
         groups: int64[S], the group of each sequence.
 

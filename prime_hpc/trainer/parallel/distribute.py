@@ -72,11 +72,12 @@ def distribute(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
     )
     # The root's input is a whole micro-batch: FSDP would round its float fields, temperatures among them, to `dtype`.
+    # Experts get their weights as the router computes them, which without expert parallelism nobody rounds either.
     exact = replace(precision, cast_forward_inputs=False)
     for module in experts:
         placement = functools.partial(_expert_dimension, ranks=parallel.dims.expert_shard)
         fully_shard(
-            module, mesh=parallel.expert_fsdp, mp_policy=precision, reshard_after_forward=reshard,
+            module, mesh=parallel.expert_fsdp, mp_policy=exact, reshard_after_forward=reshard,
             shard_placement_fn=placement,
         )  # fmt: skip
     if parallel.fsdp.device_type == "cpu" and dtype == torch.float32 and not config.compile:

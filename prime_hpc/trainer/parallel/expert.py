@@ -20,14 +20,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from prime_hpc.moe.routers import expert_modules
 from prime_hpc.trainer.ops.collectives import all_to_all, exchange, join_rows, split_rows
 from prime_hpc.trainer.ops.transfer import HostRead
 from prime_hpc.trainer.parallel.mesh import Parallel
-
-
-def expert_modules(hf: Any) -> list[nn.Module]:
-    """Return the modules that hold fused experts; none in a dense model."""
-    return [m for m in hf.modules() if hasattr(m, "_is_expert_parallel") and hasattr(m, "num_experts")]
 
 
 def split_experts(hf: Any, parallel: Parallel) -> list[nn.Module]:

@@ -23,9 +23,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from prime_hpc.moe.routers import expert_modules
 from prime_hpc.trainer.ops.collectives import enter_parallel, leave_parallel
 from prime_hpc.trainer.ops.cpu_matmul import linear
-from prime_hpc.trainer.parallel.expert import expert_modules
 from prime_hpc.trainer.parallel.mesh import Parallel
 
 COLUMN, ROW, PARTLY_USED = "colwise", "rowwise", "replicated_with_grad_allreduce"

@@ -1,0 +1,1 @@
+"""Mixtures of experts as transformers builds them: what trainer and engines must know alike of their routers."""
