@@ -20,7 +20,8 @@ ORCHESTRATOR = (
     *("tokens/sampled", "tokens/sampled_per_second", "time/step", "time/wait_weights", "time/wait_rollouts"),
     *("time/wait_servers", "time/weight_update", "time/weight_pause", "batch/tokens", "batch/loss_tokens"),
     *("batch/sequences", "batch/micro_batches", "queue/in_flight", "queue/complete_groups", "queue/sent_back"),
-    *("queue/in_flight_mean", "queue/idle_share", "queue/limit"),
+    *("queue/in_flight_mean", "queue/idle_share", "queue/limit", "queue/seats", "queue/empty_seats"),
+    *("queue/empty_tail", "queue/empty_gate", "queue/empty_weights", "queue/empty_servers", "queue/empty_end"),
     *("engines/kv_use", "engines/waiting", "engines/preempted"),
     *("failed/share", "policy/served_version", "total/samples", "total/tokens"),
 )

@@ -1,8 +1,8 @@
 """long-tail: count from one number to another. One turn; the replies' lengths are log-normal, a few of them very long.
 
 For trying how a setting bears batches that wait for their longest replies. A reply of n numbers has 4 n - 1 characters
-(each number has three digits); n = median * exp(sigma z) with z ~ N(0, 1) and sigma = ln(p99_ratio) / 2.326, so that the
-99th percentile is `p99_ratio` times the median.
+(each number has three digits); n = median * exp(sigma z) with z ~ N(0, 1) and sigma = ln(p99_ratio) / 2.326, so that
+the 99th percentile is `p99_ratio` times the median.
 """
 
 import math

@@ -42,8 +42,9 @@ class SeatMeter:
         seconds = max(0.0, now - self._since)
         self._seconds[self._cause] += seconds
         self._areas[self._cause] += seconds * self._in_flight
+        if seconds > 0:
+            self._peaks[1] = max(self._peaks[1], self._in_flight)
         self._since, self._in_flight, self._cause = max(now, self._since), in_flight, cause
-        self._peaks[1] = max(self._peaks[1], in_flight)
 
     def drain(self, limit: int, now: float) -> dict[str, float]:
         """Return the shares since the last call: `queue/seats`, episodes; `queue/empty_seats`, the share of the seats
@@ -62,7 +63,7 @@ class SeatMeter:
             row[f"queue/empty_{cause}"] = empty
             row["queue/empty_seats"] += empty
         self._began = self._since
-        self._peaks = [self._peaks[1], self._in_flight]
+        self._peaks = [self._peaks[1], 0]
         self._seconds.clear()
         self._areas.clear()
         return row

@@ -115,7 +115,11 @@ ORCHESTRATOR = {
     "orchestrator_preempted_requests_total": _counter("Requests that an engine threw out for want of room."),
     "orchestrator_queued_groups": _gauge("Whole groups that wait for a batch."),
     "orchestrator_sent_back_prompts": _gauge("Prompts that were sent back to be drawn again."),
-    "orchestrator_engines_idle_ratio": _gauge("Share of the step in which the engines had room for more episodes."),
+    "orchestrator_engines_idle_ratio": _gauge("Share of the step, over servers, in which one had no episode at all."),
+    "orchestrator_seats": _gauge("Episodes in flight at once at the fullest moment of the last two steps."),
+    "orchestrator_empty_seats_ratio": _gauge(
+        "Share of the seats that was empty over the step, by what kept them so; all: the sum.", "cause"
+    ),
     "orchestrator_served_version": _gauge("Version that the engines sample from."),
     "orchestrator_weight_update_seconds": _gauge("Time until the last version was in all engines."),
     "orchestrator_weight_pause_seconds": _gauge("Time in which sampling paused for the last version."),
@@ -221,6 +225,12 @@ ORCHESTRATOR_ROWS: dict[str, Target] = {
     "queue/complete_groups": Target("orchestrator_queued_groups"),
     "queue/sent_back": Target("orchestrator_sent_back_prompts"),
     "queue/idle_share": Target("orchestrator_engines_idle_ratio"),
+    "queue/seats": Target("orchestrator_seats"),
+    "queue/empty_seats": Target("orchestrator_empty_seats_ratio", ("all",)),
+    **{
+        f"queue/empty_{cause}": Target("orchestrator_empty_seats_ratio", (cause,))
+        for cause in ("tail", "gate", "weights", "servers", "end")
+    },
     "policy/served_version": Target("orchestrator_served_version"),
     "time/weight_update": Target("orchestrator_weight_update_seconds"),
     "time/weight_pause": Target("orchestrator_weight_pause_seconds"),
