@@ -1,10 +1,10 @@
 """`tools/bench async`: replies of which a few are very long, at several values of `async_level` on equal devices.
 
 Packed jobs on the dev cluster, one after the other: a trainer rank and a server of the `transformers` backend, the
-starter model warmed up for `long-tail` (configs/long_tail), as many seats as a batch has episodes. Engine and trainer
-take the time of slower devices (`_stretched.py`), so that they do not take each other's cores. For each seed the levels
-run in turn: 0 and 2 as neighbours, then 1 and 4. Held-out rewards are taken afterwards of the versions that each run
-published, by `prime-hpc eval`, so that no evaluation costs a run time.
+starter model warmed up for `long-tail` (configs/long_tail), seats for the episodes of two batches (at level 0 no more
+than one can begin). Engine and trainer take the time of slower devices (`_stretched.py`), so that they do not take
+each other's cores. For each seed the levels run in turn: 0 and 2 as neighbours, then 1 and 4. Held-out rewards are
+taken afterwards of the versions that each run published, by `prime-hpc eval`, so that no evaluation costs a run time.
 
 Time to a reward: from the moment at which the servers were ready until a version was published that has it, between
 two versions that were evaluated by interpolation. Idle: the trainer's wait for batches, and empty seats
@@ -48,7 +48,7 @@ MOST_RUNS = int(_setting("RUNS", "1000"))
 REWARD = float(_setting("REWARD", "0.8"))
 LR = float(_setting("LR", "3e-4"))
 STRETCH = {"TOKEN_S": "0.05", "SHARED_TOKEN_S": "0.0003", "TARGET_S": "0.001"}
-NUM_PROMPTS, GROUP_SIZE = 16, 4
+NUM_PROMPTS, GROUP_SIZE, SEATS = 16, 4, 128
 EVERY = 2
 """Versions between two that are evaluated."""
 MOST_NUMBERS, MOST_HELD_OUT = 160, 40
@@ -90,7 +90,7 @@ def experiment(level: int, seed: int, model: Path, folder: Path) -> dict[str, An
         "orchestrator": {
             "batch_size": NUM_PROMPTS * GROUP_SIZE,
             "rollouts_per_example": GROUP_SIZE,
-            "max_concurrent": NUM_PROMPTS * GROUP_SIZE,
+            "max_concurrent": SEATS,
             "sampling": {"max_tokens": 4 * MOST_NUMBERS},
             "env": [task(MOST_NUMBERS)],
         },
