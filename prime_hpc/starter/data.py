@@ -100,10 +100,12 @@ def word_sorting(seed: int, num: int, right: set[int]) -> Iterator[Row]:
 
 
 def long_tail(seed: int, num: int, right: set[int]) -> Iterator[Row]:
-    """Count up, or as far down: both replies are as long."""
+    """Count up, or as far down: both replies are as long. Most are short: where a count begins and ends is what is hard
+    to learn, and a long one says little of it."""
     from prime_hpc.envs.tasksets.long_tail import LongTailConfig, LongTailTaskset
 
-    config = LongTailConfig(split="train", seed=SEED_OFFSET + seed, num_tasks=num, instructions=None)
+    options = {"seed": SEED_OFFSET + seed, "num_tasks": num, "instructions": None, "median_numbers": 3}
+    config = LongTailConfig(split="train", **options)
     for i, task in enumerate(LongTailTaskset(config).load()):
         numbers = range(task.data.first, task.data.last + 1)
         said = " ".join(map(str, numbers if i in right else reversed(numbers)))

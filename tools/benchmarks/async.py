@@ -13,7 +13,8 @@ two versions that were evaluated by interpolation. Idle: the trainer's wait for 
 `PRIME_HPC_BENCH_ONLY=DIR` keeps what was made and the runs there, and takes those that lie there already;
 `PRIME_HPC_BENCH_RATIO` (10: p99 of the replies over their median), `_LEVELS` (0,2,1,4), `_SEEDS` (0,1,2), `_STEPS`,
 `_REWARD` (to be reached), `_TOKEN_S`, `_SHARED_TOKEN_S`, `_TARGET_S` and `_LR` change it; `_RUNS` is how many may be
-done this time, so that a long series can be made in pieces.
+done this time, so that a long series can be made in pieces; `_AT_ONCE` (1) how many run side by side: 2, a pair of
+levels meets the same load, where the machine has other work.
 """
 
 import json
@@ -23,14 +24,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from prime_hpc.orchestrator.rollouts.seats import CAUSES
 from prime_hpc.starter.make import make_starter
 from tests.support.runs import rows
-from tests.support.slurm import Cluster
+from tests.support.slurm import DONE, Cluster
 
 HERE = Path(__file__).resolve().parent
 TOP = HERE.parents[1]
@@ -45,6 +46,7 @@ LEVELS = [int(word) for word in _setting("LEVELS", "0,2,1,4").split(",")]
 SEEDS = [int(word) for word in _setting("SEEDS", "0,1,2").split(",")]
 NUM_STEPS = int(_setting("STEPS", "16"))
 MOST_RUNS = int(_setting("RUNS", "1000"))
+AT_ONCE = int(_setting("AT_ONCE", "1"))
 REWARD = float(_setting("REWARD", "0.8"))
 LR = float(_setting("LR", "3e-4"))
 STRETCH = {"TOKEN_S": "0.05", "SHARED_TOKEN_S": "0.0003", "TARGET_S": "0.001"}
@@ -160,32 +162,41 @@ def warm_model(folder: Path) -> Path:
     return max(made.iterdir())
 
 
-def play(cluster: Cluster, level: int, seed: int, model: Path, folder: Path) -> None:
-    """Do one job, and bring what it wrote into the folder.
+def submit(cluster: Cluster, level: int, seed: int, model: Path) -> str:
+    """Send one job; returns its id.
 
     Raises:
-        RuntimeError: it was refused, or did not end well.
+        RuntimeError: it was refused.
     """
     there = cluster.shared / "model"
     if not there.exists():
         shutil.copytree(model, there)
-    name = name_of(level, seed)
-    path = cluster.shared / f"{name}.yaml"
+    path = cluster.shared / f"{name_of(level, seed)}.yaml"
     path.write_text(json.dumps(experiment(level, seed, there, cluster.shared / "out")))
-    submit = [sys.executable, "-m", "prime_hpc.cli", "submit", str(path), "--json"]
-    done = cluster.x(submit, env={"PYTHONPATH": f"{TOP}:{HERE}"})
+    argv = [sys.executable, "-m", "prime_hpc.cli", "submit", str(path), "--json"]
+    done = cluster.x(argv, env={"PYTHONPATH": f"{TOP}:{HERE}"}, timeout=300)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    job = json.loads(done.stdout)["job_id"]
-    ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
-    state = cluster.wait_state(job, ended, timeout=JOB_S)
-    run_dir = cluster.shared / "out" / name
-    if state != "COMPLETED":
-        raise RuntimeError(f"{name} is {state}:\n{(run_dir / 'logs' / 'supervisor.log').read_text()[-3000:]}")
-    (run_dir / "load.json").write_text(json.dumps(os.getloadavg()[1]))
-    shutil.copytree(run_dir, folder / f"{name}.part", symlinks=True)
-    (folder / f"{name}.part").rename(folder / name)
-    shutil.rmtree(run_dir)
+    job: str = json.loads(done.stdout)["job_id"]
+    return job
+
+
+def play(cluster: Cluster, pairs: Sequence[tuple[int, int]], model: Path, folder: Path) -> None:
+    """Do jobs of these levels and seeds at once, and bring what they wrote into the folder.
+
+    Raises:
+        RuntimeError: one was refused, or did not end well.
+    """
+    jobs = {name_of(level, seed): submit(cluster, level, seed, model) for level, seed in pairs}
+    for name, job in jobs.items():
+        state = cluster.wait_state(job, DONE, timeout=JOB_S)
+        run_dir = cluster.shared / "out" / name
+        if state != "COMPLETED":
+            raise RuntimeError(f"{name} is {state}:\n{(run_dir / 'logs' / 'supervisor.log').read_text()[-3000:]}")
+        (run_dir / "load.json").write_text(json.dumps(os.getloadavg()[1]))
+        shutil.copytree(run_dir, folder / f"{name}.part", symlinks=True)
+        (folder / f"{name}.part").rename(folder / name)
+        shutil.rmtree(run_dir)
 
 
 def held_out(run_dir: Path, model: Path, folder: Path) -> dict[int, float]:
@@ -195,7 +206,7 @@ def held_out(run_dir: Path, model: Path, folder: Path) -> dict[int, float]:
         call("eval", evaluation(run_dir, model, folder), folder / f"{run_dir.name}-eval.log")
         (results / "done").touch()
     summary = json.loads((results / "summary.json").read_text())
-    return {version["step"]: version["environments"]["long-tail"]["avg"]["mean"] for version in summary["versions"]}
+    return {version["step"]: version["environments"]["long-tail"]["avg"]["value"] for version in summary["versions"]}
 
 
 def reached(rewards: dict[int, float], seconds: dict[int, float], wanted: float) -> float | None:
@@ -254,8 +265,8 @@ def run() -> dict[str, Any]:
         if todo := list(missing(folder)):
             cluster = Cluster(num_nodes=6)
             try:
-                for level, seed in todo:
-                    play(cluster, level, seed, model, folder)
+                for first in range(0, len(todo), AT_ONCE):
+                    play(cluster, todo[first : first + AT_ONCE], model, folder)
             finally:
                 cluster.down()
         found: dict[str, dict[str, Any]] = {}
