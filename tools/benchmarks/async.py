@@ -1,10 +1,10 @@
 """`tools/bench async`: replies of which a few are very long, at several values of `async_level` on equal devices.
 
-Packed jobs on the dev cluster, one after the other: a trainer rank and a server of the `transformers` backend, the
-starter model warmed up for `long-tail` (configs/long_tail), seats for the episodes of two batches (at level 0 no more
-than one can begin). Engine and trainer take the time of slower devices (`_stretched.py`), so that they do not take
-each other's cores. For each seed the levels run in turn: 0 and 2 as neighbours, then 1 and 4. Held-out rewards are
-taken afterwards of the versions that each run published, by `prime-hpc eval`, so that no evaluation costs a run time.
+Packed jobs on the dev cluster: a trainer rank and a server of the `transformers` backend, the starter model warmed up
+for `long-tail` (configs/long_tail), as many seats as a batch has episodes. Engine and trainer take the time of slower
+devices (`_stretched.py`), so that they do not take each other's cores. For each seed the levels run in turn: 0 and 2 as
+neighbours, then 1 and 4. Held-out rewards are taken afterwards of the versions that each run published, by `prime-hpc
+eval`, so that no evaluation costs a run time.
 
 Time to a reward: from the moment at which the servers were ready until a version was published that has it, between
 two versions that were evaluated by interpolation. Idle: the trainer's wait for batches, and empty seats
@@ -44,18 +44,18 @@ def _setting(name: str, default: str) -> str:
 RATIO = float(_setting("RATIO", "10"))
 LEVELS = [int(word) for word in _setting("LEVELS", "0,2,1,4").split(",")]
 SEEDS = [int(word) for word in _setting("SEEDS", "0,1,2").split(",")]
-NUM_STEPS = int(_setting("STEPS", "16"))
+NUM_STEPS = int(_setting("STEPS", "14"))
 MOST_RUNS = int(_setting("RUNS", "1000"))
 AT_ONCE = int(_setting("AT_ONCE", "1"))
 REWARD = float(_setting("REWARD", "0.8"))
-LR = float(_setting("LR", "3e-4"))
-STRETCH = {"TOKEN_S": "0.05", "SHARED_TOKEN_S": "0.0003", "TARGET_S": "0.001"}
-NUM_PROMPTS, GROUP_SIZE, SEATS = 16, 4, 128
+LR = float(_setting("LR", "8e-4"))
+STRETCH = {"TOKEN_S": "0.16", "SHARED_TOKEN_S": "0.0006", "TARGET_S": "0.003"}
+NUM_PROMPTS, GROUP_SIZE, SEATS = 16, 4, 64
 EVERY = 2
 """Versions between two that are evaluated."""
-MOST_NUMBERS, MOST_HELD_OUT = 160, 40
-"""Numbers of the longest replies in training, and of those that are held out."""
-SEQ_LEN = 704
+MEDIAN_NUMBERS, MOST_NUMBERS, MOST_HELD_OUT = 4, 80, 20
+"""Numbers of the median reply, of the longest replies in training, and of the longest that are held out."""
+SEQ_LEN = 384
 JOB_S = 1800.0
 
 
@@ -66,7 +66,7 @@ def name_of(level: int, seed: int) -> str:
 
 def task(most: int) -> dict[str, Any]:
     """The environment, with its longest reply."""
-    args = {"p99_ratio": RATIO, "max_numbers": most, "instructions": None}
+    args = {"p99_ratio": RATIO, "median_numbers": MEDIAN_NUMBERS, "max_numbers": most, "instructions": None}
     return {"id": "long-tail", "args": args, "timeout_s": 600}
 
 
@@ -122,8 +122,8 @@ def evaluation(run_dir: Path, model: Path, folder: Path) -> dict[str, Any]:
             "env": [task(MOST_HELD_OUT)],
             "weights_dir": str(run_dir / "weights"),
             "steps": list(range(EVERY, NUM_STEPS + 1, EVERY)),
-            "num_examples": 192,
-            "max_concurrent": 192,
+            "num_examples": 128,
+            "max_concurrent": 128,
             "sampling": {"temperature": 1.0, "max_tokens": 4 * MOST_HELD_OUT + 32},
         },
         "inference": {"backend": "transformers", "server": {"port": 0}, "cpu_threads": 1},
