@@ -32,6 +32,7 @@ BUNDLED: dict[str, str] = {
     "wordle": "prime_hpc.envs.tasksets.wordle",
     "tic-tac-toe": "prime_hpc.envs.tasksets.tic_tac_toe",
     "python-tool": "prime_hpc.envs.tasksets.python_tool",
+    "long-tail": "prime_hpc.envs.tasksets.long_tail",
 }
 """Short names of the tasksets in `prime_hpc.envs.tasksets`; they win over an installed package of the same name."""
 BENCHMARK_TASKSETS = {

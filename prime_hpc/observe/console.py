@@ -225,12 +225,14 @@ class Console:
         reward = rollouts.get("reward/mean", row.get("reward", float("nan")))
         rewards = self._rewards.setdefault(run, [])
         rewards.append(reward)
+        length = max(took, row["time/step"], 1e-9)
+        empty_for_weights = sum(rollouts.get(f"queue/empty_{cause}", 0.0) for cause in ("gate", "weights"))
         waits = {
-            "trainer waits for rollouts": row.get("time/wait", 0.0),
-            "inference waits for weights": rollouts.get("time/wait_weights", 0.0),
+            "trainer waits for rollouts": row.get("time/wait", 0.0) / length,
+            "inference waits for weights": max(rollouts.get("time/wait_weights", 0.0) / length, empty_for_weights),
         }
         who = max(waits, key=lambda key: waits[key])
-        share = min(1.0, waits[who] / max(took, row["time/step"], 1e-9))
+        share, tail = min(1.0, waits[who]), rollouts.get("queue/empty_tail", 0.0)
         generated = rollouts.get("tokens/sampled_per_second", 0.0)
         return [
             f"reward {reward:.3f} {sparkline(rewards)}",
@@ -238,5 +240,6 @@ class Console:
             f"kl {row['kl']:.1e} ratio {row['ratio']:.3f}",
             f"lag {rollouts.get('lag/mean', 0.0):.1f}/{rollouts.get('lag/max', 0)}",
             f"train {short(row['tokens_per_s'])} gen {short(generated)} tok/s",
-            f"{who} {share:.0%}" if share >= 0.05 else "nobody waits",
+            (f"{who} {share:.0%}" if share >= 0.05 else "nobody waits")
+            + (f", {tail:.0%} of the seats empty for the last replies" if tail >= 0.05 else ""),
         ]

@@ -211,7 +211,16 @@ ORCHESTRATOR: dict[str, Family] = {
     "orchestrator_queued_groups": gauge("Whole groups that wait for a batch.", of="queue/complete_groups"),
     "orchestrator_sent_back_prompts": gauge("Prompts that were sent back to be drawn again.", of="queue/sent_back"),
     "orchestrator_engines_idle_ratio": gauge(
-        "Share of the step in which the engines had room for more episodes.", of="queue/idle_share"
+        "Share of the step, over servers, in which one had no episode at all.", of="queue/idle_share"
+    ),
+    "orchestrator_seats": gauge(
+        "Episodes in flight at once at the fullest moment of the last two steps.", of="queue/seats"
+    ),
+    "orchestrator_empty_seats_ratio": gauge(
+        "Share of the seats that was empty over the step, by what kept them so; all: the sum.",
+        "cause",
+        of={"queue/empty_seats": "all"}
+        | {f"queue/empty_{c}": c for c in ("tail", "gate", "weights", "servers", "end")},
     ),
     "orchestrator_served_version": gauge("Version that the engines sample from.", of="policy/served_version"),
     "orchestrator_weight_update_seconds": gauge(

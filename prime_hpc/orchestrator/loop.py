@@ -60,6 +60,7 @@ from prime_hpc.orchestrator.rollouts.episodes import Episode, to_episode
 from prime_hpc.orchestrator.rollouts.failures import FailureWindow
 from prime_hpc.orchestrator.rollouts.groups import UNLIMITED_ASYNC, Group, GroupBook
 from prime_hpc.orchestrator.rollouts.prompts import PromptStream, SourceInfo
+from prime_hpc.orchestrator.rollouts.seats import why_empty
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.orchestrator.trace_log import TraceLog
 from prime_hpc.orchestrator.weight_sync import Client, WeightSync
@@ -144,7 +145,11 @@ class Orchestrator:
         self.stats = StepStats(now)
         self.changed = asyncio.Event()
         self.dispatcher = Dispatcher(
-            self.table, config.max_concurrent, refill=self._open_group, on_server_error=self._server_failed
+            self.table,
+            config.max_concurrent,
+            refill=self._open_group,
+            on_server_error=self._server_failed,
+            why_empty=lambda: why_empty(self.table, self.book, self.weights.is_updating),
         )
         self.weights = WeightSync(
             parts.paths,
@@ -409,8 +414,7 @@ class Orchestrator:
         """One metrics row, one status beat, one console line, the sample rollouts."""
         row = self.stats.drain(loop_time(), self.weights.drain_updates()) | batch_metrics(scored, self.env_names, step)
         row |= group_metrics(self.book.drain_counts()) | self.curriculum.drain_metrics()
-        row |= self.dispatcher.load.drain(loop_time())
-        row |= self.concurrency.drain() if self.concurrency is not None else {}
+        row |= self.dispatcher.drain_load() | (self.concurrency.drain() if self.concurrency is not None else {})
         row |= {
             "batch/tokens": manifest.meta["num_tokens"],
             "batch/loss_tokens": manifest.meta["num_loss_tokens"],

@@ -83,7 +83,8 @@ class WeightSync:
         name: str = POLICY,
     ) -> None:
         """`name`: under which the servers know this run's policy; of several runs on the same servers, the run's id.
-        `on_change()` is called in the event loop when the served version or the set of ready servers changed."""
+        `on_change()` is called in the event loop when the served version or the set of ready servers changed, and
+        when an update begins."""
         self._paths = paths
         self._clients = clients
         self._table = table
@@ -130,6 +131,11 @@ class WeightSync:
             for i, s in enumerate(self._table.servers)
         ]
         return {"wanted": self.current, "servers": servers}
+
+    @property
+    def is_updating(self) -> bool:
+        """A new version is there, and not yet in all servers."""
+        return self._is_updating
 
     def is_loading(self, index: int) -> bool:
         """Return whether a server loads weights now, or sleeps."""
@@ -316,6 +322,7 @@ class WeightSync:
             start = loop_time()
             self.current, self.paused_seconds, self._asleep = version, 0.0, False
             self._is_updating = True
+            self._on_change()
             await asyncio.gather(*(self._load_unless_dropped(i) for i in self._table.ready_indices))
             self._is_updating = False
             end = loop_time()

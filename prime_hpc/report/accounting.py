@@ -1,9 +1,10 @@
 """Hours of a run by what they were spent on, attempt by attempt.
 
 Of each attempt the trainer's time is split into start-up, training, waiting, publishing, saving, steps that a later
-attempt did again, and the end; the engines' into start-up, sampling, loading weights and idling. Times the devices of
-each role these are device-hours; devices that the job held without a role are named too, so that the sum is that of
-the allocation. Effective training time is training that lasted, over all the time from the first submission to the end.
+attempt did again, and the end; the engines' into start-up, sampling, loading weights, tails of batches, and idling.
+Times the devices of each role these are device-hours; devices that the job held without a role are named too, so that
+the sum is that of the allocation. Effective training time is training that lasted, over all the time from the first
+submission to the end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from prime_hpc.report.spans import Held, held_spans
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
 
 TRAINER_PARTS = ("start", "train", "lost", "wait", "publish", "save", "other", "end")
-ENGINE_PARTS = ("start", "sample", "load", "idle", "end")
+ENGINE_PARTS = ("start", "sample", "load", "tail", "idle", "end")
 
 
 @dataclass(frozen=True)
@@ -151,11 +152,12 @@ def _row(
     parts["end"] = max(0.0, wall - sum(parts.values()))
     started = 0.0 if "orchestrator" in (attempt.get("kept") or []) else start  # episodes went on meanwhile
     load = min(wall - started, served.seconds.get("pause", 0.0))
-    idle = served.seconds.get("wait_weights", 0.0) + served.seconds.get("wait_servers", 0.0)
-    idle = min(max(0.0, wall - started - load), idle)
-    tail = max(0.0, end - served.last) if served.last is not None else wall - started
-    tail = min(tail, max(0.0, wall - started - load - idle))
-    engines = {"start": started, "load": load, "idle": idle, "end": tail}
+    waits = served.seconds.get("wait_weights", 0.0) + served.seconds.get("wait_servers", 0.0)
+    idle = min(max(0.0, wall - started - load), served.seconds.get("empty_other", waits))
+    tail = min(max(0.0, wall - started - load - idle), served.seconds.get("empty_tail", 0.0))
+    rest = max(0.0, end - served.last) if served.last is not None else wall - started
+    rest = min(rest, max(0.0, wall - started - load - idle - tail))
+    engines = {"start": started, "load": load, "tail": tail, "idle": idle, "end": rest}
     engines["sample"] = max(0.0, wall - sum(engines.values()))
     allocated = _section(attempt, "allocated")
     held = number_of(allocated.get("gpus" if devices.kind == "GPU" else "cpus"))

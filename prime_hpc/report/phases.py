@@ -89,6 +89,8 @@ class Phases:
         index = self._attempt_of(end)
         self._add_to_sums(index, step, end, length, values)
         self.sums[index].tokens += number_of(row.get("num_tokens")) or 0.0
+        for name, share in empty_seats(row).items():
+            self.sums[index].seconds[name] = self.sums[index].seconds.get(name, 0.0) + share * length
         self._take_spans(row.get("spans"), end, self.sums[index])
         self._add_block(step, end - length, end, values)
 
@@ -170,6 +172,15 @@ class Phases:
 
 def _millis(seconds: float) -> float:
     return round(seconds, 3)
+
+
+def empty_seats(row: Mapping[str, Any]) -> dict[str, float]:
+    """Shares of an orchestrator row's step for which the engines' seats were empty: `empty_tail`, for the last replies
+    of a batch, and `empty_other`; nothing of a row that does not count them."""
+    whole, tail = number_of(row.get("queue/empty_seats")), number_of(row.get("queue/empty_tail"))
+    if whole is None or tail is None or not 0 <= tail <= whole <= 1:
+        return {}
+    return {"empty_tail": tail, "empty_other": whole - tail}
 
 
 def trainer_seconds(row: Mapping[str, Any]) -> dict[str, float]:

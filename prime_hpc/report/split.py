@@ -30,12 +30,14 @@ def suggest_split(config: Mapping[str, Any], spent: Mapping[str, Any]) -> dict[s
         unit *= int(number_of(widths.get(key)) or 1)
     idle = {
         "trainer_idle": min(1.0, total["trainer"]["wait"] / running),
-        "engines_idle": min(1.0, (total["engines"]["idle"] + total["engines"]["load"]) / serving),
+        "engines_idle": min(1.0, sum(total["engines"][part] for part in ("tail", "idle", "load")) / serving),
     }
+    tail = min(1.0, total["engines"]["tail"] / serving)
     overlap = level is None or level > 0
-    best = best_split(trainer, engines, overlap=overlap, unit=max(1, unit), **idle)
+    best = best_split(trainer, engines, overlap=overlap, unit=max(1, unit), tail=tail, **idle)
     return {
         **{name: round(share, 4) for name, share in idle.items()},
+        "tail": round(tail, 4),
         "trainer": trainer,
         "engines": engines,
         "suggested_trainer": best[0],

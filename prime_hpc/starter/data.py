@@ -2,8 +2,9 @@
 
 Part of the demonstrations are right, the others follow a worse, easier habit: copying a text instead of reversing or
 sorting it, counting up instead of halving the range, calling the tool that adds where the question multiplies, moving
-anywhere. A model warmed up on them can do both and prefers the wrong one, which leaves reinforcement something to
-choose. (A warm-up on right answers only, cut short, leaves a model that RL hardly improves within 40 steps.)
+anywhere, counting down instead of up. A model warmed up on them can do both and prefers the wrong one, which leaves
+reinforcement something to choose. (A warm-up on right answers only, cut short, leaves a model that RL hardly improves
+within 40 steps.)
 """
 
 import json
@@ -98,6 +99,19 @@ def word_sorting(seed: int, num: int, right: set[int]) -> Iterator[Row]:
         yield {"messages": [_user(str(task.data.prompt)), _assistant(" ".join(words))]}
 
 
+def long_tail(seed: int, num: int, right: set[int]) -> Iterator[Row]:
+    """Count up, or as far down: both replies are as long. Most are short: where a count begins and ends is what is hard
+    to learn, and a long one says little of it."""
+    from prime_hpc.envs.tasksets.long_tail import LongTailConfig, LongTailTaskset
+
+    options = {"seed": SEED_OFFSET + seed, "num_tasks": num, "instructions": None, "median_numbers": 3}
+    config = LongTailConfig(split="train", **options)
+    for i, task in enumerate(LongTailTaskset(config).load()):
+        numbers = range(task.data.first, task.data.last + 1)
+        said = " ".join(map(str, numbers if i in right else reversed(numbers)))
+        yield {"messages": [_user(str(task.data.prompt)), _assistant(said)]}
+
+
 def tic_tac_toe(seed: int, num: int, right: set[int]) -> Iterator[Row]:
     """Move as perfect play does, or to any free square, against one that moves anywhere: a player's side of a game."""
     from prime_hpc.envs.tasksets import tic_tac_toe as game
@@ -123,6 +137,7 @@ TASKS: dict[str, Callable[[int, int, set[int]], Iterator[Row]]] = {
     "calculator": calculator,
     "word-sorting": word_sorting,
     "tic-tac-toe": tic_tac_toe,
+    "long-tail": long_tail,
 }
 
 

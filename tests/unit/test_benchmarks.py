@@ -103,3 +103,33 @@ def test_the_runs_of_simulate_are_valid(stretched: bool, tmp_path: Path, monkeyp
         assert experiment.max_steps > experiment.async_level + 6
         assert (experiment.inference is not None) and (experiment.inference.backend != "transformers") == stretched
     assert {name for names in simulate.CALIBRATIONS for name in names} <= set(simulate.CASES)
+
+
+def test_the_async_levels_experiments_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = benchmark("async", monkeypatch)
+    for level in levels.LEVELS:
+        experiment = Experiment.model_validate(levels.experiment(level, 1, tmp_path / "model", tmp_path))
+        assert (experiment.async_level, experiment.seed, experiment.orchestrator.env[0].args["p99_ratio"]) == (
+            level,
+            1,
+            10,
+        )
+    tree = levels.evaluation(tmp_path / levels.name_of(2, 1), tmp_path / "model", tmp_path)
+    evaluated = Experiment.model_validate(tree)
+    assert evaluated.eval is not None and evaluated.eval.steps[-1] == levels.NUM_STEPS
+
+
+@pytest.mark.parametrize(
+    ("rewards", "wanted", "seconds"),
+    [
+        ({0: 0.2, 2: 0.4, 4: 0.8}, 0.6, 30.0),  # half way between versions 2 and 4
+        ({0: 0.2, 2: 0.9, 4: 0.3}, 0.9, 20.0),
+        ({0: 0.7}, 0.6, 0.0),
+        ({0: 0.2, 2: 0.4}, 0.6, None),
+    ],
+)
+def test_the_time_to_a_reward(
+    rewards: dict[int, float], wanted: float, seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels = benchmark("async", monkeypatch)
+    assert levels.reached(rewards, {0: 0.0, 2: 20.0, 4: 40.0}, wanted) == pytest.approx(seconds)

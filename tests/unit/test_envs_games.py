@@ -1,6 +1,7 @@
 """The bundled games' pure parts: what they pose, how replies are read and scored, what they refuse."""
 
 import itertools
+import random
 from fractions import Fraction
 from typing import Any
 
@@ -12,11 +13,12 @@ from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.task_sources import EnvSource
 from prime_hpc.envs.tasksets import countdown, tic_tac_toe, wordle
 from prime_hpc.envs.tasksets.integers import last_integer
+from prime_hpc.envs.tasksets.long_tail import count_score, draw_count
 from prime_hpc.envs.tasksets.splitting import split_of
 from prime_hpc.envs.tasksets.word_sorting import order_score
 from prime_hpc.starter.data import demonstrations
 
-GAMES = ("word-sorting", "alphabet-sort", "countdown", "simple-math", "wordle", "tic-tac-toe")
+GAMES = ("word-sorting", "alphabet-sort", "countdown", "simple-math", "wordle", "tic-tac-toe", "long-tail")
 
 
 def tasks(name: str, num: int = 200, split: str = "train", **arguments: Any) -> list[Any]:
@@ -47,6 +49,9 @@ def test_tasks_follow_from_the_seed_and_the_splits_share_none(name: str) -> None
         ("wordle", {"max_guesses": 0}),
         ("tic-tac-toe", {"max_opening": 9}),
         ("tic-tac-toe", {"opponent": "nobody"}),
+        ("long-tail", {"p99_ratio": 0.5}),
+        ("long-tail", {"median_numbers": 200}),
+        ("long-tail", {"max_numbers": 901}),
     ],
 )
 def test_impossible_arguments_are_refused(name: str, arguments: dict[str, Any]) -> None:
@@ -61,6 +66,26 @@ def test_sorted_words_count_by_their_places() -> None:
     assert order_score("apple fig pear zoo", words) == 0.75
     assert order_score("", words) == 0.0
     assert order_score("pear " * 10_000, words) < 0.01
+
+
+def test_a_count_is_scored_by_its_places() -> None:
+    assert count_score("101 102\n103", 101, 103) == 1.0
+    assert count_score("103 102 101", 101, 103) == pytest.approx(1 / 3)
+    assert count_score("101 102", 101, 103) == pytest.approx(2 / 3)
+    assert count_score("101 102 103 104", 101, 103) == pytest.approx(3 / 4)
+    assert count_score("", 101, 103) == 0.0
+
+
+@pytest.mark.parametrize("ratio", [1.0, 3.0, 10.0])
+def test_long_tails_are_as_stated(ratio: float) -> None:
+    """Quantiles of 20,000 draws from a fixed seed: the median, and the 99th percentile over it."""
+    rng = random.Random(0)
+    drawn = sorted(draw_count(rng, 40.0, ratio, 900) for _ in range(20_000))
+    assert drawn[10_000] == pytest.approx(40, rel=0.03)
+    assert drawn[19_800] / drawn[10_000] == pytest.approx(ratio, rel=0.08)
+    counts = [task.data.last - task.data.first + 1 for task in tasks("long-tail", 1000, p99_ratio=ratio)]
+    assert sorted(counts)[500] == pytest.approx(8, abs=1) and max(counts) <= 160
+    assert all(100 <= task.data.first < task.data.last <= 999 for task in tasks("long-tail", 1000, p99_ratio=ratio))
 
 
 def test_every_countdown_can_be_reached_and_nothing_of_a_reply_is_run() -> None:
@@ -122,7 +147,7 @@ def test_perfect_play_never_loses_and_positions_are_read_right() -> None:
     assert not lost("." * 9)
 
 
-@pytest.mark.parametrize("task", ["word-sorting", "tic-tac-toe"])
+@pytest.mark.parametrize("task", ["word-sorting", "tic-tac-toe", "long-tail"])
 def test_demonstrations_end_with_a_reply(task: str) -> None:
     rows = demonstrations(0, 50, task)
     assert rows == demonstrations(0, 50, task) and len(rows) == 50

@@ -35,7 +35,7 @@ def test_a_mixture_of_experts_is_told_to_follow_the_engines_choice(model: Path) 
     (model / "config.json").write_text(json.dumps(LLAMA_8B | experts))
 
     def found(changes: dict[str, Any]) -> list[tuple[str, str]]:
-        return [(f.severity, f.key) for f in findings(model, changes) if f.code == "PH126"]
+        return [(f.severity, f.key) for f in findings(model, changes) if f.code == "PH127"]
 
     assert found({}) == [("info", "trainer.router_replay")]
     assert found({"trainer": FOLLOWS, "model": {"router_dtype": "float32"}}) == []

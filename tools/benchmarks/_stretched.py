@@ -1,5 +1,5 @@
-"""Engines and a trainer that take the time of slower devices, by sleeping. For `simulate.py`, which puts this folder on
-the path of its processes.
+"""Engines and a trainer that take the time of slower devices, by sleeping. For `simulate.py`, `recover.py` and
+`async.py`, which put this folder on the path of their processes.
 
 On few cores engines and trainer take each other's time, and neighbours on the machine take both's: what one run costs
 is then no cost of another. Here a step of the engine's batch lasts `a + b n` seconds for n rows, and a micro-batch's
@@ -18,7 +18,7 @@ from prime_hpc.inference.transformers.backend import TransformersBackend
 from prime_hpc.trainer.objectives.base import Targets, Terms, get_objective
 
 TOKEN_S = float(os.environ.get("PRIME_HPC_BENCH_TOKEN_S", "0.05"))
-SHARED_TOKEN_S = 0.0015
+SHARED_TOKEN_S = float(os.environ.get("PRIME_HPC_BENCH_SHARED_TOKEN_S", "0.0015"))
 TARGET_S = float(os.environ.get("PRIME_HPC_BENCH_TARGET_S", "0.001"))
 
 

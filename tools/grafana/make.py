@@ -92,6 +92,7 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, list[Query]], ...]], ...] = (
                 [
                     (rate("trainer_phase_seconds_total", 'phase="wait"'), "{{run}} trainer"),
                     (of("orchestrator_engines_idle_ratio"), "{{run}} engines"),
+                    (of("orchestrator_empty_seats_ratio"), "{{run}} empty seats, {{cause}}"),
                 ],
             ),
             (

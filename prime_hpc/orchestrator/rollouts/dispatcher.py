@@ -16,6 +16,7 @@ from loguru import logger
 
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.orchestrator.rollouts.episodes import is_retryable, is_server_error
+from prime_hpc.orchestrator.rollouts.seats import SeatMeter
 from prime_hpc.orchestrator.rollouts.server_load import LoadMeter
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.runtime.event_loops import loop_time
@@ -71,13 +72,16 @@ class Dispatcher:
         *,
         refill: Callable[[], bool],
         on_server_error: Callable[[int], None],
+        why_empty: Callable[[], str] = lambda: "",
     ) -> None:
-        """`refill` adds jobs and returns whether it did; `on_server_error(url_index)` says that a server failed."""
+        """`refill` adds jobs and returns whether it did; `on_server_error(url_index)` says that a server failed;
+        `why_empty` names what keeps room from being used (`seats.CAUSES`)."""
         self._servers = servers
         self.max_concurrent = max_concurrent
         """May be changed; `pump` goes by it."""
         self._refill = refill
         self._on_server_error = on_server_error
+        self._why_empty = why_empty
         self._first: deque[Job] = deque()
         self._queue: deque[Job] = deque()
         self._background: deque[Job] = deque()
@@ -88,6 +92,7 @@ class Dispatcher:
         """Each with its server, and when it began (epoch seconds)."""
         self._dropped: set[asyncio.Task[EpisodeResult]] = set()
         self.load = LoadMeter(len(servers.servers), loop_time())
+        self.seats = SeatMeter(loop_time())
         self.num_running = 0
         self.num_retries = 0
         self.broken: Exception | None = None
@@ -118,6 +123,13 @@ class Dispatcher:
                 self._start(job)
         finally:
             self._pumping = False
+        is_full = self.num_running >= self.max_concurrent
+        self.seats.look(self.num_running, "" if is_full else self._why_empty(), loop_time())
+
+    def drain_load(self) -> dict[str, Any]:
+        """Return the figures of servers and seats since the last call (`LoadMeter.drain`, `SeatMeter.drain`)."""
+        now = loop_time()
+        return self.load.drain(now) | self.seats.drain(self.max_concurrent, now)
 
     def cancel(self, lane: Lane) -> int:
         """End a lane: running episodes are cancelled, queued ones never start. Returns how many were running."""

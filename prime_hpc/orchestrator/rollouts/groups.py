@@ -128,6 +128,16 @@ class GroupBook:
         limit = max_open_groups(self.next_batch, served_version, self.async_level, self.num_prompts, self.last_batch)
         return self.num_open < limit
 
+    def held_by(self, served_version: int) -> str:
+        """Return what keeps one more group from starting (`seats.CAUSES`): `end`, no later batch needs it; `tail`, the
+        batch that the trainer waits for is not complete; `gate`, the trainer has not made the next version yet; ""
+        where nothing does."""
+        if self.may_open(served_version):
+            return ""
+        if served_version + 1 + self.async_level >= self.last_batch:
+            return "end"
+        return "tail" if self.next_batch <= served_version + 1 else "gate"
+
     def open(self, prompt: Prompt, served_version: int) -> Group:
         """Start a group. The caller dispatches an episode for each of its slots."""
         assert prompt.position not in self.in_flight, f"prompt {prompt.position} is already in flight"

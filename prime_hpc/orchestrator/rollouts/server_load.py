@@ -69,7 +69,8 @@ class LoadMeter:
         """Return the figures since the last call.
 
         `queue/in_flight_mean`: episodes in flight, over time. `queue/idle_share`: share of the time, over servers, with
-        nothing in flight. `episode_sample`: [seconds, sampled tokens, mean in flight at its server] of some episodes.
+        nothing in flight; one long episode is enough to end it (`seats` counts what it leaves empty).
+        `episode_sample`: [seconds, sampled tokens, mean in flight at its server] of some episodes.
         """
         for load in self._servers:
             load.change(0, now)

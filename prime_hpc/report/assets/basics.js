@@ -53,7 +53,7 @@ P.css = function (name) { return getComputedStyle(document.documentElement).getP
 P.states = {
   train: ["training", "#0072b2"], sample: ["sampling", "#009e73"], wait_rollouts: ["waiting for rollouts (engines sample)", "#009e73"],
   work: ["own work (packing, writing)", "#cc79a7"], publish: ["publishing weights", "#56b4e9"], save: ["saving", "#cc79a7"],
-  wait: ["waiting for rollouts", "#f0b400"], idle: ["idle (waiting for weights or servers)", "#f0b400"],
+  wait: ["waiting for rollouts", "#f0b400"], idle: ["idle (waiting for weights or servers)", "#f0b400"], tail: ["empty for a batch's last replies", "#d99e73"],
   wait_weights: ["waiting for weights", "#f0b400"], wait_servers: ["waiting for servers", "#d55e00"],
   start: ["starting", "#8fa3b8"], starting: ["starting", "#8fa3b8"], queue: ["in the queue", "#aab4c0"], down: ["down", "#d55e00"],
   lost: ["lost: done again by a later attempt", "#d55e00"], other: ["other", "#9b8ac4"], end: ["ending", "#6b7684"],

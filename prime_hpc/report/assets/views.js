@@ -54,7 +54,8 @@ P.views.Curves = function (run, open, redraw) {
 P.views.Throughput = function (run, open, redraw) {
   const total = run.accounting.total, wall = total.wall || 1, waits = total.trainer.wait / wall, idle = total.engines.idle / wall;
   const bound = !run.accounting.engine_devices || !total.steps ? null : waits > 0.05 && idle > 0.05 && Math.abs(waits - idle) < 0.05 ? "Each side waits for the other: the trainer " + P.percent(waits) + ", the engines " + P.percent(idle) + " of the running time." : waits > 0.05 || idle > 0.05 ? waits >= idle ? "Sampling is the bound: the trainer waited for rollouts " + P.percent(waits) + " of the running time, the engines idled " + P.percent(idle) + "." : "Training is the bound: the engines idled " + P.percent(idle) + " of the running time, the trainer waited " + P.percent(waits) + "." : "Neither side waits much: trainer " + P.percent(waits) + ", engines " + P.percent(idle) + " of the running time.";
-  return [P.curveControls(redraw), bound ? P.el("p", { "data-bound": true }, bound) : null, P.split(run), P.el("div", { class: "charts" }, P.speed.map(function (g) { return P.groupChart(run, g); }))];
+  const tail = (total.engines.tail || 0) / wall, behind = tail > 0.05 ? " For " + P.percent(tail) + " of it their seats were empty while a batch waited for its last replies: a larger async_level fills them, no other split does." : "";
+  return [P.curveControls(redraw), bound ? P.el("p", { "data-bound": true }, bound + behind) : null, P.split(run), P.el("div", { class: "charts" }, P.speed.map(function (g) { return P.groupChart(run, g); }))];
 };
 P.split = function (run) {
   const split = run.split;

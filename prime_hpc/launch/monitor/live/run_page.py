@@ -109,8 +109,9 @@ def _steps(live: LiveRun, width: int, ascii_only: bool) -> Iterator[tuple[str, T
         yield label, f"{parts.number(seconds)} s/step: {parts.legend(split, ascii_only=ascii_only)}"
         yield "", Text(parts.stacked(split, room, ascii_only=ascii_only))
     idle = [f"trainer {parts.percent(trained[1]['wait'])}"] if trained and live.kind == "rl" else []
-    engines = [value for value in series(live.sampled[-RECENT:], "queue/idle_share") if value == value]
-    idle += [f"engines {parts.percent(sum(engines) / len(engines))}"] if engines else []
+    for label, key in (("engines", "queue/idle_share"), ("empty seats", "queue/empty_seats")):
+        values = [value for value in series(live.sampled[-RECENT:], key) if value == value]
+        idle += [f"{label} {parts.percent(sum(values) / len(values))}"] if values else []
     if idle:
         yield "idle", f"{', '.join(idle)} of the last {min(RECENT, max(len(live.trained), len(live.sampled)))} steps"
     if live.episodes:
