@@ -9,8 +9,6 @@ import verifiers.v1 as vf
 
 __all__ = ["LongPromptTaskset"]
 
-LETTERS = 900
-
 
 class LongPromptTask(vf.Task[vf.TaskData]):
     """Gives 1.0."""
@@ -22,7 +20,10 @@ class LongPromptTask(vf.Task[vf.TaskData]):
 
 
 class LongPromptConfig(vf.TasksetConfig):
-    """No arguments."""
+    """Arguments."""
+
+    letters: int = 900
+    """Of a prompt."""
 
 
 class LongPromptTaskset(vf.Taskset[LongPromptTask, LongPromptConfig]):
@@ -31,7 +32,7 @@ class LongPromptTaskset(vf.Taskset[LongPromptTask, LongPromptConfig]):
     def load(self) -> Iterable[LongPromptTask]:
         """A thousand tasks."""
         for number in range(1000):
-            text = "".join(random.Random(number).choices("abcdefghijklmnopqrstuvwxyz", k=LETTERS))
+            text = "".join(random.Random(number).choices("abcdefghijklmnopqrstuvwxyz", k=self.config.letters))
             yield LongPromptTask(vf.TaskData(prompt=text), self.config.task)
 
 
