@@ -5,6 +5,7 @@ its threads and its environments' processes have used so far. Written to `FLIGHT
 """
 
 import asyncio
+import gc
 import json
 import os
 import resource
@@ -55,17 +56,27 @@ class Watch:
     """What is noted."""
 
     def __init__(self) -> None:
-        self.pauses: list[tuple[float, float]] = []
+        self.pauses: list[tuple[float, float, float]] = []
         self.marks: list[dict[str, Any]] = []
         self.memory: list[tuple[float, int, int]] = []
+        self.collections: list[tuple[float, float]] = []
+        self._began = 0.0
+
+    def collecting(self, phase: str, info: dict[str, int]) -> None:
+        """Note a collection of garbage that was not short."""
+        if phase == "start":
+            self._began = time.thread_time()
+        elif (took := time.thread_time() - self._began) > WORTH_S / 4:
+            self.collections.append((time.monotonic(), took))
 
     async def pauses_of_loop(self) -> None:
-        """For ever: by how much a callback comes too late."""
+        """For ever: by how much a callback comes too late, and for how long this thread has computed meanwhile."""
         while True:
-            due = time.monotonic() + TICK_S
+            due, used = time.monotonic() + TICK_S, time.thread_time()
             await asyncio.sleep(TICK_S)
-            if (late := time.monotonic() - due) > WORTH_S:
-                self.pauses.append((due, late))
+            late, used = time.monotonic() - due, time.thread_time() - used
+            if late > WORTH_S:
+                self.pauses.append((due, late, used))
 
     async def memory_each_second(self) -> None:
         """For ever: resident bytes, here and of the workers."""
@@ -76,6 +87,7 @@ class Watch:
 
     def install(self) -> None:
         """Run beside the orchestrator's loop."""
+        gc.callbacks.append(self.collecting)
         run, report = loop.Orchestrator.run, loop.Orchestrator._report
 
         async def watched(orchestrator: loop.Orchestrator) -> None:
@@ -85,8 +97,8 @@ class Watch:
             finally:
                 for task in beside:
                     task.cancel()
-                found = {"pauses": self.pauses, "marks": self.marks, "memory": self.memory}
-                Path(os.environ["FLIGHT_LOG"]).write_text(json.dumps(found))
+                names = ("pauses", "marks", "memory", "collections")
+                Path(os.environ["FLIGHT_LOG"]).write_text(json.dumps({name: getattr(self, name) for name in names}))
 
         def reported(orchestrator: loop.Orchestrator, *args: Any) -> None:
             report(orchestrator, *args)

@@ -2,16 +2,20 @@
 
 The real orchestrator process with a scripted trainer behind the real message bus and store (it publishes a version for
 each batch, which all servers load), and servers that answer from a script: 16 in each of four processes. Prompts of
-about 220 tokens, replies of 64 to 512. A reply takes 26 s on average, so that 315 episodes end in a second: an engine
-would need a few seconds for them, but two cores carry orchestrator and servers no quicker. Batches of 8,192 samples are packed
-for 256 trainer ranks. Twice: the environment in the orchestrator's process, and played by two workers.
+about 220 tokens, replies of 64 to 512. A reply takes 26 s on average, so that 315 episodes end in a second: engines
+would take fewer, but two cores carry orchestrator and servers no quicker. Batches of 8,192 samples are packed for 256
+trainer ranks. Twice: the environment in the orchestrator's process, and played by two workers.
 
 - `cpu_ms`: CPU milliseconds a sample (user and system), by where they are spent: the orchestrator's loop, the
   environments' thread, other threads (packing, writing), worker processes.
-- `longest_pause_s`: the longest time for which the orchestrator's event loop ran no callback that was due, from the first batch
-  on; `start_pause_s`: before that, when all 8,192 start at once; `idle_pause_s`: of a loop with nothing to do, in a process beside.
-- `rss_gib` at the end, and `rss_slope_mib_per_hour`: a line through the resident memory of the second half of the run, of the
-  orchestrator's process and of all its workers: a run of minutes, not of an hour, so a bound on what grows and no more.
+- `longest_pause_s`: the longest time for which the orchestrator's event loop ran no callback that was due, from the
+  first batch on; `start_pause_s`: before that, when all 8,192 start at once; `idle_pause_s`: of a loop with nothing to
+  do, in a process beside. `longest_busy_s` and `start_busy_s`: for how long the loop's thread computed between two
+  callbacks, which other work on the machine does not lengthen.
+- `longest_gc_s`: CPU seconds of the longest collection of garbage in the orchestrator's process, during which none of
+  its threads does anything.
+- `rss_gib` at the end, and `rss_slope_mib_per_hour`: a line through the resident memory of the second half of the run,
+  of the orchestrator's process and of all its workers: a run of minutes, not of an hour, in which caches still fill.
 - `seat_delay_s`: from a reply's departure until the next request arrives that takes its place, as the servers see it:
   the n-th reply's place is taken by request n + 8,192.
 
@@ -36,8 +40,8 @@ NUM_SERVERS, SERVER_PROCESSES = 64, 4
 IN_FLIGHT, BATCH, GROUP, RANKS = 8192, 8192, 8, 256
 DELAY_S, LEAST_TOKENS, MOST_TOKENS, LETTERS = 26.0, 64, 512, 200
 SEQ_LEN = 1024
-WARM = 1
-"""Batches that are not counted."""
+WARM, DRAIN = 1, 1
+"""Batches that are not counted: of the start, and of the end, when no more episodes follow."""
 RUN_S = 1500.0
 MODES = {"in_process": 0, "workers": 2}
 
@@ -131,13 +135,18 @@ def play(folder: Path, model: Path, workers: int, steps: int) -> dict[str, Any]:
 
 def summary(watched: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     """The figures of one run."""
-    first, last = watched["marks"][WARM - 1], watched["marks"][-1]
-    counted = [row for row in rows if "reward/mean" in row][WARM:]
+    first, last = watched["marks"][WARM - 1], watched["marks"][-1 - DRAIN]
+    counted = [row for row in rows if "reward/mean" in row][WARM:-DRAIN]
     episodes = sum(row["episodes/completed"] for row in counted)
     seconds = last["time"] - first["time"]
-    pauses = {
-        "start_pause_s": [late for when, late in watched["pauses"] if when < first["time"]],
-        "longest_pause_s": [late for when, late in watched["pauses"] if first["time"] <= when <= last["time"]],
+    before = [row for row in watched["pauses"] if row[0] < first["time"]]
+    within = [row for row in watched["pauses"] if first["time"] <= row[0] <= last["time"]]
+    longest = {
+        "start_pause_s": [late for _, late, _ in before],
+        "start_busy_s": [used for _, _, used in before],
+        "longest_pause_s": [late for _, late, _ in within],
+        "longest_busy_s": [used for _, _, used in within],
+        "longest_gc_s": [took for _, took in watched["collections"]],
     }
     cpu_s = {where: last["cpu"][where] - first["cpu"][where] for where in last["cpu"]}
     return {
@@ -150,7 +159,7 @@ def summary(watched: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -
         "cpu_ms": {where: 1e3 * used / episodes for where, used in cpu_s.items()},
         "cpu_ms_all": 1e3 * sum(cpu_s.values()) / episodes,
         "cores": sum(cpu_s.values()) / seconds,
-        **{name: max(late, default=0.0) for name, late in pauses.items()},
+        **{name: max(values, default=0.0) for name, values in longest.items()},
         **memory(watched["memory"]),
         **{f"seat_delay_{name}": value for name, value in seat_delays(folder, first["time"], last["time"]).items()},
     }
@@ -197,9 +206,11 @@ def run() -> dict[str, Any]:
 
 def render(figures: dict[str, Any]) -> str:
     """A paragraph for each side."""
-    lines = ["{servers} servers, {in_flight} episodes in flight, {steps} batches of {batch} for {ranks} ranks".format(
-        **figures["shape"]
-    )]
+    lines = [
+        "{servers} servers, {in_flight} episodes in flight, {steps} batches of {batch} for {ranks} ranks".format(
+            **figures["shape"]
+        )
+    ]
     for name, row in figures["sides"].items():
         parts = ", ".join(f"{where} {used:.2f}" for where, used in row["cpu_ms"].items())
         lines += [
@@ -207,7 +218,8 @@ def render(figures: dict[str, Any]) -> str:
             f"{row['stale_groups']:.0f} groups stale, {row['failed']:.0f} episodes failed",
             f"  {row['cpu_ms_all']:.2f} ms of CPU a sample ({parts}); {row['cores']:.2f} cores",
             f"  longest pause {row['longest_pause_s']:.3f} s, at the start {row['start_pause_s']:.3f} s "
-            f"(an idle loop beside: {row['idle_pause_s']:.3f} s)",
+            f"(an idle loop beside: {row['idle_pause_s']:.3f} s); computing {row['longest_busy_s']:.3f} s, at the "
+            f"start {row['start_busy_s']:.3f} s, collecting garbage {row['longest_gc_s']:.3f} s",
             f"  a free seat is taken after {row['seat_delay_p50_s']:.3f} s, p99 {row['seat_delay_p99_s']:.3f} s, "
             f"at most {row['seat_delay_max_s']:.3f} s",
             f"  memory {row['rss_gib']:.2f} GiB ({row['rss_slope_mib_per_hour']:+.0f} MiB an hour), "
