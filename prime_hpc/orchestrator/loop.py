@@ -140,7 +140,8 @@ class Orchestrator:
         self.broken: Exception | None = None
         """What a callback failed with (a sampler or gate of the user's own, or a bug); the loop raises it."""
         now = loop_time()
-        self.table = ServerTable(parts.urls, now)
+        keeps_cache = exp.inference is not None and exp.inference.keep_kv_cache
+        self.table = ServerTable(parts.urls, now, keeps_cache=keeps_cache)
         self.failures = FailureWindow(config.max_failed_share)
         self.stats = StepStats(now)
         self.changed = asyncio.Event()
@@ -471,7 +472,7 @@ class Orchestrator:
         self.deadlines.check(what, version, reason, now)
 
     def _wait_reason(self, version: int) -> str:
-        if not self.table.ready_indices:
+        if not self.table.any_ready:
             return "servers"
         return "weights" if self.table.served_version < version else "rollouts"
 

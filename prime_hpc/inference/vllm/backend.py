@@ -39,8 +39,7 @@ class VllmBackend:
         return installed.missing()
 
     def refusals(self, experiment: Experiment) -> Iterator[Refusal]:
-        """Yield what vLLM has for GPUs alone, kernels for some sizes of heads among it, and what keeps it from recording
-        experts."""
+        """Yield what vLLM has for GPUs alone, such as some kernels, and what keeps it from recording experts."""
         servers = experiment.inference
         if servers is not None and servers.kv_offload_gib is not None and experiment.device == "cpu":
             yield Refusal(

@@ -3,7 +3,7 @@
 Tokens stay exactly those that the engines saw and sampled: samples are only concatenated, never cut or re-tokenised.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -209,7 +209,12 @@ def build_ranks(
     assignment = deal(lengths, num_ranks, micro_batch_tokens)
     if isinstance(sampling, SamplingConfig):
         sampling = [sampling] * (1 + max((s.env_id for s in samples), default=0))
-    return drop_idle([_rank_batch(samples, micro_batches, sampling, totals) for micro_batches in assignment])
+    likes = {
+        name: next((found for s in samples if (found := _value(s, name)) is not None), None)
+        for name, spec in SPECS.items()
+        if spec.per == "token"
+    }  # of all ranks alike, and looked for once: with hundreds of ranks there are millions of pairs
+    return drop_idle([_rank_batch(samples, parts, sampling, totals, likes) for parts in assignment])
 
 
 def _rank_batch(
@@ -217,9 +222,10 @@ def _rank_batch(
     micro_batches: Sequence[NDArray[np.int64]],
     samplings: Sequence[SamplingConfig],
     totals: NDArray[np.int64] | None,
+    likes: Mapping[str, NDArray[Any] | None],
 ) -> RankBatch:
     """Lay out a rank's sequences: each field of the table from the attribute of its name, of a `TrainSample`, its
-    `Sample` or how its environment samples."""
+    `Sample` or how its environment samples. `likes`: one of the batch's arrays of each field a token."""
     chosen = [samples[i] for micro_batch in micro_batches for i in micro_batch]
     arrays: dict[str, Any] = {
         "seq_offsets": _offsets([s.sample.num_tokens for s in chosen]),
@@ -227,10 +233,9 @@ def _rank_batch(
         "totals": totals,
     }
     for name, spec in SPECS.items():
-        if spec.per == "token":
-            like = next((found for s in samples if (found := _value(s, name)) is not None), None)  # of all ranks alike
-            if like is not None:
-                arrays[name] = _join(spec, like, [(_value(s, name), s.sample.num_tokens) for s in chosen])
+        like = likes.get(name)
+        if like is not None:
+            arrays[name] = _join(spec, like, [(_value(s, name), s.sample.num_tokens) for s in chosen])
         elif spec.per == "sequence":
             values = [_value(s, spec.attribute or spec.column, samplings[s.env_id]) for s in chosen]
             arrays[name] = np.array([spec.absent if value is None else value for value in values], spec.dtype)

@@ -1,8 +1,8 @@
 """Continuous dispatch of episodes with bounded concurrency. Every started job ends in exactly one call of `on_end`.
 
 `loop` adds training groups, `evaluation` adds held-out tasks (first in line). All episodes of one lane (a group) run on
-the same server, for its prefix cache. An episode that failed because of its server is tried once more, on a server
-that answers; other failures are final.
+the same server, for its prefix cache, and lanes whose prompts begin alike mostly do too (`prefixes`). An episode that
+failed because of its server is tried once more, on a server that answers; other failures are final.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from loguru import logger
 
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.orchestrator.rollouts.episodes import is_retryable, is_server_error
+from prime_hpc.orchestrator.rollouts.prefixes import LENGTHS, starts_of
 from prime_hpc.orchestrator.rollouts.seats import SeatMeter
 from prime_hpc.orchestrator.rollouts.server_load import LoadMeter
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
@@ -24,6 +25,9 @@ from prime_hpc.runtime.event_loops import loop_time
 SERVER_RETRIES = 1
 BACKGROUND_SHARE = 16
 """One in so many places is for jobs in the background, however many others wait."""
+AT_ONCE = 64
+"""Jobs that start in one go: then the event loop has a turn, for which it otherwise waits for seconds where a version
+opens room for thousands."""
 CLOSE_TIMEOUT_S = 3.0
 TASK_PREFIX = "episode-"
 
@@ -35,6 +39,10 @@ class EpisodeRunner(Protocol):
 
     def run_episode(self, source_index: int, task_index: int, url_index: int) -> Coroutine[Any, Any, EpisodeResult]:
         """Run one episode; never raises but for cancellation."""
+        ...
+
+    def prompt_start(self, source_index: int, task_index: int, most: int) -> str:
+        """Return the first characters of a task's prompt, `most` at most."""
         ...
 
 
@@ -88,6 +96,8 @@ class Dispatcher:
         self._num_background = 0
         self._closed = False
         self._pumping = False
+        self._more: asyncio.Handle | None = None
+        """The turn in which `pump` goes on."""
         self._running: dict[asyncio.Task[EpisodeResult], tuple[Job, int, float]] = {}
         """Each with its server, and when it began (epoch seconds)."""
         self._dropped: set[asyncio.Task[EpisodeResult]] = set()
@@ -106,21 +116,26 @@ class Dispatcher:
         queue.append(job)
 
     def pump(self) -> None:
-        """Start what can be started now. Cheap; call it whenever room, servers or versions may have changed.
+        """Start what can be started now, the first `AT_ONCE` at once, more in the loop's next turns. Cheap; call it
+        whenever room, servers or versions may have changed.
 
         Raises what a job's `on_end` raised.
         """
         if self.broken is not None:
             raise self.broken
-        if self._pumping or self._closed:
+        if self._pumping or self._closed or self._more is not None:
             return
         self._pumping = True
         try:
-            while self.num_running < self.max_concurrent and self._servers.ready_indices:
+            for _ in range(AT_ONCE):
+                if self.num_running >= self.max_concurrent or not self._servers.any_ready:
+                    break
                 job = self._next_job()
                 if job is None:
                     break
                 self._start(job)
+            else:
+                self._more = asyncio.get_running_loop().call_soon(self._pump_more)
         finally:
             self._pumping = False
         is_full = self.num_running >= self.max_concurrent
@@ -130,6 +145,15 @@ class Dispatcher:
         """Return the figures of servers and seats since the last call (`LoadMeter.drain`, `SeatMeter.drain`)."""
         now = loop_time()
         return self.load.drain(now) | self.seats.drain(self.max_concurrent, now)
+
+    def _pump_more(self) -> None:
+        """Go on where the last turn had enough."""
+        self._more = None
+        try:
+            if self.broken is None:
+                self.pump()
+        except Exception as error:  # noqa: BLE001 - as in `_finish`
+            self.broken = error
 
     def cancel(self, lane: Lane) -> int:
         """End a lane: running episodes are cancelled, queued ones never start. Returns how many were running."""
@@ -185,7 +209,9 @@ class Dispatcher:
     def _start(self, job: Job) -> None:
         lane = job.lane
         if lane.url < 0 or not self._servers.servers[lane.url].ready:
-            url = self._servers.pick()
+            several = len(self._servers.servers) > 1
+            text = job.runner.prompt_start(job.source, job.task, LENGTHS[0]) if several else ""
+            url = self._servers.pick(starts_of(text))
             assert url is not None, "pump starts jobs only while a server is ready"
             lane.url = url
         if self.num_running == 0:
