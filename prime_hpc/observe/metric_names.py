@@ -24,8 +24,9 @@ ORCHESTRATOR = (
     *("engines/kv_use", "engines/waiting", "engines/preempted"),
     *("failed/share", "policy/served_version", "total/samples", "total/tokens"),
 )
-RUN = ("stall_s", "free_gib", "free_share", "time_left_s")
-"""Seconds of a stall, space of the run directory's file system, seconds to the job's end: looked at every 10 s."""
+RUN = ("stall_s", "free_gib", "free_share", "time_left_s", "no_successor_s")
+"""Seconds of a stall, space of the run directory's file system, seconds to the job's end, seconds without a successor
+where one should wait: looked at every 10 s."""
 NAMES = {"trainer": TRAINER, "orchestrator": ORCHESTRATOR, "run": RUN}
 _OPEN = {
     "trainer": re.compile(r"(time|memory|ckpt|loss)/.+"),

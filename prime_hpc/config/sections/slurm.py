@@ -121,6 +121,8 @@ class RestartConfig(Section):
     """A supervisor that its own file system holds up for so long is given up; roles and agents wait as long."""
     replica_retry_s: float = Field(60, gt=0)
     """Pause between attempts to bring a lost inference node's server back."""
+    successor_retry_s: float = Field(180, gt=0)
+    """Pause between attempts to queue a successor that Slurm has refused, as it does at a full submit limit."""
     exclude_bad_nodes: bool | None = None
     """Exclude nodes that failed or failed preflight from the next attempt; default: the site profile's."""
     bad_node_days: float = Field(7, gt=0)
