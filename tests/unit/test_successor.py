@@ -47,9 +47,7 @@ def tries(fake: FakeSlurm) -> int:
     return len([call for call in fake.calls("sbatch") if any("afternotok" in word for word in call)])
 
 
-def test_the_submit_says_that_none_waits(
-    fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_submit_says_that_none_waits(fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path)
     fake.limit(1)
     assert submit(load(config, "--slurm.restart.how", "successor")) == 0 and len(fake.jobs()) == 1
