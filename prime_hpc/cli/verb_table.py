@@ -274,6 +274,17 @@ VERBS: dict[str, Verb] = {
         "run.report",
         False,
     ),
+    "usage": Verb(
+        "What runs cost: hours charged, effective, lost and queued, by run, sweep or user.",
+        "[RUN|SWEEP|FOLDER ...]",
+        (
+            ("--since WHEN", "leave out what was before: 2026-11-01, 2026-11-01T12:00, or 36h, 7d, 4w ago"),
+            ("--by WHAT", "a row a run (default), sweep or user (who owns the run directory)"),
+            ("--json", "print as JSON"),
+        ),
+        "run.usage",
+        False,
+    ),
     "replay": Verb(
         "Train again on a run's stored batches, without inference, and compare with what was recorded, bit for bit.",
         "RUN",
