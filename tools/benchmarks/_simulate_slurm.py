@@ -10,7 +10,6 @@ only the next N are made, and the figures follow when all are there.
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +19,8 @@ from typing import Any
 import simulate
 from simulate import HERE, TOP, experiment
 
-DEVCLUSTER = TOP / "slurm" / "devcluster"
+from tests.support.slurm import DONE, Cluster
+
 CASES: dict[str, dict[str, Any]] = {
     "one-rank": {},
     "two-ranks": {"trainer.num_ranks": 2},
@@ -34,14 +34,13 @@ TOKEN_S, TARGET_S = "0.1", "0.002"
 """Twice those of the cases on this machine: more processes share its cores."""
 NUM_STEPS = 10
 JOB_S = 600.0
-_OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
 def tree_of(name: str, changes: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The experiment of one case, as a job of the dev cluster."""
     path = f"{TOP}:{HERE}"
     variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
-    variables |= {"PRIME_HPC_BENCH_ENGINE_STEP_S": TOKEN_S, "PRIME_HPC_BENCH_TARGET_S": TARGET_S}
+    variables |= {"PRIME_HPC_BENCH_TOKEN_S": TOKEN_S, "PRIME_HPC_BENCH_TARGET_S": TARGET_S}
     slurm = {"site": "devcluster", "partition": "gpu", "gpus_per_node": 1, "cpus_per_task": 2, "time": "0:20:00"}
     base: dict[str, Any] = {
         "launch": "slurm",
@@ -52,26 +51,7 @@ def tree_of(name: str, changes: dict[str, Any], folder: Path) -> dict[str, Any]:
     return experiment(name, base | changes, folder / "made" / "model", folder, stretched=True)
 
 
-def on_head(cluster: Path, argv: list[str], timeout_s: float = 120) -> str:
-    """Run a command on the head node of the cluster in this directory.
-
-    Raises:
-        RuntimeError: it failed, with what it said.
-    """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "PRIMEHPC_SITE"))}
-    done = subprocess.run(
-        [str(DEVCLUSTER), "--dir", str(cluster), "x", *argv],
-        env={**environment, "PYTHONPATH": f"{TOP}:{HERE}", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(argv)}: {done.stdout}{done.stderr}")
-    return done.stdout
-
-
-def measure(name: str, changes: dict[str, Any], folder: Path, cluster: Path) -> None:
+def measure(name: str, changes: dict[str, Any], folder: Path, cluster: Cluster) -> None:
     """Do one run, as a job.
 
     Raises:
@@ -79,16 +59,20 @@ def measure(name: str, changes: dict[str, Any], folder: Path, cluster: Path) -> 
     """
     path = folder / f"{name}.yaml"
     path.write_text(json.dumps(tree_of(name, changes, folder)))  # JSON is YAML
-    said = on_head(cluster, [sys.executable, "-m", "prime_hpc.cli", "submit", str(path), "--json", "--no-follow"])
-    job = json.loads(said)["job_id"]
+    argv = [sys.executable, "-m", "prime_hpc.cli", "submit", str(path), "--json", "--no-follow"]
+    done = cluster.x(argv, timeout=120, env={"PYTHONPATH": f"{TOP}:{HERE}", "HF_HUB_OFFLINE": "1"})
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    job = json.loads(done.stdout)["job_id"]
     end, state = time.monotonic() + JOB_S, ""
-    while state not in _OVER and time.monotonic() < end:
+    while state not in DONE and time.monotonic() < end:
         time.sleep(3)
-        state = next(iter(on_head(cluster, ["squeue", "-h", "-t", "all", "-j", job, "-o", "%T"]).split()), "COMPLETED")
+        state = cluster.job(job).get("JobState", "")
     if state != "COMPLETED":
-        on_head(cluster, ["scancel", job])
-        log = (folder / name / "logs" / "supervisor.log").read_text()
-        raise RuntimeError(f"{name} did not complete ({state}):\n{log[-3000:]}")
+        cluster.ask("scancel", job)
+        log = folder / name / "logs" / "supervisor.log"
+        said = log.read_text()[-3000:] if log.exists() else "no log"
+        raise RuntimeError(f"{name} did not complete ({state}):\n{said}")
 
 
 def run() -> dict[str, Any]:
@@ -116,16 +100,13 @@ def run() -> dict[str, Any]:
 
 
 def _measure_some(names: list[str], folder: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as home:  # paths of sockets are short
-        cluster = Path(home) / "cluster"
-        command = [str(DEVCLUSTER), "--dir", str(cluster)]
-        subprocess.run([*command, "up", "6"], check=True, timeout=600)
-        try:
-            for name in names:
-                measure(name, CASES[name], folder, cluster)
-                (folder / f"{name}.done").write_text(str(os.getloadavg()[0]))
-        finally:
-            subprocess.run([*command, "down", "--clean"], check=True, timeout=300)
+    cluster = Cluster(num_nodes=6)
+    try:
+        for name in names:
+            measure(name, CASES[name], folder, cluster)
+            (folder / f"{name}.done").write_text(str(os.getloadavg()[0]))
+    finally:
+        cluster.down()
 
 
 def render(result: dict[str, Any]) -> str:

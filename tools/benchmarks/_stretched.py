@@ -17,7 +17,7 @@ from prime_hpc.inference.backend import Start
 from prime_hpc.inference.transformers.backend import TransformersBackend
 from prime_hpc.trainer.objectives.base import Targets, Terms, get_objective
 
-TOKEN_S = float(os.environ.get("PRIME_HPC_BENCH_ENGINE_STEP_S", "0.05"))
+TOKEN_S = float(os.environ.get("PRIME_HPC_BENCH_TOKEN_S", "0.05"))
 SHARED_TOKEN_S = 0.0015
 TARGET_S = float(os.environ.get("PRIME_HPC_BENCH_TARGET_S", "0.001"))
 
