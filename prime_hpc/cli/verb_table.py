@@ -67,6 +67,7 @@ VERBS: dict[str, Verb] = {
         (
             ("--follow, --no-follow", "follow the job's log (default: only for a local job)"),
             ("--best", "in the shape of slurm.shapes that is expected first (see plan --when)"),
+            ("--from RUN", "with --best: as for plan --when"),
             ("--dry-run", "say what would be submitted; start nothing"),
             ("--json", "print the submit record as JSON"),
         ),
@@ -80,6 +81,7 @@ VERBS: dict[str, Verb] = {
             ("--gpu-memory-gib GIB", "with --rehearse: memory of one GPU; default: the site profile's"),
             ("--when", "ask Slurm when it would start, and which of slurm.shapes first"),
             ("--timeout S", "with --when: seconds that Slurm may take for an answer (default 20)"),
+            ("--from RUN", "with --when: a run by which steps are simulated (default: the newest of this model)"),
             ("--json", "print the plan as JSON"),
         ),
         "experiment.plan",
@@ -270,6 +272,17 @@ VERBS: dict[str, Verb] = {
             ("--json", "print figures and accounting as JSON"),
         ),
         "run.report",
+        False,
+    ),
+    "usage": Verb(
+        "What runs cost: hours charged, effective, lost and queued, by run, sweep or user.",
+        "[RUN|SWEEP|FOLDER ...]",
+        (
+            ("--since WHEN", "leave out what was before: 2026-11-01, 2026-11-01T12:00, or 36h, 7d, 4w ago"),
+            ("--by WHAT", "a row a run (default), sweep or user (who owns the run directory)"),
+            ("--json", "print as JSON"),
+        ),
+        "run.usage",
         False,
     ),
     "replay": Verb(

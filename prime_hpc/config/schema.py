@@ -200,6 +200,8 @@ def schema_path(location: tuple[int | str, ...]) -> tuple[str, ...]:
     annotation: Any = Experiment
     for part in location:
         child = _child(annotation, str(part))
+        if child is None and "[" in str(part):  # `list[ShapeConfig]`: what is wrong lies within that branch
+            continue
         if child is None:
             break
         path, annotation = (*path, child[0]), child[1]

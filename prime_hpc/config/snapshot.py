@@ -196,7 +196,7 @@ def _without_null(value: Any, node: Node | None) -> Any:
         inner = {name: _without_null(v, resolve((*node.path, name))) for name, v in value.items()}
         inner = {name: v for name, v in inner.items() if v is not None}
         return dict(sorted(inner.items(), key=lambda item: _is_table(item[1])))
-    if node.kind == "sections":
+    if node.kind == "sections" and isinstance(value, list):  # not a word in their place (`slurm.shapes: auto`)
         return [_without_null(v, resolve((*node.path, str(i)))) for i, v in enumerate(value)]
     if node.kind == "free":
         return json.dumps(value) if _holds_null(value) else value

@@ -28,6 +28,7 @@ def validate(values: dict[str, Any], provenance: dict[str, Origin], problems: li
 
 def _explain_all(details: list[ErrorDetails], provenance: dict[str, Origin], others: bool) -> list[Problem]:
     problems: dict[tuple[str, ...], Problem] = {}
+    branches = set()
     for detail in details:
         is_unknown = detail["type"] == "extra_forbidden"
         path = tuple(str(part) for part in detail["loc"]) if is_unknown else schema_path(detail["loc"])
@@ -36,7 +37,9 @@ def _explain_all(details: list[ErrorDetails], provenance: dict[str, Origin], oth
             continue
         if path not in problems:  # one problem a key: each branch of a union reports its own
             problems[path] = _explain(detail, path, provenance)
-    return list(problems.values())
+            branches |= {path} if detail["type"] == "literal_error" else set()
+    meant = {path[:length] for path in problems for length in range(len(path))}  # a list was, whose rows are wrong
+    return [problem for path, problem in problems.items() if path not in branches & meant]
 
 
 def _explain(detail: ErrorDetails, path: tuple[str, ...], provenance: dict[str, Origin]) -> Problem:

@@ -68,33 +68,40 @@ def slurm_job(arguments: list[str]) -> int:
 
     mode = patience(lambda: tell_unreadable_apart(lambda: mode_of_run(run_dir)))
     if mode == "successor":
-        _successor(run_dir, wanted=True)
+        _queue_successor(run_dir)
     code = supervise(run_dir, in_job=True)
     if mode == "successor" and code not in (
         0,
         EXIT_AGAIN,
     ):  # it would start all the same: this end is none that is well
-        _successor(run_dir, wanted=False)
+        _drop_successor(run_dir)
     if code != EXIT_AGAIN or mode == "successor":  # a result under an id that comes back would call it done
         _leave_result(run_dir, code)
     return code
 
 
-def _successor(run_dir: Path, *, wanted: bool) -> None:
-    """Queue the job that takes over should this one end ill, or take it out again; the run goes on if Slurm refuses."""
+def _queue_successor(run_dir: Path) -> None:
+    """Queue the job that takes over should this one end ill; where Slurm refuses, the run goes on and asks again."""
+    from loguru import logger
+
+    from prime_hpc.supervisor.attempt.successor import try_successor
+
+    refusal = try_successor(run_dir, os.environ["SLURM_JOB_ID"])
+    if refusal is not None:
+        logger.warning(f"no successor waits behind this job yet: {refusal.words}")
+
+
+def _drop_successor(run_dir: Path) -> None:
+    """Take it out of the queue again."""
     from loguru import logger
 
     from prime_hpc.slurm.client import SlurmError
-    from prime_hpc.slurm.queue import drop_successor, queue_successor
+    from prime_hpc.slurm.queue import drop_successor
 
     try:
-        if wanted:
-            queue_successor(run_dir, os.environ["SLURM_JOB_ID"])
-        else:
-            drop_successor(run_dir)
+        drop_successor(run_dir)
     except SlurmError as error:
-        what = "no successor waits behind this job" if wanted else "the successor may start"
-        logger.warning(f"{what}: {error}")
+        logger.warning(f"the successor may start: {error}")
 
 
 def _prepare(run_dir: Path, argv: list[str]) -> None:

@@ -161,11 +161,12 @@ def _wait_until_gone(run_dir: Path, job_id: str) -> bool:
     """Wait for the job to leave its nodes. Raises SlurmError when Slurm does not answer."""
     began, pause = time.monotonic(), Backoff(POLL_S, LONGEST_POLL_S)
     while time.monotonic() - began < GONE_TIMEOUT_S:
-        mine = [info for info in jobs_of(run_dir) if info.job_id == job_id and info.is_active]
-        if not mine:
+        active = [info for info in jobs_of(run_dir) if info.is_active]
+        for info in active:
+            if info.is_pending:  # it had requeued itself a moment before, or queued its successor
+                run_slurm(["scancel", info.job_id], ASK_TIMEOUT_S)
+        if not any(info.job_id == job_id for info in active):
             return True
-        if mine[0].is_pending:  # it had requeued itself a moment before
-            run_slurm(["scancel", job_id], ASK_TIMEOUT_S)
         time.sleep(pause.next())
     return False
 

@@ -23,7 +23,7 @@ from prime_hpc.slurm.queue import (
     resolve_pending_submission,
     send,
 )
-from prime_hpc.slurm.sbatch_errors import SlurmRefused
+from prime_hpc.slurm.sbatch_errors import SlurmRefused, error_lines
 
 FOLLOW_POLL_S = 1.0
 ASK_EVERY_S = 5.0
@@ -190,7 +190,9 @@ def _queue(loaded: Loaded, made: Submission, ranking: dict[str, Any] | None) -> 
             try:
                 queue_successor(run_dir, job_id, is_first=True)
             except SlurmError as error:
-                print(f"warning: no successor could be queued ({error}); the job tries it itself", file=sys.stderr)
+                write_record(run_dir, no_successor=error_lines(error.stderr))
+                words = "the job asks again when it begins, and every few minutes while it runs"
+                print(f"warning: no successor could be queued ({error}); {words}", file=sys.stderr)
     return run_dir, job_id, False
 
 

@@ -8,8 +8,9 @@ from prime_hpc.observe import metric_table
 TRAINER = (*(metric for family in metric_table.TRAINER.values() for metric in family.metrics), "idle_share")
 """`idle_share` is made of `time/wait` and `time/step`: the share of a step in which the trainer waits for its batch."""
 ORCHESTRATOR = tuple(metric for family in metric_table.ORCHESTRATOR.values() for metric in family.metrics)
-RUN = ("stall_s", "free_gib", "free_share", "time_left_s")
-"""Seconds of a stall, space of the run directory's file system, seconds to the job's end: looked at every 10 s."""
+RUN = ("stall_s", "free_gib", "free_share", "time_left_s", "no_successor_s")
+"""Seconds of a stall, space of the run directory's file system, seconds to the job's end, seconds without a successor
+where one should wait: looked at every 10 s."""
 NAMES = {"trainer": TRAINER, "orchestrator": ORCHESTRATOR, "run": RUN}
 _OPEN = {
     "trainer": re.compile(r"(time|memory|ckpt|loss)/.+"),

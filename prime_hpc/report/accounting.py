@@ -112,6 +112,16 @@ def account(
     }
 
 
+def charged_hours(spent: Mapping[str, Any]) -> float | None:
+    """Return what Slurm accounted for of a run, else what its jobs held, device-hours; None: neither is known.
+
+    Args:
+        spent: of `account`.
+    """
+    hours = spent["slurm"]["hours"] if spent["slurm"] is not None else spent["total"]["held_hours"]
+    return None if hours is None else float(hours)
+
+
 def _last_sign(
     trainer: Sequence[AttemptSums], orchestrator: Sequence[AttemptSums], index: int, later: float | None
 ) -> float:

@@ -1,5 +1,5 @@
-"""Runs that a command line of `report` means: runs by name, directory or job, sweeps, folders of runs, and the runs
-below a run whose trainer trains many."""
+"""Runs that a command line of `report` or `usage` means: runs by name, directory or job, sweeps, folders of runs, and
+the runs below a run whose trainer trains many."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MOST_RUNS = 200
 
 @dataclass(frozen=True)
 class ChosenRuns:
-    """Runs for one page."""
+    """Runs for one page, or one table."""
 
     paths: list[Path]
     names: list[str]
@@ -24,8 +24,12 @@ class ChosenRuns:
     num_left_out: int = 0
 
 
-def choose_runs(words: Sequence[str]) -> ChosenRuns:
+def choose_runs(words: Sequence[str], most: int | None = MOST_RUNS) -> ChosenRuns:
     """Find the runs.
+
+    Args:
+        words: runs, sweeps, folders.
+        most: runs at most; None: all.
 
     Raises:
         ConfigError: a word means no run, sweep or folder of runs.
@@ -42,7 +46,8 @@ def choose_runs(words: Sequence[str]) -> ChosenRuns:
         home, title = homes[0], names[0] if len(names) == 1 else homes[0].resolve().name
     else:
         home, title = Path(), f"{len(names)} runs"
-    return ChosenRuns(paths[:MOST_RUNS], names[:MOST_RUNS], home, title, max(0, len(paths) - MOST_RUNS))
+    most = len(paths) if most is None else most
+    return ChosenRuns(paths[:most], names[:most], home, title, max(0, len(paths) - most))
 
 
 def _of_word(word: str) -> tuple[Path, list[tuple[Path, str]]]:

@@ -1,23 +1,23 @@
 """One run as the plain data that its page shows: state, figures, curves, timeline, accounting, rollouts, config."""
 
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
-from prime_hpc.config.secret import MASK, Secret, anchored, hide
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON
+from prime_hpc.config.secret import MASK, Secret
 from prime_hpc.launch.monitor.diff import flatten
 from prime_hpc.launch.monitor.run_facts import RunStatus
-from prime_hpc.report.accounting import account, devices_of
-from prime_hpc.report.phases import ORCHESTRATOR, TRAINER, Phases, orchestrator_seconds, trainer_seconds
+from prime_hpc.report.accounting import charged_hours
+from prime_hpc.report.phases import Phases
 from prime_hpc.report.rollouts import Chosen, choose_rollouts
-from prime_hpc.report.series import Curves, number_of, read_lines
+from prime_hpc.report.run_hours import read_config, read_hours
+from prime_hpc.report.series import Curves
 from prime_hpc.report.split import suggest_split
-from prime_hpc.report.timeline import job_lanes, ready_times, role_lanes
+from prime_hpc.report.timeline import job_lanes, role_lanes
 from prime_hpc.slurm.queue_facts.job_lives import JobLife
-from prime_hpc.store.run_dirs import read_json, read_rows, read_submission
+from prime_hpc.store.run_dirs import read_json, read_rows
 from prime_hpc.store.run_paths import RunPaths
 
 KEY_METRICS = (
@@ -38,7 +38,6 @@ KEY_METRICS = (
 )
 """All that is kept of each of many runs."""
 _TABLE_CHARACTERS = 20_000
-_CONFIG_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -75,32 +74,15 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
         lives: of the run's jobs, where Slurm's accounting says.
     """
     notes: list[str] = []
-    config = _config(path, notes)
+    config = read_config(path, notes)
     attempts = read_rows(path / ATTEMPTS_JSONL)
-    submitted = number_of((read_submission(path) or {}).get("time"))
-    trainer, trained = Phases(TRAINER, attempts), Curves()
-    for row in _trainer_rows(path, trained):
-        trained.add(row)
-        trainer.add(row, trainer_seconds(row))
-    orchestrator, served = Phases(ORCHESTRATOR, attempts, role="orchestrator"), Curves()
-    for row in read_lines(path / "metrics" / "orchestrator.jsonl", served.faults):
-        served.add(row)
-        orchestrator.add(row, orchestrator_seconds(row))
-    for role, curves in (("trainer", trained), ("orchestrator", served)):
+    trained, served = Curves(), Curves()
+    both = {"trainer": trained, "orchestrator": served}
+    hours = read_hours(path, config, attempts, is_under_way=status.is_under_way, lives=lives, curves=both)
+    trainer, orchestrator, spent = hours.trainer, hours.orchestrator, hours.spent
+    for role, curves in both.items():
         notes += _faults(role, curves)
-    until = time.time() if status.is_under_way else 0.0
-    first_submitted = submitted if len(attempts) <= 1 else min(filter(None, [submitted, attempts[0].get("began")]))
-    spent = account(
-        attempts,
-        trainer.sums,
-        orchestrator.sums,
-        devices_of(config, attempts),
-        submitted=first_submitted,
-        until=until,
-        ready=ready_times(path / "metrics" / "roles.jsonl"),
-        lives=lives,
-    )
-    origin = _origin(spent, submitted, trainer)
+    origin = _origin(spent, hours.submitted, trainer)
     chosen = Chosen()
     if limits.rollout_bytes and config.get("kind") != "sft":
         chosen = choose_rollouts(RunPaths(path), _env_names(config), _model(config), limits.rollout_bytes)
@@ -139,35 +121,6 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
         "results": _results(path),
         "notes": notes,
     }
-
-
-def _trainer_rows(path: Path, curves: Curves) -> Iterator[dict[str, Any]]:
-    """Rows of the run's trainer; of a run below one whose trainer trains many, those that the parent wrote of it."""
-    own = path / "metrics" / "trainer.jsonl"
-    parent = path.parent / "metrics" / "trainer.jsonl"
-    if own.exists() or not (path.parent / RUN_YAML).exists() or not parent.exists():
-        yield from read_lines(own, curves.faults)
-        return
-    for row in read_lines(parent, curves.faults):
-        if row.get("run") == path.name and isinstance(row.get("run/step"), int):
-            yield row | {"step": row["run/step"]}
-
-
-def _config(path: Path, notes: list[str]) -> dict[str, Any]:
-    import yaml
-
-    file = path / RUN_YAML
-    try:
-        with file.open("rb") as opened:
-            text = opened.read(_CONFIG_BYTES)
-        tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        if not isinstance(tree, dict):
-            raise ValueError("it is no mapping")
-        hidden = hide(anchored(tree, path))
-        return hidden if isinstance(hidden, dict) else {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        notes.append(f"{file}: {error}")
-        return {}
 
 
 def _plain(value: Any) -> Any:
@@ -237,6 +190,7 @@ def _figures(trained: Curves, served: Curves, spent: Mapping[str, Any]) -> dict[
         "hours": total["wall"] / 3600,
         "hours in the queue or down": total["waited"] / 3600,
         f"{spent['unit']}-hours": total["device_hours"],
+        f"{'GPU' if spent['unit'] == 'GPU' else 'CPU'}-hours charged": charged_hours(spent),
         "effective training time": total["effective"],
         "attempts": float(len(spent["rows"])),
     }

@@ -110,21 +110,35 @@ def predict(
     return sorted(rows, key=lambda row: (row.setting.ranks, row.setting.inference, row.shape))
 
 
+def predict_step(
+    setting: Setting, calibration: Calibration, seed: int
+) -> tuple[Outcome, tuple[float, float] | None, float]:
+    """Simulate one shape.
+
+    Returns:
+        what comes of it; the least and the most seconds of a step where the engines' load is beyond what was measured;
+        the share of measured episodes that are longer than the shape lets them be.
+    """
+    costs, cut = shortened(calibration.costs, setting)
+    outcome = simulate(setting, costs, seed)
+    curve = calibration.curve
+    if curve.covers(outcome.in_flight / max(1e-9, 1 - outcome.engines_idle)):
+        return outcome, None, cut
+    extremes = [replace(costs, token_s=a, shared_token_s=b) for a, b in curve.bounds()]
+    steps = sorted([outcome.step_s, *(simulate(setting, one, seed).step_s for one in extremes)])
+    return outcome, (steps[0], steps[-1]), cut
+
+
 def _predict(
     experiment: Experiment, setting: Setting, asked: Setting, calibration: Calibration, site: SiteConfig | None
 ) -> Prediction:
-    costs, cut = shortened(calibration.costs, setting)
-    outcome = simulate(setting, costs, experiment.seed)
+    outcome, range_s, cut = predict_step(setting, calibration, experiment.seed)
     notes = []
     curve = calibration.curve
-    range_s = None
-    if not curve.covers(outcome.in_flight / max(1e-9, 1 - outcome.engines_idle)):
-        extremes = [replace(costs, token_s=a, shared_token_s=b) for a, b in curve.bounds()]
-        steps = sorted([outcome.step_s, *(simulate(setting, one, experiment.seed).step_s for one in extremes)])
-        range_s = (steps[0], steps[-1])
+    if range_s is not None:
         notes.append(
             f"{outcome.in_flight:.1f} requests in flight at an engine, measured {curve.least:.1f} to {curve.most:.1f}: "
-            f"a step of {steps[0]:.3g} to {steps[-1]:.3g} s, as their speed goes on beyond that"
+            f"a step of {range_s[0]:.3g} to {range_s[1]:.3g} s, as their speed goes on beyond that"
         )
     if cut:
         notes.append(f"{cut:.0%} of the measured episodes are longer than this shape lets them be, and were cut")

@@ -321,7 +321,7 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
     if not is_first:
         waiting = [info for info in find_by_token(token, ASK_TIMEOUT_S) if info.is_pending and info.job_id != job_id]
         if waiting:
-            write_record(run_dir, successor=waiting[-1].job_id)
+            write_record(run_dir, successor=waiting[-1].job_id, no_successor=None)
             return waiting[-1].job_id
     options = [f"--dependency=afternotok:{job_id}", "--kill-on-invalid-dep=yes"]
     options += [] if has_own else [f"--comment={COMMENT_PREFIX}{token}"]
@@ -335,7 +335,7 @@ def queue_successor(run_dir: Path, job_id: str, *, is_first: bool = False) -> st
         dies_with_us=True,
     )
     successor, _ = sbatch_answer(answer)
-    write_record(run_dir, successor=successor)
+    write_record(run_dir, successor=successor, no_successor=None)
     return successor
 
 

@@ -79,6 +79,8 @@ class SubmissionRecord(TypedDict, total=False):
     """Cluster of the site to which it was sent with -M."""
     successor: str | None
     """Job that waits behind it."""
+    no_successor: str | None
+    """Why none waits where one should, in Slurm's words."""
     successor_token: str | None
     """Token in that job's comment, where it has another."""
     error: str

@@ -58,6 +58,7 @@ from prime_hpc.supervisor.attempt.in_place import begin_in_place
 from prime_hpc.supervisor.attempt.lost_batch_host import Return
 from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN, FINAL, decide, mode_of_run, return_to_queue
 from prime_hpc.supervisor.attempt.start import begin_attempt, run_paths
+from prime_hpc.supervisor.attempt.successor import require_successor
 from prime_hpc.supervisor.preflight.phase import Checkup
 from prime_hpc.supervisor.roles import ports
 from prime_hpc.supervisor.roles.caches import NODE_LOCAL
@@ -333,6 +334,9 @@ def _apply_restart_policy(experiment: Experiment, run_dir: Path, allocation: All
     _note(paths, {**last, "next": mode})
     if not allocation.by_slurm:
         return EXIT_AGAIN  # upon which the Job starts its pod again
+    if mode == "successor" and (refusal := require_successor(run_dir, allocation.job_id, allocation.ends_at)):
+        _note(paths, {**last, "next": None, "cause": f"{last['cause']}; no successor waited: {refusal.words}"})
+        return code or 1
     bad = nodes_to_avoid(experiment, last["lost_nodes"]) if _excludes(experiment, site) else []
     # of a het job no component can shrink, and each would need its own number
     num_nodes = 0 if allocation.is_het else place_slurm(experiment, site).num_nodes

@@ -7,6 +7,8 @@ from typing import Any
 from prime_hpc.config import Experiment
 from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.supervisor.alarms.alarm_watch import AlarmWatch
+from prime_hpc.supervisor.attempt.lost_batch_host import Return
+from prime_hpc.supervisor.attempt.successor import SuccessorWatch
 from prime_hpc.supervisor.prometheus.exporter import Exporter
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.server_loads import EVERY_S, ServerLoads, doing
@@ -64,6 +66,18 @@ class RunWatch:
         self._alarms = AlarmWatch(
             run_dir, attempt, experiment.alarms, facts=self._figures, save=self._save, stop=controls.ask_to_stop
         )
+        restart, job = experiment.slurm.restart, Return.from_env(environment) if on_nodes else None
+        self._successor = (
+            SuccessorWatch(
+                run_dir,
+                job.job,
+                every_s=restart.successor_retry_s,
+                lead_s=restart.signal_lead_s,
+                time_left=lambda: controls.time_left_s,
+            )
+            if job is not None and job.mode == "successor"
+            else None
+        )
         self._exporter: Exporter | None = None
         if prometheus is not None:
             sources = bus_statuses, roles, self._loads, lambda: controls.time_left_s
@@ -72,7 +86,11 @@ class RunWatch:
 
     def _figures(self) -> dict[str, float | None]:
         stall = self._stalls.facts()
-        return {"stall_s": float(stall["seconds"]) if stall else 0.0, "time_left_s": self._controls.time_left_s}
+        return {
+            "stall_s": float(stall["seconds"]) if stall else 0.0,
+            "time_left_s": self._controls.time_left_s,
+            "no_successor_s": None if self._successor is None else self._successor.missing_s,
+        }
 
     def _save(self) -> None:
         self._controls.num_saves += 1
@@ -99,5 +117,7 @@ class RunWatch:
         self._stalls.close()
         self._alarms.close()
         self._loads.close()
+        if self._successor is not None:
+            self._successor.close()
         if self._exporter is not None:
             self._exporter.close()

@@ -156,6 +156,12 @@ def test_several_runs_side_by_side(browser: Any, tmp_path: Path) -> None:
     assert page.views() == ["Compare", *ONE]
     expect(page.tab.locator("path.line")).to_have_count(3)
     expect(page.tab.locator("main table thead").first).to_contain_text("trainer.optim.lr")
+    names = page.tab.locator("main table").first.locator("th").all_text_contents()
+    total = page.tab.locator("main table").first.locator("tr.total td").all_text_contents()
+    hours = dict(zip(names, total, strict=True))
+    assert hours["run"] == "all" and hours["attempts"] == "3"
+    assert float(hours["hours"]) == pytest.approx(3 * 51 / 3600, rel=0.01), "10 s of start, 20 steps of 2 s, 1 s"
+    assert hours["loss (last step)"] == "" and hours["effective training time"].endswith("%")
     axis = page.tab.locator("rect.hit").first.bounding_box()
     page.tab.mouse.move(axis["x"] + axis["width"] / 2, axis["y"] + 2)
     page.tab.mouse.down()

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "flight-64": {"orchestrator.max_concurrent": 64},
     "two-servers": {"inference.num_replicas": 2, "orchestrator.max_concurrent": 64},
 }
-VARIANTS = {"--real": "_simulate_real", "--splits": "_simulate_splits"}
+VARIANTS = {"--real": "_simulate_real", "--splits": "_simulate_splits", "--slurm": "_simulate_slurm"}
 CALIBRATIONS = (("level-2",), ("level-0",), ("level-2", "flight-16"))
 
 
@@ -96,13 +97,13 @@ def measure(name: str, changes: dict[str, Any], model: Path, folder: Path, *, st
         raise RuntimeError(f"{name} failed ({code}):\n{log.read_text()[-3000:]}")
 
 
-def compare(folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
+def compare(folder: Path, names: tuple[str, ...], cases: Iterable[str] = CASES) -> dict[str, Any]:
     """Calibrate by some cases and predict them all."""
     from prime_hpc.simulate.calibration import Calibration, calibrate
     from prime_hpc.simulate.events import simulate
     from prime_hpc.simulate.measured import read_measured
 
-    runs = {name: read_measured(folder / name, name) for name in CASES}
+    runs = {name: read_measured(folder / name, name) for name in cases}
     calibration = calibrate([runs[name] for name in names])
     assert isinstance(calibration, Calibration), calibration
     rows = {}
@@ -169,7 +170,17 @@ def run(*, stretched: bool = True) -> dict[str, Any]:
 def render(result: dict[str, Any]) -> str:
     """The figures as tables."""
     kind = "times stretched" if result["stretched"] else "times as they are"
-    lines = [f"whole RL loops of the starter model, {result['num_cores']} cores, {kind}"]
+    lines = [f"whole RL loops of the starter model, {result['num_cores']} cores, {kind}", *comparison_lines(result)]
+    times = result["thousand_nodes"]
+    lines.append(
+        f"1,000 nodes of 8 GPUs, all shapes: {times['simulate_s']:.2f} s (imports alone {times['python_s']:.2f} s)"
+    )
+    return "\n".join(lines)
+
+
+def comparison_lines(result: dict[str, Any]) -> list[str]:
+    """Each calibration's predictions beside what was measured."""
+    lines: list[str] = []
     for comparison in result["comparisons"]:
         lines += [
             f"calibrated by {' and '.join(comparison['by'])}",
@@ -183,8 +194,4 @@ def render(result: dict[str, Any]) -> str:
                 f"{row['measured_s']:>8.3g}s{100 * row['error']:>+7.0f}%{idle[0]:>15}{idle[1]:>15}"
                 f"{row['lag'][0]:>7.2f} / {row['lag'][1]:.2f}{'' if load is None else f'   load {load:.1f}'}"
             )
-    times = result["thousand_nodes"]
-    lines.append(
-        f"1,000 nodes of 8 GPUs, all shapes: {times['simulate_s']:.2f} s (imports alone {times['python_s']:.2f} s)"
-    )
-    return "\n".join(lines)
+    return lines

@@ -121,6 +121,8 @@ class RestartConfig(Section):
     """A supervisor that its own file system holds up for so long is given up; roles and agents wait as long."""
     replica_retry_s: float = Field(60, gt=0)
     """Pause between attempts to bring a lost inference node's server back."""
+    successor_retry_s: float = Field(180, gt=0)
+    """Pause between attempts to queue a successor that Slurm has refused, as it does at a full submit limit."""
     exclude_bad_nodes: bool | None = None
     """Exclude nodes that failed or failed preflight from the next attempt; default: the site profile's."""
     bad_node_days: float = Field(7, gt=0)
@@ -183,8 +185,9 @@ class SlurmConfig(SlurmOptions):
     orchestrator: SlurmGroupConfig | None = None
     """Nodes (CPU-only) of the orchestrator in a het job; absent: it runs beside the trainer. With `nodes` above 1 the
     workers of its environments (`orchestrator.env_servers`) are on the others, in a packed job too."""
-    shapes: list[ShapeConfig] = []
-    """Shapes that the job may have: `plan --when` says which starts first, `submit --best` takes it."""
+    shapes: list[ShapeConfig] | Literal["auto"] = []
+    """Shapes that the job may have: `plan --when` says which starts first, `submit --best` takes it. `auto`: derived by
+    these two: other splits between trainer and engines, half and twice the size, where they fit."""
     shape: str | None = None
     """Name of the shape in force, over what else the files state; a run keeps the one that it began with."""
     spare_nodes: int = Field(0, ge=0)

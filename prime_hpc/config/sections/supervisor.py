@@ -53,7 +53,7 @@ class AlarmRule(Section):
     """Shown where it fires; default: the metric. A built-in rule's name takes that one's place."""
     metric: str = ""
     """A figure of `metrics/<role>.jsonl`, as in trainer.entropy and orchestrator.reward/mean; or one of the run itself:
-    `run.stall_s`, `run.free_gib`, `run.free_share`, `run.time_left_s`."""
+    `run.stall_s`, `run.free_gib`, `run.free_share`, `run.time_left_s`, `run.no_successor_s`."""
     below: float | None = None
     """It fires below this value."""
     above: float | None = None
@@ -94,8 +94,8 @@ class AlarmsConfig(Section):
     enabled: bool = True
     """Watch at all."""
     builtin: bool = True
-    """Watch `entropy`, `kl`, `reward`, `idle`, `disk`, `walltime` and `stall` as well, with lines that few good runs
-    cross (`prime_hpc/supervisor/alarms/rules.py`)."""
+    """Watch `entropy`, `kl`, `reward`, `idle`, `disk`, `walltime`, `stall` and `successor` as well, with lines that few
+    good runs cross (`prime_hpc/supervisor/alarms/rules.py`)."""
     builtin_actions: list[Action] = ["warn"]
     """Done when a built-in rule fires."""
     rules: list[AlarmRule] = []

@@ -101,6 +101,8 @@ class RunStatus:
     """The address of its tinker service."""
     stall: str | None = None
     """Why the present step stands still, and the file that says more."""
+    no_successor: str | None = None
+    """Why no job waits to take over, where one should."""
     alarms: list[str] = field(default_factory=list)
     """Those that fired last in the newest attempt."""
     idle_share: float | None = None

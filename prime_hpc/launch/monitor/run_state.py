@@ -95,8 +95,9 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
         _judge_open(status, one, queue, now)
     else:
         _judge_ended(status, one, queue)
+    status.no_successor = record.get("no_successor")
     if status.is_final:
-        status.time_left_s, status.servers, status.doing = None, {}, {}
+        status.time_left_s, status.servers, status.doing, status.no_successor = None, {}, {}, None
     elif isinstance(stall := word.get("stall"), dict):
         step, seconds = integer(stall.get("step")) or 0, number(stall.get("seconds")) or 0.0
         status.stall = f"step {step + 1} for {span(seconds)}: {stall.get('headline')}"

@@ -6,7 +6,7 @@ best = ranking.best            # None: Slurm names a time for none
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import median
@@ -31,6 +31,8 @@ AT_ONCE = 4
 _LAST = 20  # steps that count of those that were measured
 AS_STATED = "as stated"
 """The row of an experiment without `slurm.shapes`."""
+StepOf = Callable[[Experiment], tuple[float, str] | None]
+"""Predicts a step of an experiment: seconds, and how they are known."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Ranking:
     """Seconds since the epoch."""
     by: Literal["result", "start"]
     rows: tuple[ShapeRow, ...]
+    notes: tuple[str, ...] = ()
+    """For people, about all of them."""
 
     @property
     def best(self) -> ShapeRow | None:
@@ -96,7 +100,8 @@ class Ranking:
         """For JSON."""
         best = self.best
         rows = [row.as_dict() for row in self.rows]
-        return {"asked": self.asked, "by": self.by, "best": best.name if best else None, "shapes": rows}
+        known = {"asked": self.asked, "by": self.by, "best": best.name if best else None}
+        return {**known, "shapes": rows, "notes": list(self.notes)}
 
     def text(self) -> str:
         """For people: a table, then how its times are known."""
@@ -109,6 +114,7 @@ class Ranking:
             for row in self.rows
             if row.answer.is_earliest
         ]
+        lines += self.notes
         return "\n".join(lines) + "\n"
 
     def choice(self) -> str:
@@ -141,22 +147,32 @@ class Ranking:
         return "start" + (f" (how long a step takes is not known of {', '.join(unknown)})" if known else "")
 
 
-def ask_when(argv: Sequence[str], loaded: Loaded, *, timeout_s: float = ASK_TIMEOUT_S) -> Ranking:
+def ask_when(
+    argv: Sequence[str],
+    loaded: Loaded,
+    *,
+    timeout_s: float = ASK_TIMEOUT_S,
+    step_of: StepOf | None = None,
+    notes: Sequence[str] = (),
+) -> Ranking:
     """Ask Slurm about every shape of an experiment.
 
     Args:
         argv: the experiment's command line, to which the shape is added.
         loaded: of this command line: states the shapes.
         timeout_s: Slurm may take so long for an answer. Shapes whose turn has not come after twice that are not asked.
+        step_of: predicts a step of a shape in which none was stated or measured; None: nobody can.
+        notes: kept with the ranking.
 
     Returns:
         the shapes that start first (or, where it is known of all, that are done first) before the others.
     """
     asked = time.time()
     stated = loaded.experiment.slurm.shapes
+    assert isinstance(stated, list), "`auto` is derived before"
     shapes = [(s.name, load_experiment([*argv, "--slurm.shape", s.name], "submit"), s.step_s) for s in stated]
     shapes = shapes or [(loaded.experiment.slurm.shape or AS_STATED, loaded, None)]
-    rows = [_draft(name, for_evaluation(one), step_s) for name, one, step_s in shapes]
+    rows = [_draft(name, for_evaluation(one), step_s, step_of) for name, one, step_s in shapes]
     give_up = time.monotonic() + 2 * timeout_s
     with ThreadPoolExecutor(AT_ONCE) as pool:
         rows = list(pool.map(lambda row: _asked(row, timeout_s, give_up), rows))
@@ -165,7 +181,7 @@ def ask_when(argv: Sequence[str], loaded: Loaded, *, timeout_s: float = ASK_TIME
     if starting and all(row.result is not None for row in starting):
         by = "result"
     rows.sort(key=lambda row: _rank(row, by))
-    return Ranking(asked, by, tuple(rows))
+    return Ranking(asked, by, tuple(rows), tuple(notes))
 
 
 def _rank(row: ShapeRow, by: str) -> tuple[float, bool, float]:
@@ -175,7 +191,7 @@ def _rank(row: ShapeRow, by: str) -> tuple[float, bool, float]:
     return (row.result or 0.0) if by == "result" else row.start, row.answer.is_earliest, row.start
 
 
-def _draft(name: str, loaded: Loaded, step_s: float | None) -> ShapeRow:
+def _draft(name: str, loaded: Loaded, step_s: float | None, step_of: StepOf | None) -> ShapeRow:
     """Return a row before Slurm was asked: placed, or refused by the plan or by lint."""
     try:
         made = render_submission(loaded, as_rendered=True)
@@ -185,7 +201,7 @@ def _draft(name: str, loaded: Loaded, step_s: float | None) -> ShapeRow:
     if errors:
         why = "; ".join(f"{f.key}: {f.message}; {f.remedy} ({f.code})" for f in errors)
         return ShapeRow(name, ExpectedStart("refused", why=why), loaded, made)
-    run_s, run_from = _time_to_result(made, step_s)
+    run_s, run_from = _time_to_result(made, step_s, step_of)
     return ShapeRow(name, ExpectedStart("no answer"), loaded, made, run_s, run_from)
 
 
@@ -200,15 +216,17 @@ def _asked(row: ShapeRow, timeout_s: float, give_up: float) -> ShapeRow:
     return replace(row, answer=expected_start(made.text, made.placement, cluster=made.other, timeout_s=left_s))
 
 
-def _time_to_result(made: Submission, step_s: float | None) -> tuple[float | None, str]:
-    """Return seconds from the job's start to the last step, and how they are known; None: nobody has said or measured
-    a step in this shape."""
+def _time_to_result(made: Submission, step_s: float | None, step_of: StepOf | None) -> tuple[float | None, str]:
+    """Return seconds from the job's start to the last step, and how they are known; None: nobody has said, measured or
+    predicted a step in this shape."""
     experiment, said = made.experiment, "as slurm.shapes states"
     steps = experiment.max_steps
     if step_s is None:
         step_s, done = _measured(experiment)
         said = "measured in this run directory"
         steps -= done
+    if step_s is None and step_of is not None and (predicted := step_of(experiment)) is not None:
+        step_s, said = predicted
     if step_s is None or not experiment.trains:
         return None, ""
     run_s = made.site.startup_s + steps * step_s
@@ -261,13 +279,20 @@ def refuse_without_slurm(experiment: Experiment, flag: str) -> None:
         raise ConfigError(Problem(f"{flag} asks a queue, and this run starts on this machine, at once", "launch"))
 
 
-def best_shape(argv: Sequence[str], loaded: Loaded, *, timeout_s: float = ASK_TIMEOUT_S) -> tuple[ShapeRow, Ranking]:
+def best_shape(
+    argv: Sequence[str],
+    loaded: Loaded,
+    *,
+    timeout_s: float = ASK_TIMEOUT_S,
+    step_of: StepOf | None = None,
+    notes: Sequence[str] = (),
+) -> tuple[ShapeRow, Ranking]:
     """Return the first of the ranking, for `submit --best`.
 
     Args:
         argv: as of `ask_when`.
         loaded: as of `ask_when`.
-        timeout_s: as of `ask_when`.
+        timeout_s, step_of, notes: as of `ask_when`.
 
     Raises:
         ConfigError: there is nothing to choose from.
@@ -277,7 +302,7 @@ def best_shape(argv: Sequence[str], loaded: Loaded, *, timeout_s: float = ASK_TI
     if not slurm.shapes:
         words = f"slurm.shape = {slurm.shape} is chosen already" if slurm.shape else "slurm.shapes states none"
         raise ConfigError(Problem(f"--best chooses among the shapes of the experiment, and {words}", "slurm.shapes"))
-    ranking = ask_when(argv, loaded, timeout_s=timeout_s)
+    ranking = ask_when(argv, loaded, timeout_s=timeout_s, step_of=step_of, notes=notes)
     best = ranking.best
     if best is None:
         said = "; ".join(f"{row.name}: {row.answer.word}: {row.answer.why}" for row in ranking.rows)

@@ -71,11 +71,24 @@ P.parallel = function (axes, onPick) {
   });
   return svg;
 };
+/* The sum over all runs: hours and attempts are added; the effective share is that of all their time together. */
+P.totalOf = function (name) {
+  const runs = P.data.runs, sum = function (of) { return runs.reduce(function (all, run) { return all + (of(run) || 0); }, 0); };
+  if (/^hours|-hours( |$)|^attempts$/.test(name)) return sum(function (run) { return run.figures[name]; });
+  if (name !== "effective training time") return null;
+  const total = function (of) { return sum(function (run) { return of(run.accounting.total); }); };
+  const all = total(function (t) { return t.wall + t.waited; });
+  return all > 0 ? total(function (t) { return t.trainer.train; }) / all : null;
+};
 P.views.Compare = function (_, open) {
   const runs = P.data.runs, keys = P.differingKeys();
   const columns = [{ name: "run", of: function (r) { return r.name; }, show: function (v) { return P.el("span", { class: "name" }, v); } }, { name: "state", of: function (r) { return r.status.state; }, show: function (v, r) { return P.badge(r.status); } }];
   keys.slice(0, 12).forEach(function (key) { columns.push({ name: key, of: function (r) { return P.config(r)[key]; }, show: P.valueText, mono: true }); });
   P.figureNames().forEach(function (name) { columns.push({ name: name, num: true, of: function (r) { return r.figures[name]; }, show: function (v) { return name === "effective training time" ? P.percent(v) : P.number(v); } }); });
+  const sums = P.el("tr", { class: "total" }, columns.map(function (column, index) {
+    const value = index === 0 ? "all" : column.num ? P.totalOf(column.name) : null;
+    return P.el("td", { class: column.num ? "num" : "" }, value === null ? "" : index === 0 ? value : column.show(value));
+  }));
   const metrics = new Set();
   runs.forEach(function (run) { ["orchestrator", "trainer"].forEach(function (role) { Object.keys(run.curves[role].mean).forEach(function (key) { metrics.add(role + ": " + key); }); }); });
   const held = runs.some(function (run) { return P.heldOut(run).length; });
@@ -96,7 +109,7 @@ P.views.Compare = function (_, open) {
   const select = P.el("select", { "aria-label": "metric", change: function (event) { metric = event.target.value; draw(); } }, names.map(function (n) { return P.el("option", { value: n, selected: n === metric }, n); }));
   const axes = P.axes();
   if (metric) draw();
-  return [P.el("h2", {}, runs.length + " runs"), P.el("div", { class: "card wide" }, P.table(columns, runs, { pick: function (run) { open(runs.indexOf(run)); } })),
+  return [P.el("h2", {}, runs.length + " runs"), P.el("div", { class: "card wide" }, P.table(columns, runs, { pick: function (run) { open(runs.indexOf(run)); }, last: [sums] })),
     axes.length > 1 ? [P.el("h2", {}, "Parallel coordinates"), P.el("p", { class: "soft small" }, "Drag along an axis to keep the runs within it, click it to let go; a line opens its run. Colour: the axis in bold."), P.el("div", { class: "card wide" }, P.parallel(axes, open))] : null,
     P.el("h2", {}, "One metric of all"), P.el("div", { class: "bar" }, P.el("label", {}, "metric ", select)), place];
 };

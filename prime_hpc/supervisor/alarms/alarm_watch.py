@@ -34,7 +34,8 @@ class AlarmWatch:
         run_dir: of the run.
         attempt: its number, for the record.
         config: the rules.
-        facts: figures of the run that are known in memory: `stall_s`, `time_left_s`; None is left out.
+        facts: figures of the run that are known in memory: `stall_s`, `time_left_s`, `no_successor_s`; None is
+            left out.
         save: asks for a checkpoint.
         stop: asks for the end, with a reason.
         tick_s: between two looks at the files.

@@ -15,6 +15,7 @@ BUILT_IN = (
     AlarmRule(name="disk", metric="run.free_share", below=0.03),
     AlarmRule(name="walltime", metric="run.time_left_s", below=600.0),
     AlarmRule(name="stall", metric="run.stall_s", above=0.0),
+    AlarmRule(name="successor", metric="run.no_successor_s", above=0.0),
 )
 
 

@@ -64,7 +64,8 @@ def _of_shapes(words: list[str], loaded: "Loaded", known: list["Finding"]) -> li
     from prime_hpc.launch.lint.lint import lint
 
     found = []
-    for shape in loaded.experiment.slurm.shapes:
+    stated = loaded.experiment.slurm.shapes
+    for shape in stated if isinstance(stated, list) else []:  # those of `auto` are asked about when they are derived
         one = load_experiment([*words, "--slurm.shape", shape.name], "plan").experiment
         theirs = [finding for finding in lint(one, load_site(one.slurm.site)) if finding not in known]
         found += [replace(finding, message=f"shape {shape.name!r}: {finding.message}") for finding in theirs]

@@ -11,6 +11,7 @@ from prime_hpc.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from prime_hpc.config import Experiment, Loaded
+    from prime_hpc.launch.plan.when import StepOf
 
 GPU_MEMORY = "--gpu-memory-gib"
 
@@ -24,6 +25,8 @@ def run(argv: list[str], program: str) -> int:
     timeout_s = given.positive("--timeout")
     if timeout_s is not None and "--when" not in given:
         raise ConfigError("--timeout belongs to --when")
+    if given.every("--from") and "--when" not in given:
+        raise ConfigError("--from belongs to --when")
     loaded = load(given.words, "plan", program)
     if "--when" in given:
         return _when(given, loaded, timeout_s)
@@ -49,12 +52,30 @@ def _when(given: Given, loaded: "Loaded", timeout_s: float | None) -> int:
     if "--rehearse" in given:
         raise ConfigError("--rehearse and --when are two questions: ask one after the other")
     refuse_without_slurm(loaded.experiment, "--when")
-    ranking = ask_when(given.words, loaded, timeout_s=timeout_s or ASK_TIMEOUT_S)
+    words, loaded, step_of, notes = known_of_shapes(given, loaded)
+    ranking = ask_when(words, loaded, timeout_s=timeout_s or ASK_TIMEOUT_S, step_of=step_of, notes=notes)
     if "--json" in given:
         print_json(ranking.as_dict())
     else:
         print(ranking.text(), end="")
     return 0 if ranking.best is not None else SlurmRefused.exit_code
+
+
+def known_of_shapes(given: Given, loaded: "Loaded") -> "tuple[list[str], Loaded, StepOf | None, list[str]]":
+    """Return what `ask_when` is asked: the command line with its shapes, how their steps are predicted, and notes.
+
+    Raises:
+        ConfigError: `slurm.shapes: auto` of an experiment that has no other shapes; a run of --from tells nothing.
+    """
+    from prime_hpc.simulate.auto_shapes import derive_shapes
+    from prime_hpc.simulate.step_times import find_predictor
+
+    derived = derive_shapes(given.words, loaded)
+    notes = [f"left out: {shape}" for shape in derived.left_out]
+    found = find_predictor(loaded.experiment, given.every("--from"))
+    if isinstance(found, str):
+        return derived.words, derived.loaded, None, [*notes, found]
+    return derived.words, derived.loaded, found, [*notes, *found.notes(loaded.experiment)]
 
 
 def _rehearse(experiment: "Experiment", plan: dict[str, Any], gpu_gib: float | None) -> str:

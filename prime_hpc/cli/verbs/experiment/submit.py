@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from prime_hpc.cli.common import Given, load, parse
+from prime_hpc.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from prime_hpc.config import Loaded
@@ -18,6 +19,8 @@ def run(argv: list[str], program: str) -> int:
 
     given = parse("submit", argv)
     loaded = load(given.words, "submit", program)
+    if given.every("--from") and "--best" not in given:
+        raise ConfigError("--from belongs to --best")
     if "--best" in given:
         return _submit_best(given, loaded)
     return submit(loaded, follow=following(given), dry_run="--dry-run" in given, as_json="--json" in given)
@@ -25,11 +28,13 @@ def run(argv: list[str], program: str) -> int:
 
 def _submit_best(given: Given, loaded: "Loaded") -> int:
     """Ask Slurm which shape starts first, and submit that one."""
+    from prime_hpc.cli.verbs.experiment.plan import known_of_shapes
     from prime_hpc.launch import submit
     from prime_hpc.launch.plan.when import best_shape, refuse_without_slurm
 
     refuse_without_slurm(loaded.experiment, "--best")
-    best, ranking = best_shape(given.words, loaded)
+    words, loaded, step_of, notes = known_of_shapes(given, loaded)
+    best, ranking = best_shape(words, loaded, step_of=step_of, notes=notes)
     as_json = "--json" in given
     print(ranking.choice(), file=sys.stderr if as_json else sys.stdout, flush=True)
     return submit(

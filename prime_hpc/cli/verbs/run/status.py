@@ -165,6 +165,7 @@ def render_one(status: RunStatus) -> str:
     if status.service is not None:
         rows.append(("service", f"{status.service} for the tinker client; its key is in {TINKER_KEY}"))
     rows.append(("stall", status.stall or ""))
+    rows.append(("successor", f"no successor waits: {status.no_successor}" if status.no_successor else ""))
     rows += [("alarms" if i == 0 else "", text) for i, text in enumerate(status.alarms)]
     rows.append(("purge", status.purge or ""))
     rows.append(("nodes", _nodes(status)))

@@ -93,6 +93,8 @@ def _about(live: LiveRun) -> Iterator[tuple[str, Text | str]]:
         yield "time", ", ".join(left)
     if status.stall:
         yield "stall", Text(parts.clean(status.stall), "bold red")
+    if status.no_successor:
+        yield "succ.", Text(parts.clean(f"no successor waits: {status.no_successor}"), "bold yellow")
     for index, text in enumerate(status.alarms):
         yield "alarms" if index == 0 else "", Text(parts.clean(text), "bold yellow")
 

@@ -1,0 +1,104 @@
+"""The accounting of one run read from its directory, row by row: for the page of `report`, and for `usage`."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_hpc.config.run_files import RUN_YAML
+from prime_hpc.config.secret import anchored, hide
+from prime_hpc.report.accounting import account, devices_of
+from prime_hpc.report.phases import ORCHESTRATOR, TRAINER, Phases, orchestrator_seconds, trainer_seconds
+from prime_hpc.report.series import Curves, Faults, number_of, read_lines
+from prime_hpc.report.timeline import ready_times
+from prime_hpc.slurm.queue_facts.job_lives import JobLife
+from prime_hpc.store.run_dirs import AttemptRow, read_submission
+
+_CONFIG_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class RunHours:
+    """Hours of a run, and the steps of its roles by phase."""
+
+    spent: dict[str, Any]
+    """Of `account`."""
+    trainer: Phases
+    orchestrator: Phases
+    submitted: float | None
+    """Newest submission, epoch seconds."""
+
+
+def read_hours(
+    path: Path,
+    config: Mapping[str, Any],
+    attempts: Sequence[AttemptRow],
+    *,
+    is_under_way: bool,
+    lives: Sequence[JobLife] = (),
+    curves: Mapping[str, Curves] | None = None,
+) -> RunHours:
+    """Account for a run; memory does not grow with its steps.
+
+    Args:
+        path: of the run.
+        config: of `read_config`.
+        attempts: rows of `attempts.jsonl`.
+        is_under_way: an attempt that has written no end goes on.
+        lives: of the run's jobs, where Slurm's accounting says.
+        curves: of `trainer` and `orchestrator`, that take every row too; None: nobody wants them.
+    """
+    trainer, orchestrator = Phases(TRAINER, attempts), Phases(ORCHESTRATOR, attempts, role="orchestrator")
+    submitted = number_of((read_submission(path) or {}).get("time"))
+    trained, served = (curves[role] if curves is not None else None for role in ("trainer", "orchestrator"))
+    for row in _trainer_rows(path, trained.faults if trained is not None else Faults()):
+        if trained is not None:
+            trained.add(row)
+        trainer.add(row, trainer_seconds(row))
+    for row in read_lines(path / "metrics" / "orchestrator.jsonl", served.faults if served is not None else Faults()):
+        if served is not None:
+            served.add(row)
+        orchestrator.add(row, orchestrator_seconds(row))
+    spent = account(
+        attempts,
+        trainer.sums,
+        orchestrator.sums,
+        devices_of(config, attempts),
+        submitted=submitted if len(attempts) <= 1 else min(filter(None, [submitted, attempts[0].get("began")])),
+        until=time.time() if is_under_way else 0.0,
+        ready=ready_times(path / "metrics" / "roles.jsonl"),
+        lives=lives,
+    )
+    return RunHours(spent, trainer, orchestrator, submitted)
+
+
+def _trainer_rows(path: Path, faults: Faults) -> Iterator[dict[str, Any]]:
+    """Rows of the run's trainer; of a run below one whose trainer trains many, those that the parent wrote of it."""
+    own = path / "metrics" / "trainer.jsonl"
+    parent = path.parent / "metrics" / "trainer.jsonl"
+    if own.exists() or not (path.parent / RUN_YAML).exists() or not parent.exists():
+        yield from read_lines(own, faults)
+        return
+    for row in read_lines(parent, faults):
+        if row.get("run") == path.name and isinstance(row.get("run/step"), int):
+            yield row | {"step": row["run/step"]}
+
+
+def read_config(path: Path, notes: list[str]) -> dict[str, Any]:
+    """Return a run's resolved config without its secrets, of this version or an older one; {} where there is none,
+    which `notes` then say."""
+    import yaml
+
+    file = path / RUN_YAML
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(_CONFIG_BYTES)
+        tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if not isinstance(tree, dict):
+            raise ValueError("it is no mapping")
+        hidden = hide(anchored(tree, path))
+        return hidden if isinstance(hidden, dict) else {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        notes.append(f"{file}: {error}")
+        return {}

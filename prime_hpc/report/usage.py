@@ -1,0 +1,171 @@
+"""Hours that runs cost: charged, effective, lost, queued; by run, by sweep, by user. One run is read at a time."""
+
+import pwd
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from prime_hpc.config.run_files import ATTEMPTS_JSONL
+from prime_hpc.launch.monitor.status import collect
+from prime_hpc.report.run_hours import read_config, read_hours
+from prime_hpc.report.spans import ask_lives
+from prime_hpc.slurm.queue_facts.job_lives import JobLife
+from prime_hpc.store.run_dirs import POINTS, read_rows, run_name
+
+By = Literal["run", "sweep", "user"]
+AT_ONCE = 200
+"""Runs of one question to squeue and sacct."""
+NO_SWEEP = "(no sweep)"
+_TRAINING = ("rl", "sft")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Hours of a run, or of several together."""
+
+    name: str
+    user: str
+    sweep: str
+    unit: str
+    """Of device-hours: `GPU`; `CPU` of a job without GPUs; `process` where only ranks and engines can be counted."""
+    charged: float
+    """Device-hours: what Slurm accounted for, else what the jobs held, else what their roles had."""
+    effective: float
+    """Of the charged hours those in which the trainer computed steps that lasted."""
+    lost: float
+    """Of the charged hours those in which it computed steps that a later attempt did again."""
+    queued: float
+    """Hours from the submission to the first attempt, and between attempts: in the queue, or down."""
+    runs: int = 1
+    attempts: int = 0
+    by_slurm: int = 0
+    """Of the runs those that Slurm's accounting told of."""
+
+    def __add__(self, other: "Usage") -> "Usage":
+        """Return both together, under the first one's names."""
+        names = ("charged", "effective", "lost", "queued", "runs", "attempts", "by_slurm")
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            **{key: getattr(self, key) for key in ("name", "user", "sweep", "unit", "runs", "attempts", "by_slurm")},
+            **{f"{key}_hours": getattr(self, key) for key in ("charged", "effective", "lost", "queued")},
+        }
+
+
+def read_usage(runs: Iterable[tuple[Path, str]], folder: Path, since: float | None = None) -> Iterator[Usage]:
+    """Yield the usage of each run that has any.
+
+    Args:
+        runs: directories and names.
+        folder: sweeps are named relative to it.
+        since: epoch seconds: what was before is left out, of an attempt the part of it; None: all.
+    """
+    rest = iter(runs)
+    while some := list(islice(rest, AT_ONCE)):
+        paths = [path for path, _ in some]
+        under_way = {status.path for status in collect(paths, folder)[0] if status.is_under_way}
+        lives = ask_lives(paths)
+        for path, name in some:
+            found = _of_run(path, str(path) in under_way, lives.get(path, []), since)
+            if found is not None:
+                yield replace(found, name=name, sweep=_sweep(path, folder))
+
+
+def _of_run(path: Path, is_under_way: bool, lives: Sequence[JobLife], since: float | None) -> Usage | None:
+    """Return a run's usage; None where it had none in that time."""
+    notes: list[str] = []
+    config = read_config(path, notes)
+    attempts = read_rows(path / ATTEMPTS_JSONL)
+    spent = read_hours(path, config, attempts, is_under_way=is_under_way, lives=lives).spent
+    is_gpu = spent["unit"] == "GPU"
+    rows = spent["rows"]
+    charged_by_slurm = _charged(lives, is_gpu, since) if spent["slurm"] is not None else None
+    is_held = bool(rows) and all(row["held_hours"] is not None for row in rows)
+    hours_key = "held_hours" if is_held else "device_hours"
+    parts = {"charged": 0.0, "effective": 0.0, "lost": 0.0, "queued": 0.0}
+    num_attempts = 0
+    for row in rows:
+        share = _share(row["began"], row["began"] + row["wall"], since)
+        parts["queued"] += row["waited"] * _share(row["began"] - row["waited"], row["began"], since) / 3600
+        hours = row[hours_key] * share
+        parts["charged"] += hours
+        num_attempts += share > 0
+        if row["wall"] > 0 and config.get("kind", "rl") in _TRAINING:
+            parts["effective"] += hours * row["trainer"]["train"] / row["wall"]
+            parts["lost"] += hours * row["trainer"]["lost"] / row["wall"]
+    if charged_by_slurm is not None:
+        parts["charged"] = charged_by_slurm
+    if not any(parts.values()):
+        return None
+    unit = "GPU" if is_gpu else "CPU" if is_held or charged_by_slurm is not None else "process"
+    by_slurm = int(charged_by_slurm is not None)
+    return Usage(path.name, _user(path), NO_SWEEP, unit, **parts, attempts=num_attempts, by_slurm=by_slurm)
+
+
+def _share(begin: float, end: float, since: float | None) -> float:
+    """Return which share of a time is not before `since`."""
+    if since is None or begin >= since:
+        return 1.0
+    return (end - since) / (end - begin) if end > since else 0.0
+
+
+def _charged(lives: Sequence[JobLife], is_gpu: bool, since: float | None) -> float:
+    """Return device-hours of jobs, as Slurm accounts for them."""
+    now = time.time()
+    hours = ((life.gpu_s if is_gpu else life.cpu_s) * _share(life.start, life.end or now, since) for life in lives)
+    return sum(hours) / 3600
+
+
+def _user(path: Path) -> str:
+    """Return who owns a run directory."""
+    try:
+        uid = path.stat().st_uid
+    except OSError:
+        return "unknown"
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _sweep(path: Path, folder: Path) -> str:
+    """Name the sweep of which a run is a point."""
+    found = next((above for above in list(path.parents)[:2] if (above / POINTS).exists()), None)
+    if found is None:
+        return NO_SWEEP
+    name = run_name(found, folder)
+    return found.resolve().name if name == "." else name
+
+
+def grouped(usages: Iterable[Usage], by: By) -> list[Usage]:
+    """Add up, the most expensive first; hours of different units are never added."""
+    found: dict[tuple[str, str], Usage] = {}
+    for number, usage in enumerate(usages):
+        name = usage.name if by == "run" else getattr(usage, by)
+        key = (str(number) if by == "run" else name, usage.unit)
+        known = found.get(key)
+        found[key] = replace(usage, name=name) if known is None else known + usage
+    return sorted(found.values(), key=lambda one: (one.unit, -one.charged, one.name))
+
+
+def totals(rows: Sequence[Usage]) -> list[Usage]:
+    """Return the sum of each unit."""
+    found: dict[str, Usage] = {}
+    for row in rows:
+        total = replace(row, name="total", user="", sweep="")
+        found[row.unit] = found[row.unit] + total if row.unit in found else total
+    return list(found.values())
+
+
+def accounted_note(rows: Sequence[Usage]) -> str:
+    """Say whose word the charged hours are."""
+    by_slurm, runs = sum(row.by_slurm for row in rows), sum(row.runs for row in rows)
+    if by_slurm == runs:
+        return "charged: as Slurm accounted for"
+    known = f"as Slurm accounted for of {by_slurm} of {runs} runs, else " if by_slurm else ""
+    return f"charged: {known}what the jobs held times their time, else their roles' devices"

@@ -1,0 +1,138 @@
+"""`prime-hpc usage`: hours of made-up runs, added up by run, sweep and user; with and without Slurm's accounting."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_hpc.cli import main
+from prime_hpc.report import usage
+from prime_hpc.report.usage import NO_SWEEP, grouped, read_usage, totals
+from prime_hpc.slurm.queue_facts.job_lives import JobLife
+from tests.support.made_runs import BEGAN, STEP_S, TRAINER, Life, config_of, make_run
+
+GPUS = {"gpus": 8.0, "cpus": 64.0, "nodes": 2.0}
+ONE = [Life(0, 100, allocated=GPUS, gap_s=0)]
+"""10 s of start, 200 s of steps, 1 s at the end, with 8 GPUs."""
+TWO = [Life(0, 100, "failed", "x", allocated=GPUS, gap_s=0), Life(60, 200, allocated=GPUS, gap_s=40)]
+WALL = 10 + 100 * STEP_S + 1
+TRAIN = TRAINER["forward_backward"] + TRAINER["optim"]
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert main(["usage", *map(str, words), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_run_of_one_attempt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [row] = asked(capsys, make_run(tmp_path / "one", ONE))["rows"]
+    assert (row["name"], row["unit"], row["runs"], row["attempts"], row["by_slurm"]) == ("one", "GPU", 1, 1, 0)
+    assert row["charged_hours"] == pytest.approx(8 * WALL / 3600)
+    assert row["effective_hours"] == pytest.approx(8 * 100 * TRAIN / 3600)
+    assert (row["lost_hours"], row["queued_hours"]) == (0, 0)
+
+
+def test_what_was_done_again_is_lost_and_the_gap_is_queued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [row] = asked(capsys, make_run(tmp_path / "two", TWO))["rows"]
+    assert row["queued_hours"] == pytest.approx(40 / 3600)
+    assert row["lost_hours"] == pytest.approx(8 * 40 * (STEP_S - TRAINER["wait"]) / 3600)
+    assert row["effective_hours"] == pytest.approx(8 * 200 * TRAIN / 3600)
+    assert row["charged_hours"] == pytest.approx(8 * (2 * WALL + 40 * STEP_S) / 3600)
+
+
+def test_rows_by_run_sweep_and_user_and_their_total(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path / "out" / "lr" / name, ONE)
+    (tmp_path / "out" / "lr" / "points.jsonl").write_text("")
+    make_run(tmp_path / "out" / "alone", TWO)
+    make_run(tmp_path / "out" / "cpu", [Life(0, 10, gap_s=0)])
+    rows = {row["name"]: row for row in asked(capsys, tmp_path / "out")["rows"]}
+    assert set(rows) == {"alone", "cpu", "lr/a", "lr/b"}
+    assert rows["cpu"]["unit"] == "process", "neither Slurm nor the job's environment tells what it held"
+    found = asked(capsys, tmp_path / "out", "--by", "sweep")
+    sweeps = {(row["name"], row["unit"]): row for row in found["rows"]}
+    assert set(sweeps) == {("lr", "GPU"), (NO_SWEEP, "GPU"), (NO_SWEEP, "process")}
+    assert sweeps["lr", "GPU"]["runs"] == 2
+    assert sweeps["lr", "GPU"]["charged_hours"] == pytest.approx(2 * 8 * WALL / 3600)
+    total = {row["unit"]: row for row in found["total"]}
+    assert total["GPU"]["charged_hours"] == pytest.approx(
+        sum(rows[n]["charged_hours"] for n in ("alone", "lr/a", "lr/b"))
+    )
+    assert (total["GPU"]["runs"], total["process"]["runs"]) == (3, 1)
+    [gpu, _] = asked(capsys, tmp_path / "out", "--by", "user")["rows"]
+    assert gpu["name"] == (tmp_path / "out").owner() and gpu["runs"] == 3
+    assert main(["usage", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "total" in said and "CHARGED" in said and "what the jobs held" in said
+
+
+def test_since_takes_the_part_of_an_attempt(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "two", TWO)
+    second = BEGAN + WALL + 40
+
+    def of(since: float) -> usage.Usage | None:
+        return next(iter(read_usage([(run, "two")], tmp_path, since)), None)
+
+    half = of(second - 20)
+    assert half is not None and half.queued == pytest.approx(20 / 3600)
+    assert half.charged == pytest.approx(8 * (WALL + 40 * STEP_S) / 3600) and (half.lost, half.attempts) == (0, 1)
+    last = of(second + (WALL + 40 * STEP_S) / 2)
+    assert last is not None and last.charged == pytest.approx(8 * (WALL + 40 * STEP_S) / 7200) and last.queued == 0
+    assert of(second + 10_000) is None
+
+
+def test_words_of_since(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "one", ONE)  # in September 2026
+    assert len(asked(capsys, tmp_path / "one", "--since", "2026-09-01")["rows"]) == 1
+    assert asked(capsys, tmp_path / "one", "--since", "2126-01-01T12:00")["rows"] == []
+    assert asked(capsys, tmp_path / "one", "--since", "5000w")["rows"]
+    assert main(["usage", str(tmp_path / "one"), "--since", "yesterday"]) == 2
+    assert "36h, 7d, 4w" in capsys.readouterr().err
+    assert main(["usage", str(tmp_path / "one"), "--by", "colour"]) == 2
+    assert "none of run, sweep, user" in capsys.readouterr().err
+    assert main(["usage", str(tmp_path / "none")]) == 2
+
+
+def test_slurm_s_word_counts_and_what_began_no_attempt_is_charged_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "one", ONE)
+    from prime_hpc.store.attempts import read_attempts, rewrite_row
+
+    [row] = read_attempts(run / "attempts.jsonl")
+    rewrite_row(run / "attempts.jsonl", {**row, "job_id": "7"})
+
+    def life(job: str, start: float, end: float) -> JobLife:
+        return JobLife(frozenset({job}), start, end, 64.0, 8.0, 64 * (end - start), 8 * (end - start))
+
+    lives = [life("7", BEGAN - 5, BEGAN + WALL + 3), life("8", BEGAN + 500, BEGAN + 560)]
+    monkeypatch.setattr(usage, "ask_lives", lambda paths: {run: lives})
+    [found] = read_usage([(run, "one")], tmp_path)
+    assert found.charged == pytest.approx(8 * (WALL + 8 + 60) / 3600) and found.by_slurm == 1
+    [late] = read_usage([(run, "one")], tmp_path, BEGAN + 530)
+    assert late.charged == pytest.approx(8 * 30 / 3600) and late.effective == 0
+
+
+def test_more_runs_than_a_page_shows_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "AT_ONCE", 3)
+    runs = [(make_run(tmp_path / f"r{i}", [Life(0, 2, allocated=GPUS)]), f"r{i}") for i in range(7)]
+    asked_at_once: list[int] = []
+    real = usage.ask_lives
+    monkeypatch.setattr(usage, "ask_lives", lambda paths: asked_at_once.append(len(paths)) or real(paths))
+    [total] = totals(grouped(read_usage(iter(runs), tmp_path), "run"))
+    assert total.runs == 7 and asked_at_once == [3, 3, 1]
+
+
+def test_a_run_that_is_torn_or_never_began_costs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "out" / "whole", ONE)
+    (tmp_path / "out" / "torn").mkdir()
+    (tmp_path / "out" / "torn" / "run.yaml").write_text("[")
+    (tmp_path / "out" / "torn" / "attempts.jsonl").write_text('{"attempt": 1, "began"')
+    (tmp_path / "out" / "fresh").mkdir()
+    (tmp_path / "out" / "fresh" / "run.yaml").write_text("name: fresh\n")
+    assert [row["name"] for row in asked(capsys, tmp_path / "out")["rows"]] == ["whole"]
+    evaluation = make_run(tmp_path / "eval", ONE, config=config_of("eval", kind="eval"))
+    [row] = asked(capsys, evaluation)["rows"]
+    assert row["charged_hours"] > 0 and row["effective_hours"] == 0
