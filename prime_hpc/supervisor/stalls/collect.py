@@ -14,13 +14,15 @@ import subprocess
 import threading
 import time
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prime_hpc.runtime.look import look, probe
 from prime_hpc.runtime.role_context import NODE
-from prime_hpc.supervisor.stalls.diagnose import Diagnosis, diagnose, label, phase
+from prime_hpc.supervisor.stalls.diagnose import Diagnosis, diagnose
+from prime_hpc.supervisor.stalls.engines import call_text
+from prime_hpc.supervisor.stalls.labels import label, phase
 from prime_hpc.supervisor.stalls.stacks import show, stacks_of
 
 GPUS_WITHIN_S = 5.0
@@ -166,6 +168,7 @@ def text_of(document: Mapping[str, Any], *, with_stacks: bool = False) -> str:
     rows = sorted(document["processes"], key=lambda r: (not r["word"], r["host"], r["pid"]))
     for n, row in enumerate(r for r in rows if r["word"] or r["state"] not in ("S", "R")):
         doing = phase(row["word"]) if row["word"] else row["comm"]
+        doing = ", ".join(filter(None, (doing, call_text(row, document["time"]))))
         who = f"{label(row, rows)}, {row['host']}, process {row['pid']}"
         lines.append(f"  {'processes' if n == 0 else '':<9} {who}: {row['state']}, {row['cpu']:.0%} CPU, {doing}")
     if with_stacks:
@@ -173,10 +176,10 @@ def text_of(document: Mapping[str, Any], *, with_stacks: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _stacks(rows: Iterable[dict[str, Any]]) -> list[str]:
+def _stacks(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for row in rows:
         for name, stack in stacks_of(row):
-            lines.append(f"\n{row['word'].get('role', row['comm'])} process {row['pid']}, {name}, innermost first")
+            lines.append(f"\n{label(row, rows)}, process {row['pid']}, {name}, innermost first")
             lines += [f"    {show(frame)}" for frame in stack]
     return lines
