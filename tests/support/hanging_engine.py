@@ -1,7 +1,7 @@
 """A plugin for vLLM (`install`) that makes a step hang where a file says: [process of the server] [how].
 
-    worker 1 sleep      that worker waits in the model's execution while the file is there
-    engine core 0 C     ... and keeps the interpreter to itself, in a call in C that never comes back
+worker 1 sleep      that worker waits in the model's execution while the file is there
+engine core 0 C     ... and keeps the interpreter to itself, in a call in C that never comes back
 """
 
 import ctypes

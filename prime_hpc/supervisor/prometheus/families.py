@@ -52,6 +52,10 @@ RUN = {
     "process_last_word_timestamp_seconds": _gauge("When a role's process spoke last.", "role", "index"),
     "process_resident_memory_bytes": _gauge("Memory that a role's process holds.", "role", "index"),
     "process_cpu_seconds_total": _counter("CPU time that a role's process has used.", "role", "index"),
+    "gpu_utilization_ratio": _gauge("Share of the last moment in which a GPU computed.", "host", "gpu"),
+    "gpu_memory_used_bytes": _gauge("Memory of a GPU that is in use.", "host", "gpu"),
+    "gpu_memory_size_bytes": _gauge("Memory that a GPU has.", "host", "gpu"),
+    "gpu_power_watts": _gauge("Power that a GPU draws.", "host", "gpu"),
     "server_up": _gauge("1: a server has answered with its own figures, which are handed on.", "server"),
 }
 TRAINER = {
