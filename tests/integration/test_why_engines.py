@@ -11,12 +11,12 @@ import pytest
 
 from prime_hpc.supervisor.stalls.collect import look_here, report
 from prime_hpc.supervisor.stalls.engines import part_name
-from tests.support import hanging_engine
+from tests.support import hanging_engine, inference_server
 from tests.support.inference_server import ServerProcess, save_model
 from tests.support.runs import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(500)]
-LIMIT_S = 60.0
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
+LIMIT_S = 120.0
 
 
 class Server:
@@ -67,6 +67,7 @@ class Server:
 def server(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     inference, spawn = request.param
     one = Server(tmp_path, monkeypatch, {"api_key": "k", **inference}, spawn)
+    monkeypatch.setattr(inference_server, "READY_S", 400)
     try:
         one.process.wait_ready()
         yield one

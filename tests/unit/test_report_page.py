@@ -36,8 +36,10 @@ def browser() -> Iterator[Any]:
 class Page:
     """An opened report; `complaints` are all that its console said, and every request."""
 
-    def __init__(self, browser: Any, path: Path, **context: Any) -> None:
+    def __init__(self, browser: Any, path: Path, *, before: str = "", **context: Any) -> None:
+        """Open it; `before` is a script that runs before the page's own."""
         self.tab = browser.new_page(viewport={"width": 1280, "height": 900}, **context)
+        self.tab.add_init_script(before)
         self.complaints: list[str] = []
         self.tab.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
         self.tab.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -86,6 +88,44 @@ def test_every_view_opens(browser: Any, page_of_one: Path) -> None:
     page.open("Overview")
     expect(page.tab.locator(".chart canvas").nth(2)).to_be_attached()
     assert page.complaints == []
+    page.tab.close()
+
+
+OLD = """
+for (const [where, names] of [
+  [Element.prototype, ["replaceChildren", "checkVisibility"]],
+  [Array.prototype, ["at", "flat", "flatMap", "findLast", "findLastIndex", "toSorted", "toReversed", "with"]],
+  [String.prototype, ["at", "replaceAll", "matchAll", "trimStart", "trimEnd", "isWellFormed"]],
+  [Object, ["fromEntries", "hasOwn", "groupBy"]],
+  [Promise, ["allSettled", "any", "withResolvers"]],
+  [window, ["ResizeObserver", "IntersectionObserver", "queueMicrotask", "structuredClone", "OffscreenCanvas"]],
+]) for (const name of names) delete where[name];
+"""
+"""As Chrome 68 (2018), by the functions that it lacks; what it cannot parse is not tried here."""
+
+
+def test_every_view_opens_in_an_older_browser(browser: Any, page_of_one: Path) -> None:
+    page = Page(browser, page_of_one, before=OLD)
+    assert page.tab.evaluate("[].at === undefined && document.body.replaceChildren === undefined")
+    for view in ONE:
+        page.open(view)
+        expect(page.tab.locator("body")).to_have_attribute("data-view", view)
+        assert len(page.tab.inner_text("main")) > 80, view
+    page.open("Rollouts")
+    page.tab.fill("input[type=search]", "onerror")
+    expect(page.tab.locator("tr.pick")).to_have_count(1)
+    page.open("Overview")
+    expect(page.tab.locator(".chart canvas").nth(2)).to_be_attached()
+    expect(page.tab.locator("#trouble")).to_be_hidden()
+    assert page.complaints == []
+    page.tab.close()
+
+
+def test_a_browser_that_is_too_old_is_told_so(browser: Any, page_of_one: Path) -> None:
+    page = Page(browser, page_of_one, before="delete Element.prototype.append; delete window.Path2D;")
+    note = page.tab.locator("#trouble")
+    expect(note).to_contain_text("This browser could not draw all of this page")
+    expect(note).to_contain_text("prime-hpc report RUN --json")
     page.tab.close()
 
 
