@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from prime_hpc.cli import main
-from tests.support.made_runs import Life, add_batches, add_samples, add_tokens, config_of, make_run
+from tests.support.made_runs import (
+    Life,
+    add_batches,
+    add_samples,
+    add_tokens,
+    config_of,
+    make_run,
+    make_runs_of_one_trainer,
+)
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -209,6 +217,33 @@ def test_several_runs_side_by_side(browser: Any, tmp_path: Path) -> None:
     page.open("Config")
     page.tab.select_option("select[aria-label='compare with']", "0")
     expect(page.tab.locator("td.diff")).to_have_count(6)  # name, learning rate and seed, of both
+    assert page.complaints == []
+    page.tab.close()
+
+
+def test_runs_of_one_trainer(browser: Any, tmp_path: Path) -> None:
+    """The parent, which has no reward of its own, and the three runs below it, each with every view."""
+    parent = make_runs_of_one_trainer(tmp_path / "many", {"fast": 1e-2, "middle": 3e-3, "slow": 1e-3}, steps=12)
+    assert main(["report", str(parent)]) == 0
+    page = Page(browser, parent / "report.html")
+    assert page.views() == ["Compare", *ONE]
+    names = ["many", "many/run_fast", "many/run_middle", "many/run_slow"]
+    rows = page.tab.locator("main table").first.locator("tbody tr")
+    expect(rows).to_have_count(4)
+    assert [rows.nth(n).locator("td").first.inner_text() for n in range(4)] == names
+    expect(page.tab.locator("main table thead").first).to_contain_text("trainer.optim.lr")
+    chosen = page.tab.locator("header select")
+    for index in range(4):
+        for view in ONE:
+            page.tab.evaluate("([view, index]) => P.open(view, index)", [view, index])
+            expect(page.tab.locator("body")).to_have_attribute("data-view", view)
+            expect(chosen).to_have_value(str(index))
+            assert len(page.tab.inner_text("main")) > 80, (names[index], view)
+            wide = page.tab.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+            assert wide <= 0, f"{view} of {names[index]} is wider than the window"
+    page.tab.evaluate("P.open('Curves', 1)")
+    expect(page.tab.locator("[data-chart='Reward'] canvas")).to_have_count(1)
+    expect(page.tab.locator("#trouble")).to_be_hidden()
     assert page.complaints == []
     page.tab.close()
 
