@@ -2,12 +2,13 @@
 
     introduce("trainer", 3, run_dir)         once, at the process's start
     doing("wait", awaits="batch 12")         at each change of phase: one small write into memory
+    enter("step"), leave()                   around calls that come hundreds of times a second: 1 us each
     explain("episodes", table.oldest)        details that are computed only when somebody asks
 
 Three anonymous files (memfd) hold the word, an answer, and stacks. Others of the same user read them by
 `/proc/PID/fd`, so that neither this process nor any file system has to answer:
 
-    word      what it does, since when; readable also while the process is stopped
+    word      what it does, since when, and the call in which it is; readable also while the process is stopped
     answer    threads by name, tasks of event loops, details: a thread writes it when a byte comes through a pipe
     stacks    of all threads, which `faulthandler` writes upon `DUMP_SIGNAL`, also while a call in C holds the
               interpreter's lock
@@ -20,9 +21,11 @@ import contextlib
 import faulthandler
 import fcntl
 import json
+import mmap
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -39,6 +42,8 @@ DUMP_SIGNAL = signal.SIGRTMIN + 5
 """Real-time, which no library takes for its own. Sent only to processes that catch it."""
 WORD, ANSWER, STACKS = "prime-hpc-word", "prime-hpc-answer", "prime-hpc-stacks"
 WORD_BYTES = 4096
+CALL = struct.Struct("<Qd40s")
+"""Behind the word: number of the call, when it began (epoch seconds; 0: it is over), its name."""
 MAX_FRAMES = 40
 """Innermost frames of a thread or task that are told."""
 MAX_TASKS = 64
@@ -55,11 +60,20 @@ class _Page:
         self.row = row
         self.lock = threading.Lock()
         self.word = os.memfd_create(WORD)
+        os.ftruncate(self.word, WORD_BYTES + CALL.size)
+        self.call = mmap.mmap(self.word, WORD_BYTES + CALL.size)
+        self.calls = 0
         self.answer = os.memfd_create(ANSWER)
         self.stacks = os.memfd_create(STACKS)
         fcntl.fcntl(self.stacks, fcntl.F_SETFL, fcntl.fcntl(self.stacks, fcntl.F_GETFL) | os.O_APPEND)
-        self.asks, door = os.pipe()
-        row["door"] = door
+        self.asks, self.door = os.pipe()
+        row["door"] = self.door
+
+    def close_in_child(self) -> None:
+        """Give up a parent's files, of which whoever looks at the child must not read."""
+        self.call.close()
+        for number in (self.word, self.answer, self.stacks, self.asks, self.door):
+            os.close(number)
 
     def write(self, **changes: Any) -> None:
         with self.lock:
@@ -88,6 +102,7 @@ def introduce(role: str, index: int, run_dir: str | os.PathLike[str], **facts: A
         _page.write(role=role, index=index, run_dir=os.fspath(run_dir), **facts)
         return
     _explanations.clear()  # a parent's
+    parents = _page
     now = time.time()
     row = {"role": role, "index": index, "pid": os.getpid(), "host": _host(), "began": now}
     row |= {"run_dir": os.fspath(run_dir), "phase": "starting", "awaits": "", "since": now, **facts}
@@ -95,7 +110,15 @@ def introduce(role: str, index: int, run_dir: str | os.PathLike[str], **facts: A
     _page.write()
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         faulthandler.register(DUMP_SIGNAL, file=_page.stacks, all_threads=True)
+    if parents is not None:  # not before: until now the signal's handler writes into its file
+        parents.close_in_child()
     threading.Thread(target=_answer_forever, args=(_page,), name="why", daemon=True).start()
+
+
+def introduced() -> dict[str, Any]:
+    """Return `role`, `index` and `run_dir` as this process said them, for those that it starts; {}: it said nothing."""
+    page = _page
+    return {} if page is None else {key: page.row[key] for key in ("role", "index", "run_dir")}
 
 
 def _host() -> str:
@@ -116,6 +139,24 @@ def doing(phase: str, *, awaits: str = "", **facts: Any) -> None:
     if same and all(row.get(key) == value for key, value in facts.items()):
         return
     page.write(phase=phase, awaits=awaits, **facts, **({} if same else {"since": time.time()}))
+
+
+def enter(name: str) -> None:
+    """Say that a call begins that may hang, `name` being 40 bytes at most; the process is introduced.
+
+    Of one thread: calls do not nest.
+    """
+    page = _page
+    assert page is not None, "introduce() comes first"
+    page.calls += 1
+    CALL.pack_into(page.call, WORD_BYTES, page.calls, time.time(), name.encode())
+
+
+def leave() -> None:
+    """Say that the call is over."""
+    page = _page
+    assert page is not None, "introduce() comes first"
+    CALL.pack_into(page.call, WORD_BYTES, page.calls, 0.0, b"")
 
 
 def now_doing() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prime_hpc.runtime.activity import ANSWER, DUMP_SIGNAL, STACKS, TOKEN_BYTES, WORD
+from prime_hpc.runtime.activity import ANSWER, CALL, DUMP_SIGNAL, STACKS, TOKEN_BYTES, WORD, WORD_BYTES
 
 BETWEEN_LOOKS_S = 0.6
 ANSWER_WITHIN_S = 2.0
@@ -47,6 +47,7 @@ class _Seen:
     pid: int
     stat: _Stat
     word: Row = field(default_factory=dict)
+    calls: int = 0
     files: dict[str, int] = field(default_factory=dict)
     """Numbers of its descriptors for the anonymous files."""
     threads: dict[int, _Stat] = field(default_factory=dict)
@@ -65,7 +66,9 @@ def look(run_dir: str | None = None, pids: Collection[int] = ()) -> list[Row]:
     Returns:
         a row a process: `host`, `pid`, `parent`, `comm`, `state` (R, S, D: uninterruptible, T: stopped, Z: zombie; as
         seen twice), `cpu` (share of a core), `waits` ({thread: where in the kernel} of threads that stand still in an
-        uninterruptible state), `word`, `answer` (`threads`, `tasks`, `details`), `stacks` (where it did not answer).
+        uninterruptible state), `word`, `call` (of those that tell: `name` and `since` of the call in which they are,
+        `begun`: calls that began between two looks), `answer` (`threads`, `tasks`, `details`), `stacks` (where it did
+        not answer).
     """
     seen = _members(run_dir, pids)
     before = time.monotonic()
@@ -181,6 +184,7 @@ def _find_word(one: _Seen) -> None:
         word = _read_json(one, WORD) or {}
         if word.get("pid") == _inner_pid(one.pid):  # else its parent's: it was forked and has not introduced itself
             one.word = word
+            one.calls = (_read_call(one) or {"number": 0})["number"]
 
 
 def _inner_pid(pid: int) -> int:
@@ -207,12 +211,22 @@ def _read_json(one: _Seen, name: str) -> Row | None:
     """Read what the process wrote last; None where it is being written, or gone."""
     for _ in range(3):
         try:
-            value = json.loads(_read(one, name))
+            value = json.loads(_read(one, name)[: WORD_BYTES if name == WORD else None])
         except OSError:
             return None
         except ValueError:
             continue
         return value if isinstance(value, dict) else None
+    return None
+
+
+def _read_call(one: _Seen) -> Row | None:
+    """Read the call in which the process is; None where it tells none, or has begun none yet."""
+    with contextlib.suppress(OSError):
+        data = _read(one, WORD, WORD_BYTES)
+        if len(data) == CALL.size:
+            number, since, name = CALL.unpack(data)
+            return {"number": number, "since": since, "name": name.rstrip(b"\0").decode(errors="replace")}
     return None
 
 
@@ -238,6 +252,9 @@ def _look_again(one: _Seen, seconds: float) -> None:
         "waits": waits,
         "word": one.word,
     }
+    call = _read_call(one) if one.word else None
+    if call is not None and call["number"]:
+        one.row["call"] = {"name": call["name"], "since": call["since"], "begun": call["number"] - one.calls}
 
 
 def _ticks(one: _Seen, thread: int) -> int:

@@ -12,12 +12,13 @@ supervisor, who is told of it, may still want a save.
                        hangs on this node (or on all) is no death; stopped processes count nothing
     thread "fence"     looks for a newer attempt; a look that hangs is none
     main thread        starts the role, waits for it, ends it, may hang with the file system
+    thread "gpus"      of a node's first agent whose role has GPUs: samples their use now and then
     threads "output"   hand on what the role prints; "say" what the agent itself has to say
 
 Started by `steps.StepRole`; imports nothing heavy.
 
 Messages, all on the bus:
-    agent -> hub   "agent"       {label, start_number, key, event: hello|beat|adopted|exited|looked, ...}
+    agent -> hub   "agent"       {label, start_number, key, event: hello|beat|adopted|exited|looked|gpus, ...}
     hub -> agents  "launch/<label>"  an LaunchOrder as JSON
     hub -> agents  "end/<label>" {start_number, grace_s};  "pulse" every few seconds;
                    "adopt/<label>" {start_number, incarnation}: the run's next attempt takes this server over;
@@ -54,6 +55,7 @@ from prime_hpc.store.messaging.network import ENGINES_PORT, NUM_ENGINE_PORTS, Ne
 from prime_hpc.store.messaging.sockets import ALL
 from prime_hpc.store.run_paths import RunPaths, check_incarnation
 from prime_hpc.supervisor.attempt.lost_batch_host import requeue_orphaned_job
+from prime_hpc.supervisor.gpu_watch import EVENT, sample_forever
 from prime_hpc.supervisor.roles import ports
 from prime_hpc.supervisor.roles.caches import node_caches
 from prime_hpc.supervisor.stalls.collect import LOOK_TOPIC, look_here, shortened
@@ -189,6 +191,7 @@ class Agent:
         self._clock = AwakeClock()
         self._last_message_at = self._clock.now()
         self._num_pulses = 0
+        self._samples_gpus = False
         self._next_beat = self._next_hello = 0.0
         self._grace_s = 5.0
         self._over = threading.Event()
@@ -395,6 +398,10 @@ class Agent:
         os.close(writer)
         self._forwarding = self._output.forward(reader)
         activity.doing("leading its role")
+        if order.gpus and self._local == 0 and not self._samples_gpus:
+            self._samples_gpus = True
+            args = lambda gpus: self._say(EVENT, gpus=gpus), self._over
+            threading.Thread(target=sample_forever, args=args, name="gpus", daemon=True).start()
         self._say("started", child=self._child.pid)
 
     def _task_gpus(self, order: LaunchOrder) -> list[str]:

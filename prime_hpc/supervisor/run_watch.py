@@ -1,5 +1,6 @@
 """Beside the supervisor's loop: threads that watch the run, and can neither hold it up nor end it."""
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from prime_hpc.runtime.clock import AwakeClock
 from prime_hpc.supervisor.alarms.alarm_watch import AlarmWatch
 from prime_hpc.supervisor.attempt.lost_batch_host import Return
 from prime_hpc.supervisor.attempt.successor import SuccessorWatch
+from prime_hpc.supervisor.gpu_watch import GpuWatch
 from prime_hpc.supervisor.prometheus.exporter import Exporter
 from prime_hpc.supervisor.roles.process import Role
 from prime_hpc.supervisor.server_loads import EVERY_S, ServerLoads, doing
@@ -62,6 +64,8 @@ class RunWatch:
             if prometheus is None
             else ServerLoads(roles, environment, min(EVERY_S, prometheus.every_s), keep_texts=True)
         )
+        self._gpus = GpuWatch(run_dir, attempt)
+        self._gpus.start(None if on_nodes or experiment.device == "cpu" else socket.gethostname())
         self._controls = controls
         self._alarms = AlarmWatch(
             run_dir, attempt, experiment.alarms, facts=self._figures, save=self._save, stop=controls.ask_to_stop
@@ -80,7 +84,7 @@ class RunWatch:
         )
         self._exporter: Exporter | None = None
         if prometheus is not None:
-            sources = bus_statuses, roles, self._loads, lambda: controls.time_left_s
+            sources = bus_statuses, roles, self._loads, self._gpus.samples, lambda: controls.time_left_s
             self._exporter = Exporter(experiment, run_dir, environment, *sources)
             self._exporter.start(on_nodes=on_nodes)
 
@@ -98,6 +102,7 @@ class RunWatch:
     def on_message(self, message: Mapping[str, Any]) -> None:
         """Take an agent's word."""
         self._stalls.on_message(message)
+        self._gpus.on_message(message)
 
     def ask_why(self) -> None:
         """Somebody wants to know who holds the run up."""
@@ -109,6 +114,7 @@ class RunWatch:
             "stall": self._stalls.facts(),
             "alarms": self._alarms.shown(),
             "servers": self._loads.facts(),
+            "gpus": self._gpus.facts(),
             "doing": doing(dict(self._bus_statuses)),
         }
 
@@ -119,5 +125,6 @@ class RunWatch:
         self._loads.close()
         if self._successor is not None:
             self._successor.close()
+        self._gpus.close()
         if self._exporter is not None:
             self._exporter.close()

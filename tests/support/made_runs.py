@@ -89,6 +89,28 @@ def make_run(folder: Path, lives: Sequence[Life], *, config: dict[str, Any] | No
     return folder
 
 
+def make_runs_of_one_trainer(folder: Path, rates: dict[str, float], steps: int) -> Path:
+    """Write a run whose trainer trains several, in turn, and the runs below it."""
+    trainer = {"trainer__max_concurrent_runs": len(rates), "model": {"name": "none", "lora": {"rank": 16}}}
+    parent = make_run(
+        folder, [Life(0, 0, "completed", "no run was left to train")], config=config_of("many", **trainer)
+    )
+    writer, rng = MetricsWriter(RunPaths(parent).metrics("trainer")), random.Random(7)
+    for number, (name, rate) in enumerate(rates.items()):
+        life = Life(0, steps, "completed", "done")
+        config = config_of(f"run_{name}", trainer__optim__lr=rate, seed=number)
+        child = make_run(parent / f"run_{name}", [life], config=config, seed=number)
+        RunPaths(child).metrics("trainer").unlink()  # the parent's trainer writes of all its runs
+    for step in range(1, steps + 1):
+        for number, name in enumerate(rates):
+            turn = (step - 1) * len(rates) + number
+            when = BEGAN + 15 + STEP_S * turn
+            own = {"run": f"run_{name}", "run/step": step, "loss": rng.gauss(0, 0.1), "kl": abs(rng.gauss(0, 0.01))}
+            log_at(writer, turn + 1, when, **own, **{"time/step": STEP_S, "time/forward_backward": 0.9, "lr": 1e-3})
+    writer.close()
+    return parent
+
+
 def _write_step(trainer: MetricsWriter, orchestrator: MetricsWriter, step: int, now: float, rng: random.Random) -> None:
     reward = 1 - 0.8 * 0.97**step + rng.gauss(0, 0.03)
     spans = [["wait_rollouts", STEP_S, 1.2], ["wait_weights", 0.8, 0.5], ["load", 1.0, 0.2], ["pause", 0.85, 0.05]]

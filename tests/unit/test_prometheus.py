@@ -304,7 +304,7 @@ def experiment(**prometheus: Any) -> Experiment:
 
 def start(run: Path, **prometheus: Any) -> Exporter:
     statuses = {("trainer", 0): {"step": 20, "time": 5.0, "host": "n1", "pid": 7, "memory_bytes": 1e9, "cpu_s": 3.5}}
-    exporter = Exporter(experiment(**prometheus), run, {}, statuses, [], ServerLoads([], {}), lambda: 90.0)
+    exporter = Exporter(experiment(**prometheus), run, {}, statuses, [], ServerLoads([], {}), dict, lambda: 90.0)
     exporter.start(on_nodes=False)
     return exporter
 

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from prime_hpc.cli import main
-from tests.support.made_runs import Life, add_batches, add_samples, add_tokens, config_of, make_run
+from tests.support.made_runs import (
+    Life,
+    add_batches,
+    add_samples,
+    add_tokens,
+    config_of,
+    make_run,
+    make_runs_of_one_trainer,
+)
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -36,8 +44,10 @@ def browser() -> Iterator[Any]:
 class Page:
     """An opened report; `complaints` are all that its console said, and every request."""
 
-    def __init__(self, browser: Any, path: Path, **context: Any) -> None:
+    def __init__(self, browser: Any, path: Path, *, before: str = "", **context: Any) -> None:
+        """Open it; `before` is a script that runs before the page's own."""
         self.tab = browser.new_page(viewport={"width": 1280, "height": 900}, **context)
+        self.tab.add_init_script(before)
         self.complaints: list[str] = []
         self.tab.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
         self.tab.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -86,6 +96,44 @@ def test_every_view_opens(browser: Any, page_of_one: Path) -> None:
     page.open("Overview")
     expect(page.tab.locator(".chart canvas").nth(2)).to_be_attached()
     assert page.complaints == []
+    page.tab.close()
+
+
+OLD = """
+for (const [where, names] of [
+  [Element.prototype, ["replaceChildren", "checkVisibility"]],
+  [Array.prototype, ["at", "flat", "flatMap", "findLast", "findLastIndex", "toSorted", "toReversed", "with"]],
+  [String.prototype, ["at", "replaceAll", "matchAll", "trimStart", "trimEnd", "isWellFormed"]],
+  [Object, ["fromEntries", "hasOwn", "groupBy"]],
+  [Promise, ["allSettled", "any", "withResolvers"]],
+  [window, ["ResizeObserver", "IntersectionObserver", "queueMicrotask", "structuredClone", "OffscreenCanvas"]],
+]) for (const name of names) delete where[name];
+"""
+"""As Chrome 68 (2018), by the functions that it lacks; what it cannot parse is not tried here."""
+
+
+def test_every_view_opens_in_an_older_browser(browser: Any, page_of_one: Path) -> None:
+    page = Page(browser, page_of_one, before=OLD)
+    assert page.tab.evaluate("[].at === undefined && document.body.replaceChildren === undefined")
+    for view in ONE:
+        page.open(view)
+        expect(page.tab.locator("body")).to_have_attribute("data-view", view)
+        assert len(page.tab.inner_text("main")) > 80, view
+    page.open("Rollouts")
+    page.tab.fill("input[type=search]", "onerror")
+    expect(page.tab.locator("tr.pick")).to_have_count(1)
+    page.open("Overview")
+    expect(page.tab.locator(".chart canvas").nth(2)).to_be_attached()
+    expect(page.tab.locator("#trouble")).to_be_hidden()
+    assert page.complaints == []
+    page.tab.close()
+
+
+def test_a_browser_that_is_too_old_is_told_so(browser: Any, page_of_one: Path) -> None:
+    page = Page(browser, page_of_one, before="delete Element.prototype.append; delete window.Path2D;")
+    note = page.tab.locator("#trouble")
+    expect(note).to_contain_text("This browser could not draw all of this page")
+    expect(note).to_contain_text("prime-hpc report RUN --json")
     page.tab.close()
 
 
@@ -175,6 +223,33 @@ def test_several_runs_side_by_side(browser: Any, tmp_path: Path) -> None:
     page.open("Config")
     page.tab.select_option("select[aria-label='compare with']", "0")
     expect(page.tab.locator("td.diff")).to_have_count(6)  # name, learning rate and seed, of both
+    assert page.complaints == []
+    page.tab.close()
+
+
+def test_runs_of_one_trainer(browser: Any, tmp_path: Path) -> None:
+    """The parent, which has no reward of its own, and the three runs below it, each with every view."""
+    parent = make_runs_of_one_trainer(tmp_path / "many", {"fast": 1e-2, "middle": 3e-3, "slow": 1e-3}, steps=12)
+    assert main(["report", str(parent)]) == 0
+    page = Page(browser, parent / "report.html")
+    assert page.views() == ["Compare", *ONE]
+    names = ["many", "many/run_fast", "many/run_middle", "many/run_slow"]
+    rows = page.tab.locator("main table").first.locator("tbody tr")
+    expect(rows).to_have_count(4)
+    assert [rows.nth(n).locator("td").first.inner_text() for n in range(4)] == names
+    expect(page.tab.locator("main table thead").first).to_contain_text("trainer.optim.lr")
+    chosen = page.tab.locator("header select")
+    for index in range(4):
+        for view in ONE:
+            page.tab.evaluate("([view, index]) => P.open(view, index)", [view, index])
+            expect(page.tab.locator("body")).to_have_attribute("data-view", view)
+            expect(chosen).to_have_value(str(index))
+            assert len(page.tab.inner_text("main")) > 80, (names[index], view)
+            wide = page.tab.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+            assert wide <= 0, f"{view} of {names[index]} is wider than the window"
+    page.tab.evaluate("P.open('Curves', 1)")
+    expect(page.tab.locator("[data-chart='Reward'] canvas")).to_have_count(1)
+    expect(page.tab.locator("#trouble")).to_be_hidden()
     assert page.complaints == []
     page.tab.close()
 

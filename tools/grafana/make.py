@@ -47,6 +47,11 @@ def by_role(how: str, query: str) -> str:
     return f"{how} by (run, role) ({query})"
 
 
+def by_host(how: str, query: str) -> str:
+    """Put the GPUs of a node together."""
+    return f"{how} by (run, host) ({query})"
+
+
 def quantile(q: float, name: str) -> str:
     """Quantile of a histogram of the servers' own."""
     return f"histogram_quantile({q}, sum by (run, le) (rate({vllm(name + '_bucket')}[$__rate_interval])))"
@@ -155,6 +160,18 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str, list[Query]], ...]], ...] = (
                 [(by_role("sum", of("process_resident_memory_bytes")), "{{run}} {{role}}")],
             ),
             ("CPU cores used", "none", [(by_role("sum", rate("process_cpu_seconds_total")), "{{run}} {{role}}")]),
+            ("GPUs busy", "percentunit", [(by_host("avg", of("gpu_utilization_ratio")), "{{run}} {{host}}")]),
+            (
+                "GPU memory in use",
+                "percentunit",
+                [
+                    (
+                        f"max by (run, host) ({of('gpu_memory_used_bytes')} / {of('gpu_memory_size_bytes')})",
+                        "{{run}} {{host}}",
+                    )
+                ],
+            ),
+            ("GPU power", "watt", [(by_host("sum", of("gpu_power_watts")), "{{run}} {{host}}")]),
             ("Device memory of rank 0", "bytes", [(of("trainer_memory_bytes"), "{{run}} {{kind}}")]),
             ("File system: free", "bytes", [(of("filesystem_free_bytes"), "{{run}}")]),
             ("Attempts that ended", "none", [(of("run_attempts_ended_total"), "{{run}} {{outcome}}")]),

@@ -98,6 +98,9 @@ class VllmBackend:
         if start.sock is None:
             from vllm.entrypoints.cli.serve import run_headless
 
+            from prime_hpc.inference.vllm import engine_words
+
+            engine_words.install()
             options.api_server_count = 0
             run_headless(options)
             return

@@ -31,7 +31,7 @@ from prime_hpc.inference import routes
 from prime_hpc.inference.check_version import base_weights
 from prime_hpc.inference.ending import DRAIN_S, End
 from prime_hpc.inference.guard import KeyGuard, PendingConnections
-from prime_hpc.inference.vllm import routing, tokens
+from prime_hpc.inference.vllm import engine_words, routing, tokens
 from prime_hpc.inference.vllm.args import Device
 from prime_hpc.inference.vllm.gathering import Gathering
 from prime_hpc.inference.vllm.weight_updates import PolicyService
@@ -124,6 +124,7 @@ def start_engines(args: argparse.Namespace, device: Device) -> AsyncLLM:
     context = UsageContext.OPENAI_API_SERVER
     engine_args = AsyncEngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config(usage_context=context)
+    engine_words.install()
     # On CPU vLLM asks for spawn, which imports everything again in every engine (8 s of a core each). Forking is
     # safe here: this process has started no threads of torch's, and has no device context. vLLM's CUDA command line
     # spawns, and so do we.

@@ -110,6 +110,9 @@ class RunStatus:
     servers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By role label, how busy each server is: `running` and `waiting` requests, `kv_use` (0 to 1), `sampled_per_s`; or
     `error`."""
+    gpus: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By node, its GPUs together: `num_gpus`, `utilization` (0 to 1), `memory_used` and `memory_total` (bytes),
+    `power_w`; or `error`."""
     doing: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """By role, what its processes do and for whom they wait: rows of `phase`, `awaits`, `since`, `count`."""
     slurm: str | None = None

@@ -97,7 +97,8 @@ def judge(one: Evidence, queue: Queue, now: float) -> RunStatus:
         _judge_ended(status, one, queue)
     status.no_successor = record.get("no_successor")
     if status.is_final:
-        status.time_left_s, status.servers, status.doing, status.no_successor = None, {}, {}, None
+        status.time_left_s, status.no_successor = None, None
+        status.servers, status.gpus, status.doing = {}, {}, {}
     elif isinstance(stall := word.get("stall"), dict):
         step, seconds = integer(stall.get("step")) or 0, number(stall.get("seconds")) or 0.0
         status.stall = f"step {step + 1} for {span(seconds)}: {stall.get('headline')}"
@@ -111,6 +112,8 @@ def _take_word(status: RunStatus, own: dict[str, Any]) -> None:
     status.alarms = [str(text) for text in alarms] if isinstance(alarms, list) else []
     if isinstance(servers, dict):
         status.servers = {str(k): load for k, load in servers.items() if isinstance(load, dict)}
+    if isinstance(gpus := own.get("gpus"), dict):
+        status.gpus = {str(host): use for host, use in gpus.items() if isinstance(use, dict)}
     for role, rows in doing.items() if isinstance(doing, dict) else ():
         status.doing[str(role)] = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 

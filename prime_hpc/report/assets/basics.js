@@ -19,6 +19,12 @@ P.put = function (parent, child) {
   else if (child !== null && child !== undefined && child !== false) parent.append(child instanceof Node ? child : String(child));
 };
 
+/* Replace all that is in `parent`; replaceChildren is younger than browsers that clusters still have. */
+P.fill = function (parent) {
+  while (parent.firstChild) parent.removeChild(parent.firstChild);
+  for (let i = 1; i < arguments.length; i += 1) P.put(parent, arguments[i]);
+};
+
 P.number = function (value) {
   if (value === null || value === undefined || !isFinite(value)) return "–";
   const size = Math.abs(value);
@@ -89,7 +95,7 @@ P.table = function (columns, rows, options) {
       if (y === null || y === undefined) return -1;
       return sign * (x < y ? -1 : x > y ? 1 : 0);
     });
-    body.replaceChildren();
+    P.fill(body);
     order.forEach(function (row) {
       const attributes = wanted.pick ? { class: "pick", click: function () { wanted.pick(row); } } : {};
       P.put(body, P.el("tr", attributes, columns.map(function (column) {
@@ -111,7 +117,7 @@ P.onResize = function (node, act) {
   let width = 0;
   const look = function () { const now = node.clientWidth; if (now && now !== width) { width = now; act(now); } };
   if (window.ResizeObserver) { const watch = new ResizeObserver(look); watch.observe(node); P.live.push(function () { watch.disconnect(); }); }
-  else { window.addEventListener("resize", look); P.live.push(function () { window.removeEventListener("resize", look); }); }
+  else { requestAnimationFrame(look); window.addEventListener("resize", look); P.live.push(function () { window.removeEventListener("resize", look); }); }
 };
 P.tip = null;
 P.showTip = function (text, x, y) {

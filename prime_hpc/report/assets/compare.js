@@ -104,7 +104,7 @@ P.views.Compare = function (_, open) {
       if (one) { if (runs.length > 4 || color.indexOf("rgb") === 0) { delete one.low; delete one.high; } list.push(one); }
     });
     list.forEach(function (one) { if (one.color.indexOf("rgb") === 0) { delete one.low; delete one.high; } });
-    place.replaceChildren(list.length ? P.chart(metric, list, { height: 340 }) : P.el("p", { class: "soft" }, "no values"));
+    P.fill(place, list.length ? P.chart(metric, list, { height: 340 }) : P.el("p", { class: "soft" }, "no values"));
   };
   const select = P.el("select", { "aria-label": "metric", change: function (event) { metric = event.target.value; draw(); } }, names.map(function (n) { return P.el("option", { value: n, selected: n === metric }, n); }));
   const axes = P.axes();

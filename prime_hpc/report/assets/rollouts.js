@@ -77,9 +77,9 @@ P.views.Rollouts = function (run) {
         P.el("td", { class: "num" }, row.step), P.el("td", {}, row.kind), P.el("td", { class: "num" }, P.number(row.reward)), P.el("td", { class: "mono" }, P.firstLine(row)));
     }));
     const turn = function (by) { return function () { wanted.page = Math.max(0, Math.min(pages - 1, wanted.page + by)); wanted.at = wanted.page * P.PAGE; fill(); }; };
-    list.replaceChildren(P.el("div", { class: "bar" }, P.el("button", { click: turn(-1), disabled: wanted.page === 0 }, "‹"), P.el("span", { class: "soft" }, shown.length + " rollouts, page " + (wanted.page + 1) + " of " + pages), P.el("button", { click: turn(1), disabled: wanted.page >= pages - 1, "data-next": true }, "›")),
+    P.fill(list, P.el("div", { class: "bar" }, P.el("button", { click: turn(-1), disabled: wanted.page === 0 }, "‹"), P.el("span", { class: "soft" }, shown.length + " rollouts, page " + (wanted.page + 1) + " of " + pages), P.el("button", { click: turn(1), disabled: wanted.page >= pages - 1, "data-next": true }, "›")),
       P.el("div", { class: "scroll" }, P.el("table", {}, P.el("thead", {}, P.el("tr", {}, P.el("th", { class: "num" }, "step"), P.el("th", {}, "kind"), P.el("th", { class: "num" }, "reward"), P.el("th", {}, "completion"))), body)));
-    text.replaceChildren();
+    P.fill(text);
     P.put(text, shown[wanted.at] ? P.rolloutText(shown[wanted.at], wanted.mode, function (mode) { wanted.mode = mode; fill(); }) : P.el("p", { class: "soft" }, "No rollout."));
   };
   const options = function (key, values, all) { return P.el("select", { "aria-label": key, change: function (event) { wanted[key] = event.target.value; filter(); } }, P.el("option", { value: "" }, all), values.map(function (v) { return P.el("option", { value: v }, v); })); };

@@ -46,7 +46,7 @@ P.views.Curves = function (run, open, redraw) {
   const more = P.el("button", { click: function () { add(12); } }, "show more");
   const match = function () { return others.filter(function (o) { return !word || (o[0] + " " + o[1]).indexOf(word) >= 0; }); };
   const add = function (count) { match().slice(shown, shown + count).forEach(function (o) { const c = P.curve(run, o[0], o[1], o[1]); if (c) place.append(P.chart(o[0] + ": " + o[1], [c], { height: 150 })); }); shown += count; more.hidden = shown >= match().length; };
-  const search = P.el("input", { type: "search", placeholder: "find a metric", "aria-label": "find a metric", input: function (event) { word = event.target.value; shown = 0; place.replaceChildren(); add(12); } });
+  const search = P.el("input", { type: "search", placeholder: "find a metric", "aria-label": "find a metric", input: function (event) { word = event.target.value; shown = 0; P.fill(place); add(12); } });
   add(6);
   return [P.curveControls(redraw), P.el("p", { class: "soft small" }, P.widthHint(run)), P.el("div", { class: "charts" }, P.rewardChart(run), P.groups.map(function (g) { return P.groupChart(run, g); })),
     others.length ? [P.el("h2", {}, "Other metrics (" + others.length + ")"), P.el("div", { class: "bar" }, search), place, P.el("div", { class: "bar" }, more)] : null];
@@ -117,7 +117,7 @@ P.views.Config = function (run) {
     const rows = keys.filter(function (key) { return (!only || differs(key)) && (!word || key.indexOf(word) >= 0 || P.valueText(mine[key]).indexOf(word) >= 0); });
     const columns = [{ name: "key", of: function (k) { return k; }, mono: true }, { name: run.name, of: function (k) { return P.valueText(mine[k]); }, mono: true, mark: differs }];
     if (other) columns.push({ name: other.name, of: function (k) { return P.valueText(theirs[k]); }, mono: true, mark: differs });
-    place.replaceChildren(P.el("div", { class: "soft small" }, rows.length + " keys"), P.table(columns, rows));
+    P.fill(place, P.el("div", { class: "soft small" }, rows.length + " keys"), P.table(columns, rows));
   };
   const pick = runs.length > 1 ? P.el("select", { "aria-label": "compare with", change: function (event) { other = runs[Number(event.target.value)] || null; only = other !== null; box.checked = only; draw(); } }, P.el("option", { value: "-1" }, "alone"), runs.map(function (r, i) { return r === run ? null : P.el("option", { value: i }, "beside " + r.name); })) : null;
   const box = P.el("input", { type: "checkbox", change: function (event) { only = event.target.checked; draw(); } });
@@ -135,8 +135,8 @@ P.frame = function () {
   const show = function () {
     P.live.splice(0).forEach(function (end) { end(); });
     const run = runs[at];
-    main.replaceChildren();
-    head.replaceChildren();
+    P.fill(main);
+    P.fill(head);
     const choose = runs.length > 1 ? P.el("select", { "aria-label": "run", change: function (event) { at = Number(event.target.value); if (tab === "Compare") tab = "Overview"; show(); } }, runs.map(function (r, i) { return P.el("option", { value: i, selected: i === at }, r.name); })) : null;
     const theme = P.el("button", { title: "light or dark", "aria-label": "light or dark", click: function () { document.documentElement.dataset.theme = P.isDark() ? "light" : "dark"; show(); } }, P.isDark() ? "☀" : "☾");
     P.put(head, [P.el("div", { class: "headline" }, P.el("h1", {}, runs.length > 1 ? P.data.title : run.name), choose, tab !== "Compare" ? [P.badge(run.status), P.el("span", { class: "soft" }, run.kind || "")] : null, P.el("span", { class: "spring" }), theme),

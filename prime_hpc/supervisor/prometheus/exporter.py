@@ -44,6 +44,7 @@ class Exporter:
         statuses: the last word of each role's processes.
         roles: of the attempt; more may come.
         loads: of the servers.
+        gpus: the last samples of each node's GPUs.
         walltime_left: seconds to the job's end, where they are known.
     """
 
@@ -55,13 +56,14 @@ class Exporter:
         statuses: Mapping[tuple[str, int], Mapping[str, Any]],
         roles: Sequence[Role],
         loads: ServerLoads,
+        gpus: Callable[[], Mapping[str, Sequence[Mapping[str, Any]]]],
         walltime_left: Callable[[], float | None],
     ) -> None:
         assert experiment.prometheus is not None
         self._config: PrometheusConfig = experiment.prometheus
         self._kind, self._run_dir, self._environment = experiment.kind, run_dir, environment
         self._statuses, self._roles, self._loads = statuses, roles, loads
-        self._walltime_left = walltime_left
+        self._gpus, self._walltime_left = gpus, walltime_left
         self._folder = folder_of(run_dir, self._config.folder)
         self._run = label_of(run_dir)
         self._figures = Figures(self._run)
@@ -128,6 +130,7 @@ class Exporter:
     def _collect(self) -> None:
         figures = self._figures
         figures.take_processes(dict(self._statuses))
+        figures.take_gpus(self._gpus())
         roles = list(self._roles)
         figures.replace("role_restarts_total", {(role.spec.label,): float(role.restarts) for role in roles})
         figures.put("run_walltime_left_seconds", self._walltime_left())

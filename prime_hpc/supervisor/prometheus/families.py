@@ -32,6 +32,10 @@ RUN = {
     "process_last_word_timestamp_seconds": gauge("When a role's process spoke last.", "role", "index"),
     "process_resident_memory_bytes": gauge("Memory that a role's process holds.", "role", "index"),
     "process_cpu_seconds_total": counter("CPU time that a role's process has used.", "role", "index"),
+    "gpu_utilization_ratio": gauge("Share of the last moment in which a GPU computed.", "host", "gpu"),
+    "gpu_memory_used_bytes": gauge("Memory of a GPU that is in use.", "host", "gpu"),
+    "gpu_memory_size_bytes": gauge("Memory that a GPU has.", "host", "gpu"),
+    "gpu_power_watts": gauge("Power that a GPU draws.", "host", "gpu"),
     "server_up": gauge("1: a server has answered with its own figures, which are handed on.", "server"),
 }
 FAMILIES: dict[str, Family] = {PREFIX + name: family for name, family in (RUN | TRAINER | ORCHESTRATOR).items()}

@@ -114,6 +114,15 @@ class Figures:
         for name, values in found.items():
             self.replace(name, values)
 
+    def take_gpus(self, nodes: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
+        """Take the last samples of the nodes' GPUs, each a `runtime.gpu_use.GpuUse` as JSON."""
+        names = {"gpu_utilization_ratio": "utilization", "gpu_memory_used_bytes": "memory_used"}
+        names |= {"gpu_memory_size_bytes": "memory_total", "gpu_power_watts": "power_w"}
+        for name, key in names.items():
+            rows = [(host, gpu) for host, sample in nodes.items() for gpu in sample]
+            numbers = {(host, str(gpu.get("index"))): number_of(gpu.get(key)) for host, gpu in rows}
+            self.replace(name, {labels: number for labels, number in numbers.items() if number is not None})
+
     def text(self, now: float | None = None) -> str:
         """Return all of it in Prometheus' text form."""
         from prometheus_client.exposition import generate_latest  # of whoever asks for it alone

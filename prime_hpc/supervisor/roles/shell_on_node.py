@@ -43,7 +43,7 @@ def main() -> int:
     words = sys.argv[1:]
     command = words[words.index("--") + 1 :] if "--" in words else []
     run_dir, role, rank = words[:3]
-    here = words_here(run_dir)
+    here = [word for word in words_here(run_dir) if not word.get("part")]  # a server's engines are no role's process
     found = [word for word in here if (word.get("role"), word.get("index")) == (role, int(rank))]
     if not found:
         return _say_nothing_here(run_dir, role, rank, here)

@@ -8,26 +8,26 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import socket
-import subprocess
 import threading
 import time
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prime_hpc.runtime.gpu_use import WITHIN_S as GPUS_WITHIN_S
+from prime_hpc.runtime.gpu_use import GpuUse, gpu_use
 from prime_hpc.runtime.look import look, probe
 from prime_hpc.runtime.role_context import NODE
-from prime_hpc.supervisor.stalls.diagnose import Diagnosis, diagnose, label, phase
+from prime_hpc.supervisor.stalls.diagnose import Diagnosis, diagnose
+from prime_hpc.supervisor.stalls.engines import call_text
+from prime_hpc.supervisor.stalls.labels import label, phase
 from prime_hpc.supervisor.stalls.stacks import show, stacks_of
 
-GPUS_WITHIN_S = 5.0
 MOST_BYTES = 900_000
 """Of one node's answer: a message of the bus may not be longer than 1 MiB."""
 LINE_BYTES = 1000
-_GPU_FIELDS = ("index", "utilization.gpu", "memory.used", "memory.total", "pstate")
 WHY = "WHY"
 """File in the run directory by which the supervisor is asked."""
 LOOK_TOPIC = "look"
@@ -65,17 +65,12 @@ def look_here(run_dir: Path, *, pids: Collection[int] = (), by_name: bool = Fals
     return {"rows": [], "probe": {}, "gpus": [], **found}
 
 
-def _gpus() -> list[dict[str, str]]:
-    """Use of this node's GPUs, by nvidia-smi; [] without one, or where it hangs (which it does with its driver)."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+def _gpus() -> list[dict[str, Any]]:
+    """Use of this node's GPUs; [] without any, one `error` where the makers' programs hang, as with their driver."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GPUS_WITHIN_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        return [gpu.as_dict() for gpu in gpu_use()]
+    except OSError as error:
         return [{"error": str(error)}]
-    return [dict(zip(_GPU_FIELDS, line.split(", "), strict=False)) for line in done.stdout.splitlines()]
 
 
 def shortened(seen: Seen, most: int = MOST_BYTES) -> Seen:
@@ -158,14 +153,12 @@ def text_of(document: Mapping[str, Any], *, with_stacks: bool = False) -> str:
     if slurm := document.get("slurm"):
         lines.append(f"  {'slurm':<9}{slurm}")
     for host, gpus in document["gpus"].items():
-        shown = [
-            g.get("error") or f"{g['index']}: {g['utilization.gpu']} %, {g['memory.used']}/{g['memory.total']} MiB"
-            for g in gpus
-        ]
+        shown = [str(gpu["error"]) if "error" in gpu else GpuUse(**gpu).text() for gpu in gpus]
         lines.append(f"  {'gpus':<9}{host}: {'; '.join(shown)}")
     rows = sorted(document["processes"], key=lambda r: (not r["word"], r["host"], r["pid"]))
     for n, row in enumerate(r for r in rows if r["word"] or r["state"] not in ("S", "R")):
         doing = phase(row["word"]) if row["word"] else row["comm"]
+        doing = ", ".join(filter(None, (doing, call_text(row, document["time"]))))
         who = f"{label(row, rows)}, {row['host']}, process {row['pid']}"
         lines.append(f"  {'processes' if n == 0 else '':<9} {who}: {row['state']}, {row['cpu']:.0%} CPU, {doing}")
     if with_stacks:
@@ -173,10 +166,10 @@ def text_of(document: Mapping[str, Any], *, with_stacks: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _stacks(rows: Iterable[dict[str, Any]]) -> list[str]:
+def _stacks(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for row in rows:
         for name, stack in stacks_of(row):
-            lines.append(f"\n{row['word'].get('role', row['comm'])} process {row['pid']}, {name}, innermost first")
+            lines.append(f"\n{label(row, rows)}, process {row['pid']}, {name}, innermost first")
             lines += [f"    {show(frame)}" for frame in stack]
     return lines

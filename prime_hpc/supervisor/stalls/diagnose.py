@@ -9,13 +9,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from prime_hpc.supervisor.stalls import engines
+from prime_hpc.supervisor.stalls.labels import ENGINES, label, owner, phase
 from prime_hpc.supervisor.stalls.stacks import busy_episode, innermost, main_stack, stacks_of
 
 Row = dict[str, Any]
 PATIENCE_S = 60.0
 """A wait that has lasted longer counts as a hang, unless told otherwise."""
-ENGINES = ("inference", "teacher")
 _BUSY_CPU = 0.2
+_ENGINES_ADVICE = "the supervisor starts the server again when its health route has failed for long enough; see its log"
 _FILE_CODE = (
     "(io/",
     "store/artifact",
@@ -100,8 +102,8 @@ class _Scene:
         ]
 
     def of(self, *roles: str) -> list[Row]:
-        """Those of some roles, by rank."""
-        found = [row for row in self.speaking if row["word"]["role"] in roles]
+        """Those of some roles, by rank; a server's own engines are parts of it."""
+        found = [row for row in self.speaking if row["word"]["role"] in roles and not row["word"].get("part")]
         return sorted(found, key=lambda row: (row["word"]["role"], row["word"]["index"]))
 
     def since(self, row: Row) -> float:
@@ -125,31 +127,6 @@ class _Scene:
         )
 
 
-def owner(row: Row, rows: Sequence[Row]) -> Row:
-    """Return the word of a process, or of the nearest one above it that has one."""
-    by_pid = {one["pid"]: one for one in rows if one["host"] == row["host"]}
-    seen: set[int] = set()
-    while not row["word"] and row["parent"] in by_pid and row["pid"] not in seen:
-        seen.add(row["pid"])
-        row = by_pid[row["parent"]]
-    return dict(row["word"])
-
-
-def label(row: Row, rows: Sequence[Row]) -> str:
-    """Name a process as people do: trainer rank 3, inference server 0, orchestrator."""
-    word = owner(row, rows)
-    role = str(word.get("role") or row["comm"])
-    if role == "trainer":
-        text = f"trainer rank {word['index']}"
-    elif role in ENGINES:
-        text = f"{role} server {word['index']}"
-    elif role in ("environment", "agent"):
-        text = f"{role} {'process of ' if role == 'environment' else 'of '}{word.get('label', '')}"
-    else:
-        text = role
-    return text if row["word"] or not word else f"{row['comm']} (process {row['pid']}) of {text}"
-
-
 # ------------------------------------------------------------------------------------------------ stopped, files
 
 
@@ -159,7 +136,10 @@ def _stopped(scene: _Scene) -> Diagnosis | None:
     if not stopped:
         return None
     order = {name: n for n, name in enumerate(("supervisor", "agent", "environment", *ENGINES, "orchestrator"))}
-    first = min(stopped, key=lambda row: (not row["word"], -order.get(owner(row, scene.rows)["role"], 9)))
+    first = min(
+        stopped,
+        key=lambda row: (not row["word"], -order.get(owner(row, scene.rows)["role"], 9), bool(row["word"].get("part"))),
+    )
     everybody = len(stopped) == len([row for row in scene.rows if row["state"] not in ("Z", "gone")])
     who = "every process of the run" if everybody else label(first, scene.rows)
     evidence = [
@@ -168,7 +148,8 @@ def _stopped(scene: _Scene) -> Diagnosis | None:
     ]
     word = first["word"]
     if word:
-        evidence.append(f"before it was stopped it was at {phase(word)}")
+        called = engines.call_text(first, scene.now)
+        evidence.append(f"before it was stopped it was at {phase(word)}{called and ', '}{called}")
     return scene.made(
         first,
         "stopped",
@@ -244,12 +225,6 @@ def _in_files(row: Row, scene: _Scene) -> str:
 # ------------------------------------------------------------------------------------------------ who waits for whom
 
 
-def phase(word: Mapping[str, Any]) -> str:
-    """Write what a process does, and what it waits for."""
-    awaits = f", waiting for {word['awaits']}" if word.get("awaits") else ""
-    return f"`{word.get('phase', '?')}`{awaits}"
-
-
 def _line(scene: _Scene, row: Row) -> str:
     return f"{label(row, scene.rows)}: {phase(row['word'])} for {scene.since(row):.0f} s"
 
@@ -289,6 +264,9 @@ def _of_roles(scene: _Scene) -> Diagnosis:
 
 def _starting(scene: _Scene) -> Diagnosis:
     """Only servers, agents or the supervisor are there yet."""
+    sick = _sick_engine(scene, {})
+    if sick is not None and sick.is_hang:
+        return sick
     youngest = max(scene.speaking, key=lambda row: row["word"].get("since", 0.0))
     waited = scene.since(youngest)
     found = scene.made(youngest, "works", "", is_hang=False, seconds=waited)
@@ -388,10 +366,11 @@ def _in_orchestrator(scene: _Scene, row: Row, chain: list[str]) -> Diagnosis:
 
 
 def _sick_engine(scene: _Scene, facts: Mapping[str, Any]) -> Diagnosis | None:
-    """Find a server that does not answer, or that has requests and samples nothing."""
+    """Find a server that does not answer, that has requests and samples nothing, or whose engines stand in a call."""
     for row in scene.of(*ENGINES):
         figures = scene.details(row, "figures")
         name = f"{label(row, scene.rows)} on {row['host']}"
+        text, evidence = "", list[str]()
         if figures is None and "answer" not in row:
             text, evidence = f"{name} does not answer", ["a call in C holds its interpreter"]
         elif figures and "error" in figures:
@@ -399,15 +378,18 @@ def _sick_engine(scene: _Scene, facts: Mapping[str, Any]) -> Diagnosis | None:
         elif figures and figures.get("running", 0) + figures.get("waiting", 0) > 0 and not figures["sampled_per_s"]:
             text = f"{name} has requests and samples nothing"
             evidence = [f"{figures['running']:.0f} running, {figures.get('waiting', 0):.0f} waiting, 0 tokens/s"]
-        else:
-            continue
         oldest = max((one["seconds"] for one in facts.get("oldest", [])), default=0.0)
+        least_s = 0.0 if text else max(engines.LEAST_S, scene.patience_s)
+        held = engines.find_held(engines.parts_of(row, scene.rows), now=scene.now, least_s=max(least_s, 0.1))
+        if held is not None:
+            return _in_engine(scene, held, text, evidence, oldest)
+        if not text:
+            continue
         where = next(
             (innermost(s) for name_, s in stacks_of(row) if "engine" in name_.lower()), innermost(main_stack(row))
         )
-        advice = "see the server's log; the supervisor starts it again when its health route has failed for long enough"
         return scene.made(
-            row, "engine", text, where=where, seconds=oldest or None, evidence=evidence, advice=advice,
+            row, "engine", text, where=where, seconds=oldest or None, evidence=evidence, advice=_ENGINES_ADVICE,
             is_hang=oldest > scene.patience_s or "error" in (figures or {"error": ""}),
         )  # fmt: skip
     urls = {row["word"].get("url") for row in scene.of(*ENGINES)}
@@ -415,6 +397,24 @@ def _sick_engine(scene: _Scene, facts: Mapping[str, Any]) -> Diagnosis | None:
     if not absent or not urls:  # all are there, or none of them is this run's own
         return None
     return Diagnosis(f"the server {absent[0]} has no process that serves", "gone", advice="see its log", is_hang=True)
+
+
+def _in_engine(scene: _Scene, held: engines.Held, of_server: str, evidence: list[str], oldest: float) -> Diagnosis:
+    """Name the engine core or worker that stands in a call; `of_server` is the complaint about its server, if any."""
+    seconds = held.seconds if held.seconds is not None else oldest or None
+    called = (held.row.get("call") or {}).get("name")
+    text = f"{label(held.row, scene.rows)} on {held.row['host']} "
+    text += f"does not come back from `{called}`" if called else "does not answer"
+    return scene.made(
+        held.row,
+        "engine",
+        text,
+        where=held.where,
+        seconds=seconds,
+        is_hang=max(seconds or 0.0, oldest) > scene.patience_s,
+        evidence=[*([of_server] if of_server else []), *evidence, *held.evidence],
+        advice=_ENGINES_ADVICE,
+    )
 
 
 def _awaiting_weights(scene: _Scene, row: Row, facts: Mapping[str, Any], chain: list[str]) -> Diagnosis:
@@ -438,22 +438,24 @@ def _in_episodes(scene: _Scene, row: Row, facts: Mapping[str, Any], chain: list[
     oldest = facts["oldest"][0]
     env, seconds = str(oldest["env"]), float(oldest["seconds"])
     chain = [*chain, f"{facts['running']} episodes run, the oldest ({env}, task {oldest['task']}) for {seconds:.0f} s"]
-    engines = [scene.details(one, "figures") or {} for one in scene.of("inference")]
-    at_work = sum(float(one.get("sampled_per_s", 0.0)) for one in engines)
+    figures_of = [scene.details(one, "figures") or {} for one in scene.of("inference")]
+    at_work = sum(float(one.get("sampled_per_s", 0.0)) for one in figures_of)
+    steps = sum(engines.works(engines.parts_of(one, scene.rows)) for one in scene.of("inference"))
     figures = [
         f"{label(one, scene.rows)}: {f.get('running', 0):.0f} requests run, {f.get('waiting', 0):.0f} wait, "
         f"{f.get('sampled_per_s', 0):.0f} tokens/s"
-        for one, f in zip(scene.of("inference"), engines, strict=True)
+        for one, f in zip(scene.of("inference"), figures_of, strict=True)
         if f
     ]
-    if at_work > 0:
-        culprit = f"the engines still sample for environment {env!r} ({at_work:.0f} tokens/s)"
+    if at_work > 0 or steps > 0:
+        rate = f"{at_work:.0f} tokens/s" if at_work > 0 else f"{steps} steps while they were looked at"
+        culprit = f"the engines still sample for environment {env!r} ({rate})"
         found = scene.made(row, "works", culprit, seconds=seconds, is_hang=False, chain=chain, evidence=figures)
         found.advice = "nobody hangs: episodes are long, or the engines are too few"
         return found
     players = [one for one in (row, *scene.of("environment")) if one["word"].get("label", "").startswith(("", env))]
     where, task = busy_episode(players, env)
-    idle = ["no engine has a request: the episodes are in their environment"] if engines else []
+    idle = ["no engine has a request: the episodes are in their environment"] if figures_of else []
     within = [f"{task} stands in {where}"] if where else []
     return scene.made(
         row,

@@ -9,11 +9,12 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from prime_hpc.cli.common import parse, print_json
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import TINKER_KEY
-from prime_hpc.launch.monitor.run_facts import RunStatus, span
+from prime_hpc.launch.monitor.run_facts import RunStatus, number, span
 from prime_hpc.launch.monitor.status import Ask, PatientAsk, ask_slurm, collect, status_of
 from prime_hpc.observe.console import duration, sparkline
 from prime_hpc.observe.table import pad
@@ -169,6 +170,7 @@ def render_one(status: RunStatus) -> str:
     rows += [("alarms" if i == 0 else "", text) for i, text in enumerate(status.alarms)]
     rows.append(("purge", status.purge or ""))
     rows.append(("nodes", _nodes(status)))
+    rows += [("gpus" if i == 0 else "", f"{host}: {_gpus(use)}") for i, (host, use) in enumerate(status.gpus.items())]
     rows.append(("roles", ", ".join(f"{label} {state}" for label, state in status.roles.items())))
     rows += [("runs" if i == 0 else "", f"{name} {what}") for i, (name, what) in enumerate(status.runs.items())]
     if status.checkpoint is not None:
@@ -182,6 +184,18 @@ def render_one(status: RunStatus) -> str:
         rows.append(("logs", "none yet"))
     lines = [f"  {label:<11}{text}" for label, text in rows if text]
     return "\n".join(["  ".join(head), f"  {'directory':<11}{status.path}", *lines]) + "\n"
+
+
+def _gpus(use: dict[str, Any]) -> str:
+    """Write the use of a node's GPUs."""
+    parts = [f"{use.get('num_gpus', 0)} GPUs"]
+    known = {name: value for name in use if (value := number(use[name])) is not None}
+    if "utilization" in known:
+        parts.append(f"{100 * known['utilization']:.0f} % busy")
+    if {"memory_used", "memory_total"} <= known.keys():
+        parts.append(f"{known['memory_used'] / 2**30:.0f}/{known['memory_total'] / 2**30:.0f} GiB")
+    parts += [f"{known['power_w']:.0f} W"] if "power_w" in known else []
+    return str(use["error"]) if "error" in use and not use.get("num_gpus") else ", ".join(parts)
 
 
 def _nodes(status: RunStatus) -> str:
@@ -215,10 +229,10 @@ def render_table(runs: list[RunStatus], folder: Path, more: int = 0) -> str:
         )
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     lines = []
-    for number, (*cells, note) in enumerate(pad(table)):
+    for row, (*cells, note) in enumerate(pad(table)):
         note = note[: max(10, room - sum(len(cell) + 2 for cell in cells))]
-        if number:
-            cells[1] = _painted(cells[1], table[number][1])
+        if row:
+            cells[1] = _painted(cells[1], table[row][1])
         lines.append("  ".join([*cells, note]).rstrip())
     if more:
         lines.append(f"and {more} older runs that are over (--all shows them)")
