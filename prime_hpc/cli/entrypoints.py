@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+
 from prime_hpc import __version__
 from prime_hpc.cli.verb_table import VERBS
 

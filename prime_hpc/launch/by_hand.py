@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.launch.checks import check
@@ -70,7 +71,7 @@ def ranks_of_all(flags: Mapping[str, str]) -> int | None:
     return None if per_node is None else per_node * (_whole(flags, "--nnodes", 1) or 1)
 
 
-def run_trainer(loaded: Loaded, nodes: Nodes) -> int:
+def run_trainer(loaded: Loaded, nodes: Nodes) -> NoReturn:
     """Become this machine's torchrun.
 
     Raises:

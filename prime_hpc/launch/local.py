@@ -139,7 +139,7 @@ def run_role(loaded: Loaded, role: str, nodes: Nodes | None = None) -> int:
     share a run directory without overwriting each other's. With `nodes`, a trainer's ranks are on several machines.
     """
     if nodes is not None:
-        return run_trainer(loaded, nodes)
+        run_trainer(loaded, nodes)
     from prime_hpc.launch.checks import check
     from prime_hpc.supervisor.roles import ports
     from prime_hpc.supervisor.roles.caches import node_caches

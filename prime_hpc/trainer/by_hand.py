@@ -1,7 +1,7 @@
-"""A trainer that nobody supervises, on one machine or several: its config comes with its command line.
+r"""A trainer that nobody supervises, on one machine or several: its config comes with its command line.
 
-    torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --rdzv-endpoint 10.15.42.1:1234 \\
-        -m prime_hpc.trainer.main @ train.toml --ckpt.resume-step latest        # `sft @ sft.toml` for SFT
+    torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --rdzv-endpoint 10.15.42.1:1234 -m prime_hpc.trainer.main \
+        @ train.toml --ckpt.resume-step latest        # `sft @ sft.toml` for SFT
 
 Every rank resolves the same words; before anything is trained the ranks compare what they made of them.
 """
@@ -16,7 +16,7 @@ from prime_hpc.config import ConfigError, Experiment, Problem, load_experiment, 
 from prime_hpc.config.run_files import ATTEMPTS_JSONL
 from prime_hpc.store.attempts import is_held, read_attempts, runs_elsewhere
 from prime_hpc.store.checkpoint.checkpoints import newest_first
-from prime_hpc.store.messaging.network import GLOO, route_to
+from prime_hpc.store.messaging.network import GLOO, Place, route_to
 from prime_hpc.store.run_paths import RunPaths
 
 ENTRYPOINTS = ("trainer", "sft")
@@ -75,8 +75,8 @@ def refuse_taken(experiment: Experiment) -> None:
     if (newest := next(newest_first(paths.checkpoints), None)) is not None:
         raise ConfigError(
             Problem(
-                f"{run_dir} holds checkpoints up to step {newest.step}: go on with --ckpt.resume-step latest, or choose "
-                "another --name",
+                f"{run_dir} holds checkpoints up to step {newest.step}: go on with --ckpt.resume-step latest, or "
+                "choose another --name",
                 "name",
             )
         )
@@ -89,7 +89,7 @@ def collectives_interface(environ: Mapping[str, str] = os.environ) -> dict[str, 
     head = environ.get("MASTER_ADDR")
     if GLOO in environ or head is None or environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE"):
         return {}
-    place = route_to(head)
+    place: Place | None = route_to(head)
     return {} if place is None else {GLOO: place.interface}
 
 

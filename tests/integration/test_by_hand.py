@@ -72,7 +72,7 @@ def start(machine: Machine, command: list[str], **extra: str) -> subprocess.Pope
 def ended(*processes: subprocess.Popen[str]) -> list[str]:
     """Wait for all; returns what each said."""
     try:
-        return [process.communicate(timeout=150)[0] for process in processes]
+        return [process.communicate(timeout=280)[0] for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
@@ -87,7 +87,7 @@ def free_port() -> int:
 
 def kill_when(path: Path, process: subprocess.Popen[str]) -> None:
     """SIGKILL a torchrun with its ranks as soon as `path` is there."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not path.exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.01)

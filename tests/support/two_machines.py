@@ -34,7 +34,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
     cards = [f"v{os.getpid()}{side}" for side in "ab"]
     addresses = ["10.77.0.1", "10.77.0.2"]
     try:
-        made = all([_ip("netns", "add", name) for name in names])
+        made = _ip("netns", "add", names[0]) and _ip("netns", "add", names[1])
         made = made and _ip("link", "add", cards[0], "type", "veth", "peer", "name", cards[1])
         for name, card, address in zip(names, cards, addresses, strict=True):
             made = made and _ip("link", "set", card, "netns", name)
