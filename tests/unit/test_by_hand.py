@@ -76,7 +76,7 @@ def test_the_command_becomes_torchrun_with_the_words_of_the_config(
     assert command[11:15] == ["--nproc-per-node", "2", "--max-restarts", "0"]
     assert command[15:] == ["-m", "prime_hpc.trainer.main", program, *words, "--trainer.num-ranks", "4"]
     assert "GLOO_SOCKET_IFNAME" not in os.environ  # only one machine's ranks stay on the loopback interface
-    assert not (tmp_path / "o").exists()  # the ranks write it, once they have met
+    assert not (tmp_path / "o" / "x").exists()  # the ranks write it, once they have met
 
 
 def test_ranks_that_do_not_divide_among_machines_are_refused(
