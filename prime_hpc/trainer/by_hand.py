@@ -1,7 +1,7 @@
 r"""A trainer that nobody supervises, on one machine or several: its config comes with its command line.
 
     torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --rdzv-endpoint 10.15.42.1:1234 -m prime_hpc.trainer.main \
-        @ train.toml --ckpt.resume-step latest        # `sft @ sft.toml` for SFT
+        @ train.toml --ckpt.resume-step latest        # `sft @ train.toml` for SFT
 
 Every rank resolves the same words; before anything is trained the ranks compare what they made of them.
 """

@@ -37,6 +37,7 @@ from prime_hpc.runtime import activity
 from prime_hpc.runtime.device import Device, describe_cpu, describe_gpus, planned_device, require_gpus
 from prime_hpc.runtime.open_files import raise_descriptor_limit
 from prime_hpc.runtime.process_memory import freeze_gc, keep_freed_memory
+from prime_hpc.runtime.process_tree import die_with_parent
 from prime_hpc.runtime.role_context import LED, RoleContext
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.messaging.bus import BusClient
@@ -213,6 +214,8 @@ def _run_dir(arguments: Sequence[str]) -> tuple[Path, Experiment | None]:
         ConfigError: that experiment cannot run.
     """
     if is_by_hand(arguments):
+        if "LOCAL_RANK" in os.environ:
+            die_with_parent()  # a torchrun that is killed would leave its ranks behind, to write beside the next ones
         experiment = resolve(arguments)
         os.environ.update(collectives_interface())
         return experiment.run_dir.resolve(), experiment

@@ -12,17 +12,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from prime_hpc.observe.metrics import read_metrics
+from prime_hpc.store.batches import list_batches
 from prime_hpc.store.run_paths import RunPaths
 from tests.integration.test_trainer import KEEP_ALL, environment, weights, write_batches
+from tests.support.orchestrator_world import varied_reply
+from tests.support.scripted_server import AdminServer
 from tests.support.tiny_model import make_tiny_model
 from tests.support.two_machines import Machine, two_machines
 
 pytestmark = pytest.mark.slow
 STEPS = 24
+THIS = Machine("", "", ())
 OURS = [sys.executable, "-P", "-c", "from prime_hpc.cli.entrypoints import sft; raise SystemExit(sft())"]
 TRAINER = [sys.executable, "-P", "-c", "from prime_hpc.cli.entrypoints import trainer; raise SystemExit(trainer())"]
+ORCHESTRATOR = [
+    *(sys.executable, "-P", "-c"),
+    "from prime_hpc.cli.entrypoints import orchestrator as o; raise SystemExit(o())",
+]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -102,7 +111,7 @@ def losses(paths: RunPaths) -> dict[int, float]:
 def test_supervised_on_two_machines_killed_and_started_again(folder: Path, machines: tuple[Machine, Machine]) -> None:
     """First as `sft` with torchrun's flags, then as torchrun itself: to the last bit one machine's run of two ranks."""
     words = ["@", str(folder / "sft.yaml"), "--name"]
-    alone = start(Machine("", "", ()), [*OURS, "--nproc-per-node", "2", *words, "alone"])
+    alone = start(THIS, [*OURS, "--nproc-per-node", "2", *words, "alone"])
     said = ended(alone)
     assert alone.returncode == 0, said[0][-3000:]
     port, paths = free_port(), RunPaths(folder / "both")
@@ -132,7 +141,7 @@ def test_reinforced_on_two_machines_from_batches_in_files(folder: Path, machines
     alone, both = RunPaths(folder / "rl_alone"), RunPaths(folder / "rl_both")
     for paths in (alone, both):
         write_batches(paths, range(1, 4), 2)
-    one = start(Machine("", "", ()), [*TRAINER, "--nproc-per-node", "2", *words, "rl_alone"])
+    one = start(THIS, [*TRAINER, "--nproc-per-node", "2", *words, "rl_alone"])
     meets = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-endpoint", f"{machines[0].address}:{free_port()}"]
     each = [start(m, [*TRAINER, *meets, f"--node-rank={n}", *words, "rl_both"]) for n, m in enumerate(machines)]
     said = ended(one, *each)
@@ -152,3 +161,24 @@ def test_machines_that_were_told_differently_end_with_the_key(folder: Path, mach
         in said[1] + (RunPaths(folder / "unlike").logs(1, "trainer") / "rank_1.log").read_text()
     )
     assert not (folder / "unlike" / "checkpoints").exists()
+
+
+def test_two_programs_that_share_files_alone_and_are_started_again(folder: Path) -> None:
+    """One makes batches with a server, the other trains on them and leaves versions: configs/OTHER_COMMANDS.md."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    paths = RunPaths(folder / "two")
+    with AdminServer(tokenizer, varied_reply(1)) as server:
+        words = ["@", str(folder / "rl.yaml"), "--name", "two", "--ckpt.interval", "2", "--async-level", "1"]
+        generates = ["--orchestrator.env", "[{'id': 'reverse-text'}]", "--orchestrator.batch-size", "8"]
+        generates += ["--rollouts-per-example", "4", "--client.base-url", server.url]
+        for last, more in ((2, []), (4, ["--ckpt.resume-step", "latest"])):
+            steps = ["--max-steps", str(last), *more]
+            each = [
+                start(THIS, [*ORCHESTRATOR, *words, *generates, *steps]),
+                start(THIS, [*TRAINER, *words, *steps]),
+            ]
+            said = ended(*each)
+            assert [process.returncode for process in each] == [0, 0], "".join(text[-3000:] for text in said)
+            assert server.version == last
+    assert sorted(losses(paths)) == [1, 2, 3, 4] and list_batches(paths) == [1, 2, 3, 4]
+    assert (paths.checkpoints / "step_4" / "orchestrator").is_dir()

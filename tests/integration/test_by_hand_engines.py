@@ -21,7 +21,8 @@ INFERENCE = [sys.executable, "-P", "-c", "from prime_hpc.cli.entrypoints import 
 KEY = "of-both"
 ASK = """
 import concurrent.futures, json, os, re, sys, urllib.request
-url, headers = sys.argv[1], {"Authorization": "Bearer " + os.environ["VLLM_API_KEY"], "Content-Type": "application/json"}
+url, key = sys.argv[1], os.environ["VLLM_API_KEY"]
+headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
 def call(path, body=None):
     data = None if body is None else json.dumps(body).encode()
