@@ -16,13 +16,9 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from prime_hpc import __version__
 from prime_hpc.cli.verb_table import VERBS
-
-if TYPE_CHECKING:
-    from prime_hpc.config import Loaded
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -103,20 +99,35 @@ def run_verb(verb: str, argv: list[str], program: str) -> int:
             from importlib import import_module
 
             return int(import_module(f"prime_hpc.cli.verbs.{module}").run(argv, program))
-        from prime_hpc.cli.common import load
-
-        return _launch(verb, load(argv, verb, program))
+        return _launch(verb, argv, program)
     except ConfigError as error:
         print(f"{program}: {error.render()}", file=sys.stderr)
         return error.exit_code
 
 
-def _launch(verb: str, loaded: "Loaded") -> int:
+def _launch(verb: str, argv: list[str], program: str) -> int:
     from prime_hpc import launch
+    from prime_hpc.cli.common import load, parse
 
-    if verb in ROLES:
-        return launch.run_role(loaded, verb)
+    if not VERBS[verb].flags:
+        loaded = load(argv, verb, program)
+        return launch.run_role(loaded, verb) if verb in ROLES else launch.run(loaded)
+    from prime_hpc.launch.by_hand import Nodes, ranks_of_all
+
+    given = parse(verb, [_as_torchrun_writes(word) for word in argv])
+    nodes, ranks = Nodes.of(given.flags), ranks_of_all(given.flags)
+    stated = [] if ranks is None else ["--trainer.num-ranks", str(ranks)]
+    loaded = load([*given.words, *stated], verb, program)
+    if nodes is not None or verb in ROLES:
+        return launch.run_role(loaded, "trainer", nodes)
     return launch.run(loaded)
+
+
+def _as_torchrun_writes(word: str) -> str:
+    """Return one of torchrun's flags in the spelling of `VERBS`: it takes `--rdzv_endpoint` too."""
+    name, equals, value = word.partition("=")
+    dashed = name.replace("_", "-")
+    return f"{dashed}{equals}{value}" if any(dashed in flag.names for flag in VERBS["trainer"].flags) else word
 
 
 def _help(verb: str, program: str) -> str:

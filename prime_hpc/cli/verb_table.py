@@ -60,6 +60,16 @@ class Verb:
         return tuple(found)
 
 
+_TORCHRUN = (
+    ("--nnodes N", "by hand, over N machines: the same command on each of them"),
+    ("--node-rank R", "number of this machine, 0 for the head"),
+    ("--nproc-per-node N", "ranks of each machine (default: trainer.num_ranks over --nnodes)"),
+    ("--rdzv-endpoint HOST:PORT", "an address and a free port of machine 0, where all ranks meet"),
+    ("--master-addr HOST", "the same in two flags; default: $MASTER_ADDR"),
+    ("--master-port PORT", "default: $MASTER_PORT"),
+)
+"""torchrun's own flags."""
+
 VERBS: dict[str, Verb] = {
     "submit": Verb(
         "Start an experiment as one job: through Slurm where there is one, else on this machine.",
@@ -371,8 +381,8 @@ VERBS: dict[str, Verb] = {
         "Train by reinforcement, in the foreground: orchestrator, trainer and, if named, inference servers.",
         "[@ FILE] [--trainer @ FILE] [--orchestrator @ FILE] [--inference @ FILE] [--KEY VALUE ...]",
     ),
-    "sft": Verb("Supervised fine-tuning, in the foreground.", "[@ FILE ...] [--KEY VALUE ...]"),
-    "trainer": Verb("The trainer alone.", "[@ FILE ...] [--KEY VALUE ...]"),
+    "sft": Verb("Supervised fine-tuning, in the foreground.", "[@ FILE ...] [--KEY VALUE ...]", _TORCHRUN),
+    "trainer": Verb("The trainer alone.", "[@ FILE ...] [--KEY VALUE ...]", _TORCHRUN),
     "orchestrator": Verb("The orchestrator alone.", "[@ FILE ...] [--KEY VALUE ...]"),
     "eval": Verb(
         "Evaluate a model, a run's versions or an API on environments, in the foreground; or compare two evaluations.",

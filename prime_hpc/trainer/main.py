@@ -1,10 +1,12 @@
 """Entry point of a trainer rank, for RL and SFT.
 
     torchrun --nproc-per-node 2 -m prime_hpc.trainer.main RUN_DIR
+    torchrun --nproc-per-node 2 -m prime_hpc.trainer.main [sft] @ FILE --KEY VALUE ...      # by hand: see `by_hand`
 
 Started by the supervisor (or by hand) after the run directory's `run.yaml` was written. Exit code 0 after the last
-step or an orderly stop, 1 on any failure, with the reason in `logs/attempt_k/trainer/status[_<rank>].json`. A rank to
-which GPUs were given, and which does not see exactly those, fails before it does anything.
+step or an orderly stop, 1 on any failure, with the reason in `logs/attempt_k/trainer/status[_<rank>].json`, 2 where
+the config of its command line cannot run. A rank to which GPUs were given, and which does not see exactly those, fails
+before it does anything.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -26,7 +29,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from prime_hpc.config import Experiment, load_run
+from prime_hpc.config import ConfigError, Experiment, load_run
 from prime_hpc.config.child_config import is_parent
 from prime_hpc.observe.logs import separate_native_stderr, setup_logger
 from prime_hpc.observe.role_status import RoleStatus
@@ -34,11 +37,13 @@ from prime_hpc.runtime import activity
 from prime_hpc.runtime.device import Device, describe_cpu, describe_gpus, planned_device, require_gpus
 from prime_hpc.runtime.open_files import raise_descriptor_limit
 from prime_hpc.runtime.process_memory import freeze_gc, keep_freed_memory
+from prime_hpc.runtime.process_tree import die_with_parent
 from prime_hpc.runtime.role_context import LED, RoleContext
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.listeners import shut_listeners
 from prime_hpc.trainer.affinity import bind_to_gpu
+from prime_hpc.trainer.by_hand import agree_on_config, collectives_interface, is_by_hand, resolve
 from prime_hpc.trainer.determinism import make_deterministic
 from prime_hpc.trainer.profiling import last_collectives, record_collectives, snapshot_when_out_of_memory
 from prime_hpc.trainer.ranks import file_store
@@ -148,8 +153,14 @@ def seed_everything(seed: int, rank: int) -> None:
     torch.manual_seed(seed + rank)
 
 
-def train(experiment: Experiment, context: RoleContext, bus: BusClient, status: RoleStatus) -> None:
-    """One rank's whole life between start-up and status `done`."""
+def train(
+    experiment: Experiment,
+    context: RoleContext,
+    bus: BusClient,
+    status: RoleStatus,
+    by_hand: Sequence[str] | None = None,
+) -> None:
+    """One rank's whole life between start-up and status `done`; `by_hand`: the words that hold its config."""
     from prime_hpc.trainer.replay.dump_failed_step import dump_for_replay
     from prime_hpc.trainer.rl import run_rl
     from prime_hpc.trainer.sft import run_sft
@@ -162,6 +173,8 @@ def train(experiment: Experiment, context: RoleContext, bus: BusClient, status: 
         profile = experiment.trainer.profile
         snapshot_when_out_of_memory(context.log_dir, dist.get_rank(), with_stacks=bool(profile and profile.stacks))
     activity.explain("collectives", last_collectives)
+    if by_hand is not None:
+        agree_on_config(experiment, by_hand, device)
     seed_everything(experiment.seed, dist.get_rank())
     if is_parent(experiment):
         from prime_hpc.trainer.multi.loop import run_multi
@@ -194,11 +207,32 @@ def train(experiment: Experiment, context: RoleContext, bus: BusClient, status: 
     dist.destroy_process_group()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, train, report; returns the exit code."""
+def _run_dir(arguments: Sequence[str]) -> tuple[Path, Experiment | None]:
+    """Return the run directory, and the experiment where the command line states it.
+
+    Raises:
+        ConfigError: that experiment cannot run.
+    """
+    if is_by_hand(arguments):
+        if "LOCAL_RANK" in os.environ:
+            die_with_parent()  # a torchrun that is killed would leave its ranks behind, to write beside the next ones
+        experiment = resolve(arguments)
+        os.environ.update(collectives_interface())
+        return experiment.run_dir.resolve(), experiment
     parser = argparse.ArgumentParser(prog="python -m prime_hpc.trainer.main", description=__doc__.split("\n")[0])
     parser.add_argument("run_dir", type=Path, help="run directory that holds run.yaml")
-    run_dir = parser.parse_args(arguments).run_dir
+    return parser.parse_args(arguments).run_dir, None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, train, report; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        run_dir, stated = _run_dir(arguments)
+    except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this node would say the same
+            print(f"trainer: {error.render()}", file=sys.stderr)
+        return 2
     raise_descriptor_limit()  # also where no supervisor did: a trainer that was started by hand
     rank = int(os.environ.get("RANK", "0"))
     context = RoleContext.from_env("trainer", run_dir, index=rank)
@@ -209,7 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status.starting()
         separate_native_stderr(context.log_dir / f"rank_{rank}.stderr.log")
-        experiment = load_run(run_dir)
+        experiment = load_run(run_dir) if stated is None else stated
         level = experiment.log.level if rank == 0 else "WARNING"
         setup_logger(
             f"trainer[{rank}]",
@@ -220,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         warnings.filterwarnings("ignore", category=FutureWarning)
         status.start_heartbeat()  # every rank: the supervisor goes by the one that is silent longest
-        train(experiment, context, bus, status)
+        train(experiment, context, bus, status, by_hand=arguments if stated is not None else None)
         status.done()
         return 0
     except Terminated:

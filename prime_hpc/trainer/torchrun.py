@@ -1,6 +1,7 @@
-"""torchrun for the ranks of one node: `python -m prime_hpc.trainer.torchrun --nproc-per-node N ... -m MODULE ...`.
+"""torchrun for the ranks of a node: `python -m prime_hpc.trainer.torchrun --nproc-per-node N ... -m MODULE ...`.
 
-Takes torchrun's own options. The agent and the ranks meet over a file (`ranks`), so that nothing listens.
+Takes torchrun's own options. On one node the agent and the ranks meet over a file (`ranks`), so that nothing listens;
+with `--nnodes` of more than one they meet as torchrun's options say.
 """
 
 import os
@@ -57,13 +58,17 @@ class _FileRendezvous(RendezvousHandler):
 def main(arguments: list[str] | None = None) -> None:
     """Run torchrun; its exit codes."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    rendezvous_handler_registry.register(_BACKEND, _FileRendezvous)
-    stay_on_loopback()
+    several = torchrun.get_args_parser().parse_args(arguments).nnodes.split(":")[-1] != "1"
     os.environ["PYTHONSAFEPATH"] = "1"  # torchrun starts the ranks without -P
     with meeting_file() as path:
+        logs = ["--log-dir", str(path.parent / "logs")]  # else torchrun leaves a folder in /tmp
+        if several:
+            torchrun.main([*logs, *arguments])
+            return
+        rendezvous_handler_registry.register(_BACKEND, _FileRendezvous)
+        stay_on_loopback()
         os.environ[RANKS_FILE] = str(path)
         meets = ["--rdzv-backend", _BACKEND, "--rdzv-endpoint", f"{path}.agent"]
-        logs = ["--log-dir", str(path.parent / "logs")]  # else torchrun leaves a folder in /tmp
         torchrun.main(["--nnodes", "1", *meets, *logs, *arguments])
 
 

@@ -1,12 +1,17 @@
 """The bundled games through real verifiers, against a scripted server that plays them well and badly."""
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from prime_hpc.config.sections.orchestrator import EnvConfig
+from prime_hpc.envs.errors import EnvError
+from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.envs.tasksets import tic_tac_toe, wordle
 from tests.support.env_world import World
+from tests.support.scripted_api import ScriptedApi
 
 pytestmark = pytest.mark.slow
 
@@ -71,3 +76,34 @@ def test_against_one_that_moves_anywhere_perfect_play_does_not_lose(world: World
     results = world.play(env, 12)
     assert all(result.usable and result.reward >= 0.5 and len(result.samples) == 1 for result in results)
     assert sum(result.reward == 1.0 for result in results) > 6
+
+
+def test_a_served_opponent_plays_every_opening_on_both_sides(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Perfect play against one that knows no moves wins all; against perfect play both sides draw."""
+    world.script = perfect_player
+    monkeypatch.setenv("VLLM_API_KEY", "of-the-other")
+
+    def play(reply: Callable[[str], str]) -> list[EpisodeResult]:
+        def answer(messages: list[dict[str, Any]]) -> str:
+            return reply(f"user\n{messages[-1]['content']}<|im_end|>")
+
+        with ScriptedApi(answer, key="of-the-other") as api:
+            env = EnvConfig(id="tic-tac-toe", args={"opponent": api.url, "max_opening": 1})
+            results = world.play(env, 6)
+            assert api.num_requests > 0
+        assert all(result.usable and len(result.samples) == 1 for result in results), results
+        assert [sample.agent for result in results for sample in result.samples] == ["x", "o"] * 3
+        return results
+
+    won = play(lambda prompt: "pass")
+    assert [result.reward for result in won] == [1.0] * 6
+    assert won[0].metrics["as_x"] == 1.0 and "as_o" not in won[0].metrics and won[1].metrics["as_o"] == 1.0
+    assert [result.reward for result in play(lambda prompt: perfect_player(prompt, 0))] == [0.5] * 6
+
+
+def test_an_opponent_that_is_no_server_is_refused_and_a_deaf_one_fails_the_game(world: World) -> None:
+    with pytest.raises(EnvError, match="it must be self, random or a URL"):
+        world.play(EnvConfig(id="tic-tac-toe", args={"opponent": "somebody"}))
+    world.script = perfect_player
+    (result,) = world.play(EnvConfig(id="tic-tac-toe", args={"opponent": "http://127.0.0.1:9/v1", "max_opening": 1}))
+    assert result.state is EpisodeState.FAILED and not result.usable

@@ -26,11 +26,12 @@ FOREIGN_FLAGS = (
     *("--no-push", "--no-rich"),  # vf-eval's
     *("--signal", "--export", "--environment", "--container-image", "--gpus", "--overlap", "--no-kill", "--gres"),
     "--test-only",
-    *("--nv", "--rocm", "--mpi", "--standalone", "--nproc-per-node", "--no-deps", "--no-build-isolation"),
+    *("--nv", "--rocm", "--mpi", "--standalone", "--no-deps", "--no-build-isolation"),
     "--extra-index-url",
+    *("--local-ranks-filter", "--log-dir", "--redirects", "--tee", "--extra"),
     *("--config.file", "--collector.textfile.directory", "--logdir", "--backend-store-uri"),
 )
-"""Flags of sbatch, srun, apptainer, torchrun, pip, Prometheus, node exporter, TensorBoard and MLflow."""
+"""Flags of sbatch, srun, apptainer, torchrun, pip, uv, Prometheus, node exporter, TensorBoard and MLflow."""
 FILE = re.compile(
     r"(?:[\w.-]+/)*[\w.-]+\.(?:py|yaml|toml|md|def|sh)\b(?!\()|(?:tools|slurm|tests|configs|sweeps)/[\w./-]+"
 )

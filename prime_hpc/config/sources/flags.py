@@ -27,6 +27,13 @@ ALIASES: dict[str, tuple[Segments, ...]] = {
     "pp.world_size": (("inference", "pipeline_parallel_size"),),
     "model.cp": (("trainer", "parallel", "cp"),),
     "benchmarks": (("eval", "environment_ids"),),
+    "model_name": (("model", "name"),),
+    "monitor.wandb.id": (("wandb", "trainer_id"),),
+    "monitor.wandb.project": (("wandb", "project"),),
+    "monitor.wandb.name": (("wandb", "name"),),
+    "orchestrator.monitor.wandb.id": (("wandb", "orchestrator_id"),),
+    "orchestrator.wandb.log_extras.interval": (("wandb", "samples_interval"),),
+    "trainer.wandb.log_extras.interval": (("wandb", "samples_interval"),),
     "trainer.model.cp": (("trainer", "parallel", "cp"),),
 }
 """Root flags with another name -> the keys that they set."""
@@ -35,8 +42,29 @@ _STAGES = (
     "stages of an engine find each other by themselves: one command (or one job) starts them all, on one machine; "
     "state how many with --pp, and engines for more machines with --dp"
 )
-REPLACED: dict[str, str] = {"pp.rank": _STAGES, "pp.iroh_seed": _STAGES, "pp.iroh_peer_id": _STAGES}
-"""Flags that other programs have and that nothing here needs -> what takes their place."""
+_EXTRAS = (
+    "samples and distributions go to W&B together, every wandb.samples_interval steps; where that is left out, neither "
+    "does"
+)
+REPLACED: dict[str, str] = {
+    "pp.rank": _STAGES,
+    "pp.iroh_seed": _STAGES,
+    "pp.iroh_peer_id": _STAGES,
+    **{
+        f"{role}.wandb.log_extras.{extra}": _EXTRAS
+        for role in ("trainer", "orchestrator")
+        for extra in ("samples", "distributions")
+    },
+    "train.micro_bs": (
+        "micro-batches are counted in tokens: state --trainer.micro-batch-tokens, micro_bs times seq_len at most"
+    ),
+    "data.num_workers": "batches of RL come packed from the orchestrator; of SFT it is --sft.data.num-workers",
+    "batch_size": (
+        "state --orchestrator.batch-size (samples a step, of RL), --sft.data.batch-size, or how many requests are in "
+        "flight: --orchestrator.max-concurrent, --synthesize.max-concurrent"
+    ),
+}
+"""Flags that other programs have and that are no keys here -> what takes their place."""
 
 _NO_AUTO = (
     "auto is not known before the nodes are: state the GPUs of one engine; the number of engines follows from "

@@ -22,6 +22,11 @@ from prime_hpc.config.validate import check_complete, check_secrets
 ENV_PREFIX = "PRIME_"
 _OTHERS_VARIABLES = ("PRIME_LOG_LEVEL",)
 """Ours, but no keys of the config: `prime_hpc.observe.logs` reads it."""
+_OF_VLLM = {
+    "DATA_PARALLEL_ADDRESS": ("inference", "data_parallel_address"),
+    "DATA_PARALLEL_RPC_PORT": ("inference", "data_parallel_rpc_port"),
+}
+"""Variables that say to a server by hand where the head of its group of engines is."""
 KINDS = {name: name for name in ("rl", "sft", *ALONE)}
 """Entrypoints that decide the tree's `kind`."""
 
@@ -60,7 +65,11 @@ def load_experiment(argv: list[str], entrypoint: str, environ: Mapping[str, str]
         tree.place([Entry(("inference",), True, Origin("default"))])
     if entrypoint in ALONE:  # beside a training run of the default name, not over it
         tree.place([Entry(("name",), entrypoint, Origin("default"))])
-    tree.place(environment_entries(os.environ if environ is None else environ, scope, tree.warnings))
+    environ = os.environ if environ is None else environ
+    if entrypoint == "inference":
+        stated = {name: key for name, key in _OF_VLLM.items() if environ.get(name)}
+        tree.place([Entry(key, environ[name], Origin("environment", name)) for name, key in stated.items()])
+    tree.place(environment_entries(environ, scope, tree.warnings))
     tree.place(parsed.switched_on)
     documents = [(ref, document) for ref in parsed.files for document in _documents(ref, tree.problems)]
     for ref, document in documents:

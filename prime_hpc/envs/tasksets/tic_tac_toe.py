@@ -2,8 +2,10 @@
 
 A player sees the board with the free squares' numbers and replies with one of them (its last digit counts). A reply
 without a free square loses. Reward: 1 for a win, 0.5 for a draw, 0 for a loss, each player its own; `advantage: rae`
-keeps a baseline for each role. With `opponent: random`, for evaluation, the policy plays the side that is to move, and
-the environment moves anywhere for the other.
+keeps a baseline for each role. For evaluation the policy has an opponent: with `opponent: random` it plays the side
+that is to move, and the environment moves anywhere for the other; with `opponent: http://HOST:PORT/v1`, a model that is
+served there (its own former self, say), it plays every opening twice, once on each side. An opponent whose very first
+reply names no free square moves anywhere.
 """
 
 import random
@@ -13,6 +15,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Literal
 
 import verifiers.v1 as vf
+from pydantic import model_validator
 
 from prime_hpc.envs.lazy_runtime import lazy_box
 from prime_hpc.envs.tasksets.splitting import split_of
@@ -21,6 +24,10 @@ __all__ = ["TicTacToeEnv", "TicTacToeTaskset"]
 
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 _DIGIT = re.compile(r"[1-9]")
+SERVED_MODEL = "policy"
+"""Name under which `inference` serves its model."""
+KEY_VARIABLE = "VLLM_API_KEY"
+"""Environment variable with the key of an opponent's server."""
 INSTRUCTIONS = "You play tic-tac-toe. Reply with the number of a free square."
 
 
@@ -63,6 +70,8 @@ class TicTacToeData(vf.TaskData):
 
     board: str
     opponent: str = "self"
+    role: str = ""
+    """The policy's, where a served model plays the other."""
 
 
 class TicTacToeTask(vf.Task[TicTacToeData]):
@@ -78,6 +87,17 @@ class TicTacToeTask(vf.Task[TicTacToeData]):
         """1 where the player lost by a reply without a free square."""
         return float(bool(trace.info.get("illegal")))
 
+    @vf.metric
+    async def draw(self, trace: vf.Trace) -> float:
+        """1 where nobody won."""
+        return float(trace.info.get("result") == 0.5)
+
+    @vf.metric
+    async def by_role(self, trace: vf.Trace) -> dict[str, float]:
+        """`as_x` or `as_o`: the result, apart for each role."""
+        role = trace.info.get("role")
+        return {f"as_{role}": float(trace.info.get("result", 0.0))} if role else {}
+
 
 class TicTacToeConfig(vf.TasksetConfig):
     """Arguments of `tic-tac-toe`."""
@@ -90,8 +110,8 @@ class TicTacToeConfig(vf.TasksetConfig):
     """How many games."""
     max_opening: int = 4
     """Moves drawn at random before the players begin, at most."""
-    opponent: Literal["self", "random"] = "self"
-    """The player of the other side."""
+    opponent: str = "self"
+    """The player of the other side: `self`, `random`, or the URL of a server's OpenAI routes (`http://HOST:8001/v1`)."""
     instructions: str | None = INSTRUCTIONS
     """The system prompt."""
 
@@ -112,6 +132,11 @@ def to_move(board: str) -> str:
     return "x" if board.count("x") == board.count("o") else "o"
 
 
+def is_served(opponent: str) -> bool:
+    """Return whether an opponent is a server's model."""
+    return opponent.startswith(("http://", "https://"))
+
+
 class TicTacToeTaskset(vf.Taskset[TicTacToeTask, TicTacToeConfig]):
     """Games from short random openings."""
 
@@ -120,38 +145,60 @@ class TicTacToeTaskset(vf.Taskset[TicTacToeTask, TicTacToeConfig]):
         config = self.config
         if not 1 <= config.max_opening <= 6:
             raise ValueError("tic-tac-toe needs 1 <= max_opening <= 6")
+        if config.opponent not in ("self", "random") and not is_served(config.opponent):
+            raise ValueError(f"opponent is {config.opponent!r}: it must be self, random or a URL (http://HOST:PORT/v1)")
         boards = openings(config.seed, config.split, config.max_opening)
-        for _, board in zip(range(config.num_tasks), boards, strict=False):
-            data = TicTacToeData(
-                prompt=show(board, to_move(board)),
-                system_prompt=config.instructions,
-                board=board,
-                opponent=config.opponent,
-            )
-            yield TicTacToeTask(data, config.task)
+        roles = ("x", "o") if is_served(config.opponent) else ("",)
+        for number, board in zip(range(-(-config.num_tasks // len(roles))), boards, strict=False):
+            for role in roles[: config.num_tasks - number * len(roles)]:
+                data = TicTacToeData(
+                    prompt=show(board, to_move(board)),
+                    system_prompt=config.instructions,
+                    board=board,
+                    opponent=config.opponent,
+                    role=role,
+                )
+                yield TicTacToeTask(data, config.task)
 
 
 class TicTacToeEnvConfig(vf.EnvConfig):
-    """Two seats, both the policy."""
+    """Two seats, both the policy; a third for a served model, which takes the place of one of them."""
 
     x: vf.AgentConfig = vf.AgentConfig()
     o: vf.AgentConfig = vf.AgentConfig()
+    opponent: vf.AgentConfig = vf.AgentConfig(model=SERVED_MODEL)
+
+    @model_validator(mode="after")
+    def _opponents_server(self) -> "TicTacToeEnvConfig":
+        served = getattr(self.taskset, "opponent", "self")
+        if is_served(served) and self.opponent.client is None:
+            client = vf.EvalClientConfig(base_url=served, api_key_var=KEY_VARIABLE)
+            self.opponent = self.opponent.model_copy(update={"client": client})
+        return self
 
 
 class TicTacToeEnv(vf.Env[TicTacToeEnvConfig]):
     """Lets the two play, and keeps the board."""
 
+    async def setup(self, agents: Any) -> None:
+        """Learn from the policy's own games alone."""
+        agents.opponent.trainable = False
+
     async def run(self, task: Any, agents: Any) -> None:
         """One game."""
-        board = task.data.board
-        names = ("x", "o") if task.data.opponent == "self" else (to_move(board),)
+        board, role = task.data.board, task.data.role
+        names = {name: name for name in "xo"} if task.data.opponent == "self" else {to_move(board): to_move(board)}
+        if role:
+            names = {name: name if name == role else "opponent" for name in "xo"}
         # Nobody is asked before its turn: the environment opens the conversations.
         asked = type(task)(task.data.model_copy(update={"prompt": None}), task.config)
         async with AsyncExitStack() as stack:
             seats = {}
-            for name in names:
+            for name, agent in names.items():
                 box = await stack.enter_async_context(lazy_box())
-                seats[name] = await stack.enter_async_context(getattr(agents, name).interaction(asked, runtime=box))
+                seats[name] = await stack.enter_async_context(getattr(agents, agent).interaction(asked, runtime=box))
+                if agent == role:
+                    seats[name].trace.info["role"] = role
             await _play(board, seats)
 
 
@@ -165,18 +212,25 @@ async def _play(board: str, seats: dict[str, Any]) -> None:
     while free(board) and winner(board) is None:
         player = to_move(board)
         if player not in seats:
-            board = place(board, random.Random(board).choice(free(board)), player)
+            board = place(board, _anywhere(board), player)
             continue
         segment = await seats[player].turn(show(board, player))
         if segment.terminated:
             return
         square = move_in(segment.last_reply, board)
+        if square is None and not any(seat.trace.agent.trainable and seat.trace.num_turns for seat in seats.values()):
+            square = _anywhere(board)  # a game in which the policy says nothing would have no score
         if square is None:
             seats[player].trace.info["illegal"] = True
             _record(seats, "o" if player == "x" else "x")
             return
         board = place(board, square, player)
     _record(seats, winner(board))
+
+
+def _anywhere(board: str) -> int:
+    """Return a free square, in each position always the same one."""
+    return random.Random(board).choice(free(board))
 
 
 def _record(seats: dict[str, Any], won: str | None) -> None:

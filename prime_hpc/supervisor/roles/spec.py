@@ -5,7 +5,7 @@ A pure function of the experiment and the node's facts; the supervisor starts wh
 
 import os
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -187,21 +187,31 @@ def role_gpus(experiment: Experiment, role: str, gpus: list[str]) -> list[str]:
     return own[:need]
 
 
-def trainer_spec(experiment: Experiment, run_dir: Path, gpus: list[str]) -> RoleSpec:
-    """torchrun with one process a rank, which meet over a file: nothing listens."""
+def trainer_spec(
+    experiment: Experiment, run_dir: Path, gpus: list[str], meets: Sequence[str] = (), words: Sequence[str] = ()
+) -> RoleSpec:
+    """torchrun with one process a rank, which meet over a file: nothing listens.
+
+    Args:
+        experiment: its `num_ranks` are those of this node.
+        run_dir: of the run.
+        gpus: those that the ranks see.
+        meets: torchrun's options of several nodes, where the ranks meet over the network.
+        words: the config's command line, for ranks that find none in the run directory.
+    """
     trainer = experiment.trainer
     threads = trainer.threads_per_rank or max(1, (os.cpu_count() or 1) // trainer.num_ranks)
     command = [
         *(sys.executable, "-P", "-m", "prime_hpc.trainer.torchrun"),
-        *("--nproc-per-node", str(trainer.num_ranks), "--max-restarts", "0"),
-        *("-m", "prime_hpc.trainer.main", str(run_dir)),
+        *(*meets, "--nproc-per-node", str(trainer.num_ranks), "--max-restarts", "0"),
+        *("-m", "prime_hpc.trainer.main", *(words or [str(run_dir)])),
     ]
     environment = {"OMP_NUM_THREADS": str(threads)}
     if not gpus and "OMP_WAIT_POLICY" not in os.environ:
         # Engines and trainer share a CPU machine's cores: a thread that waits at a barrier must not keep one busy.
         environment["OMP_WAIT_POLICY"] = "passive"
     environment |= gpu_environment(gpus, os.environ, trains=True)
-    if GLOO not in os.environ:
+    if not meets and GLOO not in os.environ:
         environment |= on_loopback()
     return RoleSpec(
         "trainer",
