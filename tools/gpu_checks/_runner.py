@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+import check_head
 import check_kernels
 import check_loop
 import check_machine
@@ -44,6 +45,7 @@ class Check:
 CHECKS = (
     Check("machine", "driver, CUDA, torch; a bfloat16 product", check_machine.machine, 60),
     Check("kernels", "varlen attention against the padded reference, both directions", check_kernels.kernels, 120),
+    Check("head", "the LM head's kernels against torch's operators", check_head.head, 90),
     Check("agreement", "log-probabilities of trainer and vLLM, T = 1 and 0.7", check_loop.agreement, 300),
     Check("sharing", "engine and trainer on one GPU", check_loop.sharing, 30),
     Check("replay", "an RL run's steps again, bit for bit", check_loop.replay, 120),

@@ -36,6 +36,9 @@ class ModelConfig(Section):
     router_dtype: Literal["model", "float32"] = "model"
     """The type in which the routers of a mixture of experts compute their logits, in the trainer and in the engines
     alike: `model.dtype`, or float32."""
+    fused_head: bool = True
+    """On GPUs in half precision, compute log-probabilities by kernels that never make float32 logits. Not used beside
+    `head_dtype: float32`, truncated sampling, tensor parallelism, or a head with a bias or capped logits."""
     attn: Literal["auto", "flash", "sdpa"] = "auto"
     """Varlen attention of the trainer. `auto`: on GPUs in half precision torch's own kernel (FlashAttention 2; 3 where
     `flash_attn_interface` is installed) or flash-attn's where that is, else padded sdpa; `flash`: flash-attn or an

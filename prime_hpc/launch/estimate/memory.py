@@ -51,6 +51,8 @@ class ModelFacts:
     """0: a dense model."""
     custom_attention: bool = False
     """True if it attends by its own code, which keeps all scores (`config.families`)."""
+    caps_logits: bool = False
+    """True if its logits are capped."""
 
 
 def read_model(name: str, environ: Mapping[str, str] = os.environ) -> ModelFacts | None:
@@ -93,6 +95,7 @@ def model_facts(config: Mapping[str, Any], num_params: int | None = None) -> Mod
     return ModelFacts(
         num_params, hidden, width * active, layers, heads, kv_heads, head_dim, vocab,
         context if isinstance(context, int) else None, kv_values, tied, experts, family_of(config).custom_attention,
+        bool(config.get("final_logit_softcapping") or config.get("logits_soft_cap")),
     )  # fmt: skip
 
 
@@ -201,16 +204,26 @@ def trainer_gib(experiment: Experiment, facts: ModelFacts) -> dict[str, float] |
 def _head_bytes(experiment: Experiment, facts: ModelFacts, tokens: int, *, trained: bool) -> float:
     """Bytes beside the hidden states while log-probabilities, or their gradients, are computed.
 
-    One chunk's logits in float32 and, in a half-precision type, the product that they come of and the last chunk's
+    With fused kernels one chunk's logits in their own type, which become their gradient. Else
+    one chunk's logits in float32 and, in a half-precision type, the product that they come of and the last chunk's
     gradient. More chunks than one add up the head's own gradient in float32, each through a product of its size.
     """
     width, vocab = _WIDTH[experiment.model.dtype], facts.vocab_size / experiment.trainer.parallel_dims.tp
     chunk = min(max(experiment.trainer.logits_chunk_tokens, int(SMALL_LOGITS / vocab)), tokens)
     half, head = (0 if width == 4 else width), vocab * facts.hidden
+    if half and _fuses_head(experiment, facts):
+        return chunk * vocab * half + (head * (4 + half) if trained and chunk < tokens else 0)
     if chunk == tokens:
         return chunk * vocab * (4 + max(half, 0.5))
     logits = chunk * vocab * (4 + max(2 * half, 0.5))  # 0.5: an eighth of the exponentials, for the entropy
     return max(logits, chunk * vocab * (4 + half) + head * half) + 4 * head if trained else logits
+
+
+def _fuses_head(experiment: Experiment, facts: ModelFacts) -> bool:
+    """Return whether a GPU's kernels take the head, as `trainer.ops.logprobs` decides."""
+    model, is_plain = experiment.model, not facts.caps_logits and experiment.trainer.parallel_dims.tp == 1
+    truncates = experiment.kind == "rl" and experiment.orchestrator.sampling.truncates
+    return model.fused_head and model.head_dtype == "model" and is_plain and not truncates
 
 
 def _score_bytes(experiment: Experiment, facts: ModelFacts, tokens: int, kept_layers: int) -> float:

@@ -48,6 +48,8 @@ class Policy(nn.Module):
 
     exact_logits: bool = False
     """True if a half-precision head's logits stay in float32 (`model.head_dtype`)."""
+    fused_head: bool = True
+    """True if a GPU's kernels may take the head (`model.fused_head`)."""
     pads_rows: bool = True
     """True if attention goes through padded buckets, which a micro-batch then must plan."""
     adapters: Adapters | None = None
@@ -98,6 +100,7 @@ class Policy(nn.Module):
             with_entropy=with_entropy,
             truncation=_truncation(batch),
             exact=self.exact_logits,
+            fused=self.fused_head,
             shard=None if tp is None else VocabShard(tp, tp.get_local_rank() * weight.shape[0]),
         )
         if cp is None:
@@ -284,6 +287,7 @@ def load_policy(
         policy.replays_routers = True
     policy.pads_rows = kernel is attention.padded_attention
     policy.exact_logits = config.head_dtype == "float32"
+    policy.fused_head = config.fused_head
     policy.partly_used = distribute(policy, policy.hf, config, parallel, dtype, reshard_after_forward)
     _load_shards(policy, weights, device)
     if config.lora is not None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from prime_hpc.trainer.ops import fused_head
 from prime_hpc.trainer.ops.cpu_matmul import product, product_into
 from prime_hpc.trainer.ops.truncation import Cut, Truncation, apply_cut, find_cut
 
@@ -227,6 +228,7 @@ def token_logprobs(
     shard: VocabShard | None = None,
     truncation: Truncation | None = None,
     exact: bool = False,
+    fused: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p(target | hidden) under the softmax of the LM head at a temperature, in float32.
 
@@ -243,6 +245,8 @@ def token_logprobs(
         shard: which rows `weight` (and `bias`) are, where tensor-parallel ranks split them. Collective then.
         truncation: top-p, top-k and min-p of each target's distribution; None: the whole vocabulary's.
         exact: keep the logits of a half-precision head in float32 (`model.head_dtype = float32`).
+        fused: use Triton's kernels on a GPU, where they serve (`fused_head`): a half-precision head, whole, without
+            bias, cap or truncation.
 
     Returns:
         float32 `[N]` log-probabilities, differentiable in hidden, weight and bias; float32 `[N]` entropies in nats
@@ -251,6 +255,10 @@ def token_logprobs(
     scale = logit_scale / torch.where(temperatures > 0, temperatures, torch.ones_like(temperatures))
     if softcap is not None:  # the model scales before it caps; the temperature divides after
         weight, scale = weight * logit_scale if logit_scale != 1.0 else weight, scale / logit_scale
+    is_plain = bias is None and softcap is None and shard is None and truncation is None and not exact
+    if fused and is_plain and fused_head.is_served(hidden, weight):
+        logprobs, entropy = fused_head.FusedTokenLogprobs.apply(hidden, weight, targets, scale, chunk_tokens)
+        return logprobs, entropy if with_entropy else entropy[:0]
     return _TokenLogprobs.apply(
         hidden, weight, bias, targets, scale, softcap, chunk_tokens, with_entropy, shard, truncation, exact
     )

@@ -34,7 +34,7 @@ from prime_hpc.trainer import trainer
 from prime_hpc.trainer.lora.slots import Adapters
 from prime_hpc.trainer.model import policy, reference
 from prime_hpc.trainer.model.conversions import WeightMap
-from prime_hpc.trainer.ops import attention, cpu_matmul, recompute
+from prime_hpc.trainer.ops import attention, cpu_matmul, fused_head, recompute
 from prime_hpc.trainer.optim import offload
 from prime_hpc.trainer.parallel import distribute, expert
 from prime_hpc.trainer.rehearsal.tracker import HOST, MemoryTracker
@@ -233,6 +233,11 @@ def _on_gpu(tracker: MemoryTracker, change: Callable[..., None]) -> None:
 
     change(attention, "select_kernel", select_kernel)
     change(cpu_matmul, "onednn_is_faster", lambda: False)
+    change(
+        fused_head, "is_served", lambda hidden, weight: hidden.dtype == weight.dtype and hidden.dtype in fused_head.HALF
+    )
+    change(fused_head, "row_statistics", lambda logits, *_: torch.empty((3, len(logits)), device=logits.device))
+    change(fused_head, "make_gradient", lambda *_: None)
     change(distribute, "use_elementwise", lambda _: (0, 0, 0))
     change(policy, "check_device", lambda _: None)
 
