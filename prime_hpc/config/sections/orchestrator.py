@@ -272,9 +272,10 @@ class AdvantageConfig(Section):
     """`grpo`: (r - mean) / std over the group; `dr_grpo` (`grpo_no_std`): r - mean; `rloo`: r - mean of the others;
     `opo`: r - mean weighted by length; `max_rl`: (r - mean) / mean; `rae`: r - a moving average of each role's
     rewards in the environment; `reinforce` (`none`): r itself; `hierarchical_grpo`: each agent against its own kind;
-    `opd`, `opsd`: token by token log p_teacher - log p_policy, the teacher being `orchestrator.teacher` or the policy
-    that was shown the task's answer; `sft`: the teacher samples, the policy imitates; or your own as
-    `module:function`. Where an episode has several agents, all compare the traces of one role."""
+    `grpo_shuffled`: a control, `grpo` of rewards dealt out at random within their group; `opd`, `opsd`: token by token
+    log p_teacher - log p_policy, the teacher being `orchestrator.teacher` or the policy that was shown the task's
+    answer; `sft`: the teacher samples, the policy imitates; or your own as `module:function`. Where an episode has
+    several agents, all compare the traces of one role."""
     args: Arguments = {}
     """Arguments of your own algorithm, by its names."""
     eps: float = Field(1e-6, gt=0)

@@ -32,8 +32,10 @@ class SimpleMathConfig(vf.TasksetConfig):
     """Largest number in an expression."""
     operations: str = "+-*"
     """Some of + - *."""
+    question: str = "What is {}?"
+    """The user's words; `{}` stands for the expression."""
     instructions: str | None = INSTRUCTIONS
-    """The system prompt."""
+    """The system prompt; none: the chat template's own, where it has one."""
 
 
 class SimpleMathTaskset(vf.Taskset[IntegerTask, SimpleMathConfig]):
@@ -46,6 +48,8 @@ class SimpleMathTaskset(vf.Taskset[IntegerTask, SimpleMathConfig]):
             raise ValueError("simple-math needs 2 <= min_terms <= max_terms <= 20 and max_number >= 3")
         if not config.operations or set(config.operations) - set("+-*"):
             raise ValueError(f"simple-math knows the operations + - *, not {config.operations!r}")
+        if config.question.count("{}") != 1:
+            raise ValueError(f"simple-math needs one {{}} in `question`, for the expression, not {config.question!r}")
         rng = random.Random(f"simple-math:{config.split}:{config.seed}")
         count = 0
         while count < config.num_tasks:
@@ -57,5 +61,9 @@ class SimpleMathTaskset(vf.Taskset[IntegerTask, SimpleMathConfig]):
             count += 1
             found = evaluate(expression)
             assert found is not None
-            data = IntegerData(prompt=f"What is {expression}?", system_prompt=config.instructions, answer=int(found[0]))
+            data = IntegerData(
+                prompt=config.question.replace("{}", expression),
+                system_prompt=config.instructions,
+                answer=int(found[0]),
+            )
             yield IntegerTask(data, config.task)
