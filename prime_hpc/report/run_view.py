@@ -10,6 +10,7 @@ from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.secret import MASK, Secret, anchored, hide
 from prime_hpc.launch.monitor.diff import flatten
 from prime_hpc.launch.monitor.run_facts import RunStatus
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.report.accounting import account, devices_of
 from prime_hpc.report.phases import ORCHESTRATOR, TRAINER, Phases, orchestrator_seconds, trainer_seconds
 from prime_hpc.report.rollouts import Chosen, choose_rollouts
@@ -83,7 +84,7 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
         trained.add(row)
         trainer.add(row, trainer_seconds(row))
     orchestrator, served = Phases(ORCHESTRATOR, attempts, role="orchestrator"), Curves()
-    for row in read_lines(path / "metrics" / "orchestrator.jsonl", served.faults):
+    for row in read_lines(metrics_file(path, "orchestrator"), served.faults):
         served.add(row)
         orchestrator.add(row, orchestrator_seconds(row))
     for role, curves in (("trainer", trained), ("orchestrator", served)):
@@ -97,7 +98,7 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
         devices_of(config, attempts),
         submitted=first_submitted,
         until=until,
-        ready=ready_times(path / "metrics" / "roles.jsonl"),
+        ready=ready_times(metrics_file(path, "roles")),
         lives=lives,
     )
     origin = _origin(spent, submitted, trainer)
@@ -124,7 +125,7 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
         "origin": origin,
         "lanes": {
             "job": job_lanes(spent, attempts, origin),
-            "roles": role_lanes(path / "metrics" / "roles.jsonl", spent, origin),
+            "roles": role_lanes(metrics_file(path, "roles"), spent, origin),
             "trainer": trainer.lane(origin, limits.blocks),
             "orchestrator": orchestrator.lane(origin, limits.blocks),
         },
@@ -143,8 +144,8 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
 
 def _trainer_rows(path: Path, curves: Curves) -> Iterator[dict[str, Any]]:
     """Rows of the run's trainer; of a run below one whose trainer trains many, those that the parent wrote of it."""
-    own = path / "metrics" / "trainer.jsonl"
-    parent = path.parent / "metrics" / "trainer.jsonl"
+    own = metrics_file(path, "trainer")
+    parent = metrics_file(path.parent, "trainer")
     if own.exists() or not (path.parent / RUN_YAML).exists() or not parent.exists():
         yield from read_lines(own, curves.faults)
         return
