@@ -66,7 +66,8 @@ def encode_groups(groups: Sequence[CarriedGroup], meta: Mapping[str, Any]) -> by
     rows = [{"prompt": asdict(group.prompt), "results": [_row(result) for result in group.results]} for group in groups]
     text = json.dumps({**meta, "format": FORMAT, "groups": rows})
     buffer = io.BytesIO()
-    np.savez(buffer, **{_META: np.frombuffer(text.encode(), np.uint8)}, **arrays)
+    arrays[_META] = np.frombuffer(text.encode(), np.uint8)
+    np.savez(buffer, **arrays)
     return buffer.getvalue()
 
 
