@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from prime_hpc.runtime.event_loops import loop_time
 
 POLICY = "policy"
 READY_POLL_S = 0.25
+NO_LOGPROB = -9999.0
+"""vLLM's stand-in for a log-probability that it does not have."""
 BARE_LOGPROBS = ("X-Logprobs", "bare")
 """A header of a request for tokens: a server that knows it answers log-probabilities as `logprobs.values`, one number a
 token, where no others than those of the sampled tokens are asked for. A third of the answer's bytes."""
@@ -28,6 +31,10 @@ class InferenceError(RuntimeError):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+class LogprobError(InferenceError):
+    """The log-probability of a sampled token is missing or not finite: nothing can be trained on it."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +51,48 @@ class Generation:
     """`stop`, `length` or `abort`."""
 
 
-def parse_choice(choice: Mapping[str, Any]) -> Generation:
-    """Turn one `choices[]` entry of `/inference/v1/generate` into arrays.
+def read_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], np.ndarray]:
+    """Token ids, log-probabilities and policy versions (int32) of one `choices[]` entry of `/inference/v1/generate`.
 
     Raises:
-        InferenceError: token ids and log-probabilities disagree in number or in token.
+        LogprobError: a log-probability is missing or not finite.
+        InferenceError: they are of other tokens, or of another number.
         VersionSpanError: the version spans do not cover the tokens.
     """
-    token_ids = np.asarray(choice["token_ids"], dtype=np.int32)
-    content = (choice.get("logprobs") or {}).get("content") or []
-    if [entry["token_id"] for entry in content] != token_ids.tolist():
-        raise InferenceError(f"{len(content)} log-probabilities do not match {len(token_ids)} token ids")
-    return Generation(
-        token_ids=token_ids,
-        logprobs=np.asarray([entry["logprob"] for entry in content], dtype=np.float32),
-        versions=versions_from_spans(choice.get("weight_versions"), len(token_ids)),
-        finish_reason=choice["finish_reason"],
-    )
+    ids = choice.get("token_ids") or []
+    logprobs = _logprobs_of(choice, ids)
+    for token_id, logprob in zip(ids, logprobs, strict=True):
+        if not isinstance(logprob, int | float) or not math.isfinite(logprob) or logprob == NO_LOGPROB:
+            raise LogprobError(f"the server sent the log-probability {logprob!r} for token {token_id}")
+    return ids, logprobs, versions_from_spans(choice.get("weight_versions"), len(ids))
+
+
+def _logprobs_of(choice: Mapping[str, Any], ids: list[int]) -> list[Any]:
+    """Return the log-probability of every token, as it was sent. Raises InferenceError: they are of other tokens."""
+    sent = choice.get("logprobs") or {}
+    values = sent.get("values")
+    if values is None:
+        content = sent.get("content") or []
+        # vLLM >= 0.32 names the token by `token_id`, older ones by `token: "token_id:N"`.
+        for token_id, entry in zip(ids, content, strict=False):
+            if (
+                entry.get("token_id", token_id) != token_id
+                or entry.get("token", f"token_id:{token_id}") != f"token_id:{token_id}"
+            ):
+                raise InferenceError(
+                    f"the server's log-probabilities are of other tokens than its completion ({token_id})"
+                )
+        values = [entry.get("logprob") for entry in content]
+    if len(values) != len(ids):
+        raise InferenceError(f"the server sent {len(values)} log-probabilities for {len(ids)} tokens")
+    return values
+
+
+def parse_choice(choice: Mapping[str, Any]) -> Generation:
+    """Turn one `choices[]` entry of `/inference/v1/generate` into arrays. Raises as `read_choice` does."""
+    ids, logprobs, versions = read_choice(choice)
+    values = np.asarray(logprobs, dtype=np.float32)
+    return Generation(np.asarray(ids, dtype=np.int32), values, versions, choice["finish_reason"])
 
 
 def parse_scores(rows: Sequence[Mapping[str, Any] | None] | None, token_ids: Sequence[int]) -> np.ndarray:

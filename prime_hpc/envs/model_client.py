@@ -6,7 +6,6 @@ SDK, a thread per render).
 """
 
 import asyncio
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +22,12 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Message, Response, SamplingConfig, Tool
 
 from prime_hpc.client.http import HttpClient, NoAnswerError
-from prime_hpc.client.inference import BARE_LOGPROBS
-from prime_hpc.client.versions import VersionSpanError, versions_from_spans
+from prime_hpc.client.inference import BARE_LOGPROBS, InferenceError, LogprobError, read_choice
+from prime_hpc.client.versions import VersionSpanError
 from prime_hpc.envs.rendering import PromptRenderer
 from prime_hpc.envs.routing import RoutingError, parse_routing
 from prime_hpc.runtime.event_loops import loop_time
 
-NO_LOGPROB = -9999.0
-"""vLLM's stand-in for a log-probability that it does not have."""
 UNAVAILABLE = (502, 503)
 """HTTP statuses of a server that is starting or being restarted."""
 REFUSED = (400, 413, 422)
@@ -219,16 +216,12 @@ def parse_choice(choice: Mapping[str, Any]) -> tuple[list[int], list[float], np.
         UnusableAnswerError: a log-probability is missing or not finite.
         ProviderError: they disagree, or a version is missing: this is no server of ours.
     """
-    ids = choice.get("token_ids") or []
-    logprobs = _logprobs_of(choice, ids)
-    for token_id, logprob in zip(ids, logprobs, strict=True):
-        if not isinstance(logprob, int | float) or not math.isfinite(logprob) or logprob == NO_LOGPROB:
-            raise UnusableAnswerError(f"the server sent the log-probability {logprob!r} for token {token_id}")
     try:
-        versions = versions_from_spans(choice.get("weight_versions"), len(ids))
-    except VersionSpanError as error:
+        return read_choice(choice)
+    except LogprobError as error:
+        raise UnusableAnswerError(str(error)) from error
+    except (InferenceError, VersionSpanError) as error:
         raise ProviderError(str(error)) from error
-    return ids, logprobs, versions
 
 
 def _routing_of(choice: Mapping[str, Any], num_tokens: int) -> np.ndarray | None:
@@ -246,27 +239,6 @@ def _routing_of(choice: Mapping[str, Any], num_tokens: int) -> np.ndarray | None
     if found is not None and len(found) != num_tokens - 1:
         raise ProviderError(f"the server recorded the experts of {len(found)} tokens, of {num_tokens - 1} expected")
     return found
-
-
-def _logprobs_of(choice: Mapping[str, Any], ids: list[int]) -> list[Any]:
-    """Return the log-probability of every token, as it was sent. Raises ProviderError: they are of other tokens."""
-    sent = choice.get("logprobs") or {}
-    values = sent.get("values")
-    if values is None:
-        content = sent.get("content") or []
-        # vLLM >= 0.32 names the token by `token_id`, older ones by `token: "token_id:N"`.
-        for token_id, entry in zip(ids, content, strict=False):
-            if (
-                entry.get("token_id", token_id) != token_id
-                or entry.get("token", f"token_id:{token_id}") != f"token_id:{token_id}"
-            ):
-                raise ProviderError(
-                    f"the server's log-probabilities are of other tokens than its completion ({token_id})"
-                )
-        values = [entry.get("logprob") for entry in content]
-    if len(values) != len(ids):
-        raise ProviderError(f"the server sent {len(values)} log-probabilities for {len(ids)} tokens")
-    return values
 
 
 def _first_choice(raw: bytes) -> dict[str, Any]:

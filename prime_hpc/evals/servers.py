@@ -19,7 +19,7 @@ PROBE_PAUSE_S = 1.0
 
 
 @dataclass
-class Server:
+class EvalServer:
     """One server."""
 
     url: str
@@ -41,7 +41,7 @@ class Servers:
         urls: one a server.
         patience_s: for so long no server may answer.
         """
-        self._servers = [Server(url, client) for url, client in zip(urls, clients, strict=True)]
+        self._servers = [EvalServer(url, client) for url, client in zip(urls, clients, strict=True)]
         self._patience_s = patience_s
         self._version = Version(0)
         self._changed = asyncio.Condition()

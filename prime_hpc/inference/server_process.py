@@ -1,6 +1,5 @@
 """The process of a server, before anything heavy is imported: its scratch folder, its parent's death, its own end."""
 
-import ctypes
 import fcntl
 import os
 import shutil
@@ -9,12 +8,13 @@ import tempfile
 import threading
 from pathlib import Path
 
+from prime_hpc.runtime import process_tree
+
 SCRATCH_PREFIX = "phpc-"
 LOCK_NAME = "alive"
 MAX_SCRATCH_LEN = 64
 """A unix socket's path ends at 107 bytes, and vLLM appends a 36-character name."""
 
-PR_SET_PDEATHSIG = 1
 SPAWNER = "PRIMEHPC_SPAWNER"
 """Process id of the server, or of the engine, that spawns what reads it."""
 
@@ -49,7 +49,6 @@ def die_with_parent() -> None:
     (vLLM's engines on CUDA) runs none of this: it calls `die_with_spawner`.
     """
     os.environ[SPAWNER] = str(os.getpid())
-    libc = ctypes.CDLL(None, use_errno=True)
     parent = os.getpid()
 
     def before() -> None:  # runs in whoever forks: an engine's own children watch the engine
@@ -62,7 +61,7 @@ def die_with_parent() -> None:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        process_tree.die_with_parent()
         if os.getppid() != parent:  # it died before the request was made
             os._exit(1)
 
@@ -72,7 +71,7 @@ def die_with_parent() -> None:
 def die_with_spawner() -> None:
     """In a spawned process, before anything else: be killed when the process that spawned it dies, however it dies."""
     spawner = os.environ.get(SPAWNER)
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    process_tree.die_with_parent()
     if spawner is not None and os.getppid() != int(spawner):  # it died before the request was made
         os._exit(1)
     die_with_parent()  # an engine has processes of its own: tensor-parallel workers

@@ -21,6 +21,7 @@ from types import FrameType
 
 from prime_hpc.config.errors import ConfigError
 from prime_hpc.kubernetes.connection import connect, messages, read_key, say
+from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.runtime.role_context import INCARNATION
 
 UNREACHABLE = 255
@@ -96,13 +97,7 @@ def write_environment(run_dir: Path, label: str) -> Path:
     folder = run_dir / "secrets"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"step-{label.replace('[', '_').rstrip(']')}-{secrets.token_hex(8)}.json"
-    temporary = path.with_suffix(".new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(dict(os.environ), file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    write_atomic(path, json.dumps(dict(os.environ)), mode=0o600)
     return path
 
 

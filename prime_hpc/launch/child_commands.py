@@ -14,9 +14,9 @@ from typing import Any
 
 from prime_hpc.config import ConfigError, Experiment, Problem, load_experiment, load_run, write_snapshot
 from prime_hpc.config.child_config import as_child, check_child, is_parent
-from prime_hpc.config.run_files import RUN_YAML
+from prime_hpc.config.run_files import RUN_YAML, STOP
 from prime_hpc.config.sources.load import Loaded
-from prime_hpc.store.child_runs import PREFIX, STATE, STOP, ChildState, child_name, list_children, read_state
+from prime_hpc.store.child_runs import PREFIX, STATE, ChildState, child_name, list_children, read_state
 from prime_hpc.store.run_dirs import find_run
 
 POLL_S = 0.5

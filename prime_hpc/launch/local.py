@@ -72,7 +72,8 @@ def submit_local(loaded: Loaded, *, follow: bool | None, dry_run: bool, as_json:
         return 1
 
 
-def _start(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-defined]  # noqa: F821
+def start_job(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-defined]  # noqa: F821
+    """Start a run whose directory is prepared as a local job of submitit's; nothing is written down about it."""
     import submitit
 
     executor = submitit.LocalExecutor(folder=run_dir / "logs" / "submitit")
@@ -81,10 +82,13 @@ def _start(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-defi
     # inherited by submitit's controller, which would kill the supervisor at once on the terminal's Ctrl-C; ours ends it
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        job = executor.submit(local_job, str(run_dir), changed_by_submitit())
+        return executor.submit(local_job, str(run_dir), changed_by_submitit())
     finally:
         signal.signal(signal.SIGINT, previous)
 
+
+def _start(run_dir: Path) -> "submitit.LocalJob[int]":  # type: ignore[name-defined]  # noqa: F821
+    job = start_job(run_dir)
     open_record(
         run_dir,
         token=new_token(),

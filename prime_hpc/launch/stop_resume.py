@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_hpc.config import ConfigError, Experiment, Loaded, Problem, load_experiment
 from prime_hpc.config.child_config import is_parent
-from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML, STATUS_JSON
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML, STATUS_JSON, STOP
 from prime_hpc.runtime.backoff import Backoff
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, on_cluster, run_slurm
 from prime_hpc.slurm.jobs import JobInfo
@@ -29,7 +29,6 @@ from prime_hpc.store.tinker_files import adapters_root
 if TYPE_CHECKING:
     from prime_hpc.store.run_paths import RunPaths
 
-STOP = "STOP"
 POLL_S, LONGEST_POLL_S = 1.0, 10.0
 ASK_EVERY_S, LONGEST_ASK_S = 5.0, 30.0
 GONE_TIMEOUT_S = 120.0

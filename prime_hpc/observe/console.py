@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from loguru import logger
 
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import parse_row
 from prime_hpc.runtime.clock import AwakeClock
 
@@ -85,10 +86,10 @@ class Console:
         self._run_dir = run_dir
         self._max_steps = max_steps
         self._kind = kind
-        self._trainer = Tail(run_dir / "metrics" / "trainer.jsonl")
-        self._orchestrators = {"": Tail(run_dir / "metrics" / "orchestrator.jsonl")}
+        self._trainer = Tail(metrics_file(run_dir, "trainer"))
+        self._orchestrators = {"": Tail(metrics_file(run_dir, "orchestrator"))}
         """By the run's name; "": this run's own. Those of runs below it come with their first step."""
-        self._episodes = Tail(run_dir / "metrics" / f"{kind}.jsonl")
+        self._episodes = Tail(metrics_file(run_dir, kind))
         """Of a run without a trainer."""
         self._rollouts: dict[str, dict[int, dict[str, Any]]] = {}
         """By run and step."""
@@ -113,7 +114,7 @@ class Console:
         trained = [row for row in self._trainer.rows() if "time/step" in row]
         for run in {row["run"] for row in trained if "run" in row} - self._orchestrators.keys():
             # the whole file: what this step was trained on is in it already
-            self._orchestrators[run] = Tail(self._run_dir / run / "metrics" / "orchestrator.jsonl", whole=True)
+            self._orchestrators[run] = Tail(metrics_file(self._run_dir / run, "orchestrator"), whole=True)
         for run, tail in self._orchestrators.items():
             self._rollouts.setdefault(run, {}).update((r["step"], r) for r in tail.rows() if "reward/mean" in r)
         for row in trained:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from loguru import logger
 
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import read_metrics
 
 PICTURE = {"rl": "reward.png", "sft": "loss.png"}
@@ -20,7 +21,7 @@ def _series(rows: Iterable[dict[str, Any]], key: str) -> tuple[list[int], list[f
 
 def eval_series(run_dir: Path) -> dict[str, tuple[list[int], list[float]]]:
     """Held-out mean reward of each environment by policy version."""
-    rows = read_metrics(run_dir / "metrics" / "orchestrator.jsonl")
+    rows = read_metrics(metrics_file(run_dir, "orchestrator"))
     keys = sorted({k for row in rows for k in row if k.startswith("eval/") and k.endswith("/mean_reward")})
     return {key.split("/")[1]: _series(rows, key) for key in keys}
 
@@ -29,8 +30,8 @@ def write_report(run_dir: Path, name: str, kind: Literal["rl", "sft", "eval", "s
     """Draw the picture and return the summary's lines; a failure to draw is a warning, never an error."""
     if kind == "eval" or kind == "synthesize":
         return _evaluation(run_dir, name)
-    trainer = read_metrics(run_dir / "metrics" / "trainer.jsonl")
-    orchestrator = read_metrics(run_dir / "metrics" / "orchestrator.jsonl")
+    trainer = read_metrics(metrics_file(run_dir, "trainer"))
+    orchestrator = read_metrics(metrics_file(run_dir, "orchestrator"))
     if not trainer:
         return [f"{name}: no step was completed; logs are in {run_dir / 'logs' / 'latest'}"]
     lines = [f"{name}: {len({row['step'] for row in trainer if row['step']})} steps, run directory {run_dir}"]
@@ -85,7 +86,7 @@ def _eval_lines(run_dir: Path) -> list[str]:
 
 def _samples(run_dir: Path) -> list[str]:
     """One rollout of the first and one of the last step, of the same prompt where the evaluation has it."""
-    rows = read_metrics(run_dir / "metrics" / "samples.jsonl")
+    rows = read_metrics(metrics_file(run_dir, "samples"))
     evals = [row for row in rows if row.get("kind") == "eval"] or rows
     if not evals:
         return []

@@ -11,7 +11,7 @@ MOST_EPISODES = 8
 
 
 def explain(dispatcher: Dispatcher, weights: WeightSync, env_names: Sequence[str]) -> dict[str, Any]:
-    """Describe the episodes that run for the longest, and the servers. Called by another thread; changes nothing."""
+    """Describe the episodes that run for the longest, and the servers. Another thread may ask; nothing changes."""
     now = time.time()
     oldest = [
         {"env": env_names[source], "task": task, "server": server, "seconds": round(now - began, 1)}

@@ -8,6 +8,7 @@ from typing import Any
 
 from prime_hpc.config.run_files import RUN_YAML
 from prime_hpc.config.secret import anchored, hide
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.report.accounting import account, devices_of
 from prime_hpc.report.phases import ORCHESTRATOR, TRAINER, Phases, orchestrator_seconds, trainer_seconds
 from prime_hpc.report.series import Curves, Faults, number_of, read_lines
@@ -56,7 +57,7 @@ def read_hours(
         if trained is not None:
             trained.add(row)
         trainer.add(row, trainer_seconds(row))
-    for row in read_lines(path / "metrics" / "orchestrator.jsonl", served.faults if served is not None else Faults()):
+    for row in read_lines(metrics_file(path, "orchestrator"), served.faults if served is not None else Faults()):
         if served is not None:
             served.add(row)
         orchestrator.add(row, orchestrator_seconds(row))
@@ -67,7 +68,7 @@ def read_hours(
         devices_of(config, attempts),
         submitted=submitted if len(attempts) <= 1 else min(filter(None, [submitted, attempts[0].get("began")])),
         until=time.time() if is_under_way else 0.0,
-        ready=ready_times(path / "metrics" / "roles.jsonl"),
+        ready=ready_times(metrics_file(path, "roles")),
         lives=lives,
     )
     return RunHours(spent, trainer, orchestrator, submitted)
@@ -75,8 +76,8 @@ def read_hours(
 
 def _trainer_rows(path: Path, faults: Faults) -> Iterator[dict[str, Any]]:
     """Rows of the run's trainer; of a run below one whose trainer trains many, those that the parent wrote of it."""
-    own = path / "metrics" / "trainer.jsonl"
-    parent = path.parent / "metrics" / "trainer.jsonl"
+    own = metrics_file(path, "trainer")
+    parent = metrics_file(path.parent, "trainer")
     if own.exists() or not (path.parent / RUN_YAML).exists() or not parent.exists():
         yield from read_lines(own, faults)
         return

@@ -9,6 +9,7 @@ from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON
 from prime_hpc.config.secret import MASK, Secret
 from prime_hpc.launch.monitor.diff import flatten
 from prime_hpc.launch.monitor.run_facts import RunStatus
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.report.accounting import charged_hours
 from prime_hpc.report.phases import Phases
 from prime_hpc.report.rollouts import Chosen, choose_rollouts
@@ -106,7 +107,7 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
         "origin": origin,
         "lanes": {
             "job": job_lanes(spent, attempts, origin),
-            "roles": role_lanes(path / "metrics" / "roles.jsonl", spent, origin),
+            "roles": role_lanes(metrics_file(path, "roles"), spent, origin),
             "trainer": trainer.lane(origin, limits.blocks),
             "orchestrator": orchestrator.lane(origin, limits.blocks),
         },

@@ -10,21 +10,24 @@ import uuid
 from pathlib import Path
 
 
-def write_atomic(path: Path, data: str | bytes, *, sync: bool = True, sync_name: bool = False) -> None:
-    """Replace a small file. The umask says who may read it.
+def write_atomic(
+    path: Path, data: str | bytes, *, sync: bool = True, sync_name: bool = False, mode: int = 0o666
+) -> None:
+    """Replace a small file.
 
     Args:
         path: the file; its directory exists.
         data: its new content; text becomes UTF-8.
         sync: False where losing the change on a power cut costs nothing.
         sync_name: the new name, too, is on the disk when this returns.
+        mode: who may read it, as far as the umask lets them.
 
     Raises:
         OSError: the disk is full, or the directory is not writable; the old content is still there.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()

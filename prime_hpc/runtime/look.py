@@ -1,8 +1,8 @@
 """Look at the processes of a run on this node, without their help: states, CPU, their own words, their stacks.
 
 Nothing here opens a file outside of /proc, or a part of /proc that waits for the process (its command line and its
-environment do, where it hangs in its memory). See `prime_hpc.runtime.activity` for the words. Called by the supervisor
-and its agents when a step stands still, and by `prime-hpc why`.
+environment do, where it hangs in its memory). See `prime_hpc.runtime.activity` for the words. The supervisor
+and its agents look when a step stands still, and so does `prime-hpc why`.
 """
 
 import contextlib

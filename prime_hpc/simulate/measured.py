@@ -11,6 +11,7 @@ from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.snapshot import read_experiment
 from prime_hpc.launch.monitor.run_progress import tail_rows
 from prime_hpc.observe.bench import NUM_WARM, read_report
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.report.series import number_of
 from prime_hpc.simulate.setting import Setting, setting_of
 from prime_hpc.store.run_dirs import read_json, read_rows
@@ -105,7 +106,7 @@ def read_measured(path: Path, name: str) -> Measured:
 
 
 def _rows(path: Path, role: str) -> list[dict[str, Any]]:
-    return tail_rows(path / "metrics" / f"{role}.jsonl", TAIL_BYTES)
+    return tail_rows(metrics_file(path, role), TAIL_BYTES)
 
 
 def _bench_rows(report: Mapping[str, Any] | None) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_hpc.config import ConfigError, Experiment
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.simulate.calibration import Calibration, Missing, calibrate, differences
 from prime_hpc.simulate.measured import Measured, read_measured
 from prime_hpc.simulate.predict import check, predict_step
@@ -108,6 +109,6 @@ def _like(experiment: Experiment) -> Iterable[Measured]:
 def _written(path: Path) -> float:
     """Return when the run's trainer last said something, epoch seconds; 0: never."""
     try:
-        return (path / "metrics" / "trainer.jsonl").stat().st_mtime
+        return (metrics_file(path, "trainer")).stat().st_mtime
     except OSError:
         return 0.0

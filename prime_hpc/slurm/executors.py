@@ -103,7 +103,7 @@ def state_of_forgotten(job_id: str, run_dir: Path | None) -> str:
     return _OUTCOMES.get(str(rows[-1].get("outcome")), "FAILED")
 
 
-class RunPaths(utils.JobPaths):
+class SubmittedPaths(utils.JobPaths):
     """submitit's paths, with the log where ours is: `<run_dir>/logs/slurm-<job id>.out`."""
 
     log: Path | None = None
@@ -135,7 +135,7 @@ class RunJob(slurm.SlurmJob[Any]):
             log: where the job's log is if not in `<run_dir>/logs`.
         """
         super().__init__(folder, job_id, tasks)
-        self._paths = RunPaths(folder, job_id=job_id, task_id=0)
+        self._paths = SubmittedPaths(folder, job_id=job_id, task_id=0)
         self._paths.log = log
         self.watcher.run_dirs[job_id] = Path(folder).parent.parent
 

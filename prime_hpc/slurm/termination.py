@@ -16,7 +16,7 @@ from prime_hpc.slurm.allocation import parse_end_time
 from prime_hpc.slurm.client import SlurmError, run_slurm
 from prime_hpc.slurm.hostlist import compress_hosts
 
-ASK_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 5.0
 LIMIT_SLACK_S = 15.0
 """Slurm ends a job up to so long after (and its clock may be so far before) the time limit."""
 _CANCELLED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT [^\s*]+(.*?) \*\*\*")
@@ -78,7 +78,7 @@ def parse_words(added: str) -> str | None:
 def granted_until(job_id: str) -> float | None:
     """EndTime of the running job: a preemption with grace moves it. None where it is unknown or the job is ending."""
     try:
-        text = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=ASK_TIMEOUT_S)
+        text = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=END_TIMEOUT_S)
     except SlurmError as error:
         logger.debug(f"the job's end is unknown: {error}")
         return None
@@ -99,9 +99,9 @@ def why_terminated(
         words: of slurmstepd in the job's log (`JobLog.words`).
     """
     try:
-        job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=ASK_TIMEOUT_S)
+        job = run_slurm(["scontrol", "show", "job", "--oneliner", job_id], timeout_s=END_TIMEOUT_S)
         partition = field(job, "Partition")
-        preempts = run_slurm(["scontrol", "show", "partition", "--oneliner", partition], timeout_s=ASK_TIMEOUT_S)
+        preempts = run_slurm(["scontrol", "show", "partition", "--oneliner", partition], timeout_s=END_TIMEOUT_S)
     except SlurmError as error:
         return Verdict("requeued", f"ended by Slurm (SIGTERM), which does not say why: {error}", False)
     logger.debug(f"SIGTERM; Slurm says: {job.strip()}")
@@ -171,7 +171,7 @@ def lost_hosts(hosts: Sequence[str], since: float, *, silent_end: bool = False) 
         return []
     command = ["scontrol", "show", "node", "--oneliner", compress_hosts(sorted(set(hosts)))]
     try:
-        text = run_slurm(command, timeout_s=ASK_TIMEOUT_S)
+        text = run_slurm(command, timeout_s=END_TIMEOUT_S)
     except SlurmError as error:
         logger.debug(f"the state of {', '.join(hosts)} is unknown: {error}")
         return []

@@ -7,11 +7,10 @@ import time
 from loguru import logger
 
 from prime_hpc.slurm.allocation import parse_end_time
-from prime_hpc.slurm.client import SlurmError, run_slurm
+from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
 from prime_hpc.slurm.termination import field
 
 LOOK_S = 150.0
-ASK_TIMEOUT_S = 20.0
 SLACK_S = 10.0
 """Slurm's own rounding of an end."""
 

@@ -18,7 +18,6 @@ from prime_hpc.store.io import files
 
 PREFIX = "run_"
 STATE = "state.json"
-STOP = "STOP"
 """In a child's directory: save and end it."""
 _NAME = re.compile(r"run_[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.io import files
 
@@ -97,7 +98,7 @@ class RunPaths:
 
     def metrics(self, role: str) -> Path:
         """Metrics file of one role, one JSON object a line."""
-        return self.root / "metrics" / f"{role}.jsonl"
+        return metrics_file(self.root, role)
 
     def rollouts_step(self, step: int) -> Path:
         """Directory of batch `step`."""

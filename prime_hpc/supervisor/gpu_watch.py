@@ -15,6 +15,7 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import number_of
 from prime_hpc.runtime.gpu_use import EVERY_S, gpu_use, has_program
 
@@ -41,7 +42,7 @@ class GpuWatch:
     """Keeps what was sampled last, from `start` to `close`."""
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
-        self._file, self._attempt = run_dir / "metrics" / "gpus.jsonl", attempt
+        self._file, self._attempt = metrics_file(run_dir, "gpus"), attempt
         self._nodes: dict[str, tuple[float, Sample]] = {}
         self._over = threading.Event()
         self._has_complained = False

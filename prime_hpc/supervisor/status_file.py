@@ -13,6 +13,7 @@ from typing import Any
 from loguru import logger
 
 from prime_hpc.config.run_files import STATUS_JSON
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.store.errors import StoreError
 from prime_hpc.store.io import files
 
@@ -27,7 +28,7 @@ class LiveStatus:
         self._constant = {**constant, "host": socket.gethostname(), "pid": os.getpid()}
         self._next = 0.0
         self._warned = False
-        self._changes = run_dir / "metrics" / "roles.jsonl"
+        self._changes = metrics_file(run_dir, "roles")
         self._states: dict[str, str] = {}
 
     def write(self, *, now: bool = False, **values: Any) -> None:

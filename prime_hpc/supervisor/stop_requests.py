@@ -12,13 +12,13 @@ from types import FrameType
 
 from loguru import logger
 
+from prime_hpc.config.run_files import SAVE, STOP
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.termination import JobLog, granted_until, why_terminated
 from prime_hpc.slurm.time_limit import TimeLimit
 from prime_hpc.store.io import files
 from prime_hpc.supervisor.stalls.collect import WHY
 
-SAVE, STOP = "SAVE", "STOP"
 LOOK_S = 2.0
 SAVE_BUDGET_S = 600.0
 """Longest wait for a save that nothing else limits."""

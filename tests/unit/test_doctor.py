@@ -15,7 +15,7 @@ from prime_hpc.launch.doctor.advice import advise
 from prime_hpc.launch.doctor.doctor import check_caches, check_shared_memory, check_slurm, check_wandb, unmet
 from prime_hpc.launch.doctor.filesystem import GIB, Measured, Visibility, measure
 from prime_hpc.launch.doctor.finding import Finding
-from prime_hpc.launch.doctor.fs_view import RemoteView, View, ViewLost
+from prime_hpc.launch.doctor.fs_view import FolderView, RemoteView, ViewLost
 from prime_hpc.store.io.lustre import mount_of, parse_lfs_df
 
 LFS_DF = """UUID                   1K-blocks        Used   Available Use% Mounted on
@@ -110,7 +110,7 @@ def test_the_wandb_key_is_never_shown() -> None:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Measured, list[Path]]:
     folder = tmp_path_factory.mktemp("measured")
-    found = measure(folder, lambda name: View(folder / name), budget=0.0)
+    found = measure(folder, lambda name: FolderView(folder / name), budget=0.0)
     return found, list(folder.iterdir())
 
 
@@ -133,7 +133,7 @@ def test_the_same_mount_sees_everything_at_once(measured: tuple[Measured, list[P
 
 def test_another_directory_is_no_second_view(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    found = measure(tmp_path / "a", lambda name: View(tmp_path / "b" / name), budget=0.05, watch_s=0.4)
+    found = measure(tmp_path / "a", lambda name: FolderView(tmp_path / "b" / name), budget=0.05, watch_s=0.4)
     assert found.visibility is not None and "another directory" in found.visibility.problem
     assert states(advise(found))[f"seen from {found.visibility.other}"] == "fail"
 
@@ -174,7 +174,7 @@ def test_two_mounts_with_cached_misses(tmp_path: Path) -> None:
             if done.returncode != 0:
                 pytest.skip(f"FUSE cannot be had here: {done.stderr.decode().strip()}")
             mounted.append(folder)
-        seen = measure(one, lambda name: View(two / name), budget=0.1).visibility
+        seen = measure(one, lambda name: FolderView(two / name), budget=0.1).visibility
     finally:
         for folder in mounted:
             subprocess.run(["umount", folder], timeout=280, check=True)

@@ -159,7 +159,8 @@ def test_the_nodes_of_an_engine_group_are_a_head_and_headless_ones() -> None:
     head, rest = order.commands
     stated = dict(pairwise(head))
     assert (stated["--data-parallel-size"], stated["--data-parallel-size-local"]) == ("16", "8")
-    assert "--data-parallel-rpc-port" in head and "--headless" not in head
+    assert (stated["--data-parallel-rpc-port"], stated["--data-parallel-address"]) == ("31001", "10.0.0.1")
+    assert "--headless" not in head
     assert "--headless" in rest and rest[rest.index("--data-parallel-start-rank") + 1] == "8"
 
 

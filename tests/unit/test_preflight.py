@@ -177,12 +177,12 @@ def test_recent_hardware_xids_only() -> None:
 # ---- the judge of the all-reduce
 
 
-def judged(nodes: dict[str, dict[str, Any]], silent: Sequence[str] = ()) -> preflight_allreduce.Outcome:
+def judged(nodes: dict[str, dict[str, Any]], silent: Sequence[str] = ()) -> preflight_allreduce.AllreduceOutcome:
     states = {host: preflight_allreduce._Node(**state) for host, state in nodes.items()}
     return preflight_allreduce.judge(states, {}, list(silent), False)
 
 
-def named(outcome: preflight_allreduce.Outcome) -> set[str]:
+def named(outcome: preflight_allreduce.AllreduceOutcome) -> set[str]:
     return {host for host, found in outcome.nodes.items() if found.problems}
 
 

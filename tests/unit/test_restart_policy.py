@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_hpc.config.run_files import SAVE, STOP
 from prime_hpc.config.sections.slurm import RestartConfig, SiteConfig, SlurmConfig
 from prime_hpc.slurm import time_limit
 from prime_hpc.slurm.allocation import Allocation, parse_end_time, read_allocation
@@ -14,7 +15,7 @@ from prime_hpc.slurm.options import resolve_mode
 from prime_hpc.slurm.termination import JobLog, parse_termination
 from prime_hpc.slurm.time_limit import TimeLimit
 from prime_hpc.supervisor.attempt.restart_policy import attempts_without_progress, decide
-from prime_hpc.supervisor.stop_requests import SAVE, STOP, Controls
+from prime_hpc.supervisor.stop_requests import Controls
 
 JOB = (
     "JobId=15 JobName=x Priority=4294901745 JobState={state} Reason={reason} Dependency=(null) Requeue=1 "

@@ -8,7 +8,7 @@ import pytest
 from prime_hpc.config import ConfigError
 from prime_hpc.launch.monitor.run_facts import RunStatus
 from prime_hpc.launch.sweep.plot import draw
-from prime_hpc.launch.sweep.progress import View
+from prime_hpc.launch.sweep.progress import PointView
 from prime_hpc.launch.sweep.results import Metric, choose_metric, collect_results, over_seeds, read_series
 from prime_hpc.launch.sweep.spec import SweepFile
 from prime_hpc.launch.sweep.state import PointRow, Sweep
@@ -38,7 +38,7 @@ def rewards(*values: float | str) -> list[dict]:
 def results(sweep: Sweep, metric: Metric = REWARD, **options: bool) -> list:
     return collect_results(
         sweep,
-        [View(row, "running", RunStatus(row.name, str(sweep.dir / row.name), "running")) for row in sweep.rows],
+        [PointView(row, "running", RunStatus(row.name, str(sweep.dir / row.name), "running")) for row in sweep.rows],
         metric,
         **options,
     )

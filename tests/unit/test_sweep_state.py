@@ -9,7 +9,7 @@ import pytest
 from prime_hpc.config import ConfigError, load_run, write_snapshot
 from prime_hpc.config.snapshot import share
 from prime_hpc.launch.monitor.run_facts import Queue
-from prime_hpc.launch.sweep.progress import View, counted, look
+from prime_hpc.launch.sweep.progress import PointView, counted, look
 from prime_hpc.launch.sweep.resolve import Point, load_base, resolve_points
 from prime_hpc.launch.sweep.state import (
     Sweep,
@@ -174,7 +174,7 @@ def put_run(sweep: Sweep, name: str, *, record: dict | None = None, attempts: li
     (run_dir / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def views(sweep: Sweep) -> dict[str, View]:
+def views(sweep: Sweep) -> dict[str, PointView]:
     return {view.row.name: view for view in look(sweep, ask=lambda wanted, by_token: Queue())}
 
 

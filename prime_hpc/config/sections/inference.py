@@ -113,7 +113,7 @@ class InferenceConfig(Section):
 
     @property
     def engines_together(self) -> Literal["servers", "engine_group"]:
-        """What `across_nodes: auto` means: expert parallelism spans all engines of a data-parallel group."""
+        """Return the meaning of `across_nodes: auto`: expert parallelism spans all engines of a data-parallel group."""
         return "engine_group" if self.vllm.get("enable_expert_parallel") else "servers"
 
     @property

@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """How a program ended."""
 
     passed: bool
@@ -51,12 +51,12 @@ class Outcome:
     without_network: bool
 
 
-async def run_program(program: str, limits: Limits, *, stdin: str = "", may_exit: bool = False) -> Outcome:
+async def run_program(program: str, limits: Limits, *, stdin: str = "", may_exit: bool = False) -> ProgramOutcome:
     """`run_program_here` on a thread that waits for it."""
     return await asyncio.to_thread(run_program_here, program, limits, stdin=stdin, may_exit=may_exit)
 
 
-def run_program_here(program: str, limits: Limits, *, stdin: str = "", may_exit: bool = False) -> Outcome:
+def run_program_here(program: str, limits: Limits, *, stdin: str = "", may_exit: bool = False) -> ProgramOutcome:
     """Run a Python program to its end or its limit.
 
     It has passed only if the child says so with a word that it alone was told: a program that ends the process by
@@ -105,15 +105,15 @@ def run_program_here(program: str, limits: Limits, *, stdin: str = "", may_exit:
         with out_path.open("rb") as file:
             output = file.read(MOST_OUTPUT).decode(errors="replace")
     if timed_out or child.returncode in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
-        return Outcome(False, "timed out", output, False)
+        return ProgramOutcome(False, "timed out", output, False)
     if child.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM) and is_led():
         time.sleep(WARNED_WITHIN_S)
     if is_led() and not said.endswith(" passed") and was_warned_since(began):
         raise RuntimeError("Slurm's warning (SIGTERM to the whole job) came while a program ran")
     if said.startswith(word):
         flag, _, reason = said.removeprefix(word).partition(" ")
-        return Outcome(reason == "passed", reason, output, flag == "0")
-    return Outcome(False, f"failed: it ended by itself (exit code {child.returncode})", output, False)
+        return ProgramOutcome(reason == "passed", reason, output, flag == "0")
+    return ProgramOutcome(False, f"failed: it ended by itself (exit code {child.returncode})", output, False)
 
 
 def _read(pipe: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from prime_hpc.envs.benchmarks.registry import BENCHMARKS, Benchmark, fetch_command, folder
 from prime_hpc.envs.errors import EnvError
+from prime_hpc.runtime.atomic_write import write_atomic
 
 HUB_TIMEOUT_S = 10.0
 
@@ -41,11 +42,7 @@ def fetch(name: str, to: Path) -> Path:
         )
     to.mkdir(parents=True, exist_ok=True)
     path = to / f"{name}.jsonl"
-    partial = path.with_suffix(".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-    partial.replace(path)
+    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
     return path
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.errors import SandboxError
 
-from prime_hpc.envs.benchmarks.execute import GRACE_S, Limits, Outcome, run_program
+from prime_hpc.envs.benchmarks.execute import GRACE_S, Limits, ProgramOutcome, run_program
 from prime_hpc.envs.benchmarks.programs import (
     IMPORTS,
     Case,
@@ -36,7 +36,7 @@ CONTEST = (
 )
 
 
-Runner = Callable[..., Awaitable[Outcome]]
+Runner = Callable[..., Awaitable[ProgramOutcome]]
 """Runs a Python program: `(program, *, stdin="", may_exit=False)`."""
 
 
@@ -77,21 +77,21 @@ class CodeTask(vf.Task[CodeData]):
         if not isinstance(runtime, SandboxRuntime):
             raise SandboxError("the program was to be run in a sandbox, and the episode has none")
 
-        async def run(program: str, *, stdin: str = "", may_exit: bool = False) -> Outcome:
+        async def run(program: str, *, stdin: str = "", may_exit: bool = False) -> ProgramOutcome:
             given = stdin.encode(errors="surrogatepass")
             how: dict[str, Any] = {"may_exit": may_exit, "wall_s": seconds + GRACE_S, "cpu_s": seconds}
             ended = await runtime.command(program=program, given=given, **how)
             output = ended.stdout.decode(errors="replace")
-            return Outcome(ended.verdict == "passed", explain(ended), output, not runtime.has_network)
+            return ProgramOutcome(ended.verdict == "passed", explain(ended), output, not runtime.has_network)
 
         return run
 
 
-async def _contest(problem: dict[str, Any], code: str, run: Runner) -> Outcome:
+async def _contest(problem: dict[str, Any], code: str, run: Runner) -> ProgramOutcome:
     """Every test of a contest problem, until one fails."""
     cases = cases_of(problem)
     calls = [case for case in cases if case.functional]
-    outcome = Outcome(False, "failed: no tests", "", False)
+    outcome = ProgramOutcome(False, "failed: no tests", "", False)
     if calls:
         outcome = await run(functional_program(code, method_of(problem), calls))
         if not outcome.passed:
@@ -104,10 +104,10 @@ async def _contest(problem: dict[str, Any], code: str, run: Runner) -> Outcome:
     return outcome
 
 
-async def _answers(code: str, case: Case, run: Runner) -> Outcome:
+async def _answers(code: str, case: Case, run: Runner) -> ProgramOutcome:
     outcome = await run(IMPORTS + code, stdin=case.given, may_exit=True)
     if outcome.passed and not same_output(outcome.output, case.expected):
-        return Outcome(False, "failed: another output", outcome.output, outcome.without_network)
+        return ProgramOutcome(False, "failed: another output", outcome.output, outcome.without_network)
     return outcome
 
 

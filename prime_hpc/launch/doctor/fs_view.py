@@ -24,7 +24,7 @@ class ViewLost(RuntimeError):
     """The other node's process gave no answer."""
 
 
-class View:
+class FolderView:
     """A directory through one mount. Names are plain file names in it."""
 
     def __init__(self, folder: Path) -> None:
@@ -92,7 +92,7 @@ class View:
         self._locks.clear()
 
 
-class RemoteView(View):
+class RemoteView(FolderView):
     """The same on another node: the questions go to a process there."""
 
     def __init__(self, command: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
@@ -146,7 +146,7 @@ class RemoteView(View):
 
 def serve(folder: Path) -> None:
     """Answer questions about a directory until standard input ends."""
-    view = View(folder)
+    view = FolderView(folder)
     for line in sys.stdin:
         operation, name, text = json.loads(line)
         sys.stdout.write(MARK + json.dumps(view.ask(operation, name, text)) + "\n")

@@ -11,6 +11,7 @@ from typing import Any
 from prime_hpc.config import Experiment
 from prime_hpc.launch.estimate.memory import GIB, ModelFacts, checkpoint_gib
 from prime_hpc.launch.monitor.run_progress import tail_rows
+from prime_hpc.observe.metric_files import metrics_file
 
 ASSUMED_STEP_S = 60.0
 ASSUMED_SAVE_S = 60.0
@@ -44,7 +45,7 @@ def pace(experiment: Experiment, facts: ModelFacts | None, trainer_nodes: int = 
         facts: of the model, where they are known.
         trainer_nodes: nodes that write together.
     """
-    rows = tail_rows(experiment.run_dir / "metrics" / "trainer.jsonl")
+    rows = tail_rows(metrics_file(experiment.run_dir, "trainer"))
     steps = [float(row["time/step"]) for row in rows[-_LAST:] if isinstance(row.get("time/step"), int | float)]
     stalls = [seconds for seconds in _seconds(rows, "time/checkpoint") if seconds > 0]
     saves, stalls = _seconds(rows, "ckpt/write_s") or stalls, _seconds(rows, "ckpt/stall_s") or stalls

@@ -13,6 +13,7 @@ from prime_hpc.config.errors import ConfigError
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.secret import Secret, anchored, hide
 from prime_hpc.observe.bench import read_figures
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.store.run_dirs import read_json, read_rows
 
 _OF_THE_DIRECTORY = ("name", "output_dir")
@@ -101,8 +102,8 @@ def run_figures(run: Path) -> dict[str, float | None]:
     trainer and engines, staleness; attempts, hours, and the share of the time from the first start to the last end in
     which the trainer trained.
     """
-    trainer = list(by_step(run / "metrics" / "trainer.jsonl", "time/step").values())
-    rollouts = list(by_step(run / "metrics" / "orchestrator.jsonl", "reward/mean").values())
+    trainer = list(by_step(metrics_file(run, "trainer"), "time/step").values())
+    rollouts = list(by_step(metrics_file(run, "orchestrator"), "reward/mean").values())
     figures: dict[str, float | None] = {"steps": float(len(trainer))}
     figures["reward (last step)"] = _last(rollouts, "reward/mean")
     figures["reward (mean of last 10)"] = _mean(_values(rollouts[-10:], "reward/mean"))
@@ -137,7 +138,7 @@ def by_step(path: Path, key: str) -> dict[int, dict[str, Any]]:
 
 def _evaluations(run: Path) -> dict[str, float | None]:
     rows: dict[str, dict[int, float]] = {}
-    for line in _lines(run / "metrics" / "orchestrator.jsonl"):
+    for line in _lines(metrics_file(run, "orchestrator")):
         for key, value in line.items():
             if key.startswith("eval/") and key.endswith("/mean_reward") and _is_number(value):
                 rows.setdefault(key.split("/")[1], {})[int(line.get("step") or 0)] = float(value)

@@ -8,6 +8,7 @@ from typing import Any
 
 from prime_hpc.config.run_files import RUN_YAML, TINKER_URL
 from prime_hpc.launch.monitor.run_facts import Evidence, RunStatus, integer, number
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import number_of, parse_row
 
 _TAIL_BYTES = 96_000
@@ -41,8 +42,8 @@ def _trains_many(path: Path) -> bool:
 
 
 def _from_metrics(status: RunStatus, path: Path) -> None:
-    rewards = _values(tail_rows(path / "metrics" / "orchestrator.jsonl"), "reward/mean")
-    trained = tail_rows(path / "metrics" / "trainer.jsonl")
+    rewards = _values(tail_rows(metrics_file(path, "orchestrator")), "reward/mean")
+    trained = tail_rows(metrics_file(path, "trainer"))
     series = rewards or ([] if status.runs else _values(trained, "loss"))  # of many runs: each has its own
     if series:
         status.figure, status.value, status.trend = "reward" if rewards else "loss", series[-1], series[-40:]
@@ -127,7 +128,7 @@ def log_paths(path: Path, attempt: int | None) -> dict[str, str]:
 
 def last_row_time(path: Path) -> float | None:
     """When the trainer last finished a step, epoch seconds."""
-    rows = tail_rows(path / "metrics" / "trainer.jsonl", 8_000)
+    rows = tail_rows(metrics_file(path, "trainer"), 8_000)
     return number(rows[-1].get("time")) if rows else None
 
 

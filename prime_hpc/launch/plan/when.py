@@ -19,6 +19,7 @@ from prime_hpc.launch.evaluation import for_evaluation
 from prime_hpc.launch.lint.lint import lint
 from prime_hpc.launch.monitor.run_progress import tail_rows
 from prime_hpc.launch.submission import uses_slurm
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.table import align
 from prime_hpc.slurm.client import ASK_TIMEOUT_S
 from prime_hpc.slurm.queue import Submission, render_submission
@@ -250,7 +251,7 @@ def _returns(experiment: Experiment, site: SiteConfig, made: Submission, run_s: 
 def _measured(experiment: Experiment) -> tuple[float | None, int]:
     """Return the median of the last steps in the run directory, if they were made in this shape, and the steps that
     need not be made again."""
-    rows = tail_rows(experiment.run_dir / "metrics" / "trainer.jsonl")
+    rows = tail_rows(metrics_file(experiment.run_dir, "trainer"))
     times = [float(row["time/step"]) for row in rows[-_LAST:] if isinstance(row.get("time/step"), int | float)]
     if not times:
         return None, 0

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from prime_hpc.config.errors import Problem
+from prime_hpc.config.run_files import STOP
 from prime_hpc.launch.monitor.status import PatientAsk
-from prime_hpc.launch.stop_resume import GONE_TIMEOUT_S, STOP
-from prime_hpc.launch.sweep.progress import View, ask_strictly, look
+from prime_hpc.launch.stop_resume import GONE_TIMEOUT_S
+from prime_hpc.launch.sweep.progress import PointView, ask_strictly, look
 from prime_hpc.launch.sweep.state import Sweep, new_submit, read_sweep
 from prime_hpc.runtime.backoff import Backoff
 from prime_hpc.slurm.client import ASK_TIMEOUT_S, SlurmError, run_slurm
@@ -106,7 +107,7 @@ def _cancel_here(sweep: Sweep, *, save: bool, timeout_s: float, say: Say) -> Can
     return _counted(sweep, before, waiting=0, left=left)
 
 
-def _end(sweep: Sweep, live: Sequence[View], *, save: bool, timeout_s: float, say: Say) -> Cancelled:
+def _end(sweep: Sweep, live: Sequence[PointView], *, save: bool, timeout_s: float, say: Say) -> Cancelled:
     infos = _jobs_of(sweep, live)
     pending = [info for info in infos if info.is_pending]
     _scancel(pending)  # first: nothing new begins meanwhile, no successor takes over
@@ -130,7 +131,7 @@ def _end(sweep: Sweep, live: Sequence[View], *, save: bool, timeout_s: float, sa
     return _counted(sweep, running, waiting=len(live) - len(running), left=left)
 
 
-def _wait(sweep: Sweep, views: Sequence[View], timeout_s: float, ask: PatientAsk) -> list[View]:
+def _wait(sweep: Sweep, views: Sequence[PointView], timeout_s: float, ask: PatientAsk) -> list[PointView]:
     """Wait until none of these points is under way; returns those that still are."""
     wanted = {view.row.index for view in views}
     began, pause = time.monotonic(), Backoff(POLL_S, LONGEST_POLL_S)
@@ -141,7 +142,7 @@ def _wait(sweep: Sweep, views: Sequence[View], timeout_s: float, ask: PatientAsk
         time.sleep(pause.next())
 
 
-def _counted(sweep: Sweep, running: Sequence[View], *, waiting: int, left: Sequence[View]) -> Cancelled:
+def _counted(sweep: Sweep, running: Sequence[PointView], *, waiting: int, left: Sequence[PointView]) -> Cancelled:
     """Sort the points that ran by how they ended."""
     names = [view.row.name for view in left]
     wanted = {view.row.index for view in running} - {view.row.index for view in left}
@@ -150,7 +151,7 @@ def _counted(sweep: Sweep, running: Sequence[View], *, waiting: int, left: Seque
     return Cancelled(waiting, saved, len(now) - saved, names)
 
 
-def _jobs_of(sweep: Sweep, views: Sequence[View]) -> list[JobInfo]:
+def _jobs_of(sweep: Sweep, views: Sequence[PointView]) -> list[JobInfo]:
     """Return the jobs of these points and their successors, if they carry a token of theirs. Raises SlurmError."""
     records = [read_record(sweep.run_dir(view.row)) or {} for view in views]
     ids = {str(i) for record in records for i in (record.get("job_id"), record.get("successor")) if i}

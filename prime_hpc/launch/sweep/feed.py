@@ -12,7 +12,7 @@ from typing import Any
 from prime_hpc.config.errors import ConfigError, Problem
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.launch.sweep.prepare import Job
-from prime_hpc.launch.sweep.progress import RERUN, View
+from prime_hpc.launch.sweep.progress import RERUN, PointView
 from prime_hpc.launch.sweep.queue import NOT_TRIED
 from prime_hpc.launch.sweep.resolve import Base
 from prime_hpc.launch.sweep.spec import SweepFile
@@ -62,7 +62,7 @@ class Feed:
     _read: float = float("-inf")
     _names: tuple[SiteConfig, str | None, str | None] | None = None
 
-    def take(self, sweep: Sweep, jobs: Sequence[Job], views: Sequence[View], site: SiteConfig) -> list[Job]:
+    def take(self, sweep: Sweep, jobs: Sequence[Job], views: Sequence[PointView], site: SiteConfig) -> list[Job]:
         """Return the points that are sent in this round, in order.
 
         Args:
@@ -130,7 +130,7 @@ class Feed:
         except SlurmError:
             return False
 
-    def _to_come(self, sweep: Sweep, job: Job, under_way: Sequence[View], site: SiteConfig) -> int:
+    def _to_come(self, sweep: Sweep, job: Job, under_way: Sequence[PointView], site: SiteConfig) -> int:
         """Slots of successors that jobs under way have not queued yet."""
         slots, _ = _slots(job, site)
         own = len(place_slurm(job.experiment, site).components)

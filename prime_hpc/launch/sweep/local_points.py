@@ -1,24 +1,20 @@
 """A sweep without Slurm: its points as local jobs, so many at a time, in the foreground."""
 
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from prime_hpc.config.run_files import ATTEMPTS_JSONL
+from prime_hpc.config.run_files import ATTEMPTS_JSONL, STOP
 from prime_hpc.config.secret import masked_command
-from prime_hpc.launch.job import local_job
-from prime_hpc.launch.local import changed_by_submitit, end_local
-from prime_hpc.launch.stop_resume import STOP
+from prime_hpc.launch.local import end_local, start_job
 from prime_hpc.launch.sweep.state import PointRow, Sweep, new_submit
 from prime_hpc.slurm.submission_record import open_record, write_record
 from prime_hpc.store.attempts import read_attempts
 
 POLL_S = 0.5
 END_TIMEOUT_S = 60.0
-_NO_LIMIT_MIN = 60 * 24 * 365
 
 
 def run_here(sweep: Sweep, rows: Sequence[PointRow], throttle: int) -> int:
@@ -66,23 +62,13 @@ def _say(text: str) -> None:
 
 def _start(sweep: Sweep, row: PointRow) -> Any:
     """Start a point as a local job of submitit's."""
-    import submitit
-
     run_dir = sweep.run_dir(row)
     submit = new_submit("local", [row.index])
     sweep.record(submit)
     open_record(
         run_dir, token=submit.token, state="local", command=masked_command(sys.argv), layout="local", cluster=None
     )
-    executor = submitit.LocalExecutor(folder=run_dir / "logs" / "submitit")
-    # submitit's local jobs end after `timeout_min`: ours have no limit
-    executor.update_parameters(timeout_min=_NO_LIMIT_MIN, stderr_to_stdout=True)
-    # inherited by submitit's controller, which would kill the supervisor at once on the terminal's Ctrl-C; we end it
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        job = executor.submit(local_job, str(run_dir), changed_by_submitit())
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    job = start_job(run_dir)
     write_record(run_dir, job_id=str(job.job_id))
     sweep.update(submit, state="sent", job_id=str(job.job_id))
     return job

@@ -21,7 +21,7 @@ RESUME = (*RERUN, "stopped")
 
 
 @dataclass
-class View:
+class PointView:
     """One point, now."""
 
     row: PointRow
@@ -49,7 +49,7 @@ class View:
         }
 
 
-def look(sweep: Sweep, *, ask: Ask = ask_slurm) -> list[View]:
+def look(sweep: Sweep, *, ask: Ask = ask_slurm) -> list[PointView]:
     """Every current point, in the order of their indices. Slurm is asked once."""
     rows = sweep.current
     statuses, _ = collect((sweep.run_dir(row) for row in rows), sweep.dir, ask=ask)
@@ -60,7 +60,7 @@ def look(sweep: Sweep, *, ask: Ask = ask_slurm) -> list[View]:
     for row in rows:
         status = by_path[str(sweep.run_dir(row))]
         state, note = _state(row, status, sent.get(row.index), cancelled.get(row.index))
-        views.append(View(row, state, status, note))
+        views.append(PointView(row, state, status, note))
     return views
 
 
@@ -101,13 +101,13 @@ def ask_strictly(wanted: set[str], by_token: bool) -> Queue:
     return queue
 
 
-def counted(views: "Iterable[View]") -> str:
+def counted(views: "Iterable[PointView]") -> str:
     """`2 running, 4 pending`: how many are in each state, in the order of a run."""
     counts = Counter(view.state for view in views)
     order = ("invalid", "missing", *UNDER_WAY, "completed", "stopped", "failed", "lost")
     return ", ".join(f"{counts[state]} {state}" for state in order if counts[state])
 
 
-def run_dirs(sweep: Sweep, views: "Iterable[View]") -> list[Path]:
+def run_dirs(sweep: Sweep, views: "Iterable[PointView]") -> list[Path]:
     """Run directories of these points."""
     return [sweep.run_dir(view.row) for view in views]

@@ -18,7 +18,7 @@ from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.config.site import cluster_name, has_accounting
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.sweep.prepare import Job
-from prime_hpc.launch.sweep.progress import View
+from prime_hpc.launch.sweep.progress import PointView
 from prime_hpc.launch.sweep.state import SubmitRow, Sweep, log_name, new_submit, write_text
 from prime_hpc.slurm.client import SlurmError
 from prime_hpc.slurm.executors import PackedSlurmExecutor
@@ -84,7 +84,7 @@ class Part:
 def plan_parts(
     sweep: Sweep,
     jobs: Sequence[Job],
-    views: Sequence[View],
+    views: Sequence[PointView],
     site: SiteConfig,
     *,
     throttle: int | None,
@@ -146,7 +146,7 @@ def _arrays(sweep: Sweep, jobs: Sequence[Job], placement: Placement, size: int, 
     return parts
 
 
-def _live_jobs(sweep: Sweep, views: Sequence[View]) -> list[SubmitRow]:
+def _live_jobs(sweep: Sweep, views: Sequence[PointView]) -> list[SubmitRow]:
     """Return submits of which a point is still under way."""
     last = sweep.last_submits()
     found = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prime_hpc.config.errors import ConfigError, Problem
-from prime_hpc.launch.sweep.progress import View
+from prime_hpc.launch.sweep.progress import PointView
 from prime_hpc.launch.sweep.spec import SweepFile
 from prime_hpc.launch.sweep.state import Sweep
 
@@ -47,7 +47,7 @@ class Metric:
 class Result:
     """One point's figure."""
 
-    view: View
+    view: PointView
     value: float | None = None
     step: int | None = None
     """The step of the newest value."""
@@ -101,7 +101,7 @@ def _natural_goal(metric: str) -> Literal["max", "min"]:
     return "min" if metric.startswith("time/") or metric.rpartition("/")[2] in ("loss", "mismatch_kl") else "max"
 
 
-def collect_results(sweep: Sweep, views: Sequence[View], metric: Metric, *, whole: bool = False) -> list[Result]:
+def collect_results(sweep: Sweep, views: Sequence[PointView], metric: Metric, *, whole: bool = False) -> list[Result]:
     """Every point's value, best first; those without one at the end, by index.
 
     Args:
@@ -115,7 +115,7 @@ def collect_results(sweep: Sweep, views: Sequence[View], metric: Metric, *, whol
     """
     seen: set[str] = set()
 
-    def one(view: View) -> Result:
+    def one(view: PointView) -> Result:
         return _result(view, sweep.run_dir(view.row), metric, whole, seen)
 
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -136,7 +136,7 @@ def _refuse_unknown(name: str, seen: set[str]) -> None:
     raise ConfigError(Problem(f"no point has a metric {name!r}; {hint}", "metric"))
 
 
-def _result(view: View, run_dir: Path, metric: Metric, whole: bool, seen: set[str]) -> Result:
+def _result(view: PointView, run_dir: Path, metric: Metric, whole: bool, seen: set[str]) -> Result:
     steps, values = read_series(run_dir, metric.name, None if whole else _TAIL_BYTES, seen)
     if not values:
         return Result(view, step=view.status.step)

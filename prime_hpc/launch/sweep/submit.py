@@ -15,7 +15,7 @@ from prime_hpc.config.sources.files import dump_yaml
 from prime_hpc.launch.submission import unseen_by_others, uses_slurm
 from prime_hpc.launch.sweep.local_points import run_here
 from prime_hpc.launch.sweep.prepare import Job, jobs_of, refuse_bad, write_run_dirs
-from prime_hpc.launch.sweep.progress import RERUN, View, ask_strictly, look
+from prime_hpc.launch.sweep.progress import RERUN, PointView, ask_strictly, look
 from prime_hpc.launch.sweep.queue import plan_parts, resolve_pending_submits, send_parts
 from prime_hpc.launch.sweep.resolve import Base, Point, resolve_points
 from prime_hpc.launch.sweep.state import POINTS, SWEEP_YAML, PointRow, Sweep, merge_points, read_sweep, write_text
@@ -35,7 +35,7 @@ class Report:
     """Result of a submit: what it did, or (dry run) would do."""
 
     sweep: Sweep
-    views: list[View]
+    views: list[PointView]
     """The points as they were before."""
     jobs: list[Job]
     """Those that were sent."""
@@ -63,7 +63,7 @@ class Report:
         }
 
     @property
-    def left(self) -> list[View]:
+    def left(self) -> list[PointView]:
         """Points that were left as they are."""
         sent = {job.row.index for job in self.jobs}
         bad = {row.index for row in self.invalid}
@@ -145,7 +145,7 @@ def _submit(
 
 
 def _sound(
-    sweep: Sweep, jobs: list[Job], views: Sequence[View], site: SiteConfig, *, touch: bool, feed: "Feed | None"
+    sweep: Sweep, jobs: list[Job], views: Sequence[PointView], site: SiteConfig, *, touch: bool, feed: "Feed | None"
 ) -> tuple[list[Job], list[str]]:
     """Return the points that are sent now and that nothing is wrong with, and the warnings about them.
 

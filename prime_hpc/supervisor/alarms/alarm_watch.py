@@ -18,6 +18,7 @@ from loguru import logger
 from prime_hpc.config.run_files import ALARMS_JSONL
 from prime_hpc.config.sections.supervisor import AlarmsConfig
 from prime_hpc.observe.console import Tail
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.supervisor.alarms.actions import TELL, ActionError, with_retries
 from prime_hpc.supervisor.alarms.rules import Alarm, Watcher, figures_of, rules_of
 
@@ -60,7 +61,7 @@ class AlarmWatch:
         self._next_look, self._tick_s = 0.0, tick_s
         self._closed = threading.Event()
         if self._watchers:
-            self._tails = {name: Tail(run_dir / "metrics" / f"{name}.jsonl") for name in FILES}
+            self._tails = {name: Tail(metrics_file(run_dir, name)) for name in FILES}
             self._thread = threading.Thread(target=self._run, name="alarms", daemon=True)
             self._thread.start()
 

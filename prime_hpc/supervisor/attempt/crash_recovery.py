@@ -19,7 +19,7 @@ from prime_hpc.store.run_dirs import AttemptRow
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.supervisor.attempt.start import newest_saved_step
 
-ASK_TIMEOUT_S = 10.0
+STEPS_TIMEOUT_S = 10.0
 STALE_TRIES = 20
 
 
@@ -67,13 +67,13 @@ def cancel_stale_steps(allocation: Allocation) -> None:
     ids = sorted(set(allocation.component_ids) or {allocation.job_id})
     for again in range(STALE_TRIES):
         try:
-            table = run_slurm(["squeue", "-h", "-s", "-j", ",".join(ids), "-o", "%i"], timeout_s=ASK_TIMEOUT_S)
+            table = run_slurm(["squeue", "-h", "-s", "-j", ",".join(ids), "-o", "%i"], timeout_s=STEPS_TIMEOUT_S)
             stale = [step for step in table.split() if step.rpartition(".")[2].isdigit()]
             if not stale:
                 return
             logger.warning(f"steps of an earlier attempt are still there: {', '.join(stale)}")
             for step in stale if not again else ():
-                run_slurm(["scancel", step], timeout_s=ASK_TIMEOUT_S)
+                run_slurm(["scancel", step], timeout_s=STEPS_TIMEOUT_S)
         except SlurmError as error:  # agents of an old attempt fence themselves as well
             logger.warning(f"whether steps of an earlier attempt are left is unknown: {error}")
             return

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_hpc.config import Experiment
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import read_metrics
 
 NODE = 8
@@ -137,7 +138,7 @@ def split_line(experiment: Experiment, run_dir: Path, began: float) -> str | Non
     if experiment.kind != "rl" or engines is None or experiment.teacher_inference or experiment.engines_sleep:
         return None
     rows = [
-        [row for row in read_metrics(run_dir / "metrics" / f"{role}.jsonl") if float(row.get("time") or 0) >= began]
+        [row for row in read_metrics(metrics_file(run_dir, role)) if float(row.get("time") or 0) >= began]
         for role in ("trainer", "orchestrator")
     ]
     idle = idle_shares(*rows)

@@ -43,7 +43,7 @@ class NodeFindings:
 
 
 @dataclass
-class Outcome:
+class AllreduceOutcome:
     """Findings of the round."""
 
     nodes: dict[str, NodeFindings]
@@ -64,7 +64,7 @@ class _Node:
 
 def check_allreduce(
     plan: PreflightPlan, checks: list[HostCheck], run_step: RunStep, end: float, stop: Callable[[], bool]
-) -> Outcome:
+) -> AllreduceOutcome:
     """All-reduce across the hosts of `checks`, in rank order, until the monotonic time `end`.
 
     Raises:
@@ -74,7 +74,7 @@ def check_allreduce(
     left = end - time.monotonic()
     if left < LEAST_S:
         reason = f"{max(left, 0):.0f} s were left for the all-reduce: raise slurm.preflight.allreduce_timeout_s"
-        return Outcome({}, [reason])
+        return AllreduceOutcome({}, [reason])
     folder = plan.log_dir / "preflight"
     token = uuid.uuid4().hex
     spec_path = folder / f"allreduce-{token[:8]}.json"
@@ -139,7 +139,7 @@ def _take(node: _Node, data: dict[str, Any]) -> None:
     node.result = data.get("result", node.result)
 
 
-def judge(nodes: dict[str, _Node], words: dict[str, str], silent: list[str], stopped: bool) -> Outcome:
+def judge(nodes: dict[str, _Node], words: dict[str, str], silent: list[str], stopped: bool) -> AllreduceOutcome:
     """Return findings by host. A node whose failure only follows from another's gets a warning, not a problem.
 
     Args:
@@ -155,7 +155,7 @@ def judge(nodes: dict[str, _Node], words: dict[str, str], silent: list[str], sto
     _slow_links(found)
     bad = [host for host in nodes if host not in good]
     if not bad or stopped:
-        return Outcome(found, ["the all-reduce was interrupted"] if stopped else [])
+        return AllreduceOutcome(found, ["the all-reduce was interrupted"] if stopped else [])
     named = _suspects(nodes, bad, silent)
     for host in named:
         found[host].problems.append(_story(nodes[host], host in silent, words.get(host, "")))
@@ -164,10 +164,12 @@ def judge(nodes: dict[str, _Node], words: dict[str, str], silent: list[str], sto
             followed = f" (it follows from {', '.join(named[:3])})" if named else ""
             found[host].warnings.append(f"the all-reduce did not end here{followed}: {_story(nodes[host], False, '')}")
     if named:
-        return Outcome(found)
+        return AllreduceOutcome(found)
     causes = list(dict.fromkeys(n.result["problem"] for n in nodes.values() if n.result and "problem" in n.result))
     said = f": {causes[0]}" if causes else ""
-    return Outcome(found, [f"the all-reduce across {', '.join(nodes)} did not end and no single node stands out{said}"])
+    return AllreduceOutcome(
+        found, [f"the all-reduce across {', '.join(nodes)} did not end and no single node stands out{said}"]
+    )
 
 
 def _judge_network(found: dict[str, NodeFindings], min_share: float) -> None:

@@ -18,6 +18,7 @@ from prime_hpc.config import Experiment
 from prime_hpc.config.run_files import ALARMS_JSONL, ATTEMPTS_JSONL, STATUS_JSON
 from prime_hpc.config.sections.common import PrometheusConfig
 from prime_hpc.observe.console import Tail
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.runtime.atomic_write import write_atomic
 from prime_hpc.store.messaging import sockets
 from prime_hpc.store.messaging.network import Network
@@ -69,7 +70,7 @@ class Exporter:
         self._figures = Figures(self._run)
         for rule in rules_of(experiment.alarms):  # from zero on: the first one is an increase, too
             self._figures.put("run_alarms_total", 0.0, rule.title)
-        self._tails = {role: Tail(run_dir / "metrics" / f"{role}.jsonl") for role in ROWS}
+        self._tails = {role: Tail(metrics_file(run_dir, role)) for role in ROWS}
         self._alarms = Tail(run_dir / ALARMS_JSONL)
         self._text = ""
         self._endpoint: Endpoint | None = None

@@ -184,7 +184,7 @@ def _inference(
         first = hellos[f"{spec.hosts[0]}/0"]
         base = inference_command(python, run_dir, role, group.index, http_port(spec, first))
         base += ["--host", first["address"] if network.serving else ALL]
-        at = first["collectives"], int(first["ports"][-1])
+        at = first["collectives"], int(first["ports"][1]) if len(spec.hosts) > 1 else 0
         options = node_options(servers.backend, group.dp_size, len(spec.hosts), *at)
         return LaunchOrder(
             start_number=0,

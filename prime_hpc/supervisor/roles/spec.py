@@ -72,7 +72,7 @@ class RoleSpec:
 
     @property
     def device_words(self) -> str:
-        """Where it computes, for people."""
+        """Name the device on which it computes, for people."""
         gpus = self.environment.get("CUDA_VISIBLE_DEVICES")
         return f"GPU {gpus}" if gpus else "cpu"
 

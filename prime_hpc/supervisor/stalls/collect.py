@@ -1,6 +1,6 @@
 """One node's sight of a run, as a JSON-able object; and the report that is made of all nodes'.
 
-Called by the supervisor for its own node, by its agents for theirs, and by `prime-hpc why` through `stalls.on_node`.
+The supervisor asks for its own node, its agents for theirs, and `prime-hpc why` through `stalls.on_node`.
 """
 
 import base64

@@ -17,8 +17,8 @@ from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.run_files import RUN_YAML
+from prime_hpc.config.run_files import STOP as STOP_FILE
 from prime_hpc.store.checkpoint.failed_reads import FailedReads
-from prime_hpc.store.child_runs import STOP as STOP_FILE
 from prime_hpc.store.child_runs import ChildState, Phase, list_children, read_state_strictly, write_state
 from prime_hpc.store.errors import PROOFS, InDoubt, StoreError, Unreadable
 from prime_hpc.store.io import files

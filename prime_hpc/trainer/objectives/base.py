@@ -19,8 +19,8 @@ into NaN. A token that far off carries no usable signal, and the mismatch metric
 
 @dataclass
 class LossStats:
-    """What an objective tells of a step, by how the log shows it, each a 0-dim tensor: `train_step.py` reduces them
-    over micro-batches and ranks."""
+    """Statistics of an objective by how the log shows them, each a 0-dim tensor: `train_step.py` reduces them over
+    micro-batches and ranks."""
 
     sums: dict[str, torch.Tensor]
     """Sums over targets, shown as means over them."""

@@ -13,7 +13,7 @@ from prime_hpc.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from prime_hpc.launch.doctor.finding import Finding
-    from prime_hpc.launch.doctor.fs_view import View
+    from prime_hpc.launch.doctor.fs_view import FolderView
 
 
 def run(argv: list[str], program: str) -> int:
@@ -44,22 +44,22 @@ def run(argv: list[str], program: str) -> int:
 def _path(path: Path, other: str | None) -> tuple[list["Finding"], dict[str, Any]]:
     from prime_hpc.launch.doctor.advice import advise
     from prime_hpc.launch.doctor.filesystem import measure
-    from prime_hpc.launch.doctor.fs_view import View
+    from prime_hpc.launch.doctor.fs_view import FolderView
 
-    view: Callable[[str], View] | None = _other_node(path)
+    view: Callable[[str], FolderView] | None = _other_node(path)
     if other is not None:
         second = Path(other)
         if not second.is_dir():
             raise ConfigError(f"--other {other} is not a directory")
 
-        def view(name: str) -> View:
-            return View(second.resolve() / name)
+        def view(name: str) -> FolderView:
+            return FolderView(second.resolve() / name)
 
     found = measure(path, view)
     return advise(found), found.as_json()
 
 
-def _other_node(path: Path) -> "Callable[[str], View] | None":
+def _other_node(path: Path) -> "Callable[[str], FolderView] | None":
     """Inside an allocation: the view from one of its nodes that is not this machine."""
     from prime_hpc.launch.doctor.fs_view import RemoteView
     from prime_hpc.launch.doctor.manual_preflight import step_on

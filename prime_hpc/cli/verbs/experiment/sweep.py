@@ -19,7 +19,7 @@ from prime_hpc.config.errors import ConfigError
 from prime_hpc.observe.table import align
 
 if TYPE_CHECKING:
-    from prime_hpc.launch.sweep.progress import View
+    from prime_hpc.launch.sweep.progress import PointView
     from prime_hpc.launch.sweep.resolve import Base
     from prime_hpc.launch.sweep.results import Metric, Result
     from prime_hpc.launch.sweep.submit import Report
@@ -108,7 +108,7 @@ def _status(argv: list[str], program: str) -> int:
     return 0
 
 
-def _cells(view: "View") -> tuple[str, ...]:
+def _cells(view: "PointView") -> tuple[str, ...]:
     status = view.status
     has_steps = status.step is not None or status.max_steps is not None
     steps = f"{status.step or 0}/{status.max_steps or '?'}" if has_steps else "-"

@@ -24,6 +24,7 @@ from typing import Any
 from prime_hpc.cli.common import parse, print_json
 from prime_hpc.config import load_run
 from prime_hpc.config.errors import ConfigError
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import read_metrics
 from prime_hpc.runtime.gpus import visible_gpus
 from prime_hpc.slurm.gpu_split import at_positions
@@ -150,7 +151,7 @@ def _range(steps: str | None, recorded: list[int]) -> tuple[int, int]:
 
 def recorded_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
     """Return the trainer's last word about each step."""
-    rows = read_metrics(run_dir / "metrics" / "trainer.jsonl")
+    rows = read_metrics(metrics_file(run_dir, "trainer"))
     return {row["step"]: row for row in rows if "loss" in row}
 
 
@@ -279,7 +280,7 @@ def _progress(scratch: Path, quiet: bool) -> Iterator[None]:
 
 
 def _rows(scratch: Path) -> list[dict[str, Any]]:
-    return [row for row in read_metrics(scratch / "metrics" / "trainer.jsonl") if "loss" in row or "refused" in row]
+    return [row for row in read_metrics(metrics_file(scratch, "trainer")) if "loss" in row or "refused" in row]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -13,6 +13,7 @@ from prime_hpc.config.run_files import ATTEMPTS_JSONL, RUN_YAML
 from prime_hpc.launch.monitor.run_facts import RunStatus
 from prime_hpc.launch.monitor.run_progress import line_of, tail_json, tail_rows
 from prime_hpc.launch.monitor.status import Ask, collect, status_of
+from prime_hpc.observe.metric_files import metrics_file
 from prime_hpc.observe.metrics import number_of
 from prime_hpc.store.run_dirs import AttemptRow, list_runs, read_rows
 
@@ -75,13 +76,12 @@ def read_run(path: Path, ask: Ask) -> LiveRun:
     if not path.is_dir():
         raise RunGoneError(f"{path} is not there any more: the run was deleted or renamed")
     kind = line_of(path / RUN_YAML, "kind: ") or "rl"
-    metrics = path / "metrics"
     return LiveRun(
         status_of(path, ask=ask),
         kind,
-        tail_rows(metrics / "trainer.jsonl", TAIL_BYTES),
-        tail_rows(metrics / "orchestrator.jsonl", TAIL_BYTES),
-        tail_json(metrics / f"{kind}.jsonl", TAIL_BYTES) if kind in ("eval", "synthesize") else [],
+        tail_rows(metrics_file(path, "trainer"), TAIL_BYTES),
+        tail_rows(metrics_file(path, "orchestrator"), TAIL_BYTES),
+        tail_json(metrics_file(path, kind), TAIL_BYTES) if kind in ("eval", "synthesize") else [],
         read_rows(path / ATTEMPTS_JSONL),
         _space(path),
     )
