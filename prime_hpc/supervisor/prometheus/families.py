@@ -116,7 +116,7 @@ ORCHESTRATOR = {
     "orchestrator_queued_groups": _gauge("Whole groups that wait for a batch."),
     "orchestrator_sent_back_prompts": _gauge("Prompts that were sent back to be drawn again."),
     "orchestrator_engines_idle_ratio": _gauge("Share of the step, over servers, in which one had no episode at all."),
-    "orchestrator_seats": _gauge("Episodes in flight at once at the fullest moment of the last two steps."),
+    "orchestrator_seats": _gauge("Episodes in flight at once at the fullest moment of the last 16 steps."),
     "orchestrator_empty_seats_ratio": _gauge(
         "Share of the seats that was empty over the step, by what kept them so; all: the sum.", "cause"
     ),
