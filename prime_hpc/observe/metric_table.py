@@ -214,7 +214,7 @@ ORCHESTRATOR: dict[str, Family] = {
         "Share of the step, over servers, in which one had no episode at all.", of="queue/idle_share"
     ),
     "orchestrator_seats": gauge(
-        "Episodes in flight at once at the fullest moment of the last two steps.", of="queue/seats"
+        "Episodes in flight at once at the fullest moment of the last 16 steps.", of="queue/seats"
     ),
     "orchestrator_empty_seats_ratio": gauge(
         "Share of the seats that was empty over the step, by what kept them so; all: the sum.",

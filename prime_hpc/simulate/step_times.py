@@ -109,6 +109,6 @@ def _like(experiment: Experiment) -> Iterable[Measured]:
 def _written(path: Path) -> float:
     """Return when the run's trainer last said something, epoch seconds; 0: never."""
     try:
-        return (metrics_file(path, "trainer")).stat().st_mtime
+        return metrics_file(path, "trainer").stat().st_mtime
     except OSError:
         return 0.0

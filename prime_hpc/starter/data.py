@@ -104,8 +104,9 @@ def long_tail(seed: int, num: int, right: set[int]) -> Iterator[Row]:
     to learn, and a long one says little of it."""
     from prime_hpc.envs.tasksets.long_tail import LongTailConfig, LongTailTaskset
 
-    options = {"seed": SEED_OFFSET + seed, "num_tasks": num, "instructions": None, "median_numbers": 3}
-    config = LongTailConfig(split="train", **options)
+    config = LongTailConfig(
+        split="train", seed=SEED_OFFSET + seed, num_tasks=num, instructions=None, median_numbers=3.0
+    )
     for i, task in enumerate(LongTailTaskset(config).load()):
         numbers = range(task.data.first, task.data.last + 1)
         said = " ".join(map(str, numbers if i in right else reversed(numbers)))

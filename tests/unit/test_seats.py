@@ -11,7 +11,7 @@ from prime_hpc.envs.samples import EpisodeResult
 from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, Job, Lane
 from prime_hpc.orchestrator.rollouts.groups import GroupBook
 from prime_hpc.orchestrator.rollouts.prompts import Prompt
-from prime_hpc.orchestrator.rollouts.seats import CAUSES, SeatMeter, why_empty
+from prime_hpc.orchestrator.rollouts.seats import CAUSES, MEMORY, SeatMeter, why_empty
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from prime_hpc.report.phases import empty_seats
 from prime_hpc.store.run_paths import RunPaths
@@ -31,15 +31,25 @@ def test_a_single_long_episode_leaves_most_seats_empty() -> None:
     assert row["queue/empty_seats"] == pytest.approx(sum(row[f"queue/empty_{cause}"] for cause in CAUSES))
 
 
-def test_seats_are_never_more_than_may_be_filled_and_are_those_of_two_steps() -> None:
+def test_seats_are_never_more_than_may_be_filled_and_are_forgotten_after_some_steps() -> None:
     meter = SeatMeter(0.0)
     meter.look(6, "", 0.0)
-    assert meter.drain(4, 1.0) == {"queue/seats": 4.0, "queue/empty_seats": 0.0} | {
-        f"queue/empty_{cause}": 0.0 for cause in CAUSES
-    }
+    row = meter.drain(4, 1.0)
+    assert row == {"queue/seats": 4.0, "queue/empty_seats": 0.0} | {f"queue/empty_{cause}": 0.0 for cause in CAUSES}
     meter.look(1, "gate", 1.0)
-    assert meter.drain(8, 2.0)["queue/empty_gate"] == pytest.approx(5 / 6)  # the fullest moment was a step ago
-    assert meter.drain(8, 3.0)["queue/seats"] == 1
+    for step in range(2, MEMORY + 1):
+        assert meter.drain(8, float(step))["queue/empty_gate"] == pytest.approx(5 / 6)
+    assert meter.drain(8, MEMORY + 1.0)["queue/seats"] == 1
+
+
+def test_batches_written_one_after_the_other_do_not_hide_that_nothing_is_in_flight() -> None:
+    meter = SeatMeter(0.0)
+    meter.look(6, "tail", 0.0)
+    meter.look(0, "gate", 1.0)
+    for moment in (1.0, 1.001, 1.002):
+        meter.drain(8, moment)
+    row = meter.drain(8, 11.002)
+    assert row["queue/empty_gate"] == row["queue/empty_seats"] == pytest.approx(1.0)
 
 
 def test_a_step_without_any_time_or_episode() -> None:

@@ -1,7 +1,7 @@
 """Seats for episodes that stayed empty, and why: what `queue/idle_share` cannot see, for which one episode is work.
 
-A run's seats are the episodes that it had in flight at once at its fullest moment of this step and the one before, at
-most those that it may have (`max_concurrent`): where the staleness gate never lets so many begin, the rest of the
+A run's seats are the episodes that it had in flight at once at its fullest moment of the last `MEMORY` steps, at most
+those that it may have (`max_concurrent`): where the staleness gate never lets so many begin, the rest of the
 limit was never meant to be used. Of each moment the empty ones have one cause:
 - `tail`: the trainer waits for the next batch, and that for the episodes in flight, the longest ones;
 - `gate`: the trainer works on a batch, and until it has made the next version no more groups may begin;
@@ -10,12 +10,15 @@ limit was never meant to be used. Of each moment the empty ones have one cause:
 - `end`: the run's last batches are all begun.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 
 from prime_hpc.orchestrator.rollouts.groups import GroupBook
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 
 CAUSES = ("tail", "gate", "weights", "servers", "end")
+MEMORY = 16
+"""Steps: more than can be written one after the other without an episode in between, and few enough that a large
+evaluation's episodes are forgotten."""
 
 
 class SeatMeter:
@@ -26,8 +29,10 @@ class SeatMeter:
         self._since = self._began = now
         self._cause = ""
         self._in_flight = 0
-        self._peaks = [0, 0]
-        """Of the step before and of this one."""
+        self._peak = 0
+        """Of this step."""
+        self._peaks: deque[int] = deque(maxlen=MEMORY)
+        """Of the last ones."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._areas: defaultdict[str, float] = defaultdict(float)
 
@@ -43,7 +48,7 @@ class SeatMeter:
         self._seconds[self._cause] += seconds
         self._areas[self._cause] += seconds * self._in_flight
         if seconds > 0:
-            self._peaks[1] = max(self._peaks[1], self._in_flight)
+            self._peak = max(self._peak, self._in_flight)
         self._since, self._in_flight, self._cause = max(now, self._since), in_flight, cause
 
     def drain(self, limit: int, now: float) -> dict[str, float]:
@@ -55,6 +60,7 @@ class SeatMeter:
             now: on the clock of the constructor.
         """
         self.look(self._in_flight, self._cause, now)
+        self._peaks.append(self._peak)
         seats = min(limit, max(self._peaks))
         whole = seats * max(now - self._began, 1e-9)
         row = {"queue/seats": float(seats), "queue/empty_seats": 0.0}
@@ -63,7 +69,7 @@ class SeatMeter:
             row[f"queue/empty_{cause}"] = empty
             row["queue/empty_seats"] += empty
         self._began = self._since
-        self._peaks = [self._peaks[1], 0]
+        self._peak = 0
         self._seconds.clear()
         self._areas.clear()
         return row
