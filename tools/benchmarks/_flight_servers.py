@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from array import array
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ async def serve(settings: dict[str, Any]) -> None:
     ports = []
     for _ in range(settings["num_servers"]):
         server = Server(script)
-        listening = await loop.create_server(lambda s=server: Connection(s), "127.0.0.1", 0, backlog=BACKLOG)
+        listening = await loop.create_server(partial(Connection, server), "127.0.0.1", 0, backlog=BACKLOG)
         ports.append(listening.sockets[0].getsockname()[1])
     print(json.dumps(ports), flush=True)
     ended = asyncio.Event()

@@ -19,9 +19,9 @@ trainer ranks. Twice: the environment in the orchestrator's process, and played 
 - `seat_delay_s`: from a reply's departure until the next request arrives that takes its place, as the servers see it:
   the n-th reply's place is taken by request n + 8,192.
 
-`PRIME_HPC_BENCH_STEPS` (5) is the number of batches, the first and the last of which are not counted,
-`PRIME_HPC_BENCH_ONLY` (in_process, workers) one of the two. On a machine with much other work, where 315 episodes a
-second are too many, `PRIME_HPC_BENCH_REPLY_S` makes replies slower and `PRIME_HPC_BENCH_BATCH` the batches smaller.
+`PRIME_HPC_BENCH_STEPS` (4) is the number of batches, the first of which is not counted, `PRIME_HPC_BENCH_ONLY`
+(in_process, workers) one of the two. On a machine with much other work, where 315 episodes a second are too many,
+`PRIME_HPC_BENCH_REPLY_S` makes replies slower and `PRIME_HPC_BENCH_BATCH` the batches smaller.
 """
 
 import json
@@ -29,6 +29,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,8 +45,8 @@ BATCH = int(os.environ.get("PRIME_HPC_BENCH_BATCH", "8192"))
 DELAY_S = float(os.environ.get("PRIME_HPC_BENCH_REPLY_S", "26"))
 LEAST_TOKENS, MOST_TOKENS, LETTERS = 64, 512, 200
 SEQ_LEN = 1024
-WARM, DRAIN = 1, 1
-"""Batches that are not counted: of the start, and of the end, when no more episodes follow."""
+WARM = 1
+"""Batches that are not counted."""
 RUN_S = 1500.0
 MODES = {"in_process": 0, "workers": 2}
 
@@ -120,15 +121,16 @@ def play(folder: Path, model: Path, workers: int, steps: int) -> dict[str, Any]:
 
     folder.mkdir()
     log = os.environ["FLIGHT_LOG"] = str(folder / "watch.json")
+    beyond = -(-IN_FLIGHT // BATCH) + 1  # so that new episodes follow until the end
     with ExitStack() as stack:
         servers = start_servers(stack, folder, model)
         idle = subprocess.Popen(
             [sys.executable, str(HERE / "_idle_loop.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        exp = experiment(model, folder / "run", workers, steps)
+        exp = experiment(model, folder / "run", workers, steps + beyond)
         with World(folder / "run", exp, servers) as world:
             world.start(in_shell=True, module="_flight_process")
-            code = world.wait(RUN_S)
+            code = stop_after(world, steps)
             said = world.log.read_text()
         idle_pause_s = float(idle.communicate("")[0])
         if code:
@@ -137,10 +139,21 @@ def play(folder: Path, model: Path, workers: int, steps: int) -> dict[str, Any]:
     return summary(json.loads(Path(log).read_text()), rows, folder) | {"idle_pause_s": idle_pause_s}
 
 
+def stop_after(world: Any, steps: int) -> int:
+    """End the orchestrator once it has reported so many batches; returns its exit code."""
+    world.wait_for_batch(steps, RUN_S)
+    while world.process.poll() is None and not (world.metrics() and world.metrics()[-1]["step"] >= steps):
+        time.sleep(0.5)
+    time.sleep(1.0)
+    world.process.terminate()
+    code: int = world.wait(120.0)
+    return code
+
+
 def summary(watched: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     """The figures of one run."""
-    first, last = watched["marks"][WARM - 1], watched["marks"][-1 - DRAIN]
-    counted = [row for row in rows if "reward/mean" in row][WARM:-DRAIN]
+    first, last = watched["marks"][WARM - 1], watched["marks"][-1]
+    counted = [row for row in rows if "reward/mean" in row][WARM:]
     episodes = sum(row["episodes/completed"] for row in counted)
     seconds = last["time"] - first["time"]
     before = [row for row in watched["pauses"] if row[0] < first["time"]]
@@ -150,7 +163,7 @@ def summary(watched: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -
         "start_busy_s": [used for _, _, used in before],
         "longest_pause_s": [late for _, late, _ in within],
         "longest_busy_s": [used for _, _, used in within],
-        "longest_gc_s": [took for _, took in watched["collections"]],
+        "longest_gc_s": [took for when, took in watched["collections"] if first["time"] <= when <= last["time"]],
     }
     cpu_s = {where: last["cpu"][where] - first["cpu"][where] for where in last["cpu"]}
     return {
@@ -173,7 +186,7 @@ def memory(rows: list[tuple[float, int, int]]) -> dict[str, float]:
     """Resident memory at the end, and its slope over the second half."""
     table = np.array(rows)
     table = table[len(table) // 2 :]
-    found = {}
+    found: dict[str, float] = {}
     for name, values in (("rss", table[:, 1]), ("rss_workers", table[:, 2])):
         slope = np.polyfit(table[:, 0] - table[0, 0], values, 1)[0]
         found |= {f"{name}_gib": values[-1] / 2**30, f"{name}_slope_mib_per_hour": 3600 * slope / 2**20}
@@ -187,7 +200,8 @@ def seat_delays(folder: Path, begin: float, end: float) -> dict[str, float]:
     taken = min(len(left), len(came) - IN_FLIGHT)
     delays = came[IN_FLIGHT : IN_FLIGHT + taken] - left[:taken]
     delays = delays[(left[:taken] >= begin) & (left[:taken] < end - 1.0)]
-    return {"p50_s": float(np.quantile(delays, 0.5)), "p99_s": float(np.quantile(delays, 0.99)), "max_s": delays.max()}
+    p50_s, p99_s, max_s = np.quantile(delays, [0.5, 0.99, 1.0]).tolist()
+    return {"p50_s": p50_s, "p99_s": p99_s, "max_s": max_s}
 
 
 def run() -> dict[str, Any]:
@@ -197,15 +211,15 @@ def run() -> dict[str, Any]:
     paths = [str(TOP), str(HERE), os.environ.get("PYTHONPATH", "")]
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= quiet | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    steps, only = int(os.environ.get("PRIME_HPC_BENCH_STEPS", "5")), os.environ.get("PRIME_HPC_BENCH_ONLY", "")
+    steps, only = int(os.environ.get("PRIME_HPC_BENCH_STEPS", "4")), os.environ.get("PRIME_HPC_BENCH_ONLY", "")
     with tempfile.TemporaryDirectory(prefix="bench-flight-") as made:
         model = Path(made) / "model"
         make_tokenizer(model)
         sides = {
             name: play(Path(made) / name, model, workers, steps) for name, workers in MODES.items() if only in name
         }
-    shape = {"servers": NUM_SERVERS, "in_flight": IN_FLIGHT, "ranks": RANKS, "batch": BATCH, "steps": steps}
-    shape["reply_s"] = DELAY_S
+    shape = {"servers": NUM_SERVERS, "in_flight": IN_FLIGHT, "reply_s": DELAY_S}
+    shape |= {"ranks": RANKS, "batch": BATCH, "steps": steps}
     return {"shape": shape, "sides": sides, "load": os.getloadavg()[0]}
 
 
