@@ -33,6 +33,7 @@ from tests.support.forked import ForkedProcess
 from tests.support.scripted_server import AdminServer, Reply
 
 ROOT = Path(__file__).resolve().parents[2]
+MODULE = "prime_hpc.orchestrator.main"
 Process = subprocess.Popen[bytes] | ForkedProcess
 
 
@@ -120,11 +121,11 @@ def make_experiment(tokenizer_dir: Path, run_dir: Path, **orchestrator: Any) -> 
     )
 
 
-def start_orchestrator(run_dir: Path, env: dict[str, str], log: Path, in_shell: bool) -> Process:
+def start_orchestrator(run_dir: Path, env: dict[str, str], log: Path, in_shell: bool, module: str = MODULE) -> Process:
     """`python -m prime_hpc.orchestrator.main`, as the supervisor starts it (seconds of imports), or as a fork."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, **env, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = ["prime_hpc.orchestrator.main", str(run_dir)]
+    command = [module, str(run_dir)]
     with log.open("ab") as file:
         if in_shell:
             return subprocess.Popen([sys.executable, "-m", *command], env=env, stdout=file, stderr=file)
@@ -163,8 +164,10 @@ class World:
         step_s: float = 0.05,
         in_shell: bool = False,
         incarnation: int = 1,
+        module: str = MODULE,
     ) -> None:
-        """Start trainer and orchestrator; `last` ends the trainer early, `in_shell` starts it by its command line."""
+        """Start trainer and orchestrator; `last` ends the trainer early, `in_shell` starts it by its command line,
+        `module` is another one that does what the orchestrator's does."""
         env = role_environment(
             bus_address=self.hub.address,
             attempt=attempt,
@@ -177,7 +180,7 @@ class World:
         )
         self.trainer.incarnation = incarnation
         self.trainer.start()
-        self.process = start_orchestrator(self.paths.root, env, self.log, in_shell)
+        self.process = start_orchestrator(self.paths.root, env, self.log, in_shell, module)
 
     def wait(self, timeout_s: float = 90.0) -> int:
         """The orchestrator's exit code."""

@@ -1,5 +1,6 @@
 """The benchmarks of tools/ on small numbers: that what they compare is the same, and that their commands are valid."""
 
+import asyncio
 import importlib.util
 import os
 import sys
@@ -103,3 +104,66 @@ def test_the_runs_of_simulate_are_valid(stretched: bool, tmp_path: Path, monkeyp
         assert experiment.max_steps > experiment.async_level + 6
         assert (experiment.inference is not None) and (experiment.inference.backend != "transformers") == stretched
     assert {name for names in simulate.CALIBRATIONS for name in names} <= set(simulate.CASES)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_run_of_flight_is_valid_and_no_group_of_it_grows_stale(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flight = benchmark("flight", monkeypatch)
+    experiment = flight.experiment(tmp_path / "model", tmp_path / "run", workers, 5)
+    assert experiment.trainer.num_ranks == 256 and experiment.orchestrator.max_concurrent == 8192
+    assert experiment.async_level * experiment.orchestrator.batch_size > 2 * experiment.orchestrator.max_concurrent
+
+
+def test_the_place_of_a_reply_is_taken_by_the_request_that_follows_all_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flight = benchmark("flight", monkeypatch)
+    monkeypatch.setattr(flight, "IN_FLIGHT", 4)
+    # four places on two servers, given free at 10, 11, 12 and 13; each is taken 0.1 s later, the last one after 2 s
+    np.savez(tmp_path / "servers-0.npz", came=np.array([0.0, 0.1, 10.1, 12.1]), left=np.array([10.0, 12.0]))
+    np.savez(tmp_path / "servers-1.npz", came=np.array([0.2, 0.3, 11.1, 15.0]), left=np.array([11.0, 13.0]))
+    found = flight.seat_delays(tmp_path, 10.0, 16.0)
+    assert found["p50_s"] == pytest.approx(0.1) and found["max_s"] == pytest.approx(2.0)
+    assert flight.seat_delays(tmp_path, 10.5, 13.5)["max_s"] == pytest.approx(0.1)
+
+
+def test_the_slope_of_memory_is_that_of_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    flight = benchmark("flight", monkeypatch)
+    rows = [(float(t), min(t, 50) * 2**20 + max(0, t - 50) * 2**10, 0) for t in range(101)]
+    found = flight.memory(rows)
+    assert found["rss_slope_mib_per_hour"] == pytest.approx(3600 / 1024, rel=0.05)
+    assert found["rss_workers_gib"] == 0.0
+
+
+def test_scripted_servers_answer_what_the_orchestrators_client_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from contextlib import ExitStack
+
+    from prime_hpc.client.inference import InferenceClient
+    from prime_hpc.envs.model_client import parse_choice
+    from tests.support.tiny_tokenizer import make_tokenizer
+
+    flight = benchmark("flight", monkeypatch)
+    for name, value in {"NUM_SERVERS": 2, "SERVER_PROCESSES": 1, "DELAY_S": 0.05}.items():
+        monkeypatch.setattr(flight, name, value)
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parents[1]))
+    tokenizer = make_tokenizer(tmp_path)
+
+    async def ask(url: str) -> None:
+        async with InferenceClient(url, api_key="") as client:
+            assert await client.health() and await client.policy_version() == 0
+            assert (await client.update_weights("somewhere", 7))["changed"]
+            answer = await client.complete({"model": "policy", "token_ids": [1, 2], "sampling_params": {}})
+            ids, logprobs, versions = parse_choice(answer["choices"][0])
+            assert 64 <= len(ids) <= 512 and ids[-1] == tokenizer.eos_token_id and set(versions.tolist()) == {7}
+            assert len(logprobs) == len(ids)
+
+    with ExitStack() as stack:
+        first, second = flight.start_servers(stack, tmp_path, tmp_path)
+        assert first.url != second.url
+        asyncio.run(ask(first.url))
+    with np.load(tmp_path / "servers-0.npz") as log:
+        assert len(log["came"]) == len(log["left"]) == 1 and log["left"][0] > log["came"][0]

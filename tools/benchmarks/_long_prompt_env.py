@@ -1,5 +1,5 @@
 """A taskset of long prompts that share nothing; where `PRIME_HPC_BENCH_SPREAD` is set, the episodes of a group do not
-share a server either. For `routing.py`, which puts this folder on the path of its processes."""
+share a server either. For `routing.py` and `flight.py`, which put this folder on the path of their processes."""
 
 import os
 import random
@@ -8,8 +8,6 @@ from collections.abc import Iterable
 import verifiers.v1 as vf
 
 __all__ = ["LongPromptTaskset"]
-
-LETTERS = 900
 
 
 class LongPromptTask(vf.Task[vf.TaskData]):
@@ -22,7 +20,10 @@ class LongPromptTask(vf.Task[vf.TaskData]):
 
 
 class LongPromptConfig(vf.TasksetConfig):
-    """No arguments."""
+    """Arguments."""
+
+    letters: int = 900
+    """Of a prompt."""
 
 
 class LongPromptTaskset(vf.Taskset[LongPromptTask, LongPromptConfig]):
@@ -30,8 +31,9 @@ class LongPromptTaskset(vf.Taskset[LongPromptTask, LongPromptConfig]):
 
     def load(self) -> Iterable[LongPromptTask]:
         """A thousand tasks."""
+        config, letters = self.config, "abcdefghijklmnopqrstuvwxyz"
         for number in range(1000):
-            text = "".join(random.Random(number).choices("abcdefghijklmnopqrstuvwxyz", k=LETTERS))
+            text = "".join(random.Random(number).choices(letters, k=config.letters))
             yield LongPromptTask(vf.TaskData(prompt=text), self.config.task)
 
 
