@@ -21,7 +21,7 @@ from loguru import logger
 
 from prime_hpc.config.sections.orchestrator import EnvConfig, EnvServersConfig
 from prime_hpc.envs.errors import EnvError
-from prime_hpc.envs.loop_thread import LoopThread
+from prime_hpc.envs.loop_thread import Job, LoopThread
 from prime_hpc.envs.rendering import PromptRenderer, load_prompt_renderer
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.envs.target import ChatOptions, PolicyTarget
@@ -129,6 +129,8 @@ class EnvPool:
         self._worker: LoopThread | None = None
         self._runner: Any = None
         self._lost: asyncio.Future[str] | None = None
+        self._awaited: set[Job] = set()
+        """Episodes in flight on the shared loop."""
         self._replacing: asyncio.Task[None] | None = None
         self._closed: asyncio.Future[None] | None = None
         self.sources = []
@@ -153,6 +155,7 @@ class EnvPool:
         """End everything within seconds; episodes still in flight end as CANCELLED."""
         if self._closed is not None and not self._closed.done():
             self._closed.set_result(None)
+            self._give_up_awaited()
         if self._replacing is not None:
             self._replacing.cancel()
             await asyncio.wait([self._replacing], timeout=CLOSE_TIMEOUT_S)
@@ -233,15 +236,13 @@ class EnvPool:
         if worker is None or lost is None:
             return _unfinished(EpisodeState.FAILED, "the environments could not be restarted", "EnvError", started)
         job = worker.start(self._runner.run(source_index, task, url_index), label)
-        waited: set[asyncio.Future[Any]] = {job.ended, lost, self._closed}
+        self._awaited.add(job)
         try:
-            await asyncio.wait(
-                waited,
-                timeout=max(0.0, started + timeout_s - loop_time()),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if job.ended.done() and not (self._closed.done() and job.ended.result().cancelled()):
-                return _outcome(job.ended.result(), started)
+            # Its own future alone: one that thousands share would look through all their callbacks at each end.
+            await asyncio.wait({job.ended}, timeout=max(0.0, started + timeout_s - loop_time()))
+            ended = job.ended.result() if job.ended.done() and not job.ended.cancelled() else None
+            if ended is not None and not (self._closed.done() and ended.cancelled()):
+                return _outcome(ended, started)
             if self._closed.done():
                 return _unfinished(EpisodeState.CANCELLED, "the pool was closed", "Closed", started)
             if lost.done():
@@ -249,9 +250,15 @@ class EnvPool:
             self._look_after(worker)
             return _unfinished(EpisodeState.TIMEOUT, f"no end after {timeout_s:g} s", "Timeout", started)
         finally:
-            if not job.ended.done():
+            self._awaited.discard(job)
+            if not job.ended.done() or job.ended.cancelled():
                 job.ended.cancel()
                 worker.cancel(job, CANCEL_GRACE_S)
+
+    def _give_up_awaited(self) -> None:
+        """Have all episodes in flight on the shared loop end without their outcome."""
+        for job in self._awaited:
+            job.ended.cancel()
 
     def _look_after(self, worker: LoopThread) -> None:
         """See whether the loop of an overdue episode lives, unless somebody already does."""
@@ -281,6 +288,7 @@ class EnvPool:
         logger.error("{}: its thread is left behind, the environments start on a new one", reason)
         assert self._lost is not None
         self._lost.set_result(reason)
+        self._give_up_awaited()
         self._worker = None
         worker.abandon()
         await self._start_worker()

@@ -467,7 +467,7 @@ class Orchestrator:
         self.deadlines.check(what, version, reason, now)
 
     def _wait_reason(self, version: int) -> str:
-        if not self.table.ready_indices:
+        if not self.table.any_ready:
             return "servers"
         return "weights" if self.table.served_version < version else "rollouts"
 

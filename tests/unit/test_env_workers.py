@@ -135,6 +135,19 @@ def test_the_culprit_has_failed_and_its_neighbours_are_innocent() -> None:
     assert (losses.guilty, losses.again, losses.unlucky) == ([one], [other], [])
 
 
+def test_those_that_wait_do_so_in_the_order_of_their_start() -> None:
+    book = Assignments()
+    episodes = [book.open(task, 0) for task in range(6)]
+    for episode in episodes[:4]:
+        book.assign(episode, "a" if episode.task % 2 else "b")
+    assert book.waiting() == episodes[4:]
+    book.lost("a", None)
+    assert book.waiting() == [episodes[1], *episodes[3:]]
+    book.forget(episodes[3])
+    book.assign(episodes[1], "b")
+    assert book.waiting() == episodes[4:] and len(book) == 5
+
+
 def test_who_was_there_too_often_is_not_tried_again() -> None:
     book = Assignments()
     episode = book.open(0, 0)

@@ -1,6 +1,7 @@
 """Servers, failures, dispatch and the evaluation schedule, without any server."""
 
 import asyncio
+import itertools
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ from prime_hpc.config.sections.orchestrator import EvalConfig
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.evaluation import Evaluator, first_due, next_due, rewards_text, summarize
-from prime_hpc.orchestrator.rollouts.dispatcher import Dispatcher, Job, Lane
+from prime_hpc.orchestrator.rollouts.dispatcher import AT_ONCE, Dispatcher, Job, Lane
 from prime_hpc.orchestrator.rollouts.failures import MIN_EPISODES, FailureWindow
 from prime_hpc.orchestrator.rollouts.prompts import SourceInfo
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
@@ -144,6 +145,27 @@ def test_an_error_in_taking_an_episode_ends_the_run_and_not_only_a_callback() ->
         await until(lambda: not dispatcher.num_running)
         with pytest.raises(KeyError, match="a bug"):
             dispatcher.pump()
+
+    asyncio.run(scenario())
+
+
+def test_thousands_start_a_few_at_a_time_and_the_loop_has_its_turns() -> None:
+    async def scenario() -> None:
+        dispatcher, _ = make_dispatcher(make_table(), max_concurrent=10 * AT_ONCE)
+        runner = Runner(delay_s=60)
+        for _ in range(20 * AT_ONCE):
+            dispatcher.add(Job(runner, 0, 0, Lane(), lambda result: None))
+        dispatcher.pump()
+        dispatcher.pump()
+        assert dispatcher.num_running == AT_ONCE
+        seen = [dispatcher.num_running]
+        while seen[-1] < 10 * AT_ONCE:
+            await asyncio.sleep(0)
+            seen.append(dispatcher.num_running)
+        assert max(b - a for a, b in itertools.pairwise(seen)) == AT_ONCE
+        await asyncio.sleep(0.01)
+        assert dispatcher.num_running == runner.running == 10 * AT_ONCE
+        await dispatcher.close()
 
     asyncio.run(scenario())
 

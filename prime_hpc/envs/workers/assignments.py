@@ -43,6 +43,8 @@ class Assignments:
 
     def __init__(self) -> None:
         self._episodes: dict[int, Assigned] = {}
+        self._waiting: dict[int, Assigned] = {}
+        """Those of them that no worker has, oldest first: with thousands in flight nobody looks through all."""
         self._of_worker: dict[Hashable, dict[int, Assigned]] = {}
         self._last_ident = 0
         self.num_dropped = 0
@@ -55,11 +57,13 @@ class Assignments:
         """Make a new episode; it waits for a worker."""
         self._last_ident += 1
         made = self._episodes[self._last_ident] = Assigned(self._last_ident, task, server)
+        self._waiting[made.ident] = made
         return made
 
     def assign(self, episode: Assigned, worker: Hashable) -> None:
         """Give it to a worker."""
         assert episode.worker is None and episode.ident in self._episodes
+        del self._waiting[episode.ident]
         episode.attempt += 1
         episode.worker = worker
         self._of_worker.setdefault(worker, {})[episode.ident] = episode
@@ -85,11 +89,12 @@ class Assignments:
     def forget(self, episode: Assigned) -> None:
         """Drop one that is over, or given up. A second time does no harm."""
         self._episodes.pop(episode.ident, None)
+        self._waiting.pop(episode.ident, None)
         self._of_worker.get(episode.worker, {}).pop(episode.ident, None)
 
     def waiting(self) -> list[Assigned]:
         """Return the episodes that no worker has, oldest first."""
-        return [episode for episode in self._episodes.values() if episode.worker is None]
+        return list(self._waiting.values())
 
     def lost(self, worker: Hashable, guilty: int | None) -> Losses:
         """Take back the episodes of a worker that is gone.
@@ -111,4 +116,7 @@ class Assignments:
                 losses.again.append(episode)
         for episode in (*losses.guilty, *losses.unlucky):
             self.forget(episode)
+        again = {episode.ident: episode for episode in losses.again}
+        if again:  # they are older than those that wait already, mostly; in order
+            self._waiting = dict(sorted({**again, **self._waiting}.items()))
         return losses

@@ -208,7 +208,26 @@ def build_ranks(
     assignment = deal(lengths, num_ranks, micro_batch_tokens)
     if isinstance(sampling, SamplingConfig):
         sampling = [sampling] * (1 + max((s.env_id for s in samples), default=0))
-    return [_rank_batch(samples, micro_batches, sampling, totals) for micro_batches in assignment]
+    extras = _Extras.of(samples, sampling)
+    return [_rank_batch(samples, micro_batches, sampling, totals, extras) for micro_batches in assignment]
+
+
+@dataclass(frozen=True)
+class _Extras:
+    """Fields that a batch has only where a sample needs them: in all its ranks, or in none."""
+
+    rollout_tokens: bool
+    ce_weights: bool
+    truncation: bool
+
+    @classmethod
+    def of(cls, samples: Sequence[TrainSample], samplings: Sequence[SamplingConfig]) -> "_Extras":
+        """Look at all samples of a batch, once: with hundreds of ranks there are millions of pairs."""
+        return cls(
+            any(np.count_nonzero(s.sample.loss_mask[1:]) != s.rollout_tokens for s in samples),
+            any(s.ce_weights is not None for s in samples),
+            any(samplings[env].truncates for env in {s.env_id for s in samples}),
+        )
 
 
 def _rank_batch(
@@ -216,13 +235,11 @@ def _rank_batch(
     micro_batches: Sequence[NDArray[np.int64]],
     samplings: Sequence[SamplingConfig],
     totals: NDArray[np.int64] | None,
+    extras: _Extras,
 ) -> RankBatch:
-    in_pieces = any(np.count_nonzero(s.sample.loss_mask[1:]) != s.rollout_tokens for s in samples)  # of all ranks alike
     chosen = [samples[i] for micro_batch in micro_batches for i in micro_batch]
     lengths = [s.sample.num_tokens for s in chosen]
     how = [samplings[s.env_id] for s in chosen]
-    truncates = any(samplings[s.env_id].truncates for s in samples)  # of all ranks alike
-    with_echo = any(s.ce_weights is not None for s in samples)  # of all ranks alike
     return RankBatch(
         token_ids=_concat([s.sample.token_ids for s in chosen], np.int32),
         loss_mask=_concat([s.sample.loss_mask for s in chosen], np.bool_),
@@ -236,11 +253,11 @@ def _rank_batch(
         sample_ids=np.array([s.sample_id for s in chosen], dtype=np.int64),
         group_ids=np.array([s.group_id for s in chosen], dtype=np.int64),
         env_ids=np.array([s.env_id for s in chosen], dtype=np.int32),
-        ce_weights=_concat([s.ce_weights for s in chosen], np.float32) if with_echo else None,
-        top_ps=np.array([s.top_p for s in how], dtype=np.float32) if truncates else None,
-        top_ks=np.array([s.top_k or 0 for s in how], dtype=np.int32) if truncates else None,
-        min_ps=np.array([s.min_p for s in how], dtype=np.float32) if truncates else None,
-        rollout_tokens=np.array([s.rollout_tokens for s in chosen], dtype=np.int32) if in_pieces else None,
+        ce_weights=_concat([s.ce_weights for s in chosen], np.float32) if extras.ce_weights else None,
+        top_ps=np.array([s.top_p for s in how], dtype=np.float32) if extras.truncation else None,
+        top_ks=np.array([s.top_k or 0 for s in how], dtype=np.int32) if extras.truncation else None,
+        min_ps=np.array([s.min_p for s in how], dtype=np.float32) if extras.truncation else None,
+        rollout_tokens=np.array([s.rollout_tokens for s in chosen], dtype=np.int32) if extras.rollout_tokens else None,
         totals=totals,
     )
 

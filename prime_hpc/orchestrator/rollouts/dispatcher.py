@@ -23,6 +23,9 @@ from prime_hpc.runtime.event_loops import loop_time
 SERVER_RETRIES = 1
 BACKGROUND_SHARE = 16
 """One in so many places is for jobs in the background, however many others wait."""
+AT_ONCE = 64
+"""Jobs that start in one go: then the event loop has a turn, for which it otherwise waits for seconds where a version
+opens room for thousands."""
 CLOSE_TIMEOUT_S = 3.0
 TASK_PREFIX = "episode-"
 
@@ -84,6 +87,8 @@ class Dispatcher:
         self._num_background = 0
         self._closed = False
         self._pumping = False
+        self._more: asyncio.Handle | None = None
+        """The turn in which `pump` goes on."""
         self._running: dict[asyncio.Task[EpisodeResult], tuple[Job, int, float]] = {}
         """Each with its server, and when it began (epoch seconds)."""
         self._dropped: set[asyncio.Task[EpisodeResult]] = set()
@@ -101,23 +106,36 @@ class Dispatcher:
         queue.append(job)
 
     def pump(self) -> None:
-        """Start what can be started now. Cheap; call it whenever room, servers or versions may have changed.
+        """Start what can be started now, the first `AT_ONCE` at once, more in the loop's next turns. Cheap; call it
+        whenever room, servers or versions may have changed.
 
         Raises what a job's `on_end` raised.
         """
         if self.broken is not None:
             raise self.broken
-        if self._pumping or self._closed:
+        if self._pumping or self._closed or self._more is not None:
             return
         self._pumping = True
         try:
-            while self.num_running < self.max_concurrent and self._servers.ready_indices:
+            for _ in range(AT_ONCE):
+                if self.num_running >= self.max_concurrent or not self._servers.any_ready:
+                    return
                 job = self._next_job()
                 if job is None:
-                    break
+                    return
                 self._start(job)
+            self._more = asyncio.get_running_loop().call_soon(self._pump_more)
         finally:
             self._pumping = False
+
+    def _pump_more(self) -> None:
+        """Go on where the last turn had enough."""
+        self._more = None
+        try:
+            if self.broken is None:
+                self.pump()
+        except Exception as error:  # noqa: BLE001 - as in `_finish`
+            self.broken = error
 
     def cancel(self, lane: Lane) -> int:
         """End a lane: running episodes are cancelled, queued ones never start. Returns how many were running."""

@@ -37,6 +37,11 @@ class ServerTable:
         return [i for i, server in enumerate(self.servers) if server.ready]
 
     @property
+    def any_ready(self) -> bool:
+        """True where a server takes episodes."""
+        return any(server.ready for server in self.servers)
+
+    @property
     def served_version(self) -> int:
         """The oldest version that a new token can get: the minimum over ready servers, else the last known one."""
         versions = [server.version for server in self.servers if server.ready]
@@ -71,6 +76,6 @@ class ServerTable:
 
     def all_down_since(self, now: float) -> float:
         """Seconds since which no server is ready; 0 while one is."""
-        if self.ready_indices:
+        if self.any_ready:
             return 0.0
         return now - max(server.not_ready_since for server in self.servers)
