@@ -25,6 +25,8 @@ from prime_hpc.runtime.event_loops import new_event_loop
 T = TypeVar("T")
 
 POLL_S = 0.02
+AT_ONCE = 64
+"""Jobs that begin in one turn of the loop."""
 
 _LEFT_BEHIND: list[asyncio.Task[Any]] = []
 """Tasks that ignored their cancellation until their loop was gone. Kept, because collecting a half-run coroutine runs
@@ -99,13 +101,17 @@ class LoopThread:
             self.loop.call_soon_threadsafe(act)
 
     def _begin(self) -> None:
-        while self._begun:
+        """Begin what waits for it, a few at a time: between thousands the loop has to answer, and to be seen to."""
+        for _ in range(AT_ONCE):
+            if not self._begun:
+                return
             job = self._begun.popleft()
             if job.ended.cancelled():
                 job.coroutine.close()
                 continue
             job.task = job.context.run(self.loop.create_task, job.coroutine, name=job.name)
             job.task.add_done_callback(functools.partial(self._end, job))
+        self.loop.call_soon(self._begin)
 
     def _end(self, job: Job, task: asyncio.Task[Any]) -> None:
         self._ended.append(job)

@@ -29,10 +29,12 @@ from prime_hpc.orchestrator.setup import (
     make_teacher,
     ready_timeout,
     server_urls,
+    warn_of_few_open_files,
     with_env_hosts,
 )
 from prime_hpc.orchestrator.sft_eval_loop import EvalLoop
 from prime_hpc.orchestrator.trace_log import TraceLog
+from prime_hpc.runtime.open_files import raise_descriptor_limit
 from prime_hpc.runtime.process_memory import freeze_gc
 from prime_hpc.runtime.role_context import RoleContext
 from prime_hpc.store.messaging.bus import BusClient
@@ -58,6 +60,8 @@ async def _run(exp: Experiment, context: RoleContext, bus: BusClient, status: Ro
         exp = bench_experiment(exp)
     exp = with_env_hosts(exp, context)
     config = exp.orchestrator
+    if exp.kind == "rl":
+        warn_of_few_open_files(exp, raise_descriptor_limit())
     urls = server_urls(exp, context)
     served_as = context.run or POLICY
     async with AsyncExitStack() as stack:

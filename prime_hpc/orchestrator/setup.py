@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
+
 from prime_hpc.client.inference import POLICY, InferenceClient
 from prime_hpc.client.keys import KEY_VARIABLES
 from prime_hpc.config import Experiment
@@ -28,6 +30,8 @@ from prime_hpc.store.io.files import retry_read
 from prime_hpc.store.run_paths import RunPaths
 
 DEFAULT_READY_TIMEOUT_S = 900.0
+OTHER_FILES = 256
+"""Open files of an orchestrator besides connections of episodes: logs, metrics, the bus, trainer ranks that fetch."""
 
 
 def server_urls(exp: Experiment, context: RoleContext) -> list[str]:
@@ -189,6 +193,25 @@ def _environments_beside(exp: Experiment, split: Split) -> Sequence[EnvConfig]:
     if config.eval is None or exp.kind != "rl":
         return []
     return config.env if split == "eval" else config.eval.env or config.env
+
+
+def warn_of_few_open_files(exp: Experiment, limit: int) -> None:
+    """Say so where a process may have fewer open files than connections, one an episode whose reply is sampled: those
+    above the limit would look like servers that cannot be reached.
+
+    Args:
+        exp: the run's.
+        limit: of open files of this process.
+    """
+    config = exp.orchestrator
+    numbers = [config.env_servers.workers if env.workers is None else env.workers for env in config.env]
+    processes = min(max(1, number) if isinstance(number, int) else 1 for number in numbers)
+    if config.max_concurrent // processes + OTHER_FILES > limit:
+        logger.warning(
+            f"a process here may have {limit} open files, and the connections of {config.max_concurrent} episodes in "
+            f"flight are shared by {processes}: raise the hard limit (ulimit -Hn), set "
+            "orchestrator.env_servers.workers, each of which has its own, or lower orchestrator.max_concurrent"
+        )
 
 
 def make_endless_tasks(pool: EnvPool, state: dict[str, Any]) -> None:

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loguru import logger
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.config.sections.slurm import SiteConfig
 from prime_hpc.kubernetes.placement import components_of, for_pods
-from prime_hpc.orchestrator.setup import with_env_hosts
+from prime_hpc.orchestrator.setup import warn_of_few_open_files, with_env_hosts
 from prime_hpc.runtime.role_context import ENV_HOSTS, ENV_KEY, NODE_PORTS, RoleContext
 from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.placement import Placement, place_slurm
@@ -114,3 +115,17 @@ def test_nodes_that_would_play_nothing_are_refused(values: dict[str, Any], why: 
 def test_pods_have_none_yet() -> None:
     with pytest.raises(ConfigError, match=r"slurm.orchestrator.nodes.*your own"):
         components_of(for_pods(make()))
+
+
+@pytest.mark.parametrize(
+    ("workers", "limit", "is_told"),
+    [(0, 4096, True), (0, 8448, False), (4, 2000, True), (4, 4096, False), (4, 4, True)],
+)
+def test_more_connections_than_open_files_are_told_at_the_start(workers: int, limit: int, is_told: bool) -> None:
+    said: list[str] = []
+    sink = logger.add(said.append, level="WARNING", format="{message}")
+    section = {"max_concurrent": 8192, "env": [{"id": "reverse-text"}], "env_servers": {"workers": workers}}
+    warn_of_few_open_files(make(orchestrator=section), limit)
+    logger.remove(sink)
+    assert bool(said) == is_told
+    assert not said or (f"{limit} open files" in said[0] and "env_servers.workers" in said[0])

@@ -1,6 +1,8 @@
 """Jobs on a thread's loop: their ends, cancellation, and interrupts."""
 
 import asyncio
+import itertools
+import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 from loguru import logger
 
-from prime_hpc.envs.loop_thread import Job, LoopThread
+from prime_hpc.envs.loop_thread import AT_ONCE, Job, LoopThread
 
 T = 20.0
 
@@ -19,6 +21,33 @@ async def _on(thread: LoopThread, act: Callable[[LoopThread], Any]) -> Any:
         return await act(thread)
     finally:
         assert await thread.stop(T)
+
+
+def test_thousands_that_begin_together_leave_the_loop_its_turns() -> None:
+    turns: list[int] = []
+    begun = [0]
+
+    async def work() -> None:
+        begun[0] += 1
+        await asyncio.sleep(0)
+
+    async def watch() -> None:
+        while begun[0] < 20 * AT_ONCE:
+            turns.append(begun[0])
+            await asyncio.sleep(0)
+
+    async def act(thread: LoopThread) -> None:
+        blocked = threading.Event()
+        thread.loop.call_soon_threadsafe(blocked.wait, T)
+        watching = thread.start(watch(), "watch")
+        jobs = [thread.start(work(), "job") for _ in range(20 * AT_ONCE)]
+        blocked.set()
+        async with asyncio.timeout(T):
+            for job in (watching, *jobs):
+                await job.ended
+        assert max(b - a for a, b in itertools.pairwise(turns)) <= 2 * AT_ONCE
+
+    asyncio.run(_on(LoopThread("test"), act))
 
 
 def test_every_job_ends_with_its_own_result_however_many_begin_together() -> None:
