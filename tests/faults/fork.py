@@ -33,6 +33,8 @@ PRELOAD = [
     "prime_hpc.supervisor.main",
     "prime_hpc.supervisor.reaper",
     "prime_hpc.orchestrator.main",
+    "prime_hpc.envs.workers.worker",
+    "prime_hpc.envs.legacy.surface",
     "prime_hpc.envs.episode_runner",
     "prime_hpc.envs.harness",
     "prime_hpc.envs.tasksets.reverse_text",

@@ -3,7 +3,9 @@ prime_hpc.
 
 `FAULTS` is a `Plan` as JSON. Every process of the attempt is told the same plan; the role that it names carries it out
 at the n-th time that it does this operation on this path. Roles: supervisor (with the command `rl` around it),
-orchestrator, rank0, rank1; torchrun and the reaper change no file.
+orchestrator, rank0, rank1; torchrun and the reaper change no file. Nor do env_host and env_worker, which play episodes
+in the profile `envs`: their operations are the messages that they take and say, for as long as nobody was struck (all
+workers are told the same plan).
 
 Called by `fork` in each child, and by `site/sitecustomize.py` in processes that are really started anew.
 """
@@ -19,9 +21,10 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 FAULTS = "FAULTS"
-ROLES = ("supervisor", "orchestrator", "rank0", "rank1")
+ROLES = ("supervisor", "orchestrator", "rank0", "rank1", "env_host", "env_worker")
 _WRITER = re.compile(r"-[A-Za-z0-9.]+-\d+-[0-9a-f]{8}(?=/|$)")
 _LIFE = re.compile(r"-i\d{4}(?=-|/|$)")
 WITHOUT_SPACE = ("create", "write", "torn", "fsync", "mkdir")
@@ -66,9 +69,11 @@ def role_of(module: str) -> str:
         return "supervisor"
     if module == "prime_hpc.trainer.main":
         return f"rank{os.environ.get('RANK', '0')}"
-    return {"prime_hpc.orchestrator.main": "orchestrator", "prime_hpc.trainer.torchrun": "torchrun"}.get(
-        module, "other"
-    )
+    return {
+        "prime_hpc.orchestrator.main": "orchestrator",
+        "prime_hpc.trainer.torchrun": "torchrun",
+        "prime_hpc.envs.workers.host": "env_host",
+    }.get(module, "other")
 
 
 def begin(module: str) -> None:
@@ -81,13 +86,19 @@ def begin(module: str) -> None:
     if text is None:
         return
     plan = Plan(**json.loads(text))
-    pids = Path(plan.scratch) / "pids"
-    (pids / str(os.getpid())).write_text(role_of(module))
     if plan.host and role_of(module) == "supervisor":
         attempts.Attempt = functools.partial(attempts.Attempt, host=plan.host)  # type: ignore[misc,assignment]
+    _take_part(plan, role_of(module))
+
+
+def _take_part(plan: Plan, role: str) -> "Fault":
+    """Be counted among the attempt's processes, and watch this one."""
+    (Path(plan.scratch) / "pids" / str(os.getpid())).write_text(role)
     if (Path(plan.scratch) / "all").exists():  # forked while all were being ended
         os.kill(os.getpid(), signal.SIGKILL)
-    Fault(plan, role_of(module)).arm()
+    fault = Fault(plan, role)
+    fault.arm()
+    return fault
 
 
 class Fault:
@@ -109,7 +120,9 @@ class Fault:
 
         if self._role == self._plan.role and self._plan.how.startswith("read:"):
             self._break_reads()
-        elif self._role == self._plan.role or not self._plan.role:
+        elif self._role == "env_host":
+            _watch_messages(self._plan, self)
+        elif self._role != "env_worker" and (self._role == self._plan.role or not self._plan.role):
             files._observers.append(self.observe)
 
     def _break_reads(self) -> None:
@@ -130,6 +143,12 @@ class Fault:
             from prime_hpc.trainer.checkpointing import verify
 
             trainer.READ_S = verify.READ_S = 1.0
+
+    def message(self, operation: str, op: str) -> None:
+        """A message was taken, or is about to be said."""
+        is_meant = not self._plan.role or self._role == self._plan.role
+        if op != "beat" and is_meant and not (Path(self._plan.scratch) / "reached").exists():  # beats: as status.json
+            self.observe(operation, Path(self._plan.run_dir) / "messages" / op)
 
     def observe(self, operation: str, path: Path) -> None:
         """An operation is about to happen (`torn`: a write is half done)."""
@@ -168,6 +187,32 @@ class Fault:
         os.kill(os.getpid(), number)
         if number == signal.SIGKILL:
             time.sleep(60)  # a signal to oneself comes at the next chance
+
+
+def _watch_messages(plan: Plan, of_host: Fault) -> None:
+    """In a host of environments' workers: see its messages, and those of the workers that it forks."""
+    from prime_hpc.envs.workers import frames, worker
+
+    current = [of_host]
+    feed, pack, work = frames.Unpacker.feed, frames.pack, worker.work
+
+    def seen_feed(unpacker: frames.Unpacker, data: bytes) -> list[dict[str, Any]]:
+        found = feed(unpacker, data)
+        for message in found:
+            current[0].message("take", message["op"])
+        return found
+
+    def seen_pack(op: str, **fields: Any) -> bytes:
+        current[0].message("say", op)
+        return pack(op, **fields)
+
+    def seen_work(*arguments: Any) -> None:
+        current[0] = _take_part(plan, "env_worker")
+        work(*arguments)
+
+    frames.Unpacker.feed = seen_feed  # type: ignore[method-assign]
+    frames.pack = worker.pack = seen_pack
+    worker.work = seen_work
 
 
 def strike_all(scratch: Path, number: int) -> None:

@@ -170,6 +170,8 @@ def first_end(point: Point, life: Life, code: int) -> list[str]:
     """What is wrong with how the broken life ended."""
     if not life.reached:
         return [] if code == 0 else [f"the fault did not happen, and the attempt ended with code {code}"]
+    if point.how == "kill" and point.role.startswith("env_"):
+        return [f"the end of a process that plays episodes ended the attempt with code {code}"] if code else []
     if point.how in ("kill", "kill-all"):
         return (
             [f"the supervisor was killed and ended with code {code}"]

@@ -34,11 +34,13 @@ PROFILES: dict[str, dict[str, Any]] = {
     "async": {"interval": 2, "keep_last": 1, "save_async": True},
     "vllm": {"interval": 2, "keep_last": 1},
     "delta": {"interval": 2, "keep_last": 1},
+    "envs": {"interval": 2, "keep_last": 1},
 }
 """`ckpt` of the run that is killed. `vllm` is served by a real engine, which each attempt starts anew; the versions of
-`delta` are what changed. Either is swept by itself."""
+`delta` are what changed; the episodes of `envs` are played by two workers. Each is swept by itself."""
 REAL_ENGINE = "vllm"
 DELTA = "delta"
+ENVS = "envs"
 FEW_CHANGES_LR = 5e-11
 """At which float32 weights of a usual size stay as they are."""
 ENGINE_TIMEOUT_S = 900.0
@@ -93,6 +95,7 @@ class World:
         """`profiles`: of the runs. Without `vllm` they attach to the scripted server."""
         self.root, self.model = root, model
         self._real_engine, self._is_delta = REAL_ENGINE in profiles, DELTA in profiles
+        self._has_workers = ENVS in profiles
         root.mkdir(parents=True, exist_ok=True)
         self._lives = 0
         address = root / "server"
@@ -143,6 +146,8 @@ class World:
         if self._is_delta:
             tree["weights"] = {"transport": "delta"}
             tree["trainer"]["optim"]["lr"] = FEW_CHANGES_LR
+        if self._has_workers:
+            tree["orchestrator"]["env_servers"] = {"workers": 2}
         path = self.root / f"{name}.yaml"
         path.write_text(yaml.safe_dump(tree))
         return path
@@ -199,5 +204,5 @@ def read_record(scratch: Path) -> dict[str, list[tuple[str, str, int]]]:
     for role in inject.ROLES:
         path = scratch / f"record.{role}"
         lines = path.read_text().splitlines() if path.exists() else []
-        found[role] = [tuple(json.loads(line)) for line in lines]
+        found[role] = [tuple(json.loads(line)) for line in dict.fromkeys(lines)]  # workers do the same each
     return found
