@@ -130,7 +130,6 @@ class EnvPool:
         self._runner: Any = None
         self._lost: asyncio.Future[str] | None = None
         self._awaited: set[Job] = set()
-        """Episodes in flight on the shared loop."""
         self._replacing: asyncio.Task[None] | None = None
         self._closed: asyncio.Future[None] | None = None
         self.sources = []

@@ -210,9 +210,9 @@ def _watch_messages(plan: Plan, of_host: Fault) -> None:
         current[0] = _take_part(plan, "env_worker")
         work(*arguments)
 
-    frames.Unpacker.feed = seen_feed  # type: ignore[method-assign]
+    frames.Unpacker.feed = seen_feed  # type: ignore[method-assign,assignment]
     frames.pack = worker.pack = seen_pack
-    worker.work = seen_work
+    worker.work = seen_work  # type: ignore[assignment]
 
 
 def strike_all(scratch: Path, number: int) -> None:

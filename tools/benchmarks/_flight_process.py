@@ -16,11 +16,11 @@ from typing import Any
 
 import psutil
 
-from prime_hpc.envs.pool import EnvPool
 from prime_hpc.orchestrator import loop, main
 from prime_hpc.store.role_process import leave
 
 TICK_S = 0.005
+MEMORY_S = 5.0
 WORTH_S = 0.02
 """Pauses from here on are kept one by one."""
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -78,12 +78,12 @@ class Watch:
             if late > WORTH_S:
                 self.pauses.append((due, late, used))
 
-    async def memory_each_second(self) -> None:
+    async def memory_now_and_then(self) -> None:
         """For ever: resident bytes, here and of the workers."""
         while True:
             now = mark()
             self.memory.append((now["time"], now["rss"], now["rss_workers"]))
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(MEMORY_S)
 
     def install(self) -> None:
         """Run beside the orchestrator's loop."""
@@ -91,7 +91,7 @@ class Watch:
         run, report = loop.Orchestrator.run, loop.Orchestrator._report
 
         async def watched(orchestrator: loop.Orchestrator) -> None:
-            beside = [asyncio.create_task(self.pauses_of_loop()), asyncio.create_task(self.memory_each_second())]
+            beside = [asyncio.create_task(self.pauses_of_loop()), asyncio.create_task(self.memory_now_and_then())]
             try:
                 await run(orchestrator)
             finally:
@@ -104,11 +104,10 @@ class Watch:
             report(orchestrator, *args)
             self.marks.append(mark())
 
-        loop.Orchestrator.run = watched  # type: ignore[method-assign]
-        loop.Orchestrator._report = reported  # type: ignore[method-assign]
+        loop.Orchestrator.run = watched  # type: ignore[method-assign,assignment]
+        loop.Orchestrator._report = reported  # type: ignore[method-assign,assignment]
 
 
 if __name__ == "__main__":
-    assert EnvPool  # imported here and not while the clock runs
     Watch().install()
     leave(main.main())

@@ -163,7 +163,7 @@ def summary(watched: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -
         "start_busy_s": [used for _, _, used in before],
         "longest_pause_s": [late for _, late, _ in within],
         "longest_busy_s": [used for _, _, used in within],
-        "longest_gc_s": [took for _, took in watched["collections"]],
+        "longest_gc_s": [took for when, took in watched["collections"] if first["time"] <= when <= last["time"]],
     }
     cpu_s = {where: last["cpu"][where] - first["cpu"][where] for where in last["cpu"]}
     return {
@@ -186,7 +186,7 @@ def memory(rows: list[tuple[float, int, int]]) -> dict[str, float]:
     """Resident memory at the end, and its slope over the second half."""
     table = np.array(rows)
     table = table[len(table) // 2 :]
-    found = {}
+    found: dict[str, float] = {}
     for name, values in (("rss", table[:, 1]), ("rss_workers", table[:, 2])):
         slope = np.polyfit(table[:, 0] - table[0, 0], values, 1)[0]
         found |= {f"{name}_gib": values[-1] / 2**30, f"{name}_slope_mib_per_hour": 3600 * slope / 2**20}
@@ -200,7 +200,8 @@ def seat_delays(folder: Path, begin: float, end: float) -> dict[str, float]:
     taken = min(len(left), len(came) - IN_FLIGHT)
     delays = came[IN_FLIGHT : IN_FLIGHT + taken] - left[:taken]
     delays = delays[(left[:taken] >= begin) & (left[:taken] < end - 1.0)]
-    return {"p50_s": float(np.quantile(delays, 0.5)), "p99_s": float(np.quantile(delays, 0.99)), "max_s": delays.max()}
+    p50_s, p99_s, max_s = np.quantile(delays, [0.5, 0.99, 1.0]).tolist()
+    return {"p50_s": p50_s, "p99_s": p99_s, "max_s": max_s}
 
 
 def run() -> dict[str, Any]:
@@ -217,8 +218,8 @@ def run() -> dict[str, Any]:
         sides = {
             name: play(Path(made) / name, model, workers, steps) for name, workers in MODES.items() if only in name
         }
-    shape = {"servers": NUM_SERVERS, "in_flight": IN_FLIGHT, "ranks": RANKS, "batch": BATCH, "steps": steps}
-    shape["reply_s"] = DELAY_S
+    shape = {"servers": NUM_SERVERS, "in_flight": IN_FLIGHT, "reply_s": DELAY_S}
+    shape |= {"ranks": RANKS, "batch": BATCH, "steps": steps}
     return {"shape": shape, "sides": sides, "load": os.getloadavg()[0]}
 
 
