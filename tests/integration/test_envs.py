@@ -16,7 +16,7 @@ from prime_hpc.envs.errors import EnvError
 from prime_hpc.envs.held_out import content, leave_out_trained
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample
 from tests.support.env_world import World
-from tests.support.scripted_server import Reply, ScriptedServer, logprob_of, reverse_last_user
+from tests.support.scripted_server import Reply, ScriptedServer, experts_of, logprob_of, reverse_last_user
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +123,23 @@ def test_multi_turn_is_one_exact_sample(world: World) -> None:
     best = min(results, key=lambda r: r.metrics["num_turns"])
     worst = max(results, key=lambda r: r.metrics["num_turns"])
     assert best.reward > worst.reward
+
+
+def test_each_turn_keeps_the_experts_that_sampled_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world.server, "records_experts", True)
+    world.script = lambda prompt, number: "guess 0"
+    before = len(world.server.requests)
+    (result,) = world.play(EnvConfig(id="guess-number", max_turns=3))
+    (sample,) = result.samples
+    assert sample.routed is not None and sample.routed.shape == (sample.num_tokens, 2, 1)
+    done = 0
+    for number, request in enumerate(world.server.requests[before:], before):
+        end = len(request["token_ids"])
+        while end < sample.num_tokens and sample.loss_mask[end]:
+            end += 1
+        assert np.array_equal(sample.routed[done : end - 1], experts_of(number, end - 1)[done:])
+        done = end - 1
+    assert (sample.routed[done:] == 255).all() and len(world.server.requests) == before + 3
 
 
 def test_max_turns_truncates_and_still_scores(world: World) -> None:

@@ -10,6 +10,8 @@ As a process of its own (for benchmarks): `python -m tests.support.scripted_serv
 """
 
 import asyncio
+import base64
+import io
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from aiohttp import web
 
 from prime_hpc.store.batches import list_batches
@@ -62,8 +65,22 @@ def score_of(token_id: int, position: int) -> float:
     return -((zlib.crc32(f"score {token_id}:{position}".encode()) % 10_000) / 5_000 + 1e-4)
 
 
+def experts_of(number: int, count: int) -> np.ndarray:
+    """The experts that request `number` reports of its first tokens, uint8 [count, 2 layers, 1]: a fixed function."""
+    return ((np.arange(count)[:, None] + [100 * number, 100 * number + 50]) % 251).astype(np.uint8)[..., None]
+
+
+def _npy(array: np.ndarray) -> str:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
 class ScriptedServer:
     """The server on a thread. `requests` holds what came in, `version` labels what goes out."""
+
+    records_experts = False
+    """Report `experts_of` every token but the last one."""
 
     def __init__(self, tokenizer: Any, script: Script, *, port: int = 0, max_model_len: int = 2048) -> None:
         self.tokenizer = tokenizer
@@ -152,6 +169,8 @@ class ScriptedServer:
             },
             "weight_versions": [{"version": v, "start": s, "end": len(ids) if e is None else e} for v, s, e in spans],
         }
+        if self.records_experts:
+            choice["routed_experts"] = _npy(experts_of(number, len(body["token_ids"]) + len(ids) - 1))
         return web.json_response({"request_id": f"scripted-{number}", "choices": [choice | reply.overrides]})
 
     def _prompt_scores(self, ids: list[int]) -> web.Response:

@@ -34,7 +34,7 @@ def test_a_mixture_of_experts_is_told_to_follow_the_engines_choice(model: Path) 
     experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
     (model / "config.json").write_text(json.dumps(LLAMA_8B | experts))
 
-    def found(changes: dict[str, Any]) -> list[tuple[str, str]]:
+    def found(changes: dict[str, Any]) -> list[tuple[str, str | None]]:
         return [(f.severity, f.key) for f in findings(model, changes) if f.code == "PH127"]
 
     assert found({}) == [("info", "trainer.router_replay")]

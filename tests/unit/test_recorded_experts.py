@@ -13,7 +13,7 @@ from verifiers.v1.errors import ProviderError
 
 from prime_hpc.config.sections.sampling import SamplingConfig
 from prime_hpc.envs.model_client import _routing_of
-from prime_hpc.envs.routing import RoutingError, parse_routing
+from prime_hpc.envs.routing import RoutingError, RoutingOf, parse_routing
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState, Sample, episode_result, trace_samples
 from prime_hpc.envs.workers.records import result_from_plain, result_to_plain
 from prime_hpc.orchestrator.batching.batch_builder import TrainSample, build_ranks
@@ -73,11 +73,15 @@ def test_rows_of_the_call_that_sampled_a_token_count() -> None:
     assert without.routed is None
 
 
+def _found_in(recorded: dict[int, np.ndarray]) -> RoutingOf:
+    return lambda node: recorded.get(id(node))
+
+
 def test_rows_of_other_tokens_make_an_episode_unusable() -> None:
     reply = reply_node([3], [4, 5])
-    for count in (5, 3):
-        episode = make_episode(make_trace([prompt_node(1, 2), reply]))
-        result = episode_result(episode, versions_of, 1.0, lambda _, count=count: rows(0, count))
+    for wrong in (rows(0, 5), rows(0, 3)):
+        episode, recorded = make_episode(make_trace([prompt_node(1, 2), reply])), {id(reply): wrong}
+        result = episode_result(episode, versions_of, 1.0, _found_in(recorded))
         assert not result.usable and result.error_type == "RoutingError" and "ends with token 4" in result.reason
     second = reply_node([], [7])
     kinds = {id(reply): rows(0, 4), id(second): rows(0, 6).astype(np.uint16)}
@@ -100,7 +104,7 @@ def test_samples_travel_between_processes_and_attempts() -> None:
     (group,), _ = decode_groups(encode_groups([CarriedGroup(prompt, [result])], {}))
     for found in (back.samples, group.results[0].samples):
         for one, other in zip(found, samples, strict=True):
-            assert one.routed is not None and one.routed.dtype == np.uint8
+            assert one.routed is not None and other.routed is not None and one.routed.dtype == np.uint8
             assert np.array_equal(one.routed, other.routed)
     none = EpisodeResult(EpisodeState.COMPLETED, usable=True, samples=[sample([1, 2], None)])
     (group,), _ = decode_groups(encode_groups([CarriedGroup(prompt, [none])], {}))

@@ -37,7 +37,7 @@ def logits(model: Any, routed: torch.Tensor | None) -> torch.Tensor:
 
 def judge(model: Any) -> str:
     """`follows`; else the reason."""
-    layers, seen = moe_layers(model), {}
+    layers, seen = moe_layers(model), dict[int, torch.Tensor]()
     for layer in layers:
         layer.experts.register_forward_pre_hook(lambda _, args, i=layer.number: seen.__setitem__(i, args[1].clone()))
     want = logits(model, None)

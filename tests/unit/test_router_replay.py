@@ -53,7 +53,7 @@ def computed(policy: Policy, batch: RankBatch, **options: Any) -> tuple[torch.Te
             logprobs, _ = policy(micro)
             logprobs.sum().backward()
         found.append(logprobs.detach())
-    grads = {name: p.grad.full_tensor().clone() for name, p in policy.hf.named_parameters()}  # type: ignore[union-attr]
+    grads = {name: p.grad.full_tensor().clone() for name, p in policy.hf.named_parameters()}
     return torch.cat(found), grads
 
 

