@@ -80,9 +80,8 @@ def find_predictor(experiment: Experiment, named: Sequence[str]) -> StepTimes | 
         found = calibrate([run])
         if isinstance(found, Calibration):
             return _of(found)
-    return (
-        f"no run of this model and these environments was measured below {experiment.output_dir} (--from RUN names one)"
-    )
+    where = f"below {experiment.output_dir} (--from RUN names one)"
+    return f"no step is simulated: no run of this model and these environments was measured {where}"
 
 
 def _of(calibration: Calibration) -> StepTimes:

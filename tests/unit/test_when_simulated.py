@@ -77,6 +77,9 @@ def test_a_step_that_is_stated_is_not_simulated(
     found = {row["name"]: row for row in ranked(config, capsys)["shapes"]}
     assert found["starved"]["run_s"] == 60 + 40 * 0.5 and "as slurm.shapes states" in found["starved"]["run_from"]
     assert "simulated from old" in found["balanced"]["run_from"]
+    every = write(tmp_path, [{**STARVED, "step_s": 0.5}, {**BALANCED, "step_s": 0.25}])
+    said = ranked(every, capsys)
+    assert (said["best"], said["notes"]) == ("balanced", []), "nothing is simulated"
 
 
 def test_a_run_can_be_named_and_what_it_differs_in_is_said(
@@ -169,6 +172,12 @@ def test_auto_for_a_run_without_shapes_is_refused_when_it_is_asked(fake: FakeSlu
     with pytest.raises(ConfigError, match="auto derives no shapes here: .*only kind: rl"):
         derive_shapes([str(config)], load(config))
     assert load(config).experiment.slurm.shapes == "auto"
+    chosen = write(tmp_path, "auto")
+    tree = yaml.safe_load(chosen.read_text())
+    tree["slurm"]["shape"] = "t2-i2"
+    chosen.write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match="it is t2-i2, and slurm.shapes = auto derives others"):
+        derive_shapes([str(chosen)], load(chosen))
     with pytest.raises(ConfigError, match=r"slurm\.shapes: expected .*auto"):
         load(write(tmp_path, "automatic"))
 
