@@ -19,7 +19,7 @@ from prime_hpc.store.run_dirs import find_run, is_run, list_runs
 MOST_LOOKED_AT = 20
 """Runs of the output folder, the newest first."""
 _SAME = ("model.name", "model.lora", "orchestrator.env")
-"""What differs in one of these is another experiment, whose times say nothing."""
+"""A run that differs in one of these is of another experiment: its times say nothing."""
 
 
 @dataclass(frozen=True)
