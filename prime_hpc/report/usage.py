@@ -104,7 +104,8 @@ def _of_run(path: Path, is_under_way: bool, lives: Sequence[JobLife], since: flo
         return None
     unit = "GPU" if is_gpu else "CPU" if is_held or charged_by_slurm is not None else "process"
     by_slurm = int(charged_by_slurm is not None)
-    return Usage(path.name, _user(path), NO_SWEEP, unit, **parts, attempts=num_attempts, by_slurm=by_slurm)
+    hours = (parts[name] for name in ("charged", "effective", "lost", "queued"))
+    return Usage(path.name, _user(path), NO_SWEEP, unit, *hours, attempts=num_attempts, by_slurm=by_slurm)
 
 
 def _share(begin: float, end: float, since: float | None) -> float:
