@@ -148,7 +148,8 @@ def test_what_cannot_be_is_left_out_with_the_reason(
 
 def test_a_gpu_s_memory_counts(fake: FakeSlurm, tmp_path: Path) -> None:
     big: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-    big |= {"num_key_value_heads": 8, "vocab_size": 128_000, "intermediate_size": 14_336, "architectures": ["LlamaForCausalLM"]}
+    big |= {"num_key_value_heads": 8, "vocab_size": 128_000, "intermediate_size": 14_336}
+    big |= {"architectures": ["LlamaForCausalLM"]}
     config = write(tmp_path, "auto", {"gpu_memory_gib": 80.0})
     (tmp_path / "out" / "model" / "config.json").write_text(json.dumps(big | {"model_type": "llama"}))
     derived = derive_shapes([str(config)], load(config))
