@@ -103,8 +103,18 @@ def _of_run(path: Path, is_under_way: bool, lives: Sequence[JobLife], since: flo
     if not any(parts.values()):
         return None
     unit = "GPU" if is_gpu else "CPU" if is_held or charged_by_slurm is not None else "process"
-    by_slurm = int(charged_by_slurm is not None)
-    return Usage(path.name, _user(path), NO_SWEEP, unit, **parts, attempts=num_attempts, by_slurm=by_slurm)
+    return Usage(
+        name=path.name,
+        user=_user(path),
+        sweep=NO_SWEEP,
+        unit=unit,
+        charged=parts["charged"],
+        effective=parts["effective"],
+        lost=parts["lost"],
+        queued=parts["queued"],
+        attempts=num_attempts,
+        by_slurm=int(charged_by_slurm is not None),
+    )
 
 
 def _share(begin: float, end: float, since: float | None) -> float:

@@ -38,11 +38,16 @@ def derive_shapes(words: Sequence[str], loaded: Loaded) -> Derived:
         loaded: of this command line.
 
     Raises:
-        ConfigError: shapes are derived for `kind: rl` with engines of its own alone, and this is another run.
+        ConfigError: shapes are derived for `kind: rl` with engines of its own alone, and this is another run; or a
+            shape is chosen already.
     """
     experiment = loaded.experiment
-    if experiment.slurm.shapes != AUTO or experiment.slurm.shape is not None:
+    if experiment.slurm.shapes != AUTO:
         return Derived(list(words), loaded, [])
+    if experiment.slurm.shape is not None:
+        raise ConfigError(
+            Problem(f"it is {experiment.slurm.shape}, and slurm.shapes = auto derives others", "slurm.shape")
+        )
     try:
         setting = setting_of(experiment)
     except ConfigError as error:

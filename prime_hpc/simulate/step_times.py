@@ -20,7 +20,7 @@ from prime_hpc.store.run_dirs import find_run, is_run, list_runs
 MOST_LOOKED_AT = 20
 """Runs of the output folder, the newest first."""
 _SAME = ("model.name", "model.lora", "orchestrator.env")
-"""What differs in one of these is another experiment, whose times say nothing."""
+"""A run that differs in one of these is of another experiment: its times say nothing."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,8 @@ def find_predictor(experiment: Experiment, named: Sequence[str]) -> StepTimes | 
         found = calibrate([run])
         if isinstance(found, Calibration):
             return _of(found)
-    return (
-        f"no run of this model and these environments was measured below {experiment.output_dir} (--from RUN names one)"
-    )
+    where = f"below {experiment.output_dir} (--from RUN names one)"
+    return f"no step is simulated: no run of this model and these environments was measured {where}"
 
 
 def _of(calibration: Calibration) -> StepTimes:

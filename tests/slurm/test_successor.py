@@ -94,7 +94,7 @@ def test_it_is_queued_while_the_run_goes_on(limited: Cluster, folder: Path) -> N
         lambda: any(row["rule"] == "successor" for row in alarms(run_dir)), "the alarm of a missing successor", 60
     )
     allow(limited, 2)
-    limited.wait_until(lambda: (read_record(run_dir) or {}).get("successor"), "a successor", 60)
+    limited.wait_until(lambda: bool((read_record(run_dir) or {}).get("successor")), "a successor", 60)
     assert status(limited, run_dir)["no_successor"] is None
     wait_for_step(limited, run_dir, 6)
     kill_trainer(run_dir)

@@ -8,17 +8,27 @@ from pathlib import Path
 
 import pytest
 
+from prime_hpc.config import load_run
 from prime_hpc.launch import stop_resume
 from prime_hpc.launch.monitor.status import status_of
 from prime_hpc.launch.submission import submit
 from prime_hpc.observe.metric_names import is_known
+from prime_hpc.runtime.clock import AwakeClock
+from prime_hpc.slurm.allocation import Allocation
 from prime_hpc.slurm.queue import queue_successor
 from prime_hpc.slurm.submission_record import read_record, write_record
+from prime_hpc.store.attempts import read_attempts
+from prime_hpc.supervisor.alarms import alarm_watch
 from prime_hpc.supervisor.alarms.rules import BUILT_IN, Watcher
 from prime_hpc.supervisor.attempt import successor
+from prime_hpc.supervisor.attempt.lost_batch_host import Return
+from prime_hpc.supervisor.attempt.restart_policy import EXIT_AGAIN
 from prime_hpc.supervisor.attempt.successor import SuccessorWatch, require_successor, try_successor
+from prime_hpc.supervisor.main import _apply_restart_policy
+from prime_hpc.supervisor.run_watch import RunWatch
+from prime_hpc.supervisor.stop_requests import Controls
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.submissions import cancel, load, run_dir, use_fake_slurm, wait_for, write_config
+from tests.support.submissions import cancel, ended, load, run_dir, use_fake_slurm, wait_for, write_config
 
 LIMIT = "AssocMaxSubmitJobLimit"
 BAD_ACCOUNT = {"code": 1, "stderr": "sbatch: error: Batch job submission failed: Invalid account or account/partition"}
@@ -91,6 +101,15 @@ def test_a_controller_that_is_away_is_asked_again(fake: FakeSlurm, run: Path) ->
     wait_for(lambda: keeper.missing_s == 0 and len(fake.jobs()) == 2)
 
 
+def test_one_that_waits_is_not_forgotten_while_nobody_answers(fake: FakeSlurm, tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    submit(load(config, "--slurm.restart.how", "successor"))
+    fake.behave("squeue", code=1, stderr="slurm_load_jobs error: Unable to contact slurm controller")
+    assert try_successor(run_dir(config), "100") is None
+    record = read_record(run_dir(config)) or {}
+    assert record["successor"] == "101" and record.get("no_successor") is None
+
+
 @pytest.mark.parametrize(("left", "comes"), [(200.0, True), (5000.0, False), (None, False)])
 def test_before_the_time_limit_it_is_asked_for_often(
     fake: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch, left: float | None, comes: bool
@@ -161,3 +180,44 @@ def test_an_alarm_tells_of_it_once() -> None:
     watcher = Watcher(rule)
     fired = [watcher.take(value, None) for value in (None, 0.0, 60.0, 240.0, 0.0)]
     assert [alarm is not None for alarm in fired] == [False, False, True, False, False]
+
+
+def test_a_jobs_supervisor_keeps_asking_and_its_alarm_is_written(
+    fake: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alarm_watch, "TICK_S", 0.05)
+    experiment = load_run(run)
+    environment = {"SLURM_JOB_ID": "100", **Return("100", ["100"], "n1", "n1", "successor", 1).to_env()}
+    restart = experiment.slurm.restart.model_copy(update={"successor_retry_s": 0.5})
+    slurm = experiment.slurm.model_copy(update={"restart": restart})
+    experiment = experiment.model_copy(update={"slurm": slurm})
+    watched = RunWatch(
+        experiment, run, 1, AwakeClock(), environment, True, {}, [], lambda *a, **k: None, Controls(run, None, 120)
+    )
+    try:
+        path = run / "alarms.jsonl"
+        wait_for(lambda: path.exists() and '"rule": "successor"' in path.read_text(), 60)
+        fake.limit(2)
+        wait_for(lambda: len(fake.jobs()) == 2)
+    finally:
+        watched.close()
+    assert "no_successor_s is" in path.read_text()
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_the_end_of_an_attempt_says_whether_the_run_goes_on(
+    fake: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    monkeypatch.setattr(successor, "LAST_TRIES_S", 0.0)
+    ended(run.parents[1] / "exp.yaml", "requeued", exit_code=0, saved_step=5)
+    fake.limit(room)
+    code = _apply_restart_policy(load_run(run), run, Allocation("100", (("n1",),), "n1", 0), 0)
+    [row] = read_attempts(run / "attempts.jsonl")
+    if room == 2:
+        assert (code, row["next"]) == (EXIT_AGAIN, "successor") and len(fake.jobs()) == 2
+    else:
+        assert (code, row["next"]) == (1, None) and len(fake.jobs()) == 1
+        assert (row["cause"] or "").startswith("a test; no successor waited: ") and LIMIT in (row["cause"] or "")
+        fake.change("100", state="FAILED")
+        status = status_of(run)
+        assert (status.state, status.no_successor) == ("failed", None) and LIMIT in status.note

@@ -120,7 +120,12 @@ def test_more_runs_than_a_page_shows_are_read_one_at_a_time(tmp_path: Path, monk
     runs = [(make_run(tmp_path / f"r{i}", [Life(0, 2, allocated=GPUS)]), f"r{i}") for i in range(7)]
     asked_at_once: list[int] = []
     real = usage.ask_lives
-    monkeypatch.setattr(usage, "ask_lives", lambda paths: asked_at_once.append(len(paths)) or real(paths))
+
+    def ask(paths: list[Path]) -> dict[Path, list[JobLife]]:
+        asked_at_once.append(len(paths))
+        return real(paths)
+
+    monkeypatch.setattr(usage, "ask_lives", ask)
     [total] = totals(grouped(read_usage(iter(runs), tmp_path), "run"))
     assert total.runs == 7 and asked_at_once == [3, 3, 1]
 

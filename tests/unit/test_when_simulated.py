@@ -77,6 +77,9 @@ def test_a_step_that_is_stated_is_not_simulated(
     found = {row["name"]: row for row in ranked(config, capsys)["shapes"]}
     assert found["starved"]["run_s"] == 60 + 40 * 0.5 and "as slurm.shapes states" in found["starved"]["run_from"]
     assert "simulated from old" in found["balanced"]["run_from"]
+    every = write(tmp_path, [{**STARVED, "step_s": 0.5}, {**BALANCED, "step_s": 0.25}])
+    said = ranked(every, capsys)
+    assert (said["best"], said["notes"]) == ("balanced", []), "nothing is simulated"
 
 
 def test_a_run_can_be_named_and_what_it_differs_in_is_said(
@@ -144,8 +147,9 @@ def test_what_cannot_be_is_left_out_with_the_reason(
 
 
 def test_a_gpu_s_memory_counts(fake: FakeSlurm, tmp_path: Path) -> None:
-    big = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-    big |= {"vocab_size": 128_000, "intermediate_size": 14_336, "architectures": ["LlamaForCausalLM"]}
+    big: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    big |= {"num_key_value_heads": 8, "vocab_size": 128_000, "intermediate_size": 14_336}
+    big |= {"architectures": ["LlamaForCausalLM"]}
     config = write(tmp_path, "auto", {"gpu_memory_gib": 80.0})
     (tmp_path / "out" / "model" / "config.json").write_text(json.dumps(big | {"model_type": "llama"}))
     derived = derive_shapes([str(config)], load(config))
@@ -169,6 +173,12 @@ def test_auto_for_a_run_without_shapes_is_refused_when_it_is_asked(fake: FakeSlu
     with pytest.raises(ConfigError, match="auto derives no shapes here: .*only kind: rl"):
         derive_shapes([str(config)], load(config))
     assert load(config).experiment.slurm.shapes == "auto"
+    chosen = write(tmp_path, "auto")
+    tree = yaml.safe_load(chosen.read_text())
+    tree["slurm"]["shape"] = "t2-i2"
+    chosen.write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match="it is t2-i2, and slurm.shapes = auto derives others"):
+        derive_shapes([str(chosen)], load(chosen))
     with pytest.raises(ConfigError, match=r"slurm\.shapes: expected .*auto"):
         load(write(tmp_path, "automatic"))
 

@@ -53,6 +53,9 @@ def try_successor(run_dir: Path, job_id: str) -> Refusal | None:
         queue_successor(run_dir, job_id)
         return None
     except (SlurmError, OSError) as error:  # the run goes on without
+        is_silent = isinstance(error, SlurmError) and error.is_unreachable
+        if is_silent and (read_record(run_dir) or {}).get("successor"):
+            return None  # as far as anybody can tell now
         refusal = _refusal(error)
     try:
         write_record(run_dir, successor=None, no_successor=refusal.words)

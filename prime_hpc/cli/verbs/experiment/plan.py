@@ -72,6 +72,9 @@ def known_of_shapes(given: Given, loaded: "Loaded") -> "tuple[list[str], Loaded,
 
     derived = derive_shapes(given.words, loaded)
     notes = [f"left out: {shape}" for shape in derived.left_out]
+    stated = derived.loaded.experiment.slurm.shapes
+    if stated and all(not isinstance(shape, str) and shape.step_s is not None for shape in stated):
+        return derived.words, derived.loaded, None, notes  # nothing is left to simulate
     found = find_predictor(loaded.experiment, given.every("--from"))
     if isinstance(found, str):
         return derived.words, derived.loaded, None, [*notes, found]

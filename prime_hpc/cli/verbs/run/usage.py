@@ -45,7 +45,7 @@ def run(argv: list[str], program: str) -> int:
 def _by(word: str) -> By:
     for name in get_args(By):
         if word == name:
-            return name  # type: ignore[no-any-return]
+            return name
     raise ConfigError(f"--by {word}: none of {', '.join(get_args(By))}")
 
 
