@@ -37,6 +37,8 @@ KEY_METRICS = (
     "time/step",
 )
 """All that is kept of each of many runs."""
+_OF_ALL_RUNS = ("step", "time", "spans", "tokens_per_s", "mfu", "num_", "memory")
+"""Begin the metrics of a step that mean something beside those of another run's step."""
 _TABLE_CHARACTERS = 20_000
 _CONFIG_BYTES = 4 << 20
 
@@ -142,11 +144,13 @@ def view_run(path: Path, status: RunStatus, limits: Limits, lives: Sequence[JobL
 
 
 def _trainer_rows(path: Path, curves: Curves) -> Iterator[dict[str, Any]]:
-    """Rows of the run's trainer; of a run below one whose trainer trains many, those that the parent wrote of it."""
+    """Rows of the run's trainer; of a run below one whose trainer trains many, those that the parent wrote of it; of
+    the parent, whose steps are its runs' in turn, what is not about one run's learning."""
     own = path / "metrics" / "trainer.jsonl"
     parent = path.parent / "metrics" / "trainer.jsonl"
     if own.exists() or not (path.parent / RUN_YAML).exists() or not parent.exists():
-        yield from read_lines(own, curves.faults)
+        for row in read_lines(own, curves.faults):
+            yield row if "run" not in row else {k: v for k, v in row.items() if k.startswith(_OF_ALL_RUNS)}
         return
     for row in read_lines(parent, curves.faults):
         if row.get("run") == path.name and isinstance(row.get("run/step"), int):
