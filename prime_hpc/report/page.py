@@ -29,7 +29,8 @@ def render_page(runs: Sequence[Mapping[str, Any]], *, title: str, made: str) -> 
         "TITLE": _escaped(title),
         "STYLE": "\n".join(_asset(name) for name in STYLES),
         "DATA": _json(data),
-        "SCRIPT": "\n".join(_asset(name) for name in SCRIPTS),
+        # each in an element of its own: a browser that cannot read uPlot's syntax of 2020 reads the others
+        "SCRIPT": "</script>\n<script>".join(_asset(name) for name in SCRIPTS),
     }
     for name, text in parts.items():
         before, marker, after = page.partition(f"<!--{name}-->")

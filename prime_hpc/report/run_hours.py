@@ -17,6 +17,8 @@ from prime_hpc.slurm.queue_facts.job_lives import JobLife
 from prime_hpc.store.run_dirs import AttemptRow, read_submission
 
 _CONFIG_BYTES = 4 << 20
+_OF_ALL_RUNS = ("step", "time", "spans", "tokens_per_s", "mfu", "num_", "memory")
+"""Begin the metrics of a step that mean something beside those of another run's step."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,13 @@ def read_hours(
 
 
 def _trainer_rows(path: Path, faults: Faults) -> Iterator[dict[str, Any]]:
-    """Rows of the run's trainer; of a run below one whose trainer trains many, those that the parent wrote of it."""
+    """Rows of the run's trainer; of a run below one whose trainer trains many, those that the parent wrote of it; of
+    the parent, whose steps are its runs' in turn, what is not about one run's learning."""
     own = metrics_file(path, "trainer")
     parent = metrics_file(path.parent, "trainer")
     if own.exists() or not (path.parent / RUN_YAML).exists() or not parent.exists():
-        yield from read_lines(own, faults)
+        for row in read_lines(own, faults):
+            yield row if "run" not in row else {k: v for k, v in row.items() if k.startswith(_OF_ALL_RUNS)}
         return
     for row in read_lines(parent, faults):
         if row.get("run") == path.name and isinstance(row.get("run/step"), int):

@@ -15,7 +15,7 @@ from tests.support import hanging_engine, inference_server
 from tests.support.inference_server import ServerProcess, save_model
 from tests.support.runs import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 LIMIT_S = 120.0
 
 
@@ -67,7 +67,7 @@ class Server:
 def server(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     inference, spawn = request.param
     one = Server(tmp_path, monkeypatch, {"api_key": "k", **inference}, spawn)
-    monkeypatch.setattr(inference_server, "READY_S", 400)
+    monkeypatch.setattr(inference_server, "READY_S", 700)
     try:
         one.process.wait_ready()
         yield one

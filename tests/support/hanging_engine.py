@@ -8,6 +8,7 @@ import ctypes
 import os
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,11 @@ def register() -> None:
     """Be called by vLLM in each of its processes."""
     import multiprocessing
 
-    from vllm.v1.engine import utils
-    from vllm.v1.executor import multiproc_executor
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     if os.environ[METHOD]:  # on a CPU our server forks
-        for module in (utils, multiproc_executor):
-            module.get_mp_context = lambda: multiprocessing.get_context("spawn")
+        for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
+            _set(import_module(name), "get_mp_context", lambda: multiprocessing.get_context("spawn"))
     execute = GPUModelRunner.execute_model
     if getattr(execute, "hangs", False):  # forked from a process that has it
         return
@@ -47,8 +46,12 @@ def register() -> None:
         stand_still(Path(os.environ[FILE]))
         return execute(self, *args, **more)
 
-    execute_model.hangs = True  # type: ignore[attr-defined]
-    GPUModelRunner.execute_model = execute_model
+    _set(execute_model, "hangs", True)
+    _set(GPUModelRunner, "execute_model", execute_model)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)
 
 
 def stand_still(file: Path) -> None:

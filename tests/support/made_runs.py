@@ -108,6 +108,10 @@ def make_runs_of_one_trainer(folder: Path, rates: dict[str, float], steps: int) 
             own = {"run": f"run_{name}", "run/step": step, "loss": rng.gauss(0, 0.1), "kl": abs(rng.gauss(0, 0.01))}
             log_at(writer, turn + 1, when, **own, **{"time/step": STEP_S, "time/forward_backward": 0.9, "lr": 1e-3})
     writer.close()
+    attempt = Attempt(1, 1, BEGAN + 5, "first start")
+    attempt.seconds, attempt.outcome, attempt.cause = {"start": 10.0}, "completed", "no run was left to train"
+    attempt.ended = when + 1
+    write_attempt(RunPaths(parent).attempts, attempt)
     return parent
 
 

@@ -265,6 +265,8 @@ def test_runs_of_one_trainer_come_with_it(tmp_path: Path, capsys: pytest.Capture
     assert code == 0 and [run["name"] for run in found["runs"]] == ["many", "many/run_a"]
     curves = data_of(parent / "report.html")["runs"][1]["curves"]["trainer"]
     assert (curves["steps"], curves["mean"]["loss"]) == ([1, 2], [0.25, 0.5])
+    of_parent = data_of(parent / "report.html")["runs"][0]["curves"]["trainer"]
+    assert of_parent["steps"][-2:] == [5, 6] and of_parent["mean"]["loss"][-2:] == [None, None], "nobody's own loss"
 
 
 def test_several_runs_state_what_they_share_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

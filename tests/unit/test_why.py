@@ -38,6 +38,14 @@ async def episode():
 activity.doing("wait", awaits="batch 12")
 if kind == "fork" and os.fork():
     os.wait()
+if kind == "calls":
+    activity.enter("first")
+    activity.leave()
+    activity.enter("second " + 40 * "x")
+elif kind == "fork-and-introduce" and not os.fork():
+    activity.introduce(**activity.introduced(), part="worker", number=1)
+    activity.enter("step")
+    time.sleep(1000)
 print("there", flush=True)
 if kind == "coroutine":
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -114,6 +122,29 @@ def test_a_stopped_process_is_seen_with_its_last_word(talker: Talker) -> None:
 def test_a_forked_child_does_not_speak_for_its_parent(talker: Talker) -> None:
     rows = look(talker.run_dir)
     assert [bool(row["word"]) for row in sorted(rows, key=lambda row: row["pid"])] == [True, False]
+
+
+@pytest.mark.parametrize("talker", ["calls"], indirect=True)
+def test_the_call_in_which_a_process_is_shows_also_while_it_is_stopped(talker: Talker) -> None:
+    before = time.time()
+    talker.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, talker.process.pid, os.WSTOPPED | os.WNOWAIT)
+    row = talker.look()
+    assert row["state"] == "T" and row["call"]["name"] == ("second " + 40 * "x")[:40]
+    assert before - 60 < row["call"]["since"] <= before and row["call"]["begun"] == 0
+
+
+@pytest.mark.parametrize("talker", ["fork-and-introduce"], indirect=True)
+def test_a_forked_child_that_introduces_itself_speaks_for_itself(talker: Talker) -> None:
+    deadline, rows = time.monotonic() + LIMIT_S, list[dict[str, Any]]()
+    while len([one for one in rows if "call" in one]) < 1:
+        assert time.monotonic() < deadline
+        rows = [one for one in look(talker.run_dir) if one["word"]]
+    (parent,) = [one for one in rows if not one["word"].get("part")]
+    (child,) = [one for one in rows if one["word"].get("part")]
+    assert (parent["pid"], "call" in parent) == (talker.process.pid, False)
+    assert (child["word"]["role"], child["word"]["number"], child["call"]["name"]) == ("trainer", 1, "step")
+    assert "MainThread" in parent["answer"]["threads"] and "MainThread" in child["answer"]["threads"]
 
 
 def test_who_tells_nothing_is_not_signalled(tmp_path: Path) -> None:
@@ -212,6 +243,74 @@ def test_long_episodes_are_no_hang() -> None:
 def test_an_engine_that_samples_nothing(figures: dict[str, Any]) -> None:
     found = diagnose([*waiting_trainer(), orchestrator(), server(**figures)], {}, now=NOW)
     assert (found.kind, found.role, found.host, found.is_hang) == ("engine", "inference", "n2", True)
+
+
+SHM = ["/venv/lib/python3.11/site-packages/vllm/distributed/device_communicators/shm_broadcast.py", 9, "acquire_read"]
+REDUCE = ["/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 7, "all_reduce"]
+KERNEL = ["/venv/lib/python3.11/site-packages/vllm/model_executor/models/qwen3.py", 5, "forward"]
+PLUGIN = ["/home/me/plugins/mine.py", 3, "execute_model"]
+
+
+def part(
+    name: str, number: int, frame: list[Any], call: str = "", seconds: float = 200.0, **facts: Any
+) -> dict[str, Any]:
+    """An engine core or worker of the server."""
+    told = {"call": {"name": call, "since": NOW - seconds if call else 0.0, "begun": 0}}
+    threads = {"threads": {"MainThread": [frame], **facts.pop("more_threads", {})}}
+    word = {"part": name, "number": number}
+    return row("inference", 0, host="n2", pid=500 + number + len(name), word=word, **(told | threads | facts))
+
+
+def hung_engine(*parts: dict[str, Any], **figures: Any) -> Any:
+    return diagnose([*waiting_trainer(), orchestrator(), server(**figures), *parts], {}, now=NOW)
+
+
+def test_the_engine_core_that_does_not_come_back_from_a_step() -> None:
+    found = hung_engine(part("engine core", 0, KERNEL, "step"), running=4)
+    assert (found.kind, found.role, found.is_hang, found.seconds) == ("engine", "inference", True, 200.0)
+    assert found.headline().startswith(
+        "engine core 0 of inference server 0 on n2 does not come back from `step`, in forw"
+    )
+    assert found.evidence[0] == "inference server 0 on n2 has requests and samples nothing"
+    without_figures = hung_engine(part("engine core", 0, KERNEL, "step"))  # of a CPU: vLLM computes none
+    assert (without_figures.kind, without_figures.pid) == ("engine", found.pid)
+
+
+def test_an_engine_that_steps_is_no_hang_and_holds_its_episodes() -> None:
+    core = part("engine core", 0, KERNEL, "step", seconds=0.1) | {"call": {"name": "", "since": 0.0, "begun": 31}}
+    found = hung_engine(core)
+    assert (found.kind, found.is_hang) == ("works", False) and "31 steps" in found.culprit
+
+
+def test_the_worker_for_which_the_others_wait() -> None:
+    core = part("engine core", 0, SHM, "step")
+    waiting, hung = part("worker", 0, REDUCE, "execute_model"), part("worker", 1, PLUGIN, "execute_model")
+    found = hung_engine(core, waiting, hung)
+    assert found.culprit == "worker 1 of inference server 0 on n2 does not come back from `execute_model`"
+    assert found.where == "execute_model (plugins/mine.py:3)" and found.pid == hung["pid"]
+    assert [line.partition(":")[0] for line in found.evidence] == [
+        "engine core 0 on n2", "worker 0 on n2", "worker 1 on n2",
+    ]  # fmt: skip
+    dump = f'Current thread 0x2 (most recent call first):\n  File "{KERNEL[0]}", line 8 in forward\n'
+    mute = part("worker", 0, REDUCE, "execute_model", answer=None, stacks=dump)
+    found = hung_engine(core, mute, part("worker", 1, REDUCE, "execute_model"))
+    assert (found.pid, found.where) == (mute["pid"], "forward (models/qwen3.py:8)")
+    assert any("a call in C holds its interpreter" in line for line in found.evidence)
+
+
+def test_a_device_that_does_not_give_its_results() -> None:
+    """With asynchronous scheduling the worker has given the order, and another thread waits for what comes of it."""
+    copies = [["/venv/lib/python3.11/site-packages/vllm/v1/worker/gpu_model_runner.py", 2, "get_output"]]
+    worker = part("worker", 0, SHM, more_threads={"WorkerAsyncOutputCopy": copies})
+    found = hung_engine(part("engine core", 0, SHM, "step"), worker)
+    assert (found.pid, found.where) == (worker["pid"], "get_output (worker/gpu_model_runner.py:2)")
+
+
+def test_a_stopped_engine_core_is_named_with_its_call() -> None:
+    stopped = part("engine core", 0, KERNEL, "step", seconds=40, state="T", answer=None)
+    found = hung_engine(stopped)
+    assert found.culprit.startswith("engine core 0 of inference server 0 on n2 is stopped")
+    assert "before it was stopped it was at `serving`, in `step` for 40 s" in found.evidence
 
 
 @pytest.mark.parametrize(("role", "text"), [("trainer", "trainer rank 1 on n1"), ("inference", "inference server 1")])

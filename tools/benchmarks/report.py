@@ -81,13 +81,25 @@ def _report(run_dir: Path) -> dict[str, float]:
     command = [sys.executable, "-c", "import sys; from prime_hpc.cli import main; sys.exit(main())", "report"]
     began = time.perf_counter()
     process = subprocess.Popen([*command, str(run_dir)], stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(process.pid, 0)
+    peak = 0.0
+    while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
+        peak = max(peak, _peak_mb(process.pid))
+        time.sleep(0.05)
+    _, status, used = ended
     wall = time.perf_counter() - began
     if status:
         raise RuntimeError(f"prime-hpc report ended with {os.waitstatus_to_exitcode(status)}")
     page = (run_dir / "report.html").stat().st_size
     cpu = used.ru_utime + used.ru_stime
-    return {"wall_s": wall, "cpu_s": cpu, "memory_mb": used.ru_maxrss / 1024, "page_mb": page / 1e6}
+    return {"wall_s": wall, "cpu_s": cpu, "memory_mb": peak, "page_mb": page / 1e6}
+
+
+def _peak_mb(pid: int) -> float:
+    """Most memory that a process has held, by proc(5); rusage would tell this process's own before the exec, too."""
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
 
 
 def _drawn(page: Path) -> dict[str, Any] | None:

@@ -4,8 +4,9 @@ trainer on the same batches: losses side by side. Run by `tools/bench tinker_ser
 A random Qwen3 of 60 thousand weights learns `a+b=` for digits up to 4, in adapters of rank 4, from a token for each
 sum. The supervised loop shows the answers. The loop of reinforcement draws them: the service says how likely each of
 the nine answers is (`forward` with several targets a token), the client samples, rewards what is right with 1, and
-trains by `importance_sampling` with each group's mean taken off, as the cookbook's arithmetic does. What it sampled is
-then given to our own trainer of many runs, one step after the other. No engines. Takes about 2 minutes.
+trains by `importance_sampling` with each group's mean taken off, as the cookbook's arithmetic does, while it draws the
+next batch already (on one's own policy that loss is 0 by construction). What it sampled is then given to our own
+trainer of many runs, one step after the other. No engines. Takes about 2 minutes.
 """
 
 import json
@@ -95,15 +96,16 @@ def run() -> dict[str, Any]:
             with world.client() as client:
                 adapter = client.create_lora_training_client(base_model=str(model), rank=4, seed=1).result()
                 theirs["importance_sampling"] = []
-                for _ in range(STEPS):
+                for _ in range(STEPS + 1):
                     samples, reward = _draw(adapter, rng)
-                    theirs["importance_sampling"] += client_losses(adapter, "importance_sampling", [samples])
+                    if drawn:
+                        theirs["importance_sampling"] += client_losses(adapter, "importance_sampling", drawn[-1:])
                     drawn.append(samples)
                     rewards.append(reward)
         finally:
             world.close()
-        ours = own_losses(Path(directory) / "own", model, {"cross_entropy": shown, "importance_sampling": drawn})
-    return {"tinker": theirs, "own": ours, "rewards": rewards, "load": os.getloadavg()[0]}
+        ours = own_losses(Path(directory) / "own", model, {"cross_entropy": shown, "importance_sampling": drawn[:-1]})
+    return {"tinker": theirs, "own": ours, "rewards": rewards[:-1], "load": os.getloadavg()[0]}
 
 
 def render(figures: dict[str, Any]) -> str:

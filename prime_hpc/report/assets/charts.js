@@ -33,6 +33,7 @@ P.chart = function (title, list, options) {
   const wanted = options || {};
   const holder = P.el("div", { class: "chart" });
   const card = P.el("div", { class: "card", "data-chart": title }, P.el("h3", {}, title), wanted.hint ? P.el("div", { class: "soft small" }, wanted.hint) : null, holder);
+  if (typeof uPlot === "undefined") { P.put(holder, P.el("p", { class: "soft small" }, "curves need a browser of 2020 or later")); return card; }
   let plot = null;
   const draw = function (width) {
     const curves = [], series = [{ label: wanted.x || "step" }], bands = [];

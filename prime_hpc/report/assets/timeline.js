@@ -105,7 +105,7 @@ P.timeline = function (run, canvas, tell) {
     for (let t = Math.ceil(from / step) * step; t <= to; t += step) {
       const x = Math.round(xOf(t)) + 0.5;
       ctx.strokeStyle = line; ctx.beginPath(); ctx.moveTo(x, TOP - 6); ctx.lineTo(x, height); ctx.stroke();
-      ctx.fillStyle = ink; ctx.fillText(t === 0 ? "0" : P.span(Number(t.toFixed(4))), x, 10);
+      ctx.fillStyle = ink; ctx.textAlign = x > width - 24 ? "right" : "center"; ctx.fillText(t === 0 ? "0" : P.span(Number(t.toFixed(4))), x, 10);
     }
   };
   const draw = function () {
