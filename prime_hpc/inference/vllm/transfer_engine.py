@@ -107,7 +107,7 @@ class TransferEngine(WeightTransferEngine[JoinInfo, PartInfo]):
             values = torch.empty(bucket[-1].end - first, dtype=torch.uint8, device=group.device)
             group.broadcast(values)
             if is_host:  # what comes over a socket of the host; NCCL's own ways have no memory to sum here
-                summed.update(values.numpy())
+                summed.update(values.numpy().data)
             for entry in bucket:
                 if not (tied and entry.name == LM_HEAD):
                     yield entry.name, _view(values[entry.begin - first : entry.end - first], entry)
