@@ -94,8 +94,9 @@ class TransferEngine(WeightTransferEngine[JoinInfo, PartInfo]):
         """
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
+        model: Any = self.model
         with disable_mtp_completeness_check():
-            self.model.load_weights(self._received(update_info))
+            model.load_weights(self._received(update_info))
 
     def _received(self, part: PartInfo) -> Iterator[tuple[str, torch.Tensor]]:
         group, entries = self._groups[part.index], read_layout(Path(part.layout))
