@@ -35,7 +35,7 @@ SIZE = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.1,
 }
-READY_S = 150
+READY_S = 300
 STOP_S = 90
 
 

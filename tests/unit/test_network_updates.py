@@ -23,6 +23,7 @@ from prime_hpc.store.model_files import stored_tensors
 from prime_hpc.store.run_paths import RunPaths
 from prime_hpc.trainer.model.conversions import Piece, WeightMap
 from prime_hpc.trainer.weights.publish import Publisher
+from prime_hpc.trainer.weights.publish_async import BesidePublisher
 from prime_hpc.weight_transport.network import sender as network_sender
 from prime_hpc.weight_transport.network.group import Group, connect
 from prime_hpc.weight_transport.network.layout import buckets, read_layout
@@ -298,6 +299,24 @@ def test_the_next_version_waits_for_who_holds_this_one(world: World, monkeypatch
         expected = await asyncio.to_thread(world.publish, 3)  # not for ever
         await world.update(3)  # was cut off, joins anew
         assert world.serves(expected)
+
+    asyncio.run(go())
+
+
+def test_versions_that_are_published_beside_the_next_step(world: World) -> None:
+    async def go() -> None:
+        await world.service.start()
+        told: list[int | None] = []
+        beside = BesidePublisher(world.publisher, lambda manifest: told.append(manifest.version), timeout_s=60.0)
+        for version in (1, 2, 3):
+            expected = {name: tensor.clone() for name, tensor in world.tensors.items()}
+            beside.begin(version)
+            for tensor in world.tensors.values():
+                tensor += 1.5
+            await asyncio.to_thread(beside.finish)
+            await world.update(version)
+            assert world.serves(expected)
+        assert told == [1, 2, 3]
 
     asyncio.run(go())
 

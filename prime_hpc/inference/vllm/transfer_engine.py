@@ -94,8 +94,9 @@ class TransferEngine(WeightTransferEngine[JoinInfo, PartInfo]):
         """
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
+        model: Any = self.model
         with disable_mtp_completeness_check():
-            self.model.load_weights(self._received(update_info))
+            model.load_weights(self._received(update_info))
 
     def _received(self, part: PartInfo) -> Iterator[tuple[str, torch.Tensor]]:
         group, entries = self._groups[part.index], read_layout(Path(part.layout))
@@ -107,7 +108,7 @@ class TransferEngine(WeightTransferEngine[JoinInfo, PartInfo]):
             values = torch.empty(bucket[-1].end - first, dtype=torch.uint8, device=group.device)
             group.broadcast(values)
             if is_host:  # what comes over a socket of the host; NCCL's own ways have no memory to sum here
-                summed.update(values.numpy())
+                summed.update(values.numpy().data)
             for entry in bucket:
                 if not (tied and entry.name == LM_HEAD):
                     yield entry.name, _view(values[entry.begin - first : entry.end - first], entry)

@@ -80,12 +80,13 @@ class Group:
             options._timeout = timeout
             self._group: Any = dist.ProcessGroupNCCL(prefixed, rank, size, options)
         else:
-            options = dist.ProcessGroupGloo._Options()
+            gloo: Any = dist.ProcessGroupGloo  # of which the stubs lack the half
+            options = gloo._Options()
             options._timeout = timeout
             # not by the interface that the environment names: that is of the process's own groups
             here = route_to(peer)
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=here.address if here else peer)]
-            self._group = dist.ProcessGroupGloo(prefixed, rank, size, options)
+            options._devices = [gloo.create_device(hostname=here.address if here else peer)]
+            self._group = gloo(prefixed, rank, size, options)
 
     def broadcast(self, values: torch.Tensor) -> None:
         """Send to all, or receive; returns when it is done.

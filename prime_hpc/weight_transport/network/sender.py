@@ -135,7 +135,7 @@ class NetworkSender:
         if not self._form.is_whole:
             name = own.name + HEADER_SUFFIX
             entries = {name: store_files.write_file(self._stage / name, [own.header])}
-        found = xxhash.xxh3_64_hexdigest(self._image[len(own.header) :].numpy())
+        found = xxhash.xxh3_64_hexdigest(self._image[len(own.header) :].numpy().data)
         with self._ready:
             self._sum = found
         return entries, vars(Part(own.name, self.address, own.size, found))
