@@ -1,4 +1,4 @@
-"""Evaluations and syntheses that must be refused in words: a directory in use, a chat template that is not the model's."""
+"""Evaluations and syntheses that are refused in words: of a directory in use, with a chat template of another model."""
 
 import json
 import shutil
