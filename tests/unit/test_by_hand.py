@@ -11,14 +11,16 @@ from prime_hpc.cli import entrypoints as cli
 from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.launch.by_hand import Nodes, ranks_of_all
 from prime_hpc.trainer import command_line
-from tests.support.tiny_model import make_tiny_model
 
 MEETS = {"--nnodes": "2", "--node-rank": "1", "--rdzv-endpoint": "10.15.42.1:1234"}
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    model = make_tiny_model(tmp_path / "model")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
+    (model / "model.safetensors").touch()  # nobody loads it
     path = tmp_path / "e.yaml"
     path.write_text(f"name: x\noutput_dir: {tmp_path / 'out'}\nseq_len: 64\nmodel: {{name: {model}, dtype: float32}}\n")
     return path
