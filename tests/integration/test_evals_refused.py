@@ -1,7 +1,9 @@
 """Evaluations and syntheses that are refused in words: of a directory in use, with a chat template of another model."""
 
+import itertools
 import json
 import shutil
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_evals import KEY, ROLLOUTS, TASKS, command, episodes, run, start
-from tests.support.scripted_api import ScriptedApi
+from tests.support.scripted_api import ScriptedApi, noisy_reverse
 from tests.support.scripted_server import AdminServer, reverse_last_user
 from tests.support.tiny_tokenizer import make_tokenizer
 
@@ -25,17 +27,25 @@ TEMPLATES = {
 
 def test_a_second_evaluation_of_a_live_directory_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     words = ("--environment-ids", "reverse-text")
-    with ScriptedApi(key=KEY, delay_s=0.5) as api:
+    refused, replies = threading.Event(), itertools.count()
+
+    def reply(messages: list[dict[str, Any]]) -> str | dict[str, Any]:
+        """Answer three; the others wait, with the whole API, until the second evaluation was refused."""
+        if next(replies) >= 3:
+            refused.wait(280)
+        return noisy_reverse(messages)
+
+    with ScriptedApi(reply, key=KEY) as api:
         first = start(command(api.url, tmp_path, *words))
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 250
         while not episodes(tmp_path / "eval"):
             assert first.poll() is None and time.monotonic() < deadline, first.communicate()[0]
             time.sleep(0.1)
-        code, said = run(command(api.url, tmp_path, *words))
-        assert first.poll() is None, "the first ended before the second began"
-        assert code == 2 and f"{tmp_path / 'eval'}: a run is going on there" in said, said[-2000:]
-        code, said = run(command(api.url, tmp_path, *words, "--clean"))
-        assert code == 2 and "a run is going on there" in said, said[-2000:]
+        for more in ((), ("--clean",)):
+            code, said = run(command(api.url, tmp_path, *words, *more))
+            assert code == 2 and f"{tmp_path / 'eval'}: a run is going on there" in said, said[-2000:]
+        assert first.poll() is None
+        refused.set()
         said, _ = first.communicate(timeout=240)
     assert first.returncode == 0, said[-3000:]
     scored = Counter((row["task"], row["rollout"]) for row in episodes(tmp_path / "eval"))
