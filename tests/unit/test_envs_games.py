@@ -145,7 +145,7 @@ def test_the_later_an_opening_the_more_the_next_move_decides() -> None:
                 result = 0.5 if won is None else float(won == "x")
                 known[board] = (result, result**2)
             else:
-                known[board] = tuple(sum(values) / len(values) for values in zip(*after(board), strict=True))  # type: ignore[assignment]
+                known[board] = tuple(sum(values) / len(values) for values in zip(*after(board), strict=True))
         return known[board]
 
     def after(board: str) -> list[tuple[float, float]]:
