@@ -109,18 +109,17 @@ def _launch(verb: str, argv: list[str], program: str) -> int:
     from prime_hpc import launch
     from prime_hpc.cli.common import load, parse
 
-    if not VERBS[verb].flags:
-        loaded = load(argv, verb, program)
-        return launch.run_role(loaded, verb) if verb in ROLES else launch.run(loaded)
-    from prime_hpc.launch.by_hand import Nodes, ranks_of_all
-
     given = parse(verb, [_as_torchrun_writes(word) for word in argv])
-    nodes, ranks = Nodes.of(given.flags), ranks_of_all(given.flags)
-    stated = [] if ranks is None else ["--trainer.num-ranks", str(ranks)]
-    loaded = load([*given.words, *stated], verb, program)
-    if nodes is not None or verb in ROLES:
-        return launch.run_role(loaded, "trainer", nodes)
-    return launch.run(loaded)
+    words, nodes = given.words, None
+    if VERBS[verb].flags:
+        from prime_hpc.launch.by_hand import Nodes, ranks_of_all, run_trainer
+
+        nodes, ranks = Nodes.of(given.flags), ranks_of_all(given.flags)
+        words = words if ranks is None else [*words, "--trainer.num-ranks", str(ranks)]
+    loaded = load(words, verb, program)
+    if nodes is not None:
+        run_trainer(loaded, nodes)
+    return launch.run_role(loaded, verb) if verb in ROLES else launch.run(loaded)
 
 
 def _as_torchrun_writes(word: str) -> str:

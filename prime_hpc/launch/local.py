@@ -11,7 +11,6 @@ from prime_hpc.config import ConfigError, Experiment, Loaded, Problem
 from prime_hpc.config.engine_groups import first_port
 from prime_hpc.config.run_files import ATTEMPTS_JSONL, LOCK_JSON, RUN_YAML
 from prime_hpc.config.snapshot import RUN_YAML_VARIABLE
-from prime_hpc.launch.by_hand import Nodes, run_trainer
 from prime_hpc.launch.job import local_job
 from prime_hpc.launch.plan.local_plan import launcher
 from prime_hpc.launch.plan.slurm_plan import local_plan, show_dry_run
@@ -136,14 +135,12 @@ def end_local(run_dir: Path, controller: int) -> None:
         os.kill(controller, signal.SIGTERM)
 
 
-def run_role(loaded: Loaded, role: str, nodes: Nodes | None = None) -> int:
+def run_role(loaded: Loaded, role: str) -> int:
     """Run one role in the foreground, by hand: this process becomes the role's.
 
     The role keeps its own config in `<run>/roles/<role>/`, so that roles started from different files
-    share a run directory without overwriting each other's. With `nodes`, a trainer's ranks are on several machines.
+    share a run directory without overwriting each other's.
     """
-    if nodes is not None:
-        run_trainer(loaded, nodes)
     from prime_hpc.launch.checks import check
     from prime_hpc.supervisor.roles import ports
     from prime_hpc.supervisor.roles.caches import node_caches

@@ -1,7 +1,7 @@
 """Entry point of a trainer rank, for RL and SFT.
 
     torchrun --nproc-per-node 2 -m prime_hpc.trainer.main RUN_DIR
-    torchrun --nproc-per-node 2 -m prime_hpc.trainer.main [sft] @ FILE --KEY VALUE ...      # by hand: see `by_hand`
+    torchrun --nproc-per-node 2 -m prime_hpc.trainer.main [sft] @ FILE --KEY VALUE ...   # by hand: see `command_line`
 
 Started by the supervisor (or by hand) after the run directory's `run.yaml` was written. Exit code 0 after the last
 step or an orderly stop, 1 on any failure, with the reason in `logs/attempt_k/trainer/status[_<rank>].json`, 2 where
@@ -43,7 +43,7 @@ from prime_hpc.store.errors import StoreError
 from prime_hpc.store.messaging.bus import BusClient
 from prime_hpc.store.messaging.listeners import shut_listeners
 from prime_hpc.trainer.affinity import bind_to_gpu
-from prime_hpc.trainer.by_hand import agree_on_config, collectives_interface, is_by_hand, resolve
+from prime_hpc.trainer.command_line import agree_on_config, collectives_interface, is_by_hand, resolve
 from prime_hpc.trainer.determinism import make_deterministic
 from prime_hpc.trainer.profiling import last_collectives, record_collectives, snapshot_when_out_of_memory
 from prime_hpc.trainer.ranks import file_store

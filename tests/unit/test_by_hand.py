@@ -10,15 +10,17 @@ import pytest
 from prime_hpc.cli import entrypoints as cli
 from prime_hpc.config import ConfigError, load_experiment
 from prime_hpc.launch.by_hand import Nodes, ranks_of_all
-from prime_hpc.trainer import by_hand
-from tests.support.tiny_model import make_tiny_model
+from prime_hpc.trainer import command_line
 
 MEETS = {"--nnodes": "2", "--node-rank": "1", "--rdzv-endpoint": "10.15.42.1:1234"}
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    model = make_tiny_model(tmp_path / "model")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
+    (model / "model.safetensors").touch()  # nobody loads it
     path = tmp_path / "e.yaml"
     path.write_text(f"name: x\noutput_dir: {tmp_path / 'out'}\nseq_len: 64\nmodel: {{name: {model}, dtype: float32}}\n")
     return path
@@ -89,28 +91,32 @@ def test_ranks_that_do_not_divide_among_machines_are_refused(
 
 
 def test_a_rank_resolves_its_own_command_line(config: Path) -> None:
-    assert by_hand.is_by_hand([]) and by_hand.is_by_hand(["@", "f"]) and by_hand.is_by_hand(["sft", "--max-steps", "3"])
-    assert not by_hand.is_by_hand(["outputs/run"]) and not by_hand.is_by_hand(["sft"])
+    assert (
+        command_line.is_by_hand([])
+        and command_line.is_by_hand(["@", "f"])
+        and command_line.is_by_hand(["sft", "--max-steps", "3"])
+    )
+    assert not command_line.is_by_hand(["outputs/run"]) and not command_line.is_by_hand(["sft"])
     words = ["@", str(config)]
-    assert by_hand.resolve(words, {"WORLD_SIZE": "16"}).trainer.num_ranks == 16
-    assert by_hand.resolve(["sft", *words, "--data.type", "fake"], {}).kind == "sft"
+    assert command_line.resolve(words, {"WORLD_SIZE": "16"}).trainer.num_ranks == 16
+    assert command_line.resolve(["sft", *words, "--data.type", "fake"], {}).kind == "sft"
     with pytest.raises(ConfigError, match="is 3, but torchrun starts 16 ranks"):
-        by_hand.resolve([*words, "--num-ranks", "3"], {"WORLD_SIZE": "16"})
+        command_line.resolve([*words, "--num-ranks", "3"], {"WORLD_SIZE": "16"})
 
 
 def test_an_evaluation_beside_sft_needs_a_supervisor(config: Path) -> None:
     held = ["--data.type", "fake", "--orchestrator.eval.env", "[{'id': 'reverse-text'}]", "--inference"]
     held += ["--orchestrator.eval.sampling.max-tokens", "16", "--orchestrator.sampling.max-tokens", "16"]
     with pytest.raises(ConfigError, match="environments are played beside a supervised run alone"):
-        by_hand.resolve(["sft", "@", str(config), *held], {})
+        command_line.resolve(["sft", "@", str(config), *held], {})
 
 
 def test_the_interface_of_the_head_is_used_unless_one_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     several = {"MASTER_ADDR": "10.15.42.1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
-    monkeypatch.setattr(by_hand, "route_to", lambda host: by_hand.Place("eth7", "10.15.42.2"))
-    assert by_hand.collectives_interface(several) == {"GLOO_SOCKET_IFNAME": "eth7"}
-    assert by_hand.collectives_interface(several | {"GLOO_SOCKET_IFNAME": "tailscale0"}) == {}
-    assert by_hand.collectives_interface(several | {"LOCAL_WORLD_SIZE": "16"}) == {}
+    monkeypatch.setattr(command_line, "route_to", lambda host: command_line.Place("eth7", "10.15.42.2"))
+    assert command_line.collectives_interface(several) == {"GLOO_SOCKET_IFNAME": "eth7"}
+    assert command_line.collectives_interface(several | {"GLOO_SOCKET_IFNAME": "tailscale0"}) == {}
+    assert command_line.collectives_interface(several | {"LOCAL_WORLD_SIZE": "16"}) == {}
 
 
 def test_a_server_by_hand_takes_the_head_of_its_engines_from_the_environment() -> None:

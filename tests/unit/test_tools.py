@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,8 @@ def ladder(root: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     body = f'echo "$*" >>"$0.said"; {fails}'
     for name in ("prime-hpc", "trainer", "sft", "eval", "rl"):
         program(root / ".venv" / "bin" / name, body)
-    program(root / ".venv" / "bin" / "python", '[[ "$*" == *visible_gpus* ]] && echo 0; true')
+    python = '[[ "$*" == *visible_gpus* ]] && echo 0; [[ "$*" != *find_spec* ]] || exec test -e flash-attn; '
+    program(root / ".venv" / "bin" / "python", python + '[[ "$*" != *flash_attn_2* ]] || exec test -e works')
     env = {"PATH": f"{root / 'empty'}:/usr/bin:/bin"}
     return subprocess.run([root / "tools" / "ladder", *words], env=env, capture_output=True, text=True, timeout=280)
 
@@ -130,3 +132,25 @@ def test_the_ladder_stops_at_the_first_broken_rung_and_says_what_to_do(tmp_path:
     assert (tmp_path / ".venv" / "bin" / "trainer.said").exists()
     assert not (tmp_path / ".venv" / "bin" / "rl.said").exists(), "what stands on it is not tried"
     assert ladder(tmp_path, "--from", "roof").returncode == 2
+
+
+def test_flash_attn_is_tried_where_it_is_installed(tmp_path: Path) -> None:
+    assert "flash      left out: flash-attn is not installed" in ladder(tmp_path, "--to", "doctor").stdout
+    (tmp_path / "flash-attn").touch()
+    done = ladder(tmp_path, "--to", "doctor")
+    assert done.returncode == 1 and "flash      BROKEN" in done.stdout and "pip uninstall flash-attn" in done.stdout
+    (tmp_path / "works").touch()
+    done = ladder(tmp_path, "--to", "doctor")
+    assert done.returncode == 0 and "flash      holds" in done.stdout
+
+
+def test_the_rung_of_flash_attn_tells_a_package_that_does_not_load(tmp_path: Path) -> None:
+    """The rung's own Python, with a package of that name that another torch was built for."""
+    text = (ROOT / "tools" / "ladder").read_text()
+    found = re.search(r"^flash\(\) \{\n.*?-c '(.*?)'$", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol')")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", found[1]], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 1 and "its varlen kernel cannot be imported" in done.stderr

@@ -26,6 +26,8 @@ ENTRYPOINTS = ("trainer", "sft")
 def is_by_hand(arguments: Sequence[str]) -> bool:
     """Return whether these are the words of a config; else they name a run directory, whose config is in it."""
     own = arguments[1:] if arguments and arguments[0] in ENTRYPOINTS else arguments
+    if {"-h", "--help"} & set(own[:1]):
+        return False
     return not arguments or any(word.startswith(("@", "--")) for word in own[:1])
 
 
