@@ -63,8 +63,7 @@ def kill_trainer(run_dir: Path) -> None:
 def status(cluster: Cluster, run_dir: Path) -> dict[str, Any]:
     done = cluster.x([*CLI, "status", str(run_dir), "--json"])
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    return dict(found[0] if isinstance(found, list) else found.get("runs", [found])[0])
+    return dict(json.loads(done.stdout))
 
 
 def end(cluster: Cluster, run_dir: Path) -> None:
