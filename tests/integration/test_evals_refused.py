@@ -1,8 +1,6 @@
 """Evaluations and syntheses that are refused in words: of a directory in use, with a chat template of another model."""
 
 import itertools
-import json
-import shutil
 import threading
 import time
 from collections import Counter
@@ -17,12 +15,9 @@ from tests.support.scripted_server import AdminServer, reverse_last_user
 from tests.support.tiny_tokenizer import make_tokenizer
 
 pytestmark = pytest.mark.slow
-TEMPLATES = {
-    "{% for message in messages %}{{ message.role }}{% endfor %}": "leaves out what the user says",
-    "{% for message in messages %}{{ message.content }": "cannot write a prompt",
-    "{{ raise_exception('no such role') }}": "cannot write a prompt",
-}
-"""Chat template -> the words that refuse it."""
+LEAVES_OUT = "{% for message in messages %}{{ message.role }}{% endfor %}"
+HALF = "{% for message in messages %}{{ message.content }"
+RAISES = "{{ raise_exception('no such role') }}"
 
 
 def test_a_second_evaluation_of_a_live_directory_is_refused_and_harms_nothing(tmp_path: Path) -> None:
@@ -52,28 +47,33 @@ def test_a_second_evaluation_of_a_live_directory_is_refused_and_harms_nothing(tm
     assert len(scored) == TASKS * ROLLOUTS and set(scored.values()) == {1}
 
 
-@pytest.mark.parametrize("program", ["eval", "synthesize"])
-def test_a_wrong_chat_template_ends_it_before_an_episode(tmp_path: Path, program: str) -> None:
-    """Each is refused with the model's path and what to do; the model with its own template is played."""
+@pytest.mark.parametrize(
+    ("program", "template", "words"),
+    [
+        ("eval", LEAVES_OUT, "chat template (model.enable_thinking = False) is none that the renderers"),
+        ("eval", RAISES, "cannot write a prompt"),
+        ("synthesize", HALF, "cannot write a prompt"),
+    ],
+)
+def test_a_wrong_chat_template_ends_it_before_an_episode(
+    tmp_path: Path, program: str, template: str, words: str
+) -> None:
     model = tmp_path / "model"
     tokenizer = make_tokenizer(model)
-    shape: dict[str, Any] = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    (model / "config.json").write_text(json.dumps(shape))
-    (model / "model.safetensors").write_bytes(b"")  # the server is there already: nobody loads it
-    own = tokenizer.chat_template
-    with AdminServer(tokenizer, reverse_last_user) as server:
-        for number, (template, words) in enumerate([*TEMPLATES.items(), (own, "")]):
-            tokenizer.chat_template = template
-            tokenizer.save_pretrained(model)
-            out = tmp_path / str(number)
-            argv = command(server.url, out, "--environment-ids", "reverse-text", "--seq-len", "512")
-            argv[argv.index("eval")] = program
-            argv[argv.index("scripted")] = str(model)
-            code, said = run([*argv, "--sampling.max-tokens", "64", "--num-examples", "2"])
-            results = episodes(out / program)
-            if words:
-                assert code == 1 and words in said and "chat_template.jinja" in said, (template, said[-2500:])
-                assert not results
-            else:
-                assert code == 0 and len(results) == 2 * ROLLOUTS, said[-2500:]
-            shutil.rmtree(out, ignore_errors=True)
+    (model / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    (model / "model.safetensors").touch()  # the server is there already: nobody loads it
+    asked: list[str] = []
+
+    def reply(prompt: str, number: int) -> str:
+        asked.append(prompt)
+        return reverse_last_user(prompt, number)
+
+    with AdminServer(tokenizer, reply) as server:
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(model)
+        argv = command(server.url, tmp_path, "--environment-ids", "reverse-text", "--seq-len", "512")
+        argv[argv.index("eval")] = program
+        argv[argv.index("scripted")] = str(model)
+        code, said = run([*argv, "--sampling.max-tokens", "64"])
+    assert code == 1 and words in said and "set model.renderer" in said.lower(), said[-2500:]
+    assert not asked and not episodes(tmp_path / program)
