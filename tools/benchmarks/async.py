@@ -44,10 +44,10 @@ def _setting(name: str, default: str) -> str:
 RATIO = float(_setting("RATIO", "10"))
 LEVELS = [int(word) for word in _setting("LEVELS", "0,2,1,4").split(",")]
 SEEDS = [int(word) for word in _setting("SEEDS", "0,1,2").split(",")]
-NUM_STEPS = int(_setting("STEPS", "10"))
+NUM_STEPS = int(_setting("STEPS", "12"))
 MOST_RUNS = int(_setting("RUNS", "1000"))
 AT_ONCE = int(_setting("AT_ONCE", "1"))
-REWARD = float(_setting("REWARD", "0.8"))
+REWARD = float(_setting("REWARD", "0.45"))
 LR = float(_setting("LR", "5e-4"))
 STRETCH = {"TOKEN_S": "0.3", "SHARED_TOKEN_S": "0.001", "TARGET_S": "0.006"}
 NUM_PROMPTS, GROUP_SIZE, SEATS = 16, 4, 64
