@@ -298,6 +298,16 @@ def test_the_worker_for_which_the_others_wait() -> None:
     assert any("a call in C holds its interpreter" in line for line in found.evidence)
 
 
+def test_a_worker_that_waits_in_a_collective_in_c_is_not_the_one() -> None:
+    """On a CPU it holds the interpreter meanwhile, and does not answer."""
+    dump = 'Current thread 0x2 (most recent call first):\n  File "/x/torch/_ops.py", line 1 in __call__\n'
+    dump += f'  File "{SHM[0]}", line 8 in all_reduce\n  File "{KERNEL[0]}", line 8 in forward\n'
+    waiting = part("worker", 0, REDUCE, "execute_model", answer=None, stacks=dump)
+    hung = part("worker", 1, PLUGIN, "execute_model")
+    found = hung_engine(part("engine core", 0, SHM, "step"), waiting, hung)
+    assert (found.pid, found.where) == (hung["pid"], "execute_model (plugins/mine.py:3)")
+
+
 def test_a_device_that_does_not_give_its_results() -> None:
     """With asynchronous scheduling the worker has given the order, and another thread waits for what comes of it."""
     copies = [["/venv/lib/python3.11/site-packages/vllm/v1/worker/gpu_model_runner.py", 2, "get_output"]]

@@ -4,7 +4,7 @@ server -> engine core (schedules; on one device it computes too) -> workers (one
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ LEAST_S = 2.0
 _OUTPUT_THREAD = "WorkerAsyncOutputCopy"
 """vLLM's thread that waits for a device's results, while the main one has given the next order already."""
 _IDLE_FILES = ("/queue.py", "/threading.py")
-_INNER = 3
+_INNER = 8
 """Innermost frames in which a collective is looked for."""
 
 
@@ -105,16 +105,17 @@ def _evidence(row: Row, now: float) -> str:
 
 
 def _odd_one(workers: Sequence[Row]) -> Row:
-    """Of workers that stand in a call, find the one for which the others wait in a collective; else the first."""
-    tells: tuple[Callable[[Row], Any], ...] = (_is_mute, _is_in_collective, lambda row: frame_of(main_stack(row)))
-    for tell in tells:
-        counts = Counter(tell(row) for row in workers)
-        alone = [row for row in workers if counts[tell(row)] == 1]
-        if tell is not tells[-1]:  # of two the one that is mute, and the one that is in no collective
-            alone = [row for row in alone if tell(row) == (tell is _is_mute)]
-        if len(counts) > 1 and len(alone) == 1:
-            return alone[0]
-    return workers[0]
+    """Of workers that stand in a call, find the one for which the others wait in a collective; else the first.
+
+    One that waits may be mute as well: on a CPU vLLM's collectives hold the interpreter.
+    """
+    others = [row for row in workers if not _is_in_collective(row)] or list(workers)
+    mute = [row for row in others if _is_mute(row)]
+    if len(mute) == 1:
+        return mute[0]
+    counts = Counter(frame_of(main_stack(row)) for row in others)
+    alone = [row for row in others if counts[frame_of(main_stack(row))] == 1]
+    return alone[0] if len(alone) == 1 else others[0]
 
 
 def _is_in_collective(row: Row) -> bool:
