@@ -49,6 +49,7 @@ def refused(config: Path, *flags: str) -> str:
 def test_none_is_in_force_until_one_is_named(config: Path) -> None:
     loaded = load(config)
     assert facts(loaded) == (1, "1:00:00", None, None)
+    assert not isinstance(loaded.experiment.slurm.shapes, str)
     assert [(shape.name, shape.step_s) for shape in loaded.experiment.slurm.shapes] == [("small", None), ("wide", 3.5)]
     assert facts(load(config, "--slurm.shape", "wide")) == (4, "2:00:00", 2, "wide")
     assert facts(load(config, "--slurm.shape", "small")) == (1, "8:00:00", None, "small")

@@ -28,7 +28,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 if triton is not None:
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit
     def _row_kernel(logits, column, scale, log_sums, entropy, logprobs, width, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         row = tl.program_id(0).to(tl.int64)
         first, factor = logits + row * stride, tl.load(scale + row)
@@ -51,7 +51,7 @@ if triton is not None:
         tl.store(entropy + row, tl.log(total) - moment / total)
         tl.store(logprobs + row, at_target - log_sum)
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit
     def _gradient_kernel(logits, column, scale, log_sums, rows, width, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         row = tl.program_id(0).to(tl.int64)
         place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
