@@ -107,15 +107,15 @@ def _evidence(row: Row, now: float) -> str:
 def _odd_one(workers: Sequence[Row]) -> Row:
     """Of workers that stand in a call, find the one for which the others wait in a collective; else the first.
 
-    One that waits may be mute as well: on a CPU vLLM's collectives hold the interpreter.
+    One that waits may be mute as well: on a CPU vLLM's collectives hold the interpreter, and wait busily.
     """
-    others = [row for row in workers if not _is_in_collective(row)] or list(workers)
-    mute = [row for row in others if _is_mute(row)]
-    if len(mute) == 1:
-        return mute[0]
-    counts = Counter(frame_of(main_stack(row)) for row in others)
-    alone = [row for row in others if counts[frame_of(main_stack(row))] == 1]
-    return alone[0] if len(alone) == 1 else others[0]
+    speaking = [row for row in workers if not _is_mute(row) and not _is_in_collective(row)]
+    if not speaking:
+        mute = [row for row in workers if _is_mute(row)] or list(workers)
+        return min(mute, key=lambda row: float(row["cpu"]))
+    counts = Counter(frame_of(main_stack(row)) for row in speaking)
+    alone = [row for row in speaking if counts[frame_of(main_stack(row))] == 1]
+    return alone[0] if len(alone) == 1 else speaking[0]
 
 
 def _is_in_collective(row: Row) -> bool:
