@@ -64,7 +64,7 @@ def test_a_choice_becomes_arrays() -> None:
 
 
 def test_logprobs_of_other_tokens_are_refused() -> None:
-    with pytest.raises(InferenceError, match="do not match"):
+    with pytest.raises(InferenceError, match="of other tokens|for 1 tokens|for 2 tokens"):
         parse_choice(choice(token_ids=[5, 7]))
-    with pytest.raises(InferenceError, match="do not match"):
+    with pytest.raises(InferenceError, match="of other tokens|for 1 tokens|for 2 tokens"):
         parse_choice(choice(logprobs=None))

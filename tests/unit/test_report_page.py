@@ -244,7 +244,7 @@ def test_runs_of_one_trainer(browser: Any, tmp_path: Path) -> None:
     assert page.views() == ["Compare", *ONE]
     names = ["many", "many/run_fast", "many/run_middle", "many/run_slow"]
     rows = page.tab.locator("main table").first.locator("tbody tr")
-    expect(rows).to_have_count(4)
+    expect(rows).to_have_count(5)  # the last: their sum
     assert [rows.nth(n).locator("td").first.inner_text() for n in range(4)] == names
     expect(page.tab.locator("main table thead").first).to_contain_text("trainer.optim.lr")
     chosen = page.tab.locator("header select")

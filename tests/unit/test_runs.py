@@ -146,5 +146,5 @@ def test_names_of_a_run_s_files_are_stated_once() -> None:
     names = [value for name, value in vars(run_files).items() if name.isupper() and value != run_files.STATUS_JSON]
     package = Path(prime_hpc.__file__).parent
     texts = {path: path.read_text() for path in package.rglob("*.py") if path.name != "run_files.py"}
-    assert len(names) == 11
+    assert len(names) == 13
     assert not [(path.name, name) for path, text in texts.items() for name in names if f'"{name}"' in text]
