@@ -100,7 +100,7 @@ def test_the_process_that_hangs_is_named_with_its_line(server: Server, who: str,
     server.ask()
     found = server.named("engine")
     call = "step" if who.startswith("engine") else "execute_model"
-    assert found["diagnosis"]["culprit"].startswith(f"{who} of inference server 0 on ")
+    assert found["diagnosis"]["culprit"].startswith(f"{who} of inference server 0 on "), "\n".join(found["diagnosis"]["evidence"])
     assert f"does not come back from `{call}`" in found["headline"]
     assert "stand_still (support/hanging_engine.py:" in found["diagnosis"]["where"]
     assert found["diagnosis"]["pid"] == there[who]["pid"]
