@@ -96,15 +96,17 @@ def test_the_process_that_hangs_is_named_with_its_line(server: Server, who: str,
     assert all(row["word"]["phase"] == "serving" and row["answer"]["threads"]["MainThread"] for row in there.values())
     assert not calm["diagnosis"]["is_hang"]
 
+    server.ask()  # what is compiled for the first request hangs nowhere
+    server.goes_on()
     server.hang.write_text(f"{who} sleep")
     server.ask()
     found = server.named("engine")
     call = "step" if who.startswith("engine") else "execute_model"
-    assert found["diagnosis"]["culprit"].startswith(f"{who} of inference server 0 on "), "\n".join(found["diagnosis"]["evidence"])
+    told = "\n".join(found["diagnosis"]["evidence"])
+    assert found["diagnosis"]["culprit"].startswith(f"{who} of inference server 0 on "), told
     assert f"does not come back from `{call}`" in found["headline"]
     assert "stand_still (support/hanging_engine.py:" in found["diagnosis"]["where"]
     assert found["diagnosis"]["pid"] == there[who]["pid"]
-    told = "\n".join(found["diagnosis"]["evidence"])
     assert all(f"{other} on " in told for other in others), told
     server.hang.unlink()
     server.goes_on()

@@ -115,7 +115,7 @@ def _odd_one(workers: Sequence[Row]) -> Row:
         return min(mute, key=lambda row: float(row["cpu"]))
     counts = Counter(frame_of(main_stack(row)) for row in speaking)
     alone = [row for row in speaking if counts[frame_of(main_stack(row))] == 1]
-    return alone[0] if len(alone) == 1 else speaking[0]
+    return min(alone or speaking, key=lambda row: float(row["cpu"]))  # one that computes may only be slow
 
 
 def _is_in_collective(row: Row) -> bool:
