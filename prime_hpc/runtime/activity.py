@@ -68,18 +68,29 @@ class _Page:
         fcntl.fcntl(self.stacks, fcntl.F_SETFL, fcntl.fcntl(self.stacks, fcntl.F_GETFL) | os.O_APPEND)
         self.asks, self.door = os.pipe()
         row["door"] = self.door
+        self._files = {n: _identity(n) for n in (self.word, self.answer, self.stacks, self.asks, self.door)}
 
     def close_in_child(self) -> None:
-        """Give up a parent's files, of which whoever looks at the child must not read."""
+        """Give up a parent's files, of which whoever looks at the child must not read.
+
+        Only what is still the parent's: whoever forked may have closed them, and their numbers be other files'.
+        """
         self.call.close()
-        for number in (self.word, self.answer, self.stacks, self.asks, self.door):
-            os.close(number)
+        for number, file in self._files.items():
+            with contextlib.suppress(OSError):
+                if _identity(number) == file:
+                    os.close(number)
 
     def write(self, **changes: Any) -> None:
         with self.lock:
             self.row.update(changes)
             line = json.dumps(self.row, default=str).encode()[: WORD_BYTES - 1]
             os.pwrite(self.word, line.ljust(WORD_BYTES), 0)
+
+
+def _identity(number: int) -> tuple[int, int]:
+    found = os.fstat(number)
+    return found.st_dev, found.st_ino
 
 
 _page: _Page | None = None

@@ -123,7 +123,7 @@ def test_supervised_on_two_machines_killed_and_started_again(folder: Path, machi
     kill_when(paths.checkpoints / "step_4", each[1])
     said = ended(*each)
     assert each[0].returncode == 1, said[0][-3000:]
-    assert "checkpoints up to step" in ended(start(machines[0], [*OURS, *words, "both"]))[0]
+    assert "resume it with --ckpt.resume-step latest" in ended(start(machines[0], [*OURS, *words, "both"]))[0]
     meets = ["--nnodes=2", "--nproc-per-node", "1", f"--rdzv_endpoint={machines[0].address}:{port}"]
     program = ["-m", "prime_hpc.trainer.main", "sft", *words, "both", "--ckpt.resume-step", "latest"]
     each = [start(m, [*TORCHRUN, *meets, "--node-rank", str(n), *program]) for n, m in enumerate(machines)]

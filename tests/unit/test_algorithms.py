@@ -42,6 +42,18 @@ def test_equal_rewards_give_exact_zeros(kind: str, value: float) -> None:
     assert advantages(kind, [value] * 7, [1, 2, 3, 4, 5, 6, 7]) == [0.0] * 7
 
 
+def test_the_control_deals_out_the_same_advantages_whatever_each_has_earned() -> None:
+    rewards, count = np.array([1.0, 0, 0, 1, 0.5, 0, 0, 0.25]), np.arange(1, 9)
+    shuffled, plain = (get_algorithm(name).build(AdvantageConfig()) for name in ("grpo_shuffled", "grpo"))
+    found: list[np.ndarray] = []
+    for position in range(200):
+        group = RewardGroup(rewards, count, position=position)
+        found.append(shuffled.score_group(group))
+        np.testing.assert_allclose(np.sort(found[-1]), np.sort(plain.score_group(group)))
+        np.testing.assert_array_equal(found[-1], shuffled.score_group(group))  # the same again
+    assert np.abs(np.mean(found, axis=0)).max() < 0.25  # nobody's own
+
+
 def test_known_values() -> None:
     assert advantages("grpo", [1, 0, 0, 1]) == pytest.approx([1, -1, -1, 1], abs=1e-5)
     assert advantages("rloo", [1, 0, 0, 0]) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])

@@ -35,7 +35,9 @@ class Worker:
     """One worker: its "model" is the tensors that it was given last."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.groups, self.files = rank, [], []
+        self.rank = rank
+        self.groups: list[Any] = []
+        self.files: list[Any] = []
         self.model: dict[str, torch.Tensor] = {}
         self.breaks = False
 

@@ -437,3 +437,18 @@ def test_runs_that_cannot_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFix
     (half / "attempts.jsonl").write_text(json.dumps({**over, "host": "n1", "pid": 1}) + "\n")
     assert why.run([str(half), "--json"], "prime-hpc") == 3
     assert json.loads(capsys.readouterr().out)["headline"].startswith("the run is over (completed)")
+
+
+def test_a_child_gives_up_its_parents_files_and_no_others(tmp_path: Path) -> None:
+    page = activity._Page({})
+    others = (tmp_path / "other").open("w")
+    os.close(page.stacks)  # whoever forked has closed one, and another file has got its number; one is gone
+    os.dup2(others.fileno(), page.stacks)
+    os.close(page.answer)
+    page.close_in_child()
+    for number in (page.word, page.asks, page.door, page.answer):
+        with pytest.raises(OSError):
+            os.fstat(number)
+    os.write(page.stacks, b"still there")
+    os.close(page.stacks)
+    assert (tmp_path / "other").read_text() == "still there"
