@@ -202,18 +202,6 @@ class EnvPool:
         assert self._renderer is not None, "only an API has none, and nobody teaches one"
         return self._renderer.lead(text.replace("{demonstration}", str(value)))
 
-    def prompt_start(self, source_index: int, task_index: int, most: int) -> str:
-        """Return the first `most` characters that a task's prompt begins with, its system prompt first: what a server
-        has computed for another task that begins alike. Empty where the task has none before its episode begins.
-        """
-        try:
-            data = self.sources[source_index].task(task_index).data
-        except Exception:  # noqa: BLE001 - an environment's own code: its episode will say what is wrong
-            return ""
-        prompt = data.prompt or ""
-        said = [prompt] if isinstance(prompt, str) else [m.content for m in prompt if isinstance(m.content, str)]
-        return "\0".join([data.system_prompt or "", *said])[:most]
-
     async def run_episode(self, source_index: int, task_index: int, url_index: int = 0) -> EpisodeResult:
         """Play one episode to its end or its deadline, whichever comes first.
 

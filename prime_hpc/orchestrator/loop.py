@@ -140,7 +140,7 @@ class Orchestrator:
         self.broken: Exception | None = None
         """What a callback failed with (a sampler or gate of the user's own, or a bug); the loop raises it."""
         now = loop_time()
-        self.table = ServerTable(parts.urls, now, keeps_cache=bool(exp.inference and exp.inference.keep_kv_cache))
+        self.table = ServerTable(parts.urls, now)
         self.failures = FailureWindow(config.max_failed_share)
         self.stats = StepStats(now)
         self.changed = asyncio.Event()

@@ -340,19 +340,6 @@ def stated(split: str, num_tasks: int) -> EnvConfig:
     return EnvConfig(id="reverse-text", args={"split": split, "num_tasks": num_tasks})
 
 
-def test_what_prompts_begin_with_is_known_before_their_episodes(world: World) -> None:
-    async def run() -> list[str]:
-        async with world.pool(EnvConfig(id="reverse-text"), EnvConfig(id="calculator")) as pool:
-            shown = [pool.sources[source].task(2).data for source in (0, 1)]
-            for source, data in enumerate(shown):
-                whole = pool.prompt_start(source, 2, 1 << 16)
-                assert str(data.prompt) in whole and whole.startswith(data.system_prompt or "\0")
-            return [pool.prompt_start(0, 2, 4), pool.prompt_start(1, 1 << 30, 4)]
-
-    short, nothing = asyncio.run(run())
-    assert len(short) == 4 and nothing == ""  # a task that is not there: its episode says so
-
-
 def test_no_evaluation_takes_a_task_that_is_trained(world: World) -> None:
     trained = [stated("train", 40), EnvConfig(id="guess-number", args={"num_tasks": 300, "max_number": 6})]
 

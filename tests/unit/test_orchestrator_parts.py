@@ -12,10 +12,8 @@ from prime_hpc.config.sections.orchestrator import EvalConfig
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.orchestrator.errors import OrchestratorError
 from prime_hpc.orchestrator.evaluation import Evaluator, first_due, next_due, rewards_text, summarize
-from prime_hpc.orchestrator.rollouts import prefixes
 from prime_hpc.orchestrator.rollouts.dispatcher import AT_ONCE, Dispatcher, Job, Lane
 from prime_hpc.orchestrator.rollouts.failures import MIN_EPISODES, FailureWindow
-from prime_hpc.orchestrator.rollouts.prefixes import starts_of
 from prime_hpc.orchestrator.rollouts.prompts import SourceInfo
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
 from tests.support.episodes import failed_result, make_result
@@ -51,53 +49,6 @@ def test_a_suspect_server_gets_nothing_and_does_not_hold_back_the_served_version
     assert table.pick() is None
     assert table.served_version == 7, "what was served last is remembered while all are down"
     assert table.all_down_since(now=8.0) == 3.0
-
-
-def test_prompts_that_begin_alike_go_where_the_first_of_them_went() -> None:
-    table = make_table(4)
-    rules, others = starts_of("r" * 5000), starts_of("o" * 2000)
-    assert (len(rules), len(others), starts_of("short" * 200)) == (2, 1, ())
-    first = table.pick(rules)
-    assert first == 0 and table.pick(others) == 1
-    assert [table.pick(rules) for _ in range(3)] == [0, 0, 0]
-    assert table.pick(starts_of("r" * 1500)) == 0, "a part of what it has"
-    assert table.pick(()) == 1 and table.pick(starts_of("new" * 500)) == 2, "as ever"
-
-
-def test_a_start_is_no_reason_to_wait_at_a_full_server() -> None:
-    table, start = make_table(3), starts_of("r" * 1024)
-    assert table.pick(start) == 0
-    for server, in_flight in zip(table.servers, (12, 9, 9), strict=True):
-        server.in_flight = in_flight
-    assert table.pick(start) == 1, "3 more than the emptiest, a quarter of the mean is 2.5"
-    table.servers[0].in_flight = 11
-    table.servers[1].in_flight = 10
-    assert table.pick(start) == 1, "two have it now: the emptier one"
-    for server in table.servers:
-        server.limit = server.in_flight + 2.0
-    table.servers[1].limit = 40.0
-    assert table.pick(start) == 1, "room is what is below the limit"
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-def test_a_new_version_has_computed_nothing_yet(keeps: bool) -> None:
-    table, start = ServerTable(["http://a", "http://b"], now=0.0, keeps_cache=keeps), starts_of("r" * 1024)
-    for index in (0, 1):
-        table.mark_ready(index, 3)
-    assert table.pick(start) == 0
-    for index in (0, 1):
-        table.mark_ready(index, 4)
-    assert table.pick(start) == (0 if keeps else 1)
-    table.mark_suspect(0, 1.0)
-    assert table.pick(start) == 1, "who is not ready has nothing"
-
-
-def test_old_starts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "MOST_STARTS", 3)
-    table = make_table(3)
-    chosen = [table.pick(starts_of(letter * 1024)) for letter in "abcd"]
-    assert chosen == [0, 1, 2, 0]
-    assert table.pick(starts_of("b" * 1024)) == 1 and table.pick(starts_of("a" * 1024)) == 2
 
 
 # ---------------------------------------------------------------------------------------------------- failures
@@ -145,9 +96,6 @@ class Runner:
             self.running -= 1
         scripted = self.results.get(task_index)
         return scripted.pop(0) if scripted else make_result([0], reward=float(task_index))
-
-    def prompt_start(self, source_index: int, task_index: int, most: int) -> str:
-        return ""
 
 
 def make_dispatcher(table: ServerTable, max_concurrent: int = 4) -> tuple[Dispatcher, list[int]]:
@@ -303,9 +251,6 @@ def test_an_environment_that_raises_is_one_failed_episode() -> None:
     class Broken:
         async def run_episode(self, source_index: int, task_index: int, url_index: int) -> EpisodeResult:
             raise KeyError("oops")
-
-        def prompt_start(self, source_index: int, task_index: int, most: int) -> str:
-            return ""
 
     async def scenario() -> None:
         dispatcher, _ = make_dispatcher(make_table())

@@ -111,9 +111,6 @@ class Runner:
         await self.go.wait()
         return make_result(reward=1.0)
 
-    def prompt_start(self, source_index: int, task_index: int, most: int) -> str:
-        return ""
-
 
 def ready_table() -> ServerTable:
     table = ServerTable(["http://s"], now=0.0)

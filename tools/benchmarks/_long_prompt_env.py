@@ -1,6 +1,5 @@
-"""A taskset of long prompts that share nothing, or documents; where `PRIME_HPC_BENCH_SPREAD` is set, the episodes of a
-group do not share a server either, and where `PRIME_HPC_BENCH_APART` is set, groups go where there is most room,
-whatever their prompts share. For `routing.py` and `flight.py`, which put this folder on the path of their processes."""
+"""A taskset of long prompts that share nothing; where `PRIME_HPC_BENCH_SPREAD` is set, the episodes of a group do not
+share a server either. For `routing.py` and `flight.py`, which put this folder on the path of their processes."""
 
 import os
 import random
@@ -24,10 +23,7 @@ class LongPromptConfig(vf.TasksetConfig):
     """Arguments."""
 
     letters: int = 900
-    """Of a prompt's own."""
-    documents: int = 0
-    """In turn, one of so many documents comes first."""
-    document_letters: int = 1100
+    """Of a prompt."""
 
 
 class LongPromptTaskset(vf.Taskset[LongPromptTask, LongPromptConfig]):
@@ -38,9 +34,6 @@ class LongPromptTaskset(vf.Taskset[LongPromptTask, LongPromptConfig]):
         config, letters = self.config, "abcdefghijklmnopqrstuvwxyz"
         for number in range(1000):
             text = "".join(random.Random(number).choices(letters, k=config.letters))
-            if config.documents:
-                which = random.Random(f"document {number % config.documents}")
-                text = "".join(which.choices(letters, k=config.document_letters)) + text
             yield LongPromptTask(vf.TaskData(prompt=text), self.config.task)
 
 
@@ -57,14 +50,5 @@ def _spread() -> None:
     dispatcher.Dispatcher.add = alone  # type: ignore[method-assign]
 
 
-def _apart() -> None:
-    """Have nobody look at what prompts begin with."""
-    from prime_hpc.orchestrator.rollouts import dispatcher
-
-    dispatcher.starts_of = lambda text: ()
-
-
 if os.environ.get("PRIME_HPC_BENCH_SPREAD"):
     _spread()
-if os.environ.get("PRIME_HPC_BENCH_APART"):
-    _apart()

@@ -1,8 +1,8 @@
 """Continuous dispatch of episodes with bounded concurrency. Every started job ends in exactly one call of `on_end`.
 
 `loop` adds training groups, `evaluation` adds held-out tasks (first in line). All episodes of one lane (a group) run on
-the same server, for its prefix cache, and lanes whose prompts begin alike mostly do too (`prefixes`). An episode that
-failed because of its server is tried once more, on a server that answers; other failures are final.
+the same server, for its prefix cache. An episode that failed because of its server is tried once more, on a server
+that answers; other failures are final.
 """
 
 import asyncio
@@ -16,7 +16,6 @@ from loguru import logger
 
 from prime_hpc.envs.samples import EpisodeResult, EpisodeState
 from prime_hpc.orchestrator.rollouts.episodes import is_retryable, is_server_error
-from prime_hpc.orchestrator.rollouts.prefixes import LENGTHS, starts_of
 from prime_hpc.orchestrator.rollouts.seats import SeatMeter
 from prime_hpc.orchestrator.rollouts.server_load import LoadMeter
 from prime_hpc.orchestrator.rollouts.servers import ServerTable
@@ -39,10 +38,6 @@ class EpisodeRunner(Protocol):
 
     def run_episode(self, source_index: int, task_index: int, url_index: int) -> Coroutine[Any, Any, EpisodeResult]:
         """Run one episode; never raises but for cancellation."""
-        ...
-
-    def prompt_start(self, source_index: int, task_index: int, most: int) -> str:
-        """Return the first characters of a task's prompt, `most` at most."""
         ...
 
 
@@ -209,9 +204,7 @@ class Dispatcher:
     def _start(self, job: Job) -> None:
         lane = job.lane
         if lane.url < 0 or not self._servers.servers[lane.url].ready:
-            several = len(self._servers.servers) > 1
-            text = job.runner.prompt_start(job.source, job.task, LENGTHS[0]) if several else ""
-            url = self._servers.pick(starts_of(text))
+            url = self._servers.pick()
             assert url is not None, "pump starts jobs only while a server is ready"
             lane.url = url
         if self.num_running == 0:

@@ -7,8 +7,6 @@ reports errors.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prime_hpc.orchestrator.rollouts.prefixes import PrefixDirectory
-
 
 @dataclass
 class Server:
@@ -23,19 +21,12 @@ class Server:
     not_ready_since: float = 0.0
     num_outages: int = 0
 
-    @property
-    def load(self) -> float:
-        """Episodes in flight, less those that it should have at most."""
-        return self.in_flight - self.limit
-
 
 class ServerTable:
     """All servers of the run, by index."""
 
-    def __init__(self, urls: Sequence[str], now: float, *, keeps_cache: bool = False) -> None:
-        """`keeps_cache`: what a server has computed of a prompt outlasts a change of its weights."""
+    def __init__(self, urls: Sequence[str], now: float) -> None:
         assert urls, "a run needs at least one server"
-        self._prefixes, self._keeps_cache = PrefixDirectory(), keeps_cache
         self.servers = [Server(url, not_ready_since=now) for url in urls]
         self._served = 0
         self._turn = 0
@@ -58,21 +49,14 @@ class ServerTable:
             self._served = min(versions)
         return self._served
 
-    def pick(self, starts: Sequence[int] = ()) -> int | None:
+    def pick(self) -> int | None:
         """Return the ready server with the most room: the fewest episodes in flight, or the farthest below its limit;
-        in turn where several have as much. One that has the start of the prompt may have a little less room. None
-        without any.
-
-        Args:
-            starts: of the prompt (`prefixes.starts_of`); of none, where it has no long one.
-        """
+        in turn where several have as much. None without any."""
         ready = self.ready_indices
         if not ready:
             return None
         count = len(self.servers)
-        best = min(ready, key=lambda i: (self.servers[i].load, (i - self._turn) % count))
-        if starts and len(ready) > 1:
-            best = self._prefixes.choose(starts, self.servers, ready, best, self._keeps_cache)
+        best = min(ready, key=lambda i: (self.servers[i].in_flight - self.servers[i].limit, (i - self._turn) % count))
         self._turn = (best + 1) % count
         return best
 
