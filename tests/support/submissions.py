@@ -73,7 +73,7 @@ def submit_in_a_process(config: Path, fake: FakeSlurm, *flags: str) -> "subproce
     )
 
 
-def wait_for(what: Callable[[], Any], timeout_s: float = 30.0) -> None:
+def wait_for(what: Callable[[], Any], timeout_s: float = 280.0) -> None:
     began = time.monotonic()
     while not what():
         assert time.monotonic() - began < timeout_s, "it never happened"
