@@ -41,7 +41,7 @@ def thread_seconds() -> dict[str, float]:
 
 
 def mark() -> dict[str, Any]:
-    """What has been used up to now."""
+    """Measure what has been used up to now."""
     children = psutil.Process().children(recursive=True)
     times = [child.cpu_times() for child in children]
     return {
@@ -53,7 +53,7 @@ def mark() -> dict[str, Any]:
 
 
 class Watch:
-    """What is noted."""
+    """Notes of a run, taken while it goes on."""
 
     def __init__(self) -> None:
         self.pauses: list[tuple[float, float, float]] = []

@@ -25,7 +25,7 @@ BACKLOG = 1024
 
 
 class Script:
-    """What all servers of a process answer, and when."""
+    """Answers of all servers of a process, and their times."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._rng = random.Random(settings["seed"])
