@@ -11,8 +11,11 @@ from collections.abc import Iterable
 
 import psutil
 
+from prime_hpc.runtime.tied_process import PR_SET_PDEATHSIG
+
 PR_SET_CHILD_SUBREAPER = 36
-PR_SET_PDEATHSIG = 1
+KILL_S = 10.0
+"""A killed process of many gigabytes takes a moment to go; one that waits for a device may never."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 """Loaded before any fork: a child may not take the loader's lock."""
 
@@ -29,7 +32,7 @@ def become_subreaper() -> bool:
 
 
 def die_with_parent() -> None:
-    """In a child between fork and exec: SIGKILL when the parent's thread ends. Linux; elsewhere it does nothing."""
+    """From now on, SIGKILL when the parent's thread ends. Linux; elsewhere it does nothing."""
     with contextlib.suppress(OSError, AttributeError):
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -73,8 +76,16 @@ def end_families(leaders: Iterable[int], grace_s: float, polite: int = signal.SI
         # children born meanwhile belong to the family too
         members |= {p for pid in leaders for p in family(pid)}
         time.sleep(0.05)
+    return _kill(members)
+
+
+def _kill(members: Iterable[psutil.Process]) -> list[int]:
+    """Kill those that still live, and wait: who starts others in their place wants their memory and ports."""
     left = alive(members)
     send(left, signal.SIGKILL)
+    deadline = time.monotonic() + KILL_S
+    while time.monotonic() < deadline and alive(left):
+        time.sleep(0.01)
     return [p.pid for p in left]
 
 
@@ -102,6 +113,4 @@ def end_strays(pid: int, known: Iterable[int], grace_s: float) -> list[int]:
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and alive(strays):
         time.sleep(0.05)
-    left = alive(strays)
-    send(left, signal.SIGKILL)
-    return [p.pid for p in left]
+    return _kill(strays)

@@ -6,14 +6,14 @@ Works on the login node and inside a job alike. `on_cluster` sends the calls to 
 import os
 import re
 import shutil
-import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
 from prime_hpc.config.site import cluster_name
+from prime_hpc.runtime.tied_process import tied
 
 TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 20.0
@@ -22,7 +22,6 @@ COMMENT_PREFIX = "prime-hpc:"
 """Begins the comment of every job that was submitted by us; the submission's token follows."""
 
 SEPARATOR = "\x1f"  # cannot be typed by accident into a job's name or comment
-_PR_SET_PDEATHSIG = 1
 _LEAKS = ("SLURM_", "SRUN_", "SBATCH_")
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 _OF_A_CLUSTER = ("sbatch", "squeue", "scontrol", "scancel", "sinfo", "sacct")
@@ -170,7 +169,7 @@ def run_slurm(
         argv = [argv[0], f"--clusters={cluster}", *argv[1:]]
     try:
         done = subprocess.run(
-            list(argv),
+            tied(argv, environment) if dies_with_us else list(argv),
             input=stdin or "",
             capture_output=True,
             timeout=timeout_s,
@@ -178,7 +177,6 @@ def run_slurm(
             check=False,
             encoding="utf-8",
             errors="replace",
-            preexec_fn=_die_with_parent() if dies_with_us else None,
         )
     except FileNotFoundError as error:
         raise SlurmError(argv, None, f"{argv[0]} is not found on PATH") from error
@@ -189,14 +187,6 @@ def run_slurm(
     if done.returncode != 0:
         raise SlurmError(argv, done.returncode, done.stderr or done.stdout)
     return str(done.stdout) + (str(done.stderr) if with_stderr else "")
-
-
-def _die_with_parent() -> Callable[[], None]:
-    """Return what a child calls between fork and exec; all that it needs is loaded beforehand."""
-    import ctypes
-
-    libc = ctypes.CDLL(None)
-    return lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _shown(argv: Sequence[str]) -> str:

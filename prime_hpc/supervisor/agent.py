@@ -46,8 +46,9 @@ from prime_hpc.config.errors import ConfigError
 from prime_hpc.runtime import activity
 from prime_hpc.runtime.clock import STOPPED_S, AwakeClock
 from prime_hpc.runtime.gpus import visible_gpus
-from prime_hpc.runtime.process_tree import become_subreaper, die_with_parent, end_families, end_strays
+from prime_hpc.runtime.process_tree import become_subreaper, end_families, end_strays
 from prime_hpc.runtime.role_context import LED, LOCAL_TASK, NODE, NODE_PORTS, RoleContext
+from prime_hpc.runtime.tied_process import tied
 from prime_hpc.slurm.gpu_split import gpu_environment
 from prime_hpc.store.errors import FencedError, StoreError
 from prime_hpc.store.messaging.bus import BusClient
@@ -386,15 +387,17 @@ class Agent:
         environment |= gpu_environment(self._task_gpus(order), environment, trains=trains)
         self._output.write_line(f"[{self._host}] $ {' '.join(command)}")
         reader, writer = os.pipe()
+        # deaf to Slurm's SIGTERM until it has a handler of its own
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         self._child = subprocess.Popen(
-            command,
+            tied(command, environment, deaf_to=[signal.SIGTERM]),
             stdin=subprocess.DEVNULL,
             stdout=writer,
             stderr=writer,
             env=environment,
             start_new_session=True,
-            preexec_fn=_in_child,
         )
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         os.close(writer)
         self._forwarding = self._output.forward(reader)
         activity.doing("leading its role")
@@ -464,12 +467,6 @@ class Agent:
                 self._output.write_line(f"[{self._host}] agent of {self._label}: had to kill {len(killed)} processes")
             self._child.wait(timeout=10)
         return code
-
-
-def _in_child() -> None:
-    """Between fork and exec: dies with the agent, and is deaf to Slurm's SIGTERM until it has a handler of its own."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    die_with_parent()
 
 
 def _fill(text: str, facts: dict[str, str]) -> str:

@@ -22,6 +22,8 @@ from typing import Any
 
 from loguru import logger
 
+from prime_hpc.runtime.process_tree import die_with_parent
+from prime_hpc.runtime.tied_process import split
 from tests.faults import inject
 
 PRELOAD = [
@@ -80,7 +82,9 @@ class ForkingPopen(subprocess.Popen):
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
         """As in CPython 3.11; only the exec is left out."""
-        command = module_of(args) if not isinstance(args, str | bytes) else None
+        words = [] if isinstance(args, str | bytes) else [os.fspath(word) for word in args]
+        ties = split(words)
+        command = module_of(ties[1] if ties else words)
         if command is None:
             super()._execute_child(args, executable, preexec_fn, *rest)  # type: ignore[misc]
             return
@@ -90,7 +94,7 @@ class ForkingPopen(subprocess.Popen):
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _become(command, env, cwd, new_session, preexec_fn, (p2cread, c2pwrite, errwrite), pass_fds)
+            _become(command, env, cwd, new_session, ties[0] if ties else None, (p2cread, c2pwrite, errwrite), pass_fds)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
@@ -114,7 +118,7 @@ def _become(
     env: Any,
     cwd: Any,
     new_session: bool,
-    preexec_fn: Any,
+    deaf_to: list[int] | None,
     ends: tuple[int, int, int],
     passed: Sequence[int],
 ) -> None:
@@ -135,8 +139,11 @@ def _become(
         if env is not None:
             os.environ.clear()
             os.environ.update({os.fsdecode(k): os.fsdecode(v) for k, v in env.items()})
-        if preexec_fn is not None:
-            preexec_fn()
+        if deaf_to is not None:
+            die_with_parent()
+            for number in deaf_to:
+                signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, deaf_to)
         module, sys.argv = command[0], ["-m", *command[1:]]
         inject.begin(module)
         sys.modules.pop(module, None)

@@ -46,11 +46,6 @@ def command(program: str, *arguments: object, timeout_s: float = 280) -> subproc
     )
 
 
-def _heed_interrupts() -> None:
-    """A shell starts background jobs with SIGINT ignored, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @contextmanager
 def background(program: str, *arguments: object, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A console script that runs beside the test; interrupted at the end, killed if that does not help."""
@@ -62,7 +57,6 @@ def background(program: str, *arguments: object, log: Path) -> Iterator["subproc
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_heed_interrupts,
         )
     try:
         yield process
