@@ -1,6 +1,6 @@
 """Start a program that is killed when this process ends, however it ends.
 
-    subprocess.Popen(tied(["sbatch", "job.sbatch"]))
+    subprocess.Popen(tied(["sbatch", "--parsable", script]))
 
 The program's own first step asks the kernel for it: this file, run by an interpreter without site packages (10 ms),
 becomes the program by exec. A function between fork and exec (`preexec_fn`) would do the same from within a copy of
@@ -60,8 +60,8 @@ def _become(starter: int, deaf_to: list[int], command: list[str]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != starter:  # it died before the request was made
         os._exit(EXIT_GONE)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # this interpreter ignores them, and a program would go on doing so
-        signal.signal(number, signal.SIG_DFL)
+    for ours in (signal.SIGPIPE, signal.SIGXFSZ):  # this interpreter ignores them, and a program would go on doing so
+        signal.signal(ours, signal.SIG_DFL)
     for number in deaf_to:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, deaf_to)

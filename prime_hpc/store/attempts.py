@@ -104,14 +104,25 @@ def close_attempt(
 
 
 def rewrite_row(path: Path, row: AttemptRow) -> None:
-    """Add or replace the line of `row["attempt"]`."""
+    """Add or replace the line of `row["attempt"]`; lines of attempts that a newer one has overtaken are closed."""
 
     def add(content: bytes) -> bytes:
         rows = {known["attempt"]: known for known in parse_attempts(content)}
         rows[row["attempt"]] = row
+        _close_overtaken(list(rows.values()))
         return "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)).encode()
 
     files.update_file(path, add)
+
+
+def _close_overtaken(rows: list[AttemptRow]) -> None:
+    """Of two attempts that begin at once the older one may write nothing more, not even its end, and the newer one had
+    not seen it when it began: whoever writes next closes it."""
+    newest = max(rows, key=lambda row: row.get("incarnation", 0))
+    for row in rows:
+        if row.get("ended") is None and row.get("incarnation", 0) < newest.get("incarnation", 0):
+            row["ended"] = max(row["began"], newest["began"])
+            row["outcome"], row["cause"] = "failed", f"attempt {newest['attempt']} began meanwhile"
 
 
 def begin(

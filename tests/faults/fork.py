@@ -141,8 +141,8 @@ def _become(
             os.environ.update({os.fsdecode(k): os.fsdecode(v) for k, v in env.items()})
         if deaf_to is not None:
             die_with_parent()
-            for number in deaf_to:
-                signal.signal(number, signal.SIG_IGN)
+            for ignored in deaf_to:
+                signal.signal(ignored, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, deaf_to)
         module, sys.argv = command[0], ["-m", *command[1:]]
         inject.begin(module)

@@ -9,7 +9,7 @@ import pytest
 
 from prime_hpc.config import ConfigError, Experiment
 from prime_hpc.store.artifact import ArtifactWriter, FencedError, StoreError, discard, prepare_stage, verify_artifact
-from prime_hpc.store.attempts import read_attempts, rewrite_row
+from prime_hpc.store.attempts import Attempt, read_attempts, rewrite_row, write_attempt
 from prime_hpc.store.batch.rank_batch import RankBatch
 from prime_hpc.store.batches import write_batch
 from prime_hpc.store.checkpoint.checkpoints import prune_checkpoints
@@ -239,3 +239,15 @@ def test_a_stage_that_someone_else_removed_is_named(paths: RunPaths) -> None:
     writer = ArtifactWriter(paths.weights_step(1), kind="weights", version=1, writer="trainer")
     with pytest.raises(StoreError, match="was removed while it was written"), writer:
         shutil.rmtree(writer.path)
+
+
+@pytest.mark.parametrize("order", ["older last", "older first"])
+def test_of_two_that_begin_at_once_the_older_one_is_closed(paths: RunPaths, order: str) -> None:
+    """It may write nothing once it knows of the other, and the other had not seen its line when it began."""
+    two = {"attempt": 1, "incarnation": 1, "began": 5.0}, {"attempt": 2, "incarnation": 2, "began": 7.0}
+    older, newer = (Attempt(**one, why="first start") for one in two)  # type: ignore[arg-type]
+    for one in (newer, older) if order == "older last" else (older, newer, newer):
+        write_attempt(paths.attempts, one)
+    first, second = read_attempts(paths.attempts)
+    assert (first["ended"], first["outcome"], first["cause"]) == (7.0, "failed", "attempt 2 began meanwhile")
+    assert second["ended"] is None
